@@ -1,0 +1,112 @@
+"""The exception tree and the exit codes; every process of a trial and every command ends with one of them.
+
+    HpcRlError
+    ├── ConfigError (ValueError)          64 on the command line, 78 in a role: never retried
+    │   ├── DoesNotFit                    the allocation does not fit the cluster, or the other way round
+    │   └── NotBuilt                      named in the configuration, not built yet
+    ├── TrialStateError                   what is on disk forbids it
+    │   ├── TrialNameError                64: unknown or ambiguous trial name
+    │   ├── TrialBusy                     75: running, or has state and the mode is fresh
+    │   └── NothingToResume               3
+    ├── SchedulerError                    69: the scheduler refused or can't be reached
+    ├── CannotWrite (OSError)             73
+    ├── RoleFailed                        70: may be retried by its class
+    │   ├── ServerUnavailable             a generation server can't be reached or can't serve: ask another
+    │   └── ServerStale                   its weights are older than the request allows: ask another, or later
+    ├── RequestRefused (ValueError)       a server refused a request as wrong (400, 401 …): asking again won't help
+    └── Stale                             an action carried an epoch or a lineage that is no longer current
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """Exit codes of roles, jobs and the command line."""
+
+    DONE = 0
+    USAGE = 2
+    NOTHING_TO_RESUME = 3
+    REFUSED = 64
+    SCHEDULER = 69
+    FAILED = 70
+    CANNOT_WRITE = 73
+    STOPPED = 75  # of a role or job: state saved, start me again; of the command line: busy
+    BAD_CONFIG = 78
+    KILLED_BY_PERSON = 130
+    KILLED_BY_SYSTEM = 143
+
+
+class HpcRlError(Exception):
+    """Base of everything that this package raises on purpose. `exit_code` is the command line's."""
+
+    exit_code = ExitCode.FAILED
+
+
+class ConfigError(HpcRlError, ValueError):
+    """The configuration can't hold. The message names the key, what came, what is allowed and what to do."""
+
+    exit_code = ExitCode.REFUSED
+
+
+class DoesNotFit(ConfigError):
+    """An allocation that does not fit the nodes; the message names the nearest one that does."""
+
+
+class NotBuilt(ConfigError):
+    """Something that the configuration can name and this version can't do."""
+
+
+class TrialStateError(HpcRlError):
+    """What lies in the trial directory forbids the request."""
+
+
+class TrialNameError(TrialStateError):
+    """No trial, or several, by that name."""
+
+    exit_code = ExitCode.REFUSED
+
+
+class TrialBusy(TrialStateError):
+    """The trial runs, or has state and the mode is a fresh start."""
+
+    exit_code = ExitCode.STOPPED
+
+
+class NothingToResume(TrialStateError):
+    """`resume` found no valid generation."""
+
+    exit_code = ExitCode.NOTHING_TO_RESUME
+
+
+class SchedulerError(HpcRlError):
+    """The scheduler refused a request or could not be reached; carries its own words."""
+
+    exit_code = ExitCode.SCHEDULER
+
+
+class CannotWrite(HpcRlError, OSError):
+    """A place that must be writable is not."""
+
+    exit_code = ExitCode.CANNOT_WRITE
+
+
+class RoleFailed(HpcRlError):
+    """A role ended in a way that its policy may retry."""
+
+
+class ServerUnavailable(RoleFailed):
+    """A generation server can't be reached, or can't serve now; another one may."""
+
+
+class ServerStale(RoleFailed):
+    """A generation server whose weights are older than the request allows."""
+
+
+class RequestRefused(HpcRlError, ValueError):
+    """A server refused a request as wrong; the message has its words."""
+
+
+class Stale(HpcRlError):
+    """The epoch or lineage of a request is older than the current one."""

@@ -1,0 +1,68 @@
+"""Plan: the frozen decision of which process runs where, with what. Written as plan.json; read by render and the supervisor."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One step for the supervisor to start: a server replica, the rollout role, or all trainer ranks.
+
+    Args:
+        role: Which role.
+        index: Replica index of the role.
+        nodes: Node indexes within the allocation, in rank order.
+        tasks_per_node: Processes on each of these nodes.
+        cpus_per_task: CPUs of each process; also its OMP_NUM_THREADS.
+        mem_mb_per_task: Memory of each process, in MB.
+        gpus_per_task: GPUs of each process; 0 for none.
+        gpu_offset: First GPU of the unit on each of its nodes.
+        module: What `python -m` starts.
+        env: Environment variables of the unit's own.
+    """
+
+    role: Literal["server", "rollout", "trainer"]
+    index: int
+    nodes: list[int]
+    tasks_per_node: int
+    cpus_per_task: int
+    mem_mb_per_task: int
+    gpus_per_task: int
+    gpu_offset: int = 0
+    module: str
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.nodes) * self.tasks_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that was decided before anything was written."""
+
+    experiment_name: str
+    trial_name: str
+    trainer: Literal["grpo", "sft"]
+    allocation: str  # canonical form
+    n_nodes: int
+    n_gpus_per_node: int
+    cpus_per_node: int  # largest demand of any node, supervisor's share included
+    mem_mb_per_node: int
+    device: Literal["cpu", "cuda"]
+    server_backend: Literal["embedded", "sglang"] | None
+    units: list[Unit]
+    recover_mode: str
+    recover_retries: int
+    python: str
+    notes: list[str] = field(default_factory=list)  # what was derived or adapted, in words; printed by submit
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        return cls(**{**data, "units": [Unit(**unit) for unit in data["units"]]})

@@ -1,0 +1,265 @@
+"""Trial: which experiment, which trial, which attempt, and every path of its directory, written once.
+
+Also the two ways in which this project writes a file: `write_atomic` (temp, fsync, rename) and `create_exclusive`
+(link: of two writers exactly one wins). Both are safe on NFS as far as shared file systems go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.errors import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,63}")
+
+
+def check_name(what: str, name: str) -> str:
+    """A name that is safe as one path component and as part of a job name. Raises ConfigError."""
+    if not NAME.fullmatch(name) or ".." in name:
+        raise ConfigError(
+            f"{what} {name!r} can't be used: it becomes a directory and a job name. "
+            "Allowed: 1 to 64 letters, digits and . _ + = @ -, starting with a letter or digit, without '..'."
+        )
+    return name
+
+
+def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
+    """Replace `path` as a whole: readers see the old content or the new one. Raises OSError."""
+    raw = data.encode() if isinstance(data, str) else data
+    temp = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        _write_synced(temp, raw, mode)
+        os.replace(temp, path)
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+def create_exclusive(path: Path, data: bytes | str, mode: int = 0o644) -> bool:
+    """Create `path` with its content, whole, or find that it exists: true for the one winner. Raises OSError."""
+    raw = data.encode() if isinstance(data, str) else data
+    temp = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+    _write_synced(temp, raw, mode)
+    try:
+        os.link(temp, path)
+        return True
+    except FileExistsError:
+        return temp.stat().st_nlink == 2  # a lost reply of NFS says "exists" although this writer won
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+def _write_synced(path: Path, raw: bytes, mode: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        view = memoryview(raw)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_json(path: Path) -> Any | None:
+    """Parsed content, or None where the file is missing, stale or not complete yet."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
+    write_atomic(path, json.dumps(value, indent=2, sort_keys=True) + "\n", mode)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial by its directory `{fileroot}/{user}/{experiment}/{trial}`."""
+
+    dir: Path
+
+    @classmethod
+    def of(cls, fileroot: str | Path, user: str, experiment: str, trial: str) -> Trial:
+        check_name("experiment_name", experiment)
+        check_name("trial_name", trial)
+        return cls(Path(fileroot).expanduser().absolute() / user / experiment / trial)
+
+    @property
+    def name(self) -> str:
+        return self.dir.name
+
+    @property
+    def experiment(self) -> str:
+        return self.dir.parent.name
+
+    def __str__(self) -> str:
+        return f"{self.experiment}/{self.name}"
+
+    # as submitted
+    @property
+    def config_yaml(self) -> Path:
+        return self.dir / "config.yaml"
+
+    @property
+    def config_json(self) -> Path:
+        return self.dir / "config.json"
+
+    @property
+    def plan_json(self) -> Path:
+        return self.dir / "plan.json"
+
+    @property
+    def provenance_json(self) -> Path:
+        return self.dir / "provenance.json"
+
+    @property
+    def secret(self) -> Path:
+        return self.dir / "secret"
+
+    @property
+    def scripts(self) -> Path:
+        return self.dir / "scripts"
+
+    @property
+    def jobs(self) -> Path:
+        return self.dir / "jobs"
+
+    def job(self, job_id: str) -> Path:
+        return self.jobs / f"{job_id}.json"
+
+    @property
+    def intent(self) -> Path:
+        return self.dir / "intent"
+
+    def cancel_intent(self, job_id: str) -> Path:
+        """A person's wish that this job, and no later one, stays dead."""
+        return self.intent / f"cancel-{job_id}.json"
+
+    @property
+    def names(self) -> Path:
+        return self.dir / "names"
+
+    @property
+    def attempts(self) -> Path:
+        return self.dir / "attempts"
+
+    def attempt(self, attempt: str) -> Attempt:
+        return Attempt(self, attempt)
+
+    # state
+    @property
+    def lineages(self) -> Path:
+        return self.dir / "lineages"
+
+    @property
+    def recover(self) -> Path:
+        return self.dir / "recover"
+
+    def generation(self, step: int) -> Path:
+        return self.recover / f"gen-{step:08d}"
+
+    @property
+    def rollout(self) -> Path:
+        return self.dir / "rollout"
+
+    @property
+    def weights(self) -> Path:
+        return self.dir / "weights"
+
+    def published(self, label: str) -> Path:
+        return self.weights / label
+
+    @property
+    def current_weights(self) -> Path:
+        """Pointer record `{"label", "path", "lineage", "step"}` of the newest published weights."""
+        return self.weights / "current.json"
+
+    @property
+    def exports(self) -> Path:
+        return self.dir / "exports"
+
+    @property
+    def done(self) -> Path:
+        """The run-complete marker, written by the supervisor when the trial has reached its end."""
+        return self.dir / "done.json"
+
+    def has_state(self) -> bool:
+        """Whether a fresh start would mix with something that lies here."""
+        return any(p.is_dir() and any(p.iterdir()) for p in (self.recover, self.rollout, self.attempts, self.weights))
+
+    def make_dirs(self) -> None:
+        """Create the directory (0700) with its fixed folders. Raises OSError."""
+        self.dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.dir.chmod(0o700)
+        folders = (self.scripts, self.jobs, self.intent, self.names, self.attempts, self.lineages)
+        for folder in (*folders, self.recover, self.rollout, self.weights, self.exports):
+            folder.mkdir(exist_ok=True)
+
+    def make_secret(self) -> None:
+        """The two tokens of the trial, once: control (pause, update, shutdown) and data (generate, rollout API)."""
+        tokens = {"control": secrets.token_urlsafe(32), "data": secrets.token_urlsafe(32)}
+        create_exclusive(self.secret, json.dumps(tokens), mode=0o600)
+
+    def tokens(self) -> dict[str, str]:
+        """`{"control": …, "data": …}`. Raises OSError, ValueError."""
+        return json.loads(self.secret.read_text())
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start by the scheduler: `<jobid>.<restart>`."""
+
+    trial: Trial
+    id: str
+
+    @property
+    def dir(self) -> Path:
+        return self.trial.attempts / self.id
+
+    @property
+    def events(self) -> Path:
+        return self.dir / "events.jsonl"
+
+    @property
+    def ended(self) -> Path:
+        """`{"exit_code", "reason", "time"}`: why the attempt ended; missing when it was killed."""
+        return self.dir / "ended.json"
+
+    @property
+    def processes(self) -> Path:
+        """Folder of process records, one file per incarnation, for whoever waits for their ends."""
+        return self.dir / "processes"
+
+    def log(self, role: str, index: int, incarnation: int, rank: int | None = None) -> Path:
+        suffix = "" if rank is None else f"-rank{rank}"
+        return self.dir / "logs" / f"{role}-{index}.{incarnation}{suffix}.log"
+
+    def exit_record(self, role: str, index: int, incarnation: int, rank: int = 0) -> Path:
+        """`{"code", "reason", "class"}` by the process itself; srun's own code is only a fallback."""
+        return self.dir / "exits" / f"{role}-{index}.{incarnation}-rank{rank}.json"
+
+    def metrics(self, incarnation: int) -> Path:
+        return self.dir / f"metrics.{incarnation}.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.dir / "tensorboard"
+
+    def make_dirs(self) -> None:
+        for folder in (self.dir, self.dir / "logs", self.dir / "exits", self.processes):
+            folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,133 @@
+"""What crosses processes: turns, trajectories, groups and batches, as NumPy arrays, and their wire format.
+
+The wire format is msgpack with arrays as `{"__nd__": dtype, "s": shape, "d": bytes}`: nothing that is decoded
+here can execute code. Shapes: L = tokens of one trajectory (prompt and completion).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """A published set of weights. Its text form `<lineage>.<step>` is the label everywhere: directory, server, token record."""
+
+    lineage: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.lineage}.{self.step}"
+
+    @classmethod
+    def parse(cls, label: str) -> WeightVersion:
+        lineage, _, step = label.partition(".")
+        if not (lineage.isdigit() and step.isdigit()):
+            raise ValueError(f"weight version must read '<lineage>.<step>', got {label!r}")
+        return cls(int(lineage), int(step))
+
+
+@dataclass(slots=True)
+class Turn:
+    """One generation: what a server made of one input.
+
+    `output_ids`, `output_logprobs` have the same length. `versions` are half-open spans over the output tokens:
+    `(label, start, end)`. `finish_reason` is stop | length | abort.
+    """
+
+    output_ids: list[int]
+    output_logprobs: list[float]
+    versions: list[tuple[str, int, int]]
+    finish_reason: str
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """A finished token-level record.
+
+    ids: int32 [L], prompt and completion. loss_mask: bool [L], true where the model made the token.
+    logprobs: float32 [L], behaviour log-probabilities, 0 where loss_mask is false (position t holds log p(ids[t] | ids[:t])).
+    lineages, steps: int32 [L], the weight version that made each token, -1 where loss_mask is false.
+    """
+
+    ids: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    lineages: np.ndarray
+    steps: np.ndarray
+    reward: float
+    finish_reason: str  # stop | length
+    stats: dict[str, float] = field(default_factory=dict)
+
+    def oldest_step(self) -> int:
+        """The smallest step among the model's own tokens, 0 when it made none."""
+        made = self.steps[self.loss_mask]
+        return int(made.min()) if made.size else 0
+
+
+@dataclass(slots=True)
+class TrajectoryGroup:
+    """The trajectories sampled from one prompt."""
+
+    index: int  # prompt index: counts issued prompts over all epochs, from 0
+    trajectories: list[Trajectory]
+
+    def oldest_step(self) -> int:
+        return min((t.oldest_step() for t in self.trajectories), default=0)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Training batch `step`: whole groups in their sealed order."""
+
+    step: int
+    groups: list[TrajectoryGroup]
+
+
+@dataclass(slots=True)
+class EvalResult:
+    """What `POST /evaluate` answers: mean reward over the held-out prompts, made by the weights of `version`."""
+
+    version: str
+    num_prompts: int
+    reward: float
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+_WIRE = {cls.__name__: cls for cls in (Turn, Trajectory, TrajectoryGroup, Batch, EvalResult)}
+
+
+def _default(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"__nd__": value.dtype.str, "s": list(value.shape), "d": np.ascontiguousarray(value).tobytes()}
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value).__name__ in _WIRE:
+        return {"__t__": type(value).__name__, "v": {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}}
+    raise TypeError(f"{type(value).__name__} has no wire format")
+
+
+def _hook(value: dict[str, Any]) -> Any:
+    if "__nd__" in value:
+        dtype = np.dtype(value["__nd__"])
+        if dtype.hasobject:
+            raise ValueError("object arrays are not accepted")
+        return np.frombuffer(value["d"], dtype).reshape(value["s"]).copy()
+    if "__t__" in value:
+        return _WIRE[value["__t__"]](**value["v"])
+    return value
+
+
+def encode(value: Any) -> bytes:
+    """msgpack bytes of plain data, arrays and the dataclasses above. Raises TypeError for anything else."""
+    return msgpack.packb(value, default=_default, use_bin_type=True)
+
+
+def decode(data: bytes) -> Any:
+    """The inverse of encode. Raises ValueError (or KeyError) for bytes that are not ours."""
+    return msgpack.unpackb(data, object_hook=_hook, raw=False, strict_map_key=False)

@@ -1,0 +1,104 @@
+"""The house rules: imports go down only, the login half never imports torch, no function over 100 lines, no file over 500."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2] / "hpc_rl"
+FLOORS = [
+    {"__init__", "errors"},
+    {"types", "trial", "allocation", "log", "net", "proc"},
+    {"config", "schedulers", "name_resolve", "stats", "algorithms"},
+    {"plan", "engines", "servers", "datasets"},
+    {"render", "checkpoint", "rollout", "weights"},
+    {"launch", "trainers", "environments", "examples"},
+    {"cli", "app"},
+]
+FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
+SOURCES = sorted(ROOT.rglob("*.py"))
+
+
+def imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return ["."] if node.level else [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def test_imports_go_down():
+    wrong = []
+    for path in SOURCES:
+        here = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):  # also inside functions
+            for name in imported(node):
+                there = name.split(".")[1] if name.startswith("hpc_rl.") else here
+                if name == "." or (there != here and there in FLOOR and FLOOR[there] >= FLOOR[here]):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {here} -> {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_everything_has_a_floor():
+    names = {p.stem for p in ROOT.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    assert names <= FLOOR.keys(), f"choose a floor for {sorted(names - FLOOR.keys())}"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "hpc_rl.cli.__main__",
+        "hpc_rl.launch.submit",
+        "hpc_rl.launch.driver",
+        "hpc_rl.checkpoint.decide",
+        "hpc_rl.rollout.service",
+        "hpc_rl.app.supervisor",
+        "hpc_rl.app.rollout",
+        "hpc_rl.app.rollout_worker",
+    ],
+)
+def test_light_import(module):
+    heavy = ["torch", "transformers", "ray", "sglang", "vllm", "megatron", "datasets", "wandb"]
+    code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_functions_fit_in_a_hundred_lines():
+    long = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 100:
+                long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert not long, "\n".join(long)
+
+
+def test_files_can_be_read_in_one_go():
+    long = [str(p.relative_to(ROOT)) for p in SOURCES if len(p.read_text().splitlines()) > 500]
+    assert not long, "\n".join(long)
+
+
+def test_modules_of_the_package_have_no_cycle():
+    modules = {".".join(("hpc_rl", *p.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): p for p in SOURCES}
+    edges: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        wanted = {n for node in ast.walk(ast.parse(path.read_text())) for n in imported(node) if n.startswith("hpc_rl")}
+        edges[name] = {n if n in modules else n.rpartition(".")[0] for n in wanted} & modules.keys() - {name, "hpc_rl"}
+    state: dict[str, int] = {}
+
+    def visit(name: str, path: list[str]) -> None:
+        state[name] = 1
+        for other in sorted(edges[name]):
+            assert state.get(other) != 1, " -> ".join([*path, name, other])
+            if other not in state:
+                visit(other, [*path, name])
+        state[name] = 2
+
+    for name in modules:
+        if name not in state:
+            visit(name, [])
