@@ -1,0 +1,347 @@
+"""What the loader can't see: defaults that the planned device can't do, and options that contradict each other or the disk.
+
+`check` first adapts defaults (with a note each), then asks every rule in RULES. A rule is a small function that yields
+refusals; an option that somebody wrote is never changed, only refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.config.cluster import environment_of
+from hpc_rl.config.load import Loaded
+from hpc_rl.config.model_rules import model_rules
+from hpc_rl.config.root import Config, GRPOConfig
+from hpc_rl.errors import ConfigError, NotBuilt
+from hpc_rl.trial import check_name
+
+DEFAULT_RECOVER_SECS = 600
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+
+
+def check(loaded: Loaded, *, files: bool = True) -> Loaded:
+    """The configuration with its defaults adapted and notes about it. `files` false leaves out what must exist on disk.
+
+    Raises NotBuilt, ConfigError: one line for each refusal.
+    """
+    config, notes = adapt(loaded.config, loaded.explicit)
+    _refuse_layout(config)
+    refusals = [refusal for rule in RULES for refusal in rule(config, loaded.explicit)]
+    if files:
+        refusals += [refusal for rule in (*FILE_RULES, model_rules) for refusal in rule(config, loaded.explicit)]
+    if refusals:
+        raise ConfigError("\n".join(dict.fromkeys(refusals)))
+    return Loaded(config, loaded.origins, [*loaded.notes, *notes, *_notes(config, loaded.explicit)])
+
+
+# -- defaults that adapt
+
+
+def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]:
+    """Replace defaults that the planned device or trainer can't do. What is in `explicit` stays."""
+    wanted: dict[str, Any] = {}
+    if not isinstance(config, GRPOConfig):
+        wanted |= {"train_dataset.type": "sft", "valid_dataset.type": "sft"}
+    quiet = set(wanted)
+    if not config.cluster.n_gpus_per_node:
+        section = "actor" if isinstance(config, GRPOConfig) else "model"
+        wanted |= {f"{section}.dtype": "float32", f"{section}.attn_impl": "sdpa"}
+        wanted |= {"sglang.dtype": "float32", "sglang.attention_backend": "torch_native"}
+        quiet |= set() if config.allocation_mode.startswith("sglang") else {"sglang.dtype", "sglang.attention_backend"}
+    recover = config.recover
+    if recover.mode != "disabled" and recover.freq_epochs is recover.freq_steps is recover.freq_secs is None:
+        wanted["recover.freq_secs"] = DEFAULT_RECOVER_SECS
+    notes = []
+    for name, value in wanted.items():
+        old = value_of(config, name)
+        if name in explicit or old == value or old is _ABSENT:
+            continue
+        config = _with(config, name.split("."), value)
+        if name == "recover.freq_secs":
+            notes.append(f"recover: saves every {value} s, for none of recover.freq_epochs, freq_steps, freq_secs is set.")
+        elif name not in quiet:
+            notes.append(f"{name} is {value} instead of the default {old}: the plan has no GPUs.")
+    return config, notes
+
+
+_ABSENT = object()
+
+
+def value_of(config: Any, name: str) -> Any:
+    """The value of a dotted option; a marker of its own where a section is missing or null."""
+    for part in name.split("."):
+        config = getattr(config, part, _ABSENT)
+    return config
+
+
+def _with(section: Any, path: list[str], value: Any) -> Any:
+    if len(path) > 1:
+        value = _with(getattr(section, path[0]), path[1:], value)
+    return dataclasses.replace(section, **{path[0]: value})
+
+
+def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    recover = config.recover
+    if recover.mode == "disabled" and any(f"recover.freq_{unit}" in explicit for unit in ("epochs", "steps", "secs")):
+        yield "recover.freq_* has no effect: recover.mode is disabled, so nothing is saved and nothing can be resumed."
+    if config.total_train_steps is not None and "total_train_epochs" in explicit:
+        yield f"total_train_epochs has no effect: total_train_steps {config.total_train_steps} says when the trial ends."
+    if isinstance(config, GRPOConfig) and config.async_training and not config.rollout.max_head_offpolicyness:
+        yield "generation never runs ahead of training, for rollout.max_head_offpolicyness is 0; 1 or more makes it asynchronous."
+
+
+# -- rules without files
+
+
+def _refuse_layout(config: Config) -> None:
+    layout = config.launcher.slurm.layout
+    if layout != "allocation":
+        raise NotBuilt(f"launcher.slurm.layout {layout} is not built; use allocation: one job, every role in it.")
+
+
+def names(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    for what in ("experiment_name", "trial_name"):
+        try:
+            check_name(what, getattr(config, what))
+        except ConfigError as error:
+            yield str(error)
+
+
+def datasets(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    wanted = "rl" if isinstance(config, GRPOConfig) else "sft"
+    for section in ("train_dataset", "valid_dataset"):
+        dataset = getattr(config, section)
+        if dataset and dataset.type != wanted:
+            yield f"{section}.type {dataset.type}: a {config.trainer} trial needs rows of type {wanted}."
+
+
+def devices(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    section, engine = ("actor", config.actor) if isinstance(config, GRPOConfig) else ("model", config.model)
+    allowed = ["eager", "sdpa", "flash_attention_2"] if config.cluster.n_gpus_per_node else ["eager", "sdpa"]
+    where = "" if config.cluster.n_gpus_per_node else " without GPUs (cluster.n_gpus_per_node 0)"
+    if engine.attn_impl not in allowed:
+        yield f"{section}.attn_impl {engine.attn_impl} can't be used{where}; allowed: {', '.join(allowed)}."
+    if engine.dtype == "float16":
+        yield f"{section}.dtype float16 can't be trained in: it needs loss scaling, which is not built; use bfloat16 or float32."
+    if isinstance(config, GRPOConfig) and not config.cluster.n_gpus_per_node:
+        backends = ["torch_native", "intel_amx"]
+        if config.sglang.attention_backend not in backends:
+            backend = config.sglang.attention_backend
+            yield f"sglang.attention_backend {backend} can't be used{where}; allowed: {', '.join(backends)}."
+        if config.sglang.dtype == "float16":
+            yield f"sglang.dtype float16 can't be used{where}; allowed: bfloat16, float32."
+
+
+def groups(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    if not isinstance(config, GRPOConfig):
+        return
+    actor, n_samples = config.actor, config.gconfig.n_samples
+    if actor.group_size not in (None, n_samples):
+        yield f"actor.group_size {actor.group_size} must equal gconfig.n_samples {n_samples}; leave it out, it follows."
+    for name, norm in (("reward_norm", actor.reward_norm), ("adv_norm", actor.adv_norm)):
+        if norm and "group" in (norm.mean_level, norm.std_level) and n_samples < 2:
+            yield f"gconfig.n_samples {n_samples}: actor.{name} is by group, and a group of one says nothing; use at least 2."
+    rows, parts = config.train_dataset.batch_size * n_samples, actor.ppo_n_minibatches
+    if rows % parts:
+        near = next(n for n in range(min(parts, rows), 0, -1) if rows % n == 0)
+        yield (
+            f"actor.ppo_n_minibatches {parts} does not divide train_dataset.batch_size * gconfig.n_samples = {rows} rows; "
+            f"the nearest that does is {near}."
+        )
+
+
+def policy_loss(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    if not isinstance(config, GRPOConfig):
+        return
+    actor = config.actor
+    if actor.eps_clip >= 1:
+        yield f"actor.eps_clip {actor.eps_clip} must be below 1: the ratio is clipped from below at 1 - eps_clip."
+    if actor.use_decoupled_loss and "actor.recompute_logprob" in explicit and not actor.recompute_logprob:
+        yield "actor.use_decoupled_loss needs recomputed log-probabilities, but actor.recompute_logprob is false; leave that out."
+    if actor.behav_imp_weight_cap is not None and not actor.use_decoupled_loss:
+        yield "actor.behav_imp_weight_cap has no effect without actor.use_decoupled_loss: set that to true, or leave the cap out."
+
+
+def sampling(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    if not isinstance(config, GRPOConfig):
+        return
+    g, actor = config.gconfig, config.actor
+    if g.greedy or g.temperature == 0:
+        why = "gconfig.greedy" if g.greedy else "gconfig.temperature 0"
+        yield f"{why}: all {g.n_samples} samples of a prompt would be the same, and nothing is learnt; sample with a temperature."
+    elif actor.temperature not in (None, g.temperature):
+        yield f"actor.temperature {actor.temperature} must equal gconfig.temperature {g.temperature}; leave it out, it follows."
+    if g.min_new_tokens > g.max_new_tokens:
+        yield f"gconfig.min_new_tokens {g.min_new_tokens} is above gconfig.max_new_tokens {g.max_new_tokens}."
+
+
+def lengths(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    if not isinstance(config, GRPOConfig):
+        return
+    g, limit, context = config.gconfig, config.actor.mb_spec.max_tokens_per_mb, config.sglang.context_length
+    if g.max_new_tokens >= g.max_tokens:
+        yield f"gconfig.max_new_tokens {g.max_new_tokens} leaves no prompt: gconfig.max_tokens {g.max_tokens} is for both."
+    if limit is not None and limit <= g.max_new_tokens:
+        yield f"actor.mb_spec.max_tokens_per_mb {limit} can't hold gconfig.max_new_tokens {g.max_new_tokens} and a prompt."
+    if config.allocation_mode.strip().startswith("sglang") and g.max_new_tokens >= context:
+        yield f"gconfig.max_new_tokens {g.max_new_tokens} leaves no prompt: sglang.context_length is {context}."
+
+
+def asynchrony(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    if not isinstance(config, GRPOConfig):
+        return
+    ahead = config.rollout.max_head_offpolicyness
+    if not config.async_training and ahead:
+        yield f"rollout.max_head_offpolicyness {ahead} contradicts async_training false: use 0, or async_training true."
+
+
+def import_paths(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    if not isinstance(config, GRPOConfig):
+        return
+    built_in = {"workflow": ["single_turn"], "reward_fn": ["exact_match", "contains"]}
+    for name, known in built_in.items():
+        value = getattr(config.rollout, name)
+        if value in known or re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", value):
+            continue
+        near = difflib.get_close_matches(value, known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        yield f"rollout.{name} {value!r} is not known; allowed: {', '.join(known)}, or package.module:name of your own.{hint}"
+
+
+def without_effect(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """No option is accepted and then ignored."""
+    section, engine = ("actor", config.actor) if isinstance(config, GRPOConfig) else ("model", config.model)
+    optimizer = engine.optimizer
+    if optimizer.lr_scheduler_type == "constant" and optimizer.min_lr_ratio:
+        yield f"{section}.optimizer.min_lr_ratio has no effect with lr_scheduler_type constant; use linear or cosine."
+    evaluator = config.evaluator
+    often = [f"evaluator.freq_{unit}" for unit in ("epochs", "steps", "secs") if getattr(evaluator, f"freq_{unit}") is not None]
+    if often and config.valid_dataset is None:
+        yield f"{often[0]} has no effect without valid_dataset."
+
+
+_DERIVED = re.compile(
+    "--(ntasks|ntasks-per-node|cpus-per-task|gpus-per-node|job-name|output|error|open-mode|requeue|no-requeue|no-kill|signal|array)"
+    "|--(wrap|parsable|export|input|chdir)|-[ncJoeakiD].*"
+)
+_OWN_OPTIONS = {
+    "--nodes": "cluster.n_nodes",
+    "-N": "cluster.n_nodes",
+    "-t": "launcher.slurm.time",
+    "-p": "launcher.slurm.partition",
+}
+_OWN_OPTIONS |= {
+    f"--{name}": f"launcher.slurm.{name}"
+    for name in (
+        "mem",
+        "time",
+        "partition",
+        "account",
+        "qos",
+        "constraint",
+        "reservation",
+        "nodelist",
+        "exclude",
+        "gres",
+        "comment",
+    )
+}
+
+
+def scheduler_options(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    slurm = config.launcher.slurm
+    for field in dataclasses.fields(slurm):
+        value = getattr(slurm, field.name)
+        for text in value if isinstance(value, list) else [value or ""]:
+            if any(ord(char) < 32 for char in text):
+                yield f"launcher.slurm.{field.name}: {text!r} holds a line break or control character."
+    for extra in slurm.extra_args:
+        name = re.split(r"[= ]", extra, maxsplit=1)[0]
+        if not name.startswith("-"):
+            yield f"launcher.slurm.extra_args: {extra!r} is no sbatch option; one option per item, as --licenses=a:1."
+        elif name in _OWN_OPTIONS:
+            yield f"launcher.slurm.extra_args: {name} has an option of its own here: {_OWN_OPTIONS[name]}."
+        elif _DERIVED.fullmatch(name):
+            yield f"launcher.slurm.extra_args: {name} is derived from the plan and can't be given."
+
+
+def environments(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    for name in ("inference_server_env_vars", "trainer_env_vars"):
+        try:
+            environment_of(f"launcher.{name}", getattr(config.launcher, name))
+        except ConfigError as error:
+            yield str(error)
+
+
+# -- rules that look at files
+
+
+def dataset_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    for section in ("train_dataset", "valid_dataset"):
+        dataset = getattr(config, section)
+        if dataset is None:
+            continue
+        path = Path(dataset.path)
+        if not path.exists():
+            yield f"{section}.path {path} does not exist{_relative_hint(f'{section}.path', explicit)}."
+        elif path.is_file() and path.suffix not in (".jsonl", ".parquet"):
+            yield f"{section}.path {path} can't be read; allowed: a .jsonl or .parquet file, or a directory with a saved dataset."
+
+
+def _relative_hint(name: str, explicit: Collection[str]) -> str:
+    return "; a relative path is taken from the working directory" if name in explicit else ""
+
+
+def shared_places(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """What several nodes read and write must not lie in the memory of one."""
+    if config.cluster.n_nodes == 1:
+        return
+    places = {
+        "cluster.fileroot": config.cluster.fileroot,
+        "cluster.name_resolve.nfs_record_root": config.cluster.name_resolve.nfs_record_root,
+    }
+    for name, place in places.items():
+        kind = file_system(Path(place)) if place else ""
+        if kind in _MEMORY_FILE_SYSTEMS:
+            yield f"{name} {place} is on {kind}, which only this node sees, but the trial has {config.cluster.n_nodes} nodes."
+
+
+def file_system(path: Path, mounts: str = "/proc/self/mounts") -> str:
+    """Type of the file system that holds a path, or would hold it; empty where that can't be known."""
+    try:
+        lines = Path(mounts).read_text().splitlines()
+    except OSError:
+        return ""
+    best, kind = "", ""
+    real = os.path.realpath(path)
+    for line in lines:
+        point, found = line.split()[1:3]
+        point = point.encode().decode("unicode_escape")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):  # of two mounts on one point the later one hides the other
+            best, kind = point, found
+    return kind
+
+
+Rule = Callable[[Config, Collection[str]], Iterator[str]]
+RULES: list[Rule] = [
+    names,
+    datasets,
+    devices,
+    groups,
+    policy_loss,
+    sampling,
+    lengths,
+    asynchrony,
+    import_paths,
+    without_effect,
+    scheduler_options,
+    environments,
+]
+FILE_RULES: list[Rule] = [dataset_files, shared_places]

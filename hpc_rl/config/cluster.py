@@ -1,0 +1,126 @@
+"""Sections `cluster` and `launcher`: which machines, which scheduler, with what around the processes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hpc_rl.config.limits import Executable, NonNegativeInt, PathText, PositiveInt, SlurmMemory, SlurmTime
+from hpc_rl.errors import ConfigError
+
+
+@dataclass(kw_only=True)
+class NameResolveConfig:
+    """How the roles find each other.
+
+    Args:
+        type: `nfs` is a directory on the shared file system; the only kind that spans processes.
+        nfs_record_root: Where records lie; empty means `names/` in the trial directory.
+    """
+
+    type: Literal["nfs"] = "nfs"
+    nfs_record_root: PathText = ""
+
+
+@dataclass(kw_only=True)
+class ClusterSpecConfig:
+    """The machines of a trial.
+
+    Args:
+        name_resolve: How the roles find each other.
+        fileroot: Directory on a file system that every node shares; trials live in `{fileroot}/{user}/{experiment}/{trial}`.
+        n_nodes: Number of nodes.
+        n_gpus_per_node: GPUs per node; 0 means that allocation units are processes without a GPU.
+    """
+
+    name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
+    fileroot: PathText = "~/hpc-rl"
+    n_nodes: PositiveInt = 1
+    n_gpus_per_node: NonNegativeInt = 8
+
+
+@dataclass(kw_only=True)
+class SlurmLauncherConfig:
+    """What is asked of Slurm. `null` means that the option is not emitted.
+
+    Args:
+        partition: Partition.
+        account: Account to charge.
+        qos: Quality of service.
+        time: Time limit in Slurm's grammar (`24:00:00`, `2-12`, `90` in quotes is minutes).
+        constraint: Node features.
+        reservation: Reservation.
+        nodelist: Nodes to use.
+        exclude: Nodes to avoid.
+        gres: Generic resources per node; replaces `--gpus-per-node`, which is derived otherwise.
+        mem: Memory per node; replaces the value that is derived from the launcher's per-GPU numbers.
+        comment: Comment of the job, after our own tag.
+        extra_args: Further sbatch options, one per item, as they stand (`--licenses=a:1`).
+        layout: How the trial is laid out as jobs; only `allocation` (one job, every role in it) is built.
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: SlurmTime | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    gres: str | None = None
+    mem: SlurmMemory | None = None
+    comment: str | None = None
+    extra_args: list[str] = field(default_factory=list)
+    layout: Literal["allocation", "hetjob", "jobs"] = "allocation"
+
+
+@dataclass(kw_only=True)
+class LauncherConfig:
+    """How processes are started.
+
+    Args:
+        type: `auto` takes Slurm where `sbatch` is on the PATH, else this machine.
+        python: Interpreter of the supervisor, rollout and trainer; null means the one that submits.
+        inference_server_python: Interpreter of SGLang, which lives in an environment of its own; null means `python`.
+        site_templates: Directory searched for templates before ours; empty means none.
+        inference_server_cpus_per_gpu: CPUs per unit of the generation servers.
+        inference_server_mem_per_gpu: Memory per unit of the generation servers, in MB.
+        trainer_cpus_per_gpu: CPUs per trainer rank.
+        trainer_mem_per_gpu: Memory per trainer rank, in MB.
+        rollout_cpus: CPUs of the rollout role (sequencer and executor workers).
+        rollout_mem_mb: Memory of the rollout role, in MB.
+        inference_server_env_vars: Environment of the generation servers: a mapping, or `A=b,C=d`.
+        trainer_env_vars: Environment of the trainer ranks: a mapping, or `A=b,C=d`.
+        slurm: What is asked of Slurm.
+    """
+
+    type: Literal["auto", "slurm", "local"] = "auto"
+    python: Executable | None = None
+    inference_server_python: Executable | None = None
+    site_templates: PathText = ""
+    inference_server_cpus_per_gpu: PositiveInt = 4
+    inference_server_mem_per_gpu: PositiveInt = 32768
+    trainer_cpus_per_gpu: PositiveInt = 4
+    trainer_mem_per_gpu: PositiveInt = 32768
+    rollout_cpus: PositiveInt = 4
+    rollout_mem_mb: PositiveInt = 16384
+    inference_server_env_vars: dict[str, str] | str = ""
+    trainer_env_vars: dict[str, str] | str = ""
+    slurm: SlurmLauncherConfig = field(default_factory=SlurmLauncherConfig)
+
+
+def environment_of(option: str, value: dict[str, str] | str) -> dict[str, str]:
+    """Environment variables of a mapping, or of `A=b,C=d` where no value holds a comma. Raises ConfigError."""
+    pairs = value if isinstance(value, dict) else dict(_pair(option, part) for part in value.split(",") if part.strip())
+    for name in pairs:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(f"{option}: {name!r} is no name of an environment variable: letters, digits and _ only.")
+    return dict(pairs)
+
+
+def _pair(option: str, part: str) -> tuple[str, str]:
+    name, equals, value = part.partition("=")
+    if not equals:
+        raise ConfigError(f"{option}: {part!r} is no NAME=value; write a mapping where a value holds a comma.")
+    return name.strip(), value

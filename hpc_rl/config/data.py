@@ -1,0 +1,27 @@
+"""Sections `train_dataset` and `valid_dataset`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hpc_rl.config.limits import PathText, PositiveInt
+
+
+@dataclass(kw_only=True)
+class DatasetConfig:
+    """Rows with a `prompt` (text, or a list of chat messages under `messages`) and whatever columns the reward wants.
+
+    Args:
+        path: A .jsonl or .parquet file, or a directory with a saved Hugging Face dataset.
+        type: `rl` rows have a prompt, `sft` rows a prompt and a completion; the default is what the trainer wants.
+        batch_size: Prompts (rl) or sequences (sft) per train batch.
+        shuffle: A new order each epoch, from `seed`.
+        max_length: Rows whose prompt (rl) or sequence (sft) has more tokens are left out; null means no bound.
+    """
+
+    path: PathText
+    type: Literal["rl", "sft"] = "rl"
+    batch_size: PositiveInt = 1
+    shuffle: bool = True
+    max_length: PositiveInt | None = None

@@ -1,0 +1,67 @@
+"""What a value must be beyond its type, said beside the type: `n_nodes: PositiveInt`.
+
+To everybody but the loader these are plain `int`, `float` and `str`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of a number; `above` and `below` leave the bound itself out."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def allows(self, value: float) -> bool:
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        words = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        return " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A path: `~` is expanded and a relative one is taken from the working directory. An empty one stays empty."""
+
+    bare_names: bool = False  # a name without a slash is looked up on the PATH, and stays as it is
+
+
+PositiveInt = Annotated[int, Limits(at_least=1)]
+NonNegativeInt = Annotated[int, Limits(at_least=0)]
+PositiveFloat = Annotated[float, Limits(above=0)]
+NonNegativeFloat = Annotated[float, Limits(at_least=0)]
+Share = Annotated[float, Limits(at_least=0, at_most=1)]
+PositiveShare = Annotated[float, Limits(above=0, at_most=1)]
+ShareBelowOne = Annotated[float, Limits(at_least=0, below=1)]
+AboveOne = Annotated[float, Limits(above=1)]
+PathText = Annotated[str, Place()]
+Executable = Annotated[str, Place(bare_names=True)]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a text must look like. A bare YAML number is refused where `quoted`: nobody can tell what unit was meant."""
+
+    pattern: str
+    words: str
+    quoted: bool = False
+
+    def __str__(self) -> str:
+        return self.words
+
+
+_SLURM_TIME = r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE"
+SlurmTime = Annotated[str, Grammar(_SLURM_TIME, "24:00:00 (hours), 2-12 (days-hours), or '90' in quotes (minutes)", quoted=True)]
+SlurmMemory = Annotated[str, Grammar(r"[0-9]+[KMGT]?", "a number with an optional unit K, M, G or T, as 200G")]

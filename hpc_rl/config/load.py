@@ -1,0 +1,175 @@
+"""Loading: files, overrides and interpolation to a Config, and a Config to plain data and back.
+
+Order: defaults, then the files from left to right, then the overrides from left to right. Sections merge by key;
+lists and mappings of free keys are replaced. What can't hold together is check.py's to refuse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hpc_rl.config.build import Builder, Given, alternatives, given, hints, is_optional, section_of
+from hpc_rl.config.limits import Place
+from hpc_rl.config.root import CONFIGS, Config, SFTConfig
+from hpc_rl.config.source import read_overrides, read_yaml
+from hpc_rl.errors import ConfigError
+
+ALIASES = {
+    "n_nodes": "cluster.n_nodes",
+    "time": "launcher.slurm.time",
+    "partition": "launcher.slurm.partition",
+    "account": "launcher.slurm.account",
+    "qos": "launcher.slurm.qos",
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration, where each explicit value came from (dotted name -> `file:line` or argument), what to tell the user."""
+
+    config: Config
+    origins: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        return frozenset(self.origins)
+
+
+def load(config_files: Sequence[str | Path], overrides: Sequence[str] = (), *, aliases: Mapping[str, str] = ALIASES) -> Loaded:
+    """Read files, then overrides (`a.b=c`, `--a.b=c`, `--a.b c`). Relative paths are made absolute. Raises ConfigError."""
+    sources = [read_yaml(Path(file)) for file in config_files]
+    for name, item in read_overrides(list(overrides), aliases):
+        sources.append(Given({name: item}, item.origin))
+    trainer = pick_trainer(sources)
+    builder = Builder(CONFIGS[trainer], {name: cls for name, cls in CONFIGS.items() if name != trainer}, aliases)
+    for source in sources:
+        builder.overlay(source)
+    if not builder.refusals:
+        _interpolate(builder)
+    config = _finish(builder)
+    return Loaded(_absolute(config), _origins(builder))
+
+
+def _origins(builder: Builder) -> dict[str, str]:
+    """Options and null sections that somebody wrote; a section that is there but empty was chosen with all its defaults."""
+    found: dict[str, str] = {}
+    for name, item in builder.settings.items():
+        if item.value is None or not section_of(builder.known[name]):
+            found[name] = item.origin
+        elif not item.value and is_optional(builder.known[name]):
+            inside = (key for key in builder.known if key.startswith(f"{name}."))
+            found |= {key: builder.settings.get(key, item).origin for key in inside if not section_of(builder.known[key])}
+    return found
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain JSON data of every option; `trainer` says which class it is."""
+    return dataclasses.asdict(config) | {"trainer": trainer_of(config)}
+
+
+def from_dict(data: dict[str, Any]) -> Config:
+    """The inverse of to_dict; as strict as load. Raises ConfigError."""
+    tree = given(data, "config.json")
+    builder = Builder(CONFIGS[pick_trainer([tree])])
+    builder.overlay(tree)
+    return _finish(builder)
+
+
+def trainer_of(config: Config) -> Literal["grpo", "sft"]:
+    return "sft" if isinstance(config, SFTConfig) else "grpo"
+
+
+def pick_trainer(sources: Sequence[Given]) -> str:
+    """By the key `trainer`, else by the section that only one trainer has. Raises ConfigError."""
+    top = {name: item for source in sources for name, item in source.value.items()}
+    named = top.get("trainer")
+    if named is not None and named.value is not None:
+        if named.value not in CONFIGS:
+            raise ConfigError(f"trainer ({named.origin}): {named.value!r} can't be used; allowed: {', '.join(CONFIGS)}.")
+        return named.value
+    sections = {"actor": "grpo", "model": "sft"}
+    given_sections = {name.partition(".")[0] for name, item in top.items() if item.value is not None}
+    found = [section for section in sections if section in given_sections]
+    if len(found) == 1:
+        return sections[found[0]]
+    if found:
+        raise ConfigError("both actor and model are given: a grpo trial has a section actor, an sft trial a section model.")
+    hint = "" if sources else " Give a configuration with --config FILE."
+    raise ConfigError(f"neither actor nor model is given: a grpo trial has a section actor, an sft trial a section model.{hint}")
+
+
+def _finish(builder: Builder) -> Config:
+    config = builder.build()
+    if config is None:
+        raise ConfigError("\n".join(builder.refusals))
+    return dataclasses.replace(config, trainer=trainer_of(config))
+
+
+def _interpolate(builder: Builder) -> None:
+    """Resolve `${a.b}` against everything that is set, defaults included. Raises ConfigError."""
+    wanted = {name: item for name, item in builder.settings.items() if "${" in repr(item.plain())}
+    if not wanted:
+        return
+    import omegaconf  # a tenth of a second that most configurations need not spend
+
+    tree = _defaults(builder.root)
+    for name, item in sorted(builder.settings.items()):
+        _put(tree, name.split("."), item.plain())
+    whole = omegaconf.OmegaConf.create(tree)
+    for name, item in wanted.items():
+        try:
+            value = omegaconf.OmegaConf.select(whole, name)
+            value = omegaconf.OmegaConf.to_container(value, resolve=True) if omegaconf.OmegaConf.is_config(value) else value
+        except (omegaconf.errors.OmegaConfBaseException, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{name} ({item.origin}): {item.plain()!r} can't be resolved: {reason}.") from error
+        builder.settings[name] = given(value, item.origin)
+
+
+def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        if not isinstance(tree.get(part), dict):
+            tree[part] = {}
+        tree = tree[part]
+    if not (isinstance(value, dict) and isinstance(tree.get(path[-1]), dict)):
+        tree[path[-1]] = value
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    """Every default as plain data; what has none is left out."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):
+        section = section_of(hints(cls)[item.name])
+        if section and item.default is not None:
+            found[item.name] = _defaults(section)
+        elif item.default is not dataclasses.MISSING:
+            found[item.name] = item.default
+        elif item.default_factory is not dataclasses.MISSING:
+            found[item.name] = item.default_factory()
+    return found
+
+
+def _absolute(section: Any) -> Any:
+    """The same section with absolute paths."""
+    changes: dict[str, Any] = {}
+    cls: type = type(section)
+    for name, hint in hints(cls).items():
+        value = getattr(section, name)
+        if dataclasses.is_dataclass(value):
+            changes[name] = _absolute(value)
+        elif isinstance(value, str) and value:
+            place = next((extra for kind in alternatives(hint) for extra in _extras(kind) if isinstance(extra, Place)), None)
+            if place and not (place.bare_names and os.sep not in value):
+                changes[name] = os.path.abspath(os.path.expanduser(value))
+    return dataclasses.replace(section, **changes)
+
+
+def _extras(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind)[1:] if typing.get_origin(kind) is typing.Annotated else ()

@@ -1,0 +1,90 @@
+"""The whole configuration of a trial: `GRPOConfig` or `SFTConfig`, by the trainer that it is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hpc_rl.config.cluster import ClusterSpecConfig, LauncherConfig
+from hpc_rl.config.data import DatasetConfig
+from hpc_rl.config.generation import EmbeddedConfig, GenerationHyperparameters, InferenceEngineConfig, SGLangConfig
+from hpc_rl.config.limits import NonNegativeInt, PathText, PositiveInt
+from hpc_rl.config.service import EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
+from hpc_rl.config.train import PPOActorConfig, TrainEngineConfig
+
+
+@dataclass(kw_only=True)
+class BaseExperimentConfig:
+    """What every trial has.
+
+    Args:
+        experiment_name: The question.
+        trial_name: One configuration, run to its end.
+        trainer: Which trainer; null means by section: `actor` is grpo, `model` is sft.
+        seed: Seed of everything.
+        allocation_mode: Who gets how many units, as `sglang:d4+fsdp:d4` or `embedded:d1+fsdp:d1`; empty means derived.
+        total_train_epochs: Passes over the training data.
+        total_train_steps: Stop after so many steps, whatever the epochs; null means by epochs.
+        tokenizer_path: Directory of the tokenizer; empty means the model's.
+        cluster: The machines.
+        train_dataset: Training data.
+        valid_dataset: Held-out data.
+        saver: Exports for people.
+        evaluator: When to evaluate.
+        stats_logger: Where numbers go.
+        recover: Generations of recover state.
+        launcher: How processes are started.
+    """
+
+    experiment_name: str
+    trial_name: str
+    trainer: Literal["grpo", "sft"] | None = None
+    seed: NonNegativeInt = 1
+    allocation_mode: str = ""
+    total_train_epochs: PositiveInt = 1
+    total_train_steps: PositiveInt | None = None
+    tokenizer_path: PathText = ""
+    cluster: ClusterSpecConfig = field(default_factory=ClusterSpecConfig)
+    train_dataset: DatasetConfig
+    valid_dataset: DatasetConfig | None = None
+    saver: SaverConfig = field(default_factory=SaverConfig)
+    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+
+
+@dataclass(kw_only=True)
+class GRPOConfig(BaseExperimentConfig):
+    """A GRPO trial.
+
+    Args:
+        async_training: Generate while training; false means one version, one batch.
+        gconfig: How completions are sampled.
+        rollout: The rollout role.
+        actor: The policy.
+        sglang: SGLang servers, where the allocation names them.
+        embedded: Embedded servers, where the allocation names them.
+    """
+
+    async_training: bool = True
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    actor: PPOActorConfig
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
+
+
+@dataclass(kw_only=True)
+class SFTConfig(BaseExperimentConfig):
+    """A supervised fine-tuning trial.
+
+    Args:
+        model: The model.
+    """
+
+    model: TrainEngineConfig
+
+
+Config = GRPOConfig | SFTConfig
+CONFIGS: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig}

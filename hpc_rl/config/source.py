@@ -1,0 +1,125 @@
+"""Where settings come from: YAML files and arguments of the command line, each value with its origin. Knows no option by name.
+
+YAML is read as YAML 1.2: `24:00:00`, `0123`, `no` and `1_0` are text, `1e-6` is a number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from hpc_rl.config.build import Given
+from hpc_rl.errors import ConfigError
+
+
+class Yaml12(yaml.SafeLoader):
+    """PyYAML with the scalars of YAML 1.2's core schema, octal and hexadecimal left out."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own class attribute
+        first: [(tag, rx) for tag, rx in pairs if tag.rsplit(":", 1)[1] not in {"bool", "int", "float", "timestamp"}]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_FLOAT = (
+    r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
+for _tag, _regex, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
+):
+    Yaml12.add_implicit_resolver("tag:yaml.org,2002:" + _tag, re.compile(f"^(?:{_regex})$"), list(_first))
+
+
+def read_yaml(path: Path) -> Given:
+    """The mapping in a file. Raises ConfigError: missing, not YAML, a key twice, not a mapping."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"config file {path} can't be read: {reason}.") from error
+    tree = _parse(text, str(path))
+    if tree.value is None:
+        return Given({}, str(path))
+    if not isinstance(tree.value, dict):
+        raise ConfigError(f"config file {path} must hold a mapping of options (key: value), not {type(tree.value).__name__}.")
+    return tree
+
+
+def read_argument(text: str, origin: str) -> Given:
+    """The value of one option on the command line: YAML as far as it is YAML, else text."""
+    try:
+        value = _parse(text, origin).value
+    except ConfigError:
+        value = text
+    quoted = isinstance(value, str) and text[:1] in ("'", '"')
+    return Given(value, origin, value if quoted else text, is_argument=True)
+
+
+def read_overrides(tokens: list[str], aliases: Mapping[str, str]) -> list[tuple[str, Given]]:
+    """`a.b=c`, `--a.b=c` and `--a.b c`, in their order, as (dotted name, value). Raises ConfigError."""
+    found: list[tuple[str, Given]] = []
+    rest = iter(tokens)
+    for token in rest:
+        name, equals, value = token.partition("=")
+        if token.startswith("--"):
+            name = name[2:]
+            if not equals:
+                value = next(rest, "--")
+                if value.startswith("--"):
+                    raise ConfigError(f"{token} needs a value: {token} VALUE, or {token}=VALUE.")
+        elif token.startswith(("-", "~")) or not equals:
+            raise ConfigError(f"argument {token!r} is not understood: an option is set with --a.b VALUE or a.b=VALUE.")
+        name = name.removeprefix("+")
+        full = aliases.get(name) or aliases.get(name.replace("-", "_")) or name
+        found.append((full, read_argument(value, f"command line: {token.partition('=')[0]}")))
+    return found
+
+
+def _parse(text: str, name: str) -> Given:
+    loader = Yaml12(text)
+    try:
+        node = loader.get_single_node()
+        return Given(None, name) if node is None else _convert(loader, node, name)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}" if mark else name
+        raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {error}.") from error
+    finally:
+        loader.dispose()
+
+
+def _convert(loader: Yaml12, node: yaml.Node, name: str) -> Given:
+    origin = f"{name}:{node.start_mark.line + 1}"
+    if isinstance(node, yaml.MappingNode):
+        return Given(_mapping(loader, node, name), origin)
+    if isinstance(node, yaml.SequenceNode):
+        return Given([_convert(loader, item, name) for item in node.value], origin)
+    return Given(loader.construct_object(node), origin, node.value)
+
+
+def _mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[str, Given]:
+    own: dict[str, Given] = {}
+    merged: dict[str, Given] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{name}:{line}: a key must be a plain word.")
+        item = _convert(loader, value_node, name)
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            for part in item.value if isinstance(item.value, list) else [item]:
+                merged = {**part.value, **merged}
+        elif key_node.value in own:
+            first = own[key_node.value].origin
+            raise ConfigError(f"{name}:{line}: key {key_node.value} stands twice in one mapping; first at {first}.")
+        else:
+            # A section's origin is the line of its key, where a person looks for it.
+            own[key_node.value] = Given(item.value, f"{name}:{line}", item.text)
+    return {**merged, **own}

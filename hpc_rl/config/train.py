@@ -1,0 +1,129 @@
+"""Sections `actor` (GRPO) and `model` (SFT): the train engine, its optimizer, and the policy-gradient settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hpc_rl.config.limits import AboveOne, NonNegativeFloat, PathText, PositiveFloat, PositiveInt, Share, ShareBelowOne
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule.
+
+    Args:
+        type: Optimizer.
+        lr: Peak learning rate.
+        weight_decay: Decoupled weight decay.
+        beta1: First moment decay.
+        beta2: Second moment decay.
+        eps: Denominator term.
+        min_lr_ratio: Share of the peak rate at which the schedule ends.
+        lr_scheduler_type: Shape after the warm-up.
+        warmup_steps_proportion: Share of all steps spent on a linear warm-up.
+        gradient_clipping: Largest gradient norm.
+    """
+
+    type: Literal["adam"] = "adam"
+    lr: NonNegativeFloat = 2e-5
+    weight_decay: NonNegativeFloat = 0.05
+    beta1: ShareBelowOne = 0.9
+    beta2: ShareBelowOne = 0.95
+    eps: PositiveFloat = 1e-5
+    min_lr_ratio: Share = 0.0
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps_proportion: Share = 0.001
+    gradient_clipping: PositiveFloat = 1.0
+
+
+@dataclass(kw_only=True)
+class MicroBatchSpec:
+    """How a train batch is cut into micro-batches; the result does not depend on it.
+
+    Args:
+        n_mbs: Smallest number of micro-batches.
+        max_tokens_per_mb: Largest number of tokens of one micro-batch; null means no bound.
+    """
+
+    n_mbs: PositiveInt = 1
+    max_tokens_per_mb: PositiveInt | None = None
+
+
+@dataclass(kw_only=True)
+class TrainEngineConfig:
+    """A model under training.
+
+    Args:
+        path: Directory of a Hugging Face checkpoint.
+        init_from_scratch: Random weights, from the architecture at `path`.
+        attn_impl: Attention of transformers; the default becomes `sdpa` where the planned device is a CPU.
+        dtype: Type of parameters and compute; the default becomes float32 where the planned device is a CPU.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        disable_dropout: Set all dropout probabilities to 0.
+        mb_spec: How a train batch is cut.
+        optimizer: Optimizer and schedule.
+    """
+
+    path: PathText
+    init_from_scratch: bool = False
+    attn_impl: str = "flash_attention_2"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    gradient_checkpointing: bool = True
+    disable_dropout: bool = False
+    mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass(kw_only=True)
+class NormConfig:
+    """Normalization of rewards or advantages.
+
+    Args:
+        mean_level: Over what the mean is taken; null leaves the mean.
+        std_level: Over what the deviation is taken; null leaves the scale.
+    """
+
+    mean_level: Literal["batch", "group"] | None = "batch"
+    std_level: Literal["batch", "group"] | None = "batch"
+
+
+@dataclass(kw_only=True)
+class PPOActorConfig(TrainEngineConfig):
+    """The policy of GRPO and PPO.
+
+    Args:
+        group_size: Trajectories per prompt; null means `gconfig.n_samples`, another value is refused.
+        ppo_n_minibatches: Optimizer updates per train batch.
+        eps_clip: The ratio is clipped to [1 - eps_clip, 1 + eps_clip].
+        eps_clip_higher: Upper clip where it differs.
+        c_clip: Dual clip for negative advantages, above 1; null means none.
+        temperature: Sampling temperature of the behaviour policy; null means `gconfig.temperature`.
+        reward_norm: Normalization of rewards; null means none.
+        reward_scaling: Factor on the reward.
+        reward_bias: Added to the reward before the factor.
+        reward_clip: Rewards are clipped to plus and minus this.
+        adv_norm: Normalization of advantages; null means none.
+        recompute_logprob: Old log-probabilities come from the trainer at the start of the step.
+        use_decoupled_loss: Clip around the recomputed (proximal) policy, weigh by proximal over behaviour.
+        behav_imp_weight_cap: Tokens with a larger behaviour weight are left out; above 1.
+        discount: Discount of later rewards.
+        gae_lambda: GAE's lambda.
+    """
+
+    group_size: PositiveInt | None = None
+    ppo_n_minibatches: PositiveInt = 4
+    eps_clip: PositiveFloat = 0.2
+    eps_clip_higher: PositiveFloat | None = None
+    c_clip: AboveOne | None = None
+    temperature: PositiveFloat | None = None
+    reward_norm: NormConfig | None = None
+    reward_scaling: PositiveFloat = 1.0
+    reward_bias: float = 0.0
+    reward_clip: PositiveFloat = 20.0
+    adv_norm: NormConfig | None = None
+    recompute_logprob: bool = False
+    use_decoupled_loss: bool = False
+    behav_imp_weight_cap: AboveOne | None = None
+    discount: Share = 1.0
+    gae_lambda: Share = 1.0

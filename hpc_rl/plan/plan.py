@@ -1,0 +1,265 @@
+"""make_plan: from a checked configuration to the plan. Pure and deterministic: no clock, no environment, no file."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Literal
+
+from hpc_rl.allocation import Allocation, Servers, Train, parse
+from hpc_rl.config.cluster import environment_of
+from hpc_rl.config.load import trainer_of
+from hpc_rl.config.root import Config, GRPOConfig
+from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
+from hpc_rl.plan.placement import Demand, Placement, nearest, place
+from hpc_rl.plan.schema import Plan, Unit
+
+SUPERVISOR_CPUS = 1
+SUPERVISOR_MEM_MB = 1024
+
+
+def make_plan(config: Config, explicit: Collection[str], *, interpreter: str, scheduler: Literal["slurm", "local"]) -> Plan:
+    """Decide everything. `interpreter` is the Python that submits; `explicit` names the options that somebody wrote.
+
+    Raises NotBuilt for what this version can't do, DoesNotFit (with the nearest allocation that does), ConfigError.
+    """
+    refuse_scheduler(config, scheduler)
+    allocation, notes = _allocation(config)
+    _refuse_unbuilt(config, allocation)
+    allocation = _fill_stars(config, allocation)
+    demand = _demand(allocation)
+    placement = _placement(config, allocation, demand)
+    _refuse_idle_ranks(config, demand.ranks)
+    units = _units(config, allocation, placement)
+    cpus, mem_mb = _largest_node(config, units)
+    return Plan(
+        experiment_name=config.experiment_name,
+        trial_name=config.trial_name,
+        trainer=trainer_of(config),
+        allocation=str(allocation),
+        n_nodes=config.cluster.n_nodes,
+        n_gpus_per_node=config.cluster.n_gpus_per_node,
+        cpus_per_node=cpus,
+        mem_mb_per_node=mem_mb,
+        device="cuda" if config.cluster.n_gpus_per_node else "cpu",
+        server_backend=allocation.servers.backend if allocation.servers else None,  # type: ignore[arg-type]  # vllm was refused
+        units=units,
+        recover_mode=config.recover.mode,
+        recover_retries=config.recover.retries,
+        python=config.launcher.python or interpreter,
+        notes=[*notes, *_notes_on_defaults(config, explicit)],
+    )
+
+
+def refuse_scheduler(config: Config, scheduler: str) -> None:
+    """One machine can't play several nodes."""
+    if config.cluster.n_nodes == 1 or scheduler != "local":
+        return
+    nodes = f"cluster.n_nodes is {config.cluster.n_nodes}"
+    if config.launcher.type == "auto":
+        raise ConfigError(
+            f"{nodes}, which needs Slurm, but sbatch is not on the PATH: submit from a machine that has it, or use --n_nodes 1."
+        )
+    raise ConfigError(f"{nodes}, but launcher.type local is this one machine: use --n_nodes 1, or launcher.type slurm.")
+
+
+# -- which allocation
+
+
+def _allocation(config: Config) -> tuple[Allocation, list[str]]:
+    if config.allocation_mode.strip():
+        return parse(config.allocation_mode), []
+    allocation = _derive(config)
+    cluster = config.cluster
+    kind = f"{cluster.n_gpus_per_node} GPUs each" if cluster.n_gpus_per_node else "without GPUs"
+    return allocation, [f"allocation_mode is derived: {allocation}, from {cluster.n_nodes} node(s) {kind}."]
+
+
+def _derive(config: Config) -> Allocation:
+    n_nodes, n_gpus = config.cluster.n_nodes, config.cluster.n_gpus_per_node
+    if not isinstance(config, GRPOConfig):
+        return Allocation(train=Train("fsdp", d=n_nodes * max(n_gpus, 1)))
+    if not n_gpus:
+        trainers = max(n_nodes // 2, 1)
+        return Allocation(servers=Servers("embedded", d=max(n_nodes - trainers, 1)), train=Train("fsdp", d=trainers))
+    if n_nodes * n_gpus == 1:
+        raise DoesNotFit(
+            "one GPU can't hold a server and a trainer at once: use cluster.n_gpus_per_node 2 or more, "
+            "or 0 to run everything as processes without a GPU."
+        )
+    trainers = n_gpus // 2 if n_nodes == 1 else (n_nodes // 2) * n_gpus
+    return Allocation(servers=Servers("sglang", d=n_nodes * n_gpus - trainers), train=Train("fsdp", d=trainers))
+
+
+def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
+    servers, train = allocation.servers, allocation.train
+    needs_servers = isinstance(config, GRPOConfig)
+    name = f"allocation_mode {allocation}"
+    if allocation.evaluate:
+        raise NotBuilt(f"{name}: a trial that only evaluates is not built; every training trial evaluates at its end.")
+    if allocation.colocate:
+        raise NotBuilt(f"{name}: sharing units between servers and training ('|') is not built; use '+': {servers}+{train}.")
+    if servers and not train:
+        raise NotBuilt(f"{name}: a trial of servers alone is not built; add a trainer: {servers}+fsdp:d1.")
+    if train and train.backend == "megatron":
+        raise NotBuilt(f"{name}: the megatron backend is not built; use fsdp with d only, as fsdp:d{train.num_units or '*'}.")
+    if train and train.units_per_replica > 1:
+        raise NotBuilt(f"{name}: fsdp with t or c is not built; use d only, as fsdp:d{train.num_units or '*'}.")
+    if needs_servers and not servers:
+        raise NotBuilt(f"{name}: generation in the trainer's units is not built; name servers, as {_usual(config)}:d1+{train}.")
+    if servers and not needs_servers:
+        raise ConfigError(f"{name}: an sft trial has no generation servers; use {train}.")
+    if servers:
+        _refuse_servers(config, servers, name)
+
+
+def _usual(config: Config) -> str:
+    return "sglang" if config.cluster.n_gpus_per_node else "embedded"
+
+
+def _refuse_servers(config: Config, servers: Servers, name: str) -> None:
+    n_gpus = config.cluster.n_gpus_per_node
+    if servers.backend == "vllm":
+        raise NotBuilt(f"{name}: vllm servers are not built; use sglang, or embedded where no GPU is.")
+    if servers.backend == "embedded" and n_gpus:
+        raise NotBuilt(
+            f"{name}: embedded servers run without a GPU, but cluster.n_gpus_per_node is {n_gpus}; "
+            "use sglang, or cluster.n_gpus_per_node 0."
+        )
+    if servers.p > 1:
+        raise NotBuilt(f"{name}: sglang servers with p are not built; use t: sglang:t{servers.units_per_replica}.")
+    if servers.t > 1 and not n_gpus:
+        raise NotBuilt(f"{name}: t needs GPUs, but cluster.n_gpus_per_node is 0; use d, as sglang:d{servers.t}.")
+    if servers.t > max(n_gpus, 1):
+        raise NotBuilt(f"{name}: a server that spans nodes is not built; t can be at most cluster.n_gpus_per_node, {n_gpus}.")
+
+
+def _fill_stars(config: Config, allocation: Allocation) -> Allocation:
+    """Replace `d*` by what the other part leaves; without GPUs a node counts as one unit."""
+    servers, train = allocation.servers, allocation.train
+    starred = [part for part in (servers, train) if part and part.d is None]
+    if not starred:
+        return allocation
+    if len(starred) == 2:
+        raise ConfigError(f"allocation_mode {allocation}: only one part can take what is left; give the other a number.")
+    cluster = config.cluster
+    taken = sum(part.num_units or 0 for part in (servers, train) if part)
+    left = cluster.n_nodes * max(cluster.n_gpus_per_node, 1) - taken
+    if not cluster.n_gpus_per_node:
+        left = max(left, 1)
+    count = left // starred[0].units_per_replica
+    if count < 1:
+        raise DoesNotFit(f"allocation_mode {allocation}: nothing is left for d*: {taken} of {taken + left} units are taken.")
+    filled = replace(starred[0], d=count)
+    return replace(allocation, servers=filled) if isinstance(filled, Servers) else replace(allocation, train=filled)
+
+
+# -- where it goes
+
+
+def _demand(allocation: Allocation) -> Demand:
+    servers, train = allocation.servers, allocation.train
+    ranks = train.num_units if train else None
+    return Demand(servers.d or 0, servers.units_per_replica, ranks or 1) if servers else Demand(0, 1, ranks or 1)
+
+
+def _placement(config: Config, allocation: Allocation, demand: Demand) -> Placement:
+    cluster = config.cluster
+    placement = place(demand, cluster.n_nodes, cluster.n_gpus_per_node)
+    if placement:
+        return placement
+    other = nearest(demand, cluster.n_nodes, cluster.n_gpus_per_node)
+    fits = "nothing with such servers does" if other is None else f"the nearest that does: {_as_text(allocation, other)}"
+    if cluster.n_gpus_per_node:
+        total = cluster.n_nodes * cluster.n_gpus_per_node
+        have = f"{cluster.n_nodes} node(s) of {cluster.n_gpus_per_node} GPUs have {total}"
+        why = f"it takes {demand.units} GPUs, {have}" if demand.units != total else f"it can't be cut to fit; {have}"
+    elif not demand.replicas:
+        why = f"{demand.ranks} ranks can't be spread evenly over {cluster.n_nodes} nodes"
+    elif demand.units < cluster.n_nodes:
+        why = f"it has {demand.units} units, so that some of {cluster.n_nodes} nodes would stay idle"
+    else:
+        why = f"{cluster.n_nodes} nodes can't each have servers only or the same number of ranks only"
+    raise DoesNotFit(f"allocation_mode {allocation} does not fit: {why}; {fits}.")
+
+
+def _as_text(allocation: Allocation, demand: Demand) -> str:
+    servers = replace(allocation.servers, d=demand.replicas) if allocation.servers else None
+    return str(Allocation(servers=servers, train=Train("fsdp", d=demand.ranks)))
+
+
+def _refuse_idle_ranks(config: Config, ranks: int) -> None:
+    """Every rank must have a row of every update."""
+    rows, made_of = config.train_dataset.batch_size, "train_dataset.batch_size"
+    if isinstance(config, GRPOConfig):
+        rows = rows * config.gconfig.n_samples // config.actor.ppo_n_minibatches
+        made_of += " * gconfig.n_samples / actor.ppo_n_minibatches"
+    if rows < ranks:
+        enough = f"use fsdp:d{rows} or less, or more rows"
+        raise DoesNotFit(f"{ranks} trainer ranks share {rows} rows per update ({made_of}): {enough}.")
+
+
+# -- units
+
+
+def _units(config: Config, allocation: Allocation, placement: Placement) -> list[Unit]:
+    launcher, on_gpus = config.launcher, config.cluster.n_gpus_per_node > 0
+    trainer = Unit(
+        role="trainer",
+        index=0,
+        nodes=placement.trainer_nodes,
+        tasks_per_node=placement.ranks_per_node,
+        cpus_per_task=launcher.trainer_cpus_per_gpu,
+        mem_mb_per_task=launcher.trainer_mem_per_gpu,
+        gpus_per_task=int(on_gpus),
+        module="hpc_rl.app.trainer",
+        env=environment_of("launcher.trainer_env_vars", launcher.trainer_env_vars),
+    )
+    servers = allocation.servers
+    if not servers:
+        return [trainer]
+    size = servers.units_per_replica
+    server_env = environment_of("launcher.inference_server_env_vars", launcher.inference_server_env_vars)
+    replicas = [
+        Unit(
+            role="server",
+            index=index,
+            nodes=[node],
+            tasks_per_node=1,
+            cpus_per_task=launcher.inference_server_cpus_per_gpu * size,
+            mem_mb_per_task=launcher.inference_server_mem_per_gpu * size,
+            gpus_per_task=size if on_gpus else 0,
+            gpu_offset=gpu,
+            module="hpc_rl.app.server",
+            env=server_env,
+        )
+        for index, (node, gpu) in enumerate(placement.servers)
+    ]
+    rollout = Unit(
+        role="rollout",
+        index=0,
+        nodes=[0],
+        tasks_per_node=1,
+        cpus_per_task=launcher.rollout_cpus,
+        mem_mb_per_task=launcher.rollout_mem_mb,
+        gpus_per_task=0,
+        module="hpc_rl.app.rollout",
+    )
+    return [*replicas, rollout, trainer]
+
+
+def _largest_node(config: Config, units: list[Unit]) -> tuple[int, int]:
+    """CPUs and memory of the node that needs most of each: all nodes of one allocation get the same."""
+    cpus, mem_mb = [0] * config.cluster.n_nodes, [0] * config.cluster.n_nodes
+    cpus[0], mem_mb[0] = SUPERVISOR_CPUS, SUPERVISOR_MEM_MB
+    for unit in units:
+        for node in unit.nodes:
+            cpus[node] += unit.tasks_per_node * unit.cpus_per_task
+            mem_mb[node] += unit.tasks_per_node * unit.mem_mb_per_task
+    return max(cpus), max(mem_mb)
+
+
+def _notes_on_defaults(config: Config, explicit: Collection[str]) -> list[str]:
+    if config.cluster.n_gpus_per_node and "cluster.n_gpus_per_node" not in explicit:
+        return [f"cluster.n_gpus_per_node is {config.cluster.n_gpus_per_node} by default; 0 means no GPUs."]
+    return []

@@ -1,0 +1,199 @@
+"""Cross-section rules: what contradicts is refused in words, defaults adapt with a note, explicit values never change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.config.check import check, file_system
+from hpc_rl.config.load import Loaded, load
+from hpc_rl.errors import ConfigError, NotBuilt
+
+GRPO = [
+    "experiment_name=toy",
+    "trial_name=t1",
+    "actor.path=/models/m",
+    "train_dataset.path=/data/t.jsonl",
+    "train_dataset.batch_size=8",
+    "gconfig.n_samples=4",
+    "gconfig.max_new_tokens=16",
+    "cluster.n_gpus_per_node=0",
+]
+SFT = [
+    "experiment_name=toy",
+    "trial_name=t1",
+    "model.path=/models/m",
+    "train_dataset.path=/data/t.jsonl",
+    "cluster.n_gpus_per_node=0",
+]
+
+
+def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loaded:
+    return check(load([], [*base, *overrides]), files=files)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["experiment_name=a/b"], "experiment_name 'a/b' can't be used"),
+        (["trial_name=.."], "trial_name '..' can't be used"),
+        (["train_dataset.type=sft"], "train_dataset.type sft: a grpo trial needs rows of type rl"),
+        (["actor.attn_impl=flash_attention_2"], "actor.attn_impl flash_attention_2 can't be used without GPUs"),
+        (["cluster.n_gpus_per_node=8", "actor.attn_impl=magic"], "allowed: eager, sdpa, flash_attention_2"),
+        (["actor.dtype=float16"], "needs loss scaling"),
+        (["sglang.attention_backend=fa3"], "allowed: torch_native, intel_amx"),
+        (["actor.group_size=2"], "actor.group_size 2 must equal gconfig.n_samples 4"),
+        (["gconfig.n_samples=1", "actor.adv_norm.mean_level=group"], "use at least 2"),
+        (["actor.ppo_n_minibatches=5"], "32 rows; the nearest that does is 4"),
+        (["actor.eps_clip=1.5"], "must be below 1"),
+        (["actor.use_decoupled_loss=true", "actor.recompute_logprob=false"], "actor.recompute_logprob is false"),
+        (["actor.behav_imp_weight_cap=2"], "has no effect without actor.use_decoupled_loss"),
+        (["gconfig.greedy=true"], "gconfig.greedy: all 4 samples"),
+        (["gconfig.temperature=0"], "gconfig.temperature 0: all 4 samples"),
+        (["actor.temperature=0.5"], "actor.temperature 0.5 must equal gconfig.temperature 1.0"),
+        (["gconfig.min_new_tokens=17"], "gconfig.min_new_tokens 17 is above"),
+        (["gconfig.max_tokens=16"], "gconfig.max_tokens 16 is for both"),
+        (["actor.mb_spec.max_tokens_per_mb=16"], "actor.mb_spec.max_tokens_per_mb 16 can't hold"),
+        (["allocation_mode=sglang:d1+d1", "sglang.context_length=16"], "sglang.context_length is 16"),
+        (["async_training=false", "rollout.max_head_offpolicyness=1"], "contradicts async_training false"),
+        (["rollout.reward_fn=exact_mach"], "Did you mean exact_match?"),
+        (["rollout.workflow=my.module"], "package.module:name"),
+        (["actor.optimizer.min_lr_ratio=0.1"], "has no effect with lr_scheduler_type constant"),
+        (["evaluator.freq_steps=1"], "evaluator.freq_steps has no effect without valid_dataset"),
+        (["launcher.slurm.extra_args=[licenses]"], "is no sbatch option"),
+        (["launcher.slurm.extra_args=[--nodes=3]"], "an option of its own here: cluster.n_nodes"),
+        (["launcher.slurm.extra_args=[--ntasks=3]"], "is derived from the plan"),
+        (["launcher.slurm.comment=a\nb"], "line break"),
+        (["launcher.trainer_env_vars=A"], "'A' is no NAME=value"),
+        (["launcher.trainer_env_vars={A-B: c}"], "'A-B' is no name of an environment variable"),
+    ],
+)
+def test_refusals(overrides, words):
+    with pytest.raises(ConfigError) as caught:
+        checked(*overrides)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_fine_passes():
+    good = [
+        "--launcher.slurm.extra_args",
+        "[--licenses=a:1, --exclusive]",
+        "rollout.reward_fn=my.rewards:maths",
+        "launcher.trainer_env_vars=A=b",
+    ]
+    assert checked(*good).config.gconfig.n_samples == 4
+    assert checked(base=SFT).config.trainer == "sft"
+
+
+def test_layouts_that_are_not_built():
+    with pytest.raises(NotBuilt, match=r"launcher\.slurm\.layout hetjob is not built; use allocation"):
+        checked("launcher.slurm.layout=hetjob")
+
+
+def test_defaults_adapt_to_a_plan_without_gpus_and_say_so():
+    loaded = checked()
+    actor, sglang = loaded.config.actor, loaded.config.sglang
+    assert (actor.dtype, actor.attn_impl, sglang.dtype, sglang.attention_backend) == (
+        "float32",
+        "sdpa",
+        "float32",
+        "torch_native",
+    )
+    assert [note.split(" is ")[0] for note in loaded.notes if "no GPUs" in note] == ["actor.dtype", "actor.attn_impl"]
+    assert "actor.dtype" not in loaded.explicit
+    on_gpus = checked("cluster.n_gpus_per_node=8").config
+    assert (on_gpus.actor.dtype, on_gpus.actor.attn_impl, on_gpus.sglang.attention_backend) == (
+        "bfloat16",
+        "flash_attention_2",
+        "fa3",
+    )
+
+
+def test_explicit_values_stay():
+    loaded = checked("actor.dtype=bfloat16", "sglang.dtype=bfloat16")
+    assert (loaded.config.actor.dtype, loaded.config.sglang.dtype) == ("bfloat16", "bfloat16")
+
+
+def test_dataset_type_follows_the_trainer():
+    loaded = checked("valid_dataset.path=/v.jsonl", base=SFT)
+    assert (loaded.config.train_dataset.type, loaded.config.valid_dataset.type) == ("sft", "sft")
+    with pytest.raises(ConfigError, match=r"train_dataset\.type rl: a sft trial needs rows of type sft"):
+        checked("train_dataset.type=rl", base=SFT)
+
+
+def test_recover_saves_every_ten_minutes_unless_told_how_often():
+    loaded = checked("recover.mode=auto")
+    assert loaded.config.recover.freq_secs == 600
+    assert any("saves every 600 s" in note for note in loaded.notes)
+    assert checked("recover.mode=auto", "recover.freq_steps=5").config.recover.freq_secs is None
+    assert any("no effect" in note for note in checked("recover.mode=disabled", "recover.freq_steps=5").notes)
+
+
+def test_all_refusals_come_at_once():
+    with pytest.raises(ConfigError) as caught:
+        checked("trial_name=a/b", "actor.group_size=2", "gconfig.greedy=true")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 32}))
+    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").touch()
+    (tmp_path / "t.jsonl").touch()
+    return folder
+
+
+def on_disk(model: Path, *overrides: str) -> Loaded:
+    return checked(f"actor.path={model}", f"train_dataset.path={model.parent / 't.jsonl'}", *overrides, files=True)
+
+
+def test_a_model_and_dataset_that_are_there(model):
+    assert on_disk(model).config.actor.path == str(model)
+    (model / "model.safetensors").unlink()
+    assert on_disk(model, "actor.init_from_scratch=true").config.actor.init_from_scratch
+
+
+@pytest.mark.parametrize(
+    ("spoil", "overrides", "words"),
+    [
+        (lambda m: None, ["actor.path=quickstart/nowhere"], "`hpc-rl quickstart` makes the models"),
+        (lambda m: None, ["actor.path=Qwen/Qwen2.5-1.5B"], "is not a directory: it must be a Hugging Face checkpoint"),
+        (lambda m: (m / "config.json").unlink(), [], "has no readable config.json"),
+        (lambda m: (m / "model.safetensors").unlink(), [], "holds no weights"),
+        (lambda m: (m / "tokenizer.json").unlink(), [], "has no tokenizer.json"),
+        (lambda m: None, ["gconfig.max_new_tokens=32"], "max_position_embeddings) is 32"),
+        (lambda m: None, ["train_dataset.max_length=20"], "make 36, above the model's context"),
+        (lambda m: None, ["train_dataset.path=/nowhere.jsonl"], "train_dataset.path /nowhere.jsonl does not exist"),
+        (lambda m: (m.parent / "t.csv").touch(), ["valid_dataset.path=t.csv"], "allowed: a .jsonl or .parquet file"),
+    ],
+)
+def test_refusals_about_files(model, monkeypatch, spoil, overrides, words):
+    monkeypatch.chdir(model.parent)
+    spoil(model)
+    with pytest.raises(ConfigError) as caught:
+        on_disk(model, *overrides)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_fileroot_in_the_memory_of_one_node(tmp_path, model, monkeypatch):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        f"/dev/a / ext4 rw 0 0\nx {tmp_path}/with\\040blank tmpfs rw 0 0\nserver:/x {tmp_path}/with\\040blank/nfs nfs4 rw 0 0\n"
+    )
+    assert file_system(tmp_path / "with blank/trials", str(mounts)) == "tmpfs"
+    assert file_system(tmp_path / "with blank/nfs/trials", str(mounts)) == "nfs4"
+    assert file_system(tmp_path / "with blanks", str(mounts)) == "ext4"
+    assert file_system(tmp_path, str(tmp_path / "none")) == ""
+    monkeypatch.setattr("hpc_rl.config.check.file_system", lambda path: "tmpfs")
+    with pytest.raises(
+        ConfigError, match=r"cluster\.fileroot .* is on tmpfs, which only this node sees, but the trial has 2 nodes"
+    ):
+        on_disk(model, "--n_nodes=2")
+    assert on_disk(model, "--n_nodes=1").config.cluster.n_nodes == 1

@@ -1,0 +1,230 @@
+"""Loading: precedence, YAML 1.2, origins, interpolation, and one clear refusal for each kind of mistake."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.config.load import Loaded, from_dict, load, to_dict
+from hpc_rl.errors import ConfigError
+
+BASE = """\
+experiment_name: toy
+trial_name: t1
+cluster:
+  n_nodes: 2
+  fileroot: /shared
+actor:
+  path: /models/m
+train_dataset: {path: /data/train.jsonl}
+"""
+
+
+class Files:
+    """Writes YAML files and loads them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    def load(self, *overrides: str, base: str = BASE, more: str = "") -> Loaded:
+        files = [self.path("base.yaml", base)]
+        if more:
+            files.append(self.path("more.yml", more))
+        return load(files, overrides)
+
+    def refusal(self, *overrides: str, base: str = BASE, more: str = "") -> str:
+        with pytest.raises(ConfigError) as caught:
+            self.load(*overrides, base=base, more=more)
+        return str(caught.value).replace(f"{self.folder}/", "")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+def test_later_files_and_then_overrides_win(files):
+    more = "cluster: {n_nodes: 3}\nactor: {optimizer: {lr: 1e-4, beta1: 0.5}}\n"
+    loaded = files.load("--actor.optimizer.lr", "1e-5", "actor.optimizer.lr=1e-6", "--n_nodes=4", more=more)
+    assert loaded.config.actor.optimizer.lr == 1e-6
+    assert loaded.config.actor.optimizer.beta1 == 0.5
+    assert loaded.config.cluster.n_nodes == 4
+    assert loaded.config.cluster.fileroot == "/shared"
+    assert loaded.config.trainer == "grpo"
+
+
+def test_origins_name_file_and_line_or_the_argument(files):
+    loaded = files.load("--n-nodes", "4", more="gconfig:\n  n_samples: 4\n")
+    assert loaded.origins["cluster.fileroot"].endswith("base.yaml:5")
+    assert loaded.origins["gconfig.n_samples"].endswith("more.yml:2")
+    assert loaded.origins["cluster.n_nodes"] == "command line: --n-nodes"
+    assert "seed" not in loaded.explicit
+
+
+def test_yaml_is_yaml_1_2(files):
+    more = """\
+        launcher:
+          slurm: {time: 24:00:00, account: 0123, partition: no, qos: 1_0, mem: 200G}
+        gconfig: {top_k: 1e8}
+        """
+    slurm = files.load(more=more).config.launcher.slurm
+    assert (slurm.time, slurm.account, slurm.partition, slurm.qos) == ("24:00:00", "0123", "no", "1_0")
+    assert files.load(more=more).config.gconfig.top_k == 100_000_000
+
+
+def test_text_options_keep_numbers_as_they_were_written(files):
+    assert files.load(more="trial_name: 2024\n").config.trial_name == "2024"
+    assert files.load("trial_name=1e5").config.trial_name == "1e5"
+    assert files.load("--launcher.slurm.comment", "a: [b").config.launcher.slurm.comment == "a: [b"
+    assert files.load("--time", "90").config.launcher.slurm.time == "90"
+
+
+def test_a_section_set_to_null_can_be_brought_back(files):
+    more = "actor: {adv_norm: {mean_level: group}}\n"
+    assert files.load("actor.adv_norm=null", more=more).config.actor.adv_norm is None
+    back = files.load("actor.adv_norm=null", "actor.adv_norm.std_level=group", more=more).config.actor.adv_norm
+    assert (back.mean_level, back.std_level) == ("batch", "group")
+
+
+def test_an_empty_optional_section_is_there_with_its_defaults(files):
+    loaded = files.load(more="actor: {adv_norm: {}}\n")
+    assert loaded.config.actor.adv_norm.mean_level == "batch"
+    assert "actor.adv_norm.mean_level" in loaded.explicit
+
+
+def test_dotted_keys_lists_and_mappings_in_files(files):
+    more = """\
+        cluster.n_nodes: 5
+        gconfig: {stop_token_ids: [1, 2]}
+        launcher: {trainer_env_vars: {OMP_NUM_THREADS: 4, A: b}}
+        """
+    config = files.load("gconfig.stop_token_ids=[3]", more=more).config
+    assert config.cluster.n_nodes == 5
+    assert config.gconfig.stop_token_ids == [3]
+    assert config.launcher.trainer_env_vars == {"OMP_NUM_THREADS": "4", "A": "b"}
+    assert files.load("launcher.trainer_env_vars=A=b,C=d").config.launcher.trainer_env_vars == "A=b,C=d"
+
+
+def test_anchors_and_merge_keys(files):
+    more = "actor: &a\n  optimizer: {lr: 1.0}\nvalid_dataset:\n  <<: {path: /x, batch_size: 2}\n  batch_size: 3\n"
+    config = files.load(more=more).config
+    assert (config.valid_dataset.path, config.valid_dataset.batch_size) == ("/x", 3)
+
+
+def test_interpolation_sees_overrides_and_defaults(files):
+    more = """\
+        train_dataset: {path: "${cluster.fileroot}/d.jsonl"}
+        actor: {group_size: "${gconfig.n_samples}"}
+        trial_name: s${seed}
+        """
+    config = files.load("gconfig.n_samples=4", "cluster.fileroot=/other", more=more).config
+    assert config.train_dataset.path == "/other/d.jsonl"
+    assert config.actor.group_size == 4
+    assert config.trial_name == "s1"
+
+
+def test_relative_paths_are_taken_from_the_working_directory(files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = files.load("actor.path=m", "launcher.python=python3", "cluster.fileroot=~/x").config
+    assert config.actor.path == str(tmp_path / "m")
+    assert config.launcher.python == "python3"
+    assert config.cluster.fileroot == str(Path.home() / "x")
+    assert config.tokenizer_path == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("cluster.n_node=4", ["unknown key cluster.n_node ", "command line", "did you mean cluster.n_nodes?"]),
+        ("n_sample=4", ["unknown key n_sample", "did you mean gconfig.n_samples"]),
+        ("lr=1", ["did you mean actor.optimizer.lr"]),
+        ("cluster.n_nodes=four", ["cluster.n_nodes", "four", "an integer, at least 1"]),
+        ("cluster.n_nodes=0", ["cluster.n_nodes", "at least 1"]),
+        ("cluster.n_nodes=1.5", ["cluster.n_nodes", "an integer"]),
+        ("cluster.n_nodes=true", ["cluster.n_nodes", "an integer"]),
+        ("actor.optimizer.lr=-1", ["actor.optimizer.lr", "at least 0"]),
+        ("actor.optimizer.lr=.nan", ["actor.optimizer.lr", "finite"]),
+        ("actor.c_clip=1", ["actor.c_clip", "above 1 or null"]),
+        ("async_training=maybe", ["async_training", "true, false"]),
+        ("recover.mode=fualt", ["recover.mode", "disabled, auto, fault, resume", "Did you mean fault?"]),
+        ("gconfig.stop_token_ids=3", ["gconfig.stop_token_ids", "a list"]),
+        ("launcher.slurm.time=tomorrow", ["launcher.slurm.time", "24:00:00"]),
+        ("cluster=null", ["cluster", "null can't stand here", "section"]),
+        ("cluster=3", ["cluster", "section"]),
+        ("actor=null", ["section actor"]),
+        ("trainer=ppo", ["trainer", "ppo", "grpo, sft"]),
+        ("model.path=/x", ["both actor and model"]),
+        ("trial_name=${nowhere}", ["trial_name", "nowhere", "can't be resolved"]),
+        ("trial_name=${trial_name}", ["trial_name", "can't be resolved"]),
+        ("plain", ["'plain' is not understood"]),
+        ("--seed", ["--seed needs a value"]),
+        ("~seed", ["'~seed' is not understood"]),
+    ],
+)
+def test_refusals_of_an_override(files, override, words):
+    message = files.refusal(override)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("gconfig:\n  n_sampels: 4\n", ["unknown key gconfig.n_sampels (more.yml:2): did you mean gconfig.n_samples?"]),
+        ("gconfig:\n  greedy: 1\n", ["gconfig.greedy (more.yml:2): 1 (an integer)", "true, false"]),
+        ("seed: 1\nseed: 2\n", ["more.yml:2: key seed stands twice", "more.yml:1"]),
+        ("cluster: {n_nodes: 1}\ncluster.n_nodes: 2\n", ["cluster.n_nodes (more.yml:2) stands twice in one file"]),
+        ("n_nodes: 4\n", ["n_nodes (more.yml:1)", "cluster.n_nodes"]),
+        ("launcher:\n  slurm:\n    time: 90\n", ["launcher.slurm.time (more.yml:3): 90", "'90' in quotes (minutes)"]),
+        ("valid_dataset: {batch_size: 2}\n", ["valid_dataset.path is missing"]),
+        ("valid_dataset: {pth: /x}\n", ["did you mean valid_dataset.path?"]),
+        ("gconfig:\n", ["gconfig (more.yml:1): null can't stand here"]),
+        ("a: [1\n", ["more.yml:2: not valid YAML"]),
+        ("- 1\n", ["must hold a mapping"]),
+        ("gconfig: {top_p: 0}\n", ["gconfig.top_p (more.yml:1)", "above 0 and at most 1"]),
+    ],
+)
+def test_refusals_of_a_file(files, more, words):
+    message = files.refusal(more=more)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_several_mistakes_are_told_at_once(files):
+    assert len(files.refusal("seed=x", "gconfig.greedy=2", "nope=1").splitlines()) == 3
+
+
+def test_a_key_of_another_trainer_says_so(files):
+    assert "only a trial with trainer: sft has it" in files.refusal("trainer=grpo", "model.path=/x")
+
+
+def test_a_misspelt_required_key_is_told_once(files):
+    message = files.refusal(base=BASE.replace("trial_name", "trialname"))
+    assert message == "unknown key trialname (base.yaml:2): did you mean trial_name?"
+
+
+def test_missing_file_and_empty_command_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml can't be read: No such file"):
+        load([tmp_path / "nowhere.yaml"])
+    with pytest.raises(ConfigError, match="--config FILE"):
+        load([])
+
+
+@pytest.mark.parametrize("model", ["actor", "model"])
+def test_round_trip_through_json(model):
+    minimal = {"experiment_name": "a", "trial_name": "b", "train_dataset": {"path": "/t"}, model: {"path": "/m"}}
+    config = from_dict(minimal)
+    data = json.loads(json.dumps(to_dict(config)))
+    assert from_dict(data) == config
+    assert data["trainer"] == {"actor": "grpo", "model": "sft"}[model]
+    data["clutser"] = {}
+    with pytest.raises(ConfigError, match="did you mean cluster"):
+        from_dict(data)

@@ -1,0 +1,68 @@
+"""Placement: nothing overlaps, nothing stays idle, servers and trainers are apart where they can be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_rl.plan.placement import Demand, Placement, nearest, place
+
+
+@pytest.mark.parametrize(
+    ("demand", "n_nodes", "n_gpus", "expected"),
+    [
+        pytest.param(Demand(1, 1, 1), 1, 0, Placement([0], 1, [(0, 0)]), id="one node without GPUs"),
+        pytest.param(Demand(2, 1, 2), 4, 0, Placement([0, 1], 1, [(2, 0), (3, 0)]), id="four nodes without GPUs"),
+        pytest.param(Demand(3, 1, 4), 4, 0, Placement([0, 1], 2, [(2, 0), (2, 0), (3, 0)]), id="uneven servers"),
+        pytest.param(Demand(2, 2, 4), 1, 8, Placement([0], 4, [(0, 4), (0, 6)]), id="one node packed"),
+        pytest.param(Demand(2, 4, 8), 2, 8, Placement([0], 8, [(1, 0), (1, 4)]), id="whole nodes"),
+        pytest.param(Demand(2, 2, 12), 2, 8, Placement([0, 1], 6, [(0, 6), (1, 6)]), id="shared nodes"),
+        pytest.param(Demand(0, 1, 16), 2, 8, Placement([0, 1], 8, []), id="a trainer alone"),
+        pytest.param(Demand(1, 1, 1), 4, 0, None, id="idle nodes"),
+        pytest.param(Demand(1, 1, 1), 1, 8, None, id="idle GPUs"),
+        pytest.param(Demand(1, 1, 8), 1, 8, None, id="too many GPUs"),
+        pytest.param(Demand(0, 1, 3), 2, 0, None, id="ranks that can't be spread"),
+        pytest.param(Demand(1, 3, 13), 2, 8, None, id="a replica cut by a node boundary"),
+    ],
+)
+def test_place(demand, n_nodes, n_gpus, expected):
+    assert place(demand, n_nodes, n_gpus) == expected
+
+
+DEMANDS = st.builds(Demand, st.integers(0, 20), st.sampled_from([1, 2, 4, 8]), st.integers(1, 20))
+
+
+@given(DEMANDS, st.integers(1, 6), st.sampled_from([1, 2, 4, 8]))
+def test_every_gpu_is_used_once(demand, n_nodes, n_gpus):
+    placement = place(demand, n_nodes, n_gpus)
+    if placement is None:
+        return
+    used = [(node, gpu) for node in placement.trainer_nodes for gpu in range(placement.ranks_per_node)]
+    used += [(node, gpu + i) for node, gpu in placement.servers for i in range(demand.units_per_replica)]
+    assert len(placement.servers) == demand.replicas
+    assert len(placement.trainer_nodes) * placement.ranks_per_node == demand.ranks
+    assert sorted(used) == [(node, gpu) for node in range(n_nodes) for gpu in range(n_gpus)]
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(2, 8))
+def test_without_gpus_roles_share_no_node_and_no_node_is_idle(replicas, ranks, n_nodes):
+    placement = place(Demand(replicas, 1, ranks), n_nodes, 0)
+    if placement is None:
+        return
+    servers = {node for node, _ in placement.servers}
+    assert servers.isdisjoint(placement.trainer_nodes)
+    assert sorted(servers | set(placement.trainer_nodes)) == list(range(n_nodes))
+    counts = [sum(node == n for node, _ in placement.servers) for n in servers]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(DEMANDS, st.integers(1, 6), st.sampled_from([0, 1, 2, 4, 8]))
+def test_the_nearest_fits_and_what_fits_is_its_own_nearest(demand, n_nodes, n_gpus):
+    if not n_gpus:
+        demand = Demand(demand.replicas, 1, demand.ranks)
+    other = nearest(demand, n_nodes, n_gpus)
+    if other is not None:
+        assert place(other, n_nodes, n_gpus) is not None
+    if place(demand, n_nodes, n_gpus) is not None:
+        assert n_nodes == 1 or other == demand

@@ -1,0 +1,171 @@
+"""make_plan: what is derived, what is refused in words, and what every node is asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_rl.config.check import check
+from hpc_rl.config.load import load
+from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
+from hpc_rl.plan.plan import make_plan
+from hpc_rl.plan.schema import Plan
+
+COMMON = [
+    "experiment_name=toy",
+    "trial_name=t1",
+    "train_dataset.path=/t",
+    "train_dataset.batch_size=64",
+    "cluster.n_gpus_per_node=0",
+]
+GRPO = [*COMMON, "actor.path=/m", "gconfig.n_samples=4"]
+SFT = [*COMMON, "model.path=/m"]
+
+
+def plan(*overrides: str, base: list[str] = GRPO, scheduler: str = "slurm") -> Plan:
+    loaded = check(load([], [*base, *overrides]), files=False)
+    return make_plan(loaded.config, loaded.explicit, interpreter="/venv/bin/python", scheduler=scheduler)
+
+
+def where(made: Plan) -> list[tuple]:
+    return [(unit.role, unit.index, unit.nodes, unit.tasks_per_node) for unit in made.units]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "allocation"),
+    [
+        ([], "embedded:d1+fsdp:d1"),
+        (["--n_nodes=2"], "embedded:d1+fsdp:d1"),
+        (["--n_nodes=3"], "embedded:d2+fsdp:d1"),
+        (["--n_nodes=4"], "embedded:d2+fsdp:d2"),
+        (["cluster.n_gpus_per_node=8"], "sglang:d4+fsdp:d4"),
+        (["cluster.n_gpus_per_node=3"], "sglang:d2+fsdp:d1"),
+        (["cluster.n_gpus_per_node=8", "--n_nodes=4"], "sglang:d16+fsdp:d16"),
+        (["cluster.n_gpus_per_node=8", "--n_nodes=3"], "sglang:d16+fsdp:d8"),
+    ],
+)
+def test_derived_allocations(overrides, allocation):
+    made = plan(*overrides)
+    assert made.allocation == allocation
+    assert any(allocation in note for note in made.notes)
+
+
+def test_sft_takes_everything():
+    assert plan(base=SFT).allocation == "fsdp:d1"
+    made = plan("cluster.n_gpus_per_node=8", "--n_nodes=2", base=SFT)
+    assert made.allocation == "fsdp:d16"
+    assert where(made) == [("trainer", 0, [0, 1], 8)]
+    assert made.server_backend is None
+
+
+def test_four_nodes_without_gpus():
+    made = plan("--n_nodes=4")
+    assert where(made) == [("server", 0, [2], 1), ("server", 1, [3], 1), ("rollout", 0, [0], 1), ("trainer", 0, [0, 1], 1)]
+    assert {unit.role: unit.module for unit in made.units} == {
+        "server": "hpc_rl.app.server",
+        "rollout": "hpc_rl.app.rollout",
+        "trainer": "hpc_rl.app.trainer",
+    }
+    assert all(unit.gpus_per_task == 0 for unit in made.units)
+    assert (made.device, made.server_backend, made.python) == ("cpu", "embedded", "/venv/bin/python")
+    # node 0: supervisor 1 + rollout 4 + rank 4
+    assert (made.cpus_per_node, made.mem_mb_per_node) == (9, 1024 + 16384 + 32768)
+
+
+def test_gpus_are_packed_by_index():
+    made = plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d2t2+fsdp:d4")
+    servers = [unit for unit in made.units if unit.role == "server"]
+    assert [(unit.gpu_offset, unit.gpus_per_task, unit.cpus_per_task) for unit in servers] == [(4, 2, 8), (6, 2, 8)]
+    assert (made.device, made.server_backend) == ("cuda", "sglang")
+
+
+def test_what_is_left():
+    assert plan("--n_nodes=4", "allocation_mode=embedded:d*+fsdp:d1").allocation == "embedded:d3+fsdp:d1"
+    assert plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d*t2+fsdp:d4").allocation == "sglang:d2t2+fsdp:d4"
+    assert plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d2+d*").allocation == "sglang:d2+fsdp:d6"
+    with pytest.raises(ConfigError, match="only one part"):
+        plan("allocation_mode=embedded:d*+d*")
+    with pytest.raises(DoesNotFit, match="nothing is left"):
+        plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d*+d8")
+
+
+def test_environment_and_python_of_the_configuration():
+    made = plan(
+        "launcher.trainer_env_vars=A=b,C=d=e", "launcher.inference_server_env_vars={X: 1}", "launcher.python=/other/python"
+    )
+    assert {unit.role: unit.env for unit in made.units} == {
+        "server": {"X": "1"},
+        "rollout": {},
+        "trainer": {"A": "b", "C": "d=e"},
+    }
+    assert made.python == "/other/python"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["--n_nodes=4", "allocation_mode=embedded:d1+fsdp:d2"], "the nearest that does: embedded:d2+fsdp:d2"),
+        (["--n_nodes=4", "allocation_mode=embedded:d1+fsdp:d1"], "some of 4 nodes would stay idle"),
+        (
+            ["cluster.n_gpus_per_node=8", "allocation_mode=sglang:d4+fsdp:d8"],
+            "takes 12 GPUs, 1 node(s) of 8 GPUs have 8; the nearest that does: sglang:d",
+        ),
+        (
+            ["cluster.n_gpus_per_node=8", "--n_nodes=2", "allocation_mode=sglang:d3t2+fsdp:d8"],
+            "the nearest that does: sglang:d4t2+fsdp:d8",
+        ),
+        (["cluster.n_gpus_per_node=1"], "one GPU can't hold a server and a trainer"),
+        (["train_dataset.batch_size=4", "allocation_mode=embedded:d1+fsdp:d8"], "8 trainer ranks share 4 rows"),
+    ],
+)
+def test_what_does_not_fit_names_the_nearest_that_does(overrides, words):
+    with pytest.raises(DoesNotFit) as caught:
+        plan(*overrides)
+    assert words in str(caught.value)
+
+
+def test_sft_that_does_not_fit():
+    with pytest.raises(DoesNotFit, match=r"3 ranks can't be spread evenly over 2 nodes; the nearest that does: fsdp:d[24]"):
+        plan("--n_nodes=2", "allocation_mode=fsdp:d3", base=SFT)
+
+
+@pytest.mark.parametrize(
+    ("allocation", "words"),
+    [
+        ("vllm:d1+fsdp:d1", "use sglang, or embedded"),
+        ("sglang:d1+megatron:d2t2", "use fsdp with d only, as fsdp:d4"),
+        ("sglang:d1+fsdp:d2t2", "use d only, as fsdp:d4"),
+        ("sglang:d1+fsdp:d2c2", "use d only, as fsdp:d4"),
+        ("sglang:d4|fsdp:d4", "use '+': sglang:d4+fsdp:d4"),
+        ("sglang:d4", "add a trainer: sglang:d4+fsdp:d1"),
+        ("sglang:d4+eval", "only evaluates is not built"),
+        ("fsdp:d4", "name servers, as embedded:d1+fsdp:d4"),
+        ("sglang:d1t2+fsdp:d1", "t needs GPUs"),
+        ("sglang:d1p2+fsdp:d1", "use t: sglang:t2"),
+    ],
+)
+def test_what_is_not_built_says_what_is(allocation, words):
+    with pytest.raises(NotBuilt) as caught:
+        plan(f"allocation_mode={allocation}")
+    assert words in str(caught.value)
+
+
+def test_servers_that_can_not_be_on_gpus_or_span_nodes():
+    with pytest.raises(NotBuilt, match=r"embedded servers run without a GPU.*use sglang, or cluster\.n_gpus_per_node 0"):
+        plan("cluster.n_gpus_per_node=8", "allocation_mode=embedded:d4+fsdp:d4")
+    with pytest.raises(NotBuilt, match=r"spans nodes is not built; t can be at most cluster\.n_gpus_per_node, 8"):
+        plan("cluster.n_gpus_per_node=8", "--n_nodes=4", "allocation_mode=sglang:t16+fsdp:d16")
+    with pytest.raises(ConfigError, match="an sft trial has no generation servers; use fsdp:d1"):
+        plan("allocation_mode=embedded:d1+fsdp:d1", base=SFT)
+
+
+def test_one_machine_is_one_node():
+    with pytest.raises(ConfigError, match="sbatch is not on the PATH"):
+        plan("--n_nodes=2", scheduler="local")
+    with pytest.raises(ConfigError, match=r"launcher\.type local is this one machine"):
+        plan("--n_nodes=2", "launcher.type=local", scheduler="local")
+    assert plan(scheduler="local").n_nodes == 1
+
+
+def test_plans_are_deterministic_and_survive_json():
+    assert plan("--n_nodes=4") == plan("--n_nodes=4")
+    assert Plan.from_json(plan("--n_nodes=4").to_json()) == plan("--n_nodes=4")
