@@ -1,0 +1,87 @@
+"""GRPO (and PPO without a critic) on one page: rewards -> advantages; log-probabilities -> loss.
+
+    advantages_BT = grpo.advantages(rewards_B, mask_BT, group_size=8, reward_norm=Levels("group", "group"))
+    prox, behav   = grpo.reference_logprobs(inference, recomputed, decoupled=False)
+    loss, sums    = grpo.policy_loss(logprobs_T, prox_T, behav_T, advantages_T, mask_T, entropy_T, eps_clip=0.2)
+
+Rows are trajectories in groups of `group_size` consecutive ones. Left out: a critic, and a KL term (there is no reference model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from hpc_rl.algorithms.advantages import gae, place_rewards, shape_rewards
+from hpc_rl.algorithms.losses import policy_token_loss, token_sums
+from hpc_rl.algorithms.normalization import Levels, check_whole_groups, normalize
+
+T = TypeVar("T", bound=Sequence)
+
+
+def advantages(
+    rewards_B: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    group_size: int,
+    reward_bias: float = 0.0,
+    reward_scaling: float = 1.0,
+    reward_clip: float = 20.0,
+    reward_norm: Levels | None = None,
+    adv_norm: Levels | None = None,
+    discount: float = 1.0,
+    gae_lambda: float = 1.0,
+) -> torch.Tensor:
+    """Float32 [B, T], 0 outside of the mask; to be called with the whole train batch, before it is shared out over ranks.
+
+    Raises ValueError unless the rows are whole groups.
+    """
+    check_whole_groups(len(rewards_B), group_size)
+    shaped_B = shape_rewards(rewards_B, reward_bias, reward_scaling, reward_clip)
+    if reward_norm is not None:
+        shaped_B = normalize(shaped_B, reward_norm, group_size)
+    advantages_BT = gae(place_rewards(shaped_B, mask_BT), mask_BT, discount, gae_lambda)
+    return advantages_BT if adv_norm is None else normalize(advantages_BT, adv_norm, group_size, mask_BT)
+
+
+def reference_logprobs(inference: T, recomputed: T | None, decoupled: bool) -> tuple[T, T]:
+    """(proximal, behaviour) log-probabilities. `recomputed`: the trainer's own at the start of the step.
+
+    Decoupled: clip around the recomputed ones, weigh by them over the servers'. Otherwise both are the recomputed ones, or the
+    servers' where nothing was recomputed. Raises ValueError where decoupled has nothing recomputed.
+    """
+    if recomputed is None:
+        if decoupled:
+            raise ValueError("the decoupled loss needs recomputed log-probabilities")
+        return inference, inference
+    return recomputed, inference if decoupled else recomputed
+
+
+def policy_loss(
+    logprobs_T: torch.Tensor,
+    prox_T: torch.Tensor,
+    behav_T: torch.Tensor,
+    advantages_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    entropy_T: torch.Tensor,
+    *,
+    eps_clip: float = 0.2,
+    eps_clip_higher: float | None = None,
+    c_clip: float | None = None,
+    behav_imp_weight_cap: float | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the token losses (dropped tokens count with 0) and sums to report; see losses.py."""
+    token = policy_token_loss(
+        logprobs_T,
+        prox_T,
+        behav_T,
+        advantages_T,
+        mask_T,
+        eps_clip=eps_clip,
+        eps_clip_higher=eps_clip_higher,
+        c_clip=c_clip,
+        behav_imp_weight_cap=behav_imp_weight_cap,
+    )
+    return token.loss_T.sum(), token_sums(token, entropy_T, behav_T - logprobs_T.detach(), mask_T)

@@ -1,0 +1,106 @@
+"""Hugging Face checkpoints as people and servers read them: safetensors files, config.json, tokenizer files.
+
+Nothing here knows about ranks: the engine hands over full tensors, on the rank that writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from hpc_rl.trial import fsync_dir
+
+try:
+    from transformers.core_model_loading import revert_weight_conversion
+except ImportError:  # transformers 4 has models in memory as they are on disk
+    revert_weight_conversion = None  # type: ignore[assignment]
+
+MAX_FILE_BYTES = 5_000_000_000
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def on_disk_names(hf: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a model in memory under the names, and in the cut, that its checkpoints have on disk."""
+    return tensors if revert_weight_conversion is None else revert_weight_conversion(hf, tensors)
+
+
+def write_checkpoint(
+    folder: Path, tensors: dict[str, torch.Tensor], config_json: str, others: Iterable[Path], durable: bool
+) -> None:
+    """Write all files of a checkpoint into `folder`, which is made where it is missing; fsynced if durable. Raises OSError.
+
+    `others` are files to copy; those that do not exist are left out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = _write_tensors(folder, tensors)
+    (folder / "config.json").write_text(config_json)
+    written.append(folder / "config.json")
+    for source in others:
+        if source.is_file():
+            written.append(Path(shutil.copyfile(source, folder / source.name)))
+    if durable:
+        for path in written:
+            fsync_file(path)
+        fsync_dir(folder)
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Where a tokenizer's files may lie in a directory, whether they exist or not."""
+    return [folder / name for name in TOKENIZER_FILES]
+
+
+def fsync_file(path: Path) -> None:
+    """Make a file that was written by somebody else's code durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> list[Path]:
+    parts = _cut(tensors)
+    if len(parts) == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return [folder / "model.safetensors"]
+    written: list[Path] = []
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(parts, 1):
+        path = folder / f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        save_file({name: tensors[name] for name in names}, path, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, path.name)
+        written.append(path)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+    return [*written, index]
+
+
+def _cut(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if parts[-1] and size + tensor.nbytes > MAX_FILE_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += tensor.nbytes
+    return parts

@@ -1,0 +1,107 @@
+"""From ragged rows to the tensors of one forward pass, and back to the flat `MicroBatch` that losses see.
+
+Two layouts, equal in their results:
+- padded: rows of similar length, padded on the right. Causal attention never looks at the padding, so no mask is needed;
+- packed: rows one after the other in a single row whose position ids restart, for attention that knows about that (flash).
+
+The last token of a row is no input: nothing is predicted from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from hpc_rl.engines.base import MicroBatch, Sequences
+from hpc_rl.engines.packing import Groups, length_buckets, pack
+
+Layout = Literal["padded", "packed"]
+
+
+@dataclass
+class Inputs:
+    """Model inputs of shape [B, W], and where to read: token `wanted_N[n]` of the micro-batch is predicted at `source_N[n]`."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor | None  # None: 0, 1, 2, … in every row
+    source_N: torch.Tensor  # index into the flattened [B * W]
+    targets_N: torch.Tensor
+    wanted_N: torch.Tensor
+    num_tokens: int  # T
+
+    def flat(self, values_N: torch.Tensor) -> torch.Tensor:
+        """[T] with the values at the wanted tokens and 0 elsewhere."""
+        return torch.zeros(self.num_tokens, dtype=values_N.dtype, device=values_N.device).index_copy(0, self.wanted_N, values_N)
+
+
+def cut(rows: Sequences, layout: Layout, max_tokens: int | None, n_mbs: int) -> Groups:
+    """Which rows go through the model together. Raises ValueError for a row that is longer than a micro-batch may be."""
+    lengths = np.array([len(ids) for ids in rows.ids], dtype=np.int64)
+    return pack(lengths, max_tokens, n_mbs) if layout == "packed" else length_buckets(lengths, max_tokens, n_mbs)
+
+
+def inputs_of(rows: Sequences, group: list[int], layout: Layout, device: torch.device) -> Inputs:
+    """Model inputs for the rows of one group. Without rows: a lone token that predicts nothing, to take part in collectives.
+
+    Wanted are the tokens for which the bool column `loss_mask` is true (all, without such a column) save first ones.
+    """
+    lengths, ids_T = _lengths_and_ids(rows, group)
+    row_T = np.repeat(np.arange(len(group)), lengths)
+    starts = np.cumsum(lengths) - lengths
+    place_T = np.arange(len(ids_T)) - starts[row_T]
+    width = max(int(lengths.max(initial=0)) - 1, 1)
+    fed_T = place_T < lengths[row_T] - 1
+    wanted_T = place_T > 0
+    if "loss_mask" in rows.columns:
+        wanted_T &= _column(rows, "loss_mask", group).astype(bool, copy=False)
+    if layout == "padded":
+        before_T = row_T * width
+        input_ids = np.zeros((max(len(group), 1), width), dtype=np.int64)
+        input_ids[row_T[fed_T], place_T[fed_T]] = ids_T[fed_T]
+        positions = None
+    else:
+        fed_lengths = np.maximum(lengths - 1, 0)
+        before_T = (np.cumsum(fed_lengths) - fed_lengths)[row_T]
+        input_ids = ids_T[fed_T][None] if fed_T.any() else np.zeros((1, 1), dtype=np.int64)
+        positions = place_T[fed_T][None] if fed_T.any() else np.zeros((1, 1), dtype=np.int64)
+    wanted_N = np.flatnonzero(wanted_T)
+
+    def put(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return Inputs(
+        put(input_ids),
+        None if positions is None else put(positions),
+        put((before_T + place_T - 1)[wanted_N]),
+        put(ids_T[wanted_N]),
+        put(wanted_N),
+        len(ids_T),
+    )
+
+
+def micro_batch(
+    rows: Sequences, group: list[int], inputs: Inputs, logprobs_N: torch.Tensor, entropy_N: torch.Tensor
+) -> MicroBatch:
+    """What a loss function sees of a group."""
+    device = logprobs_N.device
+    columns = {name: torch.from_numpy(_column(rows, name, group)).to(device, non_blocking=True) for name in rows.columns}
+    row_T = np.repeat(np.arange(len(group)), [len(rows.ids[row]) for row in group])
+    return MicroBatch(inputs.flat(logprobs_N), inputs.flat(entropy_N), columns, torch.from_numpy(row_T).to(device))
+
+
+def _lengths_and_ids(rows: Sequences, group: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.array([len(rows.ids[row]) for row in group], dtype=np.int64)
+    ids = [rows.ids[row] for row in group]
+    return lengths, (np.concatenate(ids) if ids else np.zeros(0)).astype(np.int64)
+
+
+def _column(rows: Sequences, name: str, group: list[int]) -> np.ndarray:
+    """The column's values for a group. Where there are no rows to tell the type by, the name does: `…mask` is bool."""
+    values = rows.columns[name]
+    if not group:
+        return np.zeros(0, dtype=bool if name.endswith("mask") else np.float32)
+    column = np.concatenate([values[row] for row in group])
+    return column if column.dtype == bool else column.astype(np.float32, copy=False)

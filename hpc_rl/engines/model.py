@@ -1,0 +1,116 @@
+"""The Hugging Face model as the engine sees it: built from a directory, with a forward pass that ends in token log-probabilities.
+
+The log-probabilities are made inside the forward pass of the outermost module, because that is where FSDP has the output
+head gathered. What a model does to its logits beyond the head's product is not reproduced: such models are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from hpc_rl.config.train import TrainEngineConfig
+from hpc_rl.engines.logprobs import token_logprobs
+from hpc_rl.errors import ConfigError, NotBuilt
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}  # key -> value that does nothing
+
+
+class Policy(nn.Module):
+    """A causal language model that returns log-probabilities and entropies of wanted tokens."""
+
+    def __init__(self, hf: Any) -> None:
+        super().__init__()
+        self.hf = hf
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        source_N: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = {} if position_ids is None else {"position_ids": position_ids}
+        hidden = self.hf.get_decoder()(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
+        return token_logprobs(hidden.flatten(0, 1)[source_N], self.hf.get_output_embeddings().weight, targets_N, temperature)
+
+    def blocks(self) -> list[nn.Module]:
+        """The repeated layers, which FSDP shards one by one."""
+        names = set(self.hf._no_split_modules or ())
+        return [module for module in self.hf.modules() if type(module).__name__ in names]
+
+
+def check(config: TrainEngineConfig, device: torch.device) -> None:
+    """Raises ConfigError for what this engine can't do with the configuration on the device."""
+    if config.dtype not in DTYPES:
+        raise NotBuilt(f"dtype {config.dtype!r} needs loss scaling, which is not built; allowed: {', '.join(DTYPES)}")
+    if device.type == "cpu" and config.attn_impl.startswith("flash"):
+        raise ConfigError(f"attn_impl {config.attn_impl!r} needs a GPU and the trainer is on the CPU; use attn_impl: sdpa")
+    if not (Path(config.path) / "config.json").is_file():
+        raise ConfigError(f"path {config.path!r} is not a directory with a Hugging Face checkpoint: config.json is missing")
+
+
+def build(config: TrainEngineConfig, seed: int) -> Policy:
+    """The model in float32 on the CPU, the same on every rank. Raises ConfigError, OSError."""
+    hf: Any
+    disable_progress_bar()  # one per rank, into the role's log
+    if config.init_from_scratch:
+        torch.manual_seed(seed)
+        architecture = AutoConfig.from_pretrained(config.path, local_files_only=True)
+        hf = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32, attn_implementation=config.attn_impl)
+    else:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            dtype=torch.float32,
+            attn_implementation=config.attn_impl,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        hf, found = loaded
+        wrong = sorted({str(name) for kind in ("missing_keys", "mismatched_keys") for name in found[kind]})
+        if wrong:
+            raise ConfigError(
+                f"the weights at {config.path} lack, or have in another shape: {', '.join(wrong[:5])} ({len(wrong)} in all)"
+            )
+    _refuse_other_heads(hf)
+    if config.disable_dropout:
+        _disable_dropout(hf)
+    if config.gradient_checkpointing:
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Policy(hf)
+
+
+def _refuse_other_heads(hf: Any) -> None:
+    for key, neutral in LOGIT_TRANSFORMS.items():
+        if getattr(hf.config, key, neutral) not in (neutral, None):
+            raise NotBuilt(f"{hf.config.model_type} models with {key} in config.json can't be trained yet")
+    if getattr(hf.get_output_embeddings(), "bias", None) is not None:
+        raise NotBuilt(f"{hf.config.model_type} models with a bias in the output head can't be trained yet")
+
+
+def _disable_dropout(hf: Any) -> None:
+    for name, value in vars(hf.config).items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            setattr(hf.config, name, 0.0)
+    for module in hf.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def exported_config(path: Path, hf: Any, dtype: str) -> str:
+    """The config.json of an export: the user's own text save for the type, so that servers of any version read what they knew."""
+    config = json.loads((path / "config.json").read_text())
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    config.setdefault("architectures", [type(hf).__name__])
+    return json.dumps(config, indent=2) + "\n"

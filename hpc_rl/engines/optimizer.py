@@ -1,0 +1,111 @@
+"""AdamW over this rank's shards of the parameters, its learning-rate schedule, and gradient clipping across ranks.
+
+Shards are plain tensors that share storage with the model's parameters, so nothing here dispatches on distributed tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hpc_rl.config.train import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> float:
+    """Rate of update 0, 1, … num_updates - 1: a linear warm-up, then constant, linear or cosine down to min_lr_ratio."""
+    warmup = int(config.warmup_steps_proportion * num_updates)
+    if update < warmup:
+        return config.lr * (update + 1) / warmup
+    if config.lr_scheduler_type == "constant":
+        return config.lr
+    share = min((update - warmup) / max(num_updates - warmup, 1), 1.0)
+    left = 1 - share if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * share))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+@dataclass
+class Shard:
+    """This rank's rows of one parameter; whole where there is one rank."""
+
+    name: str  # the Hugging Face name
+    parameter: nn.Parameter
+    local: torch.Tensor
+    global_shape: tuple[int, ...]
+    offset: int  # first row
+
+    def gradient(self) -> torch.Tensor | None:
+        grad = self.parameter.grad
+        return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def shards_of(parameters: dict[str, nn.Parameter], rank: int, num_ranks: int) -> list[Shard]:
+    """One Shard for each parameter; FSDP cuts the first dimension as torch.chunk does."""
+    shards = []
+    for name, parameter in parameters.items():
+        shape = tuple(parameter.shape)
+        local, offset = parameter.data, 0
+        if isinstance(local, DTensor):
+            local = local.to_local()
+            per_rank = -(-shape[0] // num_ranks)
+            offset = min(rank * per_rank, shape[0])
+            assert len(local) == min(per_rank, shape[0] - offset), f"{name} is not cut into even rows"
+        shards.append(Shard(name, parameter, local, shape, offset))
+    return shards
+
+
+class Optimizer:
+    """AdamW in float32 with moments that exist from the start, so that saving and loading know one form only."""
+
+    def __init__(self, config: OptimizerConfig, shards: list[Shard]) -> None:
+        self.config = config
+        self.shards = [shard for shard in shards if shard.local.numel()]
+        self.adam = torch.optim.AdamW(
+            [shard.local for shard in self.shards] or [torch.zeros(1)],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for shard in shards:
+            self.moments[shard.name] = (torch.zeros_like(shard.local), torch.zeros_like(shard.local))
+        self.set_num_steps(0)
+
+    def set_num_steps(self, num_steps: int) -> None:
+        """Say how many steps the moments have seen."""
+        self.num_steps = num_steps
+        for shard in self.shards:
+            first, second = self.moments[shard.name]
+            step = torch.tensor(float(num_steps), dtype=torch.float32, device=shard.local.device)
+            self.adam.state[shard.local] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+
+    def squared_norm(self) -> float:
+        """Sum of squares of this rank's gradients."""
+        grads = self._gradients()
+        if not grads:
+            return 0.0
+        return torch.stack(torch._foreach_norm(grads)).double().square().sum().item()
+
+    def step(self, lr: float, grad_norm: float) -> None:
+        """Clip to the configured norm, given the norm over all ranks, and update."""
+        clip = self.config.gradient_clipping
+        if grad_norm > clip:
+            torch._foreach_mul_(self._gradients(), clip / (grad_norm + 1e-6))
+        for shard in self.shards:
+            shard.local.grad = shard.gradient()
+        self.adam.param_groups[0]["lr"] = lr
+        self.adam.step()
+        self.num_steps += 1
+
+    def zero_grad(self) -> None:
+        for shard in self.shards:
+            shard.local.grad = None
+            shard.parameter.grad = None
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [grad for shard in self.shards if (grad := shard.gradient()) is not None]

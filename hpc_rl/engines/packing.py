@@ -1,0 +1,126 @@
+"""How rows become micro-batches, mini-batches and shares of ranks: pure functions of the lengths, the same on every rank.
+
+All results are lists of groups; a group lists row indices in ascending order. Lengths are whole numbers of tokens, at least 0.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+
+Groups = list[list[int]]
+
+
+def pack(lengths: Sequence[int] | np.ndarray, capacity: int | None = None, min_groups: int = 1) -> Groups:
+    """Groups of at most `capacity` tokens, as few as best-fit-decreasing finds, but at least `min_groups` (or one per row).
+
+    Where evenly filled groups fit, they are preferred. Raises ValueError for a row above the capacity.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if not len(lengths):
+        return []
+    check_capacity(lengths, capacity)
+    groups = _best_fit_decreasing(lengths, capacity) if capacity is not None else [list(range(len(lengths)))]
+    num_groups = min(max(len(groups), min_groups), len(lengths))
+    if capacity is not None and lengths.sum() > 0.95 * num_groups * capacity:
+        return _split_largest(groups, lengths, num_groups)  # too full to be evened out
+    even = balance(lengths, num_groups)
+    if capacity is None or max(int(lengths[group].sum()) for group in even) <= capacity:
+        return even
+    return _split_largest(groups, lengths, num_groups)
+
+
+def check_capacity(lengths: np.ndarray, capacity: int | None) -> None:
+    """Raises ValueError that names the first row above the capacity."""
+    if capacity is not None and len(lengths) and lengths.max() > capacity:
+        row = int(np.argmax(lengths > capacity))
+        raise ValueError(f"row {row} has {lengths[row]} tokens, more than max_tokens_per_mb {capacity}")
+
+
+def balance(lengths: Sequence[int] | np.ndarray, num_groups: int) -> Groups:
+    """Exactly `num_groups` groups (some empty where rows are few) of nearly equal sums: longest row to the least loaded."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    groups: Groups = [[] for _ in range(num_groups)]
+    loads = [(0, group) for group in range(num_groups)]
+    for row, length in _longest_first(lengths):
+        load, group = loads[0]
+        groups[group].append(row)
+        heapq.heapreplace(loads, (load + length + 1, group))  # + 1: rows of length 0 are spread as well
+    return [sorted(group) for group in groups]
+
+
+def length_buckets(
+    lengths: Sequence[int] | np.ndarray,
+    capacity: int | None = None,
+    min_groups: int = 1,
+    waste: float = 0.1,
+    waste_tokens: int = 512,
+) -> Groups:
+    """Groups of rows of similar length, for micro-batches that are padded to their longest row.
+
+    Longest first; a group ends before its padded size exceeds `capacity`, or before its padding exceeds both `waste_tokens` and
+    the share `waste` of its size: below that, the fixed cost of one more forward pass is dearer than the padding.
+    Raises ValueError for a row above the capacity.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    check_capacity(lengths, capacity)
+    groups: Groups = []
+    longest = padding = 0
+    for row, length in _longest_first(lengths):
+        size = longest * (len(groups[-1]) + 1) if groups else 0
+        too_large = capacity is not None and size > capacity
+        padding += longest - length
+        if not groups or too_large or padding > max(waste_tokens, waste * size):
+            groups.append([])
+            longest, padding = length, 0
+        groups[-1].append(row)
+    groups = _split_largest(groups, lengths, min(min_groups, len(lengths)))
+    return [sorted(group) for group in groups]
+
+
+def _longest_first(lengths: np.ndarray) -> list[tuple[int, int]]:
+    order = np.argsort(-lengths, kind="stable")
+    return list(zip(order.tolist(), lengths[order].tolist(), strict=True))
+
+
+def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Groups:
+    groups: Groups = []
+    room: list[int] = []  # distinct free capacities, ascending
+    by_room: dict[int, list[int]] = {}  # free capacity -> groups with it
+    for row, length in _longest_first(lengths):
+        at = bisect_left(room, length)
+        if at == len(room):
+            group, free = len(groups), capacity
+            groups.append([])
+        else:
+            free = room[at]
+            group = by_room[free].pop()
+            if not by_room[free]:
+                del by_room[free], room[at]
+        groups[group].append(row)
+        left = free - length
+        if left in by_room:
+            by_room[left].append(group)
+        else:
+            by_room[left] = [group]
+            insort(room, left)
+    return [sorted(group) for group in groups]
+
+
+def _split_largest(groups: Groups, lengths: np.ndarray, min_groups: int) -> Groups:
+    """Halve the largest group that has two rows until there are `min_groups`; rows of a group stay in their order."""
+
+    def entry(group: list[int]) -> tuple[int, list[int]]:
+        return (-int(lengths[group].sum()) if len(group) > 1 else 0, group)
+
+    heap = [entry(group) for group in groups]
+    heapq.heapify(heap)
+    while len(heap) < min_groups:
+        _, group = heapq.heappop(heap)
+        middle = (len(group) + 1) // 2
+        heapq.heappush(heap, entry(group[:middle]))
+        heapq.heappush(heap, entry(group[middle:]))
+    return sorted(group for _, group in heap)

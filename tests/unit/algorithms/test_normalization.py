@@ -1,0 +1,52 @@
+"""Normalization against vectors worked by hand and the ones of the reference implementation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpc_rl.algorithms.normalization import Levels, normalize
+
+X = torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 1])
+
+
+def close(got: torch.Tensor, want: list) -> None:
+    torch.testing.assert_close(got, torch.tensor(want), atol=1e-5, rtol=0)
+
+
+def test_group_mean_and_group_deviation() -> None:
+    close(normalize(X, Levels("group", "group"), 4), [0.99998, -0.99998, -0.99998, 0.99998, 0.0, 0, 0, 0])
+
+
+def test_batch_mean_and_batch_deviation() -> None:
+    close(normalize(X, Levels("batch", "batch"), 4), [0.577337, -1.732011, -1.732011, 0.577337] + [0.577337] * 4)
+
+
+def test_mean_only_leaves_the_scale() -> None:
+    close(normalize(torch.tensor([1.0, 3, 10, 20]), Levels("group", None), 2), [-1.0, 1, -5, 5])
+
+
+def test_without_a_mean_the_deviation_is_a_root_mean_square() -> None:
+    close(normalize(torch.tensor([3.0, 4.0]), Levels(None, "batch")), [3 / 12.5**0.5, 4 / 12.5**0.5])
+
+
+def test_group_mean_with_batch_deviation() -> None:
+    # after the group means: -1 1 -5 5, whose mean square over the batch is 13
+    close(normalize(torch.tensor([1.0, 3, 10, 20]), Levels("group", "batch"), 2), [x / 13**0.5 for x in (-1.0, 1, -5, 5)])
+
+
+def test_only_masked_tokens_count_and_others_become_zero() -> None:
+    x = torch.tensor([[2.0, 99.0, 4.0], [6.0, 8.0, float("nan")]])
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    close(normalize(x, Levels("batch", None), 1, mask), [[-3.0, 0, -1], [1, 3, 0]])
+    close(normalize(x, Levels("group", None), 1, mask), [[-1.0, 0, 1], [-1, 1, 0]])
+
+
+def test_rows_that_are_not_whole_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="8 rows are not whole groups of 3"):
+        normalize(X, Levels("group", None), 3)
+
+
+def test_sums_are_exact_where_float32_would_drift() -> None:
+    x = torch.full((20_000,), 1e4) + torch.arange(20_000) % 2
+    close(normalize(x, Levels("batch", None)).abs().mean(), 0.5)

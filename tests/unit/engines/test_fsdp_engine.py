@@ -1,0 +1,245 @@
+"""The engine on one rank: forward passes, updates, files. Several ranks are in tests/integration/test_fsdp.py."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hpc_rl.algorithms.losses import supervised_loss
+from hpc_rl.config.train import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from hpc_rl.engines import ENGINES
+from hpc_rl.engines.base import MicroBatch, Sequences
+from hpc_rl.errors import ConfigError
+
+
+def config_of(path: Path, **changes) -> TrainEngineConfig:
+    options = {"init_from_scratch": True, "attn_impl": "sdpa", "dtype": "float32", "gradient_checkpointing": False}
+    optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.0, warmup_steps_proportion=0.0)
+    return TrainEngineConfig(path=str(path), optimizer=optimizer, **{**options, **changes})
+
+
+def engine_of(path: Path, layout=None, seed: int = 1, **changes):
+    engine = ENGINES["fsdp"](config_of(path, **changes), seed=seed, layout=layout)
+    engine.initialize(10)
+    return engine
+
+
+def some_rows(lengths=(9, 3, 30, 1, 12, 2, 30), seed: int = 0, mask: bool = True) -> Sequences:
+    rng = np.random.default_rng(seed)
+    ids = [rng.integers(0, 32, size=length).astype(np.int32) for length in lengths]
+    return Sequences(ids, {"loss_mask": [np.arange(len(x)) >= 2 for x in ids]} if mask else {})
+
+
+def supervised(batch: MicroBatch):
+    return supervised_loss(batch.logprobs_T, batch.columns_T["loss_mask"])
+
+
+def plain_logprobs(engine, ids: np.ndarray, temperature: float) -> torch.Tensor:
+    tokens = torch.from_numpy(ids).long()[None]
+    logits = engine.policy.hf(input_ids=tokens).logits[0, :-1] / temperature
+    return torch.log_softmax(logits, -1).gather(1, tokens[0, 1:, None]).squeeze(1)
+
+
+def weights_of(engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.hf_weights()}
+
+
+def assert_equal_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], atol: float = 0.0) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("attn_impl", ["sdpa", "eager"])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("max_tokens", [None, 40])
+def test_logprobs_equal_a_plain_forward_pass_of_each_row(model_dir, layout, attn_impl, max_tokens) -> None:
+    engine = engine_of(model_dir, layout, attn_impl=attn_impl, mb_spec=MicroBatchSpec(max_tokens_per_mb=max_tokens))
+    rows = some_rows(mask=False)
+    for ids, got in zip(rows.ids, engine.logprobs(rows, temperature=0.8), strict=True):
+        assert got.dtype == np.float32
+        assert got[0] == 0
+        with torch.no_grad():
+            np.testing.assert_allclose(got[1:], plain_logprobs(engine, ids, 0.8).numpy(), atol=1e-5)
+
+
+def test_logprobs_only_where_the_mask_asks(model_dir) -> None:
+    engine = engine_of(model_dir)
+    rows = some_rows()
+    everywhere = engine.logprobs(Sequences(rows.ids, {}), 1.0)
+    for mask, got, whole in zip(rows.columns["loss_mask"], engine.logprobs(rows, 1.0), everywhere, strict=True):
+        np.testing.assert_allclose(got, np.where(mask, whole, 0), atol=1e-6)
+
+
+def test_update_equals_a_plain_torch_step(model_dir) -> None:
+    engine, plain = engine_of(model_dir), engine_of(model_dir)
+    rows = some_rows()
+    weight = float(sum(mask.sum() for mask in rows.columns["loss_mask"]))
+    result = engine.train_batch(rows, supervised, weight, 1.0)
+    adam = torch.optim.AdamW(plain.policy.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
+    pairs = zip(rows.ids, rows.columns["loss_mask"], strict=True)
+    loss = (
+        -sum((plain_logprobs(plain, ids, 1.0) * torch.from_numpy(mask[1:])).sum() for ids, mask in pairs if len(ids) > 1) / weight
+    )
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.policy.parameters(), 1.0)
+    adam.step()
+    assert result["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert result["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert (result["num_tokens"], result["lr"], result["update_successful"]) == (weight, 1e-2, 1.0)
+    assert_equal_weights(weights_of(engine), weights_of(plain), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ("padded", {"mb_spec": MicroBatchSpec(n_mbs=3)}),
+        ("packed", {"mb_spec": MicroBatchSpec(max_tokens_per_mb=40)}),
+        ("padded", {"gradient_checkpointing": True}),
+    ],
+)
+def test_three_steps_do_not_depend_on_how_they_are_computed(model_dir, layout, changes) -> None:
+    engines = [engine_of(model_dir), engine_of(model_dir, layout, **changes)]
+    for seed in range(3):
+        results = [engine.train_batch(some_rows(seed=seed), supervised, 60.0, 0.9) for engine in engines]
+        assert results[0] == pytest.approx(results[1], rel=1e-5)
+    assert_equal_weights(*map(weights_of, engines), atol=1e-5)
+
+
+def test_same_inputs_give_the_same_bits(model_dir) -> None:
+    engines = [engine_of(model_dir), engine_of(model_dir)]
+    results = [[engine.train_batch(some_rows(seed=seed), supervised, 60.0, 1.0) for seed in range(3)] for engine in engines]
+    assert results[0] == results[1]
+    assert_equal_weights(*map(weights_of, engines))
+
+
+def test_update_without_a_finite_gradient_is_skipped(model_dir) -> None:
+    engine = engine_of(model_dir)
+    before = weights_of(engine)
+    result = engine.train_batch(some_rows(), lambda batch: (batch.logprobs_T.sum() * float("inf"), {}), 1.0, 1.0)
+    assert result["update_successful"] == 0.0
+    assert_equal_weights(before, weights_of(engine))
+    assert engine.train_batch(some_rows(), supervised, 60.0, 1.0)["update_successful"] == 1.0
+
+
+def test_no_rows_are_refused(model_dir) -> None:
+    with pytest.raises(ValueError, match="no rows"):
+        engine_of(model_dir).train_batch(Sequences([], {"loss_mask": []}), supervised, 1.0, 1.0)
+
+
+def test_training_learns(model_dir) -> None:
+    engine = engine_of(model_dir)
+    losses = [engine.train_batch(some_rows(), supervised, 80.0, 1.0)["loss"] for _ in range(10)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_export_is_a_checkpoint_that_transformers_and_the_engine_read(model_dir, tmp_path) -> None:
+    engine = engine_of(model_dir)
+    engine.train_batch(some_rows(), supervised, 60.0, 1.0)
+    engine.export(tmp_path / "out", tokenizer=model_dir)
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert files == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads((model_dir / "config.json").read_text())
+    tokens = torch.arange(20)[None]
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="sdpa")
+    torch.testing.assert_close(reloaded(tokens).logits, engine.policy.hf.eval()(tokens).logits, atol=1e-6, rtol=0)
+    again = engine_of(tmp_path / "out", init_from_scratch=False)
+    assert_equal_weights(weights_of(engine), weights_of(again))
+
+
+def test_bfloat16_keeps_float32_weights_and_exports_bfloat16(model_dir, tmp_path) -> None:
+    engine = engine_of(model_dir, dtype="bfloat16")
+    plain = engine_of(model_dir)
+    try:
+        want, got = plain.logprobs(some_rows(), 1.0), engine.logprobs(some_rows(), 1.0)
+        np.testing.assert_allclose(np.concatenate(got), np.concatenate(want), atol=0.3)
+        assert engine.train_batch(some_rows(), supervised, 60.0, 1.0)["update_successful"] == 1.0
+        assert {shard.local.dtype for shard in engine.shards} == {torch.float32}
+        engine.export(tmp_path / "out")
+        assert {tensor.dtype for _, tensor in engine.hf_weights()} == {torch.bfloat16}
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_large_exports_are_cut_into_indexed_files(model_dir, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("hpc_rl.engines.hf_io.MAX_FILE_BYTES", 20_000)
+    engine = engine_of(model_dir)
+    engine.export(tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
+    assert_equal_weights(weights_of(engine), weights_of(engine_of(tmp_path / "out", init_from_scratch=False)))
+
+
+def test_state_continues_bit_for_bit(model_dir, tmp_path) -> None:
+    engine = engine_of(model_dir)
+    engine.train_batch(some_rows(seed=0), supervised, 60.0, 1.0)
+    names = engine.save(tmp_path)
+    torch_draw = torch.rand(3)
+    other = engine_of(model_dir, seed=5)
+    other.load(tmp_path, saved_num_ranks=1)
+    assert names == ["rank-00000.safetensors"]
+    assert torch.equal(torch.rand(3), torch_draw)
+    rows = some_rows(seed=1)
+    assert engine.train_batch(rows, supervised, 60.0, 1.0) == other.train_batch(rows, supervised, 60.0, 1.0)
+    assert_equal_weights(weights_of(engine), weights_of(other))
+
+
+def test_state_that_is_missing_torn_or_foreign_is_refused(model_dir, tmp_path) -> None:
+    engine = engine_of(model_dir)
+    with pytest.raises(OSError, match="rank-00000"):
+        engine.load(tmp_path, 1)
+    engine.save(tmp_path)
+    with pytest.raises(ValueError, match="is rank 0 of 1 in format 1, expected rank 0 of 2"):
+        engine.load(tmp_path, 2)
+    architecture = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps({**architecture, "intermediate_size": 40}))
+    with pytest.raises(ValueError, match=r"of another model: .*mlp"):
+        engine_of(model_dir).load(tmp_path, 1)
+    file = tmp_path / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ValueError, match="not a whole shard"):
+        engine.load(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float16"}, "loss scaling"),
+        ({"attn_impl": "flash_attention_2"}, "needs a GPU .*use attn_impl: sdpa"),
+        ({"path": "/nowhere"}, "'/nowhere' is not a directory with a Hugging Face checkpoint"),
+    ],
+)
+def test_what_can_not_hold_is_refused(model_dir, changes, message) -> None:
+    config = config_of(model_dir)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(ConfigError, match=message):
+        ENGINES["fsdp"](config)
+
+
+def test_weights_that_lack_a_tensor_are_refused_not_made_up(model_dir, tmp_path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    engine_of(model_dir).export(tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lack.*model\.norm\.weight"):
+        engine_of(tmp_path / "out", init_from_scratch=False)
+
+
+def test_publishing_a_small_model_takes_milliseconds(model_dir, tmp_path) -> None:
+    engine = engine_of(model_dir)
+    took = []
+    for _ in range(5):
+        start = time.process_time()
+        engine.export(tmp_path / "out", durable=False)
+        took.append(time.process_time() - start)
+    assert min(took) < 0.05

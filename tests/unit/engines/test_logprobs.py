@@ -1,0 +1,59 @@
+"""Chunked log-probabilities against full logits, gradients included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpc_rl.engines.logprobs import token_logprobs
+
+
+def full(hidden, head, targets, temperature) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs = torch.log_softmax(hidden @ head.T / temperature, dim=1)
+    return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_rows", [None, 128, 7, 300])
+def test_values_and_gradients_equal_full_logits(temperature: float, chunk_rows: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 16, generator=generator, requires_grad=True)
+    head = torch.randn(50, 16, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 50, (300,), generator=generator)
+    weights = torch.randn(300, generator=generator)
+    want, want_entropy = full(hidden, head, targets, temperature)
+    want_grads = torch.autograd.grad((want * weights).sum(), (hidden, head))
+    got, entropy = token_logprobs(hidden, head, targets, temperature, chunk_rows)
+    grads = torch.autograd.grad((got * weights).sum(), (hidden, head))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, want_entropy, atol=1e-5, rtol=1e-5)
+    assert not entropy.requires_grad
+    for grad, want_grad in zip(grads, want_grads, strict=True):
+        torch.testing.assert_close(grad, want_grad, atol=1e-5, rtol=1e-5)
+
+
+def test_no_rows_still_give_a_gradient_of_zero() -> None:
+    hidden = torch.zeros(0, 4, requires_grad=True)
+    head = torch.ones(5, 4, requires_grad=True)
+    logprobs, _ = token_logprobs(hidden, head, torch.zeros(0, dtype=torch.long))
+    logprobs.sum().backward()
+    assert head.grad is not None
+    assert not head.grad.any()
+
+
+def test_full_logits_are_never_held() -> None:
+    rows, vocab = 2048, 32_768  # all logits: 268 MB
+    hidden = torch.randn(rows, 4, requires_grad=True)
+    head = torch.randn(vocab, 4, requires_grad=True)
+    sizes: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                sizes.append(out.numel())
+            return out
+
+    with Watch():
+        token_logprobs(hidden, head, torch.zeros(rows, dtype=torch.long))[0].sum().backward()
+    assert max(sizes) <= 128 * vocab

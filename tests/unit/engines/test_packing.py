@@ -1,0 +1,72 @@
+"""Packing, balance and length buckets: what must hold for any lengths, and small cases by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_rl.engines.packing import balance, length_buckets, pack
+
+lengths_st = st.lists(st.integers(0, 50), max_size=60)
+
+
+def rows_of(groups: list[list[int]]) -> list[int]:
+    return sorted(row for group in groups for row in group)
+
+
+@given(lengths_st, st.integers(50, 200), st.integers(1, 5))
+def test_pack_places_every_row_once_within_the_capacity(lengths, capacity, min_groups) -> None:
+    groups = pack(lengths, capacity, min_groups)
+    assert rows_of(groups) == list(range(len(lengths)))
+    assert all(group and group == sorted(group) for group in groups)
+    assert all(sum(lengths[row] for row in group) <= capacity for group in groups)
+    assert len(groups) >= min(min_groups, len(lengths))
+    assert groups == pack(list(lengths), capacity, min_groups)
+
+
+def test_pack_reaches_the_lower_bound_where_best_fit_does() -> None:
+    groups = pack([9, 8, 7, 6, 5, 4, 3, 2, 1, 1], capacity=16)
+    assert len(groups) == 3  # 46 tokens
+
+
+def test_pack_makes_even_micro_batches() -> None:
+    assert pack([5] * 8, min_groups=4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert pack([], 10) == []
+    assert pack([3, 3], min_groups=5) == [[0], [1]]
+
+
+@pytest.mark.parametrize("cut", [pack, length_buckets])
+def test_a_row_above_the_capacity_is_named(cut) -> None:
+    with pytest.raises(ValueError, match="row 1 has 20 tokens, more than max_tokens_per_mb 15"):
+        cut([3, 20, 21], 15)
+
+
+@given(lengths_st, st.integers(1, 6))
+def test_balance_is_within_one_row_of_even(lengths, num_groups) -> None:
+    groups = balance(lengths, num_groups)
+    assert len(groups) == num_groups
+    assert rows_of(groups) == list(range(len(lengths)))
+    loads = [sum(lengths[row] + 1 for row in group) for group in groups]
+    assert max(loads) - min(loads) <= max(lengths, default=0) + 1
+
+
+def test_balance_by_hand_is_stable_by_length_then_index() -> None:
+    assert balance([4, 4, 6, 2], 2) == [[2, 3], [0, 1]]
+
+
+@given(lengths_st, st.one_of(st.none(), st.integers(50, 200)), st.integers(1, 5))
+def test_buckets_place_every_row_once_and_bound_the_padded_size(lengths, capacity, min_groups) -> None:
+    groups = length_buckets(lengths, capacity, min_groups, waste_tokens=20)
+    assert rows_of(groups) == list(range(len(lengths)))
+    assert len(groups) >= min(min_groups, len(lengths))
+    for group in groups:
+        size = len(group) * max(lengths[row] for row in group)
+        padding = size - sum(lengths[row] for row in group)
+        assert padding <= max(20, 0.1 * size)
+        assert capacity is None or size <= capacity
+
+
+def test_buckets_keep_short_rows_away_from_long_ones() -> None:
+    lengths = [1000, 10, 990, 12, 11] + [10] * 100
+    assert length_buckets(lengths) == [[0, 2], [1, *range(3, 105)]]
