@@ -1,0 +1,55 @@
+"""`hpc-rl cancel <trial>`: the trial ends, stays dead, and keeps its state for `hpc-rl recover`."""
+
+from __future__ import annotations
+
+from hpc_rl.cli.options import add_json, add_trial, new_parser, print_json, seconds
+from hpc_rl.errors import ExitCode
+from hpc_rl.launch import index
+from hpc_rl.launch.cancel import Cancelled, Outcome, cancel, wait
+from hpc_rl.launch.words import span
+from hpc_rl.trial import Trial
+
+WORDS = {
+    Outcome.OVER: "is over already ({was})",
+    Outcome.REMOVED: "had not started; it is taken out of the queue",
+    Outcome.DRAINING: "finishes its step, saves its state and ends; nothing starts it again",
+    Outcome.KILLED: "is ended by the scheduler now; what it made since its newest generation is lost",
+    Outcome.UNSURE: "is not known to the scheduler; should it still run, it ends as soon as it sees the wish",
+}
+
+
+def run(argv: list[str]) -> int:
+    parser = new_parser("cancel", "End a trial for good, with its state saved. Doing it again does no harm.")
+    add_trial(parser)
+    parser.add_argument("--now", action="store_true", help="let the scheduler end it at once instead of finishing the step")
+    parser.add_argument(
+        "--wait_s", "--wait-s", type=seconds, default=0.0, metavar="SECONDS", help="wait so long for the end (default: 0)"
+    )
+    add_json(parser, "what was done")
+    args = parser.parse_args(argv)
+    trial = index.resolve(args.trial)
+    done = cancel(trial, args.now)
+    if args.json:
+        print_json([{"job_id": item.job.job_id, "outcome": item.outcome, "was": item.was and item.was.state} for item in done])
+    elif not done:
+        print(f"{trial} was never submitted: nothing to cancel.")
+    for item in done if not args.json else []:
+        was = item.was.state.value if item.was else "unknown"
+        print(f"job {item.job.job_id} of {trial} {WORDS[item.outcome].format(was=was)}.")
+    acted = [item for item in done if item.outcome in (Outcome.DRAINING, Outcome.KILLED)]
+    if args.wait_s and acted:
+        return _wait(trial, acted[-1], args.wait_s, quiet=args.json)
+    if acted and not args.json:
+        print(f"next  hpc-rl status {trial}")
+    return 0
+
+
+def _wait(trial: Trial, item: Cancelled, timeout_s: float, quiet: bool) -> int:
+    state = wait(trial, item.job, timeout_s)
+    if state is None:
+        if not quiet:
+            print(f"job {item.job.job_id} still runs after {span(timeout_s)}; it goes on ending: hpc-rl status {trial}")
+        return ExitCode.STOPPED
+    if not quiet:
+        print(f"job {item.job.job_id} is over. To go on one day: hpc-rl recover {trial}")
+    return 0

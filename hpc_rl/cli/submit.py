@@ -1,0 +1,173 @@
+"""`hpc-rl submit` and `hpc-rl render`: configuration -> check -> plan -> scripts, and for submit one call of the scheduler."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.cli.options import add_json, new_parser, print_json
+from hpc_rl.config.check import check
+from hpc_rl.config.load import Loaded, load
+from hpc_rl.launch import index
+from hpc_rl.launch import submit as submission
+from hpc_rl.launch.submit import Submission
+from hpc_rl.plan.plan import make_plan
+from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.schedulers import pick
+from hpc_rl.trial import Trial
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A checked configuration and its plan."""
+
+    loaded: Loaded
+    plan: Plan
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self.loaded.notes, *self.plan.notes]
+
+
+def run(argv: list[str]) -> int:
+    args, overrides = parse(parser(), argv)
+    planned = plan_of(load(args.config, overrides))
+    if args.dry_run:
+        return _dry_run(planned, args.json)
+    made = submission.submit(planned.loaded, planned.plan, command=["hpc-rl", "submit", *argv])
+    return announce(made, planned, args)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = new_parser("submit", "Check a configuration, plan it, and hand it in as a job. Returns at once.", EPILOG)
+    _add_config(made)
+    made.add_argument(
+        "--dry_run", "--dry-run", action="store_true", help="stop before anything is written, and show what was planned"
+    )
+    add_outcome(made)
+    return made
+
+
+EPILOG = """Any option of the configuration may follow, as --a.b VALUE or a.b=VALUE, and wins over the files:
+  hpc-rl submit --config grpo.yaml --n_nodes 4 actor.optimizer.lr=1e-6"""
+
+
+def _add_config(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--config", action="append", default=[], metavar="FILE", help="YAML file; several are laid over each other, left to right"
+    )
+
+
+def add_outcome(made: argparse.ArgumentParser) -> None:
+    """How submit and recover tell what came of it."""
+    made.add_argument("--follow", action="store_true", help="show the trial live until it is over, and end with its exit code")
+    how = made.add_mutually_exclusive_group()
+    add_json(how, "job id, paths and notes")
+    how.add_argument("--parsable", action="store_true", help="print the job id only")
+
+
+def parse(made: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """A command's own arguments, and the rest in its order: overrides of the configuration. `--help` lists those too."""
+    if "-h" in argv or "--help" in argv:
+        from hpc_rl.config.arguments import add_config_arguments  # only help needs it
+
+        add_config_arguments(made)
+        made.usage = f"{made.prog} [options] [--a.b VALUE | a.b=VALUE ...]"
+        made.print_help()
+        raise SystemExit(0)
+    return made.parse_known_args(argv)
+
+
+def plan_of(loaded: Loaded) -> Planned:
+    """Check and plan. Raises ConfigError."""
+    checked = check(loaded)
+    config = checked.config
+    plan = make_plan(config, checked.explicit, interpreter=sys.executable, scheduler=pick(config.launcher.type))  # type: ignore[arg-type]
+    return Planned(checked, plan)
+
+
+def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> int:
+    """Tell what was submitted; with --follow stay until it is over. Returns the exit code."""
+    if args.json:
+        print_json(as_json(made, planned))
+    elif args.parsable:
+        print(made.job_id)
+    else:
+        print("\n".join([*notes(planned), *lines(made), *next_lines(made.trial)]))
+    sys.stdout.flush()
+    if not args.follow:
+        return 0
+    from hpc_rl.launch.follow import follow  # rich takes its time to import
+
+    return follow(made.trial)
+
+
+def notes(planned: Planned) -> list[str]:
+    return [f"note: {note}" for note in planned.notes]
+
+
+def lines(made: Submission) -> list[str]:
+    job = [f"job        {made.job_id} ({made.scheduler})"] if made.job_id else []
+    return [f"trial      {made.trial}", f"directory  {made.trial.dir}", *job, f"script     {made.script}"]
+
+
+def next_lines(trial: Trial) -> list[str]:
+    name = index.handle(trial)
+    commands = [f"hpc-rl status {name}", f"hpc-rl logs {name} --follow", f"hpc-rl cancel {name}"]
+    return [f"{'next' if number == 0 else '':<11}{command}" for number, command in enumerate(commands)]
+
+
+def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
+    return {
+        "trial": str(made.trial),
+        "dir": str(made.trial.dir),
+        "job_id": made.job_id or None,
+        "scheduler": made.scheduler,
+        "script": str(made.script),
+        "output": str(made.output) if made.output else None,
+        "allocation": planned.plan.allocation,
+        "notes": planned.notes,
+    }
+
+
+def _dry_run(planned: Planned, json: bool) -> int:
+    trial = submission.trial_of(planned.loaded.config)
+    submission.check(trial, planned.loaded.config.recover.mode)
+    if json:
+        print_json({"trial": str(trial), "dir": str(trial.dir), "plan": planned.plan.to_json(), "notes": planned.notes})
+        return 0
+    plan = planned.plan
+    where = pick(planned.loaded.config.launcher.type)
+    nodes = "1 node" if plan.n_nodes == 1 else f"{plan.n_nodes} nodes"
+    summary = f"plan       {plan.trainer}, {plan.allocation}, {nodes}, {where}"
+    words = [f"trial      {trial}", f"directory  {trial.dir}", summary]
+    units = [f"           {unit_line(unit)}" for unit in plan.units]
+    print("\n".join([*notes(planned), *words, *units, "nothing was written or submitted; `hpc-rl render` writes the scripts"]))
+    return 0
+
+
+def unit_line(unit: Unit) -> str:
+    """One unit of the plan in words."""
+    nodes = f"node {unit.nodes[0]}" if len(unit.nodes) == 1 else f"nodes {unit.nodes[0]}-{unit.nodes[-1]}"
+    gpus = f", {unit.gpus_per_task} GPUs" if unit.gpus_per_task else ""
+    each = f"{unit.cpus_per_task} CPUs, {unit.mem_mb_per_task} MB{gpus}"
+    return f"{unit.role}-{unit.index}: {unit.num_tasks} process{'es' if unit.num_tasks > 1 else ''} on {nodes}, each {each}"
+
+
+def run_render(argv: list[str]) -> int:
+    made = new_parser("render", "Write the trial directory of a configuration with its job scripts, and submit nothing.", EPILOG)
+    _add_config(made)
+    made.add_argument("--output", type=Path, metavar="DIR", help="write there instead of where the trial belongs")
+    add_json(made, "paths and notes")
+    args, overrides = parse(made, argv)
+    planned = plan_of(load(args.config, overrides))
+    done = submission.render_to(planned.loaded, planned.plan, args.output, command=["hpc-rl", "render", *argv])
+    if args.json:
+        print_json(as_json(done, planned))
+        return 0
+    by_hand = "sbatch" if done.scheduler == "slurm" else "bash"
+    print("\n".join([*notes(planned), *lines(done), f"next       {by_hand} {done.script}"]))
+    return 0

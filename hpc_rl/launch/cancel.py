@@ -1,0 +1,100 @@
+"""Ending a trial for good: first the wish, durable in the trial directory, then the scheduler."""
+
+from __future__ import annotations
+
+import enum
+import getpass
+import socket
+import time
+from dataclasses import dataclass
+
+from hpc_rl.errors import CannotWrite, SchedulerError
+from hpc_rl.launch.ask import scheduler_of
+from hpc_rl.launch.story import Job, read_jobs
+from hpc_rl.schedulers.base import JobState, Scheduler, State
+from hpc_rl.trial import Trial, write_json
+
+POLL_S = {"local": 0.5}
+POLL_OTHERS_S = 10.0
+
+
+class Outcome(enum.StrEnum):
+    """What was done about one job."""
+
+    OVER = "over"  # nothing: it has ended
+    REMOVED = "removed"  # it waited, and was taken out of the queue
+    DRAINING = "draining"  # it saves its state and ends
+    KILLED = "killed"  # the scheduler ends it now
+    UNSURE = "unsure"  # the scheduler does not know it; the wish stands
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """One job and what was done about it."""
+
+    job: Job
+    outcome: Outcome
+    was: JobState | None
+
+
+def cancel(trial: Trial, now: bool = False) -> list[Cancelled]:
+    """End every job of the trial that may be alive; the newest last. Doing it again does no harm.
+
+    With `now` the scheduler ends running jobs at once, otherwise their supervisors save and stop.
+    Raises CannotWrite, or SchedulerError where the wish is written and the scheduler did not take its part.
+    """
+    jobs = read_jobs(trial)
+    return [_cancel(trial, job, now) for job in jobs if job.event != "ended" or job is jobs[-1]]
+
+
+def _cancel(trial: Trial, job: Job, now: bool) -> Cancelled:
+    scheduler = scheduler_of(trial, job)
+    try:
+        state = scheduler.states([job.job_id]).get(job.job_id, JobState(job.job_id, State.UNKNOWN))
+    except SchedulerError as error:
+        _wish(trial, job, now)
+        raise SchedulerError(f"{error}\nThe wish to cancel is written down; the supervisor obeys it once it sees it.") from error
+    if not state.state.alive and state.state is not State.UNKNOWN:
+        return Cancelled(job, Outcome.OVER, state)
+    if job.event == "ended" and state.state is State.UNKNOWN:
+        return Cancelled(job, Outcome.OVER, state)
+    _wish(trial, job, now)
+    return Cancelled(job, _tell(scheduler, job, state, now), state)
+
+
+def _tell(scheduler: Scheduler, job: Job, state: JobState, now: bool) -> Outcome:
+    if state.state is State.PENDING:
+        scheduler.cancel(job.job_id)
+        return Outcome.REMOVED
+    if state.state is State.UNKNOWN:
+        return Outcome.UNSURE
+    if now:
+        scheduler.cancel(job.job_id)
+        return Outcome.KILLED
+    scheduler.nudge(job.job_id)
+    return Outcome.DRAINING
+
+
+def _wish(trial: Trial, job: Job, now: bool) -> None:
+    wish = {"time": time.time(), "user": getpass.getuser(), "host": socket.gethostname(), "now": now}
+    path = trial.cancel_intent(job.job_id)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, wish)
+    except OSError as error:
+        raise CannotWrite(f"{path} can't be written: {error.strerror or error}. Nothing was cancelled.") from error
+
+
+def wait(trial: Trial, job: Job, timeout_s: float) -> JobState | None:
+    """Wait until the scheduler says that the job is over; None when it is not by then."""
+    scheduler = scheduler_of(trial, job)
+    deadline = time.monotonic() + timeout_s
+    pause_s = POLL_S.get(job.scheduler, POLL_OTHERS_S)
+    while True:
+        state = scheduler.states([job.job_id]).get(job.job_id)
+        if state is None or not state.state.alive:
+            return state or JobState(job.job_id, State.UNKNOWN)
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return None
+        time.sleep(min(pause_s, left_s))

@@ -1,0 +1,176 @@
+"""Reading metrics back: one history of a trial out of the files of all its attempts and incarnations.
+
+Every trainer incarnation writes a file of its own. A later one took over at a certain step (`lineages/<NNNN>.json`), so
+the steps that an earlier one made beyond that are cut off: each step appears once, as it entered the final weights.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.trial import Trial, read_json
+
+Row = dict[str, Any]
+
+
+class JsonLines:
+    """A file of JSON lines that one writer appends to, read on from where the last poll ended.
+
+    A line counts once it is complete; lines that are not JSON objects (torn by a kill) are passed over.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        self._offset = 0
+
+    def poll(self) -> list[Row]:
+        """The rows that are new; `rows` has all."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:  # another file under this name
+                    self._offset, self.rows = 0, []
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        new = [row for row in map(_object, complete.splitlines()) if row is not None]
+        self.rows.extend(new)
+        return new
+
+
+def _object(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """A stretch of the training history: `lineage` went on from the state after `from_step`."""
+
+    lineage: int
+    from_step: int
+    attempt: str
+    incarnation: int
+    reason: str = ""
+    submission: str = ""
+
+
+def lineages(trial: Trial) -> list[Lineage]:
+    """The lineages of a trial, oldest first; records that can't be read are passed over."""
+    found = []
+    for path in trial.lineages.glob("[0-9]*.json"):
+        data: Any = read_json(path)
+        try:
+            found.append(
+                Lineage(
+                    lineage=int(data["lineage"]),
+                    from_step=int(data["from_step"]),
+                    attempt=str(data["attempt"]),
+                    incarnation=int(data["incarnation"]),
+                    reason=str(data.get("reason") or ""),
+                    submission=str(data.get("submission") or ""),
+                )
+            )
+        except (TypeError, KeyError, ValueError):
+            continue
+    return sorted(found, key=lambda line: line.lineage)
+
+
+@dataclass
+class History:
+    """What training logged. Both lists are by step, each step once; an evaluation row has `eval_reward`."""
+
+    steps: list[Row] = field(default_factory=list)
+    evaluations: list[Row] = field(default_factory=list)
+
+    @property
+    def last_step(self) -> int:
+        return self.steps[-1]["step"] if self.steps else 0
+
+    @property
+    def held_out(self) -> tuple[str, list[tuple[int, float | None]]]:
+        """What was measured on held-out data, `reward` or `loss`, and its values by step."""
+        if self.evaluations:
+            return "reward", [(row["step"], row["eval_reward"]) for row in self.evaluations]
+        return "loss", [(row["step"], row["eval_loss"]) for row in self.steps if "eval_loss" in row]
+
+
+def is_evaluation(row: Row) -> bool:
+    """Whether a line is an evaluation's own. (That of SFT is a number in a step's line, `eval_loss`.)"""
+    return "eval_reward" in row
+
+
+def merge(parts: list[tuple[int, list[Row]]]) -> History:
+    """Join `(from_step, rows)` of successive lineages: each cuts what came before at its from_step.
+
+    Lineage 0 made steps 1 to 17, lineage 1 went on from 12 and made 13: steps 1 to 12 of the first, 13 of the second.
+    """
+    steps: dict[int, Row] = {}
+    evaluations: dict[int, Row] = {}
+    for from_step, rows in parts:
+        steps = {step: row for step, row in steps.items() if step <= from_step}
+        evaluations = {step: row for step, row in evaluations.items() if step <= from_step}
+        for row in rows:
+            step = row.get("step")
+            if isinstance(step, int) and not isinstance(step, bool):
+                (evaluations if is_evaluation(row) else steps)[step] = row
+    return History([steps[step] for step in sorted(steps)], [evaluations[step] for step in sorted(evaluations)])
+
+
+class MetricsReader:
+    """The merged metrics of a trial, cheap to ask again while it grows."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self._files: dict[Path, JsonLines] = {}
+
+    def poll(self) -> History:
+        known = {(line.attempt, line.incarnation): line for line in lineages(self.trial)}
+        parts: list[tuple[tuple[int, float], int, list[Row]]] = []
+        for path in self.trial.attempts.glob("*/metrics.*.jsonl"):
+            incarnation = path.name.split(".")[1]
+            rows = self._file(path)
+            line = known.pop((path.parent.name, int(incarnation)), None) if incarnation.isdigit() else None
+            if line is not None:
+                parts.append(((line.lineage, 0.0), line.from_step, rows))
+            elif rows:
+                parts.append(_without_record(rows))
+        parts.extend(((line.lineage, 0.0), line.from_step, []) for line in known.values())
+        parts.sort(key=lambda part: part[0])
+        return merge([(from_step, rows) for _, from_step, rows in parts])
+
+    def last_steps(self) -> dict[str, int]:
+        """The newest step that each attempt logged, as of the last poll, whether a later lineage cut it or not."""
+        reached: dict[str, int] = {}
+        for path, file in self._files.items():
+            steps = [row["step"] for row in file.rows if isinstance(row.get("step"), int) and not is_evaluation(row)]
+            if steps:
+                reached[path.parent.name] = max(reached.get(path.parent.name, 0), *steps)
+        return reached
+
+    def _file(self, path: Path) -> list[Row]:
+        file = self._files.setdefault(path, JsonLines(path))
+        file.poll()
+        return file.rows
+
+
+def _without_record(rows: list[Row]) -> tuple[tuple[int, float], int, list[Row]]:
+    """Place of a file whose lineage record is missing: by the lineage its rows name, from the step before its first."""
+    number = next((row["lineage"] for row in rows if isinstance(row.get("lineage"), int)), 0)
+    when = next((row["time"] for row in rows if isinstance(row.get("time"), (int, float))), 0.0)
+    first = min((row["step"] for row in rows if isinstance(row.get("step"), int) and not is_evaluation(row)), default=1)
+    return (number, float(when)), first - 1, rows
+
+
+def read(trial: Trial) -> History:
+    """The merged metrics of a trial as they lie on disk now."""
+    return MetricsReader(trial).poll()

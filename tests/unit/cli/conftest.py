@@ -1,0 +1,81 @@
+"""A scheduler that only remembers, and a configuration that passes the checks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_rl import schedulers
+from hpc_rl.errors import SchedulerError
+from hpc_rl.schedulers.base import JobSpec, JobState, State
+
+
+class FakeScheduler:
+    """Answers what `answers` says; `asked` and `calls` tell what it was asked for."""
+
+    name = "local"
+
+    def __init__(self) -> None:
+        self.answers: dict[str, State] = {}
+        self.refuses = ""
+        self.calls: list[tuple[str, str]] = []
+        self.num_questions = 0
+        self.on_call = lambda: None
+
+    def submit(self, spec: JobSpec) -> str:
+        if self.refuses:
+            raise SchedulerError(self.refuses)
+        job_id = f"job-{len(self.calls) + 1}"
+        self.calls.append(("submit", job_id))
+        self.answers[job_id] = State.RUNNING
+        return job_id
+
+    def states(self, job_ids: list[str]) -> dict[str, JobState]:
+        self.num_questions += 1
+        if self.refuses:
+            raise SchedulerError(self.refuses)
+        return {job_id: JobState(job_id, self.answers.get(job_id, State.UNKNOWN)) for job_id in job_ids}
+
+    def cancel(self, job_id: str) -> None:
+        self.calls.append(("cancel", job_id))
+        self.on_call()
+
+    def nudge(self, job_id: str) -> None:
+        self.calls.append(("nudge", job_id))
+        self.on_call()
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
+    fake = FakeScheduler()
+    for name in ("local", "slurm"):
+        monkeypatch.setitem(schedulers.SCHEDULERS, name, lambda trial: fake)
+    return fake
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A GRPO configuration of a model that is there but never loaded."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    path = tmp_path / "grpo.yaml"
+    path.write_text(
+        f"""experiment_name: sums
+trial_name: small
+total_train_steps: 10
+cluster: {{fileroot: {tmp_path / "runs"}, n_gpus_per_node: 0}}
+train_dataset: {{path: {data}}}
+actor: {{path: {model}}}
+gconfig: {{n_samples: 4, max_new_tokens: 4}}
+recover: {{mode: auto}}
+launcher: {{type: local}}
+"""
+    )
+    return path

@@ -1,0 +1,139 @@
+"""cancel: the wish is on disk before the scheduler hears of it. logs: the right file, or the list of which there are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpc_rl.cli.__main__ import main
+from hpc_rl.launch import index
+from hpc_rl.schedulers.base import State
+
+pytestmark = pytest.mark.usefixtures("state_home")
+
+
+@pytest.fixture
+def trial(fake_trial, scheduler):
+    fake_trial.run_to(5)
+    index.record(fake_trial.trial)
+    scheduler.answers["7"] = State.RUNNING
+    return fake_trial.trial
+
+
+@pytest.mark.parametrize(
+    ("more", "was", "call", "words"),
+    [
+        ([], State.RUNNING, ("nudge", "7"), "saves its state"),
+        (["--now"], State.RUNNING, ("cancel", "7"), "ended by the scheduler now"),
+        ([], State.PENDING, ("cancel", "7"), "out of the queue"),
+    ],
+)
+def test_the_wish_is_written_before_the_scheduler_is_told(trial, scheduler, capsys, more, was, call, words):
+    scheduler.answers["7"] = was
+    seen = []
+    scheduler.on_call = lambda: seen.append(trial.cancel_intent("7").exists())
+    assert main(["cancel", "t1", *more]) == 0
+    assert scheduler.calls == [call]
+    assert seen == [True]
+    assert words in capsys.readouterr().out
+
+
+def test_cancelling_again_does_no_harm(trial, scheduler, capsys):
+    assert main(["cancel", "t1"]) == main(["cancel", "t1"]) == 0
+    scheduler.answers["7"] = State.CANCELLED
+    capsys.readouterr()
+    assert main(["cancel", "t1"]) == 0
+    assert "is over already (cancelled)" in capsys.readouterr().out
+    assert scheduler.calls == [("nudge", "7")] * 2
+
+
+def test_a_scheduler_that_cannot_be_reached_leaves_the_wish(trial, scheduler, capsys):
+    scheduler.refuses = "scancel: timed out"
+    assert main(["cancel", "t1"]) == 69
+    assert trial.cancel_intent("7").exists()
+    assert "The wish to cancel is written down" in capsys.readouterr().err
+
+
+def test_a_finished_job_gets_no_wish(trial, fake_trial, scheduler):
+    fake_trial.script_said("7", "ended", code=0)
+    scheduler.answers["7"] = State.DONE
+    assert main(["cancel", "t1", "--json"]) == 0
+    assert not trial.cancel_intent("7").exists()
+    assert scheduler.calls == []
+
+
+def test_waiting_is_bounded_and_tells(trial, scheduler, capsys):
+    assert main(["cancel", "t1", "--wait_s", "0.1"]) == 75
+    assert "still runs" in capsys.readouterr().out
+    scheduler.on_call = lambda: scheduler.answers.update({"7": State.CANCELLED})
+    assert main(["cancel", "t1", "--wait_s", "5"]) == 0
+    assert "is over" in capsys.readouterr().out
+
+
+def test_cancel_of_what_was_never_submitted(fake_trial, scheduler, capsys):
+    assert main(["cancel", str(fake_trial.trial.dir)]) == 0
+    assert "never submitted" in capsys.readouterr().out
+
+
+# -- logs
+
+
+def test_by_default_the_newest_trainer(trial, fake_trial, capsys):
+    fake_trial.started("7.0", "trainer", incarnation=1)
+    assert main(["logs", "t1"]) == 0
+    assert capsys.readouterr().out == "trainer-0.1 line\n"
+
+
+def test_the_supervisor_stands_beside_the_trainer(trial, fake_trial, capsys):
+    trial.attempt("7.0").log("supervisor", 0, 0).write_text("started trainer-0\n")
+    assert main(["logs", "t1"]) == 0
+    out = capsys.readouterr().out
+    assert "==> attempts/7.0/logs/trainer-0.0.log <==\ntrainer-0.0 line" in out
+    assert "==> attempts/7.0/logs/supervisor-0.0.log <==\nstarted trainer-0" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (["--role", "server", "--index", "1"], "server-1.0 line\n"),
+        (["--role", "trainer", "--incarnation", "0"], "trainer-0.0 line\n"),
+        (["--role", "rollout", "-n", "1", "--attempt", "7.0"], "rollout-0.0 line\n"),
+        (["--role", "rollout", "--attempt", "7"], "rollout-0.0 line\n"),
+        (["--role", "job"], "the script's own words\n"),
+        (["--role", "supervisor"], "the script's own words\n"),  # which writes there
+        ([], "==> attempts/7.0/logs/trainer-0.1.log <==\ntrainer-0.1 line\n\n==> jobs/7.out <==\nthe script's own words\n"),
+    ],
+)
+def test_what_is_asked_for(trial, fake_trial, capsys, more, text):
+    fake_trial.started("7.0", "server", index=1)
+    fake_trial.started("7.0", "trainer", incarnation=1)
+    (trial.jobs / "7.out").write_text("the script's own words\n")
+    assert main(["logs", "t1", *more]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_ranks_with_files_of_their_own(trial, capsys):
+    for rank in (0, 1):
+        trial.attempt("7.0").log("trainer", 0, 2, rank).write_text(f"rank {rank}\n")
+    assert main(["logs", "t1", "--role", "trainer", "--rank", "1"]) == 0
+    assert capsys.readouterr().out == "rank 1\n"
+
+
+def test_what_is_not_there_is_said(trial, capsys):
+    assert main(["logs", "t1", "--role", "server", "--index", "9"]) == 70
+    assert "no log for --role server --index 9" in capsys.readouterr().err
+
+
+def test_the_list_of_files(trial, capsys):
+    assert main(["logs", "t1", "--list"]) == 0
+    assert "attempts/7.0/logs/server-0.0.log" in capsys.readouterr().out
+    assert main(["logs", "t1", "--list", "--json"]) == 0
+    assert {row["role"] for row in json.loads(capsys.readouterr().out)} == {"trainer", "rollout", "server"}
+
+
+def test_following_ends_with_the_trial(trial, fake_trial, scheduler, capsys):
+    fake_trial.ended("7.0", 0)
+    fake_trial.trial.done.write_text("{}")
+    assert main(["logs", "t1", "--follow"]) == 0
+    assert "trainer-0.0 line" in capsys.readouterr().out

@@ -1,0 +1,123 @@
+"""status and list: the whole text of a trial's story, the same as JSON, and at most one question to the scheduler."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+
+import pytest
+
+from hpc_rl.cli.__main__ import main
+from hpc_rl.launch import index
+from hpc_rl.schedulers.base import State
+
+pytestmark = pytest.mark.usefixtures("state_home")
+
+STORY = """\
+exp/t1   running   step 80 of 100 (80 %)   1.0 steps/s, done in about 20 s
+directory   DIR
+plan        grpo, embedded:d1+fsdp:d1, 1 node, recover.mode auto
+job         8 (local), submitted 2026-09-21 14:21
+
+attempts
+  7.0           cancelled after 1 min 9 s   started 2026-09-21 14:13, fresh, reached step 57
+                cancelled by a person, state saved
+  8.0           running   started 2026-09-21 14:21, from generation 57, reached step 80
+                lineage 1 from generation 57: loading generation 57
+                lineage 2 from generation 70: loading generation 70
+                trainer-0 started again after incarnation 0: ended by SIGKILL
+
+roles
+  trainer-0   running, incarnation 1, started again 1 time
+  rollout-0   running, incarnation 0
+  server-0    running, incarnation 0
+
+metrics     step 80: reward 0.8, staleness 0.5, seconds per step 1
+held-out    reward 0.31 (step 0) -> 0.55 (step 60)
+
+generation  newest 70
+next        hpc-rl logs exp/t1 --follow
+            hpc-rl cancel exp/t1
+"""
+
+
+@pytest.fixture
+def trial(fake_trial, scheduler, monkeypatch):
+    """exp/t1: cancelled at step 57, recovered, its trainer killed at 72, running at 80."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    fake_trial.run_to(57)
+    fake_trial.cancel_wish("7")
+    fake_trial.ended("7.0", 75, at=70)
+    fake_trial.job("8", at=500, start_mode="resume")
+    for role in ("server", "rollout", "trainer"):
+        fake_trial.started("8.0", role, at=501)
+    fake_trial.lineage(1, 57, "8.0", reason="loading generation 57")
+    fake_trial.steps("8.0", 58, 72, lineage=1, at=510)
+    fake_trial.evaluation("8.0", 60, 0.55)
+    fake_trial.exited("8.0", "trainer", 137, "ended by SIGKILL", at=530)
+    fake_trial.started("8.0", "trainer", incarnation=1, at=531)
+    fake_trial.generation(70)
+    fake_trial.lineage(2, 70, "8.0", incarnation=1, reason="loading generation 70")
+    fake_trial.steps("8.0", 71, 80, lineage=2, incarnation=1, at=540)
+    index.record(fake_trial.trial)
+    scheduler.answers["8"] = State.RUNNING
+    return fake_trial.trial
+
+
+def test_status_tells_the_story_of_both_attempts(trial, scheduler, capsys):
+    assert main(["status", "t1"]) == 0
+    assert capsys.readouterr().out == STORY.replace("DIR", str(trial.dir))
+    assert scheduler.num_questions == 1
+
+
+def test_offline_asks_nobody(trial, scheduler, capsys):
+    assert main(["status", "t1", "--offline"]) == 0
+    assert capsys.readouterr().out == STORY.replace("DIR", str(trial.dir))
+    assert scheduler.num_questions == 0
+
+
+def test_a_scheduler_that_does_not_answer_costs_a_line(trial, scheduler, capsys):
+    scheduler.refuses = "squeue: timed out"
+    assert main(["status", "t1"]) == 0
+    said = capsys.readouterr()
+    assert said.out == STORY.replace("DIR", str(trial.dir))
+    assert "squeue: timed out" in said.err
+
+
+def test_a_job_that_died_without_a_word_can_be_recovered(trial, scheduler, capsys):
+    scheduler.answers["8"] = State.NODE_FAIL
+    main(["status", "t1"])
+    out = capsys.readouterr().out
+    assert out.startswith("exp/t1   killed   step 80")
+    assert "the scheduler says node_fail" in out
+    assert "hpc-rl recover exp/t1" in out
+
+
+def test_as_json(trial, capsys):
+    assert main(["status", "t1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["state"], told["step"], told["generation"], told["eta_s"]) == ("running", 80, 70, 20.0)
+    assert [attempt["state"] for attempt in told["attempts"]] == ["cancelled", "running"]
+    assert told["metrics"]["reward"] == 0.8
+
+
+def test_list_shows_every_trial_newest_first(trial, make_fake_trial, tmp_path, capsys):
+    other = make_fake_trial(tmp_path / "runs", "exp", "t2").trial
+    index.record(other)
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["trial", "state"], ["exp/t2", "rendered"], ["exp/t1", "running"]]
+    assert "80/100" in lines[2]
+    shutil.rmtree(other.dir)
+    main(["list", "--json"])
+    assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["gone", "running"]
+    main(["list", "--prune"])
+    assert "forgotten: exp/t2" in capsys.readouterr().out
+    assert len(index.entries()) == 1
+
+
+def test_list_of_nothing_says_what_to_type(capsys):
+    assert main(["list"]) == 0
+    assert "hpc-rl quickstart" in capsys.readouterr().out

@@ -1,0 +1,161 @@
+"""submit, render and recover: what they say, what they leave on disk, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpc_rl.cli.__main__ import main
+from hpc_rl.launch import index
+from hpc_rl.schedulers.base import State
+from hpc_rl.trial import read_json
+
+pytestmark = pytest.mark.usefixtures("state_home")
+
+
+def submitted(config, *more: str) -> int:
+    return main(["submit", "--config", str(config), *more])
+
+
+def test_submit_says_what_it_did_and_what_to_type_next(config, scheduler, capsys):
+    assert submitted(config, "--actor.optimizer.lr", "1e-4", "total_train_steps=20") == 0
+    out = capsys.readouterr().out
+    trial = index.resolve("small")
+    assert scheduler.calls == [("submit", "job-1")]
+    for words in (
+        "note: allocation_mode is derived",
+        str(trial.dir),
+        "job-1",
+        "hpc-rl status sums/small",
+        "hpc-rl cancel sums/small",
+    ):
+        assert words in out
+    assert read_json(trial.config_json)["actor"]["optimizer"]["lr"] == 1e-4
+    assert read_json(trial.config_json)["total_train_steps"] == 20
+    assert read_json(trial.job("job-1"))["start_mode"] == "auto"
+
+
+def test_for_scripts(config, scheduler, capsys):
+    assert submitted(config, "--parsable") == 0
+    assert capsys.readouterr().out == "job-1\n"
+    scheduler.answers.clear()
+    assert submitted(config, "--json", "trial_name=other") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["job_id"] == "job-2"
+    assert said["dir"] == str(index.resolve("other").dir)
+    assert said["notes"]
+
+
+def test_a_dry_run_writes_and_submits_nothing(config, scheduler, tmp_path, capsys):
+    assert submitted(config, "--dry_run") == 0
+    out = capsys.readouterr().out
+    assert "trainer-0: 1 process on node 0" in out
+    assert not scheduler.calls
+    assert not (tmp_path / "runs").exists()
+
+
+def test_render_writes_scripts_and_submits_nothing(config, scheduler, tmp_path, capsys):
+    assert main(["render", "--config", str(config), "--output", str(tmp_path / "here")]) == 0
+    assert not scheduler.calls
+    assert (tmp_path / "here" / "scripts" / "local.sh").is_file()
+    assert str(tmp_path / "here" / "scripts" / "local.sh") in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["actor.optimzer.lr=1"], "optimizer"),
+        (["total_train_steps=many"], "total_train_steps"),
+        (["trial_name=a/b"], "trial_name"),
+        (["experiment_name=.."], "experiment_name"),
+        (["actor.path=/nowhere"], "actor.path"),
+        (["allocation_mode=embedded:d1+fsdp:"], "allocation_mode"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_bad_input_is_refused_in_words_and_leaves_nothing(config, scheduler, tmp_path, capsys, more, words):
+    assert submitted(config, *more) == 64
+    said = capsys.readouterr()
+    assert words in said.err
+    assert said.err.startswith("hpc-rl: ")
+    assert said.out == ""
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_scheduler_that_refuses_leaves_nothing(config, scheduler, tmp_path, capsys):
+    scheduler.refuses = "sbatch: error: invalid partition"
+    assert submitted(config) == 69
+    assert "invalid partition" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+    assert index.entries() == []
+
+
+def test_a_trial_that_runs_is_busy(config, scheduler, capsys):
+    assert submitted(config) == 0
+    assert submitted(config) == 75
+    assert "job-1" in capsys.readouterr().err
+
+
+# -- recover
+
+
+@pytest.fixture
+def stopped(config, scheduler, capsys):
+    """sums/small, submitted once, ended with a generation."""
+    submitted(config)
+    capsys.readouterr()
+    scheduler.answers["job-1"] = State.CANCELLED
+    trial = index.resolve("small")
+    trial.generation(5).mkdir()
+    (trial.generation(5) / "manifest.json").write_text("{}")
+    return trial
+
+
+def test_recover_submits_the_stored_configuration_as_a_resume(stopped, capsys):
+    assert main(["recover", "small", "total_train_steps=30"]) == 0
+    assert "job-2" in capsys.readouterr().out
+    assert read_json(stopped.job("job-2"))["start_mode"] == "resume"
+    stored = read_json(stopped.config_json)
+    assert (stored["total_train_steps"], stored["recover"]["mode"], stored["trial_name"]) == (30, "auto", "small")
+
+
+def test_recover_refuses_what_would_make_another_trial(stopped, scheduler, capsys):
+    assert main(["recover", "small", "actor.optimizer.lr=1", "--n_nodes", "1"]) == 64
+    said = capsys.readouterr().err
+    assert "actor.optimizer.lr" in said
+    assert "cluster.n_nodes would" not in said
+    assert scheduler.calls == [("submit", "job-1")]
+
+
+def test_recover_of_a_running_trial_is_busy(stopped, scheduler):
+    scheduler.answers["job-1"] = State.RUNNING
+    assert main(["recover", "small"]) == 75
+
+
+def test_recover_without_a_generation_has_nothing_to_resume(stopped):
+    (stopped.generation(5) / "manifest.json").unlink()
+    assert main(["recover", "small"]) == 3
+
+
+def test_recover_of_a_finished_trial_needs_more_steps(stopped, scheduler, capsys):
+    stopped.done.write_text("{}")
+    assert main(["recover", "small"]) == 3
+    assert "total_train_steps=N" in capsys.readouterr().err
+    scheduler.refuses = "no"
+    assert main(["recover", "small", "total_train_steps=99"]) == 69
+    assert stopped.done.exists()
+    scheduler.refuses = ""
+    assert main(["recover", "small", "total_train_steps=99"]) == 0
+    assert not stopped.done.exists()
+
+
+def test_explain_shows_the_decision_and_does_nothing(stopped, scheduler, capsys):
+    assert main(["recover", "small", "--explain"]) == 3
+    out = capsys.readouterr().out
+    assert "generation   5" in out
+    assert "no valid generation to resume from" in out
+    assert scheduler.calls == [("submit", "job-1")]
+    assert main(["recover", "small", "--explain", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["action"] == "refuse"

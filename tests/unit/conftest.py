@@ -1,0 +1,105 @@
+"""Trial directories written by hand, as the processes of a trial leave them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_rl.trial import Trial, write_json
+
+T0 = 1_790_000_000.0  # when the first job of a fake trial was submitted
+
+
+class FakeTrial:
+    """Writes the files of one trial. Times are seconds after T0."""
+
+    def __init__(self, root: Path, experiment: str = "exp", name: str = "t1") -> None:
+        self.trial = Trial(root / "user" / experiment / name)
+        self.trial.make_dirs()
+        self.trial.make_secret()
+        plan = {"trainer": "grpo", "allocation": "embedded:d1+fsdp:d1", "n_nodes": 1, "recover_mode": "auto"}
+        write_json(self.trial.plan_json, plan)
+        write_json(self.trial.config_json, {"total_train_steps": 100})
+
+    def job(self, job_id: str, at: float = 0.0, scheduler: str = "local", **more: Any) -> None:
+        write_json(self.trial.job(job_id), {"job_id": job_id, "scheduler": scheduler, "time": T0 + at, **more})
+
+    def script_said(self, job_id: str, event: str, at: float = 0.0, **more: Any) -> None:
+        self._append(self.trial.jobs / f"{job_id}.state", {"event": event, "time": T0 + at, **more})
+
+    def event(self, attempt: str, event: str, at: float = 0.0, **more: Any) -> None:
+        self.trial.attempt(attempt).make_dirs()
+        self._append(self.trial.attempt(attempt).events, {"event": event, "time": T0 + at, **more})
+
+    def started(self, attempt: str, role: str, incarnation: int = 0, at: float = 0.0, index: int = 0) -> None:
+        self.event(attempt, "started", at, role=role, index=index, incarnation=incarnation)
+        self.trial.attempt(attempt).log(role, index, incarnation).write_text(f"{role}-{index}.{incarnation} line\n")
+
+    def exited(self, attempt: str, role: str, code: int, reason: str = "", incarnation: int = 0, at: float = 0.0) -> None:
+        self.event(attempt, "exited", at, role=role, index=0, incarnation=incarnation, code=code, reason=reason)
+
+    def ended(self, attempt: str, code: int, reason: str = "", at: float = 0.0) -> None:
+        write_json(self.trial.attempt(attempt).ended, {"exit_code": code, "reason": reason, "time": T0 + at})
+
+    def lineage(self, number: int, from_step: int, attempt: str, incarnation: int = 0, reason: str = "") -> None:
+        record = {"lineage": number, "from_step": from_step, "attempt": attempt, "incarnation": incarnation}
+        submission = attempt.rpartition(".")[0]
+        write_json(self.trial.lineages / f"{number:04d}.json", record | {"reason": reason, "submission": submission})
+
+    def steps(self, attempt: str, first: int, last: int, lineage: int = 0, incarnation: int = 0, at: float = 0.0) -> None:
+        """One line for each step, a second apart; the reward is step / 100."""
+        for step in range(first, last + 1):
+            row = {"step": step, "time": T0 + at + step - first, "version": f"{lineage}.{step}", "lineage": lineage}
+            self.row(attempt, row | {"reward": step / 100, "staleness_mean": 0.5, "step_s": 1.0}, incarnation)
+
+    def evaluation(self, attempt: str, step: int, reward: float, incarnation: int = 0) -> None:
+        self.row(
+            attempt, {"step": step, "eval_reward": reward, "eval_num_prompts": 200, "eval_version": f"0.{step}"}, incarnation
+        )
+
+    def row(self, attempt: str, row: dict[str, Any], incarnation: int = 0) -> None:
+        self.trial.attempt(attempt).make_dirs()
+        self._append(self.trial.attempt(attempt).metrics(incarnation), row)
+
+    def generation(self, step: int) -> None:
+        self.trial.generation(step).mkdir(parents=True)
+        write_json(self.trial.generation(step) / "manifest.json", {"step": step})
+
+    def cancel_wish(self, job_id: str) -> None:
+        write_json(self.trial.cancel_intent(job_id), {"time": T0})
+
+    def run_to(self, last: int, attempt: str = "7.0") -> None:
+        """A job 7 that started fresh and made steps 1 to `last`, without an end."""
+        self.job("7", scheduler="local")
+        for role in ("server", "rollout", "trainer"):
+            self.started(attempt, role, at=1)
+        self.lineage(0, 0, attempt, reason="first start, recover.mode auto")
+        self.evaluation(attempt, 0, 0.31)
+        self.steps(attempt, 1, last, at=10)
+
+    @staticmethod
+    def _append(path: Path, row: dict[str, Any]) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+@pytest.fixture
+def fake_trial(tmp_path: Path) -> FakeTrial:
+    return FakeTrial(tmp_path / "runs")
+
+
+@pytest.fixture
+def make_fake_trial():
+    """FakeTrial itself, for tests that need several."""
+    return FakeTrial
+
+
+@pytest.fixture
+def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty trial index of this test's own."""
+    home = tmp_path / "state"
+    monkeypatch.setenv("XDG_STATE_HOME", str(home))
+    return home

@@ -1,0 +1,188 @@
+"""What status knows of a trial: from files alone, with the scheduler's word, and with half of the files missing."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from hpc_rl.launch.story import Reader, tell
+from hpc_rl.schedulers.base import JobState, State
+
+
+def cancelled_and_recovered(fake) -> None:
+    fake.run_to(57)
+    fake.exited("7.0", "trainer", 75, at=69)
+    fake.cancel_wish("7")
+    fake.ended("7.0", 75, at=70)
+    fake.script_said("7", "ended", at=71, code=75, reason="cancelled by a person")
+    fake.generation(57)
+    fake.job("8", at=500, start_mode="resume")
+    for role in ("server", "rollout", "trainer"):
+        fake.started("8.0", role, at=501)
+    fake.lineage(1, 57, "8.0", reason="loading generation 57")
+    fake.steps("8.0", 58, 72, lineage=1, at=510)
+    fake.exited("8.0", "trainer", 137, at=530)
+    fake.started("8.0", "trainer", incarnation=1, at=531)
+    fake.generation(70)
+    fake.lineage(2, 70, "8.0", incarnation=1)
+    fake.steps("8.0", 71, 80, lineage=2, incarnation=1, at=540)
+
+
+def test_the_story_of_cancel_and_recover_is_told_from_files_alone(fake_trial):
+    cancelled_and_recovered(fake_trial)
+    story = tell(fake_trial.trial)
+    assert (story.state, story.step, story.total_steps, story.generation) == ("running", 80, 100, 70)
+    first, second = story.attempts
+    assert (first.id, first.state, first.last_step) == ("7.0", "cancelled", 57)
+    assert "cancelled by a person, state saved" in first.cause
+    assert (second.id, second.state, second.last_step) == ("8.0", "running", 80)
+    assert [(line.lineage, line.from_step) for line in second.lineages] == [(1, 57), (2, 70)]
+    trainer = next(role for role in second.roles if role.role == "trainer")
+    assert (trainer.incarnation, trainer.running, trainer.ends[0].code) == (1, True, 137)
+    assert [job.start_mode for job in story.jobs] == ["", "resume"]
+    assert [row["step"] for row in story.history.steps] == list(range(1, 81))
+
+
+def test_rate_and_eta_count_the_steps_since_the_last_start(fake_trial):
+    cancelled_and_recovered(fake_trial)
+    story = tell(fake_trial.trial)
+    assert story.rate == pytest.approx(1.0)
+    assert story.eta_s == pytest.approx(20.0)
+
+
+def test_done(fake_trial):
+    fake_trial.run_to(100)
+    fake_trial.ended("7.0", 0, at=120)
+    fake_trial.trial.done.write_text("{}")
+    story = tell(fake_trial.trial)
+    assert (story.state, story.over, story.attempts[0].state) == ("done", True, "done")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "state"),
+    [
+        (0, "", "done"),
+        (3, "no generation", "failed"),
+        (70, "server-0 gave up", "failed"),
+        (78, "bad", "failed"),
+        (143, "", "killed"),
+    ],
+)
+def test_an_end_is_told_by_its_code_and_reason(fake_trial, code, reason, state):
+    fake_trial.run_to(5)
+    fake_trial.ended("7.0", code, reason, at=20)
+    fake_trial.script_said("7", "ended", code=code, reason="")
+    story = tell(fake_trial.trial)
+    assert (story.state, story.attempts[0].exit_code) == (state, code)
+    assert reason in story.reason
+
+
+def test_a_stop_is_pending_while_its_job_starts_again_and_stopped_where_it_does_not(fake_trial):
+    fake_trial.run_to(5)
+    fake_trial.ended("7.0", 75, "wall time", at=20)
+    assert tell(fake_trial.trial).state == "pending"
+    fake_trial.script_said("7", "ended", code=75, reason="told to end by a signal")
+    story = tell(fake_trial.trial)
+    assert story.state == "stopped"
+    assert "told to end by a signal" in story.reason
+
+
+def test_a_later_attempt_means_that_the_silent_one_before_is_over(fake_trial):
+    fake_trial.run_to(5)
+    fake_trial.started("7.1", "trainer", at=900)
+    story = tell(fake_trial.trial)
+    assert [(attempt.id, attempt.state) for attempt in story.attempts] == [("7.0", "killed"), ("7.1", "running")]
+
+
+def test_attempts_are_in_order_of_submission_then_of_restart(fake_trial):
+    for number, job in enumerate(("10", "9")):
+        fake_trial.job(job, at=number * 100)
+    for attempt in ("9.0", "10.10", "10.9"):
+        fake_trial.event(attempt, "started")
+    assert [attempt.id for attempt in tell(fake_trial.trial).attempts] == ["10.9", "10.10", "9.0"]
+
+
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [
+        (State.RUNNING, "running"),
+        (State.PENDING, "pending"),
+        (State.CANCELLED, "cancelled"),
+        (State.TIMEOUT, "killed"),
+        (State.NODE_FAIL, "killed"),
+        (State.FAILED, "failed"),
+    ],
+)
+def test_the_scheduler_decides_whether_a_silent_attempt_still_runs(fake_trial, said, state):
+    fake_trial.run_to(5)
+    story = tell(fake_trial.trial, JobState("7", said, native="WORD"))
+    assert story.state == state
+    assert (story.attempts[0].state == "running") is (said is State.RUNNING)
+
+
+def test_what_the_files_say_for_certain_outweighs_an_old_word_of_the_scheduler(fake_trial):
+    fake_trial.run_to(5)
+    fake_trial.ended("7.0", 70, "server-0 gave up")
+    assert tell(fake_trial.trial, JobState("7", State.RUNNING)).state == "failed"
+
+
+def test_without_a_scheduler_silence_is_called_unknown(fake_trial):
+    fake_trial.run_to(5)
+    assert tell(fake_trial.trial).state == "running"
+    past = time.time() - 3600
+    for path in fake_trial.trial.dir.rglob("*"):
+        os.utime(path, (past, past))
+    story = tell(fake_trial.trial)
+    assert story.state == "unknown"
+    assert "60 min" in story.reason
+
+
+def test_before_anything_has_started(fake_trial):
+    assert tell(fake_trial.trial).state == "rendered"
+    fake_trial.job("7")
+    assert tell(fake_trial.trial).state == "unknown"
+    assert tell(fake_trial.trial, JobState("7", State.PENDING, reason="Resources")).reason == "waits to be started (Resources)"
+    assert tell(fake_trial.trial, JobState("7", State.RUNNING)).state == "running"
+    fake_trial.script_said("7", "ended", code=1, reason="python is not there")
+    story = tell(fake_trial.trial)
+    assert story.state == "failed"
+    assert "python is not there" in story.reason
+
+
+def test_a_cancelled_job_that_never_started(fake_trial):
+    fake_trial.job("7")
+    fake_trial.cancel_wish("7")
+    assert tell(fake_trial.trial).state == "cancelled"
+
+
+def test_a_wish_makes_a_running_trial_stopping(fake_trial):
+    fake_trial.run_to(5)
+    fake_trial.cancel_wish("7")
+    assert tell(fake_trial.trial, JobState("7", State.RUNNING)).state == "stopping"
+
+
+def test_every_file_may_be_missing_or_torn(fake_trial):
+    fake_trial.run_to(5)
+    trial = fake_trial.trial
+    torn = [trial.plan_json, trial.config_json, trial.job("7"), trial.lineages / "0000.json", trial.attempt("7.0").events]
+    for path in torn:
+        path.write_text('{"time": ')
+    trial.attempt("7.0").ended.write_text('"not an object"')
+    (trial.attempts / "junk").mkdir()
+    (trial.recover / "gen-00000004").mkdir()
+    story = tell(trial)
+    assert (story.step, story.generation, len(story.attempts)) == (5, None, 1)
+    assert {role.name for role in story.attempts[0].roles} == {"trainer-0", "rollout-0", "server-0"}  # by their logs
+
+
+def test_a_reader_follows_what_grows(fake_trial):
+    reader = Reader(fake_trial.trial)
+    assert reader.read().state == "rendered"
+    fake_trial.run_to(3)
+    assert reader.read().step == 3
+    fake_trial.steps("7.0", 4, 6, at=20)
+    assert reader.read().step == 6
+    fake_trial.exited("7.0", "trainer", -9)
+    assert not next(role for role in reader.read().attempts[0].roles if role.role == "trainer").running
