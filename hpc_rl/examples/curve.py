@@ -1,0 +1,26 @@
+"""A learning curve on a terminal."""
+
+from __future__ import annotations
+
+
+def learning_curve(train: list[tuple[int, float]], heldout: list[tuple[int, float]], width: int = 72, height: int = 14) -> str:
+    """Text plot of reward over steps: `train` as a line, `heldout` as points. Pairs are (step, reward)."""
+    import plotext
+
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plot_size(width, height)
+    plotext.ylim(0, 1)
+    plotext.plot(*zip(*_smoothed(train), strict=True), label="training prompts (mean of 10 steps)", marker="braille")
+    plotext.scatter(*zip(*heldout, strict=True), label="held-out prompts", marker="●")
+    plotext.xlabel("step")
+    plotext.ylabel("reward")
+    return plotext.uncolorize(plotext.build())
+
+
+def _smoothed(points: list[tuple[int, float]], window: int = 10) -> list[tuple[int, float]]:
+    means = []
+    for i, (step, _) in enumerate(points):
+        recent = [value for _, value in points[max(0, i - window + 1) : i + 1]]
+        means.append((step, sum(recent) / len(recent)))
+    return means
