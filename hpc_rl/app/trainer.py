@@ -1,0 +1,62 @@
+"""One rank of the trainer: join the other ranks, find out where to go on from, compose, train."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from hpc_rl.app import role
+from hpc_rl.app.role import Context
+from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.name_resolve.base import NameResolve
+
+JOIN_TIMEOUT_S = 600.0
+COLLECTIVE_TIMEOUT_S = 4 * 3600.0  # ranks wait for rank 0 through publishes and evaluations; a rank that dies is seen at once
+
+
+def body(context: Context) -> int:
+    from hpc_rl.engines import distributed  # torch, which takes a while: the process record is there before
+    from hpc_rl.trainers.compose import COMPOSE
+    from hpc_rl.trainers.loop import train
+    from hpc_rl.trainers.ranks import Ranks
+    from hpc_rl.trainers.start import Start, begin
+
+    names = open_names(context.trial, context.config)
+    device = device_of(context)
+    meet = Rendezvous(names, keys.rendezvous(context.attempt.id, context.incarnation))
+    distributed.init_ranks(context.rank, context.num_ranks, device, meet.publish, meet.find, COLLECTIVE_TIMEOUT_S)
+    ranks = Ranks()
+    who = (context.trial, context.attempt, context.incarnation, context.config, context.tokens)
+    start = Start(*who, names, device, ranks, context.stopping)
+    with ExitStack() as stack:
+        run, recipe = COMPOSE[context.plan.trainer](start, ranks.from_rank0(lambda: begin(start)), stack)
+        code = train(run, recipe)
+    distributed.shutdown()
+    return code
+
+
+class Rendezvous:
+    """Where rank 0 says how to reach the process group's store."""
+
+    def __init__(self, names: NameResolve, key: str) -> None:
+        self.names, self.key = names, key
+
+    def publish(self, address: str, port: int) -> None:
+        self.names.add(self.key, {"address": address, "port": port}, replace=True)
+
+    def find(self) -> tuple[str, int]:
+        record = self.names.wait(self.key, JOIN_TIMEOUT_S)
+        return record["address"], record["port"]
+
+
+def device_of(context: Context) -> str:
+    """The GPU of this rank among those that it may see, or the CPU."""
+    if context.plan.device != "cuda":
+        return "cpu"
+    import torch
+
+    unit = next(unit for unit in context.plan.units if unit.role == "trainer")
+    return f"cuda:{context.rank % unit.tasks_per_node % max(1, torch.cuda.device_count())}"
+
+
+if __name__ == "__main__":
+    role.run("trainer", body)

@@ -1,0 +1,44 @@
+"""Tracker: sums with their counts, and seconds, collected over a step and read out as plain numbers. No torch here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Tracker:
+    """What one step measured: means as total over count, plain values, and timings."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, tuple[float, float]] = {}
+        self._values: dict[str, float] = {}
+
+    def mean(self, name: str, total: float, count: float) -> None:
+        """Add to a mean; one without any count is left out of the scalars."""
+        old_total, old_count = self._totals.get(name, (0.0, 0.0))
+        self._totals[name] = (old_total + total, old_count + count)
+
+    def value(self, name: str, value: float) -> None:
+        """Set a number; the last one stands."""
+        self._values[name] = value
+
+    def add(self, name: str, value: float) -> None:
+        """Add to a number."""
+        self._values[name] = self._values.get(name, 0.0) + value
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds that the block took, also where it raises."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(name, time.monotonic() - start)
+
+    def take(self) -> dict[str, float]:
+        """The scalars so far; the tracker starts again empty."""
+        means = {name: total / count for name, (total, count) in self._totals.items() if count}
+        scalars = {**means, **self._values}
+        self._totals, self._values = {}, {}
+        return scalars

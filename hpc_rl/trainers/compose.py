@@ -1,0 +1,73 @@
+"""Compose: from the configuration to a run and its recipe, with the engine's state loaded. One function per trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.config.root import GRPOConfig, SFTConfig
+from hpc_rl.config.train import TrainEngineConfig
+from hpc_rl.datasets.encode import Prompts, load_sequences
+from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.engines import ENGINES
+from hpc_rl.rollout.client import RolloutClient
+from hpc_rl.stats.sinks import Sinks, open_sinks
+from hpc_rl.trainers.grpo import GRPO, num_updates
+from hpc_rl.trainers.loop import Recipe
+from hpc_rl.trainers.run import Run, tokenizer_folder, total_steps
+from hpc_rl.trainers.sft import SFT
+from hpc_rl.trainers.start import Start
+from hpc_rl.weights.publish import Publisher
+
+Composed = tuple[Run, Recipe]
+
+
+def compose_grpo(start: Start, begun: dict[str, Any], stack: ExitStack) -> Composed:
+    """Batches from the rollout role, weights to the servers."""
+    config = start.config
+    assert isinstance(config, GRPOConfig)
+    num_prompts = len(Prompts(config.train_dataset, Tokenizer(tokenizer_folder(config)), config.seed))
+    run = _run(start, begun, config.actor, num_updates(config, num_prompts), stack)
+    rollout = RolloutClient(start.names, start.tokens)
+    stack.callback(rollout.close)
+    publisher = None
+    if start.ranks.rank == 0:
+        publisher = Publisher(start.trial, start.names, start.tokens, setup_timeout_s=config.rollout.setup_timeout)
+        stack.callback(publisher.close)
+    return run, GRPO(run, rollout, publisher, num_prompts)
+
+
+def compose_sft(start: Start, begun: dict[str, Any], stack: ExitStack) -> Composed:
+    """Batches from the dataset, computed by each rank."""
+    config = start.config
+    assert isinstance(config, SFTConfig)
+    tokenizer = Tokenizer(tokenizer_folder(config))
+    rows = load_sequences(config.train_dataset, tokenizer)
+    held_out = load_sequences(config.valid_dataset, tokenizer) if config.valid_dataset is not None else None
+    run = _run(start, begun, config.model, total_steps(config, len(rows)), stack)
+    return run, SFT(run, rows, held_out)
+
+
+COMPOSE: dict[str, Callable[[Start, dict[str, Any], ExitStack], Composed]] = {"grpo": compose_grpo, "sft": compose_sft}
+
+
+def _run(start: Start, begun: dict[str, Any], model: TrainEngineConfig, updates: int, stack: ExitStack) -> Run:
+    """The engine with its state, and the run around it. `begun` is what start.begin answered on rank 0."""
+    ranks, trial, manifest = start.ranks, start.trial, begun["manifest"]
+    engine = ENGINES["fsdp"](model, rank=ranks.rank, num_ranks=ranks.num, device=start.device, seed=start.config.seed)
+    engine.initialize(updates)
+    if manifest is not None:
+        engine.load(trial.generation(begun["step"]), manifest["num_ranks"])
+    sinks = Sinks([])
+    if ranks.rank == 0:
+        tensorboard = start.config.stats_logger.tensorboard.path
+        folder = Path(tensorboard).expanduser() if tensorboard else start.attempt.tensorboard
+        sinks = open_sinks(start.attempt.metrics(start.incarnation), folder, begun["step"])
+        stack.callback(sinks.close)
+    who = (trial, start.attempt, start.incarnation, start.config)
+    run = Run(*who, engine, ranks, start.stopping, begun["lineage"], begun["step"], sinks)
+    if manifest is not None:
+        run.restore(manifest)
+    return run

@@ -1,0 +1,68 @@
+"""Ranks: what the processes of a trainer agree on between collectives of the engine. Nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpc_rl import errors
+from hpc_rl.engines.base import sum_over_ranks
+from hpc_rl.errors import HpcRlError, RoleFailed
+
+
+class Ranks:
+    """The ranks of the default process group; one rank where there is none."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.num = dist.get_world_size() if dist.is_initialized() else 1
+
+    def any(self, *flags: bool) -> list[bool]:
+        """Each flag as soon as one rank raises it; also a barrier."""
+        return [total > 0 for total in sum_over_ranks([float(flag) for flag in flags])]
+
+    def barrier(self) -> None:
+        self.any(False)
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        """Do something that may fail on one rank alone; then all ranks fail, none waits for a peer that is gone."""
+        result, problem = None, None
+        try:
+            result = work()
+        except (OSError, HpcRlError) as error:
+            problem = error
+        if self.any(problem is not None)[0]:
+            raise problem or RoleFailed("another rank failed at this point; its log says why")
+        return result
+
+    def from_rank0(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns on rank 0 (plain data), on every rank; an error of ours is raised on every rank as well."""
+        answer: dict[str, Any] = {}
+        if self.rank == 0:
+            try:
+                answer = {"value": make()}
+            except HpcRlError as error:
+                answer = {"error": type(error).__name__, "message": str(error)}
+                if self.num == 1:
+                    raise
+        answer = self._broadcast(answer)
+        if "error" in answer:
+            raise getattr(errors, answer["error"], RoleFailed)(answer["message"])
+        return answer["value"]
+
+    def _broadcast(self, value: dict[str, Any]) -> dict[str, Any]:
+        if self.num == 1:
+            return value
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        raw = json.dumps(value).encode() if self.rank == 0 else b""
+        size = torch.tensor([len(raw)], dtype=torch.int64, device=device)
+        dist.broadcast(size, src=0)
+        data = torch.zeros(int(size), dtype=torch.uint8, device=device)
+        if self.rank == 0:
+            data.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        dist.broadcast(data, src=0)
+        return json.loads(bytes(data.cpu().numpy()))

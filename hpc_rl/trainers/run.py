@@ -1,0 +1,238 @@
+"""Run: one incarnation of a trainer: where it stands, what it reports, and how its state, exports and exit come about.
+
+The loop (loop.py) says when; this says how, for all ranks together. What is trained is the recipe's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_rl import __version__
+from hpc_rl.checkpoint.generation import Commit
+from hpc_rl.checkpoint.lineage import submission_of
+from hpc_rl.checkpoint.manifest import Manifest, config_hash
+from hpc_rl.checkpoint.retention import retain
+from hpc_rl.config.root import Config
+from hpc_rl.config.service import FrequencyConfig
+from hpc_rl.engines.base import Engine
+from hpc_rl.errors import CannotWrite, ConfigError, ExitCode
+from hpc_rl.stats.sinks import Sinks
+from hpc_rl.stats.tracker import Tracker
+from hpc_rl.trainers.ranks import Ranks
+from hpc_rl.trainers.timers import Timer
+from hpc_rl.trial import Attempt, Trial, fsync_dir, read_json, write_json
+from hpc_rl.types import WeightVersion
+
+logger = logging.getLogger(__name__)
+DEFAULT_SAVE_SECS = 600
+EXPORT_RECORD = "hpc_rl.json"
+
+
+@dataclass(frozen=True)
+class Due:
+    """What the end of a step asks for."""
+
+    stop: bool
+    save: bool
+    evaluate: bool
+    export: bool
+
+
+@dataclass
+class Run:
+    """What a recipe and the loop need to know of this incarnation; every rank has one.
+
+    Args:
+        trial: The trial.
+        attempt: This attempt.
+        incarnation: This trainer incarnation.
+        config: The configuration in force.
+        engine: Initialized, its state loaded.
+        ranks: All ranks.
+        stopping: Set when this process is told to stop.
+        lineage: The lineage that this incarnation writes.
+        step: The step that it starts from: the loaded generation's, or 0.
+        sinks: Where the numbers go; rank 0 only.
+    """
+
+    trial: Trial
+    attempt: Attempt
+    incarnation: int
+    config: Config
+    engine: Engine
+    ranks: Ranks
+    stopping: threading.Event
+    lineage: int
+    step: int
+    sinks: Sinks
+    stats: Tracker = field(default_factory=Tracker)
+    owes_evaluation: bool = False  # due, and put off because the trainer was told to stop
+    _saved_step: int = -1
+    _line_at: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.timers = {
+            "save": Timer(save_frequency(self.config.recover, self.ranks.rank == 0)),
+            "evaluate": Timer(self.config.evaluator),
+            "export": Timer(self.config.saver),
+        }
+
+    def restore(self, manifest: dict[str, Any]) -> None:
+        """Take the counters of the generation that was loaded."""
+        for name, timer in self.timers.items():
+            timer.restore(manifest["timers"].get(name, {}))
+        self.owes_evaluation = bool(manifest["timers"].get("owes_evaluation"))
+        self._saved_step = self.step
+
+    def version(self, step: int) -> WeightVersion:
+        return WeightVersion(self.lineage, step)
+
+    def any_rank(self, flag: bool) -> bool:
+        return self.ranks.any(flag)[0]
+
+    def due(self, recipe: Any, step: int) -> Due:
+        """What is to be done after a step: any rank may have been told to stop, rank 0's clock counts."""
+        epochs = recipe.position(step)[0] - recipe.position(step - 1)[0]
+        fired = {name: timer.check(epochs) and self.ranks.rank == 0 for name, timer in self.timers.items()}
+        saves = fired["save"] and self.config.recover.mode != "disabled"
+        return Due(*self.ranks.any(self.stopping.is_set(), saves, fired["evaluate"], fired["export"]))
+
+    def evaluate(self, recipe: Any, step: int) -> None:
+        """Evaluate now; owed where the trainer is told to stop meanwhile."""
+        with self.stats.timed("evaluate_s"):
+            numbers = recipe.evaluate(step)
+        self.owes_evaluation = self.any_rank(numbers is None)
+
+    def log(self, step: int) -> None:
+        """One line of metrics for the step, from what was tracked since the line before."""
+        self.stats.add("save_s", 0.0)
+        now = time.monotonic()
+        row: dict[str, float | int | str] = {"time": time.time(), "version": str(self.version(step)), "lineage": self.lineage}
+        self.sinks.log(step, {**row, **self.stats.take(), "step_s": now - self._line_at})
+        self._line_at = now
+
+    def save(self, recipe: Any, step: int) -> None:
+        """Commit a generation, unless the mode forbids or it lies there already; then drop what is beyond `recover.keep`."""
+        if self.config.recover.mode == "disabled" or self._saved_step == step:
+            return
+        with self.stats.timed("save_s"):
+            start = time.monotonic()
+            commit = Commit(self.trial, step, self.attempt.id, self.incarnation)
+            self._rank0(commit.begin)
+            self.ranks.together(lambda: self._write(commit))
+            self._rank0(lambda: self._commit(commit, recipe, step))
+            self._saved_step = step
+        self._say("generation %d saved in %.2f s", step, time.monotonic() - start)
+
+    def _write(self, commit: Commit) -> None:
+        try:
+            os.listdir(commit.folder.parent)  # a listing drops what NFS remembers of names that were not there
+            commit.rank_done(self.ranks.rank, self.engine.save(commit.folder))
+        except OSError as error:
+            raise CannotWrite(f"can't write generation {commit.step} at {commit.folder}: {error}") from error
+
+    def _commit(self, commit: Commit, recipe: Any, step: int) -> None:
+        commit.commit(self.manifest(recipe, step))
+        recipe.retain(retain(self.trial, self.config.recover.keep))
+
+    def manifest(self, recipe: Any, step: int) -> Manifest:
+        epoch, cursor = recipe.position(step)
+        timers = {name: timer.state() for name, timer in self.timers.items()}
+        return Manifest(
+            step=step,
+            lineage=self.lineage,
+            attempt=self.attempt.id,
+            incarnation=self.incarnation,
+            submission=submission_of(self.attempt.id),
+            version=str(self.version(step)),
+            num_ranks=self.ranks.num,
+            config_hash=config_hash(read_json(self.trial.config_json) or {}),
+            epoch=epoch,
+            cursor=cursor,
+            timers={**timers, "owes_evaluation": self.owes_evaluation},
+            stats=self.sinks.state(),
+            hpc_rl=__version__,
+        )
+
+    def export(self, step: int) -> None:
+        """Write the weights for people, as `exports/step-<step>`."""
+        self._export(self.trial.exports / f"step-{step:08d}", step)
+
+    def export_final(self, step: int) -> None:
+        """Write `exports/final`, the last thing that a trial does."""
+        self._export(self.trial.exports / "final", step)
+
+    def is_done(self, total: int) -> bool:
+        """Whether an earlier start came to the end of these very `total` steps."""
+        record = read_json(self.trial.exports / "final" / EXPORT_RECORD) or {}
+        return self.step >= total and self.any_rank(self.ranks.rank == 0 and record.get("step") == total)
+
+    def _export(self, folder: Path, step: int) -> None:
+        temporary = folder.with_name(f".{folder.name}.tmp")
+        self._rank0(lambda: _empty(temporary))
+        self.engine.export(temporary, tokenizer_folder(self.config), durable=True)
+        self._rank0(lambda: self._name_export(temporary, folder, step))
+        self._say("step %d exported to %s", step, folder)
+
+    def _name_export(self, temporary: Path, folder: Path, step: int) -> None:
+        write_json(temporary / EXPORT_RECORD, {"step": step, "version": str(self.version(step)), "trial": str(self.trial)})
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.rename(temporary, folder)
+        fsync_dir(folder.parent)
+
+    def stop(self, recipe: Any, step: int) -> ExitCode:
+        """End at the boundary after `step`, its state saved."""
+        self.save(recipe, step)
+        words = "nothing is saved: recover.mode is disabled" if self.config.recover.mode == "disabled" else "its state is saved"
+        self._say("told to stop: after step %d, %s", step, words)
+        return ExitCode.STOPPED
+
+    def _say(self, words: str, *values: object) -> None:
+        if self.ranks.rank == 0:
+            logger.info(words, *values)
+
+    def _rank0(self, work: Any) -> None:
+        """Rank 0 does it; then every rank goes on, or fails with it."""
+        self.ranks.together(lambda: work() if self.ranks.rank == 0 else None)
+
+
+def save_frequency(recover: Any, tell: bool = True) -> FrequencyConfig:
+    """How often generations are saved: every 10 minutes where nothing is said and the mode saves at all."""
+    if recover.mode == "disabled" or recover.freq_epochs or recover.freq_steps or recover.freq_secs:
+        return recover
+    if tell:
+        logger.info("recover.freq_* are not set: a generation is saved every %d s", DEFAULT_SAVE_SECS)
+    return FrequencyConfig(freq_secs=DEFAULT_SAVE_SECS)
+
+
+def total_steps(config: Config, num_rows: int) -> int:
+    """`total_train_steps`, or whole batches of `total_train_epochs` passes. Raises ConfigError where that is none."""
+    if config.total_train_steps is not None:
+        return config.total_train_steps
+    size = config.train_dataset.batch_size
+    steps = config.total_train_epochs * num_rows // size
+    if steps < 1:
+        raise ConfigError(
+            f"train_dataset.batch_size {size}: {config.total_train_epochs} epoch(s) of {num_rows} rows make no whole batch. "
+            "Lower it, raise total_train_epochs, or set total_train_steps."
+        )
+    return steps
+
+
+def tokenizer_folder(config: Config) -> Path:
+    model = config.model if hasattr(config, "model") else config.actor
+    return Path(config.tokenizer_path or model.path).expanduser()
+
+
+def _empty(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)

@@ -1,0 +1,87 @@
+"""Published weights on disk: one folder per version, a pointer to the newest, and what is removed when.
+
+Nothing here is synced to the medium: published weights can be made again from a generation, and a trainer that starts
+publishes before anything else. Closing the files is what makes them visible to other nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.errors import Stale
+from hpc_rl.trial import Trial, read_json
+from hpc_rl.types import WeightVersion
+
+logger = logging.getLogger(__name__)
+KEEP = 2
+
+
+def begin(trial: Trial, version: WeightVersion) -> Path:
+    """An empty folder that readers don't see, to write the weights into. Raises OSError."""
+    folder = _temporary(trial, version)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def finish(trial: Trial, version: WeightVersion) -> Path:
+    """Give the written folder its name and point to it. Raises OSError, and Stale where newer weights are current."""
+    pointer = read_json(trial.current_weights)
+    if pointer and (pointer["lineage"], pointer["step"]) > (version.lineage, version.step):
+        raise Stale(f"weights {pointer['label']} are current: a later trainer than this one ({version}) has published")
+    final = trial.published(str(version))
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(_temporary(trial, version), final)
+    _point(trial, {"label": str(version), "lineage": version.lineage, "step": version.step, "path": str(final)})
+    return final
+
+
+def size_bytes(folder: Path) -> int:
+    return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
+
+
+def prune(trial: Trial, held: Iterable[str], keep: int = KEEP) -> list[str]:
+    """Remove all versions but the newest `keep`, those in `held` and the current one; returns what was removed."""
+    versions = sorted((v for v in map(_version, os.listdir(trial.weights)) if v), key=lambda v: (v.lineage, v.step), reverse=True)
+    current = read_json(trial.current_weights) or {}
+    staying = {*held, current.get("label")}
+    going = [str(version) for version in versions[keep:] if str(version) not in staying]
+    for label in going:
+        shutil.rmtree(trial.published(label), ignore_errors=True)
+    return going
+
+
+def clear_leftovers(trial: Trial) -> None:
+    """Remove half-written folders of trainers that were killed. Only the owner of the trial does this."""
+    for entry in os.scandir(trial.weights) if trial.weights.is_dir() else ():
+        if entry.name.startswith(".") and entry.name.endswith(".tmp"):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                Path(entry.path).unlink(missing_ok=True)
+
+
+def _temporary(trial: Trial, version: WeightVersion) -> Path:
+    return trial.weights / f".{version}.tmp"
+
+
+def _point(trial: Trial, value: dict[str, Any]) -> None:
+    temp = trial.weights / f".{trial.current_weights.name}.{uuid.uuid4().hex[:12]}.tmp"
+    temp.write_text(json.dumps(value) + "\n")
+    os.replace(temp, trial.current_weights)
+
+
+def _version(name: str) -> WeightVersion | None:
+    try:
+        return WeightVersion.parse(name)
+    except ValueError:
+        return None

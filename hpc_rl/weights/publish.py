@@ -1,0 +1,183 @@
+"""Publish: bring written weights into every live generation server: pause, update, verify, continue, all servers at once.
+
+The training thread waits for the answers; the talking is done by an event loop in a thread of its own, which keeps the
+connections and watches the leases between publishes. A server that fails is left out: it loads the current weights
+by itself, and is asked again once its lease says that it has. One acknowledgement is enough to go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from hpc_rl.errors import HpcRlError, RoleFailed
+from hpc_rl.name_resolve import keys
+from hpc_rl.name_resolve.base import NameResolve, Seen
+from hpc_rl.servers.client import HttpServerClient, open_session
+from hpc_rl.servers.router import is_older
+from hpc_rl.trial import Trial
+from hpc_rl.types import WeightVersion
+from hpc_rl.weights import disk
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.1  # between two looks for a server while there is none
+RESUME_TIMEOUT_S = 5.0
+BUSY = ("starting", "loading", "stale", "stopping")  # such a server takes no updates; one that starts loads the newest weights
+SLOWEST_LOAD_BYTES_PER_S = 50e6  # a server that loads slower than this is left out
+
+
+@dataclass
+class Published:
+    """What came of a publish: keys of the servers that have the weights, and why others have not."""
+
+    acknowledged: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class Publisher:
+    """Rank 0's; `close` it at the end.
+
+    Args:
+        trial: The trial.
+        names: Where the servers' leases lie; used by the publisher's own thread only.
+        tokens: The trial's two tokens.
+        setup_timeout_s: Seconds to wait for the first acknowledgement of a publish.
+        update_timeout_s: Seconds that one server may take, besides the time for loading the bytes.
+        watch_s: Seconds between two looks at the leases between publishes.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        names: NameResolve,
+        tokens: dict[str, str],
+        setup_timeout_s: float = 600.0,
+        update_timeout_s: float = 60.0,
+        watch_s: float = 1.0,
+    ) -> None:
+        self.trial, self.names, self.tokens = trial, names, tokens
+        self.setup_timeout_s, self.update_timeout_s, self.watch_s = setup_timeout_s, update_timeout_s, watch_s
+        self._left_out: dict[str, tuple[int, str]] = {}  # key -> epoch that failed, label that it did not get
+        self._leases: dict[str, Seen] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._pruning: asyncio.Future[Any] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="publisher")
+        self._thread.start()
+        self._watcher = asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
+
+    def publish(self, version: WeightVersion, path: Path, stopping: threading.Event | None = None) -> Published:
+        """Bring the weights at `path` into the servers; returns once one has them, or `stopping` was set while none had.
+
+        Raises RoleFailed when no server took them within setup_timeout_s.
+        """
+        work: Future[Published] = asyncio.run_coroutine_threadsafe(self._publish(str(version), path, stopping), self._loop)
+        return work.result()
+
+    def close(self) -> None:
+        self._watcher.cancel()
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(timeout=30)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=30)
+        self._loop.close()
+
+    async def _publish(self, label: str, path: Path, stopping: threading.Event | None) -> Published:
+        limit_s = self.update_timeout_s + disk.size_bytes(path) / SLOWEST_LOAD_BYTES_PER_S
+        give_up_at = time.monotonic() + self.setup_timeout_s
+        waiting = False
+        while True:
+            targets = self._targets()
+            answers = await asyncio.gather(*(self._update(key, seen, label, path, limit_s) for key, seen in targets.items()))
+            result = Published(
+                [key for key, problem in zip(targets, answers, strict=True) if not problem],
+                {key: problem for key, problem in zip(targets, answers, strict=True) if problem},
+            )
+            self._remember(result, targets, label)
+            if result.acknowledged:
+                self._prune()
+                return result
+            if stopping is not None and stopping.is_set():
+                return result
+            if time.monotonic() > give_up_at:
+                raise RoleFailed(
+                    f"no generation server took weights {label} within {self.setup_timeout_s:.0f} s: {_words(result)}"
+                )
+            if not waiting:
+                logger.info("weights %s: waiting for a generation server (%s)", label, _words(result))
+            waiting = True
+            await asyncio.sleep(RETRY_S)
+
+    def _targets(self) -> dict[str, Seen]:
+        """Live servers that can be asked; those that failed before only where there is no other."""
+        self._leases = self.names.leases(keys.SERVERS)
+        live = {key: seen for key, seen in self._leases.items() if seen.alive and seen.value.get("state") not in BUSY}
+        return {key: seen for key, seen in live.items() if not self._is_left_out(seen)} or live
+
+    def _is_left_out(self, seen: Seen) -> bool:
+        epoch, label = self._left_out.get(seen.key, (-1, ""))
+        return epoch == seen.epoch and is_older(str(seen.value.get("version") or ""), label)
+
+    def _remember(self, result: Published, targets: dict[str, Seen], label: str) -> None:
+        for key in result.acknowledged:
+            self._left_out.pop(key, None)
+        for key, problem in result.failed.items():
+            if key not in self._left_out:
+                logger.warning("weights %s: %s is left out until it has loaded by itself: %s", label, key, problem)
+            self._left_out[key] = (targets[key].epoch, label)
+
+    async def _update(self, key: str, seen: Seen, label: str, path: Path, limit_s: float) -> str:
+        """Update one server; returns '' or why it has not got the weights."""
+        client = self._client(seen.value["url"])
+        try:
+            async with asyncio.timeout(limit_s):
+                await client.pause()
+                try:
+                    await client.update_weights(str(path), label)
+                except BaseException:  # a time-out too: held requests must not wait for good
+                    await client.resume(timeout_s=RESUME_TIMEOUT_S)
+                    raise
+                info, _ = await asyncio.gather(client.model_info(), client.resume())
+        except TimeoutError:
+            return f"no answer within {limit_s:.0f} s"
+        except HpcRlError as error:
+            return str(error)
+        version = info.get("weight_version")
+        return "" if version == label else f"reports {version!r} after the update"
+
+    def _client(self, url: str) -> HttpServerClient:
+        if self._session is None:
+            self._session = open_session()
+        return HttpServerClient(self._session, url, self.tokens["data"], self.tokens["control"])
+
+    def _prune(self) -> None:
+        """Remove old folders beside the training; a slow file system is no reason to wait for it."""
+        if self._pruning is None or self._pruning.done():
+            held = {str(seen.value.get("version")) for seen in self._leases.values() if seen.alive}
+            self._pruning = self._loop.run_in_executor(None, disk.prune, self.trial, held)
+
+    async def _watch(self) -> None:
+        """Look at the leases now and then, so that one whose owner died is known to be dead when the next publish comes."""
+        while True:
+            await asyncio.sleep(self.watch_s)
+            with contextlib.suppress(OSError):  # the next look may succeed
+                self._leases = self.names.leases(keys.SERVERS)
+
+    async def _close(self) -> None:
+        if self._pruning is not None:
+            await asyncio.wait([self._pruning])
+        if self._session is not None:
+            await self._session.close()
+
+
+def _words(result: Published) -> str:
+    return "; ".join(f"{key}: {problem}" for key, problem in result.failed.items()) or "none is ready"

@@ -1,0 +1,193 @@
+"""The trainer as real processes on a tiny model: it learns, and what is killed and resumed equals what never was."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from trainer_processes import Roles, make_toy, make_trial, write_plan
+
+from hpc_rl.checkpoint.generation import scan, verify
+from hpc_rl.config.data import DatasetConfig
+from hpc_rl.config.generation import GenerationHyperparameters
+from hpc_rl.config.root import GRPOConfig
+from hpc_rl.config.train import NormConfig, PPOActorConfig
+from hpc_rl.engines import ENGINES
+from hpc_rl.stats.sinks import Sinks
+from hpc_rl.trainers.grpo import GRPO
+from hpc_rl.trainers.ranks import Ranks
+from hpc_rl.trainers.run import Run
+from hpc_rl.trial import Trial, read_json, write_json
+from hpc_rl.types import Batch, Trajectory, TrajectoryGroup
+
+pytestmark = pytest.mark.timeout(240)
+
+SFT_OPTIONS = [
+    "total_train_steps=40",
+    "train_dataset.batch_size=32",
+    "model.optimizer.lr=2e-3",
+    "model.optimizer.lr_scheduler_type=linear",
+]
+GRPO_OPTIONS = [
+    "train_dataset.batch_size=4",
+    "gconfig.n_samples=4",
+    "gconfig.max_new_tokens=4",
+    "actor.ppo_n_minibatches=2",
+    "actor.optimizer.lr=1e-3",
+    "actor.adv_norm.mean_level=batch",
+    "rollout.max_head_offpolicyness=1",
+]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("toy"))
+
+
+def final_weights(trial: Trial) -> bytes:
+    return (trial.exports / "final" / "model.safetensors").read_bytes()
+
+
+def newest(trial: Trial) -> int:
+    return next(found.step for found in map(verify, scan(trial)) if not found.problem)
+
+
+def test_sft_learns_and_killed_and_resumed_it_equals_the_unbroken_run_bit_for_bit(toy):
+    data = f"valid_dataset.path={toy / 'task' / 'sft.jsonl'}"
+    whole = make_trial(toy, "whole", "sft", [*SFT_OPTIONS, data, "recover.mode=disabled"])
+    write_plan(whole, "sft", 1)
+    with Roles(whole, "1.0") as roles:
+        assert roles.ended(roles.trainer()) == [0]
+    unbroken = roles.rows()
+    assert [row["step"] for row in unbroken] == list(range(1, 41))
+    assert unbroken[-1]["loss"] < 0.6 * unbroken[0]["loss"]
+    assert unbroken[-1]["eval_loss"] < 0.6 * unbroken[0]["loss"]
+
+    broken = make_trial(toy, "broken", "sft", [*SFT_OPTIONS, data, "recover.mode=auto", "recover.freq_steps=7"])
+    write_plan(broken, "sft", 1)
+    with Roles(broken, "1.0") as roles:
+        first = roles.trainer()
+        roles.wait_for_step(16)
+        Roles.kill(first)
+        assert roles.ended(first) == [-signal.SIGKILL]
+        saved = newest(broken)
+        assert saved >= 14
+        assert roles.ended(roles.trainer()) == [0]
+    resumed = roles.rows(1)
+    assert resumed[0]["step"] == saved + 1 and resumed[0]["version"] == f"1.{saved + 1}"
+    assert [(row["loss"], row["lr"], row["grad_norm"]) for row in resumed] == [
+        (row["loss"], row["lr"], row["grad_norm"]) for row in unbroken[saved:]
+    ]
+    assert final_weights(broken) == final_weights(whole)
+
+
+def test_two_ranks_drain_together_and_one_rank_goes_on(toy):
+    trial = make_trial(toy, "ranks", "sft", [*SFT_OPTIONS, "total_train_steps=400", "recover.mode=fault"])
+    write_plan(trial, "sft", 2)
+    with Roles(trial, "1.0") as roles:
+        both = roles.trainer(2)
+        roles.wait_for_step(5)
+        both[1].send_signal(signal.SIGTERM)  # one of them hears it; all stop at the same boundary
+        assert roles.ended(both) == [75, 75]
+        stopped = newest(trial)
+        assert stopped == roles.rows()[-1]["step"] < 400
+        config = read_json(trial.config_json)
+        config["total_train_steps"] = stopped + 5
+        write_json(trial.config_json, config)
+        write_plan(trial, "sft", 1)
+        assert roles.ended(roles.trainer(1)) == [0]
+    assert [row["step"] for row in roles.rows(1)] == list(range(stopped + 1, stopped + 6))
+    assert read_json(trial.exports / "final" / "hpc_rl.json")["version"] == f"1.{stopped + 5}"
+
+
+def test_what_forbids_a_start_ends_every_rank_with_the_same_code(toy):
+    trial = make_trial(toy, "nothing", "sft", [*SFT_OPTIONS, "recover.mode=resume"])
+    write_plan(trial, "sft", 2)
+    with Roles(trial, "1.0") as roles:
+        assert roles.ended(roles.trainer(2)) == [3, 3]
+    assert "no valid generation to resume from" in read_json(trial.attempt("1.0").exit_record("trainer", 0, 0, rank=1))["reason"]
+    assert list(trial.lineages.iterdir()) == []
+
+
+def test_rows_without_advantage_change_nothing(toy, tmp_path, monkeypatch):
+    """The same update with those rows computed and with them skipped."""
+    weights = []
+    for skip in (True, False):
+        config = GRPOConfig(
+            experiment_name="e",
+            trial_name="t",
+            train_dataset=DatasetConfig(path="x.jsonl", batch_size=3),
+            gconfig=GenerationHyperparameters(n_samples=2),
+            actor=PPOActorConfig(
+                path=str(toy / "base"),
+                attn_impl="sdpa",
+                dtype="float32",
+                gradient_checkpointing=False,
+                ppo_n_minibatches=2,
+                adv_norm=NormConfig(mean_level="group", std_level="group"),
+            ),
+        )
+        engine = ENGINES["fsdp"](config.actor)
+        engine.initialize(2)
+        trial = Trial(tmp_path / "trial")
+        run = Run(trial, trial.attempt("1.0"), 0, config, engine, Ranks(), threading.Event(), 0, 0, Sinks([]))
+        recipe = GRPO(run, None, None, num_prompts=3)
+        if not skip:
+            monkeypatch.setattr("hpc_rl.trainers.grpo.is_useful", lambda advantages: True)
+        recipe.update(1, toy_batch())
+        numbers = run.stats.take()
+        assert numbers["rows_skipped"] == (4 if skip else 0)
+        assert numbers["grad_norm"] > 0
+        weights.append({name: tensor.clone() for name, tensor in engine.hf_weights()})
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-5, atol=1e-7)
+
+
+def toy_batch() -> Batch:
+    """Three groups of two; only the middle one has rewards that differ."""
+    random = np.random.default_rng(0)
+    groups = []
+    for index, rewards in enumerate(((1.0, 1.0), (1.0, 0.0), (0.0, 0.0))):
+        rows = []
+        for reward in rewards:
+            length = int(random.integers(5, 9))
+            mask = np.arange(length) >= 3
+            logprobs = np.where(mask, -2.5, 0.0).astype(np.float32)
+            version = np.where(mask, 0, -1).astype(np.int32)
+            ids = random.integers(3, 15, length).astype(np.int32)
+            rows.append(Trajectory(ids, mask, logprobs, version, version, reward, "stop"))
+        groups.append(TrajectoryGroup(index, rows))
+    return Batch(1, groups)
+
+
+def test_grpo_killed_gets_the_same_batches_again_under_a_new_lineage(toy):
+    data = f"valid_dataset.path={toy / 'task' / 'heldout.jsonl'}"
+    trial = make_trial(
+        toy, "grpo", "grpo", [*GRPO_OPTIONS, data, "total_train_steps=12", "recover.mode=auto", "recover.freq_steps=5"]
+    )
+    write_plan(trial, "grpo", 2)
+    with Roles(trial, "1.0") as roles:
+        roles.start("server")
+        roles.start("rollout")
+        first = roles.trainer(2)
+        roles.wait_for_step(8)
+        Roles.kill(first)
+        assert roles.ended(first) == [-signal.SIGKILL] * 2
+        saved = newest(trial)
+        before = {row["step"]: row for row in roles.rows() if "loss" in row}
+        assert roles.ended(roles.trainer(2), timeout_s=120) == [0, 0]
+    rows = [row for row in roles.rows(1) if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(saved + 1, 13))
+    for row in rows:
+        if row["step"] in before:  # the very same batch: nothing was generated twice
+            again = before[row["step"]]
+            assert (row["reward"], row["seq_len"], row["num_tokens"]) == (again["reward"], again["seq_len"], again["num_tokens"])
+    evaluations = [row for row in roles.rows(0) + roles.rows(1) if "eval_reward" in row]
+    assert [row["eval_version"] for row in evaluations] == ["0.0", "1.12"]
+    assert all(row["eval_num_prompts"] == 200 for row in evaluations)
+    assert read_json(trial.current_weights)["label"] == "1.12"
+    assert sorted(path.name for path in trial.weights.iterdir() if path.is_dir())[-2:] == ["1.11", "1.12"]

@@ -1,0 +1,129 @@
+"""Trial directories of the toy, and the roles of a trial started as processes without a supervisor: for tests of the trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.config.load import load, to_dict
+from hpc_rl.examples import toy
+from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.trial import Trial, write_json
+
+
+def make_toy(folder: Path) -> Path:
+    """The toy's task and its random model."""
+    toy.make_task(folder / "task")
+    toy.make_model(folder / "base")
+    return folder
+
+
+def make_trial(folder: Path, name: str, kind: str, overrides: list[str]) -> Trial:
+    """A trial as submit leaves it, with the model and data of `make_toy(folder)`."""
+    data = "sft" if kind == "sft" else "train"
+    section = "model" if kind == "sft" else "actor"
+    common = [
+        "experiment_name=toy",
+        f"trial_name={name}",
+        f"cluster.fileroot={folder / 'runs'}",
+        "cluster.n_gpus_per_node=0",
+        f"train_dataset.path={folder / 'task' / f'{data}.jsonl'}",
+        f"{section}.path={folder / 'base'}",
+        f"{section}.gradient_checkpointing=false",
+        f"{section}.attn_impl=sdpa",
+        f"{section}.dtype=float32",
+        f"{section}.optimizer.weight_decay=0",
+    ]
+    trial = Trial.of(folder / "runs", "user", "toy", name)
+    trial.make_dirs()
+    trial.make_secret()
+    write_json(trial.config_json, to_dict(load([], [*common, *overrides]).config))
+    return trial
+
+
+def write_plan(trial: Trial, kind: str, num_ranks: int) -> None:
+    modules = {"server": "hpc_rl.app.server", "rollout": "hpc_rl.app.rollout", "trainer": "hpc_rl.app.trainer"}
+    tasks = {"trainer": num_ranks} if kind == "sft" else {"server": 1, "rollout": 1, "trainer": num_ranks}
+    size = {"index": 0, "nodes": [0], "cpus_per_task": 1, "mem_mb_per_task": 1024, "gpus_per_task": 0}
+    units = [Unit(role=role, tasks_per_node=count, module=modules[role], **size) for role, count in tasks.items()]  # type: ignore[arg-type]
+    names = {"experiment_name": "toy", "trial_name": trial.name, "trainer": kind, "allocation": "", "device": "cpu"}
+    sizes = {"n_nodes": 1, "n_gpus_per_node": 0, "cpus_per_node": 1, "mem_mb_per_node": 1, "recover_retries": 3}
+    more: dict[str, Any] = {"server_backend": None if kind == "sft" else "embedded", "units": units, "recover_mode": "auto"}
+    write_json(trial.plan_json, Plan(**names, **sizes, **more, python=sys.executable).to_json())
+
+
+@dataclass
+class Roles:
+    """Processes of one attempt; leaving the context kills what still runs."""
+
+    trial: Trial
+    attempt_id: str
+    incarnations: dict[str, int] = field(default_factory=dict)
+    processes: list[subprocess.Popen] = field(default_factory=list)
+
+    def __enter__(self) -> Roles:
+        self.trial.attempt(self.attempt_id).make_dirs()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            process.stdin.close()
+
+    def start(self, role: str, rank: int = 0, num_ranks: int = 1) -> subprocess.Popen:
+        incarnation = self.incarnations.setdefault(role, 0)
+        where = ["--trial_dir", str(self.trial.dir), "--attempt", self.attempt_id, "--incarnation", str(incarnation)]
+        env = {**os.environ, "HPC_RL_STEPS": "process", "HPC_RL_RANK": str(rank), "HPC_RL_NUM_RANKS": str(num_ranks)}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        with self.log(role, rank).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"hpc_rl.app.{role}", *where],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+            )
+        self.processes.append(process)
+        return process
+
+    def trainer(self, num_ranks: int = 1) -> list[subprocess.Popen]:
+        return [self.start("trainer", rank, num_ranks) for rank in range(num_ranks)]
+
+    def ended(self, processes: list[subprocess.Popen], timeout_s: float = 60.0) -> list[int]:
+        """Exit codes, with the supervisor's record of them; the next start of the trainer is a new incarnation."""
+        codes = [process.wait(timeout_s) for process in processes]
+        incarnation = self.incarnations["trainer"]
+        row = {"event": "exited", "role": "trainer", "incarnation": incarnation, "code": codes[0]}
+        with self.trial.attempt(self.attempt_id).events.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        self.incarnations["trainer"] = incarnation + 1
+        return codes
+
+    def log(self, role: str, rank: int = 0) -> Path:
+        return self.trial.attempt(self.attempt_id).log(role, 0, self.incarnations.get(role, 0), rank)
+
+    def rows(self, incarnation: int = 0) -> list[dict[str, Any]]:
+        path = self.trial.attempt(self.attempt_id).metrics(incarnation)
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def wait_for_step(self, step: int, incarnation: int = 0, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not any(row["step"] >= step and "loss" in row for row in self.rows(incarnation)):
+            assert time.monotonic() < deadline, f"step {step} was not reached:\n{self.log('trainer').read_text()[-3000:]}"
+            assert any(process.poll() is None for process in self.processes)
+            time.sleep(0.05)
+
+    @staticmethod
+    def kill(processes: list[subprocess.Popen]) -> None:
+        for process in processes:
+            process.send_signal(signal.SIGKILL)

@@ -1,0 +1,323 @@
+"""The loop, the run and the start around them, with an engine of a few lines: order, stops, resumes, what lies on disk."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.checkpoint.generation import scan, verify
+from hpc_rl.config.data import DatasetConfig
+from hpc_rl.config.root import SFTConfig
+from hpc_rl.config.service import EvaluatorConfig, RecoverConfig, SaverConfig
+from hpc_rl.config.train import TrainEngineConfig
+from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume
+from hpc_rl.name_resolve.memory import MemoryNames
+from hpc_rl.stats.sinks import JsonlSink, Sinks
+from hpc_rl.trainers import start
+from hpc_rl.trainers.loop import train
+from hpc_rl.trainers.ranks import Ranks
+from hpc_rl.trainers.run import Run, total_steps
+from hpc_rl.trial import Trial, read_json, write_json
+
+
+class FakeEngine:
+    """Its state is one number, the sum of the batches that it has seen."""
+
+    rank, num_ranks = 0, 1
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def save(self, folder: Path) -> list[str]:
+        (folder / "state.json").write_text(json.dumps(self.total))
+        return ["state.json"]
+
+    def load(self, folder: Path, saved_num_ranks: int) -> None:
+        self.total = json.loads((folder / "state.json").read_text())
+
+    def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
+        (folder / "model.json").write_text(json.dumps(self.total))
+
+
+class FakeRecipe:
+    """Batch k is the number k. `calls` is what happened; `at` maps a step to what a test does before its batch comes."""
+
+    def __init__(self, run: Run, total: int, at: dict | None = None, evaluates: bool = True) -> None:
+        self.run, self.total_steps, self.at, self.evaluates = run, total, at or {}, evaluates
+        self.calls: list[str] = []
+        self.trained: list[int] = []
+
+    def batch(self, step: int) -> int | None:
+        self.at.get(step, lambda: None)()
+        return None if self.run.stopping.is_set() and step in self.at and getattr(self.at[step], "waits", False) else step
+
+    def update(self, step: int, batch: int) -> None:
+        self.run.engine.total += batch
+        self.trained.append(step)
+        self.run.stats.value("loss", 1.0 / step)
+        self.calls.append(f"update {step}")
+        self.at.get(f"during {step}", lambda: None)()
+
+    def publish(self, step: int) -> None:
+        self.calls.append(f"publish {step}")
+
+    def evaluate(self, step: int) -> dict | None:
+        self.calls.append(f"evaluate {step}")
+        return None if self.run.stopping.is_set() else {}
+
+    def position(self, step: int) -> tuple[int, int]:
+        return divmod(step * 2, 10)
+
+    def retain(self, step: int) -> None:
+        self.calls.append(f"retain {step}")
+
+
+def make_config(tmp_path, **sections) -> SFTConfig:
+    return SFTConfig(
+        experiment_name="e",
+        trial_name="t",
+        train_dataset=DatasetConfig(path="rows.jsonl", batch_size=2),
+        model=TrainEngineConfig(path=str(tmp_path / "model")),
+        **{"recover": RecoverConfig(mode="auto", freq_steps=3, keep=2), **sections},
+    )
+
+
+class Starter:
+    """Starts incarnations of one trial, as the app does."""
+
+    def __init__(self, tmp_path: Path, **sections) -> None:
+        self.trial = Trial(tmp_path / "trial")
+        self.trial.make_dirs()
+        self.config = make_config(tmp_path, **sections)
+        self.attempt_id = "7.0"
+        self.incarnation = -1
+
+    def __call__(self, total: int, at: dict | None = None) -> tuple[ExitCode, FakeRecipe]:
+        self.incarnation += 1
+        attempt = self.trial.attempt(self.attempt_id)
+        attempt.make_dirs()
+        stopping = threading.Event()
+        tokens, names = {"control": "c", "data": "d"}, MemoryNames()
+        who = (self.trial, attempt, self.incarnation, self.config)
+        begun = start.begin(start.Start(*who, tokens, names, "cpu", Ranks(), stopping))
+        engine = FakeEngine()
+        if begun["manifest"]:
+            engine.load(self.trial.generation(begun["step"]), begun["manifest"]["num_ranks"])
+        sinks = Sinks([JsonlSink(attempt.metrics(self.incarnation))])
+        run = Run(*who, engine, Ranks(), stopping, begun["lineage"], begun["step"], sinks)
+        if begun["manifest"]:
+            run.restore(begun["manifest"])
+        recipe = FakeRecipe(run, total, at)
+        self.last = run
+        try:
+            return train(run, recipe), recipe
+        finally:
+            sinks.close()
+
+    def end(self, code: int) -> None:
+        """The supervisor's word on how the last incarnation ended."""
+        events = self.trial.attempt(self.attempt_id).events
+        row = {"event": "exited", "role": "trainer", "incarnation": self.incarnation, "code": code}
+        with events.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def generations(self) -> list[int]:
+        return [found.step for found in map(verify, scan(self.trial)) if not found.problem]
+
+    def rows(self) -> list[dict]:
+        path = self.trial.attempt(self.attempt_id).metrics(self.incarnation)
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def starter(tmp_path):
+    return Starter(tmp_path)
+
+
+def stop(run_of, waits: bool = False):
+    def act() -> None:
+        run_of().stopping.set()
+
+    act.waits = waits
+    return act
+
+
+def test_what_happens_when(tmp_path):
+    starter = Starter(tmp_path, evaluator=EvaluatorConfig(freq_steps=2), saver=SaverConfig(freq_steps=4))
+    code, recipe = starter(5)
+    assert code == ExitCode.DONE
+    expected = "publish 0, evaluate 0, update 1, publish 1, update 2, publish 2, evaluate 2, update 3, publish 3, retain 3, "
+    expected += "update 4, publish 4, evaluate 4, update 5, publish 5, evaluate 5, retain 3"
+    assert recipe.calls == expected.split(", ")
+    assert starter.generations() == [5, 3]
+    assert sorted(path.name for path in starter.trial.exports.iterdir()) == ["final", "step-00000004"]
+    assert json.loads((starter.trial.exports / "final" / "model.json").read_text()) == 15
+    assert read_json(starter.trial.exports / "final" / "hpc_rl.json")["version"] == "0.5"
+    rows = starter.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert rows[1]["version"] == "0.2" and rows[1]["lineage"] == 0 and rows[1]["loss"] == 0.5
+    assert {"time", "wait_s", "train_s", "publish_s", "save_s", "step_s"} <= set(rows[0])
+    assert rows[0]["save_s"] == 0.0 < rows[3]["save_s"]
+
+
+def test_told_to_stop_in_a_step_it_finishes_the_step_saves_and_exits_75(starter):
+    code, recipe = starter(10, {"during 4": stop(lambda: starter.last)})
+    assert code == ExitCode.STOPPED
+    assert recipe.trained == [1, 2, 3, 4]
+    assert starter.generations() == [4, 3]
+    starter.end(75)
+    code, recipe = starter(10)
+    assert code == ExitCode.DONE
+    assert recipe.trained == [5, 6, 7, 8, 9, 10]
+    assert recipe.calls[:2] == ["publish 4", "update 5"]
+    assert starter.last.engine.total == 55
+    manifest = scan(starter.trial)[0].manifest
+    assert (manifest.lineage, manifest.version, manifest.submission, manifest.epoch, manifest.cursor) == (1, "1.10", "7", 2, 0)
+
+
+def test_told_to_stop_while_it_waits_for_a_batch_it_saves_what_it_has(starter):
+    code, recipe = starter(10, {5: stop(lambda: starter.last, waits=True)})
+    assert code == ExitCode.STOPPED
+    assert recipe.trained == [1, 2, 3, 4]
+    assert starter.generations() == [4, 3]
+
+
+def test_told_to_stop_right_after_a_save_it_does_not_save_again(starter):
+    _, recipe = starter(10, {4: stop(lambda: starter.last, waits=True)})
+    assert starter.generations() == [3]
+    assert [call for call in recipe.calls if call.startswith("retain")] == ["retain 3"]
+
+
+class Killed(BaseException):
+    """kill -9"""
+
+
+def kill() -> None:
+    raise Killed
+
+
+@pytest.mark.parametrize("moment", [1, 3, 4, 7, "during 1", "during 4", "during 10"], ids=str)
+def test_killed_anywhere_it_goes_on_from_the_newest_generation(starter, moment):
+    with pytest.raises(Killed):
+        starter(10, {moment: kill})
+    starter.end(137)
+    code, recipe = starter(10)
+    step = moment if isinstance(moment, int) else int(moment.split()[1])
+    resumed_from = (step - 1) // 3 * 3
+    assert code == ExitCode.DONE
+    assert recipe.trained == list(range(resumed_from + 1, 11))
+    assert starter.last.engine.total == 55
+    assert [read_json(path)["from_step"] for path in sorted(starter.trial.lineages.iterdir())] == [0, resumed_from]
+
+
+def test_a_damaged_generation_is_set_aside_and_the_one_before_is_taken(starter, caplog):
+    with pytest.raises(Killed):
+        starter(10, {8: kill})
+    starter.end(137)
+    path = starter.trial.generation(6) / "state.json"
+    path.write_text(path.read_text().replace("21", "22"))
+    code, recipe = starter(10)
+    assert code == ExitCode.DONE
+    assert recipe.trained[0] == 4
+    assert starter.last.engine.total == 55
+    assert "GENERATION SET ASIDE" in caplog.text
+    assert [p.name[:12] for p in (starter.trial.recover / "set-aside").iterdir()] == ["gen-00000006"]
+
+
+def test_a_finished_trial_ends_cleanly_when_started_again(starter):
+    starter(4)
+    starter.end(0)
+    before = sorted(path.stat().st_mtime_ns for path in (starter.trial.exports / "final").iterdir())
+    code, recipe = starter(4)
+    assert code == ExitCode.DONE
+    assert recipe.calls == []
+    assert sorted(path.stat().st_mtime_ns for path in (starter.trial.exports / "final").iterdir()) == before
+
+
+def test_killed_before_the_final_export_it_makes_up_for_it(starter, monkeypatch):
+    monkeypatch.setattr(FakeEngine, "export", lambda *_args, **_kwargs: kill())
+    with pytest.raises(Killed):
+        starter(4)
+    monkeypatch.undo()
+    starter.end(137)
+    code, recipe = starter(4)
+    assert code == ExitCode.DONE and recipe.calls == []
+    assert json.loads((starter.trial.exports / "final" / "model.json").read_text()) == 10
+
+
+def test_an_evaluation_that_a_stop_cut_short_is_made_up_for(starter):
+    starter.config.evaluator = EvaluatorConfig(freq_steps=2)
+    code, recipe = starter(4, {"during 4": stop(lambda: starter.last)})
+    assert code == ExitCode.STOPPED and "evaluate 4" in recipe.calls
+    starter.end(75)
+    code, recipe = starter(4)
+    assert code == ExitCode.DONE
+    assert recipe.calls == ["publish 4", "evaluate 4"]
+    starter.end(0)
+    assert starter(4)[1].calls == []
+
+
+def test_mode_disabled_never_saves(tmp_path):
+    starter = Starter(tmp_path, recover=RecoverConfig(mode="disabled", freq_steps=1))
+    code, _ = starter(10, {"during 4": stop(lambda: starter.last)})
+    assert code == ExitCode.STOPPED
+    assert starter.generations() == []
+
+
+def test_a_drain_saves_although_no_frequency_is_set(tmp_path):
+    starter = Starter(tmp_path, recover=RecoverConfig(mode="fault"))
+    starter(10, {"during 2": stop(lambda: starter.last)})
+    assert starter.generations() == [2]
+
+
+def test_resume_without_a_generation_and_a_fresh_mode_over_state_are_refused(tmp_path):
+    starter = Starter(tmp_path, recover=RecoverConfig(mode="resume"))
+    with pytest.raises(NothingToResume):
+        starter(3)
+    assert list(starter.trial.lineages.iterdir()) == []
+    starter.config.recover = RecoverConfig(mode="auto", freq_steps=1)
+    starter(3)
+    starter.config.recover = RecoverConfig(mode="disabled")
+    starter.attempt_id = "8.0"
+    with pytest.raises(ConfigError, match="already has state"):
+        starter(3)
+
+
+def test_hpc_rl_recover_starts_as_resume_whatever_the_mode(starter):
+    starter(2)
+    starter.config.recover = RecoverConfig(mode="fault", freq_steps=1)
+    starter.attempt_id = "8.0"
+    write_json(starter.trial.job("8"), {"start_mode": "resume"})
+    code, recipe = starter(4)
+    assert code == ExitCode.DONE and recipe.trained == [3, 4]
+
+
+def test_a_full_disk_is_said_in_words(starter, monkeypatch):
+    def full(self, folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FakeEngine, "save", full)
+    with pytest.raises(CannotWrite, match=r"can't write generation 3 .*No space left"):
+        starter(4)
+    assert starter.generations() == []
+
+
+def test_leftovers_of_killed_incarnations_go(starter):
+    (starter.trial.recover / ".gen-00000003.7.0.0.tmp").mkdir()
+    (starter.trial.weights / ".0.1.tmp").mkdir()
+    starter(1)
+    assert not [p for folder in (starter.trial.recover, starter.trial.weights) for p in folder.iterdir() if p.name[0] == "."]
+
+
+def test_total_steps(tmp_path):
+    config = make_config(tmp_path)
+    config.total_train_epochs = 3
+    assert total_steps(config, 11) == 16  # 33 rows, 2 a batch
+    config.total_train_steps = 4
+    assert total_steps(config, 11) == 4
+    config.total_train_steps = None
+    with pytest.raises(ConfigError, match="no whole batch"):
+        total_steps(make_config(tmp_path), 1)

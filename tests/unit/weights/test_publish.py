@@ -1,0 +1,222 @@
+"""Publishing against fake servers over real HTTP: good, slow, dead, refusing, lying ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+from aiohttp import web
+
+from hpc_rl.errors import RoleFailed, Stale
+from hpc_rl.name_resolve import keys
+from hpc_rl.name_resolve.memory import MemoryNames
+from hpc_rl.trial import Trial
+from hpc_rl.types import WeightVersion
+from hpc_rl.weights import disk
+from hpc_rl.weights.publish import Publisher
+
+TOKENS = {"control": "c-token", "data": "d-token"}
+
+
+class FakeServer:
+    """Speaks the four calls; `update` may be replaced by a test."""
+
+    def __init__(self, names: MemoryNames, index: int) -> None:
+        self.names, self.index = names, index
+        self.calls: list[str] = []
+        self.version = ""
+        self.slow = False
+        self.ending = asyncio.Event()
+        self.refuse = False
+        self.lie = False
+
+    async def start(self) -> FakeServer:
+        app = web.Application()
+        for path in ("/pause_generation", "/continue_generation", "/update_weights_from_disk"):
+            app.router.add_post(path, self.control)
+        app.router.add_get("/model_info", self.model_info)
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.lease = self.names.lease(keys.server(self.index), {"url": self.url, "version": ""}, ttl_s=60)
+        return self
+
+    async def control(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer c-token"
+        self.calls.append(request.path)
+        body = await request.json()
+        if request.path == "/update_weights_from_disk":
+            if self.slow:
+                await self.ending.wait()
+            if self.refuse:
+                return web.json_response({"error": "bad file"}, status=400)
+            if not self.lie:
+                self.version = body["weight_version"]
+        return web.json_response({})
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
+    async def stop(self) -> None:
+        self.ending.set()
+        await self.runner.cleanup()
+
+
+@pytest.fixture
+def trial(tmp_path):
+    trial = Trial(tmp_path / "trial")
+    trial.make_dirs()
+    return trial
+
+
+@pytest.fixture
+async def servers():
+    names = MemoryNames()
+    started = [await FakeServer(names, index).start() for index in range(3)]
+    yield started
+    for server in started:
+        await server.stop()
+
+
+@pytest.fixture
+def publisher(trial, servers):
+    made = Publisher(trial, servers[0].names, TOKENS, setup_timeout_s=2.0, update_timeout_s=0.5, watch_s=0.05)
+    yield made
+    made.close()
+
+
+def write(trial: Trial, lineage: int, step: int) -> tuple[WeightVersion, object]:
+    version = WeightVersion(lineage, step)
+    (disk.begin(trial, version) / "model.safetensors").write_bytes(b"weights")
+    return version, disk.finish(trial, version)
+
+
+async def publish(publisher: Publisher, trial: Trial, step: int, stopping: threading.Event | None = None):
+    version, path = write(trial, 0, step)
+    return await asyncio.to_thread(publisher.publish, version, path, stopping)
+
+
+async def test_every_live_server_gets_the_weights_in_the_right_order(publisher, trial, servers):
+    result = await publish(publisher, trial, 1)
+    assert result.acknowledged == ["server/0", "server/1", "server/2"]
+    for server in servers:
+        assert server.version == "0.1"
+        assert server.calls == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+    pointer = json.loads(trial.current_weights.read_text())
+    assert pointer == {"label": "0.1", "lineage": 0, "step": 1, "path": str(trial.published("0.1"))}
+
+
+async def test_slow_dead_and_lying_servers_are_left_out_and_none_stays_paused(publisher, trial, servers):
+    slow, dead, good = servers
+    slow.slow = True
+    await dead.stop()
+    start = time.monotonic()
+    result = await publish(publisher, trial, 1)
+    assert result.acknowledged == ["server/2"]
+    assert set(result.failed) == {"server/0", "server/1"}
+    assert time.monotonic() - start < 5
+    assert slow.calls[-1] == "/continue_generation"
+    assert good.version == "0.1"
+    good.calls.clear()
+    start = time.monotonic()
+    await publish(publisher, trial, 2)  # neither is asked again: no time is lost on them
+    assert time.monotonic() - start < 0.4
+    assert slow.calls[-1] == "/continue_generation" and len(slow.calls) == 3
+
+
+async def test_a_server_that_loaded_by_itself_is_asked_again(publisher, trial, servers):
+    bad = servers[0]
+    bad.refuse = True
+    result = await publish(publisher, trial, 1)
+    assert "bad file" in result.failed["server/0"]
+    bad.refuse = False
+    assert "server/0" not in (await publish(publisher, trial, 2)).acknowledged
+    bad.lease.renew({"url": bad.url, "version": "0.2"})
+    assert "server/0" in (await publish(publisher, trial, 3)).acknowledged
+
+
+async def test_a_server_with_a_new_epoch_is_asked_again(publisher, trial, servers):
+    servers[0].lie = True
+    assert (await publish(publisher, trial, 1)).failed["server/0"] == "reports '' after the update"
+    servers[0].lie = False
+    servers[0].lease = servers[0].names.lease(keys.server(0), {"url": servers[0].url, "version": ""}, ttl_s=60)
+    assert "server/0" in (await publish(publisher, trial, 2)).acknowledged
+
+
+async def test_no_server_at_all_fails_in_words(publisher, trial, servers):
+    for server in servers:
+        server.lease.release()
+    with pytest.raises(RoleFailed, match=r"no generation server took weights 0\.1 within 2 s: none is ready"):
+        await publish(publisher, trial, 1)
+
+
+async def test_it_waits_for_the_first_server_to_appear(publisher, trial, servers):
+    for server in servers:
+        server.lease.release()
+    waiting = asyncio.create_task(publish(publisher, trial, 1))
+    await asyncio.sleep(0.3)
+    servers[1].lease = servers[1].names.lease(keys.server(1), {"url": servers[1].url, "version": ""}, ttl_s=60)
+    assert (await waiting).acknowledged == ["server/1"]
+
+
+async def test_a_server_that_still_loads_is_not_asked_and_not_held_against_it(publisher, trial, servers):
+    servers[0].lease.renew({"url": servers[0].url, "version": "", "state": "loading"})
+    assert (await publish(publisher, trial, 1)).acknowledged == ["server/1", "server/2"]
+    servers[0].lease.renew({"url": servers[0].url, "version": "", "state": "waiting"})
+    assert "server/0" in (await publish(publisher, trial, 2)).acknowledged
+
+
+async def test_told_to_stop_it_does_not_wait_for_servers(publisher, trial, servers):
+    for server in servers:
+        server.lease.release()
+    stopping = threading.Event()
+    stopping.set()
+    assert (await publish(publisher, trial, 1, stopping)).acknowledged == []
+
+
+async def test_a_publish_is_cheap(publisher, trial, servers):
+    await publish(publisher, trial, 1)
+    times = []
+    for step in range(2, 12):
+        version, path = write(trial, 0, step)
+        start = time.monotonic()
+        await asyncio.to_thread(publisher.publish, version, path)
+        times.append(time.monotonic() - start)
+    assert sorted(times)[5] < 0.05
+
+
+async def test_old_folders_go_but_for_the_newest_two_and_held_ones(publisher, trial, servers):
+    await publish(publisher, trial, 1)
+    servers[0].lease.renew({"url": servers[0].url, "version": "0.1"})
+    for step in range(2, 6):
+        await publish(publisher, trial, step)
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        folders = sorted(path.name for path in trial.weights.iterdir() if path.is_dir())
+        if folders == ["0.1", "0.4", "0.5"]:
+            break
+        await asyncio.sleep(0.02)
+    assert folders == ["0.1", "0.4", "0.5"]
+
+
+def test_versions_order_by_lineage_first_and_by_number(trial):
+    for lineage, step in ((0, 9), (0, 10), (0, 30), (1, 2)):
+        write(trial, lineage, step)
+    assert disk.prune(trial, held=[]) == ["0.10", "0.9"]
+    with pytest.raises(Stale, match=r"weights 1\.2 are current"):
+        write(trial, 0, 31)
+
+
+def test_what_a_killed_trainer_left_is_not_seen_and_goes(trial):
+    write(trial, 0, 1)
+    (disk.begin(trial, WeightVersion(0, 2)) / "model.safetensors").write_bytes(b"half")
+    (trial.weights / ".current.json.abc.tmp").write_text("{")
+    assert disk.prune(trial, held=[]) == []
+    disk.clear_leftovers(trial)
+    assert sorted(path.name for path in trial.weights.iterdir()) == ["0.1", "current.json"]
