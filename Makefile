@@ -1,0 +1,54 @@
+# make quickstart   set up .venv and run the main job on this machine
+# make check        format, lint, types, unit and golden tests (under 2 minutes once set up)
+# make test         check, and integration, faults, a real Slurm and a real SGLang: what CI runs
+# make soak         what is too long for every landing
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The tests pin PyTorch's CPU build; on a GPU machine: make TORCH='torch>=2.9'
+TORCH ?= torch==2.13.0
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: quickstart setup format check test soak clean
+
+quickstart: $(VENV)/train
+	$(BIN)/hpc-rl quickstart
+
+setup: $(VENV)/dev
+
+$(VENV)/train: pyproject.toml
+	@echo "setting up $(VENV): PyTorch, transformers and hpc-rl (some minutes, once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[train]'
+	@touch $@
+
+$(VENV)/dev: $(VENV)/train pyproject.toml
+	@echo "adding what the tests need"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[train,dev]'
+	@touch $@
+
+format: $(VENV)/dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: $(VENV)/dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit tests/golden
+
+test: check
+	tests/slurm/cluster.sh install
+	tests/sglang/install.sh
+	$(BIN)/python -m pytest tests/integration tests/faults tests/slurm tests/sglang -m "not soak"
+
+soak: $(VENV)/dev
+	tests/slurm/cluster.sh install
+	tests/sglang/install.sh
+	$(BIN)/python -m pytest tests -m soak --timeout 7200
+
+clean:
+	rm -rf $(VENV) .venv-sglang .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

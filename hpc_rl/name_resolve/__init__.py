@@ -1,0 +1,25 @@
+"""How the roles of a trial find each other: records and leases under slash-separated keys. No daemon, no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.name_resolve.base import NameResolve
+from hpc_rl.name_resolve.shared_fs import SharedFsNames
+from hpc_rl.trial import Trial
+
+
+def open_names(where: Trial | str | Path, config: Any = None) -> NameResolve:
+    """The records of one trial.
+
+    Args:
+        where: The trial, or its directory.
+        config: The trial's configuration; its `cluster.name_resolve.nfs_record_root` puts the records elsewhere.
+    """
+    trial = where if isinstance(where, Trial) else Trial(Path(where))
+    root = config.cluster.name_resolve.nfs_record_root if config is not None else ""
+    if not root:
+        return SharedFsNames(trial.names)
+    user, experiment, name = trial.dir.absolute().parts[-3:]
+    return SharedFsNames(Path(root).expanduser().absolute() / user / experiment / name)

@@ -1,0 +1,223 @@
+"""NameResolve in a directory that every node shares: one JSON file per record, one per epoch of a lease, no locks.
+
+Layout: record `a/b/c` is `<root>/a/b/c.json`; epoch N of the lease on `a/b` is `<root>/a/b.epoch-N`. Directories stand for
+prefixes only. One writer per file, except that of several who create a file exactly one wins (link). Names with a leading
+dot are unfinished: readers skip them.
+
+Durability: every write is fsynced before it gets its name (on NFS close pays for that anyway); directories are not fsynced,
+for what a crash of the file server loses here is announced again by whoever is alive.
+
+Caches: NFS remembers that a name was absent for up to a minute, but opening the parent directory revalidates it. So a name
+that was absent is looked up by listing its directory first, and content is polled by open and read, never by mtime.
+Files of older epochs stay: a taker whose listing is old then runs into them instead of reusing their number.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.errors import Stale
+from hpc_rl.name_resolve.base import Seen
+from hpc_rl.name_resolve.polling import Polling, components
+from hpc_rl.trial import create_exclusive, write_atomic
+
+READ_TRIES = 4
+READ_PAUSE_S = 0.02
+EPOCH = ".epoch-"
+RECORD = ".json"
+
+
+class SharedFsNames(Polling):
+    """Args:
+    root: The trial's own directory for names; made when the first record is written.
+    clock: Seconds of this reader; leases are judged by it alone.
+    """
+
+    def __init__(self, root: str | Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.root = Path(root)
+        self._clock = clock
+        self._moved: dict[str, tuple[int, int, float]] = {}  # key -> epoch, counter, when it was first seen
+
+    def add(self, key: str, value: dict[str, Any], replace: bool = False) -> None:
+        path = self._path(key, RECORD)
+        text = json.dumps({"value": value, "nonce": uuid.uuid4().hex})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if replace:
+            _replace(path, text)
+        elif not create_exclusive(path, text):
+            raise FileExistsError(errno.EEXIST, f"name-resolve key {key!r} exists")
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        record = _read(self._path(key, RECORD))
+        return None if record is None else record["value"]
+
+    def list(self, prefix: str) -> dict[str, dict[str, Any]]:
+        found = {}
+        for path in self._files(prefix):
+            if path.name.endswith(RECORD) and (record := _read(path)) is not None:
+                found[self._key(path, RECORD)] = record["value"]
+        return dict(sorted(found.items()))
+
+    def delete(self, key: str) -> None:
+        self._path(key, RECORD).unlink(missing_ok=True)
+
+    def lease(self, key: str, value: dict[str, Any], ttl_s: float) -> SharedFsLease:
+        path = self._path(key, "")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        epoch = _highest_epoch(path) + 1
+        while True:
+            lease = SharedFsLease(path, key, epoch, value, ttl_s)
+            won = create_exclusive(lease.path, lease.content())
+            highest = _highest_epoch(path)  # fresh: the attempt to create a name revalidated the directory
+            if won and highest == epoch:
+                return lease
+            epoch = max(highest, epoch) + 1
+
+    def leases(self, prefix: str) -> dict[str, Seen]:
+        newest: dict[str, int] = {}
+        for path in self._files(prefix):
+            stem, mark, number = path.name.rpartition(EPOCH)
+            if mark and number.isdigit():
+                key = self._key(path.with_name(stem), "")
+                newest[key] = max(newest.get(key, 0), int(number))
+        seen = {key: self._judge(key, epoch) for key, epoch in sorted(newest.items())}
+        return {key: lease for key, lease in seen.items() if lease is not None}
+
+    def _judge(self, key: str, epoch: int) -> Seen | None:
+        record = _read(self._path(key, f"{EPOCH}{epoch}"))
+        if record is None or record["released"]:
+            return None
+        now = self._clock()
+        last_epoch, last_counter, since = self._moved.get(key, (0, -1, now))
+        if (last_epoch, last_counter) != (epoch, record["counter"]):
+            since = now
+            self._moved[key] = (epoch, record["counter"], now)
+        age_s = now - since
+        return Seen(key, record["value"], epoch, age_s <= record["ttl_s"], age_s)
+
+    def _path(self, key: str, suffix: str) -> Path:
+        *folders, name = components(key)
+        return self.root.joinpath(*folders, name + suffix)
+
+    def _key(self, path: Path, suffix: str) -> str:
+        return path.relative_to(self.root).as_posix().removesuffix(suffix)
+
+    def _files(self, prefix: str) -> Iterator[Path]:
+        """Finished files whose key begins with the components of prefix."""
+        if prefix:
+            *folders, name = components(prefix)
+            folder = self.root.joinpath(*folders)
+            for entry in _scan(folder):
+                is_own = entry == name + RECORD or (entry.startswith(name + EPOCH))
+                if is_own:
+                    yield folder / entry
+            yield from _walk(folder / name)
+        else:
+            yield from _walk(self.root)
+
+
+class SharedFsLease:
+    """One epoch of a lease: its file has one writer, the one who created it."""
+
+    def __init__(self, base: Path, key: str, epoch: int, value: dict[str, Any], ttl_s: float) -> None:
+        self.key = key
+        self.epoch = epoch
+        self.path = base.with_name(f"{base.name}{EPOCH}{epoch}")
+        self._base = base
+        self._value = value
+        self._ttl_s = ttl_s
+        self._counter = 0
+        self._released = False
+
+    def content(self) -> str:
+        return json.dumps(
+            {
+                "value": self._value,
+                "epoch": self.epoch,
+                "counter": self._counter,
+                "ttl_s": self._ttl_s,
+                "released": self._released,
+                "nonce": uuid.uuid4().hex,
+            }
+        )
+
+    def renew(self, value: dict[str, Any] | None = None) -> None:
+        highest = _highest_epoch(self._base)
+        if highest > self.epoch or self._released:
+            raise Stale(f"lease {self.key!r}: epoch {self.epoch} was released or is older than epoch {highest}")
+        self._value = self._value if value is None else value
+        self._counter += 1
+        _replace(self.path, self.content())
+
+    def release(self) -> None:
+        """Leaves a tombstone, so that the next epoch still counts on."""
+        if not self._released:
+            self._released = True
+            self._counter += 1
+            _replace(self.path, self.content())
+
+
+def _highest_epoch(base: Path) -> int:
+    marks = [name.removeprefix(base.name + EPOCH) for name in _scan(base.parent) if name.startswith(base.name + EPOCH)]
+    return max((int(mark) for mark in marks if mark.isdigit()), default=0)
+
+
+def _replace(path: Path, text: str) -> None:
+    """write_atomic, and believe the file rather than an error: NFS may lose the reply to a rename that happened."""
+    try:
+        write_atomic(path, text)
+    except OSError:
+        if _read(path) != json.loads(text):
+            raise
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Content, or None where the name is absent or stays unreadable; stale handles and partial content are read again."""
+    for attempt in range(READ_TRIES):
+        if attempt:
+            time.sleep(READ_PAUSE_S * attempt)
+        try:
+            record = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            if path.name not in _scan(path.parent):
+                return None
+        except ValueError:
+            continue
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+        else:
+            if isinstance(record, dict):
+                return record
+    return None
+
+
+def _scan(folder: Path) -> list[str]:
+    """Names in a folder, without unfinished ones; opening it drops what NFS remembers about absent names."""
+    for attempt in range(READ_TRIES):
+        try:
+            with os.scandir(folder) as entries:
+                return sorted(entry.name for entry in entries if not entry.name.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            if error.errno != errno.ESTALE or attempt == READ_TRIES - 1:
+                raise
+            time.sleep(READ_PAUSE_S)
+    return []
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for name in _scan(folder):
+        path = folder / name
+        if name.endswith(RECORD) or EPOCH in name:
+            yield path
+        else:
+            yield from _walk(path)
