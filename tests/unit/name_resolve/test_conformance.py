@@ -53,7 +53,9 @@ def test_a_record_and_a_prefix_may_have_the_same_name(names):
     assert names.list("nothing/here") == {}
 
 
-@pytest.mark.parametrize("key", ["", "/a", "a//b", "a/../b", "..", ".hidden", "a b", "a.json", "a.epoch-1", "ä", "a/" + "x" * 129])
+@pytest.mark.parametrize(
+    "key", ["", "/a", "a//b", "a/../b", "..", ".hidden", "a b", "a.json", "a.epoch-1", "ä", "a/" + "x" * 129]
+)
 def test_keys_that_are_no_safe_file_names_are_refused(names, key):
     with pytest.raises(ConfigError):
         names.add(key, {})
