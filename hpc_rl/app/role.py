@@ -1,4 +1,4 @@
-"""What every role process does the same way: parse, log, leave a process record, obey signals and the supervisor's pipe, leave an exit record.
+"""What every role process does the same way: parse, log, leave records, obey signals and the supervisor's pipe.
 
 A role is started as `python -m hpc_rl.app.<role> --trial_dir D --attempt A --index I --incarnation K` with its standard
 input tied to the supervisor. End of that input means that the supervisor is gone: the process ends at once, so that
@@ -9,6 +9,7 @@ first TERM; a second TERM ends the process.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -18,16 +19,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl import log
 from hpc_rl.config.load import from_dict
 from hpc_rl.config.root import Config
-from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
+from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialBusy
 from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import start_ticks
-from hpc_rl.trial import Attempt, Trial, read_json, write_json
+from hpc_rl.trial import Attempt, Trial, write_json
 
 logger = logging.getLogger(__name__)
 SAME_TERM_S = 2.0  # a scheduler's TERM may come twice, by way of the launcher too
@@ -47,25 +48,29 @@ class Context:
     config: Config
     plan: Plan
     tokens: dict[str, str]
-    stopping: threading.Event = field(default_factory=threading.Event)
+    stopping: threading.Event
 
 
 def run(role: str, body: Callable[[Context], int | None]) -> None:
     """Run `body` as this process's role and exit with its code. Never returns."""
     args = _arguments(role)
-    rank = int(os.environ.get("SLURM_PROCID", 0) if os.environ.get("HPC_RL_STEPS") == "srun" else os.environ.get("HPC_RL_RANK", 0))
-    num_ranks = int(os.environ.get("HPC_RL_NUM_RANKS", 1))
+    rank = int(os.environ.get("SLURM_PROCID" if os.environ.get("HPC_RL_STEPS") == "srun" else "HPC_RL_RANK", 0))
     trial = Trial(Path(args.trial_dir))
     attempt = trial.attempt(args.attempt)
     tokens = trial.tokens()
     log.setup(role, f"{args.index}/{rank}", list(tokens.values()))
     _leave_process_record(attempt, role, args.index, args.incarnation, rank)
-    config = from_dict(read_json(trial.config_json))
-    plan = Plan.from_json(read_json(trial.plan_json))
-    context = Context(role, trial, attempt, args.index, args.incarnation, rank, num_ranks, config, plan, tokens)
-    _obey_signals(context)
-    threading.Thread(target=_listen_to_supervisor, args=(context,), daemon=True, name="supervisor-pipe").start()
-    code, reason = _guarded(body, context)
+    stopping = threading.Event()
+    _obey_signals(stopping)
+    threading.Thread(target=_listen_to_supervisor, args=(stopping,), daemon=True, name="supervisor-pipe").start()
+
+    def start() -> int | None:
+        config = from_dict(json.loads(trial.config_json.read_bytes()))
+        plan = Plan.from_json(json.loads(trial.plan_json.read_bytes()))
+        num_ranks = int(os.environ.get("HPC_RL_NUM_RANKS", 1))
+        return body(Context(role, trial, attempt, args.index, args.incarnation, rank, num_ranks, config, plan, tokens, stopping))
+
+    code, reason = _guarded(start)
     record = attempt.exit_record(role, args.index, args.incarnation, rank)
     write_json(record, {"code": int(code), "reason": reason, "time": time.time()})
     logging.shutdown()
@@ -74,7 +79,9 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
 
 
 def _arguments(role: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m hpc_rl.app.{role}", description=f"One {role} process of a trial; started by the supervisor.")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m hpc_rl.app.{role}", description="A process of a trial; started by the supervisor."
+    )
     parser.add_argument("--trial_dir", required=True)
     parser.add_argument("--attempt", required=True)
     parser.add_argument("--index", type=int, default=0)
@@ -82,10 +89,10 @@ def _arguments(role: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _guarded(body: Callable[[Context], int | None], context: Context) -> tuple[int, str]:
+def _guarded(start: Callable[[], int | None]) -> tuple[int, str]:
     try:
-        return int(body(context) or 0), ""
-    except ConfigError as error:
+        return int(start() or 0), ""
+    except (ConfigError, TrialBusy) as error:  # of a role, 64 and 75 would mean something else
         logger.error("%s", error)
         return ExitCode.BAD_CONFIG, str(error)
     except HpcRlError as error:
@@ -97,13 +104,18 @@ def _guarded(body: Callable[[Context], int | None], context: Context) -> tuple[i
 
 
 def _leave_process_record(attempt: Attempt, role: str, index: int, incarnation: int, rank: int) -> None:
-    record = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "host": socket.gethostname(), "role": role, "rank": rank}
+    record = {
+        "pid": os.getpid(),
+        "start_ticks": start_ticks(os.getpid()),
+        "host": socket.gethostname(),
+        "role": role,
+        "rank": rank,
+    }
     write_json(attempt.processes / f"{role}-{index}.{incarnation}-rank{rank}.json", record)
 
 
-def _obey_signals(context: Context) -> None:
+def _obey_signals(stopping: threading.Event) -> None:
     owner = os.getpid()
-
     first_term: list[float] = []
 
     def on_signal(number: int, _frame: object) -> None:
@@ -113,15 +125,15 @@ def _obey_signals(context: Context) -> None:
             first_term.append(time.monotonic())
             if first_term[-1] - first_term[0] > SAME_TERM_S:
                 os._exit(ExitCode.KILLED_BY_SYSTEM)
-        context.stopping.set()
+        stopping.set()
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGUSR2, on_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the supervisor's to handle
 
 
-def _listen_to_supervisor(context: Context) -> None:
+def _listen_to_supervisor(stopping: threading.Event) -> None:
     while os.read(0, 4096):  # whatever it writes means "stop"; a signal would also reach the children, which don't expect it
-        context.stopping.set()
+        stopping.set()
     logger.error("the supervisor's pipe closed: ending at once")
     os._exit(ExitCode.KILLED_BY_SYSTEM)

@@ -1,0 +1,47 @@
+"""The supervisor of one attempt: on the first node, started by the batch script, started again by it when something kills it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from pathlib import Path
+
+from hpc_rl import log
+from hpc_rl.config.load import from_dict
+from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
+from hpc_rl.launch.driver import Driver, job_end_time, open_steps
+from hpc_rl.name_resolve import open_names
+from hpc_rl.plan.schema import Plan
+from hpc_rl.trial import Trial, read_json, write_json
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m hpc_rl.app.supervisor", description=__doc__)
+    parser.add_argument("--trial_dir", required=True, type=Path)
+    parser.add_argument("--attempt", required=True, help="<job id>.<restart>")
+    parser.add_argument("--steps", required=True, choices=("srun", "process"), help="how processes are started")
+    args = parser.parse_args()
+    trial = Trial(args.trial_dir)
+    attempt = trial.attempt(args.attempt)
+    log.setup("supervisor", secrets=list(trial.tokens().values()))
+    try:
+        plan_data, config_data = read_json(trial.plan_json), read_json(trial.config_json)
+        if plan_data is None or config_data is None:
+            raise ConfigError(f"{trial.plan_json} or {trial.config_json} can't be read; submit the trial again")
+        plan = Plan.from_json(plan_data)
+        names = open_names(trial, from_dict(config_data))
+        return Driver(attempt, plan, open_steps(args.steps, plan), names, job_end_time).run()
+    except HpcRlError as error:
+        logger.error("%s", error)
+        code = ExitCode.BAD_CONFIG if isinstance(error, ConfigError) else error.exit_code
+        attempt.make_dirs()
+        write_json(attempt.ended, {"exit_code": int(code), "reason": str(error), "time": time.time()})
+        return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The rules of restarting and stopping, as pure functions: what an end means, who is started again, when a drain begins.
+
+Which state a trainer starts from is checkpoint/decide.py; how the rules act on each other is supervisor.py.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_rl.errors import ExitCode
+
+FINAL_CODES = (ExitCode.BAD_CONFIG, ExitCode.REFUSED, ExitCode.NOTHING_TO_RESUME)  # no second try changes them
+RESTARTING_MODES = ("auto", "fault")
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+HEALTHY_LIFE_S = 60.0  # an incarnation that lived so long was not part of a crash loop
+ENDS_IN_A_ROW = 5
+SIGNAL_SLACK_S = 60.0  # a scheduler may end a job early by so much
+MARGIN_S = 30.0
+
+
+@dataclass(frozen=True)
+class End:
+    """How one incarnation of a unit ended; codes of deaths by signal are 128 + signal."""
+
+    code: int
+    reason: str
+
+    @property
+    def by_signal(self) -> bool:
+        return self.code > 128
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from the end of a trainer: start it again, or end the attempt with this code."""
+
+    restart: bool
+    exit_code: int
+    reason: str
+
+
+def unit_end(records: Sequence[dict[str, Any] | None], raw_code: int) -> End:
+    """The end of a unit from the exit records of its ranks (None: it left none) and the launcher's own code.
+
+    78 beats all, then the other final codes, then any failure that a rank put on record. Without one, the word of rank 0
+    counts, for it commits: peers that were ended after it (143) say nothing. Without that, the launcher's code does.
+    """
+    ends = [_recorded(rank, record) for rank, record in enumerate(records)]
+    known = [end for end in ends if end is not None]
+    for code in FINAL_CODES:
+        for end in known:
+            if end.code == code:
+                return end
+    for end in known:
+        if end.code not in (ExitCode.DONE, ExitCode.STOPPED) and not end.by_signal:
+            return end
+    if ends and ends[0] is not None:
+        return ends[0]
+    return known[0] if known and known[0].by_signal else _unrecorded(raw_code, len(records))
+
+
+def _recorded(rank: int, record: dict[str, Any] | None) -> End | None:
+    if record is None or not isinstance(record.get("code"), int):
+        return None
+    reason = str(record.get("reason") or "")
+    return End(record["code"], f"rank {rank}: {reason}" if rank and reason else reason)
+
+
+def _unrecorded(raw_code: int, num_ranks: int) -> End:
+    code = 128 - raw_code if raw_code < 0 else raw_code
+    if code > 128:
+        return End(code, f"ended by {_signal_name(code - 128)}")
+    if code == 0 and num_ranks:
+        return End(ExitCode.FAILED, "ended without leaving an exit record")
+    return End(code, f"ended with code {code} before it could leave an exit record")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def is_failure(code: int) -> bool:
+    """Whether an end of the trainer uses up the retry budget."""
+    return code not in (ExitCode.DONE, ExitCode.STOPPED)
+
+
+def after_trainer(end: End, mode: str, failures: int, retries: int) -> Verdict:
+    """What follows while nobody asked for a stop. `failures` in a row without a new generation include this end."""
+    if end.code == ExitCode.DONE:
+        return Verdict(False, ExitCode.DONE, "the trainer reached its end")
+    if end.code == ExitCode.STOPPED:
+        return Verdict(False, ExitCode.STOPPED, end.reason or "the trainer stopped with its state saved")
+    words = end.reason or f"code {end.code}"
+    if end.code in FINAL_CODES:
+        return Verdict(False, end.code, f"trainer: {words}")
+    if mode not in RESTARTING_MODES:
+        return Verdict(False, ExitCode.FAILED, f"trainer: {words}; recover.mode {mode} does not start it again")
+    if failures > retries:
+        spent = f"{failures} failures in a row without a new generation; recover.retries allows {retries}"
+        return Verdict(False, ExitCode.FAILED, f"trainer: {words} ({spent})")
+    return Verdict(True, ExitCode.FAILED, f"trainer: {words}")
+
+
+def after_drain(end: End | None, mode: str, failures: int, retries: int, asked: str) -> Verdict:
+    """What follows when the trainer ended after it was asked to stop; None where none ran.
+
+    A trainer that was killed before it could save has its newest generation: that is a stop as well, only a poorer one.
+    """
+    if end is None:
+        return Verdict(False, ExitCode.STOPPED, f"{asked}; no trainer was running")
+    verdict = after_trainer(end, mode, failures, retries)
+    if verdict.exit_code in (ExitCode.DONE, *FINAL_CODES):
+        return verdict
+    if verdict.exit_code == ExitCode.STOPPED:
+        return Verdict(False, ExitCode.STOPPED, asked)
+    if end.by_signal or verdict.restart:
+        words = f"{asked}; the trainer ended before it could save ({end.reason or end.code}), the newest generation counts"
+        return Verdict(False, ExitCode.STOPPED, words)
+    return verdict
+
+
+def pause_s(ends_in_a_row: int) -> float:
+    """Seconds before the next start after so many ends in a row: 0.5, 1, 2 … 30."""
+    return min(FIRST_PAUSE_S * 2 ** max(0, ends_in_a_row - 1), LONGEST_PAUSE_S)
+
+
+def drain_time(start: float, end: float, longest_step_s: float, longest_save_s: float) -> float:
+    """When to stop so that the state is saved before the scheduler ends the job; all in the same clock.
+
+    Never in the first half of the job's time: a limit that is too short must not make it start and stop for ever.
+    """
+    lead_s = SIGNAL_SLACK_S + 2 * longest_step_s + 2 * longest_save_s + MARGIN_S
+    return max(end - lead_s, start + (end - start) / 2)

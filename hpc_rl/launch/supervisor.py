@@ -1,0 +1,278 @@
+"""Supervisor: the pure state machine of one attempt. Events in, actions out; it owns no processes, files or clocks.
+
+Phases: RUNNING until somebody asks for an end or the trainer comes to one; DRAINING while the trainer saves and the others
+still serve it; ENDING while all are told to end; OVER. `now` is any clock that only grows, in seconds.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpc_rl.errors import ExitCode
+from hpc_rl.launch import recover
+from hpc_rl.launch.recover import End, Verdict
+from hpc_rl.plan.schema import Unit
+
+DRAIN_GRACE_S = 120.0
+END_GRACE_S = 15.0
+LAST_GRACE_S = 10.0  # after the kill, for what can't be killed
+
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start the next incarnation of a unit."""
+
+    unit: Unit
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class AskToStop:
+    """Ask a unit to save and end; may be repeated without harm."""
+
+    key: Key
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End a unit by force."""
+
+    key: Key
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line for events.jsonl."""
+
+    event: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The attempt is over: the supervisor leaves with this code."""
+
+    code: int
+    reason: str
+
+
+Action = Start | AskToStop | Kill | Record | Finish
+
+
+class Phase(enum.Enum):
+    RUNNING = "running"
+    DRAINING = "draining"
+    ENDING = "ending"
+    OVER = "over"
+
+
+class Standing(enum.Enum):
+    IDLE = "idle"  # never started, or ended and not to be started again
+    RUNNING = "running"
+    PAUSED = "paused"  # to be started again at `restart_at`
+    GAVE_UP = "gave up"
+
+
+@dataclass
+class Slot:
+    """One unit and where it stands."""
+
+    unit: Unit
+    incarnation: int  # of the next start
+    standing: Standing = Standing.IDLE
+    started_at: float = 0.0
+    restart_at: float = 0.0
+    ends_in_a_row: int = 0
+
+    @property
+    def key(self) -> Key:
+        return self.unit.role, self.unit.index
+
+
+class Supervisor:
+    """Args:
+    units: The plan's units.
+    mode: `recover.mode`.
+    retries: `recover.retries`.
+    failures: Failed ends of the trainer without a new generation, of supervisors before this one.
+    incarnations: First incarnation number of each unit; 0 where it is missing.
+    """
+
+    def __init__(
+        self, units: list[Unit], mode: str, retries: int, failures: int = 0, incarnations: dict[Key, int] | None = None
+    ) -> None:
+        known = incarnations or {}
+        self.slots: dict[Key, Slot] = {
+            (unit.role, unit.index): Slot(unit, known.get((unit.role, unit.index), 0)) for unit in units
+        }
+        self.mode = mode
+        self.retries = retries
+        self.failures = failures
+        self.phase = Phase.RUNNING
+        self._asked = ""  # why a stop was asked for
+        self._verdict: Verdict | None = None  # fixed before the trainer has ended
+        self._deadline = 0.0
+        self._killed = False
+
+    @property
+    def trainer(self) -> Slot | None:
+        return next((slot for slot in self.slots.values() if slot.unit.role == "trainer"), None)
+
+    def start(self, now: float) -> list[Action]:
+        """Start everything."""
+        return [action for slot in self.slots.values() for action in self._start(slot, now)]
+
+    def progressed(self, step: int) -> list[Action]:
+        """A new generation was committed."""
+        self.failures = 0
+        return [Record("progress", {"step": step})]
+
+    def stop(self, now: float, why: str) -> list[Action]:
+        """Somebody wants the attempt to end with its state saved."""
+        if self.phase is not Phase.RUNNING:
+            return [Record("stop_repeated", {"reason": why})]
+        self._asked = why
+        return [Record("stopping", {"reason": why}), *self._drain(now)]
+
+    def abandon(self, now: float, code: int, why: str) -> list[Action]:
+        """End everything without saving: somebody else owns the trial."""
+        if self.phase is Phase.OVER:
+            return []
+        return [Record("abandoning", {"reason": why}), *self._end_all(now, Verdict(False, code, why), by_force=True)]
+
+    def exited(self, now: float, key: Key, incarnation: int, end: End) -> list[Action]:
+        """An incarnation of a unit is gone, all its processes."""
+        slot = self.slots[key]
+        if slot.standing is not Standing.RUNNING or slot.incarnation != incarnation:
+            return []
+        slot.standing = Standing.IDLE
+        lived_s = now - slot.started_at
+        slot.ends_in_a_row = 1 if lived_s >= recover.HEALTHY_LIFE_S else slot.ends_in_a_row + 1
+        is_trainer = slot.unit.role == "trainer"
+        failure = is_trainer and recover.is_failure(end.code) and (self.phase is Phase.RUNNING or not end.by_signal)
+        self.failures += failure
+        actions: list[Action] = [_exited(slot, end, lived_s, failure)]
+        slot.incarnation += 1
+        if self.phase is Phase.ENDING:
+            return actions + self._finish_if_empty()
+        if is_trainer:
+            return actions + self._trainer_ended(slot, end, now)
+        return actions + self._helper_ended(slot, end, now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Whatever is due."""
+        if self.phase is Phase.RUNNING:
+            due = [slot for slot in self.slots.values() if slot.standing is Standing.PAUSED and now >= slot.restart_at]
+            return [action for slot in due for action in self._start(slot, now)]
+        if self.phase is Phase.OVER or now < self._deadline:
+            return []
+        if self.phase is Phase.DRAINING and not self._killed:
+            self._killed = True
+            self._deadline = now + LAST_GRACE_S
+            trainer = self.trainer
+            late: list[Action] = [Record("killing", {"reason": f"the trainer did not stop within {DRAIN_GRACE_S:g} s"})]
+            return [*late, *([Kill(trainer.key)] if trainer else [])]
+        if self.phase is Phase.DRAINING:
+            end = End(128 + 9, "it could not be killed")
+            return self._end_all(now, self._after_drain(end))
+        if not self._killed:
+            self._killed = True
+            self._deadline = now + LAST_GRACE_S
+            return [Kill(slot.key) for slot in self._running()]
+        return self._over("; left behind: " + ", ".join(f"{slot.unit.role} {slot.unit.index}" for slot in self._running()))
+
+    def _start(self, slot: Slot, now: float) -> list[Action]:
+        slot.standing = Standing.RUNNING
+        slot.started_at = now
+        return [_started(slot), Start(slot.unit, slot.incarnation)]
+
+    def _trainer_ended(self, slot: Slot, end: End, now: float) -> list[Action]:
+        if self.phase is Phase.DRAINING:
+            return self._end_all(now, self._after_drain(end))
+        verdict = recover.after_trainer(end, self.mode, self.failures, self.retries)
+        if verdict.restart:
+            return self._pause(slot, now, recover.pause_s(self.failures), verdict.reason)
+        return self._end_all(now, verdict)
+
+    def _helper_ended(self, slot: Slot, end: End, now: float) -> list[Action]:
+        name = f"{slot.unit.role} {slot.unit.index}"
+        if end.code == ExitCode.BAD_CONFIG and self._verdict is None:
+            return self._fail(now, ExitCode.BAD_CONFIG, f"{name}: {end.reason or 'bad configuration'}")
+        if self.phase is Phase.DRAINING:
+            return []
+        if slot.ends_in_a_row < recover.ENDS_IN_A_ROW:
+            return self._pause(slot, now, recover.pause_s(slot.ends_in_a_row), end.reason)
+        slot.standing = Standing.GAVE_UP
+        why = f"{name} ended {slot.ends_in_a_row} times in a row, last: {end.reason or f'code {end.code}'}"
+        gave_up: list[Action] = [Record("gave_up", {"role": slot.unit.role, "index": slot.unit.index, "reason": why})]
+        peers = [other for other in self.slots.values() if other.unit.role == slot.unit.role]
+        if all(other.standing is Standing.GAVE_UP for other in peers):
+            return gave_up + self._fail(now, ExitCode.FAILED, why)
+        return gave_up
+
+    def _pause(self, slot: Slot, now: float, pause_s: float, why: str) -> list[Action]:
+        slot.standing = Standing.PAUSED
+        slot.restart_at = now + pause_s
+        details = {"role": slot.unit.role, "index": slot.unit.index, "pause_s": pause_s, "reason": why}
+        return [Record("restarting", details)]
+
+    def _fail(self, now: float, code: int, why: str) -> list[Action]:
+        """The attempt can't go on; the trainer may still save."""
+        self._verdict = Verdict(False, code, why)
+        if self.phase is not Phase.RUNNING:
+            return []
+        return [Record("failing", {"reason": why}), *self._drain(now)]
+
+    def _drain(self, now: float) -> list[Action]:
+        trainer = self.trainer
+        self.phase = Phase.DRAINING
+        self._deadline = now + DRAIN_GRACE_S
+        if trainer is not None and trainer.standing is Standing.RUNNING:
+            return [AskToStop(trainer.key)]
+        return self._end_all(now, self._after_drain(None))
+
+    def _after_drain(self, end: End | None) -> Verdict:
+        verdict = recover.after_drain(end, self.mode, self.failures, self.retries, self._asked)
+        if self._verdict is not None and verdict.exit_code != ExitCode.DONE:
+            return self._verdict
+        return verdict
+
+    def _end_all(self, now: float, verdict: Verdict, by_force: bool = False) -> list[Action]:
+        self.phase = Phase.ENDING
+        self._verdict = verdict
+        self._deadline = now + (LAST_GRACE_S if by_force else END_GRACE_S)
+        self._killed = by_force
+        told: list[Action] = [Kill(slot.key) if by_force else AskToStop(slot.key) for slot in self._running()]
+        return told + self._finish_if_empty()
+
+    def _finish_if_empty(self) -> list[Action]:
+        return [] if self._running() else self._over("")
+
+    def _over(self, note: str) -> list[Action]:
+        self.phase = Phase.OVER
+        assert self._verdict is not None
+        return [Finish(int(self._verdict.exit_code), self._verdict.reason + note)]
+
+    def _running(self) -> list[Slot]:
+        return [slot for slot in self.slots.values() if slot.standing is Standing.RUNNING]
+
+
+def _started(slot: Slot) -> Record:
+    details = {"role": slot.unit.role, "index": slot.unit.index, "incarnation": slot.incarnation}
+    return Record("started", details)
+
+
+def _exited(slot: Slot, end: End, lived_s: float, failure: bool) -> Record:
+    details: dict[str, Any] = {
+        "role": slot.unit.role,
+        "index": slot.unit.index,
+        "incarnation": slot.incarnation,
+        "code": int(end.code),
+        "reason": end.reason,
+        "lived_s": round(lived_s, 3),
+    }
+    return Record("exited", details | ({"failure": True} if failure else {}))

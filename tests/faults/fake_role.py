@@ -1,0 +1,83 @@
+"""A role of a few lines, for the supervisor's tests: it obeys the pipe, leaves its records, and does what the script says.
+
+The script is a file `script.json` in the trial directory: {"<role>": [what incarnation 0 does, what incarnation 1 does, …]},
+the last entry for all that follow. Words: `serve` (until told to stop, then 75), `train` (commits a generation every 0.2 s,
+until `total`, then 0), `die` (kill -9 of itself), `exit N`, `deaf` (never ends by itself), `commit exit N`. Every line of
+`writes.log` says who was alive when.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+from hpc_rl.proc import start_ticks
+from hpc_rl.trial import Trial, write_json
+
+STOPPING = threading.Event()
+
+
+def listen() -> None:
+    while os.read(0, 4096):
+        STOPPING.set()
+    os._exit(143)
+
+
+def main(role: str) -> int:
+    parser = argparse.ArgumentParser()
+    for name, kind in (("trial_dir", str), ("attempt", str), ("index", int), ("incarnation", int)):
+        parser.add_argument(f"--{name}", type=kind)
+    args = parser.parse_args()
+    trial = Trial(Path(args.trial_dir))
+    attempt = trial.attempt(args.attempt)
+    rank = int(os.environ["SLURM_PROCID"] if os.environ["HPC_RL_STEPS"] == "srun" else os.environ["HPC_RL_RANK"])
+    name = f"{role}-{args.index}.{args.incarnation}-rank{rank}"
+    me = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "host": socket.gethostname(), "role": role, "rank": rank}
+    write_json(attempt.processes / f"{name}.json", me)
+    signal.signal(signal.SIGTERM, lambda *_: STOPPING.set())
+    signal.signal(signal.SIGUSR2, lambda *_: STOPPING.set())
+    threading.Thread(target=listen, daemon=True).start()
+    print("up", name, os.environ.get("SLURMD_NODENAME", ""), os.environ.get("CUDA_VISIBLE_DEVICES", ""), flush=True)
+    script = json.loads((trial.dir / "script.json").read_text())
+    todo = script.get(f"{role}-{args.index}") or script[role]
+    word, *rest = todo[min(args.incarnation, len(todo) - 1)].split()
+    code = behave(word, rest, trial, name, rank, script)
+    write_json(attempt.exit_record(role, args.index, args.incarnation, rank), {"code": code, "reason": f"said {word}"})
+    return code
+
+
+def behave(word: str, rest: list[str], trial: Trial, name: str, rank: int, script: dict) -> int:
+    if word == "commit":
+        commit(trial, 1 + newest(trial))
+        word, *rest = rest
+        time.sleep(0.05)
+    if word == "die":
+        time.sleep(float(rest[0]) if rest else 0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if word == "exit":
+        return int(rest[0])
+    while True:
+        with (trial.dir / "writes.log").open("a") as file:
+            file.write(f"{time.time()} {name} {os.getpid()}\n")
+        if word == "train":
+            if rank == 0:
+                commit(trial, 1 + newest(trial))
+            if newest(trial) >= script["total"]:
+                return 0
+        if STOPPING.is_set() and word != "deaf":
+            return 75
+        time.sleep(0.2 if word == "train" else 0.05)
+
+
+def newest(trial: Trial) -> int:
+    return max((int(path.name[4:]) for path in trial.recover.glob("gen-*")), default=0)
+
+
+def commit(trial: Trial, step: int) -> None:
+    trial.generation(step).mkdir(exist_ok=True)

@@ -1,0 +1,94 @@
+"""A trial whose roles are the fake ones of this folder, and its real supervisor as a process or in a Slurm job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hpc_rl.launch.takeover import ProcessRecord
+from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.proc import is_alive
+from hpc_rl.stats.read import JsonLines
+from hpc_rl.trial import Trial, read_json, write_json
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+JOB = "local-7"
+
+
+def unit(role: str, index: int = 0, tasks: int = 1, nodes: tuple[int, ...] = (0,), gpus: int = 0) -> Unit:
+    return Unit(
+        role=role,
+        index=index,
+        nodes=list(nodes),
+        tasks_per_node=tasks,
+        cpus_per_task=1,
+        mem_mb_per_task=100,
+        gpus_per_task=gpus,
+        module=f"fake_{role}",
+    )
+
+
+class Fake:
+    """A trial with fake roles and its supervisor."""
+
+    def __init__(self, root: Path, job_id: str = JOB) -> None:
+        self.trial = Trial(root / "u" / "e" / "t")
+        self.trial.make_dirs()
+        self.trial.make_secret()
+        self.attempt = self.trial.attempt(f"{job_id}.0")
+        self.supervisors: list[subprocess.Popen] = []
+
+    def write(self, script: dict, mode: str = "auto", retries: int = 3, units: list[Unit] | None = None) -> None:
+        plan = Plan(
+            experiment_name="e",
+            trial_name="t",
+            trainer="grpo",
+            allocation="embedded:d1+fsdp:d1",
+            n_nodes=1,
+            n_gpus_per_node=0,
+            cpus_per_node=4,
+            mem_mb_per_node=1000,
+            device="cpu",
+            server_backend="embedded",
+            units=units or [unit("server"), unit("rollout"), unit("trainer")],
+            recover_mode=mode,
+            recover_retries=retries,
+            python=sys.executable,
+        )
+        write_json(self.trial.plan_json, plan.to_json())
+        config = {"experiment_name": "e", "trial_name": "t", "train_dataset": {"path": "/x"}, "actor": {"path": "/m"}}
+        write_json(self.trial.config_json, config)
+        write_json(self.trial.dir / "script.json", {"total": 5, "server": ["serve"], "rollout": ["serve"], **script})
+
+    def start(self, **env: str) -> subprocess.Popen:
+        argv = [sys.executable, "-m", "hpc_rl.app.supervisor", "--trial_dir", str(self.trial.dir)]
+        argv += ["--attempt", self.attempt.id, "--steps", "process"]
+        environ = {**os.environ, "PYTHONPATH": f"{HERE}:{ROOT}", **env}
+        with (self.trial.dir / f"supervisor.{len(self.supervisors)}.log").open("wb") as log:
+            process = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, stderr=log)
+        self.supervisors.append(process)
+        return process
+
+    def run(self, timeout_s: float = 30.0, **env: str) -> int:
+        return self.start(**env).wait(timeout_s)
+
+    def events(self, event: str, role: str | None = None) -> list[dict]:
+        rows = JsonLines(self.attempt.events).poll()
+        return [row for row in rows if row["event"] == event and role in (None, row.get("role"))]
+
+    def alive(self) -> list[ProcessRecord]:
+        records = [ProcessRecord(**read_json(path)) for path in self.attempt.processes.glob("*.json")]
+        return [one for one in records if one.role != "supervisor" and is_alive(one.pid, one.start_ticks)]
+
+    def until(self, what, timeout_s: float = 15.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not what():
+            assert time.monotonic() < deadline, self.story()
+            time.sleep(0.02)
+
+    def story(self) -> str:
+        return "\n".join(path.read_text()[-4000:] for path in sorted(self.trial.dir.glob("supervisor.*.log")))
