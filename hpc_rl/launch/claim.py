@@ -1,0 +1,115 @@
+"""A trial directory while it is being prepared: one submitter at a time, and everything goes back if the submission fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import time
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hpc_rl.errors import CannotWrite, TrialBusy
+from hpc_rl.proc import start_ticks
+from hpc_rl.trial import Trial, create_exclusive, read_json, write_atomic
+
+STALE_S = 300.0  # no submission takes so long; one of another host that is older has died
+
+
+class Claim:
+    """Context manager: exclusive use of a trial directory.
+
+    Leaving it by an exception takes back what was written through it: files get their old content, new ones vanish, and so does
+    a directory that was not there before.
+
+    Raises TrialBusy where another submission is under way, CannotWrite where the directory can't be made.
+    """
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self._lock = trial.dir / ".submitting"
+        self._missing: list[Path] = []  # directories that were not there, outermost first
+        self._fresh = False  # nothing but our lock lies in the trial directory
+        self._old: dict[Path, bytes | None] = {}
+
+    def __enter__(self) -> Claim:
+        here = self.trial.dir
+        self._missing = [path for path in reversed([here, *here.parents]) if not path.exists()]
+        try:
+            here.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._take()
+            self._fresh = [path.name for path in here.iterdir()] == [self._lock.name]
+            self.trial.make_dirs()
+        except OSError as error:
+            self._undo()
+            raise CannotWrite(
+                f"the trial directory {here} can't be written: {error.strerror or error}. Set cluster.fileroot."
+            ) from error
+        return self
+
+    def write(self, path: Path, data: str | bytes, mode: int = 0o644) -> None:
+        """Replace a file of the trial. Raises CannotWrite."""
+        if path not in self._old:
+            self._old[path] = path.read_bytes() if path.exists() else None
+        try:
+            write_atomic(path, data, mode)
+        except OSError as error:
+            raise CannotWrite(f"{path} can't be written: {error.strerror or error}") from error
+
+    def keep(self) -> None:
+        """From here on nothing is taken back: the scheduler has the job."""
+        self._fresh, self._old, self._missing = False, {}, []
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self._undo()
+        if not (error is not None and self._fresh):
+            self._lock.unlink(missing_ok=True)
+
+    def _take(self) -> None:
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "time": time.time()}
+        if create_exclusive(self._lock, json.dumps(me)):
+            return
+        other = read_json(self._lock) or {}
+        if _is_stale(other, self._lock):
+            self._bury(other)
+            if create_exclusive(self._lock, json.dumps(me)):
+                return
+        raise TrialBusy(
+            f"trial {self.trial} is being submitted by process {other.get('pid', '?')} on {other.get('host', '?')} right now."
+        )
+
+    def _bury(self, other: dict[str, Any]) -> None:
+        """Move the lock of a dead submitter away; a living one's, taken in between, goes back."""
+        grave = self._lock.with_name(f".submitting.{uuid.uuid4().hex[:12]}.stale")
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(self._lock, grave)
+            if (read_json(grave) or {}) != other:
+                with contextlib.suppress(FileExistsError):
+                    os.link(grave, self._lock)
+            grave.unlink()
+
+    def _undo(self) -> None:
+        for path, data in self._old.items():
+            with contextlib.suppress(OSError):  # on the way out of another error, which is the one to tell
+                path.unlink(missing_ok=True) if data is None else write_atomic(path, data)
+        if self._fresh:  # away in one step: another submitter may begin the next moment
+            grave = self.trial.dir.with_name(f".{self.trial.name}.{uuid.uuid4().hex[:12]}.removed")
+            with contextlib.suppress(OSError):
+                os.rename(self.trial.dir, grave)
+                shutil.rmtree(grave, ignore_errors=True)
+        for path in reversed(self._missing):
+            with contextlib.suppress(OSError):  # not empty: somebody else's trial lies there meanwhile
+                path.rmdir()
+
+
+def _is_stale(owner: dict[str, Any], lock: Path) -> bool:
+    if owner.get("host") == socket.gethostname() and isinstance(owner.get("pid"), int):
+        return start_ticks(owner["pid"]) != owner.get("start_ticks")
+    with contextlib.suppress(OSError):
+        return time.time() - lock.stat().st_mtime > STALE_S
+    return True

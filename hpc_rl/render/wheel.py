@@ -1,0 +1,37 @@
+"""The running hpc_rl as one zip file that Python imports from: a queued trial keeps the code of its submission.
+
+Only `.py` files: a role needs no templates, and compiled files belong to one interpreter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from pathlib import Path
+
+import hpc_rl
+
+_LONG_AGO = (1980, 1, 1, 0, 0, 0)
+
+
+def build() -> tuple[str, bytes]:
+    """File name (with version and content hash) and content; the same sources give the same bytes. Raises OSError."""
+    sources = _sources(Path(hpc_rl.__file__).parent)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in sorted(sources.items()):
+            entry = zipfile.ZipInfo(name, _LONG_AGO)
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, data)
+    content = buffer.getvalue()
+    return f"hpc_rl-{hpc_rl.__version__}-{hashlib.sha256(content).hexdigest()[:12]}.zip", content
+
+
+def _sources(package: Path) -> dict[str, bytes]:
+    if not package.is_dir():  # this process itself runs from such a zip: package is <zip>/hpc_rl
+        with zipfile.ZipFile(package.parent) as archive:
+            return {name: archive.read(name) for name in archive.namelist()}
+    paths = (path for path in package.rglob("*.py") if "_data" not in path.parts)
+    return {str(Path("hpc_rl") / path.relative_to(package)): path.read_bytes() for path in paths}

@@ -1,0 +1,32 @@
+"""What runs jobs, by name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+from hpc_rl.errors import SchedulerError
+from hpc_rl.schedulers.base import Scheduler
+from hpc_rl.schedulers.local import LocalScheduler
+from hpc_rl.schedulers.slurm import SlurmScheduler
+from hpc_rl.trial import Trial
+
+SCHEDULERS: dict[str, Callable[[Trial], Scheduler]] = {
+    "slurm": lambda trial: SlurmScheduler(),
+    "local": LocalScheduler,
+}
+
+
+def pick(kind: str) -> str:
+    """The scheduler's name for `launcher.type`: `auto` is Slurm where sbatch is on the PATH, else this machine."""
+    if kind == "auto":
+        return "slurm" if shutil.which("sbatch") else "local"
+    return kind
+
+
+def make_scheduler(kind: str, trial: Trial) -> Scheduler:
+    """The scheduler of that name (or `auto`), for the jobs of a trial. Raises SchedulerError for an unknown name."""
+    name = pick(kind)
+    if name not in SCHEDULERS:
+        raise SchedulerError(f"there is no scheduler {name!r}; known are {', '.join(SCHEDULERS)}.")
+    return SCHEDULERS[name](trial)

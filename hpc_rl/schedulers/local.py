@@ -1,0 +1,145 @@
+"""This machine as a scheduler: the rendered runner, detached, in a session of its own. States come from its files."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from typing import Any
+
+from hpc_rl.errors import ExitCode, SchedulerError
+from hpc_rl.proc import start_ticks
+from hpc_rl.schedulers import record
+from hpc_rl.schedulers.base import JobSpec, JobState, State
+from hpc_rl.schedulers.slurm import clean_environment
+from hpc_rl.trial import Trial
+
+START_TIMEOUT_S = 10.0
+
+# After the grace, what is left of the process group is killed; the helper ends as soon as the runner has.
+_REAPER = """
+for ((tick = 0; tick < $3 * 5; tick++)); do
+  { read -r stat </proc/"$1"/stat; } 2>/dev/null || exit 0
+  read -ra stat <<<"${stat##*) }"
+  [[ ${stat[19]} == "$2" && ${stat[0]} != Z ]] || exit 0
+  sleep 0.2
+done
+kill -KILL -- "-$1"
+"""
+
+
+class LocalScheduler:
+    """Scheduler of one trial's jobs on this machine.
+
+    Args:
+        trial: Whose jobs.
+        grace_s: Whole seconds between TERM and KILL of a cancelled job, as Slurm's KillWait.
+    """
+
+    name = "local"
+
+    def __init__(self, trial: Trial, grace_s: int = 30) -> None:
+        self.trial = trial
+        self.grace_s = grace_s
+
+    def submit(self, spec: JobSpec) -> str:
+        """Start the runner, and see that it started."""
+        now = datetime.datetime.now(datetime.UTC)
+        job_id = f"local-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        output = self.trial.jobs / f"{job_id}.out"
+        try:
+            with output.open("ab") as stream:
+                _detached(["bash", str(spec.script), job_id], stream.fileno())
+        except (OSError, subprocess.SubprocessError) as error:
+            raise SchedulerError(f"the runner could not be started: {error}") from error
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not record.read(self.trial, job_id):
+            if time.monotonic() > deadline:
+                said = output.read_text(errors="replace").strip()
+                raise SchedulerError(f"the runner did not start within {START_TIMEOUT_S:g} s: {said or 'without a word'}")
+            time.sleep(0.01)
+        return job_id
+
+    def states(self, job_ids: list[str]) -> dict[str, JobState]:
+        return {job_id: self._state(job_id) for job_id in job_ids}
+
+    def cancel(self, job_id: str) -> None:
+        """TERM to the runner, which passes it on; a detached helper kills what is left after the grace."""
+        runner = self._runner(job_id)
+        if runner is not None:
+            pid, ticks = runner
+            if _signal(pid, signal.SIGTERM):
+                _detached(["bash", "-c", _REAPER, "reaper", str(pid), str(ticks), str(self.grace_s)], subprocess.DEVNULL)
+
+    def nudge(self, job_id: str) -> None:
+        runner = self._runner(job_id)
+        if runner is not None:
+            _signal(runner[0], signal.SIGUSR1)
+
+    def requeue(self, job_id: str) -> None:
+        raise SchedulerError("the local runner starts a stopped trial again by itself; to start an ended one, submit it again.")
+
+    def end_time(self, job_id: str) -> float | None:
+        return None
+
+    def _state(self, job_id: str) -> JobState:
+        events = record.read(self.trial, job_id)
+        starts = [event for event in events if event["event"] == "started"]
+        if not starts:
+            return JobState(job_id, State.UNKNOWN)
+        start, last = starts[-1], events[-1]
+        host = str(start.get("host", ""))
+        if last["event"] == "ended":
+            return JobState(job_id, _end(last), str(last.get("code", "")), str(last.get("reason", "")), nodes=host)
+        if host != socket.gethostname():
+            return JobState(job_id, State.UNKNOWN, reason=f"it was started on {host}, which alone can tell", nodes=host)
+        if _is_running(start):
+            return JobState(job_id, State.RUNNING, native=last["event"], nodes=host)
+        return JobState(job_id, State.FAILED, native="killed", reason="the runner was killed", nodes=host)
+
+    def _runner(self, job_id: str) -> tuple[int, int] | None:
+        """Pid and start time of the runner; None where it has ended. Raises SchedulerError on another host."""
+        state = self._state(job_id)
+        if state.state is State.UNKNOWN and state.nodes:
+            raise SchedulerError(f"job {job_id} was started on {state.nodes}: give the command there.")
+        if state.state is not State.RUNNING:
+            return None
+        start = [event for event in record.read(self.trial, job_id) if event["event"] == "started"][-1]
+        return start["pid"], start["start_ticks"]
+
+
+def _is_running(start: dict[str, Any]) -> bool:
+    pid = start.get("pid")
+    return isinstance(pid, int) and pid > 1 and start_ticks(pid) == start.get("start_ticks")
+
+
+def _end(event: dict[str, Any]) -> State:
+    if event.get("code") == ExitCode.DONE:
+        return State.DONE
+    return State.CANCELLED if event.get("cancelled") else State.FAILED
+
+
+def _signal(pid: int, number: signal.Signals) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    except PermissionError as error:
+        raise SchedulerError(f"process {pid} is not this account's: {error}") from error
+    return True
+
+
+def _detached(argv: list[str], output: int) -> None:
+    """Start in a session of its own, without a terminal, as nobody's child. Raises OSError, subprocess.SubprocessError."""
+    subprocess.run(
+        ["setsid", "--fork", *argv],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        check=True,
+        env=clean_environment(os.environ),
+    )

@@ -1,0 +1,160 @@
+"""Slurm by its own commands: sbatch, squeue, sacct, scancel, scontrol. One call per question, each with a time limit."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import re
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from hpc_rl.errors import SchedulerError
+from hpc_rl.schedulers.base import JobSpec, JobState, State
+from hpc_rl.schedulers.slurm_states import parse
+
+logger = logging.getLogger(__name__)
+
+LEAKS = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SACCT_", "SCONTROL_", "PMI", "OMPI_", "SPANK_")
+TRANSIENT = ("socket timed out", "unable to contact slurm controller", "resource temporarily unavailable", "connection refused")
+JOB_ID = re.compile(r"^(\d+)(?:;\S+)?$", re.MULTILINE)
+SUBMIT_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 15.0
+
+
+class SlurmScheduler:
+    """Scheduler on a Slurm cluster."""
+
+    name = "slurm"
+
+    def __init__(self, retry_wait_s: float = 2.0) -> None:
+        self.retry_wait_s = retry_wait_s
+
+    def submit(self, spec: JobSpec) -> str:
+        """One sbatch. Where its answer is lost, the job is looked up by its tag before anything is tried again."""
+        ignored = sorted(name for name in os.environ if name.startswith("SBATCH_"))
+        if ignored:
+            logger.warning("not passed on to sbatch, the script says what is wanted: %s", ", ".join(ignored))
+        problem = ""
+        for attempt in range(3):
+            if attempt:
+                time.sleep(self.retry_wait_s * attempt)
+                job_id = self._find(spec)
+                if job_id:
+                    return job_id
+            try:
+                done = _call(["sbatch", "--parsable", str(spec.script)], SUBMIT_TIMEOUT_S)
+            except _TimedOut as error:
+                problem = str(error)
+                continue
+            found = JOB_ID.findall(done.stdout)
+            if done.returncode == 0 and found:
+                return found[-1]  # a site's banner comes before it
+            problem = _words(done)
+            if not any(words in problem.lower() for words in TRANSIENT):
+                break
+        raise SchedulerError(f"sbatch refused the job: {problem}")
+
+    def states(self, job_ids: list[str]) -> dict[str, JobState]:
+        """One squeue; sacct only for the jobs that squeue has forgotten. Works without accounting."""
+        found = self._squeue(job_ids) if job_ids else {}
+        forgotten = [job_id for job_id in job_ids if job_id not in found]
+        if forgotten:
+            found |= self._sacct(forgotten)
+        return {job_id: found.get(job_id, JobState(job_id, State.UNKNOWN)) for job_id in job_ids}
+
+    def cancel(self, job_id: str) -> None:
+        _checked(["scancel", job_id])
+
+    def nudge(self, job_id: str) -> None:
+        _checked(["scancel", "--batch", "--signal=USR1", job_id])
+
+    def requeue(self, job_id: str) -> None:
+        _checked(["scontrol", "requeue", job_id])
+
+    def end_time(self, job_id: str) -> float | None:
+        seen = self._squeue([job_id]).get(job_id)
+        return seen.end_time if seen else None
+
+    def _find(self, spec: JobSpec) -> str | None:
+        done = _call(["squeue", "-h", "-t", "all", "--me", "-n", spec.name, "-o", "%i|%k"], CALL_TIMEOUT_S)
+        for line in done.stdout.splitlines():
+            job_id, _, comment = line.partition("|")
+            if spec.tag in comment.split():
+                return job_id
+        return None
+
+    def _squeue(self, job_ids: Sequence[str]) -> dict[str, JobState]:
+        done = _call(["squeue", "-h", "-t", "all", "-j", ",".join(job_ids), "-o", "%i|%T|%r|%e|%N"], CALL_TIMEOUT_S)
+        if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
+            raise SchedulerError(f"squeue: {_words(done)}")
+        found = {}
+        for line in done.stdout.splitlines():
+            fields = line.split("|")
+            if len(fields) == 5:
+                job_id, native, reason, end, nodes = fields
+                found[job_id] = JobState(job_id, parse(native), native, reason, _unix(end), nodes)
+        return found
+
+    def _sacct(self, job_ids: Sequence[str]) -> dict[str, JobState]:
+        """Empty where the site keeps no accounting: then the trial's own files tell."""
+        try:
+            done = _call(
+                ["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids), "-o", "JobIDRaw,State,Reason,End,NodeList"], CALL_TIMEOUT_S
+            )
+        except SchedulerError as error:
+            logger.debug("no accounting: %s", error)
+            return {}
+        found = {}
+        for line in done.stdout.splitlines() if done.returncode == 0 else []:
+            fields = line.split("|")
+            if len(fields) == 5:  # of several records of a requeued job the newest comes last
+                job_id, native, reason, end, nodes = fields
+                found[job_id] = JobState(job_id, parse(native), native, reason, _unix(end), nodes)
+        return found
+
+
+class _TimedOut(SchedulerError):
+    """A command gave no answer in time; it may have done its work."""
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without what a surrounding job or a user's defaults would say in our place; SLURM_CONF stays."""
+    return {name: value for name, value in environ.items() if name == "SLURM_CONF" or not name.startswith(LEAKS)}
+
+
+def _call(argv: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            env=clean_environment(os.environ) | {"SLURM_TIME_FORMAT": "%Y-%m-%dT%H:%M:%S%z"},
+        )
+    except FileNotFoundError as error:
+        raise SchedulerError(f"{argv[0]} is not on the PATH: this machine is no login node of a Slurm cluster.") from error
+    except subprocess.TimeoutExpired as error:
+        raise _TimedOut(f"{argv[0]} gave no answer within {timeout_s:g} s") from error
+
+
+def _checked(argv: list[str]) -> None:
+    done = _call(argv, CALL_TIMEOUT_S)
+    if done.returncode != 0 and "invalid job id" not in done.stderr.lower() and "already completed" not in done.stderr.lower():
+        raise SchedulerError(f"{argv[0]}: {_words(done)}")
+
+
+def _words(done: subprocess.CompletedProcess[str]) -> str:
+    """The command's own words, on one line."""
+    said = done.stderr.strip() or done.stdout.strip()
+    return " ".join(said.split()) or f"exit code {done.returncode} without a word"
+
+
+def _unix(text: str) -> float | None:
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except ValueError:  # N/A, Unknown, NONE
+        return None

@@ -1,0 +1,71 @@
+"""One private Slurm per test run, with nothing in its queue at the start of each test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # cluster.py is a program of its own, too
+
+from cluster import Cluster
+from packages import NoSlurm, find_or_fetch
+
+NUM_NODES = 4
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slurm)
+
+
+@pytest.fixture(scope="session")
+def running_cluster() -> Iterator[Cluster]:
+    """Skipped where no Slurm can be had, unless HPC_RL_TEST_REQUIRE names slurm."""
+    try:
+        slurm = find_or_fetch()
+    except NoSlurm as error:
+        if "slurm" in os.environ.get("HPC_RL_TEST_REQUIRE", ""):
+            pytest.fail(f"no Slurm: {error}")
+        pytest.skip(f"no Slurm: {error}")
+    here = Path(tempfile.mkdtemp(prefix="hpcrl-", dir="/tmp"))  # short: unix sockets lie below it
+    cluster = Cluster(here, slurm, NUM_NODES)
+    try:
+        cluster.up()
+        yield cluster
+    finally:
+        cluster.down()
+        shutil.rmtree(here, ignore_errors=True)
+
+
+@pytest.fixture
+def cluster(running_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """The cluster with an empty queue and all its nodes; this process is its client."""
+    running_cluster.up()
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
+        monkeypatch.delenv(name)
+    for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH"):
+        if name in running_cluster.env:
+            monkeypatch.setenv(name, running_cluster.env[name])
+    yield running_cluster
+    running_cluster.cancel_all()
+
+
+@pytest.fixture
+def until() -> Callable[..., None]:
+    """`until(condition, timeout_s=30)`: wait for it."""
+
+    def wait(condition: Callable[[], object], timeout_s: float = 30) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
+            time.sleep(0.1)
+
+    return wait

@@ -1,0 +1,123 @@
+"""The supervisor with one srun per unit on a real Slurm: roles of the supervisor's fault tests, spread over nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
+
+from supervised import HERE, ROOT, Fake, unit
+
+from hpc_rl.trial import read_json
+
+SCRIPT = f"""#!/bin/bash
+export PYTHONPATH={HERE}:{ROOT} SLURM_EXPORT_ENV=ALL
+told=0
+trap 'told=1; kill -TERM $pid' TERM
+for try in 1 2 3; do
+  {sys.executable} -m hpc_rl.app.supervisor --trial_dir "$1" --attempt $SLURM_JOB_ID.0 --steps srun &
+  pid=$!
+  while :; do wait $pid; rc=$?; kill -0 $pid 2>/dev/null || break; done
+  echo "rc $rc told $told"
+  if ((rc <= 128 || told)); then break; fi
+done
+exit $rc
+"""
+
+
+class SlurmFake(Fake):
+    """The trial as a job of 4 nodes."""
+
+    def __init__(self, root: Path, cluster) -> None:
+        super().__init__(root)
+        self.cluster = cluster
+
+    def submit(self, gpus: int = 0) -> str:
+        script = self.trial.dir / "job.sh"
+        script.write_text(SCRIPT)
+        flags = ["--nodes=4", "--ntasks-per-node=1", "--cpus-per-task=16", "--mem=8000M", "--no-kill", "--time=10"]
+        flags += [f"--gpus-per-node={gpus}"] if gpus else []
+        out = f"--output={self.trial.dir}/job.out"
+        job_id = self.cluster.run("sbatch", "--parsable", *flags, out, str(script), str(self.trial.dir)).strip()
+        self.attempt = self.trial.attempt(f"{job_id}.0")
+        return job_id
+
+    def story(self) -> str:
+        return (self.trial.dir / "job.out").read_text()[-6000:]
+
+    def ended(self) -> dict | None:
+        return read_json(self.attempt.ended)
+
+    def log(self, name: str) -> str:
+        return (self.attempt.dir / "logs" / f"{name}.log").read_text()
+
+
+@pytest.fixture
+def fake(cluster, tmp_path: Path) -> Iterator[SlurmFake]:
+    root = tmp_path / "with blank"
+    root.mkdir()
+    yield SlurmFake(root, cluster)
+
+
+def everybody_up(fake: SlurmFake, num: int) -> Callable[[], bool]:
+    return lambda: sum("client" not in path.name for path in fake.attempt.processes.glob("[rst]*.json")) >= num + 1
+
+
+UNITS = [
+    unit("server", 0, nodes=(0,), gpus=2),
+    unit("server", 1, nodes=(3,), gpus=2),
+    unit("rollout", 0, nodes=(0,)),
+    unit("trainer", 0, tasks=2, nodes=(1, 2), gpus=1),
+]
+
+
+def test_units_start_side_by_side_and_a_killed_supervisor_takes_them_with_it(fake):
+    fake.write({"trainer": ["deaf", "train"], "total": 4}, units=UNITS)
+    fake.submit(gpus=4)
+    fake.until(everybody_up(fake, 7), 30)
+    first = {one.pid for one in fake.alive()}
+    assert "up server-0.0-rank0 n1" in fake.log("server-0.0") and "up server-1.0-rank0 n4" in fake.log("server-1.0")
+    nodes = [fake.log(f"trainer-0.0-rank{rank}").split()[2] for rank in range(4)]
+    assert nodes == ["n2", "n2", "n3", "n3"]
+    gpus = {name: fake.log(name).split()[3:4] for name in ("server-0.0", "rollout-0.0", "trainer-0.0-rank3")}
+    assert len(gpus["server-0.0"][0].split(",")) == 2 and len(gpus["trainer-0.0-rank3"][0].split(",")) == 2
+    assert gpus["rollout-0.0"] == []
+    os.kill(json.loads((fake.attempt.processes / "supervisor-0.0-rank0.json").read_text())["pid"], 9)
+    fake.until(fake.ended, 40)
+    assert fake.ended()["exit_code"] == 0, fake.story()
+    assert not first & {one.pid for one in fake.alive()}
+    assert [row["incarnation"] for row in fake.events("started", "trainer")] == [0, 1]
+    assert [row["code"] for row in fake.events("exited", "trainer")] == [0]
+
+
+def test_a_dead_node_costs_its_replica_only(fake):
+    fake.write({"trainer": ["train"], "total": 130}, units=UNITS)
+    fake.submit(gpus=4)
+    fake.until(everybody_up(fake, 7), 30)
+    fake.cluster.kill_node("n4")
+    fake.until(fake.ended, 55)
+    assert fake.ended()["exit_code"] == 0, fake.story()
+    assert [row["incarnation"] for row in fake.events("started", "trainer")] == [0]
+    ends = {(row["role"], row["index"]): row["code"] for row in fake.events("exited")}
+    assert ends["server", 0] == 75 and ends["server", 1] != 75
+    assert ends["rollout", 0] == 75
+
+
+def test_scancel_ends_it_and_a_dead_rank_takes_its_peers(fake, until):
+    fake.write({"trainer": ["deaf", "serve"]}, units=UNITS[2:])
+    job_id = fake.submit(gpus=4)
+    fake.until(everybody_up(fake, 5), 30)
+    os.kill(next(one.pid for one in fake.alive() if one.role == "trainer" and one.rank == 3), 9)
+    fake.until(lambda: len(fake.events("started", "trainer")) == 2, 45)
+    assert fake.events("exited", "trainer")[0]["code"] == 137
+    fake.until(everybody_up(fake, 9), 15)
+    fake.cluster.run("scancel", job_id)
+    until(lambda: not fake.cluster.run("squeue", "-h"), 20)
+    assert not fake.alive()
+    assert fake.ended() is None or fake.ended()["exit_code"] == 75

@@ -1,0 +1,126 @@
+"""The Slurm scheduler against programs that only speak like Slurm: states, lost answers, accounting, environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.errors import SchedulerError
+from hpc_rl.schedulers import make_scheduler, pick, slurm
+from hpc_rl.schedulers.base import JobSpec, State
+from hpc_rl.schedulers.slurm import SlurmScheduler, clean_environment
+from hpc_rl.schedulers.slurm_states import STATES, parse
+
+SPEC = JobSpec("name", Path("/x y/script"), "the:tag")
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """`programs(sbatch="bash text", …)`; `programs.calls()` are the commands that were given."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def make(**texts: str) -> None:
+        for name, text in texts.items():
+            program = tmp_path / name
+            program.write_text(
+                f'#!/bin/bash\necho "{name} $*" >>"{tmp_path}/calls"\nn=$(grep -c "^{name} " "{tmp_path}/calls")\n{text}\n'
+            )
+            program.chmod(0o755)
+
+    make.calls = lambda: (tmp_path / "calls").read_text().splitlines()
+    return make
+
+
+@pytest.fixture
+def scheduler():
+    return SlurmScheduler(retry_wait_s=0)
+
+
+def test_every_state_has_a_meaning_and_any_other_word_is_unknown():
+    assert parse("CANCELLED by 1000") is State.CANCELLED and parse("COMPLETED+") is State.DONE and parse("CG") is State.RUNNING
+    assert parse("TIMEOUT") is State.TIMEOUT and parse("PREEMPTED") is State.PREEMPTED and parse("NF") is State.NODE_FAIL
+    assert parse("BRAND_NEW") is State.UNKNOWN and parse("") is State.UNKNOWN
+    assert State.UNKNOWN not in STATES.values() and len(STATES) > 50
+
+
+def test_the_id_is_found_below_a_banner(programs, scheduler):
+    programs(sbatch="echo Welcome to job 7; echo; echo '123;cluster'")
+    assert scheduler.submit(SPEC) == "123"
+    assert programs.calls() == ["sbatch --parsable /x y/script"]
+
+
+def test_a_refusal_is_told_once_in_its_own_words(programs, scheduler):
+    programs(sbatch="echo 'sbatch: error: invalid partition' >&2; exit 1")
+    with pytest.raises(SchedulerError, match="invalid partition"):
+        scheduler.submit(SPEC)
+    assert len(programs.calls()) == 1
+
+
+def test_a_lost_answer_is_looked_up_by_its_tag(programs, scheduler):
+    programs(
+        sbatch="echo 'Socket timed out on send/recv operation' >&2; exit 1", squeue="echo '8|the:tag2'; echo '9|the:tag mine'"
+    )
+    assert scheduler.submit(SPEC) == "9"
+    assert [call.split()[0] for call in programs.calls()] == ["sbatch", "squeue"]
+
+
+def test_where_the_job_is_not_there_it_is_submitted_again(programs, scheduler):
+    programs(sbatch="if ((n == 1)); then echo 'Unable to contact slurm controller' >&2; exit 1; fi; echo 5", squeue="")
+    assert scheduler.submit(SPEC) == "5"
+    assert [call.split()[0] for call in programs.calls()] == ["sbatch", "squeue", "sbatch"]
+
+
+def test_a_silent_controller_is_given_up(programs, scheduler, monkeypatch):
+    monkeypatch.setattr(slurm, "SUBMIT_TIMEOUT_S", 0.1)
+    programs(sbatch="exec sleep 5", squeue="")
+    with pytest.raises(SchedulerError, match="no answer within"):
+        scheduler.submit(SPEC)
+
+
+def test_one_question_for_all_and_accounting_only_for_the_forgotten(programs, scheduler):
+    programs(
+        squeue="echo '1|RUNNING|None|2026-01-01T00:00:00+0000|n[1-2]'; echo '2|PENDING|Priority|N/A|'",
+        sacct="echo '3|NODE_FAIL|None|2026-01-01T00:00:00|n1'; echo '3|CANCELLED by 0|None|Unknown|n1'",
+    )
+    states = scheduler.states(["1", "2", "3", "4"])
+    assert [states[job].state for job in "1234"] == [State.RUNNING, State.PENDING, State.CANCELLED, State.UNKNOWN]
+    assert states["1"].end_time == 1767225600 and states["1"].nodes == "n[1-2]" and states["2"].reason == "Priority"
+    assert [call.split()[0] for call in programs.calls()] == ["squeue", "sacct"] and "-j 3,4" in programs.calls()[1]
+
+
+def test_it_works_without_accounting_and_for_a_forgotten_job(programs, scheduler):
+    programs(
+        squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
+        sacct="echo 'Slurm accounting storage is disabled' >&2; exit 1",
+    )
+    assert scheduler.states(["1"])["1"].state is State.UNKNOWN
+    assert scheduler.states([]) == {}
+
+
+def test_a_controller_that_is_down_is_an_error_not_a_state(programs, scheduler):
+    programs(squeue="echo 'Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(SchedulerError, match="Unable to contact"):
+        scheduler.states(["1"])
+
+
+def test_nothing_of_a_surrounding_job_is_passed_on(programs, scheduler, monkeypatch, caplog):
+    monkeypatch.setenv("SBATCH_PARTITION", "wrong")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    programs(sbatch='echo "${SBATCH_PARTITION-0}${SLURM_NTASKS-0}1"')
+    assert scheduler.submit(SPEC) == "001"
+    assert "SBATCH_PARTITION" in caplog.text
+    assert clean_environment({"SLURM_CONF": "a", "SLURM_X": "b", "PMIX_Y": "c", "HOME": "d"}) == {"SLURM_CONF": "a", "HOME": "d"}
+
+
+def test_without_slurm_the_message_says_so(scheduler, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SchedulerError, match="not on the PATH"):
+        scheduler.cancel("1")
+    assert pick("auto") == "local" and pick("slurm") == "slurm"
+
+
+def test_an_unknown_scheduler_is_named(fake_trial):
+    with pytest.raises(SchedulerError, match="'pbs'"):
+        make_scheduler("pbs", fake_trial.trial)
