@@ -1,0 +1,25 @@
+"""The user's reward function in its own process, started by an executor worker with `package.module:name` as its argument."""
+
+from __future__ import annotations
+
+import sys
+
+from hpc_rl import log
+from hpc_rl.errors import ConfigError, ExitCode
+from hpc_rl.rollout import frames
+from hpc_rl.rollout.rewards.process import serve
+
+
+def main() -> int:
+    frames.die_with_parent()
+    log.setup("reward")
+    try:
+        serve(sys.argv[1])
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.BAD_CONFIG
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""The rollout role: sequencer, ledger and service in this process, workflows in executor workers below it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+
+from aiohttp import web
+
+from hpc_rl import net
+from hpc_rl.app import role
+from hpc_rl.config.root import GRPOConfig
+from hpc_rl.datasets.encode import Prompts
+from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.errors import ConfigError, ExitCode
+from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.name_resolve.base import Lease
+from hpc_rl.rollout import service
+from hpc_rl.rollout.driver import Driver
+from hpc_rl.rollout.executor import Executor
+from hpc_rl.rollout.sequencer import Rules, Sequencer
+
+logger = logging.getLogger(__name__)
+
+LEASE_TTL_S = 10.0
+
+
+def body(context: role.Context) -> int:
+    """Serve until told to stop."""
+    if not isinstance(context.config, GRPOConfig):
+        raise ConfigError("this trial has no rollout section: an sft trial has no rollout role")
+    return asyncio.run(serve(context, context.config))
+
+
+def rules(config: GRPOConfig) -> Rules:
+    """What the configuration says of order, age and retries."""
+    batch_size, rollout = config.train_dataset.batch_size, config.rollout
+    return Rules(
+        batch_size=batch_size,
+        max_concurrent=rollout.max_concurrent_rollouts or 2 * batch_size,
+        eta=rollout.max_head_offpolicyness if config.async_training else 0,
+        bound=rollout.staleness_bound,
+        order=rollout.batch_order,
+        prompt_retries=rollout.prompt_retries,
+    )
+
+
+async def serve(context: role.Context, config: GRPOConfig) -> int:
+    tokenizer = Tokenizer(config.tokenizer_path or config.actor.path)
+    prompts = Prompts(config.train_dataset, tokenizer, config.seed)
+    held_out = Prompts(config.valid_dataset, tokenizer, config.seed) if config.valid_dataset else None
+    names = open_names(context.trial, config)
+    sequencer = Sequencer(rules(config))
+    sequencer.lineage = max((int(path.stem) for path in context.trial.lineages.glob("[0-9]*.json")), default=0)
+    driver = Driver(context.trial.rollout, sequencer, prompts, held_out)
+    num_workers = config.rollout.num_workers
+    driver.executor = executor = Executor(lambda i: worker_argv(context, i), num_workers, driver.on_frame, driver.on_lost)
+    await executor.start()
+
+    def num_servers() -> int:
+        return sum(seen.alive for seen in names.leases(keys.SERVERS).values())
+
+    runner = web.AppRunner(
+        service.application(service.routes(driver, num_servers), context.tokens), access_log=None, shutdown_timeout=1.0
+    )
+    await runner.setup()
+    listener = net.bind()
+    await web.SockSite(runner, listener).start()
+    lease = await asyncio.to_thread(names.lease, keys.ROLLOUT, _record(context, listener.getsockname()[1]), LEASE_TTL_S)
+    logger.info("serving batches, epoch %d", lease.epoch)
+    duties = {asyncio.create_task(duty) for duty in (driver.run(), executor.failure(), _renew(lease), _stopping(context))}
+    try:
+        done, _ = await asyncio.wait(duties, return_when=asyncio.FIRST_COMPLETED)
+        for duty in done:
+            duty.result()
+        lease.release()
+        return ExitCode.STOPPED
+    finally:
+        for duty in duties:
+            duty.cancel()
+        await runner.cleanup()
+        await executor.close()
+        await driver.close()
+
+
+def worker_argv(context: role.Context, number: int) -> list[str]:
+    where = ["--trial_dir", str(context.trial.dir), "--attempt", context.attempt.id]
+    return [sys.executable, "-m", "hpc_rl.app.rollout_worker", *where, "--index", str(number)]
+
+
+def _record(context: role.Context, port: int) -> dict:
+    url = f"http://{net.reachable_address()}:{port}"
+    return {"url": url, "attempt": context.attempt.id, "pid": os.getpid(), "host": socket.gethostname()}
+
+
+async def _renew(lease: Lease) -> None:
+    """Raises Stale once another incarnation has taken over."""
+    while True:
+        await asyncio.sleep(1.0)
+        try:
+            await asyncio.to_thread(lease.renew)
+        except OSError as error:  # a shared file system may fail for a while; the ledger's own writes decide whether we live
+            logger.warning("can't renew the lease: %s", error)
+
+
+async def _stopping(context: role.Context) -> None:
+    while not context.stopping.is_set():
+        await asyncio.sleep(0.2)
+
+
+if __name__ == "__main__":
+    role.run("rollout", body)

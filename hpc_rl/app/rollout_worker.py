@@ -1,0 +1,71 @@
+"""An executor worker of the rollout role: started by it, talks to it over standard input and output, ends with it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from hpc_rl import log
+from hpc_rl.config.load import from_dict
+from hpc_rl.config.root import GRPOConfig
+from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
+from hpc_rl.name_resolve import open_names
+from hpc_rl.rollout import frames
+from hpc_rl.rollout.rewards import BUILTINS, Inline, Rewarder
+from hpc_rl.rollout.rewards.process import RewardProcess
+from hpc_rl.rollout.worker import Worker
+from hpc_rl.rollout.workflow import load_workflow
+from hpc_rl.servers.router import Router
+from hpc_rl.trial import Trial
+
+
+def main() -> int:
+    frames.die_with_parent()
+    out = frames.take_stdout()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trial_dir", type=Path, required=True)
+    parser.add_argument("--attempt", required=True)
+    parser.add_argument("--index", type=int, default=0)
+    args = parser.parse_args()
+    trial = Trial(args.trial_dir)
+    tokens = trial.tokens()
+    log.setup("rollout-worker", args.index, list(tokens.values()))
+    try:
+        config = from_dict(json.loads(trial.config_json.read_bytes()))
+        assert isinstance(config, GRPOConfig)
+        asyncio.run(work(trial, config, tokens["data"], out))
+    except HpcRlError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.BAD_CONFIG if isinstance(error, ConfigError) else ExitCode.FAILED
+    return ExitCode.DONE
+
+
+async def work(trial: Trial, config: GRPOConfig, data_token: str, out: int) -> None:
+    tokenizer = Tokenizer(config.tokenizer_path or config.actor.path)
+    rollout = config.rollout
+    workflow = load_workflow(rollout.workflow)
+    rewarder = await open_rewarder(rollout.reward_fn, rollout.reward_timeout_s)
+    router = Router(
+        open_names(trial, config), data_token, rollout.setup_timeout, rollout.request_timeout, rollout.request_retries
+    )
+    async with router:
+        write = await frames.pipe_writer(out)
+        await Worker(config, tokenizer, router, workflow, rewarder, write).serve(await frames.stdin_reader())
+    os._exit(ExitCode.DONE)  # the parent is gone: nobody waits for what still runs
+
+
+async def open_rewarder(path: str, timeout_s: float) -> Rewarder:
+    if path in BUILTINS:
+        return Inline(BUILTINS[path])
+    process = RewardProcess(path, timeout_s)
+    await process.start()
+    return process
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Datasets: rows from files, their deterministic order over epochs, and their tokens. No torch here."""

@@ -1,0 +1,102 @@
+"""Rows to tokens: prompts (rl) and whole sequences with their loss mask (sft)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpc_rl.config.data import DatasetConfig
+from hpc_rl.datasets.order import locate
+from hpc_rl.datasets.rows import load_rows
+from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def encode_prompt(tokenizer: Tokenizer, row: dict[str, Any]) -> list[int]:
+    """Tokens of `prompt` (text) or `messages` (chat). Raises ConfigError for a row with neither."""
+    if isinstance(row.get("messages"), list):
+        return tokenizer.encode(tokenizer.chat(row["messages"]), add_special_tokens=False)
+    if isinstance(row.get("prompt"), str):
+        return tokenizer.encode(row["prompt"])
+    has = ", ".join(map(repr, row)) or "nothing"
+    raise ConfigError(f"a row needs a `prompt` (text) or `messages` (a list); this one has {has}.")
+
+
+def encode_sequence(tokenizer: Tokenizer, row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """(ids int32 [L], loss_mask bool [L]) of prompt, completion and the end-of-sequence token; true from the completion on."""
+    completion = row.get("completion")
+    if not isinstance(completion, str):
+        raise ConfigError(f"an sft row needs a `completion` (text); this one has {', '.join(map(repr, row)) or 'nothing'}.")
+    prompt = encode_prompt(tokenizer, row)
+    made = tokenizer.encode(completion, add_special_tokens=False)
+    if tokenizer.eos_token_id is not None:
+        made.append(tokenizer.eos_token_id)
+    mask = np.zeros(len(prompt) + len(made), bool)
+    mask[len(prompt) :] = True
+    return np.array(prompt + made, np.int32), mask
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One task input: `row` is its place in the file, `columns` is the row as it stands there."""
+
+    epoch: int
+    row: int
+    columns: dict[str, Any]
+    input_ids: list[int]
+
+
+class Prompts:
+    """The prompts of a dataset in their order over epochs.
+
+    Args:
+        dataset: Which rows; those with a prompt above `max_length` tokens are left out.
+        tokenizer: Makes their tokens, when they are asked for.
+        seed: Of the order.
+    """
+
+    def __init__(self, dataset: DatasetConfig, tokenizer: Tokenizer, seed: int) -> None:
+        self.rows = load_rows(dataset.path)
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.shuffle = dataset.shuffle
+        self._kept = list(range(len(self.rows)))
+        encode_prompt(tokenizer, self.rows[0])  # a dataset of the wrong kind is refused at the start, not at the first prompt
+        if dataset.max_length is not None:
+            self._kept = [i for i in self._kept if len(encode_prompt(tokenizer, self.rows[i])) <= dataset.max_length]
+            numbers = (len(self._kept), len(self.rows), dataset.max_length)
+            logger.info("%s: %d of %d prompts have at most %d tokens", dataset.path, *numbers)
+        if not self._kept:
+            raise ConfigError(f"dataset {dataset.path}: no prompt has at most max_length = {dataset.max_length} tokens.")
+
+    def __len__(self) -> int:
+        """Prompts of one epoch."""
+        return len(self._kept)
+
+    def at(self, index: int) -> Prompt:
+        """The prompt with this index, which counts over all epochs from 0."""
+        epoch, position = locate(index, self.seed, len(self), self.shuffle)
+        return self._prompt(epoch, position)
+
+    def in_file_order(self, position: int) -> Prompt:
+        """The position-th prompt as the file has them; for evaluations."""
+        return self._prompt(0, position)
+
+    def _prompt(self, epoch: int, position: int) -> Prompt:
+        row = self._kept[position]
+        return Prompt(epoch, row, self.rows[row], encode_prompt(self.tokenizer, self.rows[row]))
+
+
+def load_sequences(dataset: DatasetConfig, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
+    """encode_sequence of every row with at most `max_length` tokens, in file order. Raises ConfigError if none is left."""
+    rows = [encode_sequence(tokenizer, row) for row in load_rows(dataset.path)]
+    if dataset.max_length is not None:
+        rows = [row for row in rows if len(row[0]) <= dataset.max_length]
+    if not rows:
+        raise ConfigError(f"dataset {dataset.path}: no sequence has at most max_length = {dataset.max_length} tokens.")
+    return rows

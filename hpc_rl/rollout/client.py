@@ -1,0 +1,121 @@
+"""RolloutClient: how the trainer asks the rollout role, synchronously, for batches and evaluations.
+
+It finds the role by its lease and survives the role's restarts: as long as the role comes back within `deadline_s` the
+caller notices nothing but the wait. What the role has answered for a step it answers again, so asking twice is harmless.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import threading
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from hpc_rl.errors import RoleFailed, Stale
+from hpc_rl.name_resolve import keys
+from hpc_rl.name_resolve.base import NameResolve
+from hpc_rl.types import Batch, EvalResult, decode
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.2  # between two looks for a role that is away
+
+
+class RolloutClient:
+    """One per trainer rank; not for several threads at once.
+
+    Args:
+        names: Where the lease of the rollout role lies.
+        tokens: The trial's two tokens, `{"control": …, "data": …}`.
+        deadline_s: The role may be away this long before RoleFailed.
+        poll_s: How long the role holds a request that it can't answer yet; also how late `stopping` may be seen.
+    """
+
+    def __init__(self, names: NameResolve, tokens: dict[str, str], deadline_s: float = 600.0, poll_s: float = 2.0) -> None:
+        self.names = names
+        self.tokens = tokens
+        self.deadline_s = deadline_s
+        self.poll_s = poll_s
+        self._connection: http.client.HTTPConnection | None = None
+
+    def batch(self, step: int, lineage: int, stopping: threading.Event | None = None) -> Batch | None:
+        """Batch `step`, for a trainer at version step-1 of `lineage`; None if `stopping` was set first.
+
+        Raises Stale where a trainer of a later lineage has asked before, RoleFailed where the role stays away or can't answer.
+        """
+        path = f"/batch?step={step}&lineage={lineage}&wait_s={self.poll_s}"
+        body = self._until_answered("GET", path, None, "data", stopping)
+        return None if body is None else decode(body)
+
+    def evaluate(self, label: str, stopping: threading.Event | None = None) -> EvalResult | None:
+        """Mean reward over the held-out prompts under the weights `label`; None if `stopping` was set. Raises as batch does."""
+        payload = {"version": label, "wait_s": self.poll_s}
+        body = self._until_answered("POST", "/evaluate", payload, "data", stopping)
+        return None if body is None else decode(body)
+
+    def retain(self, step: int) -> None:
+        """Say that batches up to `step` are not needed any more. A role that is away for now is told the next time."""
+        try:
+            self._request("POST", "/retain", {"step": step}, "control")
+        except (OSError, http.client.HTTPException, LookupError) as error:
+            logger.info("retain %d was not heard: %s", step, error)
+
+    def status(self) -> dict[str, Any]:
+        """The role's counters. Raises OSError, LookupError while it is away."""
+        return json.loads(self._request("GET", "/status", None, "data")[1])
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _until_answered(
+        self, method: str, path: str, payload: dict[str, Any] | None, token: str, stopping: threading.Event | None
+    ) -> bytes | None:
+        last_contact = time.monotonic()
+        away = False
+        while stopping is None or not stopping.is_set():
+            try:
+                status, body = self._request(method, path, payload, token)
+            except (OSError, http.client.HTTPException, LookupError) as error:
+                status, body = 0, str(error).encode()
+            if status == 200:
+                return body
+            if status in (0, 503):
+                if not away:
+                    logger.warning("the rollout role is away (%s): waiting for it", body.decode(errors="replace"))
+                away = True
+                if time.monotonic() - last_contact > self.deadline_s:
+                    raise RoleFailed(f"the rollout role was away for {self.deadline_s:.0f} s: {body.decode(errors='replace')}")
+                time.sleep(RETRY_S)
+                continue
+            last_contact, away = time.monotonic(), False
+            if status == 409:
+                raise Stale(body.decode(errors="replace"))
+            if status != 204:
+                asked, said = path.partition("?")[0], body.decode(errors="replace")
+                raise RoleFailed(f"the rollout role answered {status} to {asked}: {said}")
+        return None
+
+    def _request(self, method: str, path: str, payload: dict[str, Any] | None, token: str) -> tuple[int, bytes]:
+        data = None if payload is None else json.dumps(payload).encode()
+        headers = {"Authorization": f"Bearer {self.tokens[token]}", "Content-Type": "application/json"}
+        try:
+            if self._connection is None:
+                self._connection = self._connect()
+            self._connection.request(method, path, data, headers)
+            response = self._connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException):
+            self.close()
+            raise
+
+    def _connect(self) -> http.client.HTTPConnection:
+        seen = self.names.leases(keys.ROLLOUT).get(keys.ROLLOUT)
+        if seen is None or not seen.alive:
+            raise LookupError("no live lease")
+        url = urlsplit(seen.value["url"])
+        return http.client.HTTPConnection(url.hostname or "", url.port, timeout=self.poll_s + 60.0)

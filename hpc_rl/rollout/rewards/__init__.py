@@ -1,0 +1,73 @@
+"""Rewards: `reward(prompt, completion, **columns) -> float`, sync or async; built-ins by name, the user's by import path.
+
+`prompt` is the row's text (or its messages), `completion` the decoded text, `columns` the row's other columns.
+Built-ins run in the executor worker; the user's code runs in a process of its own with a time limit (process.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hpc_rl.errors import ConfigError
+
+
+class RewardFailed(Exception):
+    """A reward that did not come; `reason` is reward_timeout or reward_exception. Its prompt is rejected."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(f"{reason}: {message}")
+        self.reason = reason
+
+
+class Rewarder(Protocol):
+    """Where the executor gets its rewards."""
+
+    async def reward(self, prompt: Any, completion: str, columns: dict[str, Any]) -> float:
+        """Raises RewardFailed."""
+
+    async def close(self) -> None: ...
+
+
+def exact_match(prompt: Any, completion: str, answer: Any, **_columns: Any) -> float:
+    """1 if the completion, stripped, is the row's `answer`."""
+    return float(completion.strip() == str(answer))
+
+
+def contains(prompt: Any, completion: str, answer: Any, **_columns: Any) -> float:
+    """1 if the row's `answer` stands in the completion."""
+    return float(str(answer) in completion)
+
+
+BUILTINS: dict[str, Callable[..., float]] = {"exact_match": exact_match, "contains": contains}
+
+
+def import_object(key: str, path: str) -> Any:
+    """What `package.module:name` names. `key` is the configuration key, for the message. Raises ConfigError."""
+    module, _, name = path.partition(":")
+    if not name:
+        raise ConfigError(f"{key}: {path!r} is neither built in nor of the form package.module:name.")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        remedy = "The module must be on the PYTHONPATH of the job"
+        raise ConfigError(f"{key}: {path!r} can't be imported: {error}. {remedy}.") from error
+    except AttributeError:
+        raise ConfigError(f"{key}: module {module!r} has no {name!r}.") from None
+
+
+class Inline:
+    """A built-in reward, run where it is called."""
+
+    def __init__(self, function: Callable[..., float]) -> None:
+        self._function = function
+
+    async def reward(self, prompt: Any, completion: str, columns: dict[str, Any]) -> float:
+        try:
+            return self._function(prompt, completion, **columns)
+        except TypeError as error:
+            raise RewardFailed("reward_exception", f"{error}; the row has the columns {sorted(columns)}") from error
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,263 @@
+"""Sequencer: which prompt is issued next, which groups make the next batch. A state machine without I/O or time.
+
+Every prompt index is in exactly one place: running (issued, under a ticket), waiting (to be issued again), ready (a group in
+the ledger), or resolved (in a sealed batch, or rejected). A result counts only under the ticket that its index runs under:
+what a worker that was given up sends later is ignored. The shell (driver.py) does the I/O in between.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hpc_rl.errors import Stale
+from hpc_rl.rollout.batches import Seal
+from hpc_rl.rollout.ledger import GroupRecord, Place
+from hpc_rl.rollout.restore import State
+from hpc_rl.rollout.staleness import capacity, leaves_room, staleness
+
+STALE = "stale"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The part of the configuration that decides.
+
+    Args:
+        batch_size: Prompts per batch.
+        max_concurrent: Prompts running at once.
+        eta: `max_head_offpolicyness`; 0 is synchronous.
+        bound: `staleness_bound`.
+        order: `batch_order`.
+        prompt_retries: Times that a prompt is issued again after a failure.
+    """
+
+    batch_size: int
+    max_concurrent: int
+    eta: int
+    bound: Literal["soft", "hard", "drop"] = "soft"
+    order: Literal["ready", "in_order"] = "ready"
+    prompt_retries: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """A prompt to be run: results are reported under its ticket."""
+
+    ticket: int
+    index: int
+    begun: int  # the trainer's version
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A group that waits for its batch."""
+
+    begun: int
+    oldest_step: int
+    oldest_lineage: int
+    place: Place
+    arrival: int
+
+
+class Sequencer:
+    """See the module. Call restore first; nothing is issued before the first observe."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.version: int | None = None  # the trainer's; None until it has asked
+        self.lineage = 0
+        self.running: dict[int, Issue] = {}  # ticket -> what
+        self._arrivals = itertools.count()
+        self._tickets = itertools.count(1)
+        self._waiting: list[int] = []  # heap of indexes to issue again
+        self._failures: Counter[int] = Counter()
+        self.rejected_in_a_row = 0
+        self.restore(State())
+
+    def restore(self, state: State) -> None:
+        """Take over what is on disk; what runs goes on unless it was resolved there."""
+        self.seals = dict(state.seals)
+        self.trimmed = state.trimmed
+        self.top = state.top
+        self.lineage = max(self.lineage, state.lineage)
+        self.resolved = state.resolved
+        self.rejections = Counter(state.rejections)
+        self.staleness = Counter(state.staleness)
+        self.consumed = state.consumed
+        self.ready = {
+            index: Ready(record.begun, record.oldest_step, record.oldest_lineage, place, next(self._arrivals))
+            for index, (record, place) in state.ready.items()
+        }
+        settled = {ticket for ticket, issue in self.running.items() if issue.index in self.resolved or issue.index in self.ready}
+        for ticket in settled:
+            del self.running[ticket]
+        held = {issue.index for issue in self.running.values()}
+        self.next_index = max(state.next_index, max(held, default=-1) + 1)
+        unknown = range(self.resolved.floor, self.next_index)
+        self._waiting = [i for i in unknown if i not in self.resolved and i not in self.ready and i not in held]
+
+    @property
+    def accepted(self) -> int:
+        """Prompts that became groups: consumed and ready."""
+        return self.consumed + len(self.ready)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing was ever made here."""
+        return self.top == 0 and self.next_index == 0
+
+    def observe(self, lineage: int, version: int) -> list[int]:
+        """The trainer is at this version of this lineage; returns tickets that are given up. Raises Stale for an old lineage.
+
+        A trainer that went back makes the weights older than what runs was begun at. Where age is bounded, that is issued again.
+        """
+        if lineage < self.lineage:
+            raise Stale(f"lineage {lineage} asks, but lineage {self.lineage} has begun")
+        if lineage > self.lineage or self.version is None:
+            self.lineage, self.version = lineage, version
+        self.version = max(self.version, version)
+        if self.rules.bound == "soft":
+            return []
+        early = [ticket for ticket, issue in self.running.items() if issue.begun > self.version]
+        self.lost(early)
+        return early
+
+    def skip_to(self, step: int) -> None:
+        """Begin at batch `step` although nothing is known of those before: their prompts count as used."""
+        assert self.untouched and not self.running
+        self.top = self.trimmed = step - 1
+        self.consumed = self.next_index = (step - 1) * self.rules.batch_size
+        self.resolved.raise_floor(self.next_index)
+
+    def issue(self) -> list[Issue]:
+        """Prompts to start now: those that wait to be issued again, then new ones."""
+        if self.version is None:
+            return []
+        rules = self.rules
+        room = capacity(rules.max_concurrent, rules.batch_size, rules.eta, self.version, self.accepted, len(self.running))
+        issues = []
+        for _ in range(room):
+            if self._waiting:
+                index = heapq.heappop(self._waiting)
+            else:
+                index, self.next_index = self.next_index, self.next_index + 1
+            issue = Issue(next(self._tickets), index, self.version)
+            self.running[issue.ticket] = issue
+            issues.append(issue)
+        return issues
+
+    def finished(self, ticket: int, record: GroupRecord, place: Place) -> None:
+        """The group of a running ticket is in the ledger."""
+        del self.running[ticket]
+        self._failures.pop(record.index, None)
+        self.rejected_in_a_row = 0
+        self.ready[record.index] = Ready(record.begun, record.oldest_step, record.oldest_lineage, place, next(self._arrivals))
+
+    def failed(self, ticket: int) -> bool:
+        """A running ticket ended with an exception: true if its prompt is to be issued again, else reject it."""
+        index = self.running[ticket].index
+        self._failures[index] += 1
+        if self._failures[index] > self.rules.prompt_retries:
+            return False
+        self.lost([ticket])
+        return True
+
+    def lost(self, tickets: list[int]) -> None:
+        """These will not be answered, by no fault of the prompts: issue them again."""
+        for ticket in tickets:
+            if ticket in self.running:
+                heapq.heappush(self._waiting, self.running.pop(ticket).index)
+
+    def rejected(self, index: int, reason: str) -> None:
+        """A running or ready prompt has become a rejection."""
+        for ticket in [ticket for ticket, issue in self.running.items() if issue.index == index]:
+            del self.running[ticket]
+        self.ready.pop(index, None)
+        self._failures.pop(index, None)
+        self.resolved.add(index)
+        self.rejections[reason] += 1
+        self.rejected_in_a_row += reason != STALE
+
+    def too_old(self, step: int) -> list[int]:
+        """Ready groups that may not go into batch `step`: the shell rejects them as stale before it cuts."""
+        if self.rules.bound == "soft":
+            return []
+        return [index for index, group in self.ready.items() if staleness(step, group.oldest_step) > self.rules.eta]
+
+    def cut(self, step: int) -> list[int] | None:
+        """The groups of batch `step`, by index, or None while it can't be cut. Changes nothing; see sealed."""
+        rules = self.rules
+        if step != self.top + 1 or len(self.ready) < rules.batch_size:
+            return None
+        chosen = self._in_order() if rules.order == "in_order" else self._oldest_first()
+        if len(chosen) < rules.batch_size:
+            return None
+        if rules.bound == "hard" and self.running:  # else nothing would come of waiting; what gets too old is rejected
+            left = [group.begun for index, group in self.ready.items() if index not in chosen]
+            left += [issue.begun for issue in self.running.values()]
+            if not leaves_room(step, rules.batch_size, rules.eta, [self.ready[i].begun for i in chosen], left):
+                return None
+        return sorted(chosen)
+
+    def _oldest_first(self) -> list[int]:
+        order = sorted(self.ready, key=lambda index: (self.ready[index].begun, self.ready[index].arrival))
+        return order[: self.rules.batch_size]
+
+    def _in_order(self) -> list[int]:
+        chosen: list[int] = []
+        for index in itertools.count(self.resolved.floor):
+            if index in self.ready:
+                chosen.append(index)
+            elif index not in self.resolved:
+                break
+            if len(chosen) == self.rules.batch_size:
+                break
+        return chosen
+
+    def ages(self, step: int, indexes: list[int]) -> list[int]:
+        """Staleness of each of these ready groups in batch `step`."""
+        return [staleness(step, self.ready[index].oldest_step) for index in indexes]
+
+    def num_of_older_lineage(self, indexes: list[int]) -> int:
+        """How many of these ready groups have tokens that a lineage before the trainer's made."""
+        return sum(self.ready[index].oldest_lineage < self.lineage for index in indexes)
+
+    def sealed(self, seal: Seal) -> None:
+        """Batch top+1 was cut, by this service, from ready groups."""
+        assert seal.step == self.top + 1
+        for index in seal.places:
+            del self.ready[index]
+            self.resolved.add(index)
+        self.seals[seal.step] = seal
+        self.top = seal.step
+        self.consumed += len(seal.places)
+        self.staleness.update(seal.staleness)
+
+    def base(self, step: int) -> dict[str, Any]:
+        """What must be kept of everything that may be deleted once batches up to `step` are not needed (restore.py reads it)."""
+        later = [seal for seal in self.seals.values() if seal.step > step]
+        ages = self.staleness.copy()
+        for seal in later:
+            ages.subtract(seal.staleness)
+        return {
+            "trimmed": step,
+            "consumed": self.consumed - sum(len(seal.places) for seal in later),
+            "lineage": self.lineage,
+            "rejections": dict(self.rejections),
+            "staleness": dict(+ages),
+            "floor": self.resolved.floor,
+            "above": sorted(self.resolved.above),
+        }
+
+    def trim(self, step: int) -> tuple[list[int], set[int]]:
+        """Forget batches up to `step`; returns (their steps, the segments that are still needed)."""
+        gone = [number for number in self.seals if number <= step]
+        for number in gone:
+            del self.seals[number]
+        self.trimmed = max(self.trimmed, step)
+        needed = {place.segment for seal in self.seals.values() for place in seal.places.values()}
+        return gone, needed | {group.place.segment for group in self.ready.values()}

@@ -1,0 +1,48 @@
+"""How many prompts may be in the air, and when a batch may be cut, so that data stays young enough. Pure.
+
+Staleness of a trajectory in batch k is the trainer's version then, k-1, minus the oldest version in it. With
+B = prompts per batch and eta = `max_head_offpolicyness`:
+
+soft   AReaL's count: at version v at most (eta + v + 1) * B prompts are consumed, ready or running. One straggler may still
+       get older than eta, for batches go on without it.
+hard   The same count, and each batch leaves enough room for what is old. A group begun at version v is due in batch
+       v + eta + 1 at the latest. Batch k may be cut when, for every j >= k, what is left then and due by j fits into the
+       batches k+1 … j. The count guarantees that such a cut exists once the running ones have finished.
+drop   As soft, and what is too old at the cut is rejected.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+
+def capacity(max_concurrent: int, batch_size: int, eta: int, version: int, accepted: int, running: int) -> int:
+    """How many more prompts may be issued now; not positive means none. `accepted` counts consumed and ready groups."""
+    return min(max_concurrent - running, (eta + version + 1) * batch_size - (accepted + running))
+
+
+def staleness(step: int, oldest_step: int) -> int:
+    """Age of a trajectory in batch `step`. Tokens of a lost lineage may be newer than the trainer: never below 0."""
+    return max(0, step - 1 - oldest_step)
+
+
+def due(begun: int, eta: int) -> int:
+    """The last batch that a group begun at this version may be in under `hard`."""
+    return begun + eta + 1
+
+
+def leaves_room(step: int, batch_size: int, eta: int, chosen: Sequence[int], left: Iterable[int]) -> bool:
+    """Whether batch `step` may be cut from groups begun at the versions `chosen` while those begun at `left` stay behind.
+
+    Example: B = 1, eta = 1, step = 3. Two groups begun at version 1 are due in batch 3: one of them can't wait, so
+    leaves_room(3, 1, 1, [1], [1]) is false; with the second begun at version 2 it is due in batch 4, and it is true.
+    """
+    if len(chosen) != batch_size:
+        return False
+    num_due = 0
+    for last, count in sorted(Counter(due(begun, eta) for begun in left).items()):
+        num_due += count
+        if num_due > (last - step) * batch_size:
+            return False
+    return True

@@ -1,0 +1,162 @@
+"""Workflow: from one prompt to a group of scored trajectories. `single_turn`, and the user's own by import path.
+
+A workflow is `async run(prompt, generate) -> TrajectoryGroup | None`: an object with that method, a class that makes one
+without arguments, or such a function. `prompt` is the row as a dict, plus `input_ids`. None rejects the prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpc_rl.config.generation import GenerationHyperparameters
+from hpc_rl.datasets.order import sample_seed
+from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.errors import ConfigError
+from hpc_rl.rollout.rewards import Rewarder, import_object
+from hpc_rl.servers.client import GenerateRequest
+from hpc_rl.types import Trajectory, TrajectoryGroup, Turn, WeightVersion
+
+Send = Callable[[list[GenerateRequest]], Awaitable[list[Turn]]]
+Workflow = Callable[[dict[str, Any], "Generate"], Awaitable[TrajectoryGroup | None]]
+
+
+class TooLong(Exception):
+    """No room for a single new token within gconfig.max_tokens."""
+
+
+class Generate:
+    """What one run of a workflow generates with; knows its prompt index, seeds and sampling settings.
+
+    Args:
+        index: Prompt index, for the group.
+        identity: (run seed, epoch, row): with the sample's number it makes the sample's seed.
+        gconfig: Sampling settings.
+        sampling: What is the same in each request, see the function of that name.
+        n_samples: Trajectories wanted.
+        min_version: Weights must not be older than this label.
+        tokenizer: For workflows that need text.
+        rewarder: Where rewards come from.
+        send: Sends requests to the servers.
+        rid: Makes a fresh request id.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        identity: tuple[int, int | str, int],
+        gconfig: GenerationHyperparameters,
+        sampling: dict[str, Any],
+        n_samples: int,
+        min_version: str,
+        tokenizer: Tokenizer,
+        rewarder: Rewarder,
+        send: Send,
+        rid: Callable[[], str],
+    ) -> None:
+        self.index = index
+        self.n_samples = n_samples
+        self.tokenizer = tokenizer
+        self._identity = identity
+        self._gconfig = gconfig
+        self._min_version = min_version
+        self._rewarder = rewarder
+        self._send = send
+        self._rid = rid
+        self._turns: Counter[int] = Counter()
+        self._sampling = sampling
+
+    async def __call__(self, input_ids: Sequence[int], sample: int = 0) -> Turn:
+        """One generation. `sample` says which trajectory it is for; each has its own seed, and each further turn another."""
+        return (await self._send([self._request(list(input_ids), sample)]))[0]
+
+    async def samples(self, input_ids: Sequence[int]) -> list[Turn]:
+        """n_samples generations of one input."""
+        ids = list(input_ids)
+        return await self._send([self._request(ids, sample) for sample in range(self.n_samples)])
+
+    async def reward(self, prompt: dict[str, Any], completion: str) -> float:
+        """What the configured reward function says. Raises RewardFailed, which rejects the prompt."""
+        columns = {name: value for name, value in prompt.items() if name not in ("prompt", "input_ids")}
+        return await self._rewarder.reward(prompt.get("prompt", prompt.get("messages")), completion, columns)
+
+    def _request(self, input_ids: list[int], sample: int) -> GenerateRequest:
+        room = min(self._gconfig.max_tokens - len(input_ids), self._gconfig.max_new_tokens)
+        if room <= 0:
+            raise TooLong(f"{len(input_ids)} tokens, gconfig.max_tokens is {self._gconfig.max_tokens}")
+        turn = self._turns[sample]
+        self._turns[sample] += 1
+        seed = sample_seed(*self._identity, sample if turn == 0 else f"{sample}.{turn}")
+        own = {"max_new_tokens": room, "min_new_tokens": min(self._gconfig.min_new_tokens, room), "sampling_seed": seed}
+        return GenerateRequest(input_ids, {**self._sampling, **own}, self._rid(), self._min_version)
+
+
+def sampling(gconfig: GenerationHyperparameters, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    """What is the same in each request's sampling parameters, under SGLang's names."""
+    return {
+        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+        "top_p": gconfig.top_p,
+        "top_k": -1 if gconfig.top_k >= 100_000_000 else gconfig.top_k,
+        "stop_token_ids": list(dict.fromkeys([*gconfig.stop_token_ids, *eos_token_ids])),
+    }
+
+
+def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Trajectory:
+    """One token-level record of (context that was added, what the model made of it), turn after turn.
+
+    For a single turn `[(input_ids, turn)]`. Versions come from the turns' spans, not from a clock.
+    """
+    num_tokens = sum(len(context) + len(turn.output_ids) for context, turn in turns)
+    made = Trajectory(
+        ids=np.empty(num_tokens, np.int32),
+        loss_mask=np.zeros(num_tokens, bool),
+        logprobs=np.zeros(num_tokens, np.float32),
+        lineages=np.full(num_tokens, -1, np.int32),
+        steps=np.full(num_tokens, -1, np.int32),
+        reward=float(reward),
+        finish_reason=turns[-1][1].finish_reason,
+    )
+    at = 0
+    for context, turn in turns:
+        start, end = at + len(context), at + len(context) + len(turn.output_ids)
+        made.ids[at:start] = context
+        made.ids[start:end] = turn.output_ids
+        made.loss_mask[start:end] = True
+        made.logprobs[start:end] = turn.output_logprobs
+        for label, first, last in turn.versions:
+            version = WeightVersion.parse(label)
+            made.lineages[start + first : start + last] = version.lineage
+            made.steps[start + first : start + last] = version.step
+        at = end
+    return made
+
+
+async def single_turn(prompt: dict[str, Any], generate: Generate) -> TrajectoryGroup | None:
+    """n_samples completions of the prompt, each scored."""
+    ids = prompt["input_ids"]
+    turns = await generate.samples(ids)
+    texts = [generate.tokenizer.decode(turn.output_ids) for turn in turns]
+    rewards = await asyncio.gather(*(generate.reward(prompt, text) for text in texts))
+    scored = zip(turns, rewards, strict=True)
+    return TrajectoryGroup(generate.index, [trajectory([(ids, turn)], reward) for turn, reward in scored])
+
+
+WORKFLOWS: dict[str, Workflow] = {"single_turn": single_turn}
+
+
+def load_workflow(path: str) -> Workflow:
+    """A built-in or the user's workflow. Raises ConfigError."""
+    if path in WORKFLOWS:
+        return WORKFLOWS[path]
+    found = import_object("rollout.workflow", path)
+    if isinstance(found, type):
+        found = found()
+    run = getattr(found, "run", found)
+    if not callable(run):
+        raise ConfigError(f"rollout.workflow: {path!r} must be a function or have a method `async run(prompt, generate)`.")
+    return run

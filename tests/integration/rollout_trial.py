@@ -1,0 +1,219 @@
+"""A trial directory, a generation server that makes its tokens up, and the rollout role as a process: for tests of that role."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import tokenizers
+import xxhash
+from aiohttp import web
+
+from hpc_rl.config.cluster import ClusterSpecConfig
+from hpc_rl.config.data import DatasetConfig
+from hpc_rl.config.generation import GenerationHyperparameters, InferenceEngineConfig
+from hpc_rl.config.load import to_dict
+from hpc_rl.config.root import GRPOConfig
+from hpc_rl.config.train import PPOActorConfig
+from hpc_rl.name_resolve import keys
+from hpc_rl.name_resolve.shared_fs import SharedFsNames
+from hpc_rl.net import bind
+from hpc_rl.plan.schema import Plan
+from hpc_rl.rollout.client import RolloutClient
+from hpc_rl.trial import Trial, write_json
+
+ALPHABET = "0123456789+=; "
+EOS = len(ALPHABET)
+
+
+def make_tokenizer(folder: Path) -> Path:
+    """One token per character of ALPHABET, then the end-of-sequence token."""
+    vocab = {character: i for i, character in enumerate(ALPHABET)} | {"<eos>": EOS}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=" "))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    made.add_special_tokens(["<eos>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    return folder
+
+
+def write_rows(path: Path, num_rows: int, offset: int = 0) -> Path:
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(offset, offset + num_rows)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def make_trial(root: Path, *, batch_size: int = 2, num_rows: int = 10, n_samples: int = 2, **rollout) -> Trial:
+    """A trial whose prompts are `i+1=`; keyword arguments go into the rollout section."""
+    trial = Trial.of(root, "user", "exp", "trial")
+    trial.make_dirs()
+    trial.make_secret()
+    model = make_tokenizer(root / "model")
+    config = GRPOConfig(
+        experiment_name="exp",
+        trial_name="trial",
+        cluster=ClusterSpecConfig(fileroot=str(root)),
+        train_dataset=DatasetConfig(path=str(write_rows(root / "train.jsonl", num_rows)), batch_size=batch_size),
+        valid_dataset=DatasetConfig(path=str(write_rows(root / "valid.jsonl", 7, offset=num_rows))),
+        gconfig=GenerationHyperparameters(n_samples=n_samples, max_new_tokens=6),
+        rollout=InferenceEngineConfig(**{"max_head_offpolicyness": 2, **rollout}),
+        actor=PPOActorConfig(path=str(model)),
+    )
+    write_json(trial.config_json, to_dict(config))
+    names = {"experiment_name": "exp", "trial_name": "trial", "trainer": "grpo", "allocation": "", "device": "cpu"}
+    sizes = {"n_nodes": 1, "n_gpus_per_node": 0, "cpus_per_node": 1, "mem_mb_per_node": 1, "recover_retries": 3}
+    more = {"server_backend": "embedded", "units": [], "recover_mode": "auto", "python": sys.executable}
+    write_json(trial.plan_json, Plan(**names, **sizes, **more).to_json())
+    trial.attempt("1.0").make_dirs()
+    return trial
+
+
+class FakeServer:
+    """Speaks /generate: output is a pure function of (input, sampling_seed); the version is whatever `version` is set to."""
+
+    def __init__(self, trial: Trial, index: int = 0, max_delay_s: float = 0.0, version: str = "0.0") -> None:
+        self.version = version
+        self.max_delay_s = max_delay_s
+        self.requests = 0
+        self.errors = 0  # answer so many requests with 500
+        self._lease_key = keys.server(index)
+        self._names = SharedFsNames(trial.names)
+        self._started = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        assert self._started.wait(10)
+
+    def publish(self, version: str) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._main())
+        self._loop.close()
+
+    async def _main(self) -> None:
+        self._stop = asyncio.Event()
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_get("/health", self._health)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        listener = bind("127.0.0.1")
+        await web.SockSite(runner, listener).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        lease = self._names.lease(self._lease_key, self._record(url), ttl_s=10.0)
+        self._started.set()
+        while not self._stop.is_set():
+            lease.renew(self._record(url))
+            await asyncio.wait({asyncio.ensure_future(self._stop.wait())}, timeout=0.2)
+        lease.release()
+        await runner.cleanup()
+
+    def _record(self, url: str) -> dict:
+        return {
+            "url": url,
+            "version": self.version,
+            "state": "serving",
+            "attempt": "1.0",
+            "incarnation": 0,
+            "pid": 1,
+            "host": "h",
+        }
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.json_response({"state": "serving", "weight_version": self.version})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests += 1
+        if self.errors > 0:
+            self.errors -= 1
+            return web.json_response({"error": "made up"}, status=500)
+        if self.max_delay_s:
+            await asyncio.sleep(random.random() * self.max_delay_s)
+        sampling, ids = body["sampling_params"], body["input_ids"]
+        if isinstance(sampling, list):
+            return web.json_response([self._answer(i, s) for i, s in zip(ids, sampling, strict=True)])
+        return web.json_response(self._answer(ids, sampling))
+
+    def _answer(self, ids: list[int], sampling: dict) -> dict:
+        seed = xxhash.xxh64_intdigest(f"{ids}/{sampling['sampling_seed']}".encode())
+        made = [(seed >> 4 * i) % 10 for i in range(1 + seed % min(4, sampling["max_new_tokens"] - 1))] + [EOS]
+        logprobs = [[-1.5 - i, token, None] for i, token in enumerate(made)]
+        span = {"version": self.version, "start": 0, "end": len(made)}
+        meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": logprobs, "weight_version": self.version}
+        return {"output_ids": made, "meta_info": {**meta, "weight_versions": [span]}}
+
+
+class RolloutRole:
+    """The rollout role's process; start it again after a kill with the next incarnation."""
+
+    def __init__(self, trial: Trial, env: dict[str, str] | None = None) -> None:
+        self.trial = trial
+        self.env = env or {}
+        self.incarnation = -1
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> RolloutRole:
+        self.incarnation += 1
+        argv = [
+            "-m",
+            "hpc_rl.app.rollout",
+            "--trial_dir",
+            str(self.trial.dir),
+            "--attempt",
+            "1.0",
+            "--incarnation",
+            str(self.incarnation),
+        ]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **self.env}
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen([sys.executable, *argv], stdin=subprocess.PIPE, stdout=out, stderr=out, env=env)
+        return self
+
+    @property
+    def log(self) -> Path:
+        return self.trial.attempt("1.0").log("rollout", 0, self.incarnation)
+
+    def kill(self) -> None:
+        assert self.process
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+
+    def stop(self, timeout_s: float = 20.0) -> int:
+        """Exit code after TERM."""
+        assert self.process
+        self.process.terminate()
+        code = self.process.wait(timeout_s)
+        self.process.stdin.close()
+        return code
+
+    def client(self, poll_s: float = 2.0) -> RolloutClient:
+        return RolloutClient(SharedFsNames(self.trial.names), self.trial.tokens(), deadline_s=60.0, poll_s=poll_s)
+
+    def children(self) -> list[int]:
+        assert self.process
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_until(condition, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)

@@ -1,0 +1,125 @@
+"""The rollout role as a process, against a generation server that makes its tokens up."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+from rollout_trial import FakeServer, RolloutRole, make_trial
+
+from hpc_rl.errors import ExitCode, RoleFailed, Stale
+from hpc_rl.name_resolve import keys
+from hpc_rl.name_resolve.shared_fs import SharedFsNames
+from hpc_rl.rollout.restore import read_state
+from hpc_rl.types import encode
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Starts a trial's server and role; ends them after the test."""
+    started = []
+
+    def start(**options):
+        trial = make_trial(tmp_path, **options)
+        server = FakeServer(trial)
+        role = RolloutRole(trial).start()
+        started.append((server, role))
+        return trial, server, role
+
+    yield start
+    for server, role in started:
+        if role.process.poll() is None:
+            role.kill()
+        server.close()
+
+
+def test_a_run_with_evaluation_replay_trim_and_stop(run):
+    trial, server, role = run(batch_size=3, n_samples=2)
+    client = role.client()
+    batches = {}
+    for step in range(1, 8):
+        server.publish(f"0.{step - 1}")
+        batches[step] = client.batch(step, 0)
+    assert [len(batch.groups) for batch in batches.values()] == [3] * 7
+    first = batches[1].groups[0].trajectories[0]
+    assert len(batches[1].groups[0].trajectories) == 2
+    made = first.loss_mask
+    assert made.sum() == len(first.ids) - first.loss_mask.argmax()
+    assert (first.logprobs[made] <= -1.5).all() and (first.logprobs[~made] == 0).all()
+    assert (first.steps[made] == 0).all() and (first.steps[~made] == -1).all() and (first.lineages[made] == 0).all()
+    indexes = [group.index for batch in batches.values() for group in batch.groups]
+    assert len(set(indexes)) == 21
+
+    result = client.evaluate("0.6")
+    assert (result.num_prompts, result.version) == (7, "0.6")
+    assert client.evaluate("0.6") == result
+
+    status = client.status()
+    assert status["sealed"] == 7 and status["consumed"] == 21 and status["servers"] == 1 and status["bytes_per_step"] > 100
+    assert status["rejected"] == {} and sum(status["staleness"].values()) == 21
+
+    server.publish("1.4")  # the trainer went back to step 4
+    assert [encode(client.batch(step, 1)) for step in (5, 6, 7)] == [encode(batches[step]) for step in (5, 6, 7)]
+    with pytest.raises(Stale):
+        client.batch(7, 0)
+    with pytest.raises(RoleFailed, match="412"):
+        client.batch(12, 1)
+
+    client.retain(5)
+    with pytest.raises(RoleFailed, match="410"):
+        client.batch(5, 1)
+    assert encode(client.batch(6, 1)) == encode(batches[6])
+    client.close()
+    assert role.stop() == ExitCode.STOPPED
+    state = read_state(trial.rollout)
+    assert (state.trimmed, sorted(state.seals), state.consumed) == (5, [6, 7], 21)
+
+
+def test_a_stopped_role_goes_on_where_it_was(run):
+    _, server, role = run()
+    client = role.client()
+    first = [encode(client.batch(step, 0)) for step in (1, 2)]
+    assert role.stop() == ExitCode.STOPPED
+    role.start()
+    again = role.client()
+    assert [encode(again.batch(step, 0)) for step in (1, 2)] == first
+    server.publish("0.2")
+    assert again.batch(3, 0).step == 3
+    client.close()
+    again.close()
+
+
+def test_tokens_are_asked_for(run):
+    trial, _, role = run()
+    client = role.client()
+    client.batch(1, 0)
+    client.close()
+    url = SharedFsNames(trial.names).leases(keys.ROLLOUT)[keys.ROLLOUT].value["url"]
+    tokens = trial.tokens()
+
+    def code(path: str, token: str = "", data: bytes | None = None) -> int:
+        request = urllib.request.Request(url + path, data, {"Authorization": f"Bearer {token}"} if token else {})
+        try:
+            with urllib.request.urlopen(request) as response:
+                return response.status
+        except urllib.error.HTTPError as error:
+            error.close()
+            return error.code
+
+    assert code("/status") == 401
+    assert code("/status", "wrong") == 401
+    assert code("/status", tokens["data"]) == 200
+    assert code(f"/t/{tokens['data']}/status") == 200
+    assert code(f"/t/{tokens['control']}/status") == 401
+    assert code("/retain", tokens["data"], json.dumps({"step": 1}).encode()) == 401
+    assert code("/retain", tokens["control"], json.dumps({"step": 1}).encode()) == 200
+    assert code("/batch?step=x&lineage=0", tokens["data"]) == 400
+
+
+def test_an_unknown_reward_is_a_bad_configuration(run):
+    _, _, role = run(reward_fn="no_such_package.rewards:f")
+    assert role.process.wait(30) == ExitCode.BAD_CONFIG
+    assert "no_such_package" in role.log.read_text()
+    role.process.stdin.close()

@@ -1,0 +1,137 @@
+"""Datasets: files, order, tokens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_rl.config.data import DatasetConfig
+from hpc_rl.datasets.encode import Prompts, encode_prompt, encode_sequence, load_sequences
+from hpc_rl.datasets.order import locate, permutation, sample_seed
+from hpc_rl.datasets.rows import load_rows
+from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.errors import ConfigError
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A character tokenizer with a chat template."""
+    characters = [chr(code) for code in range(32, 127)]
+    vocab = {character: i for i, character in enumerate(characters)} | {"<eos>": 95, "<bos>": 96}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=" "))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    made.add_special_tokens(["<eos>", "<bos>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 96)])
+    folder = tmp_path / "model"
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    template = "{{ bos_token }}{% for m in messages %}\n<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}>{% endif %}"
+    content = {"eos_token": {"content": "<eos>"}, "bos_token": "<bos>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [95, 7]}))
+    return folder
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rows_of_a_jsonl_file(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "1+1=", "answer": 2}, {"prompt": "é"}])
+    assert load_rows(path) == [{"prompt": "1+1=", "answer": 2}, {"prompt": "é"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("gone.jsonl", None, "does not exist"),
+        ("a.csv", "x", "unknown format '.csv'"),
+        ("a.jsonl", "", "has no rows"),
+        ("a.jsonl", '{"a": 1}\n{"a"', "line 2 is no JSON"),
+        ("a.jsonl", "[1]\n", "line 1 must be a JSON object"),
+    ],
+)
+def test_what_can_not_be_read_is_refused_in_words(tmp_path, name, content, words):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        load_rows(tmp_path / name)
+
+
+@given(st.integers(0, 2**40), st.integers(0, 1000), st.integers(1, 300))
+def test_an_epoch_visits_every_row_once(seed, epoch, num_rows):
+    order = permutation(seed, epoch, num_rows)
+    assert sorted(order) == list(range(num_rows))
+    index = epoch * num_rows + num_rows // 2
+    assert locate(index, seed, num_rows) == (epoch, order[num_rows // 2])
+    assert locate(index, seed, num_rows, shuffle=False) == (epoch, num_rows // 2)
+
+
+def test_orders_differ_between_epochs_and_seeds_and_never_change():
+    assert permutation(1, 0, 10).tolist() == [0, 5, 4, 3, 6, 8, 2, 7, 1, 9]  # frozen: a recovered trial goes on in this order
+    assert len({tuple(permutation(seed, epoch, 50)) for seed in range(3) for epoch in range(3)}) == 9
+    seeds = [sample_seed(1, epoch, row, sample) for epoch in (0, 1, "evaluation") for row in range(9) for sample in range(9)]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
+    assert sample_seed(1, 0, 3, 2) == 6671139356718540785
+
+
+def test_tokens_of_prompts_chats_and_sequences(model):
+    tokenizer = Tokenizer(model)
+    assert (tokenizer.eos_token_id, tokenizer.eos_token_ids) == (95, [95, 7])
+    assert encode_prompt(tokenizer, {"prompt": "1+1="}) == [96, 17, 11, 17, 29]
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    assert tokenizer.decode(encode_prompt(tokenizer, chat), skip_special_tokens=False) == "<bos><user>hi>"
+    assert encode_prompt(tokenizer, chat).count(96) == 1
+    ids, mask = encode_sequence(tokenizer, {"prompt": "1+1=", "completion": "2"})
+    assert ids.tolist() == [96, 17, 11, 17, 29, 18, 95] and ids.dtype == np.int32
+    assert mask.tolist() == [False] * 5 + [True] * 2
+    assert tokenizer.decode([18, 95]) == "2"
+    assert tokenizer.encode_batch(["1", "2"]) == [[96, 17], [96, 18]]
+
+
+def test_templates_run_in_a_sandbox(model):
+    hostile = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    (model / "chat_template.jinja").write_text(hostile)
+    with pytest.raises(ConfigError, match="chat template"):
+        Tokenizer(model).chat([{"role": "user", "content": "x"}])
+    (model / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ConfigError, match="roles must alternate"):
+        Tokenizer(model).chat([])
+
+
+def test_rows_and_folders_of_the_wrong_kind_are_refused(model, tmp_path):
+    tokenizer = Tokenizer(model)
+    with pytest.raises(ConfigError, match="'question'"):
+        encode_prompt(tokenizer, {"question": "?"})
+    with pytest.raises(ConfigError, match="completion"):
+        encode_sequence(tokenizer, {"prompt": "x"})
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)
+
+
+def test_long_rows_are_left_out_and_keep_their_place_in_the_file(model, tmp_path):
+    rows = [{"prompt": "x" * size, "completion": "y"} for size in (1, 9, 2, 9, 3)]
+    dataset = DatasetConfig(path=str(write(tmp_path / "a.jsonl", rows)), max_length=5)
+    prompts = Prompts(dataset, Tokenizer(model), seed=1)
+    assert len(prompts) == 3
+    assert sorted(prompts.at(index).row for index in range(3)) == [0, 2, 4]
+    assert prompts.at(4).epoch == 1
+    assert [prompts.in_file_order(position).row for position in range(3)] == [0, 2, 4]
+    assert len(load_sequences(dataset, Tokenizer(model))) == 2  # with completion and end, 3 + 1 + 1 + 1 is too long
+    with pytest.raises(ConfigError, match="max_length = 1"):
+        Prompts(DatasetConfig(path=dataset.path, max_length=1), Tokenizer(model), seed=1)
+
+
+def test_no_torch_in_datasets_and_rollout():
+    code = "import sys, hpc_rl.datasets.encode, hpc_rl.app.rollout, hpc_rl.app.rollout_worker; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"

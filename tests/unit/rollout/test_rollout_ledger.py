@@ -1,0 +1,161 @@
+"""Ledger, seals and what they amount to: torn tails, damage, two owners, trimming."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpc_rl.rollout.batches import Batches, batch_bytes, read_seals
+from hpc_rl.rollout.ledger import (
+    FRAME,
+    MAGIC,
+    GroupRecord,
+    Ledger,
+    LedgerDamaged,
+    Place,
+    RejectRecord,
+    read_segment,
+    segment_path,
+    segments,
+)  # fmt: skip
+from hpc_rl.rollout.restore import IndexSet, read_state, tell
+from hpc_rl.types import Batch, Trajectory, TrajectoryGroup, decode, encode
+
+
+def record(index: int, oldest: int = 0) -> GroupRecord:
+    return GroupRecord(index, oldest, oldest, 0, 2, 24, 1.5)
+
+
+def group(index: int) -> TrajectoryGroup:
+    ids = np.arange(5, dtype=np.int32)
+    mask = ids > 2
+    steps = np.where(mask, 3, -1).astype(np.int32)
+    made = Trajectory(ids, mask, np.zeros(5, np.float32), steps, steps, 0.5, "stop", {"x": 1.0})
+    return TrajectoryGroup(index, [made, made])
+
+
+def test_records_come_back_as_they_were_written(tmp_path):
+    ledger = Ledger(tmp_path)
+    places = [ledger.append_group(record(7), b"tokens"), ledger.append_reject(RejectRecord(8, 3, "reward_timeout: é"))]
+    assert list(read_segment(tmp_path, 0)) == []  # nothing is promised before the commit
+    ledger.commit()
+    assert list(read_segment(tmp_path, 0)) == list(zip(places, [record(7), RejectRecord(8, 3, "reward_timeout: é")], strict=True))
+    assert ledger.read_group(places[0]) == b"tokens"
+    ledger.close()
+
+
+def test_a_tail_torn_at_any_byte_costs_the_last_record_only(tmp_path):
+    ledger = Ledger(tmp_path / "whole")
+    for index in range(3):
+        ledger.append_group(record(index), b"tokens" * 5)
+    ledger.close()
+    path = segment_path(tmp_path / "whole", 0)
+    whole = path.read_bytes()
+    last = [place.offset for place, _ in read_segment(tmp_path / "whole", 0)][-1]
+    for size in range(last, len(whole)):
+        path.write_bytes(whole[:size])
+        assert [r.index for _, r in read_segment(tmp_path / "whole", 0)] == [0, 1]
+    for at in range(last, len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :])
+        assert [r.index for _, r in read_segment(tmp_path / "whole", 0)] == [0, 1]
+    for size in range(len(MAGIC)):
+        path.write_bytes(whole[:size])
+        assert list(read_segment(tmp_path / "whole", 0)) == []
+
+
+def test_each_incarnation_has_its_own_segment_and_a_full_one_is_followed(tmp_path):
+    first, second = Ledger(tmp_path), Ledger(tmp_path, segment_bytes=100)
+    assert (first.segment, second.segment) == (0, 1)
+    places = [second.append_group(record(index), b"x" * 60) for index in range(3)]
+    assert len({place.segment for place in places}) > 1
+    second.commit()
+    assert [second.read_group(place) for place in places] == [b"x" * 60] * 3
+    assert segments(tmp_path) == list(range(max(place.segment for place in places) + 1))
+    first.close()
+    second.close()
+
+
+def test_a_damaged_group_is_never_given_out(tmp_path):
+    ledger = Ledger(tmp_path)
+    place = ledger.append_group(record(1), b"tokens")
+    ledger.commit()
+    with segment_path(tmp_path, 0).open("r+b") as file:
+        file.seek(place.offset + FRAME.size + 40)
+        file.write(b"!")
+    for where in (place, Place(0, place.offset + 3), Place(0, 10_000), Place(5, 16)):
+        with pytest.raises(LedgerDamaged):
+            ledger.read_group(where)
+    ledger.close()
+
+
+def test_batch_bytes_are_what_encode_gives():
+    groups = [group(4), group(9)]
+    body = batch_bytes(3, [encode(g) for g in groups])
+    assert body == encode(Batch(3, groups))
+    assert decode(body).groups[1].index == 9
+    assert batch_bytes(300, []) == encode(Batch(300, []))
+
+
+def test_the_first_seal_wins_and_the_other_service_reads_what_won(tmp_path):
+    one, two = Ledger(tmp_path), Ledger(tmp_path)
+    a = one.append_group(record(0), encode(group(0)))
+    b = two.append_group(record(1), encode(group(1)))
+    seal, body, ours = Batches(tmp_path, one).seal(1, 0, {0: a}, [2], {})
+    assert ours and seal.staleness == {2: 1}
+    other, other_body, others = Batches(tmp_path, two).seal(1, 0, {1: b}, [0], {})
+    assert not others and other == seal and other_body == body
+    assert read_seals(tmp_path) == {1: seal}
+    one.close()
+    two.close()
+
+
+def test_a_seal_over_a_segment_that_a_later_owner_deleted_is_refused(tmp_path):
+    ledger = Ledger(tmp_path)
+    place = ledger.append_group(record(0), encode(group(0)))
+    ledger.commit()
+    segment_path(tmp_path, 0).unlink()
+    with pytest.raises(LedgerDamaged):
+        Batches(tmp_path, ledger).seal(1, 0, {0: place}, [0], {})
+    assert read_seals(tmp_path) == {}
+    ledger.close()
+
+
+def test_a_seal_counts_before_another_owners_rejection_and_the_first_record_before_later_ones():
+    places = [Place(0, i) for i in range(8)]
+    records = [
+        (places[0], record(0)),
+        (places[1], RejectRecord(0, 5, "stale")),  # a group that got too old
+        (places[2], RejectRecord(1, 5, "workflow_none")),
+        (places[3], record(1)),  # by a second owner, too late
+        (places[4], record(2)),
+        (places[5], record(2, oldest=4)),
+    ]
+    state = tell(records, {})
+    assert state.rejected == {0: "stale", 1: "workflow_none"}
+    assert state.ready == {2: (record(2), places[4])}
+    assert state.next_index == 3
+
+
+@given(st.lists(st.integers(0, 30)), st.integers(0, 10))
+@settings(max_examples=100)
+def test_index_set_is_a_set(members, floor):
+    mine, real = IndexSet(), set()
+    for index in members:
+        mine.add(index)
+        real.add(index)
+    mine.raise_floor(floor)
+    real |= set(range(floor))
+    assert [index in mine for index in range(40)] == [index in real for index in range(40)]
+    assert mine.floor == next(i for i in itertools.count() if i not in real)
+    assert mine.end == max(real, default=-1) + 1
+    again = IndexSet(mine.floor, sorted(mine.above))
+    assert (again.floor, again.above) == (mine.floor, mine.above)
+
+
+def test_an_empty_folder_is_an_empty_state(tmp_path):
+    state = read_state(tmp_path / "none")
+    assert (state.top, state.next_index, state.consumed) == (0, 0, 0)

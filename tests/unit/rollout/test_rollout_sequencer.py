@@ -1,0 +1,295 @@
+"""The sequencer's promises, on a made-up world: random completions, rejections, kills, replays, trainers that go back."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpc_rl.errors import Stale
+from hpc_rl.rollout.batches import Seal
+from hpc_rl.rollout.ledger import BaseRecord, GroupRecord, Place, RejectRecord
+from hpc_rl.rollout.restore import tell
+from hpc_rl.rollout.sequencer import Rules, Sequencer
+from hpc_rl.rollout.staleness import staleness
+
+ACTIONS = ["fail", "lose", "kill", "go_back", "trim", "commit", "ask", "finish"]
+
+
+class World:
+    """Ledger, seals, servers and a trainer, as far as the sequencer can tell. A prompt in `hopeless` never gives a group."""
+
+    def __init__(self, rules: Rules, hopeless: frozenset[int] = frozenset()) -> None:
+        self.rules = rules
+        self.hopeless = hopeless
+        self.records: list = []
+        self.committed = 0
+        self.seals: dict[int, Seal] = {}
+        self.every_seal: dict[int, Seal] = {}
+        self.oldest: dict[Place, int] = {}
+        self.lineage, self.version = 0, 0
+        self.went_back = False
+        self.places = itertools.count()
+        self.core = Sequencer(rules)
+        self.begin()
+
+    def begin(self) -> None:
+        self.core.observe(self.lineage, self.version)
+        self.issue()
+
+    def issue(self) -> None:
+        for issue in self.core.issue():
+            self.min_seen[issue.ticket] = self.version
+        assert len(self.core.running) <= self.rules.max_concurrent
+        self.check()
+
+    min_seen: dict[int, int]
+
+    def __new__(cls, *_args, **_kwargs):
+        world = super().__new__(cls)
+        world.min_seen = {}
+        return world
+
+    def append(self, record) -> Place:
+        place = Place(0, next(self.places))
+        self.records.append((place, record))
+        return place
+
+    def running(self, pick: int):
+        tickets = sorted(self.core.running)
+        return self.core.running[tickets[pick % len(tickets)]] if tickets else None
+
+    def finish(self, pick: int) -> None:
+        if (issue := self.running(pick)) is None:
+            return
+        if issue.index in self.hopeless:
+            self.append(RejectRecord(issue.index, self.version, "workflow_none"))
+            self.core.rejected(issue.index, "workflow_none")
+        else:
+            oldest = self.min_seen[issue.ticket]
+            record = GroupRecord(issue.index, issue.begun, oldest, self.lineage, 1, 1, 0.0)
+            place = self.append(record)
+            self.oldest[place] = oldest
+            self.core.finished(issue.ticket, record, place)
+        self.issue()
+
+    def fail(self, pick: int) -> None:
+        """A failure that ends well: the last retry always works, so that no rejection depends on chance."""
+        issue = self.running(pick)
+        if issue is not None and self.core._failures[issue.index] < self.rules.prompt_retries:
+            assert self.core.failed(issue.ticket)
+            self.issue()
+
+    def lose(self, pick: int) -> None:
+        tickets = sorted(self.core.running)
+        self.core.lost(tickets[: pick % (len(tickets) + 1)])
+        self.issue()
+
+    def commit(self, _pick: int = 0) -> None:
+        self.committed = len(self.records)
+
+    def kill(self, pick: int) -> None:
+        """Some of what was not committed is lost."""
+        keep = self.committed + pick % (len(self.records) - self.committed + 1)
+        del self.records[keep:]
+        self.commit()
+        self.core = Sequencer(self.rules)
+        self.core.restore(tell(self.records, self.seals))
+        self.check()
+        self.begin()
+
+    def ask(self, _pick: int = 0) -> bool:
+        """The trainer asks for its next batch; with it, it makes the next version."""
+        step = self.version + 1
+        self.core.observe(self.lineage, self.version)
+        self.issue()
+        if step not in self.core.seals and not self.cut(step):
+            return False
+        self.version = step
+        for ticket in self.core.running:
+            self.min_seen[ticket] = min(self.min_seen[ticket], self.version)
+        return True
+
+    def cut(self, step: int) -> bool:
+        for index in self.core.too_old(step):
+            self.append(RejectRecord(index, self.version, "stale"))
+            self.core.rejected(index, "stale")
+        indexes = self.core.cut(step)
+        if indexes is None:
+            self.issue()
+            return False
+        self.commit()
+        places = {index: self.core.ready[index].place for index in indexes}
+        ages = self.core.ages(step, indexes)
+        seal = Seal(step, self.lineage, places, {age: ages.count(age) for age in ages}, 1, "")
+        assert step not in self.seals
+        self.seals[step] = self.every_seal[step] = seal
+        self.core.sealed(seal)
+        self.issue()
+        return True
+
+    def go_back(self, pick: int) -> None:
+        """The trainer dies and recovers from an older generation; running requests get tokens of its weights."""
+        self.went_back = True
+        self.lineage += 1
+        self.version -= pick % (self.version - self.core.trimmed + 1)
+        for ticket in self.core.running:
+            self.min_seen[ticket] = min(self.min_seen[ticket], self.version)
+        self.core.observe(self.lineage, self.version)
+        with pytest.raises(Stale):
+            self.core.observe(self.lineage - 1, self.version)
+        self.issue()
+
+    def trim(self, pick: int) -> None:
+        """What is deleted is what the sequencer says is not needed; one segment here, so records of sealed groups go."""
+        step = self.core.trimmed + pick % (min(self.version, self.core.top) - self.core.trimmed + 1)
+        if step == self.core.trimmed:
+            return
+        self.append(BaseRecord(self.core.base(step)))
+        self.commit()
+        gone, _ = self.core.trim(step)
+        for number in gone:
+            del self.seals[number]
+        ready = {group.place for group in self.core.ready.values()}
+        needed = ready | {place for seal in self.seals.values() for place in seal.places.values()}
+        self.records = [(place, record) for place, record in self.records if place in needed or isinstance(record, BaseRecord)]
+        self.commit()
+
+    def check(self) -> None:
+        """Every index below next_index is in exactly one place."""
+        core = self.core
+        running = [issue.index for issue in core.running.values()]
+        placed = [*running, *core._waiting, *core.ready, *core.resolved.above, *range(core.resolved.floor)]
+        assert sorted(placed) == list(range(core.next_index))
+        consumed = [index for seal in self.every_seal.values() for index in seal.places]
+        assert len(set(consumed)) == len(consumed) == core.consumed
+        for step, seal in self.every_seal.items():
+            if self.rules.bound != "soft":
+                assert all(staleness(step, self.oldest[place]) <= self.rules.eta for place in seal.places.values())
+
+    def drain(self, num_steps: int) -> None:
+        """From here on everything finishes: the trainer must get its batches."""
+        goal = self.version + num_steps
+        for turn in range(200 * num_steps):
+            if self.version == goal:
+                return
+            if not self.ask():
+                assert self.core.running, "nothing runs and no batch can be cut"
+                self.finish(turn)
+        raise AssertionError(f"no batch {self.version + 1}: {len(self.core.ready)} ready, {len(self.core.running)} running")
+
+
+def plan(**fixed):
+    rules = {
+        "batch_size": st.integers(1, 4),
+        "max_concurrent": st.integers(1, 10),
+        "eta": st.integers(0, 3),
+        "bound": st.sampled_from(["soft", "hard", "drop"]),
+        "order": st.sampled_from(["ready", "in_order"]),
+    }
+    return st.builds(Rules, **{**rules, **{name: st.just(value) for name, value in fixed.items()}})
+
+
+@st.composite
+def scripts(draw, without: tuple[str, ...] = ()) -> list[tuple[str, int]]:
+    """Long scripts: what matters needs many finished groups, and drawn lists stay short."""
+    rare = draw(st.lists(st.sampled_from([a for a in dict.fromkeys(ACTIONS) if a not in without]), max_size=12))
+    chance = random.Random(draw(st.integers(0, 2**32)))
+    script = [chance.choices(["finish", "ask"], [3, 1])[0] for _ in range(draw(st.integers(0, 120)))]
+    for action in rare:
+        script.insert(chance.randrange(len(script) + 1), action)
+    return [(action, chance.randrange(10_000)) for action in script]
+
+
+hopeless = st.frozensets(st.integers(0, 40), max_size=8)
+
+
+def play(rules: Rules, hopeless: frozenset[int], script: list[tuple[str, int]]) -> World:
+    world = World(rules, hopeless)
+    sealed: dict[int, Seal] = {}
+    for action, pick in script:
+        getattr(world, action)(pick)
+        assert all(world.every_seal[step] == seal for step, seal in sealed.items())
+        sealed = dict(world.every_seal)
+        state = tell(world.records[: world.committed], world.seals)
+        assert state.top == world.core.top and state.consumed == world.core.consumed
+    world.drain(3)
+    return world
+
+
+@settings(max_examples=120, deadline=None)
+@given(plan(), hopeless, scripts())
+def test_promises_hold_whatever_happens(rules, hopeless, script):
+    play(rules, hopeless, script)
+
+
+@settings(max_examples=150, deadline=None)
+@given(plan(order="in_order", bound="soft"), hopeless, scripts())
+def test_in_order_batches_are_those_of_a_run_that_nothing_happened_to(rules, hopeless, script):
+    world = play(rules, hopeless, script)
+    good = (index for index in itertools.count() if index not in hopeless)
+    for step in range(1, world.core.top + 1):
+        assert world.every_seal[step].indexes == list(itertools.islice(good, rules.batch_size))
+
+
+@settings(max_examples=120, deadline=None)
+@given(plan(bound="hard"), hopeless, scripts(without=("go_back",)))
+def test_hard_rejects_nothing_as_stale_while_the_trainer_goes_forward(rules, hopeless, script):
+    world = play(rules, hopeless, script)
+    assert world.core.rejections["stale"] == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(plan(eta=0, order="in_order"), scripts(without=("go_back",)))
+def test_synchronous_training_gets_fresh_data_only(rules, script):
+    world = play(rules, frozenset(), script)
+    assert set(world.core.staleness) <= {0}
+
+
+def test_nothing_is_issued_before_a_trainer_has_asked():
+    core = Sequencer(Rules(batch_size=2, max_concurrent=8, eta=1))
+    assert core.issue() == []
+    core.observe(0, 0)
+    assert [issue.index for issue in core.issue()] == [0, 1, 2, 3]
+
+
+def test_an_answer_under_a_ticket_that_was_given_up_does_not_count():
+    core = Sequencer(Rules(batch_size=1, max_concurrent=1, eta=0))
+    core.observe(0, 0)
+    (first,) = core.issue()
+    core.lost([first.ticket])
+    (second,) = core.issue()
+    assert second.index == first.index and first.ticket not in core.running and second.ticket in core.running
+
+
+def test_a_prompt_is_rejected_after_its_retries():
+    core = Sequencer(Rules(batch_size=1, max_concurrent=1, eta=0, prompt_retries=2))
+    core.observe(0, 0)
+    outcomes = []
+    for _ in range(3):
+        (issue,) = core.issue()
+        outcomes.append(core.failed(issue.ticket))
+    assert outcomes == [True, True, False]
+    core.rejected(0, "exception")
+    assert core.issue()[0].index == 1 and core.rejections == {"exception": 1}
+
+
+def test_an_empty_ledger_can_begin_at_any_step():
+    core = Sequencer(Rules(batch_size=4, max_concurrent=8, eta=0))
+    core.skip_to(13)
+    core.observe(2, 12)
+    assert [issue.index for issue in core.issue()] == [48, 49, 50, 51]
+    state = tell([(Place(0, 0), BaseRecord(core.base(12)))], {})
+    assert (state.top, state.consumed, state.next_index, state.lineage) == (12, 48, 48, 2)
+
+
+@pytest.mark.parametrize(("bound", "given_up"), [("soft", 0), ("hard", 2), ("drop", 2)])
+def test_where_age_is_bounded_a_trainer_that_goes_back_has_running_prompts_issued_again(bound, given_up):
+    core = Sequencer(Rules(batch_size=1, max_concurrent=2, eta=1, bound=bound))
+    core.skip_to(4)
+    core.observe(0, 3)
+    assert len(core.issue()) == 2
+    assert len(core.observe(1, 1)) == given_up

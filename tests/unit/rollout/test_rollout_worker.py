@@ -1,0 +1,243 @@
+"""Workflows, trajectories, the worker's answers, and rewards in a process of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hpc_rl.config.generation import GenerationHyperparameters
+from hpc_rl.errors import ConfigError, RoleFailed, ServerUnavailable
+from hpc_rl.rollout import worker as worker_module
+from hpc_rl.rollout.rewards import Inline, RewardFailed, contains, exact_match, import_object
+from hpc_rl.rollout.rewards.process import RewardProcess
+from hpc_rl.rollout.worker import Worker
+from hpc_rl.rollout.workflow import load_workflow, sampling, single_turn, trajectory
+from hpc_rl.types import Turn, decode
+
+
+class Tokenizer:
+    eos_token_ids = (99, 7)
+
+    def decode(self, ids):
+        return "".join(map(str, ids))
+
+
+class Client:
+    """Answers with [1, 2, 99]; `errors` are raised first."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.requests = []
+
+    async def generate(self, request):
+        self.requests.append(request)
+        if self.errors:
+            raise self.errors.pop(0)
+        return Turn([1, 2, 99], [-1.0, -2.0, -3.0], [("0.3", 0, 1), ("1.2", 1, 3)], "stop")
+
+
+def make(client, workflow=single_turn, **gconfig):
+    config = SimpleNamespace(seed=1, gconfig=GenerationHyperparameters(**{"n_samples": 3, "max_new_tokens": 6, **gconfig}))
+    sent = []
+    made = Worker(config, Tokenizer(), client, workflow, Inline(exact_match), sent.append)
+    return made, sent
+
+
+async def answer(made: Worker, sent: list[bytes], evaluate: bool = False, input_ids=(5, 6)) -> dict:
+    content = {"columns": {"prompt": "x", "answer": "1299"}, "input_ids": list(input_ids), "version": "0.3", "evaluate": evaluate}
+    await made._answer({"op": "run", "ticket": 4, "index": 40, "epoch": 0, "row": 2, **content})
+    return decode(sent[-1][4:])
+
+
+async def test_a_group_has_scored_trajectories_with_versions_by_token():
+    client = Client()
+    outcome = await answer(*make(client, stop_token_ids=[3]))
+    group = decode(outcome["group"])
+    assert (outcome["op"], outcome["ticket"], group.index, len(group.trajectories)) == ("group", 4, 40, 3)
+    assert (outcome["oldest_step"], outcome["oldest_lineage"], outcome["reward_sum"]) == (2, 0, 3.0)
+    first = group.trajectories[0]
+    assert first.ids.tolist() == [5, 6, 1, 2, 99] and first.loss_mask.tolist() == [False, False, True, True, True]
+    assert first.logprobs.tolist() == [0, 0, -1, -2, -3]
+    assert first.steps.tolist() == [-1, -1, 3, 2, 2] and first.lineages.tolist() == [-1, -1, 0, 1, 1]
+    request = client.requests[0]
+    assert request.min_version == "0.3" and request.sampling["stop_token_ids"] == [3, 99, 7] and request.sampling["top_k"] == -1
+    assert len({r.sampling["sampling_seed"] for r in client.requests}) == 3
+    assert len({len(r.rid) for r in client.requests}) == 1 and len({r.rid for r in client.requests}) == 3
+
+
+async def test_seeds_are_those_of_the_sample_not_of_the_moment():
+    clients = [Client(), Client()]
+    for client in clients:
+        await answer(*make(client))
+    seeds = [[request.sampling["sampling_seed"] for request in client.requests] for client in clients]
+    assert seeds[0] == seeds[1]
+
+
+async def test_an_evaluation_samples_once_and_tells_every_version():
+    client = Client()
+    outcome = await answer(*make(client), evaluate=True)
+    assert len(client.requests) == 1
+    assert (outcome["op"], outcome["reward"], outcome["versions"], outcome["num_tokens"]) == ("scored", 1.0, ["0.3", "1.2"], 3)
+
+
+@pytest.mark.parametrize(("input_len", "room"), [(2, 6), (7, 3), (10, None), (12, None)])
+async def test_new_tokens_fit_into_max_tokens_or_the_prompt_is_too_long(input_len, room):
+    client = Client()
+    outcome = await answer(*make(client, max_tokens=10, min_new_tokens=5), input_ids=range(input_len))
+    if room is None:
+        assert (outcome["op"], outcome["reason"]) == ("rejected", "too_long")
+    else:
+        assert client.requests[0].sampling["max_new_tokens"] == room
+        assert client.requests[0].sampling["min_new_tokens"] == min(5, room)
+
+
+async def test_what_a_workflow_does_is_reported():
+    async def none(prompt, generate):
+        return None
+
+    async def broken(prompt, generate):
+        raise KeyError("made up")
+
+    async def unscored(prompt, generate):
+        raise RewardFailed("reward_timeout", "15 s")
+
+    assert (await answer(*make(Client(), none)))["reason"] == "workflow_none"
+    assert (await answer(*make(Client(), unscored)))["reason"] == "reward_timeout"
+    outcome = await answer(*make(Client(), broken))
+    assert outcome["op"] == "failed" and "made up" in outcome["error"]
+
+
+async def test_no_server_is_waited_for_and_servers_that_fail_are_tried_again_a_few_times(monkeypatch):
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    monkeypatch.setattr(worker_module.asyncio, "sleep", sleep)
+    many = Client(*[RoleFailed("no server")] * 50)
+    assert (await answer(*make(many, n_samples=1)))["op"] == "group" and len(slept) == 50
+    slept.clear()
+    failing = Client(*[ServerUnavailable("500")] * 50)
+    assert (await answer(*make(failing, n_samples=1)))["op"] == "failed" and slept == [2, 4, 8, 16]
+
+
+async def test_a_cancelled_ticket_is_not_answered():
+    async def slow(prompt, generate):
+        await asyncio.sleep(30)
+
+    made, sent = make(Client(), slow)
+    task = asyncio.create_task(answer(made, sent))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sent == []
+
+
+def test_several_turns_make_one_record():
+    turns = [([5, 6], Turn([1], [-1.0], [("0.1", 0, 1)], "stop")), ([7], Turn([2, 3], [-2.0, -3.0], [("0.2", 0, 2)], "length"))]
+    made = trajectory(turns, 0.5)
+    assert made.ids.tolist() == [5, 6, 1, 7, 2, 3]
+    assert made.loss_mask.tolist() == [False, False, True, False, True, True]
+    assert made.steps.tolist() == [-1, -1, 1, -1, 2, 2] and made.oldest_step() == 1
+    assert (made.reward, made.finish_reason, made.logprobs.dtype) == (0.5, "length", np.float32)
+
+
+def test_greedy_is_temperature_zero():
+    assert sampling(GenerationHyperparameters(greedy=True, temperature=0.7), [])["temperature"] == 0.0
+    assert sampling(GenerationHyperparameters(top_k=5), [])["top_k"] == 5
+
+
+def test_workflows_by_import_path(tmp_path, monkeypatch):
+    (tmp_path / "own_workflow.py").write_text(
+        "class W:\n    async def run(self, prompt, generate):\n        return None\n"
+        "async def f(prompt, generate): return None\nx = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_workflow("single_turn") is single_turn
+    assert load_workflow("own_workflow:W").__name__ == "run"
+    assert load_workflow("own_workflow:f").__name__ == "f"
+    for path, words in [
+        ("own_workflow:x", "method"),
+        ("own_workflow:y", "no 'y'"),
+        ("nowhere:f", "imported"),
+        ("multi", "neither"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            load_workflow(path)
+    assert import_object("k", "own_workflow:x") == 1
+
+
+def test_builtin_rewards():
+    assert exact_match("q", " 12\n", answer=12) == 1.0 and exact_match("q", "12.", answer=12) == 0.0
+    assert contains("q", "it is 12.", answer="12") == 1.0 and contains("q", "it is 13.", answer="12") == 0.0
+
+
+async def test_a_column_that_the_reward_needs_and_the_row_lacks_is_named():
+    with pytest.raises(RewardFailed, match=r"answer.*columns \['solution'\]"):
+        await Inline(exact_match).reward("q", "1", {"solution": "1"})
+
+
+@pytest.fixture
+async def reward_process(tmp_path, monkeypatch):
+    """Starts the user's reward functions below in their process."""
+    source = """
+import asyncio, os, sys, time
+def score(prompt, completion, wait_s=0.0, **columns):
+    print("noise")
+    time.sleep(wait_s)
+    return float(completion)
+def die(prompt, completion, **columns):
+    os._exit(3)
+async def together(prompt, completion, **columns):
+    await asyncio.sleep(0.2)
+    return 1
+"""
+    (tmp_path / "own_rewards.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(path for path in sys.path if path)}")
+    started = []
+
+    async def start(name: str, timeout_s: float = 5.0) -> RewardProcess:
+        process = RewardProcess(f"own_rewards:{name}", timeout_s)
+        started.append(process)
+        await process.start()
+        return process
+
+    yield start
+    for process in started:
+        await process.close()
+
+
+async def test_the_users_reward_runs_elsewhere_with_a_time_limit_per_call(reward_process):
+    process = await reward_process("score", timeout_s=0.4)
+    calls = [process.reward("p", str(i), {"wait_s": 0.15}) for i in range(4)]
+    assert await asyncio.gather(*calls) == [0.0, 1.0, 2.0, 3.0]  # 0.6 s in all: the clock of a call starts when the call does
+    slow = process.reward("p", "1", {"wait_s": 60.0})
+    others = [process.reward("p", str(i), {}) for i in range(3)]
+    outcomes = await asyncio.gather(slow, *others, return_exceptions=True)
+    assert outcomes[0].reason == "reward_timeout" and outcomes[1:] == [0.0, 1.0, 2.0]
+    with pytest.raises(RewardFailed, match="ValueError"):
+        await process.reward("p", "no number", {})
+
+
+async def test_async_rewards_run_together(reward_process):
+    process = await reward_process("together")
+    began = asyncio.get_running_loop().time()
+    assert sum(await asyncio.gather(*(process.reward("p", "", {}) for _ in range(20)))) == 20
+    assert asyncio.get_running_loop().time() - began < 2.0
+
+
+async def test_a_reward_that_ends_its_process_is_given_up(reward_process):
+    process = await reward_process("die")
+    with pytest.raises(RewardFailed, match="ended with code 3"):
+        await process.reward("p", "", {})
+    assert process.num_restarts == 3
+
+
+async def test_a_reward_that_is_not_there_is_a_bad_configuration(reward_process):
+    with pytest.raises(ConfigError, match="own_rewards:nothing"):
+        await reward_process("nothing")
