@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+SEARCHED = 500  # how far from what was asked for another number of replicas is looked for
+
 
 @dataclass(frozen=True)
 class Demand:
@@ -86,7 +88,9 @@ def _others(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Iterator[Dema
         for count in (demand.ranks // n_nodes, demand.ranks // n_nodes + 1):
             yield Demand(0, size, total or max(count, 1) * n_nodes)
     elif n_gpus_per_node:
-        for replicas in range(1, (total - 1) // size + 1):
+        most = (total - 1) // size
+        wanted = min(max(demand.replicas, 1), most)
+        for replicas in range(max(1, wanted - SEARCHED), min(most, wanted + SEARCHED) + 1):
             yield Demand(replicas, size, total - replicas * size)
     else:
         for nodes in range(1, n_nodes):

@@ -14,6 +14,7 @@ from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan.placement import Demand, Placement, nearest, place
 from hpc_rl.plan.schema import Plan, Unit
 
+MAX_UNITS = 100_000  # beyond every cluster, and still quick to count through
 SUPERVISOR_CPUS = 1
 SUPERVISOR_MEM_MB = 1024
 
@@ -28,6 +29,8 @@ def make_plan(config: Config, explicit: Collection[str], *, interpreter: str, sc
     _refuse_unbuilt(config, allocation)
     allocation = _fill_stars(config, allocation)
     demand = _demand(allocation)
+    if demand.units > MAX_UNITS:
+        raise DoesNotFit(f"allocation_mode {allocation} asks for {demand.units} units; a trial has at most {MAX_UNITS}.")
     placement = _placement(config, allocation, demand)
     _refuse_idle_ranks(config, demand.ranks)
     units = _units(config, allocation, placement)
@@ -220,6 +223,8 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
         return [trainer]
     size = servers.units_per_replica
     server_env = environment_of("launcher.inference_server_env_vars", launcher.inference_server_env_vars)
+    if servers.backend == "sglang":
+        server_env = {}  # they are for the process of SGLang, which has packages of its own; servers.sglang sets them
     replicas = [
         Unit(
             role="server",

@@ -1,0 +1,212 @@
+"""The client of one generation server: SGLang's native schema over HTTP, as the proxy of every backend speaks it.
+
+`generate` hides interruptions: a request that comes back as `abort` is sent again with what it has made so far, so that
+the caller sees one Turn whose version spans say which weights made which token. Choosing among servers, and what to do
+when one is gone, is router.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import aiohttp
+
+from hpc_rl.errors import RequestRefused, ServerStale, ServerUnavailable
+from hpc_rl.types import Turn
+
+MIN_VERSION_HEADER = "X-Hpc-Rl-Min-Version"
+CONTROL_TIMEOUT_S = 600.0
+
+
+@dataclass(slots=True)
+class GenerateRequest:
+    """One sample to make.
+
+    `sampling` has SGLang's names (max_new_tokens, temperature, top_p, top_k, stop_token_ids, ignore_eos, sampling_seed …).
+    `rid` is of fixed length within a trial: servers match aborts by prefix. `min_version` is a label, "" for any.
+    """
+
+    input_ids: list[int]
+    sampling: dict[str, Any]
+    rid: str
+    min_version: str = ""
+
+
+class GenerationClient(Protocol):
+    """What makes turns: a server, a router in front of several, or a fake."""
+
+    async def generate(self, request: GenerateRequest) -> Turn:
+        """Raises ServerUnavailable (ask another server), ServerStale (its weights are too old), RequestRefused (our bug)."""
+
+    async def pause(self, mode: str = "retract") -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def update_weights(self, path: str, label: str) -> None: ...
+
+    async def model_info(self) -> dict[str, Any]: ...
+
+
+def open_session() -> aiohttp.ClientSession:
+    """A session without a bound on connections: aiohttp's default of 100 would queue requests that a server could batch."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60))
+
+
+def append_spans(spans: list[tuple[str, int, int]], more: list[dict[str, Any]], offset: int) -> None:
+    """Add version spans that count from `offset`, joining neighbours of one version."""
+    for item in more:
+        version, start, end = str(item["version"]), item["start"] + offset, item["end"] + offset
+        if start == end:
+            continue
+        if spans and spans[-1][0] == version and spans[-1][2] == start:
+            spans[-1] = (version, spans[-1][1], end)
+        else:
+            spans.append((version, start, end))
+
+
+class _Making:
+    """One request on its way to a turn, over as many interruptions as it takes."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.turn = Turn([], [], [], "abort")
+        self._budget: int | None = request.sampling.get("max_new_tokens")
+
+    def body(self) -> dict[str, Any]:
+        """What is to be asked for now: the input with what was made, and as many tokens less."""
+        request, made = self.request, len(self.turn.output_ids)
+        if not made:
+            return {"input_ids": request.input_ids, "sampling_params": request.sampling, "rid": request.rid}
+        sampling = dict(request.sampling)
+        if self._budget is not None:
+            sampling["max_new_tokens"] = self._budget - made
+        if sampling.get("min_new_tokens"):
+            sampling["min_new_tokens"] = max(0, sampling["min_new_tokens"] - made)
+        return {"input_ids": request.input_ids + self.turn.output_ids, "sampling_params": sampling, "rid": request.rid}
+
+    def absorb(self, answer: dict[str, Any]) -> int:
+        """Append an answer; returns the number of its tokens. Raises RequestRefused."""
+        turn, meta, ids = self.turn, answer["meta_info"], answer["output_ids"]
+        reason = meta["finish_reason"]
+        if reason["type"] == "abort" and reason.get("status_code") == 400:
+            raise RequestRefused(f"aborted: {reason.get('message')}")
+        spans = meta.get("weight_versions") or [{"version": meta.get("weight_version", ""), "start": 0, "end": len(ids)}]
+        append_spans(turn.versions, spans, len(turn.output_ids))
+        turn.output_ids += ids
+        turn.output_logprobs += [entry[0] for entry in meta.get("output_token_logprobs") or ()]
+        turn.finish_reason = reason["type"]
+        if turn.finish_reason == "abort" and self._budget is not None and len(turn.output_ids) >= self._budget:
+            turn.finish_reason = "length"
+        return len(ids)
+
+
+class HttpServerClient:
+    """A server by its URL. Without a control token only `generate`, `chat`, `health` and `model_info` work.
+
+    Args:
+        session: Shared session, see open_session.
+        url: `http://host:port`.
+        data_token: Token for generation.
+        control_token: Token for pause, update, abort and shutdown.
+        timeout_s: Seconds that one generation may take, resubmissions and weight updates included.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        data_token: str,
+        control_token: str | None = None,
+        timeout_s: float = 3600.0,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._session = session
+        self._data = {"Authorization": f"Bearer {data_token}"}
+        self._control = {"Authorization": f"Bearer {control_token}"} if control_token else self._data
+        self._timeout_s = timeout_s
+
+    async def generate(self, request: GenerateRequest) -> Turn:
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
+        """Turns of several requests in one call, once all are done: what the samples of one prompt are made with.
+
+        All have the same min_version. Raises what generate raises, for all of them together.
+        """
+        least = requests[0].min_version
+        headers = {**self._data, MIN_VERSION_HEADER: least} if least else self._data
+        makings = [_Making(request) for request in requests]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._finish(makings, headers)
+        except TimeoutError as error:
+            raise ServerUnavailable(f"{self.url}: no answer to a generation within {self._timeout_s:.0f} s") from error
+        return [making.turn for making in makings]
+
+    async def _finish(self, makings: list[_Making], headers: dict[str, str]) -> None:
+        left, pause_s = makings, 0.0
+        while True:
+            parts = [making.body() for making in left]
+            body = {key: [part[key] for part in parts] for key in parts[0]} if len(parts) > 1 else parts[0]
+            answer = await self._call("POST", "/generate", {**body, "return_logprob": True}, headers)
+            answers = answer if len(parts) > 1 else [answer]
+            made = sum([making.absorb(one) for making, one in zip(left, answers, strict=True)])
+            left = [making for making in left if making.turn.finish_reason == "abort"]
+            if not left:
+                return
+            pause_s = 0.0 if made else min(1.0, 2 * pause_s + 0.05)  # aborted before it began: something else goes on there
+            await asyncio.sleep(pause_s)
+
+    async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        """`POST /v1/chat/completions` as it stands."""
+        return await self._call("POST", "/v1/chat/completions", body, self._data, self._timeout_s)
+
+    async def pause(self, mode: str = "retract", timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        await self._call("POST", "/pause_generation", {"mode": mode}, self._control, timeout_s)
+
+    async def resume(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        await self._call("POST", "/continue_generation", {}, self._control, timeout_s)
+
+    async def update_weights(self, path: str, label: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Raises RequestRefused when the server kept its old weights."""
+        body = {"model_path": path, "weight_version": label, "flush_cache": True}
+        await self._call("POST", "/update_weights_from_disk", body, self._control, timeout_s)
+
+    async def abort(self, rid: str = "", abort_all: bool = False, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        await self._call("POST", "/abort_request", {"abort_all": True} if abort_all else {"rid": rid}, self._control, timeout_s)
+
+    async def flush_cache(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        await self._call("POST", "/flush_cache", {}, self._control, timeout_s)
+
+    async def shutdown(self, timeout_s: float = 10.0) -> None:
+        await self._call("POST", "/shutdown", {}, self._control, timeout_s)
+
+    async def model_info(self, timeout_s: float = 30.0) -> dict[str, Any]:
+        return await self._call("GET", "/model_info", None, self._data, timeout_s)
+
+    async def health(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        """State, epoch and weight version; immediate, also while paused. Raises ServerUnavailable for 503."""
+        return await self._call("GET", "/health", None, self._data, timeout_s)
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None, headers: dict[str, str], timeout_s: float | None = None
+    ) -> Any:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(method, self.url + path, json=body, headers=headers, timeout=timeout) as response:
+                answer = await response.json(content_type=None)
+                status = response.status
+        except TimeoutError as error:
+            raise ServerUnavailable(f"{self.url}{path}: no answer within {timeout_s} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        if status == 200:
+            return answer
+        message = f"{self.url}{path} answered {status}: {answer}"
+        if status == 503 and isinstance(answer, dict) and answer.get("error") == "stale":
+            raise ServerStale(message)
+        if status in (408, 429) or status >= 500:
+            raise ServerUnavailable(message)
+        raise RequestRefused(message)

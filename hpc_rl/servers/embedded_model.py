@@ -1,0 +1,375 @@
+"""The model of the embedded engine: a Hugging Face causal LM with a KV cache in rows, and its weights.
+
+Two decoders do the same work. `HFDecoder` calls the module through transformers' Cache API and serves any causal LM with
+full attention. `FusedDecoder` runs the layers of Llama, Qwen2 and Qwen3 itself, with q/k/v and gate/up in one product
+each; it is taken only where it agrees with the module on a probe. Left out: sliding-window and recurrent layers, which
+are refused, and more than one device.
+
+Shapes: N rows, T tokens of a prompt, S tokens of cache, H heads, K key heads, G = H / K, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.utils.logging import disable_progress_bar
+
+from hpc_rl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+FUSED_TYPES = ("llama", "qwen2", "qwen3")
+PROBE_TOLERANCE = 1e-3
+
+
+class Rows:
+    """KV cache of the rows that are decoded together: row i holds its tokens in columns 0 … length_i - 1, nothing is shifted.
+
+    keys, values: per layer [rows, K, columns, D]. Rows beyond the live ones and columns beyond a row's length are garbage.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.num_layers = num_layers
+
+    @property
+    def capacity(self) -> tuple[int, int]:
+        return (self.keys[0].shape[0], self.keys[0].shape[2]) if self.keys else (0, 0)
+
+    def reserve(self, rows: int, columns: int, like: torch.Tensor, live: tuple[int, int], exact: bool) -> None:
+        """Make room for `rows` x `columns`, keeping the `live` part; capacity grows by doubling unless `exact`."""
+        have_rows, have_columns = self.capacity
+        if rows <= have_rows and columns <= have_columns:
+            return
+        if not exact:
+            rows = max(rows, have_rows if rows <= have_rows else 2 * have_rows)
+            columns = max(columns, have_columns if columns <= have_columns else have_columns + max(64, have_columns // 2))
+        heads, size = like.shape[1], like.shape[3]
+        for layer in range(self.num_layers):
+            for store in (self.keys, self.values):
+                new = like.new_zeros(rows, heads, columns, size)  # zeros: garbage times a weight of 0 must not be NaN
+                if have_rows and live[0]:
+                    new[: live[0], :, : live[1]] = store[layer][: live[0], :, : live[1]]
+                if have_rows:
+                    store[layer] = new
+                else:
+                    store.append(new)
+
+    def write(self, first: int, keys: list[torch.Tensor], values: list[torch.Tensor], pick: torch.Tensor | None) -> None:
+        """Put prefilled rows [m, K, T, D] at `first`; `pick` says which of them go there, in order (None: all)."""
+        num_rows, columns = keys[0].shape[0] if pick is None else len(pick), keys[0].shape[2]
+        for store, new in ((self.keys, keys), (self.values, values)):
+            for layer in range(self.num_layers):
+                store[layer][first : first + num_rows, :, :columns] = new[layer] if pick is None else new[layer][pick]
+
+    def copy(self, sources: list[int], targets: list[int], columns: int) -> None:
+        """Copy the first `columns` columns of rows."""
+        source, target = torch.tensor(sources), torch.tensor(targets)
+        for store in (self.keys, self.values):
+            for tensor in store:
+                tensor[target, :, :columns] = tensor[source, :, :columns]
+
+
+class Decoder(Protocol):
+    """`prefill` starts rows, `decode` adds one token to each."""
+
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """ids [m, T], padded on the right -> logits [m, V] after each row's last token; keys, values per layer [m, K, T, D]."""
+
+    def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: Rows, columns: int) -> torch.Tensor:
+        """Feed ids [N] at positions `lengths` into rows 0 … N - 1, of which `columns` columns count; logits [N, V]."""
+
+
+class _RowsLayer(CacheLayerMixin):
+    """One layer of `Rows` behind transformers' cache protocol, for one decode step."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, columns: int) -> None:
+        super().__init__()
+        self.store, self.lengths, self.columns = (keys, values), lengths, columns
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        pass
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        num_rows = len(self.lengths)
+        at = torch.arange(num_rows, device=self.lengths.device)
+        for store, new in zip(self.store, (key_states, value_states), strict=True):
+            store[at, :, self.lengths] = new[:, :, 0]
+        keys, values = self.store
+        return keys[:num_rows, :, : self.columns], values[:num_rows, :, : self.columns]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns, 0
+
+    def get_seq_length(self) -> int:
+        return self.columns - 1
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class HFDecoder:
+    """Any causal LM with full attention, through its own forward."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        cache: Any = DynamicCache()
+        wanted, where = torch.unique(lengths - 1, return_inverse=True)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        output = self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=wanted)
+        logits = output.logits[torch.arange(len(ids), device=ids.device), where]
+        return logits.float(), [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
+
+    def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: Rows, columns: int) -> torch.Tensor:
+        layers: list[Any] = [_RowsLayer(k, v, lengths, columns) for k, v in zip(rows.keys, rows.values, strict=True)]
+        mask = torch.arange(columns, device=ids.device)[None] <= lengths[:, None]
+        mask = mask[:, None, None, :]
+        if self.model.config._attn_implementation == "eager":
+            mask = torch.zeros_like(mask, dtype=self.model.dtype).masked_fill_(~mask, torch.finfo(self.model.dtype).min)
+        cache = Cache(layers=layers)
+        at = {"position_ids": lengths[:, None], "attention_mask": mask}
+        output = self.model(input_ids=ids[:, None], past_key_values=cache, use_cache=True, **at)
+        return output.logits[:, -1].float()
+
+
+class FusedDecoder:
+    """The layers of Llama, Qwen2 and Qwen3. The module's own weights become views of the fused ones, so they are held once."""
+
+    def __init__(self, model: Any) -> None:
+        config, base = model.config, model.model
+        self.model, self.base = model, base
+        first = base.layers[0].self_attn
+        self.head_size, self.scale = first.head_dim, first.scaling
+        self.num_heads, self.num_key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.eps = config.rms_norm_eps
+        self.layers = [self._fuse(layer) for layer in base.layers]
+        self.cos, self.sin = self._rotary(min(config.max_position_embeddings, 4096))
+
+    def _fuse(self, layer: Any) -> dict[str, torch.Tensor | None]:
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+        if attention.o_proj.bias is not None or mlp.down_proj.bias is not None:
+            raise NotImplementedError("biases on output projections")
+        norms = None
+        if hasattr(attention, "q_norm"):  # Qwen3: per head, one weight for queries and one for keys
+            parts = [attention.q_norm.weight] * self.num_heads + [attention.k_norm.weight] * self.num_key_heads
+            norms = torch.stack([part.detach() for part in parts])
+        return {
+            "norm": layer.input_layernorm.weight.detach(),
+            "qkv": _join(qkv, "weight"),
+            "qkv_bias": _join(qkv, "bias"),
+            "qk_norm": norms,
+            "out": attention.o_proj.weight.detach().t(),
+            "mlp_norm": layer.post_attention_layernorm.weight.detach(),
+            "gate_up": _join((mlp.gate_proj, mlp.up_proj), "weight"),
+            "down": mlp.down_proj.weight.detach().t(),
+        }
+
+    def _rotary(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tables [positions, 1, D]; the sine has the sign of rotate_half in it."""
+        at = torch.arange(num_positions, device=self.base.embed_tokens.weight.device)[None]
+        cos, sin = self.base.rotary_emb(self.base.embed_tokens.weight[:1], at)
+        half = self.head_size // 2
+        return cos[0, :, None].clone(), torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)[:, None].clone()
+
+    def _tables(self, positions: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if largest >= len(self.cos):
+            self.cos, self.sin = self._rotary(2 * largest)
+        return self.cos[positions], self.sin[positions]
+
+    def _heads(self, x: torch.Tensor, layer: dict[str, Any], cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Hidden states [N, hidden] -> q [N, H, D], k and v [N, K, D], with norms and rotation."""
+        num_qk = self.num_heads + self.num_key_heads
+        qkv = F.linear(F.rms_norm(x, x.shape[-1:], layer["norm"], self.eps), layer["qkv"], layer["qkv_bias"])
+        qkv = qkv.view(len(x), num_qk + self.num_key_heads, self.head_size)
+        qk = qkv[:, :num_qk]
+        if layer["qk_norm"] is not None:
+            qk = F.rms_norm(qk, (self.head_size,), None, self.eps) * layer["qk_norm"]
+        left, right = qk.chunk(2, dim=-1)
+        qk = torch.addcmul(qk * cos, torch.cat((right, left), dim=-1), sin)
+        return qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, num_qk:]
+
+    def _finish(self, x: torch.Tensor, attended: torch.Tensor, layer: dict[str, Any]) -> torch.Tensor:
+        x = torch.addmm(x, attended, layer["out"])
+        gate, up = F.linear(F.rms_norm(x, x.shape[-1:], layer["mlp_norm"], self.eps), layer["gate_up"]).chunk(2, dim=-1)
+        return torch.addmm(x, F.silu(gate).mul_(up), layer["down"])
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.rms_norm(x, x.shape[-1:], self.base.norm.weight, self.eps), self.model.lm_head.weight).float()
+
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        m, t = ids.shape
+        cos, sin = self._tables(torch.arange(t, device=ids.device).repeat(m), t)
+        x = F.embedding(ids.view(-1), self.base.embed_tokens.weight)
+        all_keys, all_values = [], []
+        for layer in self.layers:
+            q, k, v = self._heads(x, layer, cos, sin)
+            q, k, v = (part.reshape(m, t, -1, self.head_size).transpose(1, 2) for part in (q, k, v))
+            all_keys.append(k)
+            all_values.append(v)
+            gqa = self.num_heads != self.num_key_heads
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=gqa)
+            x = self._finish(x, attended.transpose(1, 2).reshape(m * t, -1), layer)
+        last = torch.arange(m, device=ids.device) * t + lengths - 1
+        return self._logits(x[last]), all_keys, all_values
+
+    def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: Rows, columns: int) -> torch.Tensor:
+        n, heads, size = len(ids), self.num_key_heads, self.head_size
+        capacity = rows.capacity[1]
+        cos, sin = self._tables(lengths, columns)
+        numbers = torch.arange(n * heads, device=ids.device)
+        lengths = lengths.repeat_interleave(heads)
+        slots = numbers * capacity + lengths  # where each (row, head) stores its token in the flat cache
+        mask = torch.zeros(n * heads, 1, columns, dtype=self.cos.dtype, device=ids.device)
+        mask.masked_fill_((torch.arange(columns, device=ids.device)[None] > lengths[:, None])[:, None], float("-inf"))
+        x = F.embedding(ids, self.base.embed_tokens.weight)
+        for index, layer in enumerate(self.layers):
+            q, k, v = self._heads(x, layer, cos, sin)
+            keys, values = rows.keys[index], rows.values[index]
+            keys.view(-1, size).index_copy_(0, slots, k.reshape(-1, size))
+            values.view(-1, size).index_copy_(0, slots, v.reshape(-1, size))
+            k, v = (store[:n, :, :columns].flatten(0, 1) for store in (keys, values))
+            scores = torch.baddbmm(mask, q.reshape(n * heads, -1, size), k.transpose(1, 2), alpha=self.scale)
+            x = self._finish(x, torch.bmm(scores.softmax(-1), v).view(n, -1), layer)
+        return self._logits(x)
+
+
+def _join(modules: tuple[Any, ...], name: str) -> torch.Tensor | None:
+    """One tensor out of the modules' parameters, which become views of it."""
+    parts = [getattr(module, name) for module in modules]
+    if any(part is None for part in parts):
+        return None
+    joined = torch.cat([part.detach() for part in parts])
+    for part, view in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+        part.data = view
+    return joined
+
+
+class Model:
+    """A checkpoint in memory, its decoder, and what requests need to know of it."""
+
+    def __init__(self, path: str, dtype: str, scratch: bool = False, fused: bool = True) -> None:
+        """Raises ConfigError for a model that can't be served, OSError for a path that can't be read."""
+        self.path, self.dtype = path, getattr(torch, dtype)
+        self._allow_fused = fused
+        self._set(_build(path, self.dtype, scratch))
+
+    def _set(self, module: Any) -> None:
+        config = module.config
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if kinds != {"full_attention"}:
+            raise ConfigError(f"the embedded engine can't serve {config.model_type}: layers of kind {sorted(kinds)}; use sglang")
+        self.module = module.eval().requires_grad_(False)
+        self.num_layers = config.num_hidden_layers
+        self.vocab_size = module.get_output_embeddings().weight.shape[0]
+        self.context_length = config.max_position_embeddings
+        self.eos_ids = _eos_ids(module)
+        self.decoder: Decoder = self._choose()
+
+    def _choose(self) -> Decoder:
+        config = self.module.config
+        generic = HFDecoder(self.module)
+        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if not self._allow_fused or config.model_type not in FUSED_TYPES or rope in ("dynamic", "longrope"):
+            return generic
+        try:
+            fused = FusedDecoder(self.module)
+            difference = _probe(generic, fused, self.num_layers, min(self.vocab_size, 1000))
+        except (NotImplementedError, AttributeError, RuntimeError) as error:  # a variant that this file does not know
+            logger.warning("the fused decoder does not fit this %s: %s", config.model_type, error)
+            return generic
+        tolerance = PROBE_TOLERANCE if self.dtype == torch.float32 else 1.0
+        if not difference < tolerance:
+            logger.warning("the fused decoder differs from this %s by %.2g: not used", config.model_type, difference)
+            return generic
+        return fused
+
+    def load(self, path: str) -> None:
+        """Replace the weights by those of another checkpoint of the same architecture; all or nothing.
+
+        Raises OSError, ValueError; the old weights are untouched then.
+        """
+        tensors = _read_tensors(Path(path))
+        names = dict(self.module.named_parameters(remove_duplicate=False))
+        own = {name: p for name, p in names.items() if not (name not in tensors and self._tied(name))}
+        if tensors.keys() != own.keys():  # names on disk that transformers maps on loading
+            self._set(_build(path, self.dtype, False))
+            self.path = path
+            return
+        for name, parameter in own.items():
+            if tensors[name].shape != parameter.shape:
+                raise ValueError(f"{path}: {name} is {list(tensors[name].shape)}, the model has {list(parameter.shape)}")
+        for name, parameter in own.items():
+            parameter.data.copy_(tensors[name])
+        if isinstance(self.decoder, FusedDecoder):
+            for fused, layer in zip(self.decoder.layers, self.module.model.layers, strict=True):
+                if fused["qk_norm"] is not None:
+                    heads = self.decoder.num_heads
+                    fused["qk_norm"][:heads] = layer.self_attn.q_norm.weight
+                    fused["qk_norm"][heads:] = layer.self_attn.k_norm.weight
+        self.path = path
+
+    def _tied(self, name: str) -> bool:
+        return name == "lm_head.weight" and bool(getattr(self.module.config, "tie_word_embeddings", False))
+
+
+def _build(path: str, dtype: torch.dtype, scratch: bool) -> Any:
+    disable_progress_bar()
+    try:
+        if scratch:
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True), dtype=dtype)
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{path}: not a causal language model that transformers can load: {error}") from error
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    index = path / "model.safetensors.index.json"
+    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        if not (path / file).is_file():
+            raise FileNotFoundError(f"{path / file} does not exist")
+        try:
+            with safe_open(path / file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                    tensors[name] = opened.get_tensor(name)
+        except Exception as error:  # safetensors has an exception of its own, not public in all versions
+            raise ValueError(f"{path / file}: {error}") from error
+    return tensors
+
+
+def _eos_ids(module: Any) -> tuple[int, ...]:
+    """End-of-sequence tokens of the generation config, else of the config."""
+    for config in (getattr(module, "generation_config", None), module.config):
+        value = getattr(config, "eos_token_id", None)
+        if value is not None:
+            return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+    return ()
+
+
+@torch.inference_mode()
+def _probe(one: Decoder, other: Decoder, num_layers: int, vocab_size: int) -> float:
+    """Largest difference of logits between two decoders, over a prefill of uneven rows and one decode step."""
+    ids = torch.randint(0, vocab_size, (2, 5), generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([5, 3])
+    results = []
+    for decoder in (one, other):
+        logits, keys, values = decoder.prefill(ids, lengths)
+        rows = Rows(num_layers)
+        rows.reserve(2, 8, keys[0], (0, 0), exact=True)
+        rows.write(0, keys, values, None)
+        results.append((logits, decoder.decode(ids[:, 0].clone(), lengths, rows, 6)))
+    return max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))

@@ -1,0 +1,213 @@
+"""Proxy: the authenticated face of one server replica, in front of whatever backend generates.
+
+Data token (as bearer, or as path prefix `/t/<token>`): POST /generate, /v1/chat/completions; GET /model_info, /health.
+Control token (bearer only): POST /pause_generation, /continue_generation, /abort_request, /update_weights_from_disk,
+/flush_cache, /shutdown. It adds what a backend does not know: epoch, attempt, the labels' order, refusal while stale.
+Leases, reloading and the end of the process are replica.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from hpc_rl.servers.backend import Answer, Backend
+from hpc_rl.servers.client import MIN_VERSION_HEADER
+from hpc_rl.servers.router import is_older
+
+logger = logging.getLogger(__name__)
+
+DATA_POST = ("/generate", "/v1/chat/completions")
+CONTROL_POST = ("/pause_generation", "/continue_generation", "/abort_request", "/update_weights_from_disk", "/flush_cache")
+MAX_BODY_BYTES = 256 * 2**20
+UP = ("waiting", "serving")  # the backend runs; it is `waiting` until it has weights that were published
+
+
+class Proxy:
+    """One replica's HTTP application and its state.
+
+    Args:
+        backend: What generates.
+        tokens: `{"control", "data"}` of the trial.
+        attempt: Attempt of this process, for health.
+        incarnation: Incarnation of this process, for health.
+        on_change: Called after state or version changed.
+        on_shutdown: Called for POST /shutdown.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        tokens: dict[str, str],
+        attempt: str = "",
+        incarnation: int = 0,
+        on_change: Callable[[], None] = lambda: None,
+        on_shutdown: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.backend = backend
+        self.epoch = 0
+        self.version = ""
+        self.lifecycle = "starting"  # starting | loading | waiting | serving | stopping | stale
+        self.pause_mode = ""
+        self.last_control_at = time.monotonic()
+        self._attempt, self._incarnation = attempt, incarnation
+        self._control, self._data = f"Bearer {tokens['control']}".encode(), f"Bearer {tokens['data']}".encode()
+        self._prefix_token = tokens["data"].encode()
+        self._on_change, self._on_shutdown = on_change, on_shutdown
+        self._control_lock = asyncio.Lock()
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def state(self) -> str:
+        return "paused" if self.lifecycle == "serving" and self.pause_mode else self.lifecycle
+
+    def enter(self, lifecycle: str) -> None:
+        """Change the lifecycle; `stale` is final but for `stopping`."""
+        if self.lifecycle == "stale" and lifecycle != "stopping":
+            return
+        self.lifecycle = lifecycle
+        self._on_change()
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Answer on a bound socket from now on."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_get("/health", self._guard(self._health, control=False))
+        app.router.add_get("/model_info", self._guard(self._forward_get, control=False))
+        for path in DATA_POST:
+            app.router.add_post(path, self._guard(self._generate, control=False))
+        for path in CONTROL_POST:
+            app.router.add_post(path, self._guard(self._control_call, control=True))
+        app.router.add_post("/shutdown", self._guard(self._shutdown, control=True))
+        app.router.add_route("*", "/t/{token}/{path:.*}", self._prefixed)
+        # a client that hangs up cancels its handler, which aborts the request in the backend
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+        await self._runner.setup()
+        await web.SockSite(self._runner, sock, backlog=4096).start()
+
+    async def close(self) -> None:
+        if self._runner:
+            await self._runner.cleanup()
+
+    # who may
+    def _guard(
+        self, handler: Callable[[web.Request, str], Awaitable[web.Response]], control: bool
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def guarded(request: web.Request) -> web.Response:
+            given = request.headers.get("Authorization", "").encode()
+            if hmac.compare_digest(given, self._control) or (not control and hmac.compare_digest(given, self._data)):
+                return await handler(request, request.path)
+            return _json(401, {"error": {"message": "the control token is needed" if control else "a token is needed"}})
+
+        return guarded
+
+    async def _prefixed(self, request: web.Request) -> web.Response:
+        """`/t/<data token>/…`, for clients that can't send headers; data paths only."""
+        path = "/" + request.match_info["path"]
+        if not hmac.compare_digest(request.match_info["token"].encode(), self._prefix_token):
+            return _json(401, {"error": {"message": "a token is needed"}})
+        if request.method == "POST" and path in DATA_POST:
+            return await self._generate(request, path)
+        if request.method == "GET" and path == "/model_info":
+            return await self._forward_get(request, path)
+        if request.method == "GET" and path == "/health":
+            return await self._health(request, path)
+        return _json(404, {"error": {"message": f"no such path for the data token: {request.method} {path}"}})
+
+    # data
+    async def _health(self, _request: web.Request, _path: str) -> web.Response:
+        state = "dead" if self.lifecycle in UP and self.backend.alive() else self.state
+        known = {"state": state, "epoch": self.epoch, "weight_version": self.version}
+        ok = state in ("serving", "paused", "waiting")
+        return _json(200 if ok else 503, {**known, "attempt": self._attempt, "incarnation": self._incarnation})
+
+    async def _generate(self, request: web.Request, path: str) -> web.Response:
+        if self.lifecycle != "serving":
+            return _json(503, {"error": {"message": f"the server is {self.lifecycle}"}, "state": self.lifecycle})
+        least = request.headers.get(MIN_VERSION_HEADER, "")
+        try:
+            if least and is_older(self.version, least):
+                return _json(503, {"error": "stale", "weight_version": self.version})
+            body = json.loads(await request.read())
+        except ValueError as error:
+            return _json(400, {"error": {"message": f"{error}"}})
+        if not isinstance(body, dict):
+            return _json(400, {"error": {"message": "the body must be a JSON object"}})
+        return _json(*await self.backend.request(path, body))
+
+    async def _forward_get(self, _request: web.Request, path: str) -> web.Response:
+        if self.lifecycle not in UP:
+            return _json(503, {"error": {"message": f"the server is {self.lifecycle}"}})
+        status, answer = await self.backend.request(path, None)
+        if status == 200:
+            answer = {**answer, "weight_version": self.version, "epoch": self.epoch}
+        return _json(status, answer)
+
+    # control
+    async def _control_call(self, request: web.Request, path: str) -> web.Response:
+        try:
+            raw = await request.read()
+            body = json.loads(raw) if raw else {}
+        except ValueError as error:
+            return _json(400, {"error": {"message": f"the body is not JSON: {error}"}})
+        # a publisher that hangs up must not leave an update half recorded: the call goes on without it
+        return _json(*await asyncio.shield(asyncio.ensure_future(self.control(path, body))))
+
+    async def control(self, path: str, body: dict[str, Any]) -> Answer:
+        """A control call, by whoever holds the control token or by the replica itself. Updates run one at a time."""
+        if self.lifecycle not in UP:
+            return 503, {"error": {"message": f"the server is {self.lifecycle}"}, "state": self.lifecycle}
+        if path == "/update_weights_from_disk":
+            async with self._control_lock:
+                answer = await self._update(body)
+        else:
+            answer = await self.backend.request(path, body)
+        self.last_control_at = time.monotonic()
+        if answer[0] == 200 and path == "/pause_generation":
+            self.pause_mode = str(body.get("mode", "abort"))
+            self._on_change()
+        if answer[0] == 200 and path == "/continue_generation":
+            self.pause_mode = ""
+            self._on_change()
+        return answer
+
+    async def _update(self, body: dict[str, Any]) -> Answer:
+        label = body.get("weight_version")
+        try:
+            if not isinstance(label, str) or is_older(label, self.version or "0.0"):
+                return _not_updated(f"weight_version must be a label not older than {self.version or '0.0'!r}, got {label!r}")
+        except ValueError as error:
+            return _not_updated(str(error))
+        if self.pause_mode == "in_place" and body.get("flush_cache", True):
+            return _not_updated(
+                "requests that are paused in place hold their cache: send flush_cache false, or pause with retract"
+            )
+        if label == self.version:
+            return 200, {"success": True, "message": f"{label} is served already", "num_paused_requests": 0}
+        status, answer = await self.backend.request("/update_weights_from_disk", body)
+        if status == 200:
+            self.version = label
+            self.enter("serving")
+            logger.info("serving weights %s", label)
+        else:
+            logger.warning("weights %s were not loaded, %r stays: %s", label, self.version, answer)
+        return status, answer
+
+    async def _shutdown(self, _request: web.Request, _path: str) -> web.Response:
+        self._on_shutdown()
+        return _json(200, {"status": "ok"})
+
+
+def _not_updated(message: str) -> Answer:
+    return 400, {"success": False, "message": message, "error": {"message": message}}
+
+
+def _json(status: int, body: Any) -> web.Response:
+    return web.Response(body=json.dumps(body).encode(), status=status, content_type="application/json")

@@ -1,0 +1,193 @@
+"""Replica: the life of one server. Start, load the newest published weights, hold the lease, watch for newer ones, drain.
+
+The order matters: the port is bound first, then the lease is taken (state `starting`), then the backend loads, and only
+with published weights does the lease say `serving`. A replica that missed a publish loads it by itself after a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed, Stale
+from hpc_rl.name_resolve import keys
+from hpc_rl.name_resolve.base import Lease, NameResolve
+from hpc_rl.net import bind, reachable_address
+from hpc_rl.servers.backend import Backend
+from hpc_rl.servers.proxy import Proxy
+from hpc_rl.servers.router import is_older
+from hpc_rl.trial import Trial, read_json
+
+logger = logging.getLogger(__name__)
+
+LEASE_TTL_S = 15.0
+HEARTBEAT_S = 1.0
+SELF_LOAD_AFTER_S = 3.0  # the publisher's own update comes first
+PAUSE_LIMIT_S = 300.0  # without any control call: the publisher that paused is gone
+DRAIN_S = 3.0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which replica, and which start of it."""
+
+    index: int
+    attempt: str
+    incarnation: int
+
+
+class Replica:
+    """Runs one backend behind its proxy until told to stop.
+
+    Args:
+        backend: What generates.
+        trial: Whose weights to follow.
+        names: Where the lease goes.
+        tokens: The trial's two tokens.
+        identity: Who this is.
+        base_path: Checkpoint to start from before anything is published; "" waits for the first publish instead.
+    """
+
+    def __init__(
+        self, backend: Backend, trial: Trial, names: NameResolve, tokens: dict[str, str], identity: Identity, base_path: str
+    ) -> None:
+        self._backend, self._trial, self._names, self._who, self._base = backend, trial, names, identity, base_path
+        self._shutdown = threading.Event()
+        self._changed = asyncio.Event()
+        self._loading = ""  # label of the weights that are being loaded: the lease keeps their directory from being deleted
+        self.proxy = Proxy(backend, tokens, identity.attempt, identity.incarnation, self._changed.set, self._shutdown.set)
+        self._url = ""
+        self._lease: Lease | None = None
+        self._newer: tuple[str, float] = ("", 0.0)  # label of newer weights and when they were seen first
+
+    async def run(self, stopping: threading.Event) -> int:
+        """Until `stopping` or POST /shutdown: ExitCode.STOPPED. Raises RoleFailed when backend or lease is lost, ConfigError."""
+        sock = bind()
+        self._url = f"http://{reachable_address()}:{sock.getsockname()[1]}"
+        await self.proxy.serve(sock)
+        value = self._value()
+        self._lease = await asyncio.to_thread(self._names.lease, keys.server(self._who.index), value, LEASE_TTL_S)
+        self.proxy.epoch = self._lease.epoch
+        logger.info("server %d at %s, epoch %d", self._who.index, self._url, self._lease.epoch)
+        heartbeat = asyncio.create_task(self._heartbeat(), name="heartbeat")
+        life = asyncio.create_task(self._live(), name="life")
+        try:
+            while not (stopping.is_set() or self._shutdown.is_set()):
+                done, _ = await asyncio.wait({heartbeat, life}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            return ExitCode.STOPPED
+        finally:
+            await self._end(heartbeat, life)
+
+    async def _end(self, *tasks: asyncio.Task[None]) -> None:
+        lost = self.proxy.lifecycle == "stale"
+        self.proxy.enter("stopping")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if not self._backend.alive() and self.proxy.version:  # running requests go back to their clients with what they have
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_S):
+                    await self._backend.request("/pause_generation", {"mode": "abort"})
+        await self.proxy.close()
+        await self._backend.stop()
+        if self._lease and not lost:
+            with contextlib.suppress(OSError, HpcRlError):
+                await asyncio.to_thread(self._lease.release)
+
+    def _value(self) -> dict[str, Any]:
+        process = {"pid": os.getpid(), "host": socket.gethostname()}
+        start = {"attempt": self._who.attempt, "incarnation": self._who.incarnation}
+        return {"url": self._url, "version": self._loading or self.proxy.version, "state": self.proxy.state, **start, **process}
+
+    async def _heartbeat(self) -> None:
+        assert self._lease is not None
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S):  # wait_for of Python 3.11 can swallow a cancellation
+                    await self._changed.wait()
+            self._changed.clear()
+            try:
+                await asyncio.to_thread(self._lease.renew, self._value())
+            except Stale as error:
+                self.proxy.enter("stale")
+                raise RoleFailed(f"another server {self._who.index} has taken over: {error}") from error
+            except OSError as error:  # a shared file system may fail for a while; the lease's age tells readers
+                logger.warning("can't renew the lease: %s", error)
+
+    async def _live(self) -> None:
+        await self._start()
+        while True:
+            reason = self._backend.alive()
+            if reason:
+                raise RoleFailed(f"the generation backend is gone: {reason}")
+            await self._follow()
+            await asyncio.sleep(HEARTBEAT_S / 2)
+
+    async def _start(self) -> None:
+        current = await self._first()
+        while True:
+            path, self._loading = (current["path"], current["label"]) if current else (self._base, "")
+            self.proxy.enter("loading")
+            try:
+                await self._backend.start(path, self._loading)
+                break
+            except (ConfigError, OSError, ValueError) as error:
+                newer = self._current()
+                if newer == current:
+                    kind = RoleFailed if current else ConfigError  # what was published may be whole again when we come back
+                    raise kind(f"the checkpoint at {path} can't be served: {error}") from error
+                logger.info("weights %r went while they were loaded: %s", self._loading, error)
+                current = newer
+        self.proxy.version, self._loading = self._loading, ""
+        self.proxy.enter("serving" if self.proxy.version else "waiting")
+        logger.info("%s with weights %r from %s", self.proxy.state, self.proxy.version, path)
+
+    async def _first(self) -> dict[str, Any] | None:
+        """What to start from: the newest published weights, or None for the base checkpoint."""
+        current = self._current()
+        if current is None and not self._base:
+            logger.info("waiting for the first published weights")
+        while current is None and not self._base:
+            await asyncio.sleep(HEARTBEAT_S / 2)
+            current = self._current()
+        return current
+
+    def _current(self) -> dict[str, Any] | None:
+        return read_json(self._trial.current_weights)
+
+    async def _follow(self) -> None:
+        """Load what was published and did not arrive; end a pause that nobody ends."""
+        current = await asyncio.to_thread(self._current)
+        proxy, now = self.proxy, time.monotonic()
+        if current and is_older(proxy.version, current["label"]):
+            if self._newer[0] != current["label"]:
+                self._newer = (current["label"], now)
+            if now - self._newer[1] >= SELF_LOAD_AFTER_S:
+                await self._load(current)
+        elif proxy.pause_mode and now - proxy.last_control_at > PAUSE_LIMIT_S:
+            logger.warning("paused for %.0f s without a word: going on with weights %s", PAUSE_LIMIT_S, proxy.version)
+            await proxy.control("/continue_generation", {})
+
+    async def _load(self, current: dict[str, Any]) -> None:
+        body = {"model_path": current["path"], "weight_version": current["label"], "flush_cache": True}
+        logger.info("weights %s did not arrive by themselves: loading them", current["label"])
+        pause = not self.proxy.pause_mode
+        if pause:
+            await self.proxy.control("/pause_generation", {"mode": "retract"})
+        try:
+            status, answer = await self.proxy.control("/update_weights_from_disk", body)
+            if status != 200:
+                logger.warning("weights %s can't be loaded: %s", current["label"], answer)
+                self._newer = (current["label"], time.monotonic())
+        finally:
+            if pause:
+                await self.proxy.control("/continue_generation", {})

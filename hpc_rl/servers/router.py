@@ -1,0 +1,196 @@
+"""Router: the live generation servers, as their leases tell, and the choice of one for each request.
+
+It picks the server with the fewest requests of its own, forgets one that can't be reached until that server has a new
+epoch or answers /health again, and waits, saying for what, when there is none. It knows nothing of what the requests mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from hpc_rl.errors import HpcRlError, RoleFailed, ServerStale, ServerUnavailable
+from hpc_rl.name_resolve import keys
+from hpc_rl.name_resolve.base import NameResolve
+from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_session
+from hpc_rl.types import Turn, WeightVersion
+
+logger = logging.getLogger(__name__)
+
+ROUTABLE = ("serving", "paused")  # a paused server holds requests until its new weights are in
+
+
+def is_older(version: str, minimum: str) -> bool:
+    """Whether label `version` comes before label `minimum`; "" is older than any label."""
+    if not minimum:
+        return False
+    if not version:
+        return True
+    ours, least = WeightVersion.parse(version), WeightVersion.parse(minimum)
+    return (ours.lineage, ours.step) < (least.lineage, least.step)
+
+
+@dataclass
+class Server:
+    """One replica as this router sees it."""
+
+    key: str
+    epoch: int
+    url: str
+    version: str
+    state: str
+    client: HttpServerClient
+    suspect: bool = False  # a request failed to reach it
+    running: int = 0
+    answered: int = 0
+
+
+@dataclass
+class Router:
+    """Use as `async with Router(...) as router`, or start() and close().
+
+    Args:
+        names: The trial's name resolve; this router calls it from one thread at a time.
+        data_token: Token for generation.
+        setup_timeout_s: Seconds to wait for a server when there is none.
+        request_timeout_s: Seconds that one generation may take.
+        request_retries: Times that a request is sent again after a failure.
+        poll_s: Seconds between two looks at the leases.
+        session: Shared HTTP session; None opens one of its own.
+    """
+
+    names: NameResolve
+    data_token: str
+    setup_timeout_s: float = 600.0
+    request_timeout_s: float = 3600.0
+    request_retries: int = 3
+    poll_s: float = 0.5
+    session: aiohttp.ClientSession | None = None
+    _servers: dict[str, Server] = field(default_factory=dict)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _poller: asyncio.Task[None] | None = None
+    _own_session: bool = False
+
+    async def __aenter__(self) -> Router:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        if self.session is None:
+            self.session, self._own_session = open_session(), True
+        self._poller = asyncio.create_task(self._poll(), name="router-poll")
+
+    async def close(self) -> None:
+        if self._poller:
+            self._poller.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._poller
+        if self._own_session and self.session:
+            await self.session.close()
+
+    def servers(self) -> list[dict[str, Any]]:
+        """What is known of each server, for status pages."""
+        shown = ("key", "epoch", "version", "state", "suspect", "running", "answered")
+        return [{name: getattr(server, name) for name in shown} for server in self._servers.values()]
+
+    async def generate(self, request: GenerateRequest) -> Turn:
+        """One turn from whichever server can make it. Raises as generate_many does."""
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
+        """Turns of several requests with one `min_version`, all from one server, in one call.
+
+        Raises RequestRefused (a bug of a request), ServerUnavailable (every try failed), RoleFailed (no server came up).
+        """
+        deadline = time.monotonic() + self.request_timeout_s
+        failures, stale_s = 0, 0.05
+        while True:
+            server = await self._pick(requests[0].min_version)
+            server.running += len(requests)
+            try:
+                turns = await server.client.generate_many(requests)
+                server.answered += len(requests)
+                return turns
+            except ServerStale:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(stale_s)
+                stale_s = min(1.0, 2 * stale_s)
+            except ServerUnavailable as error:
+                self._suspect(server, error)
+                failures += 1
+                if failures > self.request_retries:
+                    raise
+            finally:
+                server.running -= len(requests)
+
+    def _suspect(self, server: Server, error: Exception) -> None:
+        if not server.suspect:
+            logger.warning("server %s (epoch %d) is left out until it answers again: %s", server.key, server.epoch, error)
+        server.suspect = True
+
+    async def _pick(self, min_version: str) -> Server:
+        deadline = time.monotonic() + self.setup_timeout_s
+        said = time.monotonic() + 5.0
+        while True:
+            live = [s for s in self._servers.values() if s.state in ROUTABLE and not s.suspect]
+            if live:
+                fresh = [s for s in live if not is_older(s.version, min_version)]
+                return min(fresh or live, key=lambda s: (s.running, random.random()))
+            now = time.monotonic()
+            if now > deadline:
+                raise RoleFailed(f"no generation server within {self.setup_timeout_s:.0f} s: {self._known()}")
+            if now > said:
+                logger.info("waiting for a generation server that serves: %s", self._known())
+                said = now + 30.0
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._changed.wait()
+
+    def _known(self) -> str:
+        if not self._servers:
+            return f"no lease under {keys.SERVERS!r}"
+        return ", ".join(f"{s.key} is {'out of reach' if s.suspect else s.state}" for s in self._servers.values())
+
+    async def _poll(self) -> None:
+        while True:
+            try:
+                seen = await asyncio.to_thread(self.names.leases, keys.SERVERS)
+            except (OSError, HpcRlError) as error:  # a shared file system may fail for a while; what is known stays
+                logger.warning("can't read the server leases: %s", error)
+            else:
+                self._merge(seen)
+                await asyncio.gather(*(self._probe(s) for s in self._servers.values() if s.suspect))
+            self._changed.set()
+            await asyncio.sleep(self.poll_s)
+
+    def _merge(self, seen: dict[str, Any]) -> None:
+        assert self.session is not None
+        alive = {key: lease for key, lease in seen.items() if lease.alive and lease.value.get("url")}
+        for key in self._servers.keys() - alive.keys():
+            logger.info("server %s is gone", key)
+            del self._servers[key]
+        for key, lease in alive.items():
+            known, value = self._servers.get(key), lease.value
+            if known is None or known.epoch != lease.epoch:
+                client = HttpServerClient(self.session, value["url"], self.data_token, None, self.request_timeout_s)
+                self._servers[key] = Server(key, lease.epoch, value["url"], value["version"], value["state"], client)
+                logger.info("server %s, epoch %d: %s", key, lease.epoch, value["state"])
+            else:
+                known.version, known.state = value["version"], value["state"]
+
+    async def _probe(self, server: Server) -> None:
+        with contextlib.suppress(ServerUnavailable, ServerStale, HpcRlError):
+            health = await server.client.health(timeout_s=2.0)
+            server.suspect = health.get("state") not in ROUTABLE

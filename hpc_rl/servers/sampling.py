@@ -1,0 +1,101 @@
+"""Sampling parameters in SGLang's names: what the embedded engine takes, and what it refuses in words. No torch.
+
+A key that SGLang knows and this engine does not serve is accepted at its neutral value only; any other key is unknown.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hpc_rl.errors import RequestRefused
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "frequency_penalty": (0.0,),
+    "presence_penalty": (0.0,),
+    "stop": ([], ""),
+    "stop_regex": ([], ""),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "structural_tag": (),
+    "logit_bias": ({},),
+    "custom_params": ({},),
+}
+_TEXT_ONLY = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")  # they change `text`, which isn't made
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled. `top_k` -1 means all; `sampling_seed` None means a seed of the server's choice."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    sampling_seed: int | None = None
+    n: int = 1
+
+
+KNOWN = tuple(f.name for f in fields(SamplingParams))
+
+
+def parse(given: dict[str, Any] | None) -> SamplingParams:
+    """Raises RequestRefused, naming the key, the value and what is allowed."""
+    if given is not None and not isinstance(given, dict):
+        raise RequestRefused(f"sampling_params must be an object, got {type(given).__name__}")
+    values: dict[str, Any] = {}
+    for key, value in (given or {}).items():
+        if key in KNOWN:
+            if value is not None:
+                values[key] = value
+        elif key in _NEUTRAL:
+            if value is not None and value not in _NEUTRAL[key]:
+                raise RequestRefused(f"sampling key {key!r}: the embedded engine does not serve it, got {value!r}; use sglang")
+        elif key not in _TEXT_ONLY:
+            near = difflib.get_close_matches(key, [*KNOWN, *_NEUTRAL], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(KNOWN)}"
+            raise RequestRefused(f"unknown sampling key {key!r}{hint}")
+    return _checked(values)
+
+
+def _checked(values: dict[str, Any]) -> SamplingParams:
+    for key in ("max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed"):
+        if key in values:
+            values[key] = _integer(key, values[key])
+    for key in ("temperature", "top_p"):
+        if key in values:
+            value = values[key]
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise RequestRefused(f"sampling key {key!r} must be a finite number, got {value!r}")
+    stop = values.get("stop_token_ids", ())
+    if not isinstance(stop, list | tuple):
+        raise RequestRefused(f"sampling key 'stop_token_ids' must be a list of integers, got {stop!r}")
+    values["stop_token_ids"] = tuple(sorted({_integer("stop_token_ids", token) for token in stop}))
+    params = SamplingParams(**values)
+    rules = (
+        (params.max_new_tokens >= 0, "max_new_tokens", "at least 0"),
+        (0 <= params.min_new_tokens <= params.max_new_tokens, "min_new_tokens", "from 0 to max_new_tokens"),
+        (params.temperature >= 0, "temperature", "at least 0"),
+        (0 < params.top_p <= 1, "top_p", "above 0 and at most 1"),
+        (params.top_k == -1 or params.top_k >= 1, "top_k", "-1 for all, or at least 1"),
+        (params.n >= 1, "n", "at least 1"),
+        (isinstance(params.ignore_eos, bool), "ignore_eos", "true or false"),
+    )
+    for holds, key, allowed in rules:
+        if not holds:
+            raise RequestRefused(f"sampling key {key!r} must be {allowed}, got {getattr(params, key)!r}")
+    return params
+
+
+def _integer(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestRefused(f"sampling key {key!r} must be an integer, got {value!r}")
+    return value

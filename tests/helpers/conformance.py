@@ -1,0 +1,389 @@
+"""One suite for every backend, through the proxy and with our client: what a trainer and a rollout role rely on.
+
+Subclass `Conformance` and give a module-scoped fixture `served` (a ServedReplica). The server lives through the whole class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from hpc_rl.errors import RequestRefused, ServerStale
+from hpc_rl.examples.toy import make_tokenizer
+from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.servers.backend import Backend
+from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_session
+from hpc_rl.servers.replica import Identity, Replica
+from hpc_rl.trial import Trial, write_json
+from hpc_rl.types import Turn, WeightVersion
+
+PROMPT = [4, 13, 5, 13, 6, 14]
+LONG = {"max_new_tokens": 1500, "ignore_eos": True, "temperature": 1.0}
+LOGPROB_TOLERANCE = 1e-4
+
+
+def make_model(folder: Path, seed: int) -> None:
+    """A tiny Qwen3 with a long context, the toy's tokenizer and a chat template."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    config = Qwen3Config(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):  # ones would hide a norm that is left out
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def forward_logprobs(path: Path, ids: list[int], made: list[int], temperature: float) -> list[float]:
+    """log p of the made tokens by a plain forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + made])).logits[0, len(ids) - 1 : -1]
+    logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+    return logprobs.gather(1, torch.tensor(made)[:, None])[:, 0].tolist()
+
+
+class ServedReplica:
+    """A replica in a thread of its own, for a trial directory with two checkpoints of one shape."""
+
+    def __init__(self, folder: Path, make_backend: Callable[[Trial, Path], Backend]) -> None:
+        self.trial = Trial(folder / "trial")
+        self.trial.make_dirs()
+        self.trial.make_secret()
+        self.tokens = self.trial.tokens()
+        self.models = [folder / "model-0", folder / "model-1"]
+        for seed, path in enumerate(self.models):
+            make_model(path, seed)
+        self.step = 0
+        self.model = self.models[0]
+        self.point(self.model)
+        self.names = open_names(self.trial)
+        self._stopping = threading.Event()
+        self._failure: BaseException | None = None
+        self._make_backend = make_backend
+        self._thread = threading.Thread(target=self._main, name="replica")
+
+    @property
+    def label(self) -> str:
+        return str(WeightVersion(0, self.step))
+
+    def point(self, path: Path) -> None:
+        """Publish, as far as files go."""
+        record = {"label": self.label, "lineage": 0, "step": self.step, "path": str(path)}
+        write_json(self.trial.current_weights, record)
+
+    def start(self, timeout_s: float) -> None:
+        self._thread.start()
+        deadline = time.monotonic() + timeout_s
+        while self.lease().get("state") != "serving":
+            if self._failure:
+                raise self._failure
+            assert time.monotonic() < deadline, f"not serving after {timeout_s} s: {self.lease()}"
+            time.sleep(0.1)
+
+    def _main(self) -> None:
+        async def life() -> None:
+            backend = self._make_backend(self.trial, self.models[0])
+            names = open_names(self.trial)
+            await Replica(backend, self.trial, names, self.tokens, Identity(0, "1.0", 0), str(self.models[0])).run(self._stopping)
+
+        try:
+            asyncio.run(life())
+        except BaseException as error:
+            self._failure = error
+
+    def lease(self) -> dict[str, Any]:
+        seen = self.names.leases(keys.SERVERS).get(keys.server(0))
+        return seen.value if seen else {}
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(30)
+        if self._failure:
+            raise self._failure
+
+
+class Api:
+    """Client and raw HTTP for one test."""
+
+    def __init__(self, served: ServedReplica, session: aiohttp.ClientSession) -> None:
+        self.served, self.session = served, session
+        self.url = served.lease()["url"]
+        self.client = HttpServerClient(session, self.url, served.tokens["data"], served.tokens["control"], 60.0)
+
+    async def turn(self, ids: list[int] | None = None, min_version: str = "", **sampling: Any) -> Turn:
+        given = {"max_new_tokens": 16, "temperature": 1.0, **sampling}
+        return await self.client.generate(GenerateRequest(ids or PROMPT, given, uuid.uuid4().hex, min_version))
+
+    async def post(self, path: str, body: Any, token: str | None = "data") -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {self.served.tokens.get(token, token)}"} if token else {}
+        async with self.session.post(self.url + path, json=body, headers=headers) as response:
+            raw = await response.read()
+            return response.status, json.loads(raw) if raw else None
+
+    async def update(self, pause: bool = True) -> None:
+        """Publish the other model as the next version."""
+        served = self.served
+        served.step += 1
+        served.model = served.models[served.step % 2]
+        served.point(served.model)
+        if pause:
+            await self.client.pause("retract")
+        await self.client.update_weights(str(served.model), served.label)
+        if pause:
+            await self.client.resume()
+
+
+@pytest.fixture
+async def api(served: ServedReplica):
+    async with open_session() as session:
+        yield Api(served, session)
+
+
+def check_logprobs(turn: Turn, paths: dict[str, Path], temperature: float, prompt: list[int] = PROMPT) -> None:
+    """Every token's logprob is that of a plain forward pass of the model that its span names."""
+    assert [span[1] for span in turn.versions[1:]] == [span[2] for span in turn.versions[:-1]]
+    assert (turn.versions[0][1], turn.versions[-1][2]) == (0, len(turn.output_ids))
+    assert len(turn.output_logprobs) == len(turn.output_ids)
+    for label, start, end in turn.versions:
+        wanted = forward_logprobs(paths[label], prompt, turn.output_ids, temperature)[start:end]
+        worst = max(abs(a - b) for a, b in zip(wanted, turn.output_logprobs[start:end], strict=True))
+        assert worst < LOGPROB_TOLERANCE, f"{label}: {worst}"
+
+
+class Conformance:
+    """The suite."""
+
+    async def test_generate_makes_the_tokens_that_were_asked_for(self, api):
+        turn = await api.turn(max_new_tokens=9, ignore_eos=True)
+        assert len(turn.output_ids) == len(turn.output_logprobs) == 9
+        assert turn.finish_reason == "length"
+        assert turn.versions == [(api.served.label, 0, 9)]
+
+    @pytest.mark.parametrize(
+        "sampling",
+        [
+            {"temperature": 1.0},
+            {"temperature": 0.7},
+            {"temperature": 0.7, "top_p": 0.8},
+            {"temperature": 1.3, "top_k": 4},
+            {"temperature": 0.0},
+        ],
+        ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()),
+    )
+    async def test_logprobs_are_those_of_a_forward_pass(self, api, sampling):
+        turns = await asyncio.gather(*(api.turn(PROMPT[:n], max_new_tokens=40, ignore_eos=True, **sampling) for n in (2, 4, 6)))
+        for n, turn in zip((2, 4, 6), turns, strict=True):
+            check_logprobs(turn, {api.served.label: api.served.model}, sampling["temperature"], PROMPT[:n])
+
+    async def test_greedy_takes_the_likeliest(self, api):
+        turns = [await api.turn(max_new_tokens=12, temperature=0.0, ignore_eos=True) for _ in range(2)]
+        assert turns[0].output_ids == turns[1].output_ids
+        model = AutoModelForCausalLM.from_pretrained(api.served.model, dtype=torch.float32)
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPT + turns[0].output_ids])).logits[0]
+        assert logits[len(PROMPT) - 1 : -1].argmax(-1).tolist() == turns[0].output_ids
+
+    async def test_n_and_batches_answer_with_lists(self, api):
+        sampling = {"max_new_tokens": 5, "ignore_eos": True}
+        status, answer = await api.post("/generate", {"input_ids": PROMPT, "sampling_params": {**sampling, "n": 3}})
+        assert status == 200 and [len(one["output_ids"]) for one in answer] == [5, 5, 5]
+        status, answer = await api.post("/generate", {"input_ids": [PROMPT, PROMPT[:3]], "sampling_params": sampling})
+        assert status == 200 and [one["meta_info"]["prompt_tokens"] for one in answer] == [6, 3]
+
+    async def test_samples_of_one_prompt_in_one_call(self, api):
+        makes = [{"max_new_tokens": 3 + i, "ignore_eos": True, "temperature": 1.0} for i in range(4)]
+        turns = await api.client.generate_many([GenerateRequest(PROMPT, make, uuid.uuid4().hex) for make in makes])
+        assert [len(turn.output_ids) for turn in turns] == [3, 4, 5, 6]
+        for turn in turns:
+            check_logprobs(turn, {api.served.label: api.served.model}, 1.0)
+
+    async def test_stop_token_ends_and_is_part_of_the_output(self, api):
+        free = await api.turn(max_new_tokens=30, temperature=0.0, ignore_eos=True)
+        token = free.output_ids[7]
+        at = free.output_ids.index(token)
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 30, "temperature": 0.0, "stop_token_ids": [token]}}
+        _, answer = await api.post("/generate", body)
+        eos_at = free.output_ids.index(1) if 1 in free.output_ids else 30
+        assert answer["output_ids"] == free.output_ids[: min(at, eos_at) + 1]
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": token if at < eos_at else 1}
+        ignored = await api.turn(max_new_tokens=30, temperature=0.0, ignore_eos=True, stop_token_ids=[token])
+        assert len(ignored.output_ids) == 30
+
+    async def test_min_new_tokens_holds_stop_tokens_back(self, api):
+        every = list(range(8))
+        turns = await asyncio.gather(*(api.turn(min_new_tokens=6, stop_token_ids=every) for _ in range(8)))
+        assert all(len(turn.output_ids) >= 6 for turn in turns)
+
+    async def test_unknown_sampling_key_is_refused(self, api):
+        with pytest.raises(RequestRefused, match="400"):
+            await api.turn(max_tokens=4)
+
+    async def test_too_long_is_refused(self, api):
+        with pytest.raises(RequestRefused, match="400"):
+            await api.turn([4] * 4096)
+
+    async def test_pause_abort_returns_what_was_made_and_the_client_goes_on(self, api):
+        sampling = {**LONG, "max_new_tokens": 900}
+        request = asyncio.create_task(api.turn(**sampling))
+        body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+        raw = asyncio.create_task(api.post("/generate", body))
+        await asyncio.sleep(0.4)
+        await api.client.pause("abort")
+        status, answer = await raw
+        assert status == 200 and answer["meta_info"]["finish_reason"]["type"] == "abort"
+        assert 0 < len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 900
+        await api.client.resume()
+        turn = await request
+        assert turn.finish_reason == "length" and len(turn.output_ids) == 900
+        check_logprobs(turn, {api.served.label: api.served.model}, 1.0)
+
+    @pytest.mark.parametrize("mode", ["retract", "in_place"])
+    async def test_pause_holds_requests_until_continue(self, api, mode):
+        running = asyncio.create_task(api.turn(**LONG))
+        await asyncio.sleep(0.4)
+        await api.client.pause(mode)
+        newcomer = asyncio.create_task(api.turn())
+        await asyncio.sleep(1.0)
+        assert not running.done() and not newcomer.done()
+        await api.client.resume()
+        turn = await running
+        assert len(turn.output_ids) == LONG["max_new_tokens"] and turn.finish_reason == "length"
+        check_logprobs(turn, {api.served.label: api.served.model}, 1.0)
+        assert (await newcomer).output_ids
+
+    async def test_unknown_pause_mode_is_refused(self, api):
+        with pytest.raises(RequestRefused):
+            await api.client.pause("gently")
+        assert (await api.turn()).output_ids
+
+    async def test_health_is_immediate_while_paused(self, api):
+        await api.client.pause("retract")
+        try:
+            begin = time.monotonic()
+            health = await api.client.health()
+            assert time.monotonic() - begin < 1.0
+            assert health["state"] == "paused"
+            assert health["weight_version"] == api.served.label and health["epoch"] >= 1
+        finally:
+            await api.client.resume()
+        assert (await api.client.health())["state"] == "serving"
+
+    async def test_running_request_goes_on_under_the_new_weights(self, api):
+        old = (api.served.label, api.served.model)
+        running = asyncio.create_task(api.turn(**LONG))
+        await asyncio.sleep(0.5)
+        await api.update()
+        turn = await running
+        assert [span[0] for span in turn.versions] == [old[0], api.served.label]
+        check_logprobs(turn, {old[0]: old[1], api.served.label: api.served.model}, 1.0)
+
+    async def test_update_changes_label_and_weights(self, api):
+        before = await api.turn(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+        await api.update(pause=False)
+        after = await api.turn(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+        assert before.output_ids != after.output_ids
+        assert (await api.client.model_info())["weight_version"] == api.served.label == after.versions[0][0]
+        check_logprobs(after, {api.served.label: api.served.model}, 0.0)
+        await asyncio.sleep(0.3)
+        assert api.served.lease()["version"] == api.served.label
+
+    async def test_failed_update_keeps_the_old_weights(self, api, tmp_path):
+        for path in (tmp_path / "nowhere", tmp_path):
+            with pytest.raises(RequestRefused):
+                await api.client.update_weights(str(path), str(WeightVersion(0, api.served.step + 1)))
+        turn = await api.turn(ignore_eos=True)
+        assert turn.versions[0][0] == api.served.label
+        check_logprobs(turn, {api.served.label: api.served.model}, 1.0)
+
+    async def test_older_label_is_refused(self, api):
+        if api.served.step == 0:
+            await api.update()
+        with pytest.raises(RequestRefused, match="older"):
+            await api.client.update_weights(str(api.served.model), "0.0")
+
+    async def test_missed_update_is_loaded_by_itself(self, api):
+        served = api.served
+        served.step += 1
+        served.model = served.models[served.step % 2]
+        served.point(served.model)
+        deadline = time.monotonic() + 20
+        while (await api.client.health())["weight_version"] != served.label:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.2)
+        check_logprobs(await api.turn(ignore_eos=True), {served.label: served.model}, 1.0)
+
+    async def test_min_version_is_refused_until_it_is_there(self, api):
+        with pytest.raises(ServerStale):
+            await api.turn(min_version=str(WeightVersion(0, api.served.step + 1)))
+        with pytest.raises(ServerStale):
+            await api.turn(min_version=str(WeightVersion(1, 0)))
+        assert (await api.turn(min_version=api.served.label)).output_ids
+
+    async def test_abort_by_rid_spares_the_others(self, api):
+        rids = [uuid.uuid4().hex for _ in range(2)]
+        bodies = [{"input_ids": PROMPT, "sampling_params": LONG, "rid": rid} for rid in rids]
+        calls = [asyncio.create_task(api.post("/generate", body)) for body in bodies]
+        await asyncio.sleep(0.4)
+        await api.client.abort(rids[0])
+        _, first = await calls[0]
+        assert first["meta_info"]["finish_reason"]["type"] == "abort" and not calls[1].done()
+        await api.client.abort(abort_all=True)
+        _, second = await calls[1]
+        assert second["meta_info"]["finish_reason"]["type"] == "abort"
+
+    async def test_flush_cache(self, api):
+        await api.client.flush_cache()
+
+    async def test_tokens_of_both_kinds(self, api):
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+        assert (await api.post("/generate", body, None))[0] == 401
+        assert (await api.post("/generate", body, "wrong"))[0] == 401
+        assert (await api.post("/generate", body, "control"))[0] == 200
+        for path in ("/pause_generation", "/update_weights_from_disk", "/shutdown"):
+            assert (await api.post(path, {}, "data"))[0] == 401
+        data, control = (api.served.tokens[name] for name in ("data", "control"))
+        assert (await api.post(f"/t/{data}/generate", body, None))[0] == 200
+        assert (await api.post("/t/wrong/generate", body, None))[0] == 401
+        assert (await api.post(f"/t/{control}/pause_generation", {"mode": "retract"}, None))[0] == 401
+        assert (await api.post(f"/t/{data}/pause_generation", {"mode": "retract"}, None))[0] == 404
+        async with api.session.get(f"{api.url}/t/{data}/health") as response:
+            assert response.status == 200
+        async with api.session.get(f"{api.url}/health") as response:
+            assert response.status == 401
+
+    async def test_chat_completions(self, api):
+        body = {"model": "any", "messages": [{"role": "user", "content": "1+2"}], "max_tokens": 6, "temperature": 1.0, "n": 2}
+        answer = await api.client.chat(body)
+        assert answer["object"] == "chat.completion" and len(answer["choices"]) == 2
+        assert all(set(choice["message"]["content"]) <= set("0123456789+=;") for choice in answer["choices"])
+        assert answer["usage"]["prompt_tokens"] == 4
+        assert answer["metadata"]["weight_version"] == api.served.label

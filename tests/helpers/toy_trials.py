@@ -1,0 +1,63 @@
+"""Toy trials by the command line, as a user would start them. Shared by the integration, Slurm and SGLang tests."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hpc_rl.examples import toy
+from hpc_rl.rollout.ledger import GroupRecord, Ledger, read_segment, segments
+from hpc_rl.trial import Trial
+from hpc_rl.types import TrajectoryGroup, decode
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_toy(folder: Path, seed: int = 1) -> None:
+    """`quickstart/` with a random model in place of the warm one, and the task."""
+    toy.make_task(folder / "quickstart" / "task", seed)
+    toy.make_model(folder / "quickstart" / "base", seed)
+    toy.make_model(folder / "quickstart" / "warm", seed)
+
+
+def hpc_rl(*argv: str | Path, cwd: Path, timeout_s: float = 60, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run `hpc-rl …` in a directory of the test's own, with its index of trials there too."""
+    env = os.environ | {"XDG_STATE_HOME": str(cwd / "state"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_rl.cli", *map(str, argv)], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s
+    )
+    assert not check or done.returncode == 0, f"hpc-rl {' '.join(map(str, argv))}: exit {done.returncode}\n{done.stdout}{done.stderr}"
+    return done
+
+
+def trial_of(cwd: Path, name: str, experiment: str = "sums") -> Trial:
+    return Trial.of(cwd / "quickstart" / "runs", getpass.getuser(), experiment, name)
+
+
+def status(cwd: Path, name: str, *flags: str) -> dict:
+    return json.loads(hpc_rl("status", name, "--json", *flags, cwd=cwd).stdout)
+
+
+def logs_of(trial: Trial, num_lines: int = 25) -> str:
+    """The ends of all logs, for the message of a failed assertion."""
+    files = sorted([*trial.attempts.glob("*/logs/*.log"), *trial.jobs.glob("*.out")])
+    return "\n".join(f"== {f.name}\n" + "\n".join(f.read_text(errors="replace").splitlines()[-num_lines:]) for f in files)
+
+
+def groups_in_ledger(trial: Trial) -> list[TrajectoryGroup]:
+    """Every finished group that the ledger still holds, in the order in which they were finished."""
+    places = [
+        place
+        for number in segments(trial.rollout)
+        for place, record in read_segment(trial.rollout, number)
+        if isinstance(record, GroupRecord)
+    ]
+    ledger = Ledger(trial.rollout)
+    try:
+        return [decode(ledger.read_group(place)) for place in places]
+    finally:
+        ledger.close()

@@ -1,0 +1,123 @@
+"""One rank of the scenarios of test_fsdp.py: `python fsdp_rank.py SCENARIO RANK NUM_RANKS FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hpc_rl.algorithms.losses import supervised_loss
+from hpc_rl.config.train import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from hpc_rl.engines import ENGINES
+from hpc_rl.engines.base import Sequences
+from hpc_rl.engines.distributed import init_ranks, shutdown
+from hpc_rl.engines.packing import balance
+from hpc_rl.trial import read_json, write_json
+
+LENGTHS = (9, 3, 30, 1, 12, 2, 30, 17)
+WEIGHT = 80.0
+
+
+def engine_of(folder: Path, rank: int, num_ranks: int, **changes):
+    options = {"init_from_scratch": True, "attn_impl": "sdpa", "dtype": "float32", "gradient_checkpointing": False}
+    optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.01, lr_scheduler_type="cosine", warmup_steps_proportion=0.2)
+    config = TrainEngineConfig(path=str(folder / "model"), optimizer=optimizer, **{**options, **changes})
+    engine = ENGINES["fsdp"](config, rank=rank, num_ranks=num_ranks)
+    engine.initialize(10)
+    return engine
+
+
+def share(step: int, rank: int, num_ranks: int) -> Sequences:
+    """This rank's rows of train batch `step`. Batch 2 has a single row, so ranks above 0 have none."""
+    rng = np.random.default_rng(step)
+    ids = [rng.integers(0, 32, size=length).astype(np.int32) for length in (LENGTHS[:1] if step == 2 else LENGTHS)]
+    mine = balance([len(x) for x in ids], num_ranks)[rank]
+    return Sequences([ids[row] for row in mine], {"loss_mask": [np.arange(len(ids[row])) >= 2 for row in mine]})
+
+
+def supervised(batch):
+    return supervised_loss(batch.logprobs_T, batch.columns_T["loss_mask"])
+
+
+def train(engine, steps) -> list[dict[str, float]]:
+    return [engine.train_batch(share(step, engine.rank, engine.num_ranks), supervised, WEIGHT, 0.9) for step in steps]
+
+
+def broken_on_the_last_rank(engine):
+    def loss(batch):
+        factor = float("nan") if engine.rank == engine.num_ranks - 1 else 1.0
+        return batch.logprobs_T.sum() * factor, {"num_tokens": batch.columns_T["loss_mask"].sum()}
+
+    return loss
+
+
+def scenario_train(folder: Path, rank: int, num_ranks: int) -> None:
+    """Three steps in several variants, a skipped update, a refusal, and a saved state."""
+    out = {}
+    variants = {
+        "plain": {},
+        "three": {"mb_spec": MicroBatchSpec(n_mbs=3)},
+        "recompute": {"gradient_checkpointing": True},
+        "again": {},
+    }
+    for name, changes in variants.items():
+        engine = engine_of(folder, rank, num_ranks, **changes)
+        first = engine.logprobs(share(0, rank, num_ranks), 0.9)
+        out[name] = {"results": train(engine, range(3)), "logprob_sum": float(sum(x.sum() for x in first))}
+        engine.export(folder / f"{num_ranks}-{name}")
+    before = [shard.local.clone() for shard in engine.shards]
+    skipped = engine.train_batch(share(0, rank, num_ranks), broken_on_the_last_rank(engine), WEIGHT, 1.0)
+    unchanged = all(torch.equal(old, shard.local) for old, shard in zip(before, engine.shards, strict=True))
+    out["skipped"] = {"update_successful": skipped["update_successful"], "unchanged": unchanged}
+    out["refused"] = []
+    engine.config.mb_spec.max_tokens_per_mb = 25  # rows of 30 are on some ranks only
+    try:
+        train(engine, [0])
+    except ValueError as error:
+        out["refused"].append(str(error))
+    half = engine_of(folder, rank, num_ranks, dtype="bfloat16")
+    out["bfloat16"] = train(half, range(3))
+    saved = engine_of(folder, rank, num_ranks)
+    train(saved, range(2))
+    (folder / f"state-{num_ranks}").mkdir(exist_ok=True)
+    saved.save(folder / f"state-{num_ranks}")
+    write_json(folder / f"train-{num_ranks}-{rank}.json", out)
+
+
+def scenario_resume(folder: Path, rank: int, num_ranks: int) -> None:
+    """Load the state of 1 rank, go on for two steps."""
+    engine = engine_of(folder, rank, num_ranks)
+    engine.load(folder / "state-1", saved_num_ranks=1)
+    engine.export(folder / f"loaded-{num_ranks}")
+    write_json(folder / f"resume-{num_ranks}-{rank}.json", train(engine, range(2, 4)))
+    engine.export(folder / f"resumed-{num_ranks}")
+
+
+def main() -> None:
+    scenario, rank, num_ranks, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    torch.set_num_threads(1)
+    record = folder / f"store-{scenario}.json"
+
+    def publish(address: str, port: int) -> None:
+        write_json(record, [address, port])
+
+    def find() -> tuple[str, int]:
+        deadline = time.monotonic() + 60
+        while (found := read_json(record)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError("rank 0 did not publish its store")
+            time.sleep(0.05)
+        return found[0], found[1]
+
+    init_ranks(rank, num_ranks, "cpu", publish, find, timeout_s=60)
+    globals()[f"scenario_{scenario}"](folder, rank, num_ranks)
+    shutdown()
+    print(json.dumps({"done": rank}))
+
+
+if __name__ == "__main__":
+    main()

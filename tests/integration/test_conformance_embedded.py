@@ -1,0 +1,63 @@
+"""The conformance suite on the embedded backend, and what only that backend promises."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+pytest.register_assert_rewrite("conformance")
+
+from conformance import PROMPT, Conformance, ServedReplica, api  # noqa: E402, F401
+
+from hpc_rl.config.generation import EmbeddedConfig  # noqa: E402
+from hpc_rl.servers.embedded import EmbeddedBackend  # noqa: E402
+
+
+def _served(folder: Path, **config):
+    served = ServedReplica(folder, lambda _trial, _model: EmbeddedBackend(EmbeddedConfig(**config)))
+    served.start(60)
+    return served
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    replica = _served(tmp_path_factory.mktemp("embedded"))
+    yield replica
+    replica.stop()
+
+
+@pytest.fixture(scope="module")
+def invariant(tmp_path_factory):
+    replica = _served(tmp_path_factory.mktemp("invariant"), batch_invariant=True)
+    yield replica
+    replica.stop()
+
+
+class TestEmbedded(Conformance):
+    async def test_seed_gives_the_same_tokens_in_any_company(self, api):  # noqa: F811
+        seeded = {"max_new_tokens": 24, "ignore_eos": True, "sampling_seed": 7}
+        alone = await api.turn(**seeded)
+        crowd = await asyncio.gather(*(api.turn(PROMPT[: 1 + i % 5], max_new_tokens=30) for i in range(20)), api.turn(**seeded))
+        assert crowd[-1].output_ids == alone.output_ids
+        other = await api.turn(max_new_tokens=24, ignore_eos=True, sampling_seed=8)
+        assert other.output_ids != alone.output_ids
+
+    async def test_samples_of_one_prompt_differ_and_share_its_prefill(self, api):  # noqa: F811
+        turns = await asyncio.gather(*(api.turn(max_new_tokens=20, ignore_eos=True) for _ in range(8)))
+        assert len({tuple(turn.output_ids) for turn in turns}) == 8
+
+
+class TestBatchInvariant:
+    @pytest.fixture
+    def served(self, invariant):
+        return invariant
+
+    async def test_company_changes_no_bit(self, api):  # noqa: F811
+        shapes = [(PROMPT[: 2 + i % 4], 5 + 3 * i, i) for i in range(8)]
+        requests = [{"ids": ids, "max_new_tokens": made, "sampling_seed": i, "ignore_eos": True} for ids, made, i in shapes]
+        alone = [await api.turn(**request) for request in requests]
+        together = await asyncio.gather(*(api.turn(**request) for request in reversed(requests)))
+        for one, other in zip(alone, reversed(together), strict=True):
+            assert (one.output_ids, one.output_logprobs) == (other.output_ids, other.output_logprobs)

@@ -1,0 +1,91 @@
+"""Chat: the checkpoint's template in a sandbox, OpenAI requests to native ones and back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from hpc_rl.errors import RequestRefused
+from hpc_rl.servers.chat import ChatTokenizer, to_completion, to_generate
+
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *"abcdeu:;"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<pad>", "<eos>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}, "chat_template": TEMPLATE}))
+    return tmp_path
+
+
+def answer(ids, matched=None):
+    reason = {"type": "stop", "matched": matched} if matched is not None else {"type": "length", "length": len(ids)}
+    meta = {
+        "finish_reason": reason,
+        "prompt_tokens": 4,
+        "completion_tokens": len(ids),
+        "weight_version": "0.1",
+        "weight_versions": [],
+    }
+    return {"output_ids": ids, "meta_info": meta}
+
+
+def test_messages_become_ids_by_the_template(folder):
+    tokenizer = ChatTokenizer(folder)
+    messages = [{"role": "user", "content": "ab"}]
+    assert tokenizer.render(messages) == "u:ab;a:"
+    request, stops = to_generate({"messages": messages, "max_tokens": 5, "seed": 3, "n": 2}, tokenizer, 64)
+    assert tokenizer.decode(request["input_ids"]) == "u:ab;a:"
+    assert request["sampling_params"] == {"max_new_tokens": 5, "sampling_seed": 3, "n": 2} and stops == []
+
+
+def test_without_max_tokens_the_context_is_the_bound(folder):
+    request, _ = to_generate({"messages": [{"role": "user", "content": "ab"}]}, ChatTokenizer(folder), 64)
+    assert request["sampling_params"]["max_new_tokens"] == 64 - 7
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": []}, "at least one"),
+        ({"messages": ["hi"]}, "list of objects"),
+        ({"messages": [{"role": "user", "content": "a"}], "stream": True}, "stream"),
+        ({"messages": [{"role": "user", "content": "a"}], "frobnicate": 1}, "unknown chat key 'frobnicate'"),
+    ],
+)
+def test_refusals_name_the_key(folder, body, words):
+    with pytest.raises(RequestRefused, match=words):
+        to_generate(body, ChatTokenizer(folder), 64)
+
+
+def test_completion_drops_the_stop_token_and_cuts_at_stop_strings(folder):
+    tokenizer = ChatTokenizer(folder)
+    made = [answer([2, 3, 1], matched=1), answer([2, 7, 4])]
+    choices = to_completion({}, made, tokenizer, [])["choices"]
+    assert [(c["message"]["content"], c["finish_reason"], c["matched_stop"]) for c in choices] == [
+        ("ab", "stop", 1),
+        ("auc", "length", None),
+    ]
+    cut = to_completion({}, made, tokenizer, ["u"])["choices"][1]
+    assert (cut["message"]["content"], cut["finish_reason"], cut["matched_stop"]) == ("a", "stop", "u")
+
+
+def test_template_file_wins_and_can_refuse(folder):
+    (folder / "chat_template.jinja").write_text("{% if messages|length > 1 %}{{ raise_exception('one only') }}{% endif %}x")
+    tokenizer = ChatTokenizer(folder)
+    assert tokenizer.render([{"role": "user", "content": "a"}]) == "x"
+    with pytest.raises(RequestRefused, match="one only"):
+        tokenizer.render([{}, {}])
+
+
+def test_template_can_not_reach_python(folder):
+    (folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(RequestRefused):
+        ChatTokenizer(folder).render([{"role": "user", "content": "a"}])

@@ -1,0 +1,155 @@
+"""The embedded engine's model: both decoders against plain forward passes, and weights replaced all or nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from hpc_rl.errors import ConfigError
+from hpc_rl.servers.embedded_engine import Engine
+from hpc_rl.servers.embedded_lane import Sequence
+from hpc_rl.servers.embedded_model import FusedDecoder, HFDecoder, Model
+from hpc_rl.servers.sampling import SamplingParams
+
+KINDS = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+}
+
+
+def make(folder, kind="qwen3", seed=0, tie=False, **more):
+    config_class, model_class = KINDS[kind]
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "tie_word_embeddings": tie}
+    tokens = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    torch.manual_seed(seed)
+    model = model_class(config_class(**{**sizes, **tokens, **more}))
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):  # the usual ones and zeros would hide what is left out
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder)
+    return model
+
+
+def decode_all(model, prompts, num_tokens=12, **options):
+    """Greedy continuations with their logprobs, by an engine that is driven to its end."""
+    made = []
+    engine = Engine(model, "0.0", deliver=made.extend, **options)
+    params = SamplingParams(max_new_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    sequences = [Sequence(prompt, params, 0, str(i), lambda _: None) for i, prompt in enumerate(prompts)]
+    engine.submit(sequences)
+    with torch.inference_mode():
+        while engine._step():
+            pass
+    assert len(made) == len(prompts)
+    return sequences
+
+
+def check(module, sequences):
+    for sequence in sequences:
+        with torch.no_grad():
+            logits = module(torch.tensor([sequence.ids + sequence.tokens])).logits[0, len(sequence.ids) - 1 : -1]
+        assert logits.argmax(-1).tolist() == sequence.tokens
+        wanted = torch.log_softmax(logits, -1).max(-1).values
+        assert (wanted - torch.tensor(sequence.logprobs)).abs().max() < 1e-4
+
+
+PROMPTS = [[5, 6, 7], [9], [5, 6, 7], [3, 4, 5, 6, 7, 8, 9, 10, 11], [2, 3]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tie", [False, True])
+def test_fused_decoder_equals_a_forward_pass(tmp_path, kind, tie):
+    module = make(tmp_path, kind, tie=tie)
+    model = Model(str(tmp_path), "float32")
+    assert isinstance(model.decoder, FusedDecoder)
+    check(module, decode_all(model, PROMPTS))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "phi3"])
+def test_any_causal_model_goes_through_its_own_forward(tmp_path, kind):
+    module = make(tmp_path, kind)
+    model = Model(str(tmp_path), "float32", fused=False)
+    assert isinstance(model.decoder, HFDecoder)
+    check(module, decode_all(model, PROMPTS))
+
+
+def test_rows_come_and_go_while_others_run(tmp_path):
+    module = make(tmp_path)
+    model = Model(str(tmp_path), "float32")
+    made = []
+    engine = Engine(model, "0.0", max_running=4, deliver=made.extend)
+    waves = [
+        [
+            Sequence(
+                PROMPTS[i % 5],
+                SamplingParams(max_new_tokens=1 + (7 * i) % 13, temperature=0.0, ignore_eos=True),
+                0,
+                str(i),
+                print,
+            )
+            for i in range(wave, wave + 6)
+        ]
+        for wave in range(0, 30, 6)
+    ]
+    with torch.inference_mode():
+        for wave in waves:
+            engine.submit(wave)
+            for _ in range(3):
+                engine._step()
+        while engine._step():
+            assert engine.load()["running"] <= 4
+    assert len(made) == 30
+    check(module, made)
+
+
+def test_batch_invariant_rows_are_decoded_alone(tmp_path):
+    module = make(tmp_path)
+    model = Model(str(tmp_path), "float32")
+    check(module, decode_all(model, PROMPTS, batch_invariant=True))
+
+
+def test_sharded_and_untied_checkpoints_replace_the_weights(tmp_path):
+    make(tmp_path / "a")
+    new = make(tmp_path / "b", seed=1)
+    new.save_pretrained(tmp_path / "c", max_shard_size="10KB")
+    for name in ("b", "c"):
+        model = Model(str(tmp_path / "a"), "float32")
+        with torch.inference_mode():
+            model.load(str(tmp_path / name))
+        assert isinstance(model.decoder, FusedDecoder)
+        check(new, decode_all(model, PROMPTS))
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path):
+    old = make(tmp_path / "a")
+    make(tmp_path / "b", seed=1)
+    tensors = load_file(tmp_path / "b" / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(7)
+    save_file(tensors, tmp_path / "b" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "model.safetensors").write_bytes(b"\x10\0\0\0")
+    model = Model(str(tmp_path / "a"), "float32")
+    for name, error in (("b", ValueError), ("torn", ValueError), ("nowhere", OSError)):
+        with pytest.raises(error):
+            model.load(str(tmp_path / name))
+        check(old, decode_all(model, PROMPTS))
+
+
+def test_sliding_windows_are_refused(tmp_path):
+    make(tmp_path, "qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    with pytest.raises(ConfigError, match="sliding_attention"):
+        Model(str(tmp_path), "float32")

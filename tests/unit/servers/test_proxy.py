@@ -1,0 +1,241 @@
+"""The proxy in front of a backend of a few lines: who may, what is refused, what is added."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+
+import pytest
+
+from hpc_rl.errors import ConfigError, RoleFailed
+from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.net import bind
+from hpc_rl.servers.client import open_session
+from hpc_rl.servers.proxy import Proxy
+from hpc_rl.servers.replica import Identity, Replica
+from hpc_rl.trial import Trial, write_json
+
+TOKENS = {"control": "c" * 8, "data": "d" * 8}
+
+
+class FakeBackend:
+    def __init__(self):
+        self.calls, self.dead, self.started = [], "", None
+        self.fail_updates = False
+        self.stopped = False
+        self.on_start = None
+
+    async def start(self, path, version):
+        self.started = (path, version)
+        if self.on_start:
+            self.on_start()
+
+    async def request(self, path, body):
+        self.calls.append((path, body))
+        if path == "/update_weights_from_disk" and self.fail_updates:
+            return 400, {"success": False, "message": "no"}
+        return 200, {"path": path}
+
+    def alive(self):
+        return self.dead
+
+    async def stop(self):
+        self.stopped = True
+
+
+@contextlib.asynccontextmanager
+async def proxy_at(lifecycle="serving", version="0.3"):
+    proxy = Proxy(FakeBackend(), TOKENS, "7.1", 2)
+    proxy.version, proxy.lifecycle, proxy.epoch = version, lifecycle, 5
+    sock = bind("127.0.0.1")
+    await proxy.serve(sock)
+    async with open_session() as session:
+
+        async def call(method, path, body=None, token="data", headers=()):
+            auth = {"Authorization": f"Bearer {TOKENS.get(token, token)}"} if token else {}
+            url = f"http://127.0.0.1:{sock.getsockname()[1]}{path}"
+            async with session.request(method, url, json=body, headers={**auth, **dict(headers)}) as response:
+                return response.status, json.loads(await response.read())
+
+        yield proxy, call
+    await proxy.close()
+
+
+async def test_health_tells_who_and_which_weights():
+    async with proxy_at() as (proxy, call):
+        told = {"state": "serving", "epoch": 5, "weight_version": "0.3", "attempt": "7.1", "incarnation": 2}
+        assert await call("GET", "/health") == (200, told)
+        proxy.backend.dead = "killed"
+        assert (await call("GET", "/health"))[0] == 503
+
+
+@pytest.mark.parametrize("lifecycle", ["starting", "loading", "waiting", "stale", "stopping"])
+async def test_generates_only_while_serving(lifecycle):
+    async with proxy_at(lifecycle) as (proxy, call):
+        status, answer = await call("POST", "/generate", {"input_ids": [1]})
+        assert status == 503 and lifecycle in answer["error"]["message"]
+        assert proxy.backend.calls == []
+
+
+async def test_wrong_tokens_reach_nothing():
+    async with proxy_at() as (proxy, call):
+        for token in (None, "wrong", ""):
+            assert (await call("POST", "/generate", {}, token))[0] == 401
+            assert (await call("GET", "/health", None, token))[0] == 401
+        for path in ("/pause_generation", "/continue_generation", "/abort_request", "/update_weights_from_disk", "/shutdown"):
+            assert (await call("POST", path, {}, "data"))[0] == 401
+        assert proxy.backend.calls == []
+
+
+async def test_min_version_is_compared_as_a_label():
+    async with proxy_at(version="0.9") as (_, call):
+        assert (await call("POST", "/generate", {}, headers={"X-Hpc-Rl-Min-Version": "0.9"}.items()))[0] == 200
+        refused = await call("POST", "/generate", {}, headers={"X-Hpc-Rl-Min-Version": "0.10"}.items())
+        assert refused == (503, {"error": "stale", "weight_version": "0.9"})
+        assert (await call("POST", "/generate", {}, headers={"X-Hpc-Rl-Min-Version": "nine"}.items()))[0] == 400
+
+
+async def test_update_of_the_same_label_loads_nothing_and_an_older_one_is_refused():
+    async with proxy_at(version="1.3") as (proxy, call):
+        body = {"model_path": "/p", "weight_version": "1.3"}
+        assert (await call("POST", "/update_weights_from_disk", body, "control"))[0] == 200
+        for label in ("1.2", "0.9", "x", None):
+            refused = await call("POST", "/update_weights_from_disk", {"model_path": "/p", "weight_version": label}, "control")
+            assert refused[0] == 400 and not refused[1]["success"]
+        assert proxy.backend.calls == []
+
+
+async def test_failed_update_keeps_the_version():
+    async with proxy_at(version="0.3") as (proxy, call):
+        proxy.backend.fail_updates = True
+        status, _ = await call("POST", "/update_weights_from_disk", {"model_path": "/p", "weight_version": "0.4"}, "control")
+        assert (status, proxy.version) == (400, "0.3")
+
+
+async def test_first_update_makes_a_waiting_server_serve():
+    async with proxy_at("waiting", "") as (proxy, call):
+        await call("POST", "/pause_generation", {"mode": "retract"}, "control")
+        await call("POST", "/update_weights_from_disk", {"model_path": "/p", "weight_version": "0.0"}, "control")
+        assert proxy.state == "paused"
+        await call("POST", "/continue_generation", {}, "control")
+        assert (proxy.state, proxy.version) == ("serving", "0.0")
+
+
+async def test_in_place_pause_refuses_an_update_that_flushes():
+    async with proxy_at() as (_, call):
+        await call("POST", "/pause_generation", {"mode": "in_place"}, "control")
+        body = {"model_path": "/p", "weight_version": "0.4"}
+        assert (await call("POST", "/update_weights_from_disk", body, "control"))[0] == 400
+        assert (await call("POST", "/update_weights_from_disk", {**body, "flush_cache": False}, "control"))[0] == 200
+
+
+# the replica around it
+@pytest.fixture
+def trial(tmp_path):
+    trial = Trial(tmp_path / "trial")
+    trial.make_dirs()
+    return trial
+
+
+def publish(trial, label):
+    write_json(trial.current_weights, {"label": label, "path": f"/weights/{label}", "lineage": 0, "step": int(label[2:])})
+
+
+async def until(holds):
+    async with asyncio.timeout(10):
+        while not holds():
+            await asyncio.sleep(0.02)
+
+
+def start(trial, backend, names, incarnation=0):
+    stopping = threading.Event()
+    replica = Replica(backend, trial, names, TOKENS, Identity(0, "7.1", incarnation), "/base")
+    return replica, stopping, asyncio.create_task(replica.run(stopping))
+
+
+def lease(names):
+    return names.leases(keys.SERVERS)[keys.server(0)].value
+
+
+async def test_waits_for_weights_then_loads_them_by_itself_and_drains(trial):
+    names, backend = open_names(trial), FakeBackend()
+    replica, stopping, task = start(trial, backend, names)
+    await until(lambda: replica.proxy.state == "waiting")
+    assert backend.started == ("/base", "")
+    publish(trial, "0.0")
+    await until(lambda: replica.proxy.state == "serving")
+    paths = [path for path, _ in backend.calls]
+    assert paths == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+    await until(lambda: lease(names)["version"] == "0.0" and lease(names)["state"] == "serving")
+    stopping.set()
+    assert await task == 75
+    assert backend.stopped and not names.leases(keys.SERVERS).get(keys.server(0))
+
+
+async def test_starts_with_the_newest_published_weights(trial):
+    publish(trial, "0.4")
+    names, backend = open_names(trial), FakeBackend()
+    replica, stopping, task = start(trial, backend, names)
+    await until(lambda: replica.proxy.state == "serving")
+    assert backend.started == ("/weights/0.4", "0.4") and backend.calls == []
+    stopping.set()
+    await task
+
+
+async def test_weights_that_go_while_they_are_loaded_are_replaced_by_newer_ones(trial):
+    publish(trial, "0.4")
+    backend = FakeBackend()
+
+    def gone():
+        backend.on_start = None
+        publish(trial, "0.6")
+        raise FileNotFoundError("/weights/0.4")
+
+    backend.on_start = gone
+    replica, stopping, task = start(trial, backend, open_names(trial))
+    await until(lambda: replica.proxy.state == "serving")
+    assert backend.started == ("/weights/0.6", "0.6") and replica.proxy.version == "0.6"
+    stopping.set()
+    await task
+
+
+@pytest.mark.parametrize(("published", "error"), [(True, RoleFailed), (False, ConfigError)])
+async def test_a_bad_base_is_the_users_and_a_bad_publish_may_be_retried(trial, published, error):
+    if published:
+        publish(trial, "0.4")
+    backend = FakeBackend()
+
+    def bad():
+        raise OSError("no config.json")
+
+    backend.on_start = bad
+    _, _, task = start(trial, backend, open_names(trial))
+    with pytest.raises(error, match=r"no config\.json"):
+        await task
+
+
+async def test_dead_backend_ends_the_role(trial):
+    publish(trial, "0.4")
+    backend = FakeBackend()
+    replica, _, task = start(trial, backend, open_names(trial))
+    await until(lambda: replica.proxy.state == "serving")
+    backend.dead = "signal SIGKILL"
+    with pytest.raises(RoleFailed, match="SIGKILL"):
+        await task
+
+
+async def test_successor_makes_the_predecessor_stale(trial):
+    publish(trial, "0.4")
+    old, _, old_task = start(trial, FakeBackend(), open_names(trial))
+    await until(lambda: old.proxy.state == "serving")
+    names = open_names(trial)
+    new, stopping, new_task = start(trial, FakeBackend(), names, 1)
+    with pytest.raises(RoleFailed, match="taken over"):
+        await old_task
+    assert new.proxy.epoch > old.proxy.epoch
+    await until(lambda: new.proxy.state == "serving")
+    assert lease(names)["incarnation"] == 1
+    stopping.set()
+    await new_task

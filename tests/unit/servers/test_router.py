@@ -1,0 +1,180 @@
+"""Router and client against small servers that can be slow, wrong or dead."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+from aiohttp import web
+
+from hpc_rl.errors import RequestRefused, RoleFailed, ServerUnavailable
+from hpc_rl.name_resolve import keys
+from hpc_rl.name_resolve.memory import MemoryNames
+from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_session
+from hpc_rl.servers.router import Router, is_older
+
+
+class FakeServer:
+    """Answers /generate with `reply(body)`, which may be a status."""
+
+    def __init__(self, version="0.1"):
+        self.version, self.bodies, self.headers = version, [], []
+        self.reply = lambda body: _answer([1, 2], self.version)
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def start(self):
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_get("/health", self._health)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self):
+        await self._runner.cleanup()
+
+    async def _generate(self, request):
+        self.bodies.append(await request.json())
+        self.headers.append(dict(request.headers))
+        await self.gate.wait()
+        reply = self.reply(self.bodies[-1])
+        return web.json_response({"error": "x"}, status=reply) if isinstance(reply, int) else web.json_response(reply)
+
+    async def _health(self, _request):
+        return web.json_response({"state": "serving", "epoch": 1, "weight_version": self.version})
+
+
+def _answer(ids, version, finish="stop"):
+    spans = [{"version": version, "start": 0, "end": len(ids)}]
+    logprobs = [[-0.5, token, None] for token in ids]
+    versions = {"weight_version": version, "weight_versions": spans}
+    return {"output_ids": ids, "meta_info": {"finish_reason": {"type": finish}, "output_token_logprobs": logprobs, **versions}}
+
+
+@contextlib.asynccontextmanager
+async def servers(count):
+    fakes = [FakeServer() for _ in range(count)]
+    for fake in fakes:
+        await fake.start()
+    try:
+        yield fakes
+    finally:
+        for fake in fakes:
+            await fake.stop()
+
+
+def announce(names, index, fake, state="serving"):
+    value = {"url": fake.url, "version": fake.version, "state": state, "attempt": "1.0", "incarnation": 0, "pid": 1, "host": "h"}
+    return names.lease(keys.server(index), value, 60.0)
+
+
+def request(min_version=""):
+    return GenerateRequest([5, 6], {"max_new_tokens": 8, "temperature": 1.0}, "r" * 32, min_version)
+
+
+async def test_abort_is_resubmitted_with_what_was_made():
+    async with servers(1) as (fake,), open_session() as session:
+        replies = [_answer([7, 8], "0.1", "abort"), _answer([], "0.2", "abort"), _answer([9], "0.2")]
+        fake.reply = lambda _body: replies.pop(0)
+        turn = await HttpServerClient(session, fake.url, "data").generate(request())
+    assert turn.output_ids == [7, 8, 9] and len(turn.output_logprobs) == 3
+    assert turn.versions == [("0.1", 0, 2), ("0.2", 2, 3)]
+    assert turn.finish_reason == "stop"
+    assert [body["input_ids"] for body in fake.bodies] == [[5, 6], [5, 6, 7, 8], [5, 6, 7, 8]]
+    assert [body["sampling_params"]["max_new_tokens"] for body in fake.bodies] == [8, 6, 6]
+    assert fake.headers[0]["Authorization"] == "Bearer data"
+
+
+async def test_spans_of_one_version_are_joined():
+    async with servers(1) as (fake,), open_session() as session:
+        replies = [_answer([7], "0.1", "abort"), _answer([8], "0.1")]
+        fake.reply = lambda _body: replies.pop(0)
+        turn = await HttpServerClient(session, fake.url, "data").generate(request())
+    assert turn.versions == [("0.1", 0, 2)]
+
+
+async def test_requests_spread_over_servers():
+    names = MemoryNames()
+    async with servers(2) as fakes:
+        for index, fake in enumerate(fakes):
+            announce(names, index, fake)
+            fake.gate.clear()
+        async with Router(names, "data", poll_s=0.02) as router:
+            calls = [asyncio.create_task(router.generate(request())) for _ in range(10)]
+            await asyncio.sleep(0.3)
+            assert [len(fake.bodies) for fake in fakes] == [5, 5]
+            for fake in fakes:
+                fake.gate.set()
+            assert all(turn.output_ids == [1, 2] for turn in await asyncio.gather(*calls))
+
+
+async def test_dead_server_is_left_out_and_comes_back():
+    names = MemoryNames()
+    async with servers(2) as (good, bad):
+        announce(names, 0, good)
+        bad.reply = lambda _body: 500
+        announce(names, 1, bad)
+        async with Router(names, "data", poll_s=0.02) as router:
+            await asyncio.gather(*(router.generate(request()) for _ in range(6)))
+            assert len(good.bodies) == 6
+            bad.reply = lambda body: _answer([3], "0.1")
+            await asyncio.sleep(0.2)  # /health answers: it is taken back
+            assert not any(server["suspect"] for server in router.servers())
+
+
+async def test_waits_for_a_server_and_gives_up_in_words():
+    names = MemoryNames()
+    async with servers(1) as (fake,):
+        lease = announce(names, 0, fake, state="waiting")
+        async with Router(names, "data", poll_s=0.02, setup_timeout_s=0.2) as router:
+            with pytest.raises(RoleFailed, match="server/0 is waiting"):
+                await router.generate(request())
+        async with Router(names, "data", poll_s=0.02) as router:
+            call = asyncio.create_task(router.generate(request()))
+            await asyncio.sleep(0.2)
+            assert not call.done()
+            lease.renew({**names.leases(keys.SERVERS)[keys.server(0)].value, "state": "serving"})
+            assert (await call).output_ids == [1, 2]
+
+
+async def test_gives_up_after_its_retries():
+    names = MemoryNames()
+    async with servers(1) as (fake,):
+        fake.reply = lambda _body: 500
+        announce(names, 0, fake)
+        async with Router(names, "data", poll_s=0.02, request_retries=2) as router:
+            with pytest.raises(ServerUnavailable):
+                await router.generate(request())
+        assert len(fake.bodies) == 3
+
+
+async def test_a_bad_request_is_not_tried_again():
+    names = MemoryNames()
+    async with servers(1) as (fake,):
+        fake.reply = lambda _body: 400
+        announce(names, 0, fake)
+        async with Router(names, "data", poll_s=0.02) as router:
+            with pytest.raises(RequestRefused):
+                await router.generate(request())
+        assert len(fake.bodies) == 1
+
+
+async def test_new_enough_servers_are_preferred():
+    names = MemoryNames()
+    async with servers(2) as (old, new):
+        old.version, new.version = "0.9", "1.2"
+        announce(names, 0, old)
+        announce(names, 1, new)
+        async with Router(names, "data", poll_s=0.02) as router:
+            await asyncio.gather(*(router.generate(request("1.2")) for _ in range(4)))
+    assert (len(old.bodies), len(new.bodies)) == (0, 4)
+    assert new.headers[0]["X-Hpc-Rl-Min-Version"] == "1.2"
+
+
+def test_labels_order_by_lineage_then_step():
+    assert is_older("", "0.0") and is_older("0.9", "0.10") and is_older("0.99", "1.0")
+    assert not is_older("1.0", "0.99") and not is_older("0.3", "0.3") and not is_older("0.3", "")
