@@ -6,6 +6,7 @@ Also the two ways in which this project writes a file: `write_atomic` (temp, fsy
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
@@ -28,6 +29,15 @@ def check_name(what: str, name: str) -> str:
             "Allowed: 1 to 64 letters, digits and . _ + = @ -, starting with a letter or digit, without '..'."
         )
     return name
+
+
+def account() -> str:
+    """The name of this account as a directory's; its number where it has none, as in many containers."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+    return name if NAME.fullmatch(name) and ".." not in name else str(os.getuid())
 
 
 def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:

@@ -15,7 +15,7 @@ NUM_HELDOUT = 200
 
 
 def make_task(folder: Path, seed: int = 0) -> None:
-    """Write train.jsonl (800 prompts), heldout.jsonl (200, disjoint) with columns prompt, answer, and sft.jsonl with prompt, completion."""
+    """Write train.jsonl (800 prompts), heldout.jsonl (200, disjoint): prompt, answer; and sft.jsonl: prompt, completion."""
     rows = [(f"{a}+{b}+{c}=", str(a + b + c)) for a in range(10) for b in range(10) for c in range(10)]
     random.Random(seed).shuffle(rows)
     heldout, train = rows[:NUM_HELDOUT], rows[NUM_HELDOUT:]
@@ -29,7 +29,9 @@ def make_model(folder: Path, seed: int = 0) -> None:
     """Write a random Qwen3 of 131k parameters with its tokenizer as a Hugging Face checkpoint. Imports torch."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = make_tokenizer()
     config = Qwen3Config(
         vocab_size=tokenizer.vocab_size,
