@@ -14,6 +14,7 @@ from hpc_rl.config.load import Loaded, load
 from hpc_rl.errors import ExitCode
 from hpc_rl.launch import index
 from hpc_rl.launch import submit as submission
+from hpc_rl.launch.story import newest_generation
 from hpc_rl.launch.submit import Submission
 from hpc_rl.launch.words import typed
 from hpc_rl.plan.plan import make_plan
@@ -118,7 +119,11 @@ def notes(planned: Planned) -> list[str]:
 
 def lines(made: Submission) -> list[str]:
     job = [f"job        {made.job_id} ({made.scheduler})"] if made.job_id else []
-    return [f"trial      {made.trial}", f"directory  {made.trial.dir}", *job, f"script     {made.script}"]
+    newest = newest_generation(made.trial)
+    start = (
+        [] if newest is None else [f"start      from generation {newest} if it verifies; a fresh start needs another trial_name"]
+    )
+    return [f"trial      {made.trial}", f"directory  {made.trial.dir}", *job, *start, f"script     {made.script}"]
 
 
 def next_lines(trial: Trial) -> list[str]:

@@ -24,6 +24,7 @@ from hpc_rl.config.root import Config
 from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, TrialBusy
 from hpc_rl.launch import index, provenance
 from hpc_rl.launch.claim import Claim
+from hpc_rl.launch.story import newest_generation
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import wheel
 from hpc_rl.render.scripts import Stamp, job_name, render, script_name
@@ -79,6 +80,7 @@ def submit(
         check_interpreter(plan.python)
     with Claim(trial) as claim:
         check(trial, loaded.config.recover.mode, recover)  # whoever held the claim before may have submitted
+        check_length(trial, loaded.config.total_train_steps)
         made = _prepare(claim, loaded, plan, list(command), "resume" if recover else plan.recover_mode, scheduler.name)
         job_id = scheduler.submit(JobSpec(job_name(trial), made.script, made.tag))
         claim.keep()
@@ -106,11 +108,24 @@ def check(trial: Trial, mode: str, recover: bool = False) -> None:
     check_idle(trial)
     if recover or mode == "resume":
         if not any(trial.recover.glob("gen-*/manifest.json")):
-            raise NothingToResume(f"trial {trial} has no generation to resume from in {trial.recover}.")
+            raise NothingToResume(
+                f"trial {trial} has no generation to resume from in {trial.recover}; "
+                "`hpc-rl submit` with recover.mode=auto starts it from step 0."
+            )
     elif mode in ("disabled", "fault") and trial.has_state():
         raise TrialBusy(
             f"trial {trial} has state already, and recover.mode={mode} starts fresh. Go on from it with `hpc-rl recover {trial}` "
             f"or recover.mode=auto; for a fresh start give another trial_name, or remove {trial.dir}."
+        )
+
+
+def check_length(trial: Trial, total_steps: int | None) -> None:
+    """Raises ConfigError where the trial would end before the generation that it goes on from."""
+    newest = newest_generation(trial)
+    if newest is not None and total_steps is not None and total_steps < newest:
+        raise ConfigError(
+            f"total_train_steps {total_steps}: trial {trial} goes on from generation {newest}, which is past that. "
+            f"Allowed: {newest} or more; for a shorter trial give another trial_name."
         )
 
 
