@@ -55,8 +55,8 @@ def create_exclusive(path: Path, data: bytes | str, mode: int = 0o644) -> bool:
     """Create `path` with its content, whole, or find that it exists: true for the one winner. Raises OSError."""
     raw = data.encode() if isinstance(data, str) else data
     temp = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
-    _write_synced(temp, raw, mode)
     try:
+        _write_synced(temp, raw, mode)
         os.link(temp, path)
         return True
     except FileExistsError:

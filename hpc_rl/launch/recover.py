@@ -82,6 +82,8 @@ def _unrecorded(raw_code: int, num_ranks: int) -> End:
     code = 128 - raw_code if raw_code < 0 else raw_code
     if code > 128:
         return End(code, f"ended by {_signal_name(code - 128)}")
+    if code == ExitCode.CANNOT_WRITE:
+        return End(code, "could not write where it must (a full disk, or a quota?), not even its exit record")
     if code == 0 and num_ranks:
         return End(ExitCode.FAILED, "ended without leaving an exit record")
     return End(code, f"ended with code {code} before it could leave an exit record")
