@@ -63,7 +63,10 @@ class RewardProcess:
         self._process = await asyncio.create_subprocess_exec(*self._argv, stdin=pipe, stdout=pipe)
         assert self._process.stdout
         try:
-            ready = await asyncio.wait_for(frames.read(self._process.stdout), START_TIMEOUT_S)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                ready = await frames.read(self._process.stdout)
+                if ready is None:  # its output ended: its exit code, which follows, says why
+                    await self._process.wait()
         except TimeoutError:
             ready = None
         if ready is None:

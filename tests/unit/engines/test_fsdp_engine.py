@@ -93,7 +93,8 @@ def test_update_equals_a_plain_torch_step(model_dir) -> None:
     assert result["loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert result["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert (result["num_tokens"], result["lr"], result["update_successful"]) == (weight, 1e-2, 1.0)
-    assert_equal_weights(weights_of(engine), weights_of(plain), atol=1e-5)
+    # AdamW scales a gradient near zero up to a whole step: rounding shows as a small share of the learning rate
+    assert_equal_weights(weights_of(engine), weights_of(plain), atol=5e-5)
 
 
 @pytest.mark.parametrize(
