@@ -1,20 +1,20 @@
 """The exception tree and the exit codes; every process of a trial and every command ends with one of them.
 
-    HpcRlError
-    ├── ConfigError (ValueError)          64 on the command line, 78 in a role: never retried
-    │   ├── DoesNotFit                    the allocation does not fit the cluster, or the other way round
-    │   └── NotBuilt                      named in the configuration, not built yet
-    ├── TrialStateError                   what is on disk forbids it
-    │   ├── TrialNameError                64: unknown or ambiguous trial name
-    │   ├── TrialBusy                     75: running, or has state and the mode is fresh
-    │   └── NothingToResume               3
-    ├── SchedulerError                    69: the scheduler refused or can't be reached
-    ├── CannotWrite (OSError)             73
-    ├── RoleFailed                        70: may be retried by its class
-    │   ├── ServerUnavailable             a generation server can't be reached or can't serve: ask another
-    │   └── ServerStale                   its weights are older than the request allows: ask another, or later
-    ├── RequestRefused (ValueError)       a server refused a request as wrong (400, 401 …): asking again won't help
-    └── Stale                             an action carried an epoch or a lineage that is no longer current
+HpcRlError
+├── ConfigError (ValueError)          64 on the command line, 78 in a role: never retried
+│   ├── DoesNotFit                    the allocation does not fit the cluster, or the other way round
+│   └── NotBuilt                      named in the configuration, not built yet
+├── TrialStateError                   what is on disk forbids it
+│   ├── TrialNameError                64: unknown or ambiguous trial name
+│   ├── TrialBusy                     75: running, or has state and the mode is fresh
+│   └── NothingToResume               3
+├── SchedulerError                    69: the scheduler refused or can't be reached
+├── CannotWrite (OSError)             73
+├── RoleFailed                        70: may be retried by its class
+│   ├── ServerUnavailable             a generation server can't be reached or can't serve: ask another
+│   └── ServerStale                   its weights are older than the request allows: ask another, or later
+├── RequestRefused (ValueError)       a server refused a request as wrong (400, 401 …): asking again won't help
+└── Stale                             an action carried an epoch or a lineage that is no longer current
 """
 
 from __future__ import annotations

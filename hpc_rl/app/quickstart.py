@@ -23,7 +23,9 @@ from hpc_rl.trial import Trial, write_json
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="hpc-rl quickstart", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--dir", type=Path, default=Path("quickstart"), help="where model, task and trials go (default: quickstart)")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("quickstart"), help="where model, task and trials go (default: quickstart)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of model, task and training (default: 1)")
     parser.add_argument("--only_prepare", action="store_true", help="make the model and the task, warm the model up, then stop")
     args, overrides = parser.parse_known_args()
@@ -37,7 +39,10 @@ def main() -> int:
         trial = train(here, args.seed, overrides)
         show(here, trial, time.monotonic() - started)
     except subprocess.CalledProcessError as error:
-        print(f"hpc-rl quickstart: `{' '.join(map(str, error.cmd[3:5]))} …` ended with exit code {error.returncode}", file=sys.stderr)
+        print(
+            f"hpc-rl quickstart: `{' '.join(map(str, error.cmd[3:5]))} …` ended with exit code {error.returncode}",
+            file=sys.stderr,
+        )
         return error.returncode
     except (HpcRlError, OSError) as error:
         print(f"hpc-rl quickstart: {error}", file=sys.stderr)

@@ -18,6 +18,8 @@ from hpc_rl.config.cluster import environment_of
 from hpc_rl.config.load import Loaded
 from hpc_rl.config.model_rules import model_rules
 from hpc_rl.config.root import Config, GRPOConfig
+from hpc_rl.config.train_rules import TRAIN_RULES, adapted
+from hpc_rl.config.train_rules import notes as train_notes
 from hpc_rl.errors import ConfigError, NotBuilt
 from hpc_rl.trial import check_name
 
@@ -50,13 +52,13 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
         wanted |= {"train_dataset.type": "sft", "valid_dataset.type": "sft"}
     quiet = set(wanted)
     if not config.cluster.n_gpus_per_node:
-        section = "actor" if isinstance(config, GRPOConfig) else "model"
-        wanted |= {f"{section}.dtype": "float32", f"{section}.attn_impl": "sdpa"}
         wanted |= {"sglang.dtype": "float32", "sglang.attention_backend": "torch_native"}
         quiet |= set() if config.allocation_mode.startswith("sglang") else {"sglang.dtype", "sglang.attention_backend"}
     recover = config.recover
     if recover.mode != "disabled" and recover.freq_epochs is recover.freq_steps is recover.freq_secs is None:
         wanted["recover.freq_secs"] = DEFAULT_RECOVER_SECS
+    reasons = adapted(config)
+    wanted |= {name: value for name, (value, _) in reasons.items()}
     notes = []
     for name, value in wanted.items():
         old = value_of(config, name)
@@ -66,7 +68,8 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
         if name == "recover.freq_secs":
             notes.append(f"recover: saves every {value} s, for none of recover.freq_epochs, freq_steps, freq_secs is set.")
         elif name not in quiet:
-            notes.append(f"{name} is {value} instead of the default {old}: the plan has no GPUs.")
+            reason = reasons[name][1] if name in reasons else "the plan has no GPUs"
+            notes.append(f"{name} is {value} instead of the default {old}: {reason}.")
     return config, notes
 
 
@@ -87,6 +90,7 @@ def _with(section: Any, path: list[str], value: Any) -> Any:
 
 
 def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    yield from train_notes(config, explicit)
     recover = config.recover
     if recover.mode == "disabled" and any(f"recover.freq_{unit}" in explicit for unit in ("epochs", "steps", "secs")):
         yield "recover.freq_* has no effect: recover.mode is disabled, so nothing is saved and nothing can be resumed."
@@ -122,14 +126,8 @@ def datasets(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 def devices(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    section, engine = ("actor", config.actor) if isinstance(config, GRPOConfig) else ("model", config.model)
-    allowed = ["eager", "sdpa", "flash_attention_2"] if config.cluster.n_gpus_per_node else ["eager", "sdpa"]
-    where = "" if config.cluster.n_gpus_per_node else " without GPUs (cluster.n_gpus_per_node 0)"
-    if engine.attn_impl not in allowed:
-        yield f"{section}.attn_impl {engine.attn_impl} can't be used{where}; allowed: {', '.join(allowed)}."
-    if engine.dtype == "float16":
-        yield f"{section}.dtype float16 can't be trained in: it needs loss scaling, which is not built; use bfloat16 or float32."
     if isinstance(config, GRPOConfig) and not config.cluster.n_gpus_per_node:
+        where = " without GPUs (cluster.n_gpus_per_node 0)"
         backends = ["torch_native", "intel_amx"]
         if config.sglang.attention_backend not in backends:
             backend = config.sglang.attention_backend
@@ -216,10 +214,6 @@ def import_paths(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 def without_effect(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """No option is accepted and then ignored."""
-    section, engine = ("actor", config.actor) if isinstance(config, GRPOConfig) else ("model", config.model)
-    optimizer = engine.optimizer
-    if optimizer.lr_scheduler_type == "constant" and optimizer.min_lr_ratio:
-        yield f"{section}.optimizer.min_lr_ratio has no effect with lr_scheduler_type constant; use linear or cosine."
     evaluator = config.evaluator
     often = [f"evaluator.freq_{unit}" for unit in ("epochs", "steps", "secs") if getattr(evaluator, f"freq_{unit}") is not None]
     if often and config.valid_dataset is None:
@@ -343,5 +337,6 @@ RULES: list[Rule] = [
     without_effect,
     scheduler_options,
     environments,
+    *TRAIN_RULES,
 ]
 FILE_RULES: list[Rule] = [dataset_files, shared_places]

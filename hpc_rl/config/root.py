@@ -63,6 +63,7 @@ class GRPOConfig(BaseExperimentConfig):
         gconfig: How completions are sampled.
         rollout: The rollout role.
         actor: The policy.
+        ref: The reference model of actor.kl_ctl and actor.beta, frozen, in the trainer's ranks; null means none.
         sglang: SGLang servers, where the allocation names them.
         embedded: Embedded servers, where the allocation names them.
     """
@@ -71,6 +72,7 @@ class GRPOConfig(BaseExperimentConfig):
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     actor: PPOActorConfig
+    ref: TrainEngineConfig | None = None
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
 

@@ -1,4 +1,4 @@
-"""Sections `actor` (GRPO) and `model` (SFT): the train engine, its optimizer, and the policy-gradient settings."""
+"""Sections `actor` and `ref` (GRPO) and `model` (SFT): the train engine, its optimizer, and the policy-gradient settings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TrainEngineConfig:
         gradient_checkpointing: Recompute activations in the backward pass.
         disable_dropout: Set all dropout probabilities to 0.
         mb_spec: How a train batch is cut.
-        optimizer: Optimizer and schedule.
+        optimizer: Optimizer and schedule; null only where nothing is trained (`ref`).
     """
 
     path: PathText
@@ -72,7 +72,7 @@ class TrainEngineConfig:
     gradient_checkpointing: bool = True
     disable_dropout: bool = False
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
 
 
 @dataclass(kw_only=True)
@@ -109,6 +109,9 @@ class PPOActorConfig(TrainEngineConfig):
         behav_imp_weight_cap: Tokens with a larger behaviour weight are left out; above 1.
         discount: Discount of later rewards.
         gae_lambda: GAE's lambda.
+        kl_ctl: Coefficient of the divergence from the reference model as a reward at each token (k1); without a section `ref`
+            the default becomes 0.
+        beta: Coefficient of the divergence from the reference model in the loss (k3); needs a section `ref`.
     """
 
     group_size: PositiveInt | None = None
@@ -127,3 +130,5 @@ class PPOActorConfig(TrainEngineConfig):
     behav_imp_weight_cap: AboveOne | None = None
     discount: Share = 1.0
     gae_lambda: Share = 1.0
+    kl_ctl: NonNegativeFloat = 0.1
+    beta: NonNegativeFloat = 0.0

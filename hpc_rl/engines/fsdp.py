@@ -37,13 +37,18 @@ class FSDPEngine:
         device: torch.device | str = "cpu",
         seed: int = 1,
         layout: Layout | None = None,
+        frozen: bool = False,
     ) -> None:
-        """`layout` None: packed where the attention knows how (flash), padded elsewhere. Raises ConfigError."""
+        """`layout` None: packed where the attention knows how (flash), padded elsewhere. Raises ConfigError.
+
+        Frozen (a reference model): `logprobs` only, without optimizer, parameters in the type that it computes in.
+        """
         self.config = config
         self.rank = rank
         self.num_ranks = num_ranks
         self.device = torch.device(device)
         self.seed = seed
+        self.frozen = frozen
         self.layout: Layout = layout or ("packed" if config.attn_impl.startswith("flash") else "padded")
         model.check(config, self.device)
 
@@ -51,17 +56,29 @@ class FSDPEngine:
         """Collective. `num_train_steps` counts calls of `train_batch`: the schedule ends with the last."""
         self.num_train_steps = num_train_steps
         self.num_updates = 0  # calls of train_batch, skipped ones included: the position of the schedule
-        self.policy = model.build(self.config, self.seed)
+        self.policy = model.build(self.config, self.seed, self.frozen)
         names = [name for name, _ in self.policy.hf.named_parameters()]
         saved = set(self.policy.hf.state_dict())
         self.buffer_names = [name for name, _ in self.policy.hf.named_buffers() if name in saved]
+        if self.frozen:
+            self._freeze()
+            return
         if self.num_ranks > 1 or self.config.dtype != "float32":
             self._shard()
         self.policy.to(self.device)
+        assert self.config.optimizer is not None, "check.py refuses a trained model without an optimizer"
         parameters = dict(self.policy.hf.named_parameters())
         self.shards = shards_of({name: parameters[name] for name in names}, self.rank, self.num_ranks)
         self.optimizer = Optimizer(self.config.optimizer, self.shards)
         torch.manual_seed(self.seed * 1_000_003 + self.rank)
+
+    def _freeze(self) -> None:
+        for parameter in self.policy.parameters():  # buffers keep their type: positions in bfloat16 would be wrong
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(model.DTYPES[self.config.dtype])
+        if self.num_ranks > 1:
+            self._shard()
+        self.policy.to(self.device)
 
     def _shard(self) -> None:
         if not dist.is_initialized():
@@ -114,7 +131,7 @@ class FSDPEngine:
         mine = torch.stack([totals[name] for name in names]).tolist()
         squared_norm, *sums = sum_over_ranks([self.optimizer.squared_norm(), *mine])
         grad_norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
-        lr = learning_rate(self.config.optimizer, self.num_updates, self.num_train_steps)
+        lr = learning_rate(self.optimizer.config, self.num_updates, self.num_train_steps)
         successful = math.isfinite(grad_norm)
         if successful:
             self.optimizer.step(lr, grad_norm)

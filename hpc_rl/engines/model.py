@@ -58,7 +58,7 @@ def check(config: TrainEngineConfig, device: torch.device) -> None:
         raise ConfigError(f"path {config.path!r} is not a directory with a Hugging Face checkpoint: config.json is missing")
 
 
-def build(config: TrainEngineConfig, seed: int) -> Policy:
+def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Policy:
     """The model in float32 on the CPU, the same on every rank. Raises ConfigError, OSError."""
     hf: Any
     disable_progress_bar()  # one per rank, into the role's log
@@ -83,7 +83,7 @@ def build(config: TrainEngineConfig, seed: int) -> Policy:
     _refuse_other_heads(hf)
     if config.disable_dropout:
         _disable_dropout(hf)
-    if config.gradient_checkpointing:
+    if config.gradient_checkpointing and not frozen:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Policy(hf)
 

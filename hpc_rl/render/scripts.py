@@ -124,9 +124,7 @@ def _extra(argument: str) -> str:
     words = [word for word in argument.split() if word.startswith("-")]
     names = [word.partition("=")[0] if word.startswith("--") else word[:2] for word in words]
     if not argument.startswith("-") or LINE_BREAK.search(argument):
-        raise ConfigError(
-            f"launcher.slurm.extra_args: {argument!r} is no sbatch option; write one per item, as --licenses=a:1."
-        )
+        raise ConfigError(f"launcher.slurm.extra_args: {argument!r} is no sbatch option; write one per item, as --licenses=a:1.")
     for name in names:
         if name in OURS:
             raise ConfigError(f"launcher.slurm.extra_args: {name} can't be given here: {OURS[name]}.")

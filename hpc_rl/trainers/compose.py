@@ -12,6 +12,7 @@ from hpc_rl.config.train import TrainEngineConfig
 from hpc_rl.datasets.encode import Prompts, load_sequences
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.engines import ENGINES
+from hpc_rl.engines.base import Engine
 from hpc_rl.rollout.client import RolloutClient
 from hpc_rl.stats.sinks import Sinks, open_sinks
 from hpc_rl.trainers.grpo import GRPO, num_updates
@@ -29,6 +30,7 @@ def compose_grpo(start: Start, begun: dict[str, Any], stack: ExitStack) -> Compo
     config = start.config
     assert isinstance(config, GRPOConfig)
     num_prompts = len(Prompts(config.train_dataset, Tokenizer(tokenizer_folder(config)), config.seed))
+    reference = _reference(start, config)
     run = _run(start, begun, config.actor, num_updates(config, num_prompts), stack)
     rollout = RolloutClient(start.names, start.tokens)
     stack.callback(rollout.close)
@@ -36,7 +38,7 @@ def compose_grpo(start: Start, begun: dict[str, Any], stack: ExitStack) -> Compo
     if start.ranks.rank == 0:
         publisher = Publisher(start.trial, start.names, start.tokens, setup_timeout_s=config.rollout.setup_timeout)
         stack.callback(publisher.close)
-    return run, GRPO(run, rollout, publisher, num_prompts)
+    return run, GRPO(run, rollout, publisher, num_prompts, reference)
 
 
 def compose_sft(start: Start, begun: dict[str, Any], stack: ExitStack) -> Composed:
@@ -51,6 +53,16 @@ def compose_sft(start: Start, begun: dict[str, Any], stack: ExitStack) -> Compos
 
 
 COMPOSE: dict[str, Callable[[Start, dict[str, Any], ExitStack], Composed]] = {"grpo": compose_grpo, "sft": compose_sft}
+
+
+def _reference(start: Start, config: GRPOConfig) -> Engine | None:
+    """The frozen model of the KL terms, where one has a coefficient. It is no recover state: it comes from `ref.path` again."""
+    if config.ref is None or not (config.actor.kl_ctl or config.actor.beta):
+        return None
+    ranks = start.ranks
+    engine = ENGINES["fsdp"](config.ref, rank=ranks.rank, num_ranks=ranks.num, device=start.device, seed=config.seed, frozen=True)
+    engine.initialize(0)
+    return engine
 
 
 def _run(start: Start, begun: dict[str, Any], model: TrainEngineConfig, updates: int, stack: ExitStack) -> Run:

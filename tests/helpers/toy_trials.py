@@ -30,7 +30,9 @@ def hpc_rl(*argv: str | Path, cwd: Path, timeout_s: float = 60, check: bool = Tr
     done = subprocess.run(
         [sys.executable, "-m", "hpc_rl.cli", *map(str, argv)], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s
     )
-    assert not check or done.returncode == 0, f"hpc-rl {' '.join(map(str, argv))}: exit {done.returncode}\n{done.stdout}{done.stderr}"
+    assert not check or done.returncode == 0, (
+        f"hpc-rl {' '.join(map(str, argv))}: exit {done.returncode}\n{done.stdout}{done.stderr}"
+    )
     return done
 
 

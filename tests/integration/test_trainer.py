@@ -166,9 +166,9 @@ def toy_batch() -> Batch:
 
 def test_grpo_killed_gets_the_same_batches_again_under_a_new_lineage(toy):
     data = f"valid_dataset.path={toy / 'task' / 'heldout.jsonl'}"
-    trial = make_trial(
-        toy, "grpo", "grpo", [*GRPO_OPTIONS, data, "total_train_steps=12", "recover.mode=auto", "recover.freq_steps=5"]
-    )
+    reference = [f"ref.path={toy / 'base'}", "ref.attn_impl=sdpa", "ref.dtype=float32", "actor.kl_ctl=0.05", "actor.beta=0.01"]
+    recover = ["total_train_steps=12", "recover.mode=auto", "recover.freq_steps=5"]
+    trial = make_trial(toy, "grpo", "grpo", [*GRPO_OPTIONS, *reference, data, *recover])
     write_plan(trial, "grpo", 2)
     with Roles(trial, "1.0") as roles:
         roles.start("server")
@@ -186,6 +186,9 @@ def test_grpo_killed_gets_the_same_batches_again_under_a_new_lineage(toy):
         if row["step"] in before:  # the very same batch: nothing was generated twice
             again = before[row["step"]]
             assert (row["reward"], row["seq_len"], row["num_tokens"]) == (again["reward"], again["seq_len"], again["num_tokens"])
+    kl_loss = {row["step"]: row["kl_loss"] for row in roles.rows(0) + rows if "loss" in row}
+    assert kl_loss[1] < 1e-4 < kl_loss[12]  # the policy starts as the reference model, which stays what it was after the restart
+    assert all(np.isfinite(row["kl_rewards"]) for row in rows)
     evaluations = [row for row in roles.rows(0) + roles.rows(1) if "eval_reward" in row]
     assert [row["eval_version"] for row in evaluations] == ["0.0", "1.12"]
     assert all(row["eval_num_prompts"] == 200 for row in evaluations)

@@ -61,6 +61,11 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["rollout.reward_fn=exact_mach"], "Did you mean exact_match?"),
         (["rollout.workflow=my.module"], "package.module:name"),
         (["actor.optimizer.min_lr_ratio=0.1"], "has no effect with lr_scheduler_type constant"),
+        (["actor.optimizer=null"], "actor.optimizer null: nothing would be trained"),
+        (["actor.kl_ctl=0.1"], "actor.kl_ctl 0.1 needs a reference model: add a section ref"),
+        (["actor.beta=0.04"], "actor.beta 0.04 needs a reference model"),
+        (["ref.path=/m", "ref.optimizer.lr=1"], "ref.optimizer.lr: the reference model is not trained"),
+        (["ref.path=/m", "ref.attn_impl=flash_attention_2"], "ref.attn_impl flash_attention_2 can't be used without GPUs"),
         (["evaluator.freq_steps=1"], "evaluator.freq_steps has no effect without valid_dataset"),
         (["launcher.slurm.extra_args=[licenses]"], "is no sbatch option"),
         (["launcher.slurm.extra_args=[--nodes=3]"], "an option of its own here: cluster.n_nodes"),
@@ -110,6 +115,17 @@ def test_defaults_adapt_to_a_plan_without_gpus_and_say_so():
         "flash_attention_2",
         "fa3",
     )
+
+
+def test_the_kl_in_the_reward_needs_a_reference_model_and_its_default_adapts():
+    loaded = checked()
+    assert loaded.config.actor.kl_ctl == 0
+    assert "actor.kl_ctl is 0.0 instead of the default 0.1: there is no section ref, so no reference model." in loaded.notes
+    loaded = checked("ref.path=/models/m", "ref.optimizer=null", "ref.disable_dropout=true")
+    assert (loaded.config.actor.kl_ctl, loaded.config.ref.dtype, loaded.config.ref.attn_impl) == (0.1, "float32", "sdpa")
+    assert "ref.disable_dropout: no effect, for the reference model is not trained." in loaded.notes
+    idle = checked("ref.path=/models/m", "actor.kl_ctl=0")
+    assert any(note.startswith("ref has no effect, and the reference model is not loaded") for note in idle.notes)
 
 
 def test_explicit_values_stay():
@@ -167,6 +183,7 @@ def test_a_model_and_dataset_that_are_there(model):
         (lambda m: (m / "config.json").unlink(), [], "has no readable config.json"),
         (lambda m: (m / "model.safetensors").unlink(), [], "holds no weights"),
         (lambda m: (m / "tokenizer.json").unlink(), [], "has no tokenizer.json"),
+        (lambda m: None, ["ref.path=/nowhere"], "ref.path /nowhere is not a directory"),
         (lambda m: None, ["gconfig.max_new_tokens=32"], "max_position_embeddings) is 32"),
         (lambda m: None, ["train_dataset.max_length=20"], "make 36, above the model's context"),
         (lambda m: None, ["train_dataset.path=/nowhere.jsonl"], "train_dataset.path /nowhere.jsonl does not exist"),

@@ -77,6 +77,18 @@ def test_logprobs_only_where_the_mask_asks(model_dir) -> None:
         np.testing.assert_allclose(got, np.where(mask, whole, 0), atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_frozen_engine_has_the_log_probabilities_of_the_one_that_trains(model_dir, dtype) -> None:
+    frozen = ENGINES["fsdp"](config_of(model_dir, dtype=dtype, gradient_checkpointing=True), frozen=True)
+    frozen.initialize(0)
+    assert {parameter.dtype for parameter in frozen.policy.parameters()} == {getattr(torch, dtype)}
+    assert not any(parameter.requires_grad for parameter in frozen.policy.parameters())
+    rows = some_rows()
+    tolerance = 1e-6 if dtype == "float32" else 0.1  # beside a model in float32
+    for got, want in zip(frozen.logprobs(rows, 0.8), engine_of(model_dir).logprobs(rows, 0.8), strict=True):
+        np.testing.assert_allclose(got, want, atol=tolerance)
+
+
 def test_update_equals_a_plain_torch_step(model_dir) -> None:
     engine, plain = engine_of(model_dir), engine_of(model_dir)
     rows = some_rows()

@@ -30,11 +30,12 @@ class RecordingEngine:
 
     rank, num_ranks = 0, 1
 
-    def __init__(self) -> None:
+    def __init__(self, logprob: float = -1.0) -> None:
+        self.logprob = logprob
         self.updates: list[tuple[Sequences, float, float]] = []
 
     def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
-        return [np.where(mask, -1.0, 0.0).astype(np.float32) for mask in rows.columns["loss_mask"]]
+        return [np.where(mask, self.logprob, 0.0).astype(np.float32) for mask in rows.columns["loss_mask"]]
 
     def train_batch(self, rows: Sequences, loss, loss_weight: float, temperature: float) -> dict[str, float]:
         self.updates.append((rows, loss_weight, temperature))
@@ -73,7 +74,7 @@ def make_run(tmp_path, config) -> Run:
     return Run(trial, trial.attempt("1.0"), 0, config, RecordingEngine(), Ranks(), threading.Event(), 0, 0, Sinks([]))
 
 
-def grpo_recipe(tmp_path, **actor) -> GRPO:
+def grpo_recipe(tmp_path, reference: RecordingEngine | None = None, **actor) -> GRPO:
     config = GRPOConfig(
         experiment_name="e",
         trial_name="t",
@@ -84,7 +85,7 @@ def grpo_recipe(tmp_path, **actor) -> GRPO:
             path="m", **{"ppo_n_minibatches": 1, "reward_norm": NormConfig(mean_level="group", std_level=None), **actor}
         ),
     )
-    return GRPO(make_run(tmp_path, config), FakeRollout(), None, num_prompts=10)
+    return GRPO(make_run(tmp_path, config), FakeRollout(), None, num_prompts=10, reference=reference)
 
 
 def test_rows_without_advantage_are_skipped_and_still_count_in_the_weight(tmp_path):
@@ -126,6 +127,30 @@ def test_recomputed_and_decoupled_log_probabilities(tmp_path):
         recipe.update(6, batch_of([1.0, 0.0], [0.0, 1.0]))
         rows = recipe.run.engine.updates[0][0]
         assert rows.columns["prox"][0][-1] == prox and rows.columns["behav"][0][-1] == behav
+
+
+def test_the_kl_reward_is_taken_from_the_behaviour_policy_and_every_row_counts(tmp_path):
+    recipe = grpo_recipe(tmp_path, RecordingEngine(-3.0), kl_ctl=0.5)
+    recipe.update(6, batch_of([1.0, 0.0], [1.0, 1.0]))
+    rows = recipe.run.engine.updates[0][0]
+    # behaviour -2, reference -3: -0.5 a token, summed from the end (discount 1); the group-normalized rewards are ±0.5 and 0
+    assert sorted(column.tolist() for column in rows.columns["advantages"]) == sorted(
+        [[0, 0, r - 1.5, r - 1.0, r - 0.5] for r in (0.5, -0.5, 0.0, 0.0)]
+    )
+    assert "ref" not in rows.columns
+    numbers = recipe.run.stats.take()
+    assert numbers["kl_rewards"] == -0.5 and numbers["reward"] == 0.75 and "kl_loss" not in numbers
+
+
+def test_beta_is_in_the_loss_of_every_row_also_those_without_advantage(tmp_path):
+    recipe = grpo_recipe(tmp_path, RecordingEngine(-1.5), kl_ctl=0.0, beta=0.25)
+    recipe.update(6, batch_of([1.0, 1.0], [0.0, 0.0]))
+    rows = recipe.run.engine.updates[0][0]
+    assert len(rows) == 4 and rows.columns["ref"][0].tolist() == [0, 0, -1.5, -1.5, -1.5]
+    numbers = recipe.run.stats.take()
+    assert numbers["kl_loss"] == pytest.approx(np.exp(-0.5) + 0.5 - 1)  # current -1
+    assert numbers["loss"] == pytest.approx(0.25 * numbers["kl_loss"])
+    assert "kl_rewards" not in numbers and numbers["rows_skipped"] == 0
 
 
 def test_a_batch_that_is_not_whole_groups_is_refused_in_words(tmp_path):

@@ -1,0 +1,89 @@
+"""Rules about models under training and the reference model: sections `actor`, `ref` and `model`. Part of check.py."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from hpc_rl.config.root import Config, GRPOConfig
+from hpc_rl.config.train import TrainEngineConfig
+
+_ONLY_FOR_TRAINING = ("gradient_checkpointing", "disable_dropout")
+
+
+def trained(config: Config) -> tuple[str, TrainEngineConfig]:
+    """Name and section of the model that the trial trains."""
+    return ("actor", config.actor) if isinstance(config, GRPOConfig) else ("model", config.model)
+
+
+def models(config: Config) -> Iterator[tuple[str, TrainEngineConfig]]:
+    """Name and section of each model in the trainer's ranks."""
+    yield trained(config)
+    if isinstance(config, GRPOConfig) and config.ref is not None:
+        yield "ref", config.ref
+
+
+def adapted(config: Config) -> dict[str, tuple[Any, str]]:
+    """Option -> (value that its default becomes, why; empty where there is nothing to tell)."""
+    wanted: dict[str, tuple[Any, str]] = {}
+    if not config.cluster.n_gpus_per_node:
+        for section, _ in models(config):
+            wanted |= {
+                f"{section}.dtype": ("float32", "the plan has no GPUs"),
+                f"{section}.attn_impl": ("sdpa", "the plan has no GPUs"),
+            }
+    if isinstance(config, GRPOConfig) and config.ref is None:
+        wanted["actor.kl_ctl"] = (0.0, "there is no section ref, so no reference model")
+    return wanted
+
+
+def notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """What was written and changes nothing, where that is harmless."""
+    if not isinstance(config, GRPOConfig) or config.ref is None:
+        return
+    if not (config.actor.kl_ctl or config.actor.beta):
+        yield "ref has no effect, and the reference model is not loaded: actor.kl_ctl and actor.beta are 0."
+    idle = [f"ref.{name}" for name in _ONLY_FOR_TRAINING if f"ref.{name}" in explicit]
+    if idle:
+        yield f"{', '.join(idle)}: no effect, for the reference model is not trained."
+
+
+# -- rules
+
+
+def reference_model(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """A KL term without a reference model would reward improbable tokens, whatever they are."""
+    if not isinstance(config, GRPOConfig):
+        return
+    for name in ("kl_ctl", "beta"):
+        value = getattr(config.actor, name)
+        if value and config.ref is None:
+            yield f"actor.{name} {value:g} needs a reference model: add a section ref with ref.path, or set actor.{name} to 0."
+    for name in sorted(explicit) if config.ref is not None else ():
+        if name.startswith("ref.optimizer.") and name != "ref.optimizer.type":
+            yield f"{name}: the reference model is not trained; leave ref.optimizer out, or set it to null."
+
+
+def optimizers(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    section, engine = trained(config)
+    optimizer = engine.optimizer
+    if optimizer is None:
+        yield f"{section}.optimizer null: nothing would be trained; leave it out for AdamW with its defaults."
+    elif optimizer.lr_scheduler_type == "constant" and optimizer.min_lr_ratio:
+        yield f"{section}.optimizer.min_lr_ratio has no effect with lr_scheduler_type constant; use linear or cosine."
+
+
+def devices(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    allowed = ["eager", "sdpa", "flash_attention_2"] if config.cluster.n_gpus_per_node else ["eager", "sdpa"]
+    where = "" if config.cluster.n_gpus_per_node else " without GPUs (cluster.n_gpus_per_node 0)"
+    for section, engine in models(config):
+        if engine.attn_impl not in allowed:
+            yield f"{section}.attn_impl {engine.attn_impl} can't be used{where}; allowed: {', '.join(allowed)}."
+        if engine.dtype == "float16":
+            yield (
+                f"{section}.dtype float16 can't be trained in: it needs loss scaling, which is not built; "
+                "use bfloat16 or float32."
+            )
+
+
+TRAIN_RULES = [reference_model, optimizers, devices]
