@@ -78,10 +78,12 @@ def policy_loss(
     behav_imp_weight_cap: float | None = None,
     ref_T: torch.Tensor | None = None,
     beta: float = 0.0,
+    weights_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the token losses (dropped tokens count with 0) and sums to report; see losses.py.
 
-    With `ref_T`, beta * k3 is added at each masked token, dropped ones too, and `kl_loss` reports k3 itself.
+    With `ref_T`, beta * k3 is added at each masked token, dropped ones too, and `kl_loss` reports k3 itself. With `weights_T`
+    (token_weights) each token counts with its weight; what is reported stays the plain sum.
     """
     token = policy_token_loss(
         logprobs_T,
@@ -100,4 +102,13 @@ def policy_loss(
         kl_T = k3(logprobs_T, ref_T, mask_T)
         loss_T = loss_T + beta * kl_T
         sums["kl_loss"] = kl_T.detach().sum()
-    return loss_T.sum(), sums
+    return (loss_T if weights_T is None else loss_T * weights_T).sum(), sums
+
+
+def token_weights(num_tokens: int, aggregation: str, max_new_tokens: int) -> float:
+    """What a token of a completion with `num_tokens` counts, where the sum over the batch is then divided by its number of rows.
+
+    `sequence_mean`: each completion counts the same, as GRPO was published. `constant_length`: a token counts the same in every
+    completion, and the divisor does not depend on what was sampled (Dr.GRPO).
+    """
+    return 1.0 / max(1, num_tokens if aggregation == "sequence_mean" else max_new_tokens)

@@ -82,10 +82,18 @@ class NormConfig:
     Args:
         mean_level: Over what the mean is taken; null leaves the mean.
         std_level: Over what the deviation is taken; null leaves the scale.
+        group_size: Trajectories of a group; null means `gconfig.n_samples`, another value is refused.
+        mean_leave1out: The mean of an entry is that of the others.
+        std_unbiased: The deviation divides by the count less one.
+        eps: Added to the deviation.
     """
 
     mean_level: Literal["batch", "group"] | None = "batch"
     std_level: Literal["batch", "group"] | None = "batch"
+    group_size: PositiveInt | None = None
+    mean_leave1out: bool = False
+    std_unbiased: bool = False
+    eps: PositiveFloat = 1e-5
 
 
 @dataclass(kw_only=True)
@@ -103,6 +111,20 @@ class PPOActorConfig(TrainEngineConfig):
         reward_scaling: Factor on the reward.
         reward_bias: Added to the reward before the factor.
         reward_clip: Rewards are clipped to plus and minus this.
+        overlong_reward_penalty: Completions that enter the last `overlong_tokens` of `gconfig.max_new_tokens` lose reward:
+            nothing at the start of that tail, `overlong_penalty_factor` at its end.
+        overlong_tokens: Tokens of that tail.
+        overlong_penalty_factor: Largest loss of reward.
+        max_new_tokens: Budget of a completion; null means `gconfig.max_new_tokens`, another value is refused.
+        mask_no_eos_with_zero: Completions that were cut off (finish_reason length) are left out of the loss; in the baseline of
+            their group they count.
+        dynamic_sampling: Groups whose rewards are all equal are dropped before anything is normalized, so batches differ in size.
+            Where that drops all of them, the step makes no update.
+        loss_aggregation: `token_mean`: each token of a minibatch counts the same; `sequence_mean`: each completion does;
+            `constant_length`: the sum over a completion divided by `gconfig.max_new_tokens` (Dr.GRPO, with std_level null).
+        compat: `areal` computes rewards, advantages and dynamic sampling as AReaL v0.3 did, mistakes included.
+        log_agent_stats: Log the numbers of `Trajectory.stats` that `log_agent_stats_keys` names.
+        log_agent_stats_keys: Names of numbers that the workflow puts into `Trajectory.stats`.
         adv_norm: Normalization of advantages; null means none.
         recompute_logprob: Old log-probabilities come from the trainer at the start of the step.
         use_decoupled_loss: Clip around the recomputed (proximal) policy, weigh by proximal over behaviour.
@@ -124,6 +146,16 @@ class PPOActorConfig(TrainEngineConfig):
     reward_scaling: PositiveFloat = 1.0
     reward_bias: float = 0.0
     reward_clip: PositiveFloat = 20.0
+    overlong_reward_penalty: bool = False
+    overlong_tokens: PositiveInt | None = None
+    overlong_penalty_factor: NonNegativeFloat | None = None
+    max_new_tokens: PositiveInt | None = None
+    mask_no_eos_with_zero: bool = False
+    dynamic_sampling: bool = False
+    loss_aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
+    compat: Literal["areal"] | None = None
+    log_agent_stats: bool = False
+    log_agent_stats_keys: list[str] = field(default_factory=list)
     adv_norm: NormConfig | None = None
     recompute_logprob: bool = False
     use_decoupled_loss: bool = False

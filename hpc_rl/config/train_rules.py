@@ -32,14 +32,17 @@ def adapted(config: Config) -> dict[str, tuple[Any, str]]:
                 f"{section}.dtype": ("float32", "the plan has no GPUs"),
                 f"{section}.attn_impl": ("sdpa", "the plan has no GPUs"),
             }
-    if isinstance(config, GRPOConfig) and config.ref is None:
+    if isinstance(config, GRPOConfig) and config.ref is None and config.actor.compat is None:
         wanted["actor.kl_ctl"] = (0.0, "there is no section ref, so no reference model")
     return wanted
 
 
 def notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """What was written and changes nothing, where that is harmless."""
-    if not isinstance(config, GRPOConfig) or config.ref is None:
+    if not isinstance(config, GRPOConfig):
+        return
+    yield from _actor_notes(config)
+    if config.ref is None:
         return
     if not (config.actor.kl_ctl or config.actor.beta):
         yield "ref has no effect, and the reference model is not loaded: actor.kl_ctl and actor.beta are 0."
@@ -48,7 +51,49 @@ def notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
         yield f"{', '.join(idle)}: no effect, for the reference model is not trained."
 
 
+def _actor_notes(config: GRPOConfig) -> Iterator[str]:
+    actor = config.actor
+    if not actor.overlong_reward_penalty:
+        for name in ("overlong_tokens", "overlong_penalty_factor"):
+            if getattr(actor, name) is not None:
+                yield f"actor.{name} has no effect: actor.overlong_reward_penalty is false."
+    if actor.compat and actor.kl_ctl and config.ref is None:
+        yield f"actor.kl_ctl {actor.kl_ctl:g} without a reference model rewards improbable tokens, as AReaL did (compat: areal)."
+
+
 # -- rules
+
+
+def rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """What shapes rewards and the loss of a policy."""
+    if not isinstance(config, GRPOConfig):
+        return
+    actor, budget, n_samples = config.actor, config.gconfig.max_new_tokens, config.gconfig.n_samples
+    if actor.max_new_tokens not in (None, budget):
+        yield f"actor.max_new_tokens {actor.max_new_tokens} must equal gconfig.max_new_tokens {budget}; leave it out, it follows."
+    if actor.overlong_reward_penalty:
+        lacking = [f"actor.{n}" for n in ("overlong_tokens", "overlong_penalty_factor") if getattr(actor, n) is None]
+        if lacking:
+            yield f"actor.overlong_reward_penalty needs {' and '.join(lacking)}: how long the tail is, and what its end costs."
+        elif (actor.overlong_tokens or 0) > budget:
+            yield f"actor.overlong_tokens {actor.overlong_tokens} is above gconfig.max_new_tokens {budget}: it is its tail."
+    for name, norm in (("reward_norm", actor.reward_norm), ("adv_norm", actor.adv_norm)):
+        if norm and norm.group_size not in (None, n_samples):
+            follows = "leave it out, it follows"
+            yield f"actor.{name}.group_size {norm.group_size} must equal gconfig.n_samples {n_samples}; {follows}."
+        if norm and norm.mean_leave1out and norm.mean_level is None:
+            yield f"actor.{name}.mean_leave1out has no effect: mean_level is null."
+        if norm and norm.std_level is None:
+            idle = [n for n in ("std_unbiased", "eps") if f"actor.{name}.{n}" in explicit]
+            if idle:
+                yield f"actor.{name}.{idle[0]} has no effect: std_level is null."
+    if actor.log_agent_stats != bool(actor.log_agent_stats_keys):
+        have, lack = ("log_agent_stats", "log_agent_stats_keys")[:: 1 if actor.log_agent_stats else -1]
+        yield f"actor.{have} has no effect without actor.{lack}: set both, or neither."
+    if actor.compat and actor.loss_aggregation != "token_mean":
+        yield f"actor.loss_aggregation {actor.loss_aggregation} is not AReaL's: with actor.compat areal use token_mean."
+    if actor.dynamic_sampling and n_samples < 2:
+        yield f"gconfig.n_samples {n_samples}: actor.dynamic_sampling would drop every group of one; use at least 2."
 
 
 def reference_model(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -57,7 +102,7 @@ def reference_model(config: Config, explicit: Collection[str]) -> Iterator[str]:
         return
     for name in ("kl_ctl", "beta"):
         value = getattr(config.actor, name)
-        if value and config.ref is None:
+        if value and config.ref is None and not (name == "kl_ctl" and config.actor.compat):
             yield f"actor.{name} {value:g} needs a reference model: add a section ref with ref.path, or set actor.{name} to 0."
     for name in sorted(explicit) if config.ref is not None else ():
         if name.startswith("ref.optimizer.") and name != "ref.optimizer.type":
@@ -86,4 +131,4 @@ def devices(config: Config, explicit: Collection[str]) -> Iterator[str]:
             )
 
 
-TRAIN_RULES = [reference_model, optimizers, devices]
+TRAIN_RULES = [rewards, reference_model, optimizers, devices]

@@ -67,6 +67,9 @@ class Engine(Protocol):
         an update with a gradient that is not finite is skipped everywhere). Raises ValueError where no rank has rows.
         """
 
+    def pass_updates(self, count: int) -> None:
+        """Move the schedule on over updates that did not happen, for want of rows."""
+
     def save(self, folder: Path) -> list[str]:
         """Write this rank's shard of model, optimizer, schedule and RNG into an existing folder, fsynced; returns file names."""
 

@@ -126,6 +126,9 @@ class FSDPEngine:
                 totals[name] = totals.get(name, 0) + value.detach().double()
         return self._update(totals)
 
+    def pass_updates(self, count: int) -> None:
+        self.num_updates += count
+
     def _update(self, totals: dict[str, torch.Tensor]) -> dict[str, float]:
         names = sorted(totals)
         mine = torch.stack([totals[name] for name in names]).tolist()

@@ -15,7 +15,10 @@ NUM_HELDOUT = 200
 
 
 def make_task(folder: Path, seed: int = 0) -> None:
-    """Write train.jsonl (800 prompts), heldout.jsonl (200, disjoint) with columns prompt, answer, and sft.jsonl with prompt, completion."""
+    """Write train.jsonl (800 prompts) and heldout.jsonl (200, disjoint) with columns prompt, answer.
+
+    Of the same prompts as train.jsonl: sft.jsonl with columns prompt, completion.
+    """
     rows = [(f"{a}+{b}+{c}=", str(a + b + c)) for a in range(10) for b in range(10) for c in range(10)]
     random.Random(seed).shuffle(rows)
     heldout, train = rows[:NUM_HELDOUT], rows[NUM_HELDOUT:]

@@ -62,6 +62,19 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["rollout.workflow=my.module"], "package.module:name"),
         (["actor.optimizer.min_lr_ratio=0.1"], "has no effect with lr_scheduler_type constant"),
         (["actor.optimizer=null"], "actor.optimizer null: nothing would be trained"),
+        (["actor.max_new_tokens=32"], "actor.max_new_tokens 32 must equal gconfig.max_new_tokens 16; leave it out"),
+        (["actor.overlong_reward_penalty=true"], "needs actor.overlong_tokens and actor.overlong_penalty_factor"),
+        (
+            ["actor.overlong_reward_penalty=true", "actor.overlong_tokens=17", "actor.overlong_penalty_factor=1"],
+            "actor.overlong_tokens 17 is above gconfig.max_new_tokens 16",
+        ),
+        (["actor.adv_norm.group_size=1"], "actor.adv_norm.group_size 1 must equal gconfig.n_samples 4"),
+        (["actor.adv_norm.mean_level=null", "actor.adv_norm.mean_leave1out=true"], "mean_leave1out has no effect"),
+        (["actor.adv_norm.std_level=null", "actor.adv_norm.eps=1"], "actor.adv_norm.eps has no effect: std_level is null"),
+        (["actor.log_agent_stats=true"], "actor.log_agent_stats has no effect without actor.log_agent_stats_keys"),
+        (["actor.log_agent_stats_keys=[a]"], "actor.log_agent_stats_keys has no effect without actor.log_agent_stats"),
+        (["actor.compat=areal", "actor.loss_aggregation=sequence_mean"], "is not AReaL's"),
+        (["gconfig.n_samples=1", "train_dataset.batch_size=4", "actor.dynamic_sampling=true"], "would drop every group of one"),
         (["actor.kl_ctl=0.1"], "actor.kl_ctl 0.1 needs a reference model: add a section ref"),
         (["actor.beta=0.04"], "actor.beta 0.04 needs a reference model"),
         (["ref.path=/m", "ref.optimizer.lr=1"], "ref.optimizer.lr: the reference model is not trained"),
@@ -124,6 +137,7 @@ def test_the_kl_in_the_reward_needs_a_reference_model_and_its_default_adapts():
     loaded = checked("ref.path=/models/m", "ref.optimizer=null", "ref.disable_dropout=true")
     assert (loaded.config.actor.kl_ctl, loaded.config.ref.dtype, loaded.config.ref.attn_impl) == (0.1, "float32", "sdpa")
     assert "ref.disable_dropout: no effect, for the reference model is not trained." in loaded.notes
+    assert checked("actor.compat=areal").config.actor.kl_ctl == 0.1
     idle = checked("ref.path=/models/m", "actor.kl_ctl=0")
     assert any(note.startswith("ref has no effect, and the reference model is not loaded") for note in idle.notes)
 
