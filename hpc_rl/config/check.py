@@ -17,7 +17,7 @@ from typing import Any
 from hpc_rl.config.cluster import environment_of
 from hpc_rl.config.load import Loaded
 from hpc_rl.config.model_rules import model_rules
-from hpc_rl.config.root import Config, GRPOConfig
+from hpc_rl.config.root import Config, GRPOConfig, SFTConfig
 from hpc_rl.config.train_rules import TRAIN_RULES, adapted
 from hpc_rl.config.train_rules import notes as train_notes
 from hpc_rl.errors import ConfigError, NotBuilt
@@ -48,16 +48,16 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
 def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]:
     """Replace defaults that the planned device or trainer can't do. What is in `explicit` stays."""
     wanted: dict[str, Any] = {}
-    if not isinstance(config, GRPOConfig):
+    if isinstance(config, SFTConfig):
         wanted |= {"train_dataset.type": "sft", "valid_dataset.type": "sft"}
-    quiet = set(wanted)
+    reasons = adapted(config)
+    quiet = set(wanted) | {name for name, (_, reason) in reasons.items() if not reason}
     if not config.cluster.n_gpus_per_node:
         wanted |= {"sglang.dtype": "float32", "sglang.attention_backend": "torch_native"}
         quiet |= set() if config.allocation_mode.startswith("sglang") else {"sglang.dtype", "sglang.attention_backend"}
     recover = config.recover
     if recover.mode != "disabled" and recover.freq_epochs is recover.freq_steps is recover.freq_secs is None:
         wanted["recover.freq_secs"] = DEFAULT_RECOVER_SECS
-    reasons = adapted(config)
     wanted |= {name: value for name, (value, _) in reasons.items()}
     notes = []
     for name, value in wanted.items():
@@ -118,7 +118,7 @@ def names(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 def datasets(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    wanted = "rl" if isinstance(config, GRPOConfig) else "sft"
+    wanted = "rl" if isinstance(config, GRPOConfig) else "sft" if isinstance(config, SFTConfig) else "rw"
     for section in ("train_dataset", "valid_dataset"):
         dataset = getattr(config, section)
         if dataset and dataset.type != wanted:

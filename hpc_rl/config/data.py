@@ -14,14 +14,15 @@ class DatasetConfig:
 
     Args:
         path: A .jsonl or .parquet file, or a directory with a saved Hugging Face dataset.
-        type: `rl` rows have a prompt, `sft` rows a prompt and a completion; the default is what the trainer wants.
-        batch_size: Prompts (rl) or sequences (sft) per train batch.
+        type: `rl` rows have a prompt, `sft` rows a prompt and a completion, `rw` rows `chosen` and
+            `rejected`, with a prompt or without; the default is what the trainer wants.
+        batch_size: Prompts (rl), sequences (sft) or pairs (rw) per train batch.
         shuffle: A new order each epoch, from `seed`.
-        max_length: Rows whose prompt (rl) or sequence (sft) has more tokens are left out; null means no bound.
+        max_length: Rows whose prompt (rl) or sequence (sft, rw: either one) has more tokens are left out; null means no bound.
     """
 
     path: PathText
-    type: Literal["rl", "sft"] = "rl"
+    type: Literal["rl", "sft", "rw"] = "rl"
     batch_size: PositiveInt = 1
     shuffle: bool = True
     max_length: PositiveInt | None = None

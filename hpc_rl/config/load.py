@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from hpc_rl.config.build import Builder, Given, alternatives, given, hints, is_optional, section_of
 from hpc_rl.config.limits import Place
-from hpc_rl.config.root import CONFIGS, Config, SFTConfig
+from hpc_rl.config.root import CONFIGS, Config, RWConfig, SFTConfig
 from hpc_rl.config.source import read_overrides, read_yaml
 from hpc_rl.errors import ConfigError
 
@@ -64,8 +64,9 @@ def _origins(builder: Builder) -> dict[str, str]:
         if item.value is None or not section_of(builder.known[name]):
             found[name] = item.origin
         elif not item.value and is_optional(builder.known[name]):
-            inside = (key for key in builder.known if key.startswith(f"{name}."))
-            found |= {key: builder.settings.get(key, item).origin for key in inside if not section_of(builder.known[key])}
+            inside = [key for key in builder.known if key.startswith(f"{name}.")]
+            if not any(key in builder.settings for key in inside):
+                found |= {key: item.origin for key in inside if not section_of(builder.known[key])}
     return found
 
 
@@ -82,8 +83,8 @@ def from_dict(data: dict[str, Any]) -> Config:
     return _finish(builder)
 
 
-def trainer_of(config: Config) -> Literal["grpo", "sft"]:
-    return "sft" if isinstance(config, SFTConfig) else "grpo"
+def trainer_of(config: Config) -> Literal["grpo", "sft", "rw"]:
+    return "rw" if isinstance(config, RWConfig) else "sft" if isinstance(config, SFTConfig) else "grpo"
 
 
 def pick_trainer(sources: Sequence[Given]) -> str:
@@ -98,11 +99,21 @@ def pick_trainer(sources: Sequence[Given]) -> str:
     given_sections = {name.partition(".")[0] for name, item in top.items() if item.value is not None}
     found = [section for section in sections if section in given_sections]
     if len(found) == 1:
-        return sections[found[0]]
+        return "rw" if found == ["model"] and _has_pairs(sources) else sections[found[0]]
     if found:
         raise ConfigError("both actor and model are given: a grpo trial has a section actor, an sft trial a section model.")
     hint = "" if sources else " Give a configuration with --config FILE."
     raise ConfigError(f"neither actor nor model is given: a grpo trial has a section actor, an sft trial a section model.{hint}")
+
+
+def _has_pairs(sources: Sequence[Given]) -> bool:
+    """Whether `train_dataset.type` is rw: what tells a reward-model file of AReaL's from a supervised one."""
+    kind = None
+    for source in sources:
+        section = source.value.get("train_dataset")
+        inside = section.value.get("type") if section is not None and isinstance(section.value, dict) else None
+        kind = inside or source.value.get("train_dataset.type") or kind
+    return kind is not None and kind.value == "rw"
 
 
 def _finish(builder: Builder) -> Config:

@@ -1,4 +1,4 @@
-"""The whole configuration of a trial: `GRPOConfig` or `SFTConfig`, by the trainer that it is for."""
+"""The whole configuration of a trial: `GRPOConfig`, `SFTConfig` or `RWConfig`, by the trainer that it is for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class BaseExperimentConfig:
     Args:
         experiment_name: The question.
         trial_name: One configuration, run to its end.
-        trainer: Which trainer; null means by section: `actor` is grpo, `model` is sft.
+        trainer: Which trainer; null means by section: `actor` is grpo, `model` is rw with
+            train_dataset.type rw, else sft.
         seed: Seed of everything.
         allocation_mode: Who gets how many units, as `sglang:d4+fsdp:d4` or `embedded:d1+fsdp:d1`; empty means derived.
         total_train_epochs: Passes over the training data.
@@ -38,7 +39,7 @@ class BaseExperimentConfig:
 
     experiment_name: str
     trial_name: str
-    trainer: Literal["grpo", "sft"] | None = None
+    trainer: Literal["grpo", "sft", "rw"] | None = None
     seed: NonNegativeInt = 1
     allocation_mode: str = ""
     total_train_epochs: PositiveInt = 1
@@ -88,5 +89,16 @@ class SFTConfig(BaseExperimentConfig):
     model: TrainEngineConfig
 
 
-Config = GRPOConfig | SFTConfig
-CONFIGS: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig}
+@dataclass(kw_only=True)
+class RWConfig(BaseExperimentConfig):
+    """A reward-model trial: rows with a chosen and a rejected text.
+
+    Args:
+        model: The model; its head is replaced by one number.
+    """
+
+    model: TrainEngineConfig
+
+
+Config = GRPOConfig | SFTConfig | RWConfig
+CONFIGS: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig, "rw": RWConfig}

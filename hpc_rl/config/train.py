@@ -13,7 +13,7 @@ class OptimizerConfig:
     """AdamW and its learning-rate schedule.
 
     Args:
-        type: Optimizer.
+        type: `empty` means none, for a model that is not trained (`ref`).
         lr: Peak learning rate.
         weight_decay: Decoupled weight decay.
         beta1: First moment decay.
@@ -23,9 +23,14 @@ class OptimizerConfig:
         lr_scheduler_type: Shape after the warm-up.
         warmup_steps_proportion: Share of all steps spent on a linear warm-up.
         gradient_clipping: Largest gradient norm.
+        offload: Moments and a second copy of the parameters live in CPU memory, where the update is computed.
+        initial_loss_scale: With dtype float16: what the loss is multiplied with at the start.
+        min_loss_scale: With dtype float16: where halving the scale ends.
+        loss_scale_window: With dtype float16: the scale doubles after so many updates in a row without an overflow.
+        hysteresis: With dtype float16: so many overflows are put up with before each halving.
     """
 
-    type: Literal["adam"] = "adam"
+    type: Literal["adam", "empty"] = "adam"
     lr: NonNegativeFloat = 2e-5
     weight_decay: NonNegativeFloat = 0.05
     beta1: ShareBelowOne = 0.9
@@ -35,6 +40,11 @@ class OptimizerConfig:
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps_proportion: Share = 0.001
     gradient_clipping: PositiveFloat = 1.0
+    offload: bool = False
+    initial_loss_scale: PositiveFloat = 2.0**32
+    min_loss_scale: PositiveFloat = 1.0
+    loss_scale_window: PositiveFloat = 5.0
+    hysteresis: PositiveInt = 2
 
 
 @dataclass(kw_only=True)
@@ -42,12 +52,49 @@ class MicroBatchSpec:
     """How a train batch is cut into micro-batches; the result does not depend on it.
 
     Args:
-        n_mbs: Smallest number of micro-batches.
+        n_mbs: Smallest number of micro-batches; null means 1.
+        granularity: So many neighbouring sequences stay in one micro-batch; a reward model needs 2 (chosen and rejected).
         max_tokens_per_mb: Largest number of tokens of one micro-batch; null means no bound.
     """
 
-    n_mbs: PositiveInt = 1
+    n_mbs: PositiveInt | None = 1
+    granularity: PositiveInt = 1
     max_tokens_per_mb: PositiveInt | None = None
+
+
+@dataclass(kw_only=True)
+class FSDPWrapPolicy:
+    """Which modules are sharded one by one.
+
+    Args:
+        transformer_layer_cls_to_wrap: Class names of modules; null means the layers that the model itself names.
+    """
+
+    transformer_layer_cls_to_wrap: list[str] | None = None
+
+
+@dataclass(kw_only=True)
+class FSDPEngineConfig:
+    """Settings of the fsdp backend.
+
+    Args:
+        wrap_policy: Which modules are sharded one by one; null means the model's layers.
+        offload_params: Not built: parameters in CPU memory.
+    """
+
+    wrap_policy: FSDPWrapPolicy | None = None
+    offload_params: bool = False
+
+
+@dataclass(kw_only=True)
+class DeepSpeedAutoTPEngineConfig:
+    """Settings of AReaL's DeepSpeed backend, which is not built.
+
+    Args:
+        autotp_size: Tensor-parallel size; only 1 is possible.
+    """
+
+    autotp_size: PositiveInt = 1
 
 
 @dataclass(kw_only=True)
@@ -55,20 +102,36 @@ class TrainEngineConfig:
     """A model under training.
 
     Args:
+        experiment_name: As AReaL files repeat it: must equal the trial's; null means the trial's.
+        trial_name: The same for the trial's name.
         path: Directory of a Hugging Face checkpoint.
         init_from_scratch: Random weights, from the architecture at `path`.
         attn_impl: Attention of transformers; the default becomes `sdpa` where the planned device is a CPU.
+        is_critic: The model ends in one number, not in a vocabulary: true for a reward model, and only there.
+        pad_to_maximum: Every micro-batch has `mb_spec.max_tokens_per_mb` tokens: no fragmented memory, but more to compute.
         dtype: Type of parameters and compute; the default becomes float32 where the planned device is a CPU.
+        grad_reduce_dtype: Type in which gradients are summed over ranks.
+        backend: `fsdp`; empty means fsdp. `megatron` is not built.
+        fsdp: Settings of the fsdp backend.
+        ds_auto_tp: Settings of a backend that is not built.
         gradient_checkpointing: Recompute activations in the backward pass.
         disable_dropout: Set all dropout probabilities to 0.
         mb_spec: How a train batch is cut.
         optimizer: Optimizer and schedule; null only where nothing is trained (`ref`).
     """
 
+    experiment_name: str | None = None
+    trial_name: str | None = None
     path: PathText
     init_from_scratch: bool = False
+    is_critic: bool = False
+    pad_to_maximum: bool = False
     attn_impl: str = "flash_attention_2"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    backend: Literal["", "fsdp", "megatron"] = ""
+    fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+    ds_auto_tp: DeepSpeedAutoTPEngineConfig = field(default_factory=DeepSpeedAutoTPEngineConfig)
     gradient_checkpointing: bool = True
     disable_dropout: bool = False
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)

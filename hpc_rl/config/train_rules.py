@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from hpc_rl.config.root import Config, GRPOConfig
+from hpc_rl.config.root import Config, GRPOConfig, RWConfig
 from hpc_rl.config.train import TrainEngineConfig
 
-_ONLY_FOR_TRAINING = ("gradient_checkpointing", "disable_dropout")
+_ONLY_FOR_TRAINING = ("gradient_checkpointing", "disable_dropout", "grad_reduce_dtype")
+_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
 def trained(config: Config) -> tuple[str, TrainEngineConfig]:
@@ -23,6 +25,16 @@ def models(config: Config) -> Iterator[tuple[str, TrainEngineConfig]]:
         yield "ref", config.ref
 
 
+def changed(section: Any) -> list[str]:
+    """Options of a section that are not at their default. Not what somebody wrote: a file may spell every default out."""
+    found = []
+    for field in dataclasses.fields(section):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if default is not dataclasses.MISSING and getattr(section, field.name) != default:
+            found.append(field.name)
+    return found
+
+
 def adapted(config: Config) -> dict[str, tuple[Any, str]]:
     """Option -> (value that its default becomes, why; empty where there is nothing to tell)."""
     wanted: dict[str, tuple[Any, str]] = {}
@@ -32,6 +44,9 @@ def adapted(config: Config) -> dict[str, tuple[Any, str]]:
                 f"{section}.dtype": ("float32", "the plan has no GPUs"),
                 f"{section}.attn_impl": ("sdpa", "the plan has no GPUs"),
             }
+    if isinstance(config, RWConfig):
+        wanted |= {"model.is_critic": (True, ""), "model.mb_spec.granularity": (2, "")}
+        wanted |= {f"{section}.type": ("rw", "") for section in ("train_dataset", "valid_dataset")}
     if isinstance(config, GRPOConfig) and config.ref is None and config.actor.compat is None:
         wanted["actor.kl_ctl"] = (0.0, "there is no section ref, so no reference model")
     return wanted
@@ -46,7 +61,7 @@ def notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
         return
     if not (config.actor.kl_ctl or config.actor.beta):
         yield "ref has no effect, and the reference model is not loaded: actor.kl_ctl and actor.beta are 0."
-    idle = [f"ref.{name}" for name in _ONLY_FOR_TRAINING if f"ref.{name}" in explicit]
+    idle = [f"ref.{name}" for name in _ONLY_FOR_TRAINING if name in changed(config.ref)]
     if idle:
         yield f"{', '.join(idle)}: no effect, for the reference model is not trained."
 
@@ -84,7 +99,7 @@ def rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
         if norm and norm.mean_leave1out and norm.mean_level is None:
             yield f"actor.{name}.mean_leave1out has no effect: mean_level is null."
         if norm and norm.std_level is None:
-            idle = [n for n in ("std_unbiased", "eps") if f"actor.{name}.{n}" in explicit]
+            idle = [n for n in ("std_unbiased", "eps") if n in changed(norm)]
             if idle:
                 yield f"actor.{name}.{idle[0]} has no effect: std_level is null."
     if actor.log_agent_stats != bool(actor.log_agent_stats_keys):
@@ -104,17 +119,26 @@ def reference_model(config: Config, explicit: Collection[str]) -> Iterator[str]:
         value = getattr(config.actor, name)
         if value and config.ref is None and not (name == "kl_ctl" and config.actor.compat):
             yield f"actor.{name} {value:g} needs a reference model: add a section ref with ref.path, or set actor.{name} to 0."
-    for name in sorted(explicit) if config.ref is not None else ():
-        if name.startswith("ref.optimizer.") and name != "ref.optimizer.type":
-            yield f"{name}: the reference model is not trained; leave ref.optimizer out, or set it to null."
+    for name in changed(config.ref.optimizer) if config.ref is not None and config.ref.optimizer is not None else ():
+        if name != "type":
+            yield f"ref.optimizer.{name}: the reference model is not trained; leave ref.optimizer out, or set it to null."
 
 
 def optimizers(config: Config, explicit: Collection[str]) -> Iterator[str]:
     section, engine = trained(config)
     optimizer = engine.optimizer
-    if optimizer is None:
-        yield f"{section}.optimizer null: nothing would be trained; leave it out for AdamW with its defaults."
-    elif optimizer.lr_scheduler_type == "constant" and optimizer.min_lr_ratio:
+    if optimizer is None or optimizer.type == "empty":
+        what = "null" if optimizer is None else ".type empty"
+        yield f"{section}.optimizer{' ' if optimizer is None else ''}{what}: nothing would be trained; use type adam."
+        return
+    if optimizer.offload and not config.cluster.n_gpus_per_node:
+        yield f"{section}.optimizer.offload has no effect without GPUs (cluster.n_gpus_per_node 0): everything is in CPU memory."
+    for name in _LOSS_SCALE:
+        if name in changed(optimizer) and engine.dtype != "float16":
+            yield f"{section}.optimizer.{name} has no effect with dtype {engine.dtype}: only float16 needs loss scaling."
+    if engine.dtype == "float16" and optimizer.min_loss_scale > optimizer.initial_loss_scale:
+        yield f"{section}.optimizer.min_loss_scale is above initial_loss_scale {optimizer.initial_loss_scale:g}."
+    if optimizer.lr_scheduler_type == "constant" and optimizer.min_lr_ratio:
         yield f"{section}.optimizer.min_lr_ratio has no effect with lr_scheduler_type constant; use linear or cosine."
 
 
@@ -124,11 +148,43 @@ def devices(config: Config, explicit: Collection[str]) -> Iterator[str]:
     for section, engine in models(config):
         if engine.attn_impl not in allowed:
             yield f"{section}.attn_impl {engine.attn_impl} can't be used{where}; allowed: {', '.join(allowed)}."
-        if engine.dtype == "float16":
+
+
+def engines(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """Names that AReaL files repeat, and what this engine can't do."""
+    for section, engine in models(config):
+        for name in ("experiment_name", "trial_name"):
+            given, own = getattr(engine, name), getattr(config, name)
+            if given not in (None, own):
+                yield f"{section}.{name} {given} must equal {name} {own}; leave it out, it follows."
+        if engine.backend == "megatron":
+            yield f"{section}.backend megatron is not built; use fsdp, or leave it out."
+        if engine.ds_auto_tp.autotp_size != 1:
             yield (
-                f"{section}.dtype float16 can't be trained in: it needs loss scaling, which is not built; "
-                "use bfloat16 or float32."
+                f"{section}.ds_auto_tp.autotp_size {engine.ds_auto_tp.autotp_size}: the DeepSpeed backend and tensor parallelism "
+                "are not built; use 1, and more data-parallel ranks."
             )
+        if engine.fsdp.offload_params:
+            yield f"{section}.fsdp.offload_params is not built; use {section}.optimizer.offload, or more ranks."
+        spec = engine.mb_spec
+        if engine.pad_to_maximum and spec.max_tokens_per_mb is None:
+            yield f"{section}.pad_to_maximum has no effect without {section}.mb_spec.max_tokens_per_mb: set that too."
+        yield from _critic(config, section, engine)
 
 
-TRAIN_RULES = [rewards, reference_model, optimizers, devices]
+def _critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[str]:
+    granularity = engine.mb_spec.granularity
+    if isinstance(config, RWConfig):
+        if not engine.is_critic:
+            yield f"{section}.is_critic false: a reward model ends in one number; leave it out, it is true here."
+        if granularity % 2:
+            yield f"{section}.mb_spec.granularity {granularity} would part chosen from rejected; leave it out, or use 2."
+        return
+    if engine.is_critic:
+        other = "a critic is not built; leave it out: without one, advantages come from the group" if section == "actor" else ""
+        yield f"{section}.is_critic true: {other or 'only a reward model (trainer: rw) is one; leave it out'}."
+    if granularity != 1:
+        yield f"{section}.mb_spec.granularity {granularity}: only a reward model has sequences that belong together; use 1."
+
+
+TRAIN_RULES = [engines, rewards, reference_model, optimizers, devices]

@@ -111,7 +111,7 @@ def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
     if needs_servers and not servers:
         raise NotBuilt(f"{name}: generation in the trainer's units is not built; name servers, as {_usual(config)}:d1+{train}.")
     if servers and not needs_servers:
-        raise ConfigError(f"{name}: an sft trial has no generation servers; use {train}.")
+        raise ConfigError(f"{name}: an {config.trainer} trial has no generation servers; use {train}.")
     if servers:
         _refuse_servers(config, servers, name)
 

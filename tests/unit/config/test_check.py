@@ -42,7 +42,18 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["train_dataset.type=sft"], "train_dataset.type sft: a grpo trial needs rows of type rl"),
         (["actor.attn_impl=flash_attention_2"], "actor.attn_impl flash_attention_2 can't be used without GPUs"),
         (["cluster.n_gpus_per_node=8", "actor.attn_impl=magic"], "allowed: eager, sdpa, flash_attention_2"),
-        (["actor.dtype=float16"], "needs loss scaling"),
+        (["actor.optimizer.hysteresis=3"], "actor.optimizer.hysteresis has no effect with dtype float32"),
+        (["actor.dtype=float16", "actor.optimizer.initial_loss_scale=2", "actor.optimizer.min_loss_scale=4"], "is above"),
+        (["actor.optimizer.type=empty"], "actor.optimizer.type empty: nothing would be trained; use type adam"),
+        (["actor.optimizer.offload=true"], "actor.optimizer.offload has no effect without GPUs"),
+        (["actor.experiment_name=other"], "actor.experiment_name other must equal experiment_name toy"),
+        (["ref.path=/m", "ref.trial_name=other"], "ref.trial_name other must equal trial_name t1"),
+        (["actor.backend=megatron"], "actor.backend megatron is not built; use fsdp"),
+        (["actor.ds_auto_tp.autotp_size=2"], "the DeepSpeed backend and tensor parallelism are not built; use 1"),
+        (["actor.fsdp.offload_params=true"], "actor.fsdp.offload_params is not built; use actor.optimizer.offload"),
+        (["actor.pad_to_maximum=true"], "has no effect without actor.mb_spec.max_tokens_per_mb"),
+        (["actor.is_critic=true"], "a critic is not built; leave it out"),
+        (["actor.mb_spec.granularity=2"], "only a reward model has sequences that belong together"),
         (["sglang.attention_backend=fa3"], "allowed: torch_native, intel_amx"),
         (["actor.group_size=2"], "actor.group_size 2 must equal gconfig.n_samples 4"),
         (["gconfig.n_samples=1", "actor.adv_norm.mean_level=group"], "use at least 2"),
@@ -152,6 +163,28 @@ def test_dataset_type_follows_the_trainer():
     assert (loaded.config.train_dataset.type, loaded.config.valid_dataset.type) == ("sft", "sft")
     with pytest.raises(ConfigError, match=r"train_dataset\.type rl: a sft trial needs rows of type sft"):
         checked("train_dataset.type=rl", base=SFT)
+
+
+@pytest.mark.parametrize("named", ["trainer=rw", "train_dataset.type=rw"])
+def test_a_reward_model_trial_is_named_by_trainer_or_by_its_rows(named):
+    loaded = checked(named, "valid_dataset.path=/v.jsonl", base=SFT)
+    config = loaded.config
+    assert (config.trainer, config.train_dataset.type, config.valid_dataset.type) == ("rw", "rw", "rw")
+    assert (config.model.is_critic, config.model.mb_spec.granularity) == (True, 2)
+    assert checked(named, "model.is_critic=true", "model.mb_spec.granularity=4", base=SFT)
+    for override, words in (
+        ("model.is_critic=false", "model.is_critic false: a reward model ends in one number"),
+        ("model.mb_spec.granularity=3", "would part chosen from rejected"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            checked(named, override, base=SFT)
+    with pytest.raises(ConfigError, match="only a reward model"):
+        checked("model.is_critic=true", base=SFT)
+
+
+def test_names_that_areal_files_repeat_pass():
+    config = checked("actor.experiment_name=toy", "actor.trial_name=${trial_name}", "actor.backend=fsdp").config
+    assert (config.actor.experiment_name, config.actor.trial_name) == ("toy", "t1")
 
 
 def test_recover_saves_every_ten_minutes_unless_told_how_often():

@@ -203,7 +203,7 @@ def test_several_mistakes_are_told_at_once(files):
 
 
 def test_a_key_of_another_trainer_says_so(files):
-    assert "only a trial with trainer: sft has it" in files.refusal("trainer=grpo", "model.path=/x")
+    assert "only a trial with trainer: sft or rw has it" in files.refusal("trainer=grpo", "model.path=/x")
 
 
 def test_a_misspelt_required_key_is_told_once(files):
