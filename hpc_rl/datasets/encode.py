@@ -1,4 +1,4 @@
-"""Rows to tokens: prompts (rl) and whole sequences with their loss mask (sft)."""
+"""Rows to tokens: prompts (rl), whole sequences with their loss mask (sft), pairs of sequences (rw)."""
 
 from __future__ import annotations
 
@@ -100,3 +100,42 @@ def load_sequences(dataset: DatasetConfig, tokenizer: Tokenizer) -> list[tuple[n
     if not rows:
         raise ConfigError(f"dataset {dataset.path}: no sequence has at most max_length = {dataset.max_length} tokens.")
     return rows
+
+
+def encode_pair(tokenizer: Tokenizer, row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """(ids of chosen, ids of rejected), int32, each with the end-of-sequence token.
+
+    `chosen` and `rejected` are completions of `prompt` (or of `messages`), or, without one, whole texts or lists of messages.
+    """
+    chosen, rejected = (_scored(tokenizer, row, row.get(column)) for column in ("chosen", "rejected"))
+    return chosen, rejected
+
+
+def _scored(tokenizer: Tokenizer, row: dict[str, Any], text: Any) -> np.ndarray:
+    has_prompt = isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)
+    if isinstance(text, list) and not has_prompt:
+        chat = tokenizer.chat(text, add_generation_prompt=False)
+        ids = tokenizer.encode(chat, add_special_tokens=False)
+    elif isinstance(text, str):
+        ids = encode_prompt(tokenizer, row) if has_prompt else []
+        ids = ids + tokenizer.encode(text, add_special_tokens=not has_prompt)
+    else:
+        has = ", ".join(map(repr, row)) or "nothing"
+        raise ConfigError(
+            f"an rw row needs `chosen` and `rejected` (text, or without a prompt lists of messages); this one has {has}."
+        )
+    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
+        ids.append(tokenizer.eos_token_id)
+    if not ids:
+        raise ConfigError("an rw row has an empty text, and the tokenizer has no end-of-sequence token.")
+    return np.array(ids, np.int32)
+
+
+def load_pairs(dataset: DatasetConfig, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
+    """encode_pair of every row without those above `max_length` tokens, in file order. Raises ConfigError if none is left."""
+    pairs = [encode_pair(tokenizer, row) for row in load_rows(dataset.path)]
+    if dataset.max_length is not None:
+        pairs = [pair for pair in pairs if max(map(len, pair)) <= dataset.max_length]
+    if not pairs:
+        raise ConfigError(f"dataset {dataset.path}: no pair has at most max_length = {dataset.max_length} tokens each.")
+    return pairs

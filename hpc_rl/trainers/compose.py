@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.root import GRPOConfig, SFTConfig
+from hpc_rl.config.root import GRPOConfig, RWConfig, SFTConfig
 from hpc_rl.config.train import TrainEngineConfig
-from hpc_rl.datasets.encode import Prompts, load_sequences
+from hpc_rl.datasets.encode import Prompts, load_pairs, load_sequences
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.engines import ENGINES
 from hpc_rl.engines.base import Engine
@@ -17,6 +17,7 @@ from hpc_rl.rollout.client import RolloutClient
 from hpc_rl.stats.sinks import Sinks, open_sinks
 from hpc_rl.trainers.grpo import GRPO, num_updates
 from hpc_rl.trainers.loop import Recipe
+from hpc_rl.trainers.reward_model import RewardModel
 from hpc_rl.trainers.run import Run, tokenizer_folder, total_steps
 from hpc_rl.trainers.sft import SFT
 from hpc_rl.trainers.start import Start
@@ -52,7 +53,19 @@ def compose_sft(start: Start, begun: dict[str, Any], stack: ExitStack) -> Compos
     return run, SFT(run, rows, held_out)
 
 
-COMPOSE: dict[str, Callable[[Start, dict[str, Any], ExitStack], Composed]] = {"grpo": compose_grpo, "sft": compose_sft}
+def compose_rw(start: Start, begun: dict[str, Any], stack: ExitStack) -> Composed:
+    """Pairs from the dataset, a model that ends in one number."""
+    config = start.config
+    assert isinstance(config, RWConfig)
+    tokenizer = Tokenizer(tokenizer_folder(config))
+    pairs = load_pairs(config.train_dataset, tokenizer)
+    held_out = load_pairs(config.valid_dataset, tokenizer) if config.valid_dataset is not None else None
+    run = _run(start, begun, config.model, total_steps(config, len(pairs)), stack)
+    return run, RewardModel(run, pairs, held_out)
+
+
+Compose = Callable[[Start, dict[str, Any], ExitStack], Composed]
+COMPOSE: dict[str, Compose] = {"grpo": compose_grpo, "sft": compose_sft, "rw": compose_rw}
 
 
 def _reference(start: Start, config: GRPOConfig) -> Engine | None:

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from hpc_rl.config.data import DatasetConfig
 from hpc_rl.config.generation import GenerationHyperparameters
-from hpc_rl.config.root import GRPOConfig, SFTConfig
+from hpc_rl.config.root import GRPOConfig, RWConfig, SFTConfig
 from hpc_rl.config.train import NormConfig, PPOActorConfig, TrainEngineConfig
 from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.errors import RoleFailed
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.trainers.grpo import GRPO, Cut, num_updates, shares
 from hpc_rl.trainers.ranks import Ranks
+from hpc_rl.trainers.reward_model import RewardModel
 from hpc_rl.trainers.run import Run
 from hpc_rl.trainers.sft import SFT
 from hpc_rl.trial import Trial
@@ -337,3 +338,24 @@ def test_sft_evaluation_is_the_mean_loss_of_the_held_out_tokens(tmp_path):
     assert recipe.evaluate(0) == {}
     assert recipe.evaluate(1) == {"eval_loss": 1.0}
     assert recipe.run.stats.take() == {"eval_loss": 1.0}
+
+
+def test_a_reward_model_trains_on_the_last_tokens_of_pairs(tmp_path):
+    dataset = DatasetConfig(path="x.jsonl", batch_size=2, shuffle=False, type="rw")
+    config = RWConfig(experiment_name="e", trial_name="t", train_dataset=dataset, model=TrainEngineConfig(path="m"))
+    pairs = [(np.full(3 + i, i, np.int32), np.full(2, 10 + i, np.int32)) for i in range(4)]
+    recipe = RewardModel(make_run(tmp_path, config), pairs, pairs[:3])
+    assert (recipe.total_steps, recipe.position(1)) == (2, (0, 2))
+    recipe.update(2, recipe.batch(2))
+    ((rows, weight, _),) = recipe.run.engine.updates
+    assert weight == 2.0
+    assert [(int(ids[0]), mask.tolist()) for ids, mask in zip(rows.ids, rows.columns["loss_mask"], strict=True)] == [
+        (2, [False] * 4 + [True]),
+        (12, [False, True]),
+        (3, [False] * 5 + [True]),
+        (13, [False, True]),
+    ]
+    numbers = recipe.run.stats.take()
+    assert numbers["loss"] == pytest.approx(np.log(2)) and numbers["accuracy"] == 0 and numbers["num_tokens"] == 15
+    assert recipe.evaluate(0) == {}
+    assert recipe.evaluate(1) == pytest.approx({"eval_loss": np.log(2), "eval_accuracy": 0.0})
