@@ -124,6 +124,14 @@ def reference_model(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"ref.optimizer.{name}: the reference model is not trained; leave ref.optimizer out, or set it to null."
 
 
+def reference_micro_batches(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    if not isinstance(config, GRPOConfig) or config.ref is None:
+        return
+    limit, new = config.ref.mb_spec.max_tokens_per_mb, config.gconfig.max_new_tokens
+    if limit is not None and limit <= new:
+        yield f"ref.mb_spec.max_tokens_per_mb {limit} can't hold gconfig.max_new_tokens {new} and a prompt."
+
+
 def optimizers(config: Config, explicit: Collection[str]) -> Iterator[str]:
     section, engine = trained(config)
     optimizer = engine.optimizer
@@ -187,4 +195,4 @@ def _critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator
         yield f"{section}.mb_spec.granularity {granularity}: only a reward model has sequences that belong together; use 1."
 
 
-TRAIN_RULES = [engines, rewards, reference_model, optimizers, devices]
+TRAIN_RULES = [engines, rewards, reference_model, reference_micro_batches, optimizers, devices]

@@ -88,6 +88,7 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["gconfig.n_samples=1", "train_dataset.batch_size=4", "actor.dynamic_sampling=true"], "would drop every group of one"),
         (["actor.kl_ctl=0.1"], "actor.kl_ctl 0.1 needs a reference model: add a section ref"),
         (["actor.beta=0.04"], "actor.beta 0.04 needs a reference model"),
+        (["ref.path=/m", "ref.mb_spec.max_tokens_per_mb=16"], "ref.mb_spec.max_tokens_per_mb 16 can't hold"),
         (["ref.path=/m", "ref.optimizer.lr=1"], "ref.optimizer.lr: the reference model is not trained"),
         (["ref.path=/m", "ref.attn_impl=flash_attention_2"], "ref.attn_impl flash_attention_2 can't be used without GPUs"),
         (["evaluator.freq_steps=1"], "evaluator.freq_steps has no effect without valid_dataset"),
@@ -180,6 +181,14 @@ def test_a_reward_model_trial_is_named_by_trainer_or_by_its_rows(named):
             checked(named, override, base=SFT)
     with pytest.raises(ConfigError, match="only a reward model"):
         checked("model.is_critic=true", base=SFT)
+
+
+def test_a_section_of_a_file_leaves_what_it_does_not_name_at_defaults_that_adapt(tmp_path):
+    file = tmp_path / "ref.yaml"
+    file.write_text("ref: {path: /m, optimizer: null, backend: fsdp}\nactor: {optimizer: {type: adam, lr: 1.0e-5}}\n")
+    loaded = check(load([file], GRPO), files=False)
+    assert (loaded.config.ref.dtype, loaded.config.ref.attn_impl, loaded.config.ref.optimizer) == ("float32", "sdpa", None)
+    assert "actor.optimizer.lr" in loaded.explicit and "actor.optimizer.beta1" not in loaded.explicit
 
 
 def test_names_that_areal_files_repeat_pass():
