@@ -10,6 +10,8 @@ TORCH ?= torch==2.13.0
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
+# a missing Slurm or SGLang fails instead of skipping
+export HPC_RL_TEST_REQUIRE ?= slurm,sglang
 
 .PHONY: quickstart setup format check test soak clean
 
@@ -41,12 +43,12 @@ check: $(VENV)/dev
 	$(BIN)/python -m pytest -q tests/unit tests/golden
 
 test: check
-	tests/slurm/cluster.sh install
+	$(BIN)/python tests/slurm/packages.py
 	tests/sglang/install.sh
 	$(BIN)/python -m pytest tests/integration tests/faults tests/slurm tests/sglang -m "not soak"
 
 soak: $(VENV)/dev
-	tests/slurm/cluster.sh install
+	$(BIN)/python tests/slurm/packages.py
 	tests/sglang/install.sh
 	$(BIN)/python -m pytest tests -m soak --timeout 7200
 

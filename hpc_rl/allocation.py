@@ -127,7 +127,8 @@ class _Parser:
 
     def fail(self, reason: str, position: int | None = None) -> NoReturn:
         where = self.tokens[self.at][2] if position is None else position
-        raise ConfigError(f"allocation_mode {self.text!r}, character {where + 1}: {reason}{'' if reason.endswith('?') else '.'}")
+        shown = self.text if len(self.text) <= 200 else f"{self.text[:100]}…"
+        raise ConfigError(f"allocation_mode {shown!r}, character {where + 1}: {reason}{'' if reason.endswith('?') else '.'}")
 
     def peek(self, ahead: int = 0) -> str:
         return self.tokens[min(self.at + ahead, len(self.tokens) - 1)][1]
@@ -258,5 +259,7 @@ class _Parser:
             self.fail(f"{letter} needs a number" + (", or * for what is left" if letter == "d" and starred else ""))
         if text.startswith("0"):
             self.fail(f"{letter}{text}: a number from 1, without leading zero")
+        if len(text) > 9:
+            self.fail(f"{letter} has {len(text)} digits")
         self.at += 1
         return int(text)

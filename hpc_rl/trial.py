@@ -6,6 +6,7 @@ Also the two ways in which this project writes a file: `write_atomic` (temp, fsy
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
@@ -30,6 +31,15 @@ def check_name(what: str, name: str) -> str:
     return name
 
 
+def account() -> str:
+    """The name of this account as a directory's; its number where it has none, as in many containers."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+    return name if NAME.fullmatch(name) and ".." not in name else str(os.getuid())
+
+
 def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
     """Replace `path` as a whole: readers see the old content or the new one. Raises OSError."""
     raw = data.encode() if isinstance(data, str) else data
@@ -45,8 +55,8 @@ def create_exclusive(path: Path, data: bytes | str, mode: int = 0o644) -> bool:
     """Create `path` with its content, whole, or find that it exists: true for the one winner. Raises OSError."""
     raw = data.encode() if isinstance(data, str) else data
     temp = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
-    _write_synced(temp, raw, mode)
     try:
+        _write_synced(temp, raw, mode)
         os.link(temp, path)
         return True
     except FileExistsError:

@@ -9,6 +9,7 @@ first TERM; a second TERM ends the process.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ from hpc_rl.proc import start_ticks
 from hpc_rl.trial import Attempt, Trial, write_json
 
 logger = logging.getLogger(__name__)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 SAME_TERM_S = 2.0  # a scheduler's TERM may come twice, by way of the launcher too
 
 
@@ -59,12 +61,12 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     attempt = trial.attempt(args.attempt)
     tokens = trial.tokens()
     log.setup(role, f"{args.index}/{rank}", list(tokens.values()))
-    _leave_process_record(attempt, role, args.index, args.incarnation, rank)
     stopping = threading.Event()
     _obey_signals(stopping)
     threading.Thread(target=_listen_to_supervisor, args=(stopping,), daemon=True, name="supervisor-pipe").start()
 
     def start() -> int | None:
+        _leave_process_record(attempt, role, args.index, args.incarnation, rank)
         config = from_dict(json.loads(trial.config_json.read_bytes()))
         plan = Plan.from_json(json.loads(trial.plan_json.read_bytes()))
         num_ranks = int(os.environ.get("HPC_RL_NUM_RANKS", 1))
@@ -72,7 +74,10 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
 
     code, reason = _guarded(start)
     record = attempt.exit_record(role, args.index, args.incarnation, rank)
-    write_json(record, {"code": int(code), "reason": reason, "time": time.time()})
+    try:
+        write_json(record, {"code": int(code), "reason": reason, "time": time.time()})
+    except OSError as error:  # a full disk: the code still tells
+        logger.error("the exit record can't be written: %s", error)
     logging.shutdown()
     sys.stdout.flush()
     os._exit(int(code))  # threads of engines and HTTP servers must not hold the exit
@@ -100,7 +105,8 @@ def _guarded(start: Callable[[], int | None]) -> tuple[int, str]:
         return error.exit_code, str(error)
     except BaseException as error:
         logger.error("%s", traceback.format_exc())
-        return ExitCode.FAILED, f"{type(error).__name__}: {error}"
+        no_room = isinstance(error, OSError) and error.errno in NO_ROOM
+        return ExitCode.CANNOT_WRITE if no_room else ExitCode.FAILED, f"{type(error).__name__}: {error}"
 
 
 def _leave_process_record(attempt: Attempt, role: str, index: int, incarnation: int, rank: int) -> None:

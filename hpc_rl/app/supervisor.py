@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_rl import log
@@ -38,9 +39,13 @@ def main() -> int:
     except HpcRlError as error:
         logger.error("%s", error)
         code = ExitCode.BAD_CONFIG if isinstance(error, ConfigError) else error.exit_code
-        attempt.make_dirs()
-        write_json(attempt.ended, {"exit_code": int(code), "reason": str(error), "time": time.time()})
+        with suppress(OSError):
+            attempt.make_dirs()
+            write_json(attempt.ended, {"exit_code": int(code), "reason": str(error), "time": time.time()})
         return code
+    except OSError as error:
+        logger.error("the trial directory can't be used: %s", error)
+        return ExitCode.CANNOT_WRITE
 
 
 if __name__ == "__main__":

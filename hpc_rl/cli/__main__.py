@@ -26,7 +26,21 @@ COMMANDS = {  # name -> (module, one line of help)
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line; returns its exit code. Usage errors end by SystemExit(2), as argparse has it."""
-    args = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            return _command(sys.argv[1:] if argv is None else argv)
+        finally:
+            if sys.stdout is not None:  # it is None where the caller closed it
+                sys.stdout.flush()
+    except OSError as error:  # of the output: what a command meets is told by _guarded
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains again at its end
+        if isinstance(error, BrokenPipeError):  # `hpc-rl list | head`: nobody reads any more
+            return 128 + signal.SIGPIPE
+        print(f"hpc-rl: the output can't be written: {error.strerror}", file=sys.stderr)
+        return ExitCode.CANNOT_WRITE
+
+
+def _command(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(overview(), file=sys.stdout if args else sys.stderr)
         return ExitCode.DONE if args else ExitCode.USAGE
@@ -66,18 +80,15 @@ def _unknown(word: str) -> int:
 
 def _guarded(name: str, args: list[str]) -> int:
     try:
-        code = int(importlib.import_module(f"hpc_rl.cli.{COMMANDS[name][0]}").run(args) or 0)
-        sys.stdout.flush()
-        return code
+        return int(importlib.import_module(f"hpc_rl.cli.{COMMANDS[name][0]}").run(args) or 0)
     except HpcRlError as error:
         print(f"hpc-rl: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("hpc-rl: interrupted", file=sys.stderr)
         return ExitCode.KILLED_BY_PERSON
-    except BrokenPipeError:  # `hpc-rl list | head`: nobody reads any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    except BrokenPipeError:
+        raise  # of our own output
     except Exception as error:  # the boundary: everything else is our own mistake
         _tell_internal(error)
         return ExitCode.FAILED

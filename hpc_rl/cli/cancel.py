@@ -6,7 +6,7 @@ from hpc_rl.cli.options import add_json, add_trial, new_parser, print_json, seco
 from hpc_rl.errors import ExitCode
 from hpc_rl.launch import index
 from hpc_rl.launch.cancel import Cancelled, Outcome, cancel, wait
-from hpc_rl.launch.words import span
+from hpc_rl.launch.words import span, typed
 from hpc_rl.trial import Trial
 
 WORDS = {
@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
     if args.wait_s and acted:
         return _wait(trial, acted[-1], args.wait_s, quiet=args.json)
     if acted and not args.json:
-        print(f"next  hpc-rl status {trial}")
+        print(f"next  {typed()} status {index.handle(trial)}")
     return 0
 
 
@@ -48,8 +48,9 @@ def _wait(trial: Trial, item: Cancelled, timeout_s: float, quiet: bool) -> int:
     state = wait(trial, item.job, timeout_s)
     if state is None:
         if not quiet:
-            print(f"job {item.job.job_id} still runs after {span(timeout_s)}; it goes on ending: hpc-rl status {trial}")
+            look = f"{typed()} status {index.handle(trial)}"
+            print(f"job {item.job.job_id} still runs after {span(timeout_s)}; it goes on ending: {look}")
         return ExitCode.STOPPED
     if not quiet:
-        print(f"job {item.job.job_id} is over. To go on one day: hpc-rl recover {trial}")
+        print(f"job {item.job.job_id} is over. To go on one day: {typed()} recover {index.handle(trial)}")
     return 0

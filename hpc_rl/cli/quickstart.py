@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from pathlib import Path
 
 from hpc_rl.cli.options import count, new_parser
 from hpc_rl.errors import ConfigError
@@ -19,10 +18,20 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("--dir", default="quickstart", help="where everything goes (default: ./quickstart)")
     parser.add_argument("--seed", type=count, default=1, help="seed of everything (default: 1)")
+    parser.add_argument("--only_prepare", "--only-prepare", action="store_true", help="make the model and the task, then stop")
     args, rest = parser.parse_known_args(argv)
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("quickstart trains a model here, and torch is not installed: pip install 'hpc-rl[train]'")
-    where = str(Path(args.dir).expanduser().absolute())
-    command = [sys.executable, "-m", "hpc_rl.app.quickstart", "--dir", where, "--seed", str(args.seed), *rest]
+    refuse(rest)
+    where = os.path.abspath(os.path.expanduser(args.dir))
+    command = [sys.executable, "-m", "hpc_rl.app.quickstart", "--dir", where, "--seed", str(args.seed)]
     sys.stdout.flush()
-    os.execv(sys.executable, command)
+    os.execv(sys.executable, [*command, *(["--only_prepare"] if args.only_prepare else []), *rest])
+
+
+def refuse(overrides: list[str]) -> None:
+    """What the GRPO trial would refuse after the preparation is refused before it. Raises ConfigError."""
+    from hpc_rl.config.load import load
+    from hpc_rl.render.roots import template_root
+
+    load([template_root() / "configs" / "quickstart" / "grpo.yaml"], overrides)

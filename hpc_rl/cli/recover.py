@@ -10,7 +10,7 @@ from hpc_rl.cli.options import add_trial, new_parser, print_json
 from hpc_rl.cli.submit import add_outcome, announce, parse, plan_of
 from hpc_rl.config.load import ALIASES, Loaded, load
 from hpc_rl.config.source import read_overrides
-from hpc_rl.errors import ConfigError, ExitCode, NothingToResume, TrialStateError
+from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, TrialStateError
 from hpc_rl.launch import index
 from hpc_rl.launch import submit as submission
 from hpc_rl.trial import Trial, read_json, write_json
@@ -36,7 +36,11 @@ def run(argv: list[str]) -> int:
     planned = plan_of(loaded)
     parent = next((record.submission for record in reversed(read_lineages(trial))), None)
     finished = read_json(trial.done)
-    trial.done.unlink(missing_ok=True)  # it goes on
+    try:
+        if trial.done.exists():
+            trial.done.unlink()  # it goes on
+    except OSError as error:
+        raise CannotWrite(f"{trial.done} can't be removed: {error.strerror or error}. The trial was left as it was.") from error
     try:
         done = submission.submit(
             planned.loaded, planned.plan, command=["hpc-rl", "recover", *argv], trial=trial, recover=True, lineage_parent=parent

@@ -10,7 +10,7 @@ from hpc_rl.launch import index
 from hpc_rl.launch.ask import ask_newest
 from hpc_rl.launch.incarnations import RoleStory
 from hpc_rl.launch.story import AttemptStory, Story, tell
-from hpc_rl.launch.words import clock, end_words, number, rate, span
+from hpc_rl.launch.words import clock, end_words, number, rate, span, typed
 
 WIDTH = 12  # of the first column
 
@@ -155,13 +155,13 @@ def next_lines(story: Story) -> list[str]:
 
 def suggestions(story: Story) -> list[str]:
     """What to type next."""
-    name = index.handle(story.trial)
+    name, program = index.handle(story.trial), typed()
     if story.state in ("running", "pending", "stopping"):
-        commands = [f"hpc-rl logs {name} --follow"]
-        return commands if story.state == "stopping" else [*commands, f"hpc-rl cancel {name}"]
+        commands = [f"{program} logs {name} --follow"]
+        return commands if story.state == "stopping" else [*commands, f"{program} cancel {name}"]
     if story.state == "done":
-        return [f"hpc-rl logs {name}"]
+        return [f"{program} logs {name}"]
     if story.state == "rendered":
         return [f"ls {story.trial.scripts}"]
-    commands = [f"hpc-rl logs {name}"]
-    return [*commands, f"hpc-rl recover {name}"] if story.generation is not None else commands
+    commands = [f"{program} logs {name}"]
+    return [*commands, f"{program} recover {name}"] if story.generation is not None else commands

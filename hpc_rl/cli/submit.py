@@ -11,9 +11,12 @@ from typing import Any
 from hpc_rl.cli.options import add_json, new_parser, print_json
 from hpc_rl.config.check import check
 from hpc_rl.config.load import Loaded, load
+from hpc_rl.errors import ExitCode
 from hpc_rl.launch import index
 from hpc_rl.launch import submit as submission
+from hpc_rl.launch.story import newest_generation
 from hpc_rl.launch.submit import Submission
+from hpc_rl.launch.words import typed
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.schedulers import pick
@@ -102,7 +105,12 @@ def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> in
         return 0
     from hpc_rl.launch.follow import follow  # rich takes its time to import
 
-    return follow(made.trial)
+    try:
+        return follow(made.trial)
+    except KeyboardInterrupt:
+        name, program = index.handle(made.trial), typed()
+        print(f"\nhpc-rl: interrupted; the trial goes on. End it with: {program} cancel {name}", file=sys.stderr)
+        return ExitCode.KILLED_BY_PERSON
 
 
 def notes(planned: Planned) -> list[str]:
@@ -111,12 +119,16 @@ def notes(planned: Planned) -> list[str]:
 
 def lines(made: Submission) -> list[str]:
     job = [f"job        {made.job_id} ({made.scheduler})"] if made.job_id else []
-    return [f"trial      {made.trial}", f"directory  {made.trial.dir}", *job, f"script     {made.script}"]
+    newest = newest_generation(made.trial)
+    start = (
+        [] if newest is None else [f"start      from generation {newest} if it verifies; a fresh start needs another trial_name"]
+    )
+    return [f"trial      {made.trial}", f"directory  {made.trial.dir}", *job, *start, f"script     {made.script}"]
 
 
 def next_lines(trial: Trial) -> list[str]:
-    name = index.handle(trial)
-    commands = [f"hpc-rl status {name}", f"hpc-rl logs {name} --follow", f"hpc-rl cancel {name}"]
+    name, program = index.handle(trial), typed()
+    commands = [f"{program} status {name}", f"{program} logs {name} --follow", f"{program} cancel {name}"]
     return [f"{'next' if number == 0 else '':<11}{command}" for number, command in enumerate(commands)]
 
 

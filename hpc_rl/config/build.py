@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from hpc_rl.config.limits import Grammar, Limits
+from hpc_rl.config.limits import Grammar, Limits, Place
+
+LONGEST_SHOWN = 200  # characters of a value in a message
+LARGEST_INT = 2**53 - 1  # what JSON readers agree on
 
 
 @dataclass(frozen=True)
@@ -203,8 +206,12 @@ def _say(item: Given) -> str:
     value = item.plain()
     kinds = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a mapping"}
     if value is None:
-        return "null"
+        return "nothing" if item.is_argument and not item.text else "null"
     shown = item.text if item.text is not None else repr(value)
+    if not shown.isprintable():
+        shown = repr(shown)
+    if len(shown) > LONGEST_SHOWN:
+        shown = f"{shown[: LONGEST_SHOWN // 2]}… ({len(shown)} characters)"
     return f"{shown} ({kinds.get(type(value), type(value).__name__)})"
 
 
@@ -233,6 +240,8 @@ def _convert(kind: Any, item: Given) -> Any:
                 raise ValueError
             if isinstance(extra, Grammar) and not _fits(extra, converted, item):
                 raise ValueError
+            if isinstance(extra, Place) and extra.refusal(converted):
+                raise ValueError(extra.refusal(converted))
         return converted
     if origin is Literal:
         return _choice(typing.get_args(kind), item)
@@ -247,10 +256,16 @@ def _convert(kind: Any, item: Given) -> Any:
     if kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
         return _number(kind, value)
     if kind is str and item.text is not None and not isinstance(value, bool) and value is not None:
-        return item.text  # `account: 1234`: the digits as they were written
+        return _text(item.text)  # `account: 1234`: the digits as they were written
     if kind is str and isinstance(value, str):
-        return value
+        return _text(value)
     raise ValueError
+
+
+def _text(value: str) -> str:
+    if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
+        raise ValueError("It must be text without NUL, in UTF-8.")
+    return value
 
 
 def _fits(grammar: Grammar, text: str, item: Given) -> bool:
@@ -266,6 +281,8 @@ def _choice(allowed: tuple[Any, ...], item: Given) -> Any:
 
 
 def _number(kind: type, value: float) -> float:
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        raise ValueError(f"Numbers end at {LARGEST_INT}.")
     if not math.isfinite(value):
         raise ValueError("It must be finite.")
     if kind is int and value != int(value):

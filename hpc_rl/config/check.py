@@ -147,7 +147,8 @@ def groups(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"gconfig.n_samples {n_samples}: actor.{name} is by group, and a group of one says nothing; use at least 2."
     rows, parts = config.train_dataset.batch_size * n_samples, actor.ppo_n_minibatches
     if rows % parts:
-        near = next(n for n in range(min(parts, rows), 0, -1) if rows % n == 0)
+        most = min(parts, rows)
+        near = next((n for n in range(most, max(0, most - 100_000), -1) if rows % n == 0), 1)  # a long search helps nobody
         yield (
             f"actor.ppo_n_minibatches {parts} does not divide train_dataset.batch_size * gconfig.n_samples = {rows} rows; "
             f"the nearest that does is {near}."
@@ -292,6 +293,17 @@ def _relative_hint(name: str, explicit: Collection[str]) -> str:
     return "; a relative path is taken from the working directory" if name in explicit else ""
 
 
+def site_templates(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    folder = config.launcher.site_templates
+    if folder and not Path(folder).is_dir():
+        yield f"launcher.site_templates {folder} is not a directory{_relative_hint('launcher.site_templates', explicit)}."
+
+
+def fileroot(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    if ":" in config.cluster.fileroot:
+        yield f"cluster.fileroot {config.cluster.fileroot} can't be used: the search path of Python's modules holds no colons."
+
+
 def shared_places(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """What several nodes read and write must not lie in the memory of one."""
     if config.cluster.n_nodes == 1:
@@ -339,4 +351,4 @@ RULES: list[Rule] = [
     environments,
     *TRAIN_RULES,
 ]
-FILE_RULES: list[Rule] = [dataset_files, shared_places]
+FILE_RULES: list[Rule] = [dataset_files, site_templates, fileroot, shared_places]

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpc_rl.config.limits import Executable, NonNegativeInt, PathText, PositiveInt, SlurmMemory, SlurmTime
+from hpc_rl.config.limits import Executable, NodeCount, PathText, PositiveInt, SlurmMemory, SlurmTime, UnitCount
 from hpc_rl.errors import ConfigError
 
 
@@ -36,8 +36,8 @@ class ClusterSpecConfig:
 
     name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
     fileroot: PathText = "~/hpc-rl"
-    n_nodes: PositiveInt = 1
-    n_gpus_per_node: NonNegativeInt = 8
+    n_nodes: NodeCount = 1
+    n_gpus_per_node: UnitCount = 8
 
 
 @dataclass(kw_only=True)

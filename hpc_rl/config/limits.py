@@ -37,8 +37,17 @@ class Place:
 
     bare_names: bool = False  # a name without a slash is looked up on the PATH, and stays as it is
 
+    def refusal(self, text: str) -> str:
+        """Why no file can be called so; empty where one can."""
+        if any(ord(char) < 32 or ord(char) == 127 for char in text):
+            return "A path can't hold line breaks or control characters."
+        too_long = len(text.encode()) > 3000 or any(len(part.encode()) > 255 for part in text.split("/"))
+        return "It is too long for a path." if too_long else ""
+
 
 PositiveInt = Annotated[int, Limits(at_least=1)]
+NodeCount = Annotated[int, Limits(at_least=1, at_most=10_000)]
+UnitCount = Annotated[int, Limits(at_least=0, at_most=1000)]
 NonNegativeInt = Annotated[int, Limits(at_least=0)]
 PositiveFloat = Annotated[float, Limits(above=0)]
 NonNegativeFloat = Annotated[float, Limits(at_least=0)]

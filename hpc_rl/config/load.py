@@ -102,8 +102,13 @@ def pick_trainer(sources: Sequence[Given]) -> str:
         return "rw" if found == ["model"] and _has_pairs(sources) else sections[found[0]]
     if found:
         raise ConfigError("both actor and model are given: a grpo trial has a section actor, an sft trial a section model.")
-    hint = "" if sources else " Give a configuration with --config FILE."
-    raise ConfigError(f"neither actor nor model is given: a grpo trial has a section actor, an sft trial a section model.{hint}")
+    files = (source.origin for source in sources if not source.origin.startswith("command line"))
+    where = ", ".join(dict.fromkeys(origin.rpartition(":")[0] or origin for origin in files))
+    raise ConfigError(
+        f"neither actor nor model is given{f' in {where}' if where else ''}: "
+        "a grpo trial has a section actor, an sft trial a section model."
+        + ("" if where else " Give a configuration with --config FILE.")
+    )
 
 
 def _has_pairs(sources: Sequence[Given]) -> bool:
@@ -133,7 +138,10 @@ def _interpolate(builder: Builder) -> None:
     tree = _defaults(builder.root)
     for name, item in sorted(builder.settings.items()):
         _put(tree, name.split("."), item.plain())
-    whole = omegaconf.OmegaConf.create(tree)
+    try:
+        whole = omegaconf.OmegaConf.create(tree)
+    except omegaconf.errors.GrammarParseError as error:
+        raise ConfigError(f"{error.full_key}: the ${{…}} in it can't be read; a reference is ${{section.option}}.") from error
     for name, item in wanted.items():
         try:
             value = omegaconf.OmegaConf.select(whole, name)

@@ -24,6 +24,7 @@ class Yaml12(yaml.SafeLoader):
     }
 
 
+_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")}
 _FLOAT = (
     r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
     r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
@@ -67,13 +68,13 @@ def read_overrides(tokens: list[str], aliases: Mapping[str, str]) -> list[tuple[
     rest = iter(tokens)
     for token in rest:
         name, equals, value = token.partition("=")
-        if token.startswith("--"):
+        if token.startswith("--") and len(name) > 2:
             name = name[2:]
             if not equals:
                 value = next(rest, "--")
                 if value.startswith("--"):
                     raise ConfigError(f"{token} needs a value: {token} VALUE, or {token}=VALUE.")
-        elif token.startswith(("-", "~")) or not equals:
+        elif token.startswith(("-", "~")) or not equals or not name:
             raise ConfigError(f"argument {token!r} is not understood: an option is set with --a.b VALUE or a.b=VALUE.")
         name = name.removeprefix("+")
         full = aliases.get(name) or aliases.get(name.replace("-", "_")) or name
@@ -82,27 +83,37 @@ def read_overrides(tokens: list[str], aliases: Mapping[str, str]) -> list[tuple[
 
 
 def _parse(text: str, name: str) -> Given:
-    loader = Yaml12(text)
+    loader = None
     try:
+        loader = Yaml12(text)
         node = loader.get_single_node()
         return Given(None, name) if node is None else _convert(loader, node, name)
+    except RecursionError:
+        raise ConfigError(f"{name}: not usable YAML: it is nested too deeply, or holds itself.") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
         raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}.") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not valid YAML: {error}.") from error
+        raise ConfigError(f"{name}: not valid YAML: {str(error).splitlines()[0]}.") from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _convert(loader: Yaml12, node: yaml.Node, name: str) -> Given:
     origin = f"{name}:{node.start_mark.line + 1}"
+    if node.tag not in _TAGS:
+        raise ConfigError(f"{origin}: the YAML tag {node.tag.replace('tag:yaml.org,2002:', '!!')} can't be used here.")
     if isinstance(node, yaml.MappingNode):
         return Given(_mapping(loader, node, name), origin)
     if isinstance(node, yaml.SequenceNode):
         return Given([_convert(loader, item, name) for item in node.value], origin)
-    return Given(loader.construct_object(node), origin, node.value)
+    try:
+        return Given(loader.construct_object(node), origin, node.value)
+    except ValueError as error:  # thousands of digits, or `!!int ten`
+        shown = node.value if len(node.value) < 40 else f"{node.value[:20]}… ({len(node.value)} characters)"
+        raise ConfigError(f"{origin}: {shown} can't be read as a number.") from error
 
 
 def _mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[str, Given]:
@@ -115,6 +126,8 @@ def _mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[str, Giv
         item = _convert(loader, value_node, name)
         if key_node.tag == "tag:yaml.org,2002:merge":
             for part in item.value if isinstance(item.value, list) else [item]:
+                if not isinstance(part.value, dict):
+                    raise ConfigError(f"{name}:{line}: << needs a mapping, or a list of mappings.")
                 merged = {**part.value, **merged}
         elif key_node.value in own:
             first = own[key_node.value].origin

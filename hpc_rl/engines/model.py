@@ -110,8 +110,15 @@ def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Policy:
     if config.disable_dropout:
         _disable_dropout(hf)
     if config.gradient_checkpointing and not frozen:
-        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _recompute_activations(hf)
     return Scorer(hf) if config.is_critic else Policy(hf)
+
+
+def _recompute_activations(hf: Any) -> None:
+    if hasattr(hf, "activation_checkpointing_enable"):  # its name in newer versions of transformers, which warn of the older one
+        hf.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _refuse_other_heads(hf: Any) -> None:

@@ -13,9 +13,11 @@ def learning_curve(train: list[tuple[int, float]], heldout: list[tuple[int, floa
     plotext.ylim(0, 1)
     plotext.plot(*zip(*_smoothed(train), strict=True), label="training prompts (mean of 10 steps)", marker="braille")
     plotext.scatter(*zip(*heldout, strict=True), label="held-out prompts", marker="●")
+    last = max(step for step, _ in (*train, *heldout))
+    plotext.xticks(sorted({round(last * part / 5) for part in range(6)}))
     plotext.xlabel("step")
     plotext.ylabel("reward")
-    return plotext.uncolorize(plotext.build())
+    return "\n".join(line.rstrip() for line in plotext.uncolorize(plotext.build()).rstrip().splitlines())
 
 
 def _smoothed(points: list[tuple[int, float]], window: int = 10) -> list[tuple[int, float]]:

@@ -42,7 +42,9 @@ def make_model(folder: Path, seed: int = 0) -> None:
     """Write a random Qwen3 of 131k parameters with its tokenizer as a Hugging Face checkpoint. Imports torch."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = make_tokenizer()
     config = Qwen3Config(
         vocab_size=tokenizer.vocab_size,

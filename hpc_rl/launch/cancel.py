@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import getpass
 import socket
 import time
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from hpc_rl.errors import CannotWrite, SchedulerError
 from hpc_rl.launch.ask import scheduler_of
 from hpc_rl.launch.story import Job, read_jobs
 from hpc_rl.schedulers.base import JobState, Scheduler, State
-from hpc_rl.trial import Trial, write_json
+from hpc_rl.trial import Trial, account, write_json
 
 POLL_S = {"local": 0.5}
 POLL_OTHERS_S = 10.0
@@ -76,7 +75,7 @@ def _tell(scheduler: Scheduler, job: Job, state: JobState, now: bool) -> Outcome
 
 
 def _wish(trial: Trial, job: Job, now: bool) -> None:
-    wish = {"time": time.time(), "user": getpass.getuser(), "host": socket.gethostname(), "now": now}
+    wish = {"time": time.time(), "user": account(), "host": socket.gethostname(), "now": now}
     path = trial.cancel_intent(job.job_id)
     try:
         path.parent.mkdir(exist_ok=True)

@@ -38,8 +38,8 @@ class Claim:
 
     def __enter__(self) -> Claim:
         here = self.trial.dir
-        self._missing = [path for path in reversed([here, *here.parents]) if not path.exists()]
         try:
+            self._missing = [path for path in reversed([here, *here.parents]) if not path.exists()]
             here.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._take()
             self._fresh = [path.name for path in here.iterdir()] == [self._lock.name]

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hpc_rl.launch import takeover
 from hpc_rl.launch.recover import drain_time, unit_end
 from hpc_rl.launch.steps import Handle, ProcessSteps, SrunSteps, Steps, job_hosts
 from hpc_rl.launch.supervisor import Action, AskToStop, End, Finish, Key, Kill, Record, Start, Supervisor
+from hpc_rl.launch.tail import last_lines
 from hpc_rl.name_resolve.base import Lease, NameResolve
 from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers.slurm import SlurmScheduler
@@ -33,6 +35,8 @@ TICK_S = 0.1
 LOOK_EVERY_S = 1.0
 CLOCK_EVERY_S = 30.0
 END_TIME_EVERY_S = 600.0  # limits can be changed, and the controller is shared
+CANCELLED = "cancelled by a person"
+LAST_WORDS = 200  # characters
 SAME_TERM_S = 2.0  # the scheduler and the batch script both bring the same TERM
 
 
@@ -56,6 +60,7 @@ class Driver:
         self._finish: Finish | None = None
         self._failed_starts: list[tuple[Key, int, End]] = []
         self._wishes: list[str] = []
+        self._parent = os.getppid()
         self._granted: set[str] = set()
         self._wrote_events = False
         self._generations: set[tuple[str, int]] = set()
@@ -119,6 +124,7 @@ class Driver:
         with _tolerant("looking around"):
             if self._look.due(now):
                 self._read_intents()
+                self._look_for_the_script()
                 self._look_for_progress()
             if self._renew.due(now):
                 self._renew_lease(lease, now)
@@ -140,9 +146,19 @@ class Driver:
             os.listdir(self.attempt.dir / "exits")  # drops what NFS remembers of names that were not there
         records = [read_json(self.attempt.exit_record(*key, incarnation, rank)) for rank in range(unit.num_tasks)]
         end = unit_end(records, raw_code)
+        if not any(records) and not end.by_signal:
+            end = replace(end, reason=end.reason + self._last_words(unit.num_tasks, *key, incarnation))
         with _tolerant("looking for generations"):
             self._look_for_progress()  # before the end counts as one without progress
         self._do(self._machine.exited(self._clock(), key, incarnation, end))
+
+    def _last_words(self, num_ranks: int, role: str, index: int, incarnation: int) -> str:
+        """How the log of an incarnation ends that left no record: what srun, or a full disk, had to say."""
+        for rank in (None, *range(num_ranks)):
+            said = last_lines(self.attempt.log(role, index, incarnation, rank), 1)
+            if said and said[0].strip():
+                return f"; its log ends: {said[0].strip()[:LAST_WORDS]}"
+        return ""
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -190,9 +206,17 @@ class Driver:
     def _read_intents(self) -> None:
         name = self.trial.cancel_intent(self._job_id).name
         if self.trial.intent.is_dir() and name in os.listdir(self.trial.intent):
-            self._wishes.append("cancelled by a person")
+            self._wishes.append(CANCELLED)
+
+    def _look_for_the_script(self) -> None:
+        """Without the batch script nobody would record the end or start anything again, and no signal would come."""
+        if os.getppid() != self._parent:
+            self._wishes.append("the batch script that started the supervisor was killed")
 
     def _grant_wishes(self) -> None:
+        if self._wishes:
+            self._read_intents()  # a signal may tell of an intent, whose words say more than the signal's name
+            self._wishes.sort(key=lambda why: why != CANCELLED)
         while self._wishes:
             why = self._wishes.pop(0)
             repeated = why in self._granted
@@ -246,10 +270,11 @@ class Driver:
     def _leave(self, lease: Lease, finish: Finish) -> int:
         record = {"exit_code": finish.code, "reason": finish.reason, "time": time.time()}
         self._event("ended", {"role": "supervisor", "code": finish.code, "reason": finish.reason})
-        write_json(self.attempt.ended, record)
-        if finish.code == ExitCode.DONE:
-            write_json(self.trial.done, {"attempt": self.attempt.id, "job_id": self._job_id, "time": time.time()})
-        lease.release()
+        with _tolerant("writing how it ended"):  # the exit code tells too, and the script has that
+            write_json(self.attempt.ended, record)
+            if finish.code == ExitCode.DONE:
+                write_json(self.trial.done, {"attempt": self.attempt.id, "job_id": self._job_id, "time": time.time()})
+            lease.release()
         return finish.code
 
     def _event(self, event: str, details: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ def resolve(text: str) -> Trial:
 
     Raises TrialNameError that lists the candidates, or near names where there is none.
     """
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     spelt_as_path = path.is_absolute() or text.split("/")[0] in (".", "..", "~") or text.startswith("~")
     if spelt_as_path:
         return _by_path(text, path)

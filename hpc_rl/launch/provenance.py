@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import platform
 import socket
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import hpc_rl
+from hpc_rl.trial import account
 
 GIT_TIMEOUT_S = 2.0
 
@@ -26,7 +26,7 @@ def collect(command: list[str], workdir: Path, hashes: dict[str, str]) -> dict[s
         "git": git_state(Path(hpc_rl.__file__).parent.parent),
         "command": command,
         "workdir": str(workdir),
-        "user": getpass.getuser(),
+        "user": account(),
         "host": socket.gethostname(),
         "python": platform.python_version(),
         "sha256": hashes,

@@ -57,10 +57,18 @@ def unit_end(records: Sequence[dict[str, Any] | None], raw_code: int) -> End:
                 return end
     for end in known:
         if end.code not in (ExitCode.DONE, ExitCode.STOPPED) and not end.by_signal:
-            return end
+            return _after_silent_ranks(end, [rank for rank, one in enumerate(ends) if one is None])
     if ends and ends[0] is not None:
         return ends[0]
     return known[0] if known and known[0].by_signal else _unrecorded(raw_code, len(records))
+
+
+def _after_silent_ranks(end: End, silent: list[int]) -> End:
+    """A rank that was killed leaves no record, and its peers complain of a lost connection: name the former first."""
+    if not silent:
+        return end
+    ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+    return End(end.code, f"{ranks} ended without a word (killed?); then a peer: {end.reason}")
 
 
 def _recorded(rank: int, record: dict[str, Any] | None) -> End | None:
@@ -74,6 +82,8 @@ def _unrecorded(raw_code: int, num_ranks: int) -> End:
     code = 128 - raw_code if raw_code < 0 else raw_code
     if code > 128:
         return End(code, f"ended by {_signal_name(code - 128)}")
+    if code == ExitCode.CANNOT_WRITE:
+        return End(code, "could not write where it must (a full disk, or a quota?), not even its exit record")
     if code == 0 and num_ranks:
         return End(ExitCode.FAILED, "ended without leaving an exit record")
     return End(code, f"ended with code {code} before it could leave an exit record")
@@ -94,7 +104,7 @@ def is_failure(code: int) -> bool:
 def after_trainer(end: End, mode: str, failures: int, retries: int) -> Verdict:
     """What follows while nobody asked for a stop. `failures` in a row without a new generation include this end."""
     if end.code == ExitCode.DONE:
-        return Verdict(False, ExitCode.DONE, "the trainer reached its end")
+        return Verdict(False, ExitCode.DONE, "the trainer reached its last step")
     if end.code == ExitCode.STOPPED:
         return Verdict(False, ExitCode.STOPPED, end.reason or "the trainer stopped with its state saved")
     words = end.reason or f"code {end.code}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,12 @@ class Reader:
                 story.last_step = last_steps.get(folder.name)
                 found.append(((submitted.get(job_id, len(jobs)), story.started or 0.0, int(restart)), story))
         stories = [story for _, story in sorted(found, key=lambda pair: pair[0])]
-        for earlier in stories[:-1]:  # a later start means that these are over, whether they left a word or not
-            if earlier.state == "running":
+        ended = {job.job_id: job for job in jobs if job.event == "ended"}
+        for earlier, later in pairwise(stories):  # a later start means that these are over, whether they left a word or not
+            job = ended.get(earlier.job_id) if later.job_id != earlier.job_id else None
+            if earlier.state == "running" and job is not None:
+                earlier.state, earlier.cause = describe_end(job.code, f"{job.reason} (code {job.code})", job.cancelled)
+            elif earlier.state == "running":
                 earlier.state, earlier.cause = "killed", "left no word: killed together with its node, or by the scheduler"
         return stories
 
@@ -307,7 +312,7 @@ def _unstarted(job: Job, job_state: JobState | None) -> tuple[str, str]:
 def _unended(job: Job, own: AttemptStory, job_state: JobState | None, last_sign: float | None) -> tuple[str, str]:
     """The newest attempt left no word of its end."""
     if job.event == "ended":
-        return "killed", f"{job.reason} (code {job.code})"
+        return describe_end(job.code, f"{job.reason} (code {job.code})", job.cancelled)
     if job_state is not None and job_state.state in DEAD_JOBS:
         return DEAD_JOBS[job_state.state], _scheduler_words(job_state)
     silent_s = time.time() - last_sign if last_sign is not None else SILENCE_S

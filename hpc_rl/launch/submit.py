@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-import getpass
 import json
+import os
 import secrets
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,15 +21,16 @@ import yaml
 import hpc_rl
 from hpc_rl.config.load import Loaded, to_dict, trainer_of
 from hpc_rl.config.root import Config
-from hpc_rl.errors import NothingToResume, TrialBusy
+from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, TrialBusy
 from hpc_rl.launch import index, provenance
 from hpc_rl.launch.claim import Claim
+from hpc_rl.launch.story import newest_generation
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import wheel
 from hpc_rl.render.scripts import Stamp, job_name, render, script_name
 from hpc_rl.schedulers import make_scheduler, pick, record
 from hpc_rl.schedulers.base import JobSpec, Scheduler
-from hpc_rl.trial import Trial, read_json, write_json
+from hpc_rl.trial import Trial, account, read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Submission:
 
 def trial_of(config: Config) -> Trial:
     """Where a configuration's trial lies, for the account that asks."""
-    return Trial.of(config.cluster.fileroot, getpass.getuser(), config.experiment_name, config.trial_name)
+    return Trial.of(config.cluster.fileroot, account(), config.experiment_name, config.trial_name)
 
 
 def submit(
@@ -73,8 +76,11 @@ def submit(
     trial = trial or trial_of(loaded.config)
     scheduler = scheduler or make_scheduler(loaded.config.launcher.type, trial)
     check(trial, loaded.config.recover.mode, recover)
+    if scheduler.name == "local" and "launcher.python" in loaded.explicit:
+        check_interpreter(plan.python)
     with Claim(trial) as claim:
         check(trial, loaded.config.recover.mode, recover)  # whoever held the claim before may have submitted
+        check_length(trial, loaded.config.total_train_steps)
         made = _prepare(claim, loaded, plan, list(command), "resume" if recover else plan.recover_mode, scheduler.name)
         job_id = scheduler.submit(JobSpec(job_name(trial), made.script, made.tag))
         claim.keep()
@@ -89,7 +95,7 @@ def render_to(loaded: Loaded, plan: Plan, directory: Path | None = None, *, comm
 
     Raises TrialBusy, CannotWrite, ConfigError.
     """
-    trial = Trial(directory.expanduser().absolute()) if directory else trial_of(loaded.config)
+    trial = Trial(Path(os.path.expanduser(directory)).absolute()) if directory else trial_of(loaded.config)
     name = pick(loaded.config.launcher.type)
     check_idle(trial)
     with Claim(trial) as claim:
@@ -102,12 +108,31 @@ def check(trial: Trial, mode: str, recover: bool = False) -> None:
     check_idle(trial)
     if recover or mode == "resume":
         if not any(trial.recover.glob("gen-*/manifest.json")):
-            raise NothingToResume(f"trial {trial} has no generation to resume from in {trial.recover}.")
+            raise NothingToResume(
+                f"trial {trial} has no generation to resume from in {trial.recover}; "
+                "`hpc-rl submit` with recover.mode=auto starts it from step 0."
+            )
     elif mode in ("disabled", "fault") and trial.has_state():
         raise TrialBusy(
             f"trial {trial} has state already, and recover.mode={mode} starts fresh. Go on from it with `hpc-rl recover {trial}` "
             f"or recover.mode=auto; for a fresh start give another trial_name, or remove {trial.dir}."
         )
+
+
+def check_length(trial: Trial, total_steps: int | None) -> None:
+    """Raises ConfigError where the trial would end before the generation that it goes on from."""
+    newest = newest_generation(trial)
+    if newest is not None and total_steps is not None and total_steps < newest:
+        raise ConfigError(
+            f"total_train_steps {total_steps}: trial {trial} goes on from generation {newest}, which is past that. "
+            f"Allowed: {newest} or more; for a shorter trial give another trial_name."
+        )
+
+
+def check_interpreter(python: str) -> None:
+    """Whether this machine, which is to run the trial, has the interpreter. Raises ConfigError."""
+    if shutil.which(python) is None:
+        raise ConfigError(f"launcher.python {python} is not a program that can be run here; leave it out for {sys.executable}.")
 
 
 def check_idle(trial: Trial) -> None:
@@ -157,7 +182,10 @@ def _prepare(claim: Claim, loaded: Loaded, plan: Plan, command: list[str], start
         zip_name: provenance.sha256(zip_bytes),
     }
     hashes |= {f"scripts/{name}": provenance.sha256(text) for name, text in scripts.items()}
-    trial.make_secret()
+    try:
+        trial.make_secret()
+    except OSError as error:
+        raise CannotWrite(f"{trial.secret} can't be written: {error.strerror or error}") from error
     claim.write(trial.config_yaml, yaml.safe_dump(given(loaded), sort_keys=False, allow_unicode=True))
     claim.write(trial.config_json, config_json)
     claim.write(trial.plan_json, plan_json)

@@ -127,8 +127,12 @@ class Supervisor:
         return [action for slot in self.slots.values() for action in self._start(slot, now)]
 
     def progressed(self, step: int) -> list[Action]:
-        """A new generation was committed."""
+        """A new generation was committed: a helper without a peer has done its part, so its ends before were no crash loop."""
         self.failures = 0
+        roles = [slot.unit.role for slot in self.slots.values()]
+        for slot in self.slots.values():
+            if roles.count(slot.unit.role) == 1:
+                slot.ends_in_a_row = 0
         return [Record("progress", {"step": step})]
 
     def stop(self, now: float, why: str) -> list[Action]:

@@ -102,9 +102,8 @@ def _records(trial: Trial) -> list[ProcessRecord]:
 
 
 def _record(path: Path) -> ProcessRecord | None:
-    data = read_json(path)
     try:
-        record = ProcessRecord(**data)
+        record = ProcessRecord(**(read_json(path) or {}))
     except TypeError:
         return None
     return record if isinstance(record.pid, int) and record.pid > 1 else None

@@ -1,9 +1,14 @@
-"""Numbers and time spans as people read them."""
+"""Numbers, time spans and commands as people read them."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import shlex
+import shutil
+import sys
 import time
+from pathlib import Path
 
 
 def span(seconds: float) -> str:
@@ -46,3 +51,18 @@ def end_words(code: int | None, reason: str) -> str:
     if code is None:
         return "no word of why"
     return f"killed by signal {-code if code < 0 else code - 128}" if code < 0 or 128 < code < 160 else f"exit code {code}"
+
+
+def typed(program: str = "hpc-rl") -> str:
+    """What to type, from here, for a program of this environment: its name where the PATH has it, else a path."""
+    ours = Path(sys.executable).with_name(program)
+    found = shutil.which(program)
+    if (found and os.path.realpath(found) == os.path.realpath(ours)) or not ours.exists():
+        return program
+    return near(ours)
+
+
+def near(path: Path) -> str:
+    """A path as a person would type it: relative where it lies below the working directory, quoted for a shell."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))

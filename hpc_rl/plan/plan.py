@@ -199,7 +199,7 @@ def _refuse_idle_ranks(config: Config, ranks: int) -> None:
         made_of += " * gconfig.n_samples / actor.ppo_n_minibatches"
     if rows < ranks:
         enough = f"use fsdp:d{rows} or less, or more rows"
-        raise DoesNotFit(f"{ranks} trainer ranks share {rows} rows per update ({made_of}): {enough}.")
+        raise DoesNotFit(f"{ranks} trainer ranks share {rows} row{'' if rows == 1 else 's'} per update ({made_of}): {enough}.")
 
 
 # -- units

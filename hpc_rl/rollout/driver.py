@@ -105,6 +105,8 @@ class Driver:
         issue = self.core.running.get(ticket)
         if issue is None:
             return
+        if frame["op"] == "group" and self.core.overtaken(ticket, frame["newest_lineage"]):
+            return
         if frame["op"] == "group":
             numbers = {name: frame[name] for name in MEASURED}
             record = GroupRecord(index=issue.index, begun=issue.begun, **numbers)

@@ -42,6 +42,11 @@ class Rules:
     order: Literal["ready", "in_order"] = "ready"
     prompt_retries: int = 2
 
+    @property
+    def bounds_age(self) -> bool:
+        """Whether each group's age counts: synchronous training has no use for older weights, whatever the bound."""
+        return self.bound != "soft" or self.eta == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Issue:
@@ -113,18 +118,32 @@ class Sequencer:
     def observe(self, lineage: int, version: int) -> list[int]:
         """The trainer is at this version of this lineage; returns tickets that are given up. Raises Stale for an old lineage.
 
-        A trainer that went back makes the weights older than what runs was begun at. Where age is bounded, that is issued again.
+        A trainer that went back makes the weights older than what runs was begun at. Where age is bounded, that is issued again;
+        where training is synchronous, so is what a new lineage's publish has cut in two, for bits depend on it.
         """
         if lineage < self.lineage:
             raise Stale(f"lineage {lineage} asks, but lineage {self.lineage} has begun")
-        if lineage > self.lineage or self.version is None:
+        took_over = lineage > self.lineage
+        if took_over or self.version is None:
             self.lineage, self.version = lineage, version
         self.version = max(self.version, version)
-        if self.rules.bound == "soft":
+        if not self.rules.bounds_age:
             return []
-        early = [ticket for ticket, issue in self.running.items() if issue.begun > self.version]
-        self.lost(early)
-        return early
+        all_of_them = took_over and self.rules.eta == 0
+        given_up = [ticket for ticket, issue in self.running.items() if all_of_them or issue.begun > self.version]
+        self.lost(given_up)
+        return given_up
+
+    def overtaken(self, ticket: int, newest_lineage: int) -> bool:
+        """Whether a finished group is given up: it has tokens of a trainer that went back, published, and has not asked yet.
+
+        Nothing is issued then before that trainer shows where it is, for it would fare the same.
+        """
+        if not self.rules.bounds_age or newest_lineage <= self.lineage:
+            return False
+        self.lost([ticket])
+        self.version = None
+        return True
 
     def skip_to(self, step: int) -> None:
         """Begin at batch `step` although nothing is known of those before: their prompts count as used."""

@@ -3,7 +3,8 @@
 In:  {"op": "run", "ticket", "index", "epoch", "row", "columns", "input_ids", "version", "evaluate"};
      {"op": "cancel", "ticket"}.
 Out: {"op": "ready"}, then for each ticket one of
-     {"op": "group", "ticket", "oldest_step", "oldest_lineage", "num_trajectories", "num_tokens", "reward_sum", "group": bytes},
+     {"op": "group", "ticket", "oldest_step", "oldest_lineage", "newest_lineage", "num_trajectories", "num_tokens",
+      "reward_sum", "group": bytes},
      {"op": "scored", "ticket", "reward", "num_tokens", "versions"}    of an evaluation,
      {"op": "rejected", "ticket", "reason"}                            the prompt's own fate: not tried again,
      {"op": "failed", "ticket", "error"}                               an exception: tried again a few times.
@@ -18,11 +19,13 @@ import secrets
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
+
 from hpc_rl.config.root import GRPOConfig
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import RoleFailed, ServerUnavailable
 from hpc_rl.rollout import frames
-from hpc_rl.rollout.rewards import Rewarder, RewardFailed
+from hpc_rl.rollout.rewards import Rewarder, RewardFailed, checked
 from hpc_rl.rollout.workflow import Generate, TooLong, Workflow, sampling
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.types import TrajectoryGroup, Turn, encode
@@ -113,6 +116,8 @@ class Worker:
         group = await self.workflow({**frame["columns"], "input_ids": frame["input_ids"]}, generate)
         if group is None or not group.trajectories:
             return {"op": "rejected", "reason": "workflow_none"}
+        for trajectory in group.trajectories:
+            trajectory.reward = checked(trajectory.reward)  # a workflow may set it by itself
         return _scored(group) if frame["evaluate"] else _finished(group, frame["index"])
 
     async def _generate(self, requests: list[GenerateRequest]) -> list[Turn]:
@@ -140,11 +145,12 @@ class Worker:
 
 def _finished(group: TrajectoryGroup, index: int) -> dict[str, Any]:
     group.index = index
-    lineages = [int(made.min()) for t in group.trajectories if (made := t.lineages[t.loss_mask]).size]
+    lineages = [int(lineage) for t in group.trajectories for lineage in np.unique(t.lineages[t.loss_mask])]
     return {
         "op": "group",
         "oldest_step": group.oldest_step(),
         "oldest_lineage": min(lineages, default=0),
+        "newest_lineage": max(lineages, default=0),
         "num_trajectories": len(group.trajectories),
         "num_tokens": sum(len(t.ids) for t in group.trajectories),
         "reward_sum": float(sum(t.reward for t in group.trajectories)),

@@ -16,9 +16,10 @@ from hpc_rl.proc import start_ticks
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobSpec, JobState, State
 from hpc_rl.schedulers.slurm import clean_environment
-from hpc_rl.trial import Trial
+from hpc_rl.trial import Trial, read_json
 
 START_TIMEOUT_S = 10.0
+KILLED = "the runner was killed"
 
 # After the grace, what is left of the process group is killed; the helper ends as soon as the runner has.
 _REAPER = """
@@ -28,7 +29,7 @@ for ((tick = 0; tick < $3 * 5; tick++)); do
   [[ ${stat[19]} == "$2" && ${stat[0]} != Z ]] || exit 0
   sleep 0.2
 done
-kill -KILL -- "-$1"
+kill -KILL -- "$1" "-$1"
 """
 
 
@@ -69,16 +70,16 @@ class LocalScheduler:
 
     def cancel(self, job_id: str) -> None:
         """TERM to the runner, which passes it on; a detached helper kills what is left after the grace."""
-        runner = self._runner(job_id)
-        if runner is not None:
-            pid, ticks = runner
+        found = self._process(job_id)
+        if found is not None:
+            pid, ticks = found
             if _signal(pid, signal.SIGTERM):
                 _detached(["bash", "-c", _REAPER, "reaper", str(pid), str(ticks), str(self.grace_s)], subprocess.DEVNULL)
 
     def nudge(self, job_id: str) -> None:
-        runner = self._runner(job_id)
-        if runner is not None:
-            _signal(runner[0], signal.SIGUSR1)
+        found = self._process(job_id)
+        if found is not None:
+            _signal(found[0], signal.SIGUSR1)
 
     def requeue(self, job_id: str) -> None:
         raise SchedulerError("the local runner starts a stopped trial again by itself; to start an ended one, submit it again.")
@@ -99,17 +100,30 @@ class LocalScheduler:
             return JobState(job_id, State.UNKNOWN, reason=f"it was started on {host}, which alone can tell", nodes=host)
         if _is_running(start):
             return JobState(job_id, State.RUNNING, native=last["event"], nodes=host)
-        return JobState(job_id, State.FAILED, native="killed", reason="the runner was killed", nodes=host)
+        if self._orphan(job_id) is not None:
+            return JobState(job_id, State.RUNNING, native="orphaned", reason=f"{KILLED}; its supervisor is ending", nodes=host)
+        return JobState(job_id, State.FAILED, native="FAILED", reason=KILLED, nodes=host)
 
-    def _runner(self, job_id: str) -> tuple[int, int] | None:
-        """Pid and start time of the runner; None where it has ended. Raises SchedulerError on another host."""
+    def _orphan(self, job_id: str) -> tuple[int, int] | None:
+        """Pid and start time of a supervisor that outlived its runner, by the record that it left of itself."""
+        for path in self.trial.attempts.glob(f"{job_id}.*/processes/supervisor-*.json"):
+            left = read_json(path)
+            if isinstance(left, dict) and left.get("host") == socket.gethostname() and _is_running(left):
+                return left["pid"], left["start_ticks"]
+        return None
+
+    def _process(self, job_id: str) -> tuple[int, int] | None:
+        """Pid and start time of whom to signal: the runner, else the supervisor that outlived it; None where all is over.
+
+        Raises SchedulerError on another host.
+        """
         state = self._state(job_id)
         if state.state is State.UNKNOWN and state.nodes:
             raise SchedulerError(f"job {job_id} was started on {state.nodes}: give the command there.")
         if state.state is not State.RUNNING:
             return None
         start = [event for event in record.read(self.trial, job_id) if event["event"] == "started"][-1]
-        return start["pid"], start["start_ticks"]
+        return (start["pid"], start["start_ticks"]) if _is_running(start) else self._orphan(job_id)
 
 
 def _is_running(start: dict[str, Any]) -> bool:

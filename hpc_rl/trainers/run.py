@@ -31,6 +31,7 @@ from hpc_rl.trial import Attempt, Trial, fsync_dir, read_json, write_json
 from hpc_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
+SAID = ("reward", "loss", "grad_norm", "lr", "staleness_mean", "step_s")  # of a step's metrics, in the log
 DEFAULT_SAVE_SECS = 600
 EXPORT_RECORD = "hpc_rl.json"
 
@@ -115,7 +116,9 @@ class Run:
         self.stats.add("save_s", 0.0)
         now = time.monotonic()
         row: dict[str, float | int | str] = {"time": time.time(), "version": str(self.version(step)), "lineage": self.lineage}
-        self.sinks.log(step, {**row, **self.stats.take(), "step_s": now - self._line_at})
+        row |= {**self.stats.take(), "step_s": now - self._line_at}
+        self.sinks.log(step, row)
+        self._say("step %d: %s", step, "  ".join(f"{name} {row[name]:.4g}" for name in SAID if isinstance(row.get(name), float)))
         self._line_at = now
 
     def save(self, recipe: Any, step: int) -> None:

@@ -7,6 +7,7 @@ Built-ins run in the executor worker; the user's code runs in a process of its o
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,7 +19,20 @@ class RewardFailed(Exception):
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(f"{reason}: {message}")
-        self.reason = reason
+        self.reason, self.message = reason, message
+
+
+def checked(value: Any) -> float:
+    """A reward as a number. Raises RewardFailed for what is none: a text, None, nan, inf."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isfinite(number):
+        return number
+    said = repr(value)
+    said = said if len(said) <= 60 else said[:60] + "…"
+    raise RewardFailed("reward_exception", f"the reward is {said} ({type(value).__name__}); allowed: a finite number")
 
 
 class Rewarder(Protocol):

@@ -21,7 +21,7 @@ from typing import Any
 
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed
 from hpc_rl.rollout import frames
-from hpc_rl.rollout.rewards import RewardFailed, import_object
+from hpc_rl.rollout.rewards import RewardFailed, checked, import_object
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +186,8 @@ async def _call(function: Callable[..., Any], frame: dict[str, Any], answer: Cal
         value = function(frame["prompt"], frame["completion"], **frame["columns"])
         if inspect.isawaitable(value):
             value = await value
-        answer({"id": frame["id"], "value": float(value)})
+        answer({"id": frame["id"], "value": checked(value)})
+    except RewardFailed as error:
+        answer({"id": frame["id"], "error": error.message})
     except Exception as error:  # whatever user code raises is the outcome of this call
         answer({"id": frame["id"], "error": f"{type(error).__name__}: {error}"})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,12 @@ class FakeScheduler:
     def nudge(self, job_id: str) -> None:
         self.calls.append(("nudge", job_id))
         self.on_call()
+
+
+@pytest.fixture(autouse=True)
+def activated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The PATH has `hpc-rl`, as in an activated environment."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
 @pytest.fixture

@@ -92,6 +92,18 @@ def test_a_submission_leaves_what_the_job_reads(world):
     assert len(list(trial.scripts.glob("hpc_rl-*.zip"))) == 1 and not (trial.dir / ".submitting").exists()
 
 
+def test_a_trial_does_not_end_before_the_generation_that_it_goes_on_from(world, tmp_path):
+    trial = world().trial
+    finish(trial, "local-1")
+    trial.generation(85).mkdir()
+    (trial.generation(85) / "manifest.json").write_text("{}")
+    loaded, plan = given(tmp_path / "root", total_train_steps=84)
+    with pytest.raises(ConfigError, match=r"total_train_steps 84.*generation 85.*Allowed: 85 or more"):
+        submission.submit(loaded, plan, command=["hpc-rl", "recover"], trial=trial, recover=True, scheduler=FakeScheduler())
+    loaded, plan = given(tmp_path / "root", total_train_steps=85)
+    submission.submit(loaded, plan, command=["hpc-rl", "recover"], trial=trial, recover=True, scheduler=FakeScheduler())
+
+
 def test_config_yaml_is_what_was_said_and_loads_to_the_same(world, tmp_path):
     trial = world().trial
     assert "optimizer" not in yaml.safe_load(trial.config_yaml.read_text())["model"]

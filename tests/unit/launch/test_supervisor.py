@@ -154,6 +154,19 @@ def test_a_long_life_makes_earlier_ends_forgotten(world):
     assert world.running[ROLLOUT] == 10
 
 
+def test_progress_shows_that_a_helper_without_a_peer_is_in_no_crash_loop(world):
+    for _ in range(4):
+        world.end(ROLLOUT, 137)
+        world.pass_time(30)
+        world.end(SERVER_0, 137)
+        world.pass_time(30)
+    world.do(world.machine.progressed(5))
+    world.end(ROLLOUT, 137)
+    world.end(SERVER_0, 137)  # its peer may have done all the work
+    world.pass_time(30)
+    assert ROLLOUT in world.running and SERVER_0 not in world.running
+
+
 @pytest.mark.parametrize("lost", [[ROLLOUT], [SERVER_0, SERVER_1]])
 def test_without_rollout_or_without_any_server_the_trainer_saves_and_it_is_over(world, lost):
     for key in lost:
@@ -310,6 +323,7 @@ def test_the_end_of_a_unit_by_its_ranks(records, raw, code):
 def test_the_end_of_a_unit_in_words():
     assert unit_end([None], -9).reason == "ended by SIGKILL"
     assert unit_end([said(75), said(70, "boom")], 75).reason == "rank 1: boom"
+    assert unit_end([said(70, "lost a peer"), None], 70).reason.startswith("rank 1 ended without a word (killed?); then a peer:")
     assert unit_end([None], 128 + 99).reason == "ended by signal 99"
 
 

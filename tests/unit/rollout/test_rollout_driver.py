@@ -37,6 +37,7 @@ class Instant:
         self.driver = driver
         self.fate = fate or (lambda frame: "group")
         self.cancelled: list[int] = []
+        self.version_of = lambda asked: asked  # which weights the servers have, by the version that was asked for
 
     def run(self, frame: dict) -> None:
         asyncio.get_running_loop().call_soon(self.answer, frame)
@@ -48,7 +49,9 @@ class Instant:
         version = frame["version"]
         answer = {"op": "scored", "reward": 1.0, "num_tokens": 3, "versions": [version]} if frame["evaluate"] else {"op": op}
         if op == "group" and not frame["evaluate"]:
-            numbers = {"oldest_step": int(version.split(".")[1]), "oldest_lineage": 0, "num_trajectories": 1, "num_tokens": 3}
+            lineage, step = map(int, self.version_of(version).split("."))
+            numbers = {"oldest_step": step, "oldest_lineage": lineage, "newest_lineage": lineage, "num_trajectories": 1}
+            numbers["num_tokens"] = 3
             answer |= {**numbers, "reward_sum": 1.0, "group": encode(TrajectoryGroup(frame["index"], []))}
         if isinstance(op, dict):
             answer = op
@@ -80,6 +83,25 @@ async def test_requests_at_the_same_time_get_the_same_batch(tmp_path):
     driver = make(tmp_path)
     bodies = await asyncio.gather(*(driver.batch(1, 0, 5) for _ in range(6)))
     assert len(set(bodies)) == 1
+    await driver.close()
+
+
+async def test_synchronous_no_group_is_made_by_weights_of_a_trainer_that_went_back_further(tmp_path):
+    """It published 1.1 before it asked: what ran meanwhile is not the data of batch 4, and the server has nothing better yet."""
+    runs: list[str] = []
+    driver = make(tmp_path, fate=lambda frame: runs.append(frame["version"]) or "group", eta=0, order="in_order")
+    for step in (1, 2, 3):
+        await driver.batch(step, 0, 5)
+    driver.executor.version_of = lambda asked: max(asked, "1.1")
+    assert await driver.batch(4, 0, 0.2) is None
+    assert runs[-2:] == ["0.3", "0.3"] and len(runs) == 8  # once each, and then not again
+    assert not read_state(tmp_path).ready
+    for step in (2, 3):
+        await driver.batch(step, 1, 5)
+    assert len(runs) == 8
+    batch = decode(await driver.batch(4, 1, 5))
+    assert [group.index for group in batch.groups] == [6, 7] and runs[8:] == ["1.3", "1.3"]
+    assert driver.core.seals[4].staleness == {0: 2}
     await driver.close()
 
 

@@ -12,7 +12,7 @@ import pytest
 from hpc_rl.config.generation import GenerationHyperparameters
 from hpc_rl.errors import ConfigError, RoleFailed, ServerUnavailable
 from hpc_rl.rollout import worker as worker_module
-from hpc_rl.rollout.rewards import Inline, RewardFailed, contains, exact_match, import_object
+from hpc_rl.rollout.rewards import Inline, RewardFailed, checked, contains, exact_match, import_object
 from hpc_rl.rollout.rewards.process import RewardProcess
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflow import load_workflow, sampling, single_turn, trajectory
@@ -182,6 +182,16 @@ async def test_a_column_that_the_reward_needs_and_the_row_lacks_is_named():
         await Inline(exact_match).reward("q", "1", {"solution": "1"})
 
 
+@pytest.mark.parametrize("value", ["0.5", None, float("nan"), float("-inf"), [1.0, 2.0]])
+def test_a_reward_that_is_no_finite_number_is_refused(value):
+    with pytest.raises(RewardFailed, match=r"reward_exception.*allowed: a finite number"):
+        checked(value)
+
+
+def test_numbers_of_other_kinds_are_rewards():
+    assert [checked(True), checked(2), checked(np.float32(0.5)), checked(np.array(1.5))] == [1.0, 2.0, 0.5, 1.5]
+
+
 @pytest.fixture
 async def reward_process(tmp_path, monkeypatch):
     """Starts the user's reward functions below in their process."""
@@ -222,6 +232,8 @@ async def test_the_users_reward_runs_elsewhere_with_a_time_limit_per_call(reward
     assert outcomes[0].reason == "reward_timeout" and outcomes[1:] == [0.0, 1.0, 2.0]
     with pytest.raises(RewardFailed, match="ValueError"):
         await process.reward("p", "no number", {})
+    with pytest.raises(RewardFailed, match="the reward is nan"):
+        await process.reward("p", "nan", {})
 
 
 async def test_async_rewards_run_together(reward_process):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -194,6 +195,22 @@ def test_a_killed_runner_is_seen(start):
     job.until(lambda: job.starts)
     os.killpg(record.read(job.trial, job.id)[0]["pid"], signal.SIGKILL)
     job.until(lambda: job.state is State.FAILED)
+
+
+def test_a_supervisor_that_outlived_its_runner_is_seen_and_reached(start):
+    job = start("hang")
+    job.until(lambda: job.starts)
+    supervisor = int(job.log[0][2])
+    processes = job.trial.attempt(f"{job.id}.0").processes
+    processes.mkdir(parents=True)
+    mine = {"pid": supervisor, "start_ticks": start_ticks(supervisor), "host": os.uname().nodename}
+    (processes / "supervisor-0.0-rank0.json").write_text(json.dumps(mine))
+    os.kill(record.read(job.trial, job.id)[0]["pid"], signal.SIGKILL)
+    job.until(lambda: job.scheduler.states([job.id])[job.id].native == "orphaned")
+    assert job.state is State.RUNNING
+    job.scheduler.nudge(job.id)
+    job.until(lambda: job.state is State.FAILED)
+    assert job.log[-1] == ["SIGUSR1"]
 
 
 def test_a_later_process_with_the_same_pid_is_not_the_runner(fake_trial):

@@ -1,0 +1,94 @@
+"""kill -9 of each process of a real trial on this machine, one after the other at random steps: the trial ends by itself, done,
+and the promises of the batch log hold (DESIGN, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kill_anything import EXACT, IN_ORDER, READY, VICTIMS, Killed, Trials, make_toy, new_luck, short_name, shuffled
+
+from hpc_rl.trial import read_json
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture
+def trials(folder: Path, request) -> Iterator[Trials]:
+    trials = Trials(folder, short_name(request.node.name))
+    yield trials
+    trials.end_all()
+
+
+@pytest.mark.parametrize("options", [READY, IN_ORDER], ids=["ready", "in_order"])
+def test_each_process_killed_once(trials, options):
+    luck = new_luck()
+    one = trials.start(options)
+    one.kill_each(shuffled(luck), luck)
+    assert len(one.kills) == 5
+    one.finish().promises.check()
+
+
+def test_in_order_and_synchronous_the_weights_are_those_of_a_run_that_was_never_killed(trials):
+    luck = new_luck()
+    whole = trials.start(EXACT, "-whole").finish()
+    whole.promises.check()
+    killed = trials.start(EXACT)
+    killed.kill_each([*shuffled(luck), "server+trainer"], luck)
+    assert len(killed.kills) == 6
+    killed.finish().promises.check()
+    assert killed.weights() == whole.weights() != killed.base_weights()
+
+
+def test_the_retry_budget_ends_a_trial_that_makes_no_progress(trials):
+    one = trials.start({**IN_ORDER, "recover.retries": 1, "recover.freq_steps": 1000}, total_steps=1000)
+    one.kill_each(["trainer"] * 2, new_luck())
+    one.until(lambda: one.over)
+    assert len(one.kills) == 2
+    ended = read_json(one.trial.attempt(f"{one.job_id}.0").ended)
+    assert ended["exit_code"] == 70
+    assert ended["reason"].endswith("(2 failures in a row without a new generation; recover.retries allows 1)")
+    assert not one.trial.done.exists()
+
+
+KEPT = {"recover.keep": 50}  # only what comes before the first generation is trimmed
+ORDERS = {"ready": READY, "hard": {**READY, **KEPT, "rollout.staleness_bound": "hard"}, "in_order": {**IN_ORDER, **KEPT}}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("order", ORDERS)
+def test_each_process_killed_again_and_again(trials, order, number):
+    luck = new_luck()
+    one = trials.start(ORDERS[order], total_steps=60)
+    one.kill_each(shuffled(luck, 3), luck)
+    assert len(one.kills) >= 10
+    one.finish().promises.check()
+
+
+@pytest.fixture(scope="module")
+def long_whole(folder: Path) -> Iterator[Killed]:
+    trials = Trials(folder, "long-whole")
+    yield trials.start(EXACT, total_steps=60).finish()
+    trials.end_all()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("victim", [*VICTIMS, "server+trainer", "any"])
+def test_the_same_weights_whatever_is_killed_ten_times(trials, long_whole, victim):
+    luck = new_luck()
+    count = 5 if victim == "supervisor" else 10  # the batch script starts it again five times
+    often = {"recover.freq_steps": 1} if "+" in victim else {}  # five deaths of the server without progress are the end
+    one = trials.start({**EXACT, **often}, total_steps=60)
+    one.kill_each(shuffled(luck, 2) if victim == "any" else [victim] * count, luck)
+    assert len(one.kills) == count
+    one.finish().promises.check()
+    assert one.weights() == long_whole.weights()

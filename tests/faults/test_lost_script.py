@@ -1,0 +1,35 @@
+"""The batch script is killed and its supervisor lives: the attempt ends with its state saved, and leaves its story."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from hpc_rl.trial import read_json
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from supervised import HERE, ROOT, Fake
+
+
+def test_a_supervisor_without_its_script_saves_and_ends(tmp_path):
+    fake = Fake(tmp_path)
+    fake.write({"trainer": ["serve"]})
+    argv = [sys.executable, "-m", "hpc_rl.app.supervisor", "--trial_dir", str(fake.trial.dir)]
+    argv += ["--attempt", fake.attempt.id, "--steps", "process"]
+    script = subprocess.Popen(
+        ["bash", "-c", f"{shlex.join(argv)} 2>{shlex.quote(str(fake.trial.dir))}/supervisor.0.log & wait"],
+        env={**os.environ, "PYTHONPATH": f"{HERE}:{ROOT}"},
+        stdin=subprocess.DEVNULL,
+    )
+    fake.until(lambda: len(fake.alive()) == 3)
+    script.send_signal(signal.SIGKILL)
+    script.wait()
+    fake.until(lambda: fake.attempt.ended.exists())
+    ended = read_json(fake.attempt.ended)
+    assert ended["exit_code"] == 75 and "batch script" in ended["reason"]
+    assert not fake.alive()

@@ -1,0 +1,83 @@
+"""The installed `hpc-rl` as a person runs it: a subprocess in a directory of its own, with a state directory of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PROGRAM = Path(sys.executable).with_name("hpc-rl")
+
+
+@dataclass
+class Shell:
+    """Runs commands in `here`, which may start empty. State, home and fileroot lie beside it, below `root`."""
+
+    root: Path
+    env: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for folder in (self.here, self.root / "state", self.root / "home"):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def here(self) -> Path:
+        return self.root / "here"
+
+    @property
+    def environ(self) -> dict[str, str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("SBATCH_", "SLURM_"))}
+        own = {"XDG_STATE_HOME": str(self.root / "state"), "HOME": str(self.root / "home"), "OMP_NUM_THREADS": "1"}
+        return clean | own | {"PATH": f"{PROGRAM.parent}{os.pathsep}{os.environ['PATH']}"} | self.env
+
+    def run(self, *args: str | bytes | Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        """`hpc-rl ARGS`, with its two outputs as text."""
+        argv = [str(arg) if isinstance(arg, Path) else arg for arg in (PROGRAM, *args)]
+        return subprocess.run(
+            argv, cwd=self.here, env=self.environ, capture_output=True, text=True, errors="replace", timeout=timeout_s
+        )
+
+    def tree(self) -> dict[str, tuple[int, bytes | None]]:
+        """Everything below `root`: mode and content."""
+        found = {}
+        for path in sorted(self.root.rglob("*")):
+            content = path.read_bytes() if path.is_file() and not path.is_symlink() else None
+            found[str(path.relative_to(self.root))] = (path.lstat().st_mode, content)
+        return found
+
+    @contextlib.contextmanager
+    def nothing_left(self) -> Iterator[None]:
+        """What is done inside changes no file."""
+        before = self.tree()
+        yield
+        after = self.tree()
+        changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+        assert not changed, f"left behind or changed: {sorted(changed)}"
+
+    def refused(self, code: int, *args: str | bytes | Path) -> str:
+        """The one message of a command that must end with this code, print no result and leave nothing behind."""
+        with self.nothing_left():
+            done = self.run(*args)
+        assert done.returncode == code, f"exit code {done.returncode}: {done.stderr}"
+        assert done.stdout == ""
+        assert len(re.findall(r"^hpc-rl", done.stderr, re.MULTILINE)) == 1, done.stderr
+        assert "Traceback" not in done.stderr
+        assert "internal error" not in done.stderr
+        return done.stderr
+
+    def state(self, trial: str) -> str:
+        return self.run("status", trial).stdout.split("\n")[0]
+
+    def wait_for(self, trial: str, pattern: str, timeout_s: float = 120) -> str:
+        """Until the first line of `hpc-rl status` matches."""
+        deadline = time.monotonic() + timeout_s
+        while not re.search(pattern, line := self.state(trial)):
+            assert time.monotonic() < deadline, f"{trial} is not {pattern}:\n{self.run('status', trial).stdout}"
+            time.sleep(0.3)
+        return line

@@ -1,0 +1,113 @@
+"""What README.md says can be typed is typed here, in its order; what it says about codes and commands is so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from command_line import Shell
+
+from hpc_rl.errors import ExitCode
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+ON_SLURM = "hpc-rl submit --config configs/grpo.yaml --n_nodes 4"  # tests/slurm runs it
+
+
+def fenced() -> list[str]:
+    """The commands of the block that is marked for this test, without their comments."""
+    block = re.search(rf"<!-- run: {Path(__file__).relative_to(ROOT)} -->\n```bash\n(.*?)```", README, re.DOTALL)
+    assert block
+    return [line.partition(" #")[0].strip() for line in block.group(1).splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory) -> Shell:
+    """The root of a clone, as far as the commands see it."""
+    shell = Shell(tmp_path_factory.mktemp("readme"))
+    (shell.here / "configs").symlink_to(ROOT / "configs")
+    return shell
+
+
+@pytest.mark.timeout(600)
+def test_the_commands_of_a_run_of_your_own(shell):
+    commands = fenced()
+    assert len(commands) >= 8
+    said = {}
+    try:
+        for command in commands:
+            wait_until_it_makes_sense(shell, command)
+            done = subprocess.run(
+                ["bash", "-c", command], cwd=shell.here, env=shell.environ, capture_output=True, text=True, timeout=240
+            )
+            assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+            said[command.split()[1]] = done.stdout
+        shell.wait_for("first", "done", timeout_s=240)
+    finally:
+        shell.run("cancel", "first", "--now", "--wait_s", "40")
+    assert "ready: " in said["quickstart"]
+    assert subprocess.run(["bash", "-n", *(shell.here / "scripts-to-read" / "scripts").glob("*.sh")]).returncode == 0
+    assert "hpc-rl cancel sums/first" in said["submit"]
+    assert said["status"].startswith("sums/first")
+    assert "step 1" in said["logs"]
+    assert "saves its state" in said["cancel"]
+    assert "trial      sums/first" in said["recover"]
+    assert "sums/first" in said["list"]
+    story = shell.run("status", "first").stdout
+    assert "cancelled by a person, state saved" in story
+    assert re.search(r"from generation [1-9]", story)
+
+
+def wait_until_it_makes_sense(shell: Shell, command: str) -> None:
+    """People read what one command printed before they type the next."""
+    word = command.split()[1]
+    if word in ("logs", "cancel"):
+        shell.wait_for("first", "step [1-9]")
+    if word == "recover":
+        shell.wait_for("first", "cancelled")
+
+
+@pytest.mark.timeout(300)
+def test_quickstart(shell):
+    done = shell.run("quickstart", "total_train_steps=4", timeout_s=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"held-out reward \d\.\d\d -> \d\.\d\d", lines[-1])
+    assert any(line.startswith("trial directory  ") and Path(line.split(None, 2)[2]).is_dir() for line in lines)
+    assert "held-out prompts" in done.stdout
+    assert f"{ROOT}/configs/grpo.yaml" in done.stdout  # the test's clone is but a link to the real one
+    assert "Writing model shards" not in done.stderr
+    again = next(line for line in lines if line.startswith("next ")).split()[1:]
+    assert shell.run(*again[1:]).returncode == 0
+
+
+def test_every_command_of_the_readme_is_run_by_a_test():
+    blocks = [line.strip() for line in README.splitlines() if line.startswith("    ")]
+    inline = re.findall(r"`((?:hpc-rl|make) [^`]*)`", README)
+    fences = fenced()
+    typed = {line.partition("#")[0].strip() for line in (*blocks, *inline) if line.startswith(("hpc-rl", "make"))}
+    elsewhere = {"make quickstart", "make test", "hpc-rl quickstart", ON_SLURM}
+    assert ON_SLURM in typed
+    assert typed <= elsewhere | set(fences), typed - elsewhere - set(fences)
+
+
+def test_the_test_command_is_what_ci_runs():
+    assert "    make test " in README
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("exec make test")
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    words = re.findall(r"^    make ([a-z]+)", README + (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert len(words) >= 6
+    assert set(words) <= set(targets)
+
+
+def test_exit_codes_of_the_readme_are_those_of_the_code():
+    section = README.partition("## Exit codes\n")[2].partition("\n## ")[0]
+    parts = re.findall(r"(?:^|· |: |; )(\d+(?:/\d+)?)\s", section, re.MULTILINE)
+    assert {int(number) for part in parts for number in part.split("/")} == {int(code) for code in ExitCode}
+
+
+def test_paths_of_the_readme_exist():
+    for path in re.findall(r"`((?:configs|sbatch|templates|tests)/[^`\s]*)`", README):
+        assert path == "sbatch/trial.sbatch.j2" or (ROOT / path).exists(), path

@@ -1,0 +1,92 @@
+"""The main job on a real Slurm of four nodes: the README's command, a cancel, a recover, and what was learnt."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from toy_trials import ROOT, hpc_rl, logs_of, status, trial_of
+
+from hpc_rl.stats.read import read
+
+pytestmark = pytest.mark.timeout(900)
+NUM_STEPS = 200
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """A directory with `configs/` and the warm toy model, as it is after `hpc-rl quickstart --only_prepare`."""
+    here = tmp_path_factory.mktemp("clone")
+    shutil.copytree(ROOT / "configs", here / "configs")
+    subprocess.run([sys.executable, "-m", "hpc_rl.app.quickstart", "--only_prepare"], cwd=here, check=True, timeout=300)
+    return here
+
+
+def wait_for(what: str, condition, trial, timeout_s: float = 400) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}\n{logs_of(trial)}"
+        time.sleep(1)
+
+
+def last_step(trial) -> int:
+    return read(trial).last_step
+
+
+def commands_left(folder: Path) -> list[str]:
+    """Processes that still run `hpc-rl` in a directory, whoever their parent is."""
+    left = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command, where = Path(f"/proc/{pid}/cmdline").read_text(), os.readlink(f"/proc/{pid}/cwd")
+        except OSError:
+            continue
+        if "hpc_rl.cli" in command and where == str(folder):
+            left.append(command.replace("\0", " "))
+    return left
+
+
+def test_the_readme_command_trains_on_four_nodes_and_goes_on_after_a_cancel(cluster, clone):
+    trial = trial_of(clone, "grpo")
+    said = hpc_rl("submit", "--config", "configs/grpo.yaml", "--n_nodes", "4", f"total_train_steps={NUM_STEPS}", cwd=clone)
+    assert "embedded:d2+fsdp:d2" in said.stdout
+    assert cluster.run("squeue", "--noheader", "--format=%D").split() == ["4"], "one job, of four nodes"
+    assert not commands_left(clone)
+
+    wait_for("step 20", lambda: last_step(trial) >= 20, trial)
+    nodes = dict(line.split() for line in cluster.run("squeue", "--steps", "--noheader", "--format=%j %N").splitlines())
+    servers = {node for name, node in nodes.items() if name.startswith("server-")}
+    trainers = {node for name, node in nodes.items() if name.startswith("trainer-")}
+    assert servers == {"n3", "n4"}
+    assert trainers == {"n[1-2]"}
+
+    hpc_rl("cancel", "grpo", cwd=clone)
+    wait_for("the job's end", lambda: not cluster.run("squeue", "--noheader", "--format=%i").strip(), trial)
+    cancelled = status(clone, "grpo")
+    assert cancelled["state"] == "cancelled"
+    stopped_at = last_step(trial)
+    time.sleep(3)
+    assert not cluster.run("squeue", "--noheader", "--format=%i").strip(), "a cancelled trial came back"
+
+    again = hpc_rl("recover", "grpo", cwd=clone)
+    assert "job " in again.stdout
+    wait_for("the end of the trial", lambda: trial.done.exists(), trial, timeout_s=700)
+    wait_for("the job's end", lambda: not cluster.run("squeue", "--noheader", "--format=%i").strip(), trial)
+
+    story = hpc_rl("status", "grpo", "--offline", cwd=clone).stdout
+    assert "cancelled by a person" in story
+    assert f"from generation {stopped_at}" in story
+    finished = status(clone, "grpo", "--offline")
+    assert finished["state"] == "done"
+    assert len(finished["attempts"]) == 2
+
+    history = read(trial)
+    assert [row["step"] for row in history.steps] == list(range(1, NUM_STEPS + 1)), "each step once"
+    first, last = history.evaluations[0]["eval_reward"], history.evaluations[-1]["eval_reward"]
+    assert last > first + 0.1, f"held-out reward {first} -> {last}"
+    assert (trial.exports / "final" / "model.safetensors").exists()
