@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,7 +21,7 @@ def clone(tmp_path_factory) -> Path:
     """A directory with `configs/` and the warm toy model, as it is after `hpc-rl quickstart --only_prepare`."""
     here = tmp_path_factory.mktemp("clone")
     shutil.copytree(ROOT / "configs", here / "configs")
-    subprocess.run([sys.executable, "-m", "hpc_rl.app.quickstart", "--only_prepare"], cwd=here, check=True, timeout=300)
+    hpc_rl("quickstart", "--only_prepare", cwd=here, timeout_s=300)
     return here
 
 
