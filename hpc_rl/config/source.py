@@ -82,7 +82,10 @@ def read_overrides(tokens: list[str], aliases: Mapping[str, str]) -> list[tuple[
 
 
 def _parse(text: str, name: str) -> Given:
-    loader = Yaml12(text)
+    try:
+        loader = Yaml12(text)
+    except yaml.YAMLError as error:  # a character that YAML does not allow
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}.") from error
     try:
         node = loader.get_single_node()
         return Given(None, name) if node is None else _convert(loader, node, name)

@@ -43,6 +43,7 @@ class FSDPEngine:
         self.rank = rank
         self.num_ranks = num_ranks
         self.device = torch.device(device)
+        self.pin_memory = False  # what goes to the GPU goes by page-locked memory
         self.seed = seed
         self.layout: Layout = layout or ("packed" if config.attn_impl.startswith("flash") else "padded")
         model.check(config, self.device)
@@ -80,7 +81,7 @@ class FSDPEngine:
         groups, _ = self._rounds(rows)
         with torch.no_grad():
             for group in groups:
-                inputs = inputs_of(rows, group, self.layout, self.device)
+                inputs = inputs_of(rows, group, self.layout, self.device, self.pin_memory)
                 logprobs_N, _ = self._forward(inputs, temperature)
                 flat_T = inputs.flat(logprobs_N).cpu().numpy()
                 ends = np.cumsum([len(out[row]) for row in group])
@@ -101,7 +102,7 @@ class FSDPEngine:
             raise ValueError("train_batch got no rows on any rank")
         totals: dict[str, torch.Tensor] = {}
         for group in groups:
-            inputs = inputs_of(rows, group, self.layout, self.device)
+            inputs = inputs_of(rows, group, self.layout, self.device, self.pin_memory)
             logprobs_N, entropy_N = self._forward(inputs, temperature)
             loss_sum, sums = loss(micro_batch(rows, group, inputs, logprobs_N, entropy_N))
             (loss_sum * (self.num_ranks / loss_weight)).backward()  # FSDP averages gradients over the ranks

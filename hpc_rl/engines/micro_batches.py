@@ -43,7 +43,7 @@ def cut(rows: Sequences, layout: Layout, max_tokens: int | None, n_mbs: int) -> 
     return pack(lengths, max_tokens, n_mbs) if layout == "packed" else length_buckets(lengths, max_tokens, n_mbs)
 
 
-def inputs_of(rows: Sequences, group: list[int], layout: Layout, device: torch.device) -> Inputs:
+def inputs_of(rows: Sequences, group: list[int], layout: Layout, device: torch.device, pin_memory: bool = False) -> Inputs:
     """Model inputs for the rows of one group. Without rows: a lone token that predicts nothing, to take part in collectives.
 
     Wanted are the tokens for which the bool column `loss_mask` is true (all, without such a column) save first ones.
@@ -70,7 +70,8 @@ def inputs_of(rows: Sequences, group: list[int], layout: Layout, device: torch.d
     wanted_N = np.flatnonzero(wanted_T)
 
     def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        return (tensor.pin_memory() if pin_memory else tensor).to(device, non_blocking=True)
 
     return Inputs(
         put(input_ids),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hpc_rl.config.generation import GenerationHyperparameters
+from hpc_rl.config.generation import GenerationHyperparameters, InferenceEngineConfig
 from hpc_rl.errors import ConfigError, RoleFailed, ServerUnavailable
 from hpc_rl.rollout import worker as worker_module
 from hpc_rl.rollout.rewards import Inline, RewardFailed, contains, exact_match, import_object
@@ -40,8 +40,10 @@ class Client:
         return Turn([1, 2, 99], [-1.0, -2.0, -3.0], [("0.3", 0, 1), ("1.2", 1, 3)], "stop")
 
 
-def make(client, workflow=single_turn, **gconfig):
-    config = SimpleNamespace(seed=1, gconfig=GenerationHyperparameters(**{"n_samples": 3, "max_new_tokens": 6, **gconfig}))
+def make(client, workflow=single_turn, tracing=False, checking=False, **gconfig):
+    rollout = InferenceEngineConfig(enable_rollout_tracing=tracing, check_trajectory_format=checking)
+    sampled = GenerationHyperparameters(**{"n_samples": 3, "max_new_tokens": 6, **gconfig})
+    config = SimpleNamespace(seed=1, gconfig=sampled, rollout=rollout)
     sent = []
     made = Worker(config, Tokenizer(), client, workflow, Inline(exact_match), sent.append)
     return made, sent
