@@ -80,8 +80,9 @@ def loading(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 _OURS = {
-    "-K": "--kill-on-bad-exit", "-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-w": "--nodelist", "-m": "--distribution",
-    "-o": "--output", "-e": "--error", "-i": "--input", "-J": "--job-name", "-D": "--chdir", "-W": "--wait", "-k": "--no-kill",
+    "-K": "--kill-on-bad-exit", "-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-w": "--nodelist",
+    "-m": "--distribution", "-o": "--output", "-e": "--error", "-i": "--input", "-J": "--job-name", "-D": "--chdir",
+    "-W": "--wait", "-k": "--no-kill",
 }  # fmt: skip
 _DERIVED = {
     *_OURS.values(), "--ntasks-per-node", "--exact", "--overlap", "--mem", "--mem-per-cpu", "--mem-per-gpu", "--gpus-per-node",

@@ -72,7 +72,7 @@ ALIASES: dict[str, Alias] = {
     "warmup_ratio": Alias("{model}.optimizer.warmup_steps_proportion"),
     "weight_decay": Alias("{model}.optimizer.weight_decay"),
     "max_grad_norm": Alias("{model}.optimizer.gradient_clipping"),
-    "beta": Alias("actor.kl_loss_coef", note="the coefficient of the KL term in the loss; kl_ctl is the one in the reward"),
+    "beta": Alias("actor.beta", note="the KL coefficient in the loss; actor.kl_ctl is the one in the reward"),
     "temperature": Alias("gconfig.temperature"),
     "num_generations": Alias("gconfig.n_samples"),
     "max_completion_length": Alias("gconfig.max_new_tokens"),

@@ -23,6 +23,8 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> (AReaL's default, why)
         "/storage:/storage",
         "empty: not every site has /storage; the trial's own directories are bound anyway",
     ),
+    "actor.path": ("empty", "required: there is nothing to train without it"),
+    "model.path": ("empty", "required: there is nothing to train without it"),
     "actor.group_size": ("1", _FOLLOWS),
     "actor.temperature": ("1.0", _FOLLOWS),
     "actor.kl_ctl": ("0.1", "it has an effect only with a reference model"),

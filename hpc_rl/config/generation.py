@@ -157,7 +157,7 @@ class SGLangConfig:
         extra_args: Further flags of `sglang.launch_server`, as they stand (ours).
     """
 
-    version: str = "0.5.23"
+    version: Literal["0.5.23"] = "0.5.23"
     model_path: PathText = ""
     random_seed: NonNegativeInt = 1
     skip_tokenizer_init: bool = False

@@ -1,4 +1,4 @@
-"""The reference page of the configuration, in Markdown, from the dataclasses. Committed as docs/configuration.md; a test compares."""
+"""The reference page of the configuration, in Markdown, from the dataclasses. docs/configuration.md is it; a test compares."""
 
 from __future__ import annotations
 

@@ -35,11 +35,8 @@ def show(loaded: Loaded, derived: Mapping[str, Shown] | None = None) -> dict[str
     """Dotted name -> value and origin of every option; a section that is null stands under its own name."""
     found: dict[str, Shown] = {}
     for name, value, default in _options(loaded.config, type(loaded.config), ""):
-        if name in loaded.origins:
-            origin = loaded.origins[name]
-        else:
-            origin = "default" if value == default else "adapted"
-        found[name] = Shown(_redact(name, value), origin)
+        without = "default" if value == default else "adapted"
+        found[name] = Shown(_redact(name, value), loaded.origins.get(name, without))
     for name, shown in (derived or {}).items():
         if name in found and found[name].value in (None, ""):
             found[name] = shown

@@ -189,8 +189,13 @@ def open_sinks(
         sinks.append(TensorBoardSink(tensorboard, start_step))
     except ImportError as error:
         logger.warning("no TensorBoard files: %s", error)
-    if who is not None and wandb is not None and wandb.mode != "disabled":
-        sinks.append(WandBSink(who, wandb))
-    if who is not None and swanlab is not None and swanlab.mode != "disabled":
-        sinks.append(SwanlabSink(who, swanlab))
-    return Sinks(sinks)
+    opened = Sinks(sinks)
+    try:
+        if who is not None and wandb is not None and wandb.mode != "disabled":
+            sinks.append(WandBSink(who, wandb))
+        if who is not None and swanlab is not None and swanlab.mode != "disabled":
+            sinks.append(SwanlabSink(who, swanlab))
+    except BaseException:
+        opened.close()
+        raise
+    return opened

@@ -32,12 +32,14 @@ def _named(item: Given, origin: str) -> Given:
 
 
 def fit(preset: Given, known: Mapping[str, Any], present: Collection[str], prefix: str = "") -> Given:
-    """What of a preset this trainer has: `actor` stands for `model` too, and an optional section must be there already."""
+    """What of a preset this trainer has; `actor` stands for `model` too, and an optional section that it does not make
+    must be there already."""
     tree: dict[str, Given] = {}
     for key, item in preset.value.items():
         own = "model" if not prefix and key == "actor" and "actor" not in known else key
         name = prefix + own
-        if name not in known or (not prefix and own in ("ref", "valid_dataset") and own not in present):
+        absent = not prefix and own in ("ref", "valid_dataset") and own not in present
+        if name not in known or (absent and "path" not in item.value):
             continue
         tree[own] = fit(item, known, present, f"{name}.") if isinstance(item.value, dict) else item
     return Given(tree, preset.origin)

@@ -243,3 +243,25 @@ async def test_a_reward_that_ends_its_process_is_given_up(reward_process):
 async def test_a_reward_that_is_not_there_is_a_bad_configuration(reward_process):
     with pytest.raises(ConfigError, match="own_rewards:nothing"):
         await reward_process("nothing")
+
+
+async def test_tracing_logs_each_request_and_its_answer(caplog):
+    with caplog.at_level("INFO"):
+        await answer(*make(Client(), tracing=True))
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
+    assert len(lines) == 6 and "2 tokens in, at most 6 out" in lines[0] and "3 tokens out" in lines[-1]
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        await answer(*make(Client()))
+    assert not [record for record in caplog.records if record.getMessage().startswith("request ")]
+
+
+async def test_the_format_of_trajectories_is_checked_where_that_is_asked_for():
+    async def wrong(prompt, generate):
+        made = await single_turn(prompt, generate)
+        made.trajectories[0].logprobs = made.trajectories[0].logprobs[:-1]
+        return made
+
+    outcome = await answer(*make(Client(), workflow=wrong, checking=True))
+    assert outcome["op"] == "failed" and "logprobs has 4 entries, ids has 5" in outcome["error"]
+    assert (await answer(*make(Client(), checking=True)))["op"] == "group"
