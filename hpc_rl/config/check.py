@@ -14,12 +14,15 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config import agreement
 from hpc_rl.config.cluster import environment_of
 from hpc_rl.config.load import Loaded
 from hpc_rl.config.model_rules import model_rules
 from hpc_rl.config.root import Config, GRPOConfig, SFTConfig
 from hpc_rl.config.train_rules import TRAIN_RULES, adapted
 from hpc_rl.config.train_rules import notes as train_notes
+from hpc_rl.config.unavailable import unavailable
+from hpc_rl.config.values import ABSENT, replaced, value_of
 from hpc_rl.errors import ConfigError, NotBuilt
 from hpc_rl.trial import check_name
 
@@ -62,31 +65,15 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
     notes = []
     for name, value in wanted.items():
         old = value_of(config, name)
-        if name in explicit or old == value or old is _ABSENT:
+        if name in explicit or old == value or old is ABSENT:
             continue
-        config = _with(config, name.split("."), value)
+        config = replaced(config, name.split("."), value)
         if name == "recover.freq_secs":
             notes.append(f"recover: saves every {value} s, for none of recover.freq_epochs, freq_steps, freq_secs is set.")
         elif name not in quiet:
             reason = reasons[name][1] if name in reasons else "the plan has no GPUs"
             notes.append(f"{name} is {value} instead of the default {old}: {reason}.")
     return config, notes
-
-
-_ABSENT = object()
-
-
-def value_of(config: Any, name: str) -> Any:
-    """The value of a dotted option; a marker of its own where a section is missing or null."""
-    for part in name.split("."):
-        config = getattr(config, part, _ABSENT)
-    return config
-
-
-def _with(section: Any, path: list[str], value: Any) -> Any:
-    if len(path) > 1:
-        value = _with(getattr(section, path[0]), path[1:], value)
-    return dataclasses.replace(section, **{path[0]: value})
 
 
 def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -129,7 +116,7 @@ def devices(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if isinstance(config, GRPOConfig) and not config.cluster.n_gpus_per_node:
         where = " without GPUs (cluster.n_gpus_per_node 0)"
         backends = ["torch_native", "intel_amx"]
-        if config.sglang.attention_backend not in backends:
+        if config.sglang.attention_backend not in (None, *backends):
             backend = config.sglang.attention_backend
             yield f"sglang.attention_backend {backend} can't be used{where}; allowed: {', '.join(backends)}."
         if config.sglang.dtype == "float16":
@@ -188,7 +175,7 @@ def lengths(config: Config, explicit: Collection[str]) -> Iterator[str]:
         yield f"gconfig.max_new_tokens {g.max_new_tokens} leaves no prompt: gconfig.max_tokens {g.max_tokens} is for both."
     if limit is not None and limit <= g.max_new_tokens:
         yield f"actor.mb_spec.max_tokens_per_mb {limit} can't hold gconfig.max_new_tokens {g.max_new_tokens} and a prompt."
-    if config.allocation_mode.strip().startswith("sglang") and g.max_new_tokens >= context:
+    if config.allocation_mode.strip().startswith("sglang") and context is not None and g.max_new_tokens >= context:
         yield f"gconfig.max_new_tokens {g.max_new_tokens} leaves no prompt: sglang.context_length is {context}."
 
 
@@ -349,6 +336,8 @@ RULES: list[Rule] = [
     without_effect,
     scheduler_options,
     environments,
+    unavailable,
     *TRAIN_RULES,
+    *agreement.RULES,
 ]
 FILE_RULES: list[Rule] = [dataset_files, site_templates, fileroot, shared_places]

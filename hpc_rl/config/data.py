@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hpc_rl.config.limits import PathText, PositiveInt
+from hpc_rl.config.limits import NonNegativeInt, PathText, PositiveInt
 
 
 @dataclass(kw_only=True)
@@ -18,6 +18,9 @@ class DatasetConfig:
             `rejected`, with a prompt or without; the default is what the trainer wants.
         batch_size: Prompts (rl), sequences (sft) or pairs (rw) per train batch.
         shuffle: A new order each epoch, from `seed`.
+        pin_memory: Page-locked memory for what goes to a GPU.
+        num_workers: Threads that tokenize rows when the dataset is read; 0 means the main one only.
+        drop_last: Leave out the last batch of the trial if the rows don't fill it; false fills it up from one more pass.
         max_length: Rows whose prompt (rl) or sequence (sft, rw: either one) has more tokens are left out; null means no bound.
     """
 
@@ -25,4 +28,7 @@ class DatasetConfig:
     type: Literal["rl", "sft", "rw"] = "rl"
     batch_size: PositiveInt = 1
     shuffle: bool = True
+    pin_memory: bool = False
+    num_workers: NonNegativeInt = 0
+    drop_last: bool = True
     max_length: PositiveInt | None = None

@@ -9,7 +9,7 @@ from hpc_rl.config.cluster import ClusterSpecConfig, LauncherConfig
 from hpc_rl.config.data import DatasetConfig
 from hpc_rl.config.generation import EmbeddedConfig, GenerationHyperparameters, InferenceEngineConfig, SGLangConfig
 from hpc_rl.config.limits import NonNegativeInt, PathText, PositiveInt
-from hpc_rl.config.service import EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
+from hpc_rl.config.service import EvaluatorConfig, RecoverConfig, SaverConfig, SchedulerConfig, StatsLoggerConfig
 from hpc_rl.config.train import PPOActorConfig, TrainEngineConfig
 
 
@@ -26,6 +26,7 @@ class BaseExperimentConfig:
         allocation_mode: Who gets how many units, as `sglang:d4+fsdp:d4` or `embedded:d1+fsdp:d1`; empty means derived.
         total_train_epochs: Passes over the training data.
         total_train_steps: Stop after so many steps, whatever the epochs; null means by epochs.
+        total_train_n_seqs: Stop after so many sequences (prompts times samples for grpo); the earlier of two ends counts.
         tokenizer_path: Directory of the tokenizer; empty means the model's.
         cluster: The machines.
         train_dataset: Training data.
@@ -34,7 +35,9 @@ class BaseExperimentConfig:
         evaluator: When to evaluate.
         stats_logger: Where numbers go.
         recover: Generations of recover state.
+        sglang: SGLang servers, where the allocation names them.
         launcher: How processes are started.
+        scheduler: AReaL's scheduler service, which does not exist here.
     """
 
     experiment_name: str
@@ -44,6 +47,7 @@ class BaseExperimentConfig:
     allocation_mode: str = ""
     total_train_epochs: PositiveInt = 1
     total_train_steps: PositiveInt | None = None
+    total_train_n_seqs: PositiveInt | None = None
     tokenizer_path: PathText = ""
     cluster: ClusterSpecConfig = field(default_factory=ClusterSpecConfig)
     train_dataset: DatasetConfig
@@ -52,7 +56,9 @@ class BaseExperimentConfig:
     evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
     stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
     recover: RecoverConfig = field(default_factory=RecoverConfig)
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
 
 @dataclass(kw_only=True)
@@ -65,7 +71,6 @@ class GRPOConfig(BaseExperimentConfig):
         rollout: The rollout role.
         actor: The policy.
         ref: The reference model of actor.kl_ctl and actor.beta, frozen, in the trainer's ranks; null means none.
-        sglang: SGLang servers, where the allocation names them.
         embedded: Embedded servers, where the allocation names them.
     """
 
@@ -74,7 +79,6 @@ class GRPOConfig(BaseExperimentConfig):
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     actor: PPOActorConfig
     ref: TrainEngineConfig | None = None
-    sglang: SGLangConfig = field(default_factory=SGLangConfig)
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
 
 

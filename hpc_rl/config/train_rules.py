@@ -159,12 +159,8 @@ def devices(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 def engines(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    """Names that AReaL files repeat, and what this engine can't do."""
+    """What this engine can't do."""
     for section, engine in models(config):
-        for name in ("experiment_name", "trial_name"):
-            given, own = getattr(engine, name), getattr(config, name)
-            if given not in (None, own):
-                yield f"{section}.{name} {given} must equal {name} {own}; leave it out, it follows."
         if engine.backend == "megatron":
             yield f"{section}.backend megatron is not built; use fsdp, or leave it out."
         if engine.ds_auto_tp.autotp_size != 1:

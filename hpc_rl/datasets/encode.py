@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def encode_prompt(tokenizer: Tokenizer, row: dict[str, Any]) -> list[int]:
@@ -68,7 +71,8 @@ class Prompts:
         self._kept = list(range(len(self.rows)))
         encode_prompt(tokenizer, self.rows[0])  # a dataset of the wrong kind is refused at the start, not at the first prompt
         if dataset.max_length is not None:
-            self._kept = [i for i in self._kept if len(encode_prompt(tokenizer, self.rows[i])) <= dataset.max_length]
+            lengths = encode_all(lambda row: len(encode_prompt(tokenizer, row)), self.rows, dataset.num_workers)
+            self._kept = [i for i in self._kept if lengths[i] <= dataset.max_length]
             numbers = (len(self._kept), len(self.rows), dataset.max_length)
             logger.info("%s: %d of %d prompts have at most %d tokens", dataset.path, *numbers)
         if not self._kept:
@@ -92,9 +96,17 @@ class Prompts:
         return Prompt(epoch, row, self.rows[row], encode_prompt(self.tokenizer, self.rows[row]))
 
 
+def encode_all(encode: Callable[[dict[str, Any]], T], rows: list[dict[str, Any]], num_workers: int) -> list[T]:
+    """`encode` of every row, in order, by so many threads: the tokenizer works outside of Python's lock."""
+    if not num_workers:
+        return [encode(row) for row in rows]
+    with ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize") as pool:
+        return list(pool.map(encode, rows, chunksize=64))
+
+
 def load_sequences(dataset: DatasetConfig, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
     """encode_sequence of every row with at most `max_length` tokens, in file order. Raises ConfigError if none is left."""
-    rows = [encode_sequence(tokenizer, row) for row in load_rows(dataset.path)]
+    rows = encode_all(lambda row: encode_sequence(tokenizer, row), load_rows(dataset.path), dataset.num_workers)
     if dataset.max_length is not None:
         rows = [row for row in rows if len(row[0]) <= dataset.max_length]
     if not rows:

@@ -48,6 +48,7 @@ class FSDPEngine:
         self.rank = rank
         self.num_ranks = num_ranks
         self.device = torch.device(device)
+        self.pin_memory = False  # what goes to the GPU goes by page-locked memory
         self.seed = seed
         self.frozen = frozen
         self.layout: Layout = layout or ("packed" if config.attn_impl.startswith("flash") else "padded")
@@ -167,7 +168,7 @@ class FSDPEngine:
 
     def _inputs(self, rows: Sequences, group: list[int]) -> Inputs:
         pad_to = (self.config.mb_spec.max_tokens_per_mb or 0) if self.config.pad_to_maximum else 0
-        return inputs_of(rows, group, self.layout, self.device, 0 if self.config.is_critic else 1, pad_to)
+        return inputs_of(rows, group, self.layout, self.device, 0 if self.config.is_critic else 1, pad_to, self.pin_memory)
 
     def _forward(self, inputs: Inputs, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         return self.policy(inputs.input_ids, inputs.position_ids, inputs.source_N, inputs.targets_N, temperature)

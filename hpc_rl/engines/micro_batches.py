@@ -60,6 +60,7 @@ def inputs_of(
     device: torch.device,
     shift: int = 1,
     pad_to: int = 0,
+    pin_memory: bool = False,
 ) -> Inputs:
     """Model inputs for the rows of one group. Without rows: a lone token that predicts nothing, to take part in collectives.
 
@@ -90,7 +91,8 @@ def inputs_of(
     wanted_N = np.flatnonzero(wanted_T)
 
     def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        return (tensor.pin_memory() if pin_memory else tensor).to(device, non_blocking=True)
 
     return Inputs(
         put(input_ids),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Literal
@@ -33,7 +34,8 @@ def make_plan(config: Config, explicit: Collection[str], *, interpreter: str, sc
         raise DoesNotFit(f"allocation_mode {allocation} asks for {demand.units} units; a trial has at most {MAX_UNITS}.")
     placement = _placement(config, allocation, demand)
     _refuse_idle_ranks(config, demand.ranks)
-    units = _units(config, allocation, placement)
+    extra = shlex.split(config.launcher.slurm.srun_additional_args)
+    units = [replace(unit, srun_args=extra) for unit in _units(config, allocation, placement)]
     cpus, mem_mb = _largest_node(config, units)
     return Plan(
         experiment_name=config.experiment_name,

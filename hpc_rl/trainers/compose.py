@@ -14,13 +14,14 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.engines import ENGINES
 from hpc_rl.engines.base import Engine
 from hpc_rl.rollout.client import RolloutClient
-from hpc_rl.stats.sinks import Sinks, open_sinks
+from hpc_rl.stats.sinks import RunIdentity, Sinks, open_sinks
 from hpc_rl.trainers.grpo import GRPO, num_updates
 from hpc_rl.trainers.loop import Recipe
 from hpc_rl.trainers.reward_model import RewardModel
 from hpc_rl.trainers.run import Run, tokenizer_folder, total_steps
 from hpc_rl.trainers.sft import SFT
 from hpc_rl.trainers.start import Start
+from hpc_rl.trial import read_json
 from hpc_rl.weights.publish import Publisher
 
 Composed = tuple[Run, Recipe]
@@ -78,18 +79,25 @@ def _reference(start: Start, config: GRPOConfig) -> Engine | None:
     return engine
 
 
+def _sinks(start: Start, step: int) -> Sinks:
+    config, attempt = start.config, start.attempt
+    logger = config.stats_logger
+    folder = Path(logger.tensorboard.path).expanduser() if logger.tensorboard.path else attempt.tensorboard
+    who = RunIdentity(config.experiment_name, config.trial_name, attempt.dir, read_json(start.trial.config_json) or {})
+    return open_sinks(attempt.metrics(start.incarnation), folder, step, who, logger.wandb, logger.swanlab)
+
+
 def _run(start: Start, begun: dict[str, Any], model: TrainEngineConfig, updates: int, stack: ExitStack) -> Run:
     """The engine with its state, and the run around it. `begun` is what start.begin answered on rank 0."""
     ranks, trial, manifest = start.ranks, start.trial, begun["manifest"]
     engine = ENGINES["fsdp"](model, rank=ranks.rank, num_ranks=ranks.num, device=start.device, seed=start.config.seed)
+    engine.pin_memory = start.config.train_dataset.pin_memory
     engine.initialize(updates)
     if manifest is not None:
         engine.load(trial.generation(begun["step"]), manifest["num_ranks"])
     sinks = Sinks([])
     if ranks.rank == 0:
-        tensorboard = start.config.stats_logger.tensorboard.path
-        folder = Path(tensorboard).expanduser() if tensorboard else start.attempt.tensorboard
-        sinks = open_sinks(start.attempt.metrics(start.incarnation), folder, begun["step"])
+        sinks = _sinks(start, begun["step"])
         stack.callback(sinks.close)
     who = (trial, start.attempt, start.incarnation, start.config)
     run = Run(*who, engine, ranks, start.stopping, begun["lineage"], begun["step"], sinks)

@@ -152,3 +152,14 @@ def test_long_rows_are_left_out_and_keep_their_place_in_the_file(model, tmp_path
 def test_no_torch_in_datasets_and_rollout():
     code = "import sys, hpc_rl.datasets.encode, hpc_rl.app.rollout, hpc_rl.app.rollout_worker; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_threads_that_tokenize_change_nothing_but_the_time(model, tmp_path, num_workers):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "x" * (i % 7), "completion": "y"}) + "\n" for i in range(200)))
+    tokenizer = Tokenizer(model)
+    plain, threaded = (DatasetConfig(path=str(path), max_length=5, num_workers=n) for n in (0, num_workers))
+    assert Prompts(plain, tokenizer, 1)._kept == Prompts(threaded, tokenizer, 1)._kept
+    ids = [[row[0].tolist() for row in load_sequences(one, tokenizer)] for one in (plain, threaded)]
+    assert ids[0] == ids[1]

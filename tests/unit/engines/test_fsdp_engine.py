@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hpc_rl.algorithms.losses import supervised_loss
 from hpc_rl.config.train import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from hpc_rl.engines import ENGINES
+from hpc_rl.engines import ENGINES, fsdp
 from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.errors import ConfigError
 
@@ -194,6 +194,28 @@ def test_layers_to_shard_by_class_name(model_dir) -> None:
     assert len(engine.policy.blocks(["Qwen3MLP", "Qwen3Attention"])) == 4
     with pytest.raises(ConfigError, match=r"the model has no module of Qwen9Layer; it has .*Qwen3DecoderLayer"):
         engine.policy.blocks(["Qwen9Layer"])
+
+
+@pytest.mark.parametrize("disable_dropout", [False, True])
+def test_dropout_is_in_training_unless_it_is_disabled(model_dir, tmp_path, disable_dropout) -> None:
+    config = json.loads((model_dir / "config.json").read_text()) | {"attention_dropout": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = engine_of(tmp_path, disable_dropout=disable_dropout)
+    engine.policy.train()
+    with torch.no_grad():
+        one, other = (plain_logprobs(engine, some_rows().ids[2], 1.0) for _ in range(2))
+    assert torch.equal(one, other) == disable_dropout
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_gradients_are_summed_over_ranks_in_the_type_that_is_given(model_dir, monkeypatch, name) -> None:
+    policies = []
+    monkeypatch.setattr(fsdp, "fully_shard", lambda module, mesh, mp_policy: policies.append(mp_policy))
+    try:
+        engine_of(model_dir, dtype="bfloat16", grad_reduce_dtype=name)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert {policy.reduce_dtype for policy in policies} == {getattr(torch, name)}
 
 
 def test_same_inputs_give_the_same_bits(model_dir) -> None:
