@@ -56,8 +56,10 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
     reasons = adapted(config)
     quiet = set(wanted) | {name for name, (_, reason) in reasons.items() if not reason}
     if not config.cluster.n_gpus_per_node:
-        wanted |= {"sglang.dtype": "float32", "sglang.attention_backend": "torch_native"}
-        quiet |= set() if config.allocation_mode.startswith("sglang") else {"sglang.dtype", "sglang.attention_backend"}
+        sglang: dict[str, Any] = {"sglang.dtype": "float32", "sglang.attention_backend": "torch_native"}
+        sglang |= dict.fromkeys(("sglang.mem_fraction_static", "sglang.chunked_prefill_size", "sglang.max_prefill_tokens"))
+        wanted |= sglang
+        quiet |= set() if config.allocation_mode.startswith("sglang") else set(sglang)
     recover = config.recover
     if recover.mode != "disabled" and recover.freq_epochs is recover.freq_steps is recover.freq_secs is None:
         wanted["recover.freq_secs"] = DEFAULT_RECOVER_SECS
@@ -71,6 +73,7 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
         if name == "recover.freq_secs":
             notes.append(f"recover: saves every {value} s, for none of recover.freq_epochs, freq_steps, freq_secs is set.")
         elif name not in quiet:
+            value = "null" if value is None else value
             reason = reasons[name][1] if name in reasons else "the plan has no GPUs"
             notes.append(f"{name} is {value} instead of the default {old}: {reason}.")
     return config, notes

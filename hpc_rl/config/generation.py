@@ -135,11 +135,13 @@ class SGLangConfig:
         enable_multimodal: Serve the other modalities of a multimodal model.
         sampling_backend: Sampling kernels; null leaves it to SGLang, `pytorch` on a CPU.
         context_length: Largest sequence; null means the model's.
-        mem_fraction_static: Share of the device for weights and KV cache; null leaves it to SGLang.
+        mem_fraction_static: Share of the device for weights and KV cache; null leaves it to SGLang, and is the default where
+            there is no GPU.
         max_running_requests: Requests decoded at once; null leaves it to SGLang.
         max_total_tokens: Tokens of the KV cache; null leaves it to SGLang (ours).
-        chunked_prefill_size: Tokens of a chunk of prefill; -1 means whole prompts, null leaves it to SGLang.
-        max_prefill_tokens: Tokens of one prefill batch.
+        chunked_prefill_size: Tokens of a chunk of prefill; -1 means whole prompts, null leaves it to SGLang, and is the
+            default where there is no GPU.
+        max_prefill_tokens: Tokens of one prefill batch; null leaves it to SGLang, and is the default where there is no GPU.
         schedule_policy: Order of waiting requests within a server.
         schedule_conservativeness: Above 1 admits fewer requests, so that fewer are put back.
         cpu_offload_gb: Weights kept in host memory, in GB.
@@ -191,7 +193,7 @@ class SGLangConfig:
     max_running_requests: PositiveInt | None = None
     max_total_tokens: PositiveInt | None = None
     chunked_prefill_size: int | None = -1
-    max_prefill_tokens: PositiveInt = 32768
+    max_prefill_tokens: PositiveInt | None = 32768
     schedule_policy: str = "lpm"
     schedule_conservativeness: PositiveFloat = 1.0
     cpu_offload_gb: NonNegativeInt = 0

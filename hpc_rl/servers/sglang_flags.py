@@ -117,7 +117,6 @@ def settings_of(config: SGLangConfig, device: str, tensor_parallel_size: int, in
         backend = config.sampling_backend or "pytorch"
         settings |= {"device": "cpu", "sampling_backend": backend, "disable_overlap_schedule": True}
         settings["max_total_tokens"] = config.max_total_tokens or CPU_MAX_TOTAL_TOKENS
-        settings["mem_fraction_static"] = None
     return {name: value for name, value in settings.items() if value is not None and value is not False and value != ""}
 
 

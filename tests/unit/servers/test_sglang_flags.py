@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 
+from hpc_rl.config.check import check
 from hpc_rl.config.generation import SGLangConfig
+from hpc_rl.config.load import load
 from hpc_rl.config.sglang_versions import DROPPED
 from hpc_rl.servers.sglang_flags import FLAGS, NOT_FLAGS, arguments, settings_of, table_for
 
@@ -30,10 +32,12 @@ def test_a_gpu_replica_gets_what_the_configuration_says():
 
 
 def test_a_cpu_replica_is_bounded_and_takes_native_paths():
-    argv = flags_of("cpu", SGLangConfig(dtype="float32", attention_backend="torch_native"))
+    words = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "actor.path=/m", "cluster.n_gpus_per_node=0"]
+    words += ["allocation_mode=sglang:d1+fsdp:d1", "actor.ppo_n_minibatches=1"]
+    argv = flags_of("cpu", check(load([], words), files=False).config.sglang)
     assert (value(argv, "--device"), value(argv, "--sampling-backend")) == ("cpu", "pytorch")
     assert value(argv, "--max-total-tokens") == "65536" and "--disable-overlap-schedule" in argv
-    assert "--mem-fraction-static" not in argv
+    assert not {"--mem-fraction-static", "--chunked-prefill-size", "--max-prefill-tokens"} & set(argv)
     assert value(flags_of("cpu", SGLangConfig(max_total_tokens=100)), "--max-total-tokens") == "100"
 
 
