@@ -248,9 +248,20 @@ def test_a_trial_that_runs(shell, sleeper):
         assert shell.run("cancel", "small", "--now", "--wait_s", "30").returncode == 0
 
 
+def started_as_from_a_terminal(argv: list[str], shell: Shell) -> subprocess.Popen[str]:
+    """A process that Ctrl-C reaches, also where the tests run in the background and ignore it themselves."""
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            argv, cwd=shell.here, env=shell.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, ours)
+
+
 def test_an_interrupt_of_follow_leaves_the_trial_and_says_so(shell, sleeper):
     argv = [str(PROGRAM), *SUBMIT, f"launcher.python={sleeper}", "--follow"]
-    process = subprocess.Popen(argv, cwd=shell.here, env=shell.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = started_as_from_a_terminal(argv, shell)
     try:
         assert process.stdout
         assert any("sums/small: running" in line for line in process.stdout)
@@ -311,7 +322,7 @@ def test_a_full_disk_behind_the_output_is_told(shell):
 @pytest.mark.timeout(180)
 def test_an_interrupt_of_quickstart_ends_its_trial_and_says_so(shell):
     argv = [str(PROGRAM), "quickstart"]
-    process = subprocess.Popen(argv, cwd=shell.here, env=shell.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = started_as_from_a_terminal(argv, shell)
     assert process.stdout
     assert any("quickstart/sft-" in line and ": running" in line for line in process.stdout)
     process.send_signal(signal.SIGINT)
