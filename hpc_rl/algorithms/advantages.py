@@ -22,6 +22,12 @@ def overlong_penalty(lengths_B: torch.Tensor, max_new_tokens: int, overlong_toke
     return (-excess_B / overlong_tokens * factor).clamp(-factor, 0.0)
 
 
+def uninformative_groups(rewards_B: torch.Tensor, group_size: int) -> list[int]:
+    """Numbers of the groups of `group_size` consecutive rows whose rewards are all equal: nothing can be learnt from them."""
+    rewards_GS = rewards_B.reshape(-1, group_size)
+    return torch.nonzero((rewards_GS == rewards_GS[:, :1]).all(1)).flatten().tolist()
+
+
 def place_rewards(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """Float32 [B, T] with each reward at its row's last masked token, 0 elsewhere (and in rows without one)."""
     position_T = torch.arange(1, mask_BT.shape[1] + 1)

@@ -1,4 +1,4 @@
-"""Per-token losses: the clipped policy gradient (dual clip, decoupled behaviour weight) and the supervised one.
+"""Per-token losses: the clipped policy gradient (dual clip, decoupled behaviour weight) and the supervised one; that of pairs.
 
 All take one-dimensional tensors over tokens and a mask, and return *sums*: the caller divides by a weight that it counted
 over the whole train batch, so that a loss does not depend on how the batch was cut. An empty micro-batch is a valid input.
@@ -82,3 +82,10 @@ def token_sums(
 def supervised_loss(logprobs_T: torch.Tensor, mask_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the negative log-likelihood over the masked tokens, and the count of those."""
     return -torch.where(mask_T, logprobs_T, torch.zeros_like(logprobs_T)).sum(), {"num_tokens": mask_T.sum()}
+
+
+def pairwise_loss(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Bradley-Terry: sum of -log sigmoid(chosen - rejected) over pairs of scores, how many are in order, and their margins."""
+    margin_P = chosen_P - rejected_P
+    sums = {"num_correct": (margin_P > 0).sum(), "margin": margin_P.detach().sum()}
+    return -torch.nn.functional.logsigmoid(margin_P).sum(), sums

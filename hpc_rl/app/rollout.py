@@ -45,6 +45,7 @@ def rules(config: GRPOConfig) -> Rules:
         bound=rollout.staleness_bound,
         order=rollout.batch_order,
         prompt_retries=rollout.prompt_retries,
+        queue_size=rollout.queue_size,
     )
 
 

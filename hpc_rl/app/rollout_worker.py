@@ -51,7 +51,12 @@ async def work(trial: Trial, config: GRPOConfig, data_token: str, out: int) -> N
     workflow = load_workflow(rollout.workflow)
     rewarder = await open_rewarder(rollout.reward_fn, rollout.reward_timeout_s)
     router = Router(
-        open_names(trial, config), data_token, rollout.setup_timeout, rollout.request_timeout, rollout.request_retries
+        open_names(trial, config),
+        data_token,
+        rollout.setup_timeout,
+        rollout.request_timeout,
+        rollout.request_retries,
+        rollout.schedule_policy,
     )
     async with router:
         write = await frames.pipe_writer(out)

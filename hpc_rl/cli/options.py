@@ -23,6 +23,20 @@ def add_trial(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trial", help="a path, experiment/trial, or a trial name that only one trial has")
 
 
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Where a configuration comes from."""
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="FILE", help="YAML file; several are laid over each other, left to right"
+    )
+    parser.add_argument(
+        "--preset",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="atlas: its defaults, below the files; cpu: no GPU, over the files",
+    )
+
+
 def add_json(parser: argparse._ActionsContainer, what: str) -> None:
     parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.cli.options import add_json, new_parser, print_json
+from hpc_rl.cli.options import add_config, add_json, new_parser, print_json
 from hpc_rl.config.check import check
 from hpc_rl.config.load import Loaded, load
 from hpc_rl.errors import ExitCode
@@ -37,7 +37,7 @@ class Planned:
 
 def run(argv: list[str]) -> int:
     args, overrides = parse(parser(), argv)
-    planned = plan_of(load(args.config, overrides))
+    planned = plan_of(load(args.config, overrides, presets=args.preset))
     if args.dry_run:
         return _dry_run(planned, args.json)
     made = submission.submit(planned.loaded, planned.plan, command=["hpc-rl", "submit", *argv])
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     made = new_parser("submit", "Check a configuration, plan it, and hand it in as a job. Returns at once.", EPILOG)
-    _add_config(made)
+    add_config(made)
     made.add_argument(
         "--dry_run", "--dry-run", action="store_true", help="stop before anything is written, and show what was planned"
     )
@@ -56,12 +56,6 @@ def parser() -> argparse.ArgumentParser:
 
 EPILOG = """Any option of the configuration may follow, as --a.b VALUE or a.b=VALUE, and wins over the files:
   hpc-rl submit --config grpo.yaml --n_nodes 4 actor.optimizer.lr=1e-6"""
-
-
-def _add_config(made: argparse.ArgumentParser) -> None:
-    made.add_argument(
-        "--config", action="append", default=[], metavar="FILE", help="YAML file; several are laid over each other, left to right"
-    )
 
 
 def add_outcome(made: argparse.ArgumentParser) -> None:
@@ -171,11 +165,11 @@ def unit_line(unit: Unit) -> str:
 
 def run_render(argv: list[str]) -> int:
     made = new_parser("render", "Write the trial directory of a configuration with its job scripts, and submit nothing.", EPILOG)
-    _add_config(made)
+    add_config(made)
     made.add_argument("--output", type=Path, metavar="DIR", help="write there instead of where the trial belongs")
     add_json(made, "paths and notes")
     args, overrides = parse(made, argv)
-    planned = plan_of(load(args.config, overrides))
+    planned = plan_of(load(args.config, overrides, presets=args.preset))
     done = submission.render_to(planned.loaded, planned.plan, args.output, command=["hpc-rl", "render", *argv])
     if args.json:
         print_json(as_json(done, planned))

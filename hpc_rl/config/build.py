@@ -192,6 +192,8 @@ class Builder:
 
     def _value(self, name: str, hint: Any, item: Given) -> Any:
         refusal = ""
+        if self.refusals and isinstance(item.value, str) and "${" in item.value:
+            return None  # nothing was interpolated, for something else is wrong
         for kind in alternatives(hint):
             try:
                 return _convert(kind, item)

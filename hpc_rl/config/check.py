@@ -14,10 +14,15 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config import agreement
 from hpc_rl.config.cluster import environment_of
 from hpc_rl.config.load import Loaded
 from hpc_rl.config.model_rules import model_rules
-from hpc_rl.config.root import Config, GRPOConfig
+from hpc_rl.config.root import Config, GRPOConfig, SFTConfig
+from hpc_rl.config.train_rules import TRAIN_RULES, adapted
+from hpc_rl.config.train_rules import notes as train_notes
+from hpc_rl.config.unavailable import unavailable
+from hpc_rl.config.values import ABSENT, replaced, value_of
 from hpc_rl.errors import ConfigError, NotBuilt
 from hpc_rl.trial import check_name
 
@@ -46,47 +51,36 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
 def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]:
     """Replace defaults that the planned device or trainer can't do. What is in `explicit` stays."""
     wanted: dict[str, Any] = {}
-    if not isinstance(config, GRPOConfig):
+    if isinstance(config, SFTConfig):
         wanted |= {"train_dataset.type": "sft", "valid_dataset.type": "sft"}
-    quiet = set(wanted)
+    reasons = adapted(config)
+    quiet = set(wanted) | {name for name, (_, reason) in reasons.items() if not reason}
     if not config.cluster.n_gpus_per_node:
-        section = "actor" if isinstance(config, GRPOConfig) else "model"
-        wanted |= {f"{section}.dtype": "float32", f"{section}.attn_impl": "sdpa"}
-        wanted |= {"sglang.dtype": "float32", "sglang.attention_backend": "torch_native"}
-        quiet |= set() if config.allocation_mode.startswith("sglang") else {"sglang.dtype", "sglang.attention_backend"}
+        sglang: dict[str, Any] = {"sglang.dtype": "float32", "sglang.attention_backend": "torch_native"}
+        sglang |= dict.fromkeys(("sglang.mem_fraction_static", "sglang.chunked_prefill_size", "sglang.max_prefill_tokens"))
+        wanted |= sglang
+        quiet |= set() if config.allocation_mode.startswith("sglang") else set(sglang)
     recover = config.recover
     if recover.mode != "disabled" and recover.freq_epochs is recover.freq_steps is recover.freq_secs is None:
         wanted["recover.freq_secs"] = DEFAULT_RECOVER_SECS
+    wanted |= {name: value for name, (value, _) in reasons.items()}
     notes = []
     for name, value in wanted.items():
         old = value_of(config, name)
-        if name in explicit or old == value or old is _ABSENT:
+        if name in explicit or old == value or old is ABSENT:
             continue
-        config = _with(config, name.split("."), value)
+        config = replaced(config, name.split("."), value)
         if name == "recover.freq_secs":
             notes.append(f"recover: saves every {value} s, for none of recover.freq_epochs, freq_steps, freq_secs is set.")
         elif name not in quiet:
-            notes.append(f"{name} is {value} instead of the default {old}: the plan has no GPUs.")
+            value = "null" if value is None else value
+            reason = reasons[name][1] if name in reasons else "the plan has no GPUs"
+            notes.append(f"{name} is {value} instead of the default {old}: {reason}.")
     return config, notes
 
 
-_ABSENT = object()
-
-
-def value_of(config: Any, name: str) -> Any:
-    """The value of a dotted option; a marker of its own where a section is missing or null."""
-    for part in name.split("."):
-        config = getattr(config, part, _ABSENT)
-    return config
-
-
-def _with(section: Any, path: list[str], value: Any) -> Any:
-    if len(path) > 1:
-        value = _with(getattr(section, path[0]), path[1:], value)
-    return dataclasses.replace(section, **{path[0]: value})
-
-
 def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    yield from train_notes(config, explicit)
     recover = config.recover
     if recover.mode == "disabled" and any(f"recover.freq_{unit}" in explicit for unit in ("epochs", "steps", "secs")):
         yield "recover.freq_* has no effect: recover.mode is disabled, so nothing is saved and nothing can be resumed."
@@ -114,7 +108,7 @@ def names(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 def datasets(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    wanted = "rl" if isinstance(config, GRPOConfig) else "sft"
+    wanted = "rl" if isinstance(config, GRPOConfig) else "sft" if isinstance(config, SFTConfig) else "rw"
     for section in ("train_dataset", "valid_dataset"):
         dataset = getattr(config, section)
         if dataset and dataset.type != wanted:
@@ -122,16 +116,10 @@ def datasets(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 def devices(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    section, engine = ("actor", config.actor) if isinstance(config, GRPOConfig) else ("model", config.model)
-    allowed = ["eager", "sdpa", "flash_attention_2"] if config.cluster.n_gpus_per_node else ["eager", "sdpa"]
-    where = "" if config.cluster.n_gpus_per_node else " without GPUs (cluster.n_gpus_per_node 0)"
-    if engine.attn_impl not in allowed:
-        yield f"{section}.attn_impl {engine.attn_impl} can't be used{where}; allowed: {', '.join(allowed)}."
-    if engine.dtype == "float16":
-        yield f"{section}.dtype float16 can't be trained in: it needs loss scaling, which is not built; use bfloat16 or float32."
     if isinstance(config, GRPOConfig) and not config.cluster.n_gpus_per_node:
+        where = " without GPUs (cluster.n_gpus_per_node 0)"
         backends = ["torch_native", "intel_amx"]
-        if config.sglang.attention_backend not in backends:
+        if config.sglang.attention_backend not in (None, *backends):
             backend = config.sglang.attention_backend
             yield f"sglang.attention_backend {backend} can't be used{where}; allowed: {', '.join(backends)}."
         if config.sglang.dtype == "float16":
@@ -190,7 +178,7 @@ def lengths(config: Config, explicit: Collection[str]) -> Iterator[str]:
         yield f"gconfig.max_new_tokens {g.max_new_tokens} leaves no prompt: gconfig.max_tokens {g.max_tokens} is for both."
     if limit is not None and limit <= g.max_new_tokens:
         yield f"actor.mb_spec.max_tokens_per_mb {limit} can't hold gconfig.max_new_tokens {g.max_new_tokens} and a prompt."
-    if config.allocation_mode.strip().startswith("sglang") and g.max_new_tokens >= context:
+    if config.allocation_mode.strip().startswith("sglang") and context is not None and g.max_new_tokens >= context:
         yield f"gconfig.max_new_tokens {g.max_new_tokens} leaves no prompt: sglang.context_length is {context}."
 
 
@@ -217,10 +205,6 @@ def import_paths(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 def without_effect(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """No option is accepted and then ignored."""
-    section, engine = ("actor", config.actor) if isinstance(config, GRPOConfig) else ("model", config.model)
-    optimizer = engine.optimizer
-    if optimizer.lr_scheduler_type == "constant" and optimizer.min_lr_ratio:
-        yield f"{section}.optimizer.min_lr_ratio has no effect with lr_scheduler_type constant; use linear or cosine."
     evaluator = config.evaluator
     often = [f"evaluator.freq_{unit}" for unit in ("epochs", "steps", "secs") if getattr(evaluator, f"freq_{unit}") is not None]
     if often and config.valid_dataset is None:
@@ -355,5 +339,8 @@ RULES: list[Rule] = [
     without_effect,
     scheduler_options,
     environments,
+    unavailable,
+    *TRAIN_RULES,
+    *agreement.RULES,
 ]
 FILE_RULES: list[Rule] = [dataset_files, site_templates, fileroot, shared_places]

@@ -17,10 +17,14 @@ class NameResolveConfig:
     Args:
         type: `nfs` is a directory on the shared file system; the only kind that spans processes.
         nfs_record_root: Where records lie; empty means `names/` in the trial directory.
+        etcd3_addr: Address of etcd, which is never needed here.
+        ray_actor_name: Actor of Ray, which is never needed here.
     """
 
-    type: Literal["nfs"] = "nfs"
+    type: Literal["nfs", "etcd3", "ray"] = "nfs"
     nfs_record_root: PathText = ""
+    etcd3_addr: str = "localhost:2379"
+    ray_actor_name: str = "ray_kv_store"
 
 
 @dataclass(kw_only=True)
@@ -29,12 +33,15 @@ class ClusterSpecConfig:
 
     Args:
         name_resolve: How the roles find each other.
+        cluster_name: A profile of this name (`configs/cluster/<name>.yaml`, or `~/.config/hpc-rl/cluster/<name>.yaml`) is
+            loaded before every other file; without one it is only a name.
         fileroot: Directory on a file system that every node shares; trials live in `{fileroot}/{user}/{experiment}/{trial}`.
         n_nodes: Number of nodes.
         n_gpus_per_node: GPUs per node; 0 means that allocation units are processes without a GPU.
     """
 
     name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
+    cluster_name: str = "local"
     fileroot: PathText = "~/hpc-rl"
     n_nodes: NodeCount = 1
     n_gpus_per_node: UnitCount = 8
@@ -57,6 +64,11 @@ class SlurmLauncherConfig:
         mem: Memory per node; replaces the value that is derived from the launcher's per-GPU numbers.
         comment: Comment of the job, after our own tag.
         extra_args: Further sbatch options, one per item, as they stand (`--licenses=a:1`).
+        srun_additional_args: Further options of the srun of every role, as a shell would split them; variables are not expanded.
+        container_type: What the images are started with; without an image a role runs without a container.
+        mount: Binds of the containers, `source:target` separated by commas; has a meaning with an image only.
+        trainer_image: Container image of trainer and rollout; null means none.
+        inference_server_image: Container image of the generation servers; null means none.
         layout: How the trial is laid out as jobs; only `allocation` (one job, every role in it) is built.
     """
 
@@ -72,6 +84,11 @@ class SlurmLauncherConfig:
     mem: SlurmMemory | None = None
     comment: str | None = None
     extra_args: list[str] = field(default_factory=list)
+    srun_additional_args: str = ""
+    container_type: Literal["apptainer", "none"] = "apptainer"
+    mount: str = ""
+    trainer_image: PathText | None = None
+    inference_server_image: PathText | None = None
     layout: Literal["allocation", "hetjob", "jobs"] = "allocation"
 
 

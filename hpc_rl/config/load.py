@@ -1,22 +1,26 @@
 """Loading: files, overrides and interpolation to a Config, and a Config to plain data and back.
 
-Order: defaults, then the files from left to right, then the overrides from left to right. Sections merge by key;
-lists and mappings of free keys are replaced. What can't hold together is check.py's to refuse.
+Order: defaults, a preset below files, the cluster's profile, the files from left to right, a preset over files, the overrides
+from left to right. Sections merge by key; lists and mappings of free keys are replaced. ATLAS names are translated (atlas.py).
+What can't hold together is check.py's to refuse.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from hpc_rl.config import atlas
+from hpc_rl.config import presets as presets_of
 from hpc_rl.config.build import Builder, Given, alternatives, given, hints, is_optional, section_of
 from hpc_rl.config.limits import Place
-from hpc_rl.config.root import CONFIGS, Config, SFTConfig
+from hpc_rl.config.root import CONFIGS, Config, RWConfig, SFTConfig
 from hpc_rl.config.source import read_overrides, read_yaml
 from hpc_rl.errors import ConfigError
 
@@ -42,19 +46,63 @@ class Loaded:
         return frozenset(self.origins)
 
 
-def load(config_files: Sequence[str | Path], overrides: Sequence[str] = (), *, aliases: Mapping[str, str] = ALIASES) -> Loaded:
+PROFILES = (  # directories that may have a profile <cluster_name>.yaml; the first that has it counts
+    Path("~/.config/hpc-rl/cluster"),
+    Path(__file__).resolve().parents[1] / "_data" / "configs" / "cluster",
+    Path(__file__).resolve().parents[2] / "configs" / "cluster",
+)
+
+
+def load(
+    config_files: Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    *,
+    aliases: Mapping[str, str] = ALIASES,
+    presets: Sequence[str] = (),
+    profiles: Sequence[Path] = PROFILES,
+) -> Loaded:
     """Read files, then overrides (`a.b=c`, `--a.b=c`, `--a.b c`). Relative paths are made absolute. Raises ConfigError."""
-    sources = [read_yaml(Path(file)) for file in config_files]
-    for name, item in read_overrides(list(overrides), aliases):
-        sources.append(Given({name: item}, item.origin))
+    files = [read_yaml(Path(file)) for file in config_files]
+    arguments = [Given({name: item}, item.origin) for name, item in read_overrides(list(overrides), aliases)]
+    profile, notes = _profile([*files, *arguments], profiles)
+    sources = [*profile, *files, *arguments]
     trainer = pick_trainer(sources)
     builder = Builder(CONFIGS[trainer], {name: cls for name, cls in CONFIGS.items() if name != trainer}, aliases)
-    for source in sources:
+    model = "actor" if "actor" in builder.known else "model"
+    translated = atlas.translate(sources, model, builder.known)
+    builder.refusals += translated.refusals
+    below, over = _presets(presets, builder, translated.sources)
+    num_files = len(profile) + len(files)
+    for source in [*below, *translated.sources[:num_files], *over, *translated.sources[num_files:]]:
         builder.overlay(source)
     if not builder.refusals:
         _interpolate(builder)
     config = _finish(builder)
-    return Loaded(_absolute(config), _origins(builder))
+    return Loaded(_absolute(config), _origins(builder), [*notes, *translated.notes])
+
+
+def _presets(names: Sequence[str], builder: Builder, sources: Sequence[Given]) -> tuple[list[Given], list[Given]]:
+    """Those below the files and those over them. Raises ConfigError."""
+    present = {key.partition(".")[0] for source in sources for key, item in source.value.items() if item.value is not None}
+    fitted = [(name, presets_of.fit(presets_of.read_preset(name), builder.known, present)) for name in names]
+    return (
+        [source for name, source in fitted if name in presets_of.BELOW],
+        [source for name, source in fitted if name in presets_of.OVER],
+    )
+
+
+def _profile(sources: Sequence[Given], profiles: Sequence[Path]) -> tuple[list[Given], list[str]]:
+    """The file of the cluster that `cluster.cluster_name` names. Raises ConfigError where that file can't be read."""
+    found = [item for source in sources if (item := atlas.find(source, "cluster.cluster_name")) is not None]
+    name = found[-1].plain() if found else None
+    if not isinstance(name, str) or name == "local" or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        return [], []
+    for folder in profiles:
+        path = folder.expanduser() / f"{name}.yaml"
+        if path.is_file():
+            return [read_yaml(path)], [f"cluster.cluster_name {name}: {path} is loaded before every other file."]
+    places = " nor ".join(str(folder) for folder in profiles[:1])
+    return [], [f"cluster.cluster_name {name} is only a name: there is no profile {name}.yaml in {places}."]
 
 
 def _origins(builder: Builder) -> dict[str, str]:
@@ -64,8 +112,9 @@ def _origins(builder: Builder) -> dict[str, str]:
         if item.value is None or not section_of(builder.known[name]):
             found[name] = item.origin
         elif not item.value and is_optional(builder.known[name]):
-            inside = (key for key in builder.known if key.startswith(f"{name}."))
-            found |= {key: builder.settings.get(key, item).origin for key in inside if not section_of(builder.known[key])}
+            inside = [key for key in builder.known if key.startswith(f"{name}.") and not section_of(builder.known[key])]
+            if not any(key in builder.settings for key in inside):
+                found |= dict.fromkeys(inside, item.origin)
     return found
 
 
@@ -82,8 +131,8 @@ def from_dict(data: dict[str, Any]) -> Config:
     return _finish(builder)
 
 
-def trainer_of(config: Config) -> Literal["grpo", "sft"]:
-    return "sft" if isinstance(config, SFTConfig) else "grpo"
+def trainer_of(config: Config) -> Literal["grpo", "sft", "rw"]:
+    return "rw" if isinstance(config, RWConfig) else "sft" if isinstance(config, SFTConfig) else "grpo"
 
 
 def pick_trainer(sources: Sequence[Given]) -> str:
@@ -98,7 +147,7 @@ def pick_trainer(sources: Sequence[Given]) -> str:
     given_sections = {name.partition(".")[0] for name, item in top.items() if item.value is not None}
     found = [section for section in sections if section in given_sections]
     if len(found) == 1:
-        return sections[found[0]]
+        return "rw" if found == ["model"] and _has_pairs(sources) else sections[found[0]]
     if found:
         raise ConfigError("both actor and model are given: a grpo trial has a section actor, an sft trial a section model.")
     files = (source.origin for source in sources if not source.origin.startswith("command line"))
@@ -108,6 +157,16 @@ def pick_trainer(sources: Sequence[Given]) -> str:
         "a grpo trial has a section actor, an sft trial a section model."
         + ("" if where else " Give a configuration with --config FILE.")
     )
+
+
+def _has_pairs(sources: Sequence[Given]) -> bool:
+    """Whether `train_dataset.type` is rw: what tells a reward-model file of AReaL's from a supervised one."""
+    kind = None
+    for source in sources:
+        section = source.value.get("train_dataset")
+        inside = section.value.get("type") if section is not None and isinstance(section.value, dict) else None
+        kind = inside or source.value.get("train_dataset.type") or kind
+    return kind is not None and kind.value == "rw"
 
 
 def _finish(builder: Builder) -> Config:

@@ -7,14 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.root import Config, GRPOConfig
+from hpc_rl.config.train import TrainEngineConfig
+from hpc_rl.config.train_rules import models
 from hpc_rl.trial import read_json
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def model_rules(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    """Refusals about `actor.path` or `model.path` and the tokenizer."""
-    section, engine = ("actor", config.actor) if isinstance(config, GRPOConfig) else ("model", config.model)
+    """Refusals about the paths of the models and the tokenizer."""
+    for section, engine in models(config):
+        yield from _model(config, section, engine)
+
+
+def _model(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[str]:
     name, path = f"{section}.path", Path(engine.path)
     if not path.is_dir():
         made = _maker(path)
@@ -29,6 +35,8 @@ def model_rules(config: Config, explicit: Collection[str]) -> Iterator[str]:
         return
     if not engine.init_from_scratch and not any(any(path.glob(pattern)) for pattern in _WEIGHTS):
         yield f"{name} {path} holds no weights (*.safetensors); {section}.init_from_scratch true would start from random ones."
+    if section == "ref":
+        return
     tokenizer = Path(config.tokenizer_path) if config.tokenizer_path else path
     if not (tokenizer / "tokenizer.json").is_file():
         option = "tokenizer_path" if config.tokenizer_path else name

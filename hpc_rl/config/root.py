@@ -1,4 +1,4 @@
-"""The whole configuration of a trial: `GRPOConfig` or `SFTConfig`, by the trainer that it is for."""
+"""The whole configuration of a trial: `GRPOConfig`, `SFTConfig` or `RWConfig`, by the trainer that it is for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpc_rl.config.cluster import ClusterSpecConfig, LauncherConfig
 from hpc_rl.config.data import DatasetConfig
 from hpc_rl.config.generation import EmbeddedConfig, GenerationHyperparameters, InferenceEngineConfig, SGLangConfig
 from hpc_rl.config.limits import NonNegativeInt, PathText, PositiveInt
-from hpc_rl.config.service import EvaluatorConfig, RecoverConfig, SaverConfig, StatsLoggerConfig
+from hpc_rl.config.service import EvaluatorConfig, RecoverConfig, SaverConfig, SchedulerConfig, StatsLoggerConfig
 from hpc_rl.config.train import PPOActorConfig, TrainEngineConfig
 
 
@@ -20,11 +20,13 @@ class BaseExperimentConfig:
     Args:
         experiment_name: The question.
         trial_name: One configuration, run to its end.
-        trainer: Which trainer; null means by section: `actor` is grpo, `model` is sft.
+        trainer: Which trainer; null means by section: `actor` is grpo, `model` is rw with
+            train_dataset.type rw, else sft.
         seed: Seed of everything.
         allocation_mode: Who gets how many units, as `sglang:d4+fsdp:d4` or `embedded:d1+fsdp:d1`; empty means derived.
         total_train_epochs: Passes over the training data.
         total_train_steps: Stop after so many steps, whatever the epochs; null means by epochs.
+        total_train_n_seqs: Stop after so many sequences (prompts times samples for grpo); the earlier of two ends counts.
         tokenizer_path: Directory of the tokenizer; empty means the model's.
         cluster: The machines.
         train_dataset: Training data.
@@ -33,16 +35,19 @@ class BaseExperimentConfig:
         evaluator: When to evaluate.
         stats_logger: Where numbers go.
         recover: Generations of recover state.
+        sglang: SGLang servers, where the allocation names them.
         launcher: How processes are started.
+        scheduler: AReaL's scheduler service, which does not exist here.
     """
 
     experiment_name: str
     trial_name: str
-    trainer: Literal["grpo", "sft"] | None = None
+    trainer: Literal["grpo", "sft", "rw"] | None = None
     seed: NonNegativeInt = 1
     allocation_mode: str = ""
     total_train_epochs: PositiveInt = 1
     total_train_steps: PositiveInt | None = None
+    total_train_n_seqs: PositiveInt | None = None
     tokenizer_path: PathText = ""
     cluster: ClusterSpecConfig = field(default_factory=ClusterSpecConfig)
     train_dataset: DatasetConfig
@@ -51,7 +56,9 @@ class BaseExperimentConfig:
     evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
     stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
     recover: RecoverConfig = field(default_factory=RecoverConfig)
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
 
 @dataclass(kw_only=True)
@@ -63,7 +70,7 @@ class GRPOConfig(BaseExperimentConfig):
         gconfig: How completions are sampled.
         rollout: The rollout role.
         actor: The policy.
-        sglang: SGLang servers, where the allocation names them.
+        ref: The reference model of actor.kl_ctl and actor.beta, frozen, in the trainer's ranks; null means none.
         embedded: Embedded servers, where the allocation names them.
     """
 
@@ -71,7 +78,7 @@ class GRPOConfig(BaseExperimentConfig):
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     actor: PPOActorConfig
-    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    ref: TrainEngineConfig | None = None
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
 
 
@@ -86,5 +93,16 @@ class SFTConfig(BaseExperimentConfig):
     model: TrainEngineConfig
 
 
-Config = GRPOConfig | SFTConfig
-CONFIGS: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig}
+@dataclass(kw_only=True)
+class RWConfig(BaseExperimentConfig):
+    """A reward-model trial: rows with a chosen and a rejected text.
+
+    Args:
+        model: The model; its head is replaced by one number.
+    """
+
+    model: TrainEngineConfig
+
+
+Config = GRPOConfig | SFTConfig | RWConfig
+CONFIGS: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig, "rw": RWConfig}

@@ -24,17 +24,38 @@ class FrequencyConfig:
 
 
 @dataclass(kw_only=True)
-class SaverConfig(FrequencyConfig):
-    """Exports for people, in Hugging Face format, into `exports/`; one is always written at the end."""
+class IdentityConfig:
+    """AReaL repeats the trial's identity in many sections. There is one identity here: other values are refused.
+
+    Args:
+        experiment_name: The root's `experiment_name`; null follows it.
+        trial_name: The root's `trial_name`; null follows it.
+        fileroot: The same as `cluster.fileroot`; null follows it.
+    """
+
+    experiment_name: str | None = None
+    trial_name: str | None = None
+    fileroot: PathText | None = None
 
 
 @dataclass(kw_only=True)
-class EvaluatorConfig(FrequencyConfig):
+class SaverConfig(FrequencyConfig, IdentityConfig):
+    """Exports for people, in Hugging Face format, into `exports/`; one is always written at the end.
+
+    Args:
+        keep_last: Exports kept, the final one not counted; null means all (ours).
+    """
+
+    keep_last: PositiveInt | None = None
+
+
+@dataclass(kw_only=True)
+class EvaluatorConfig(FrequencyConfig, IdentityConfig):
     """Evaluation on `valid_dataset`; one always runs before the first and after the last step if there is such a dataset."""
 
 
 @dataclass(kw_only=True)
-class RecoverConfig(FrequencyConfig):
+class RecoverConfig(FrequencyConfig, IdentityConfig):
     """Generations of recover state, and what a start does with them.
 
     Args:
@@ -61,11 +82,90 @@ class TensorBoardConfig:
 
 
 @dataclass(kw_only=True)
-class StatsLoggerConfig:
-    """Where numbers go.
+class WandBConfig:
+    """Weights & Biases, beside the files that are always written. A key is never in a configuration: see `wandb_api_key`.
 
     Args:
+        mode: `online` sends, `offline` writes files for `wandb sync`, `disabled` does neither.
+        wandb_base_url: Server; empty means the public one.
+        wandb_api_key: Refused: many may read this file. `wandb login`, or WANDB_API_KEY in the environment that submits.
+        entity: Team or user; null means your default.
+        project: Project; null means the experiment's name.
+        name: Name of the run; null means the trial's.
+        job_type: Job type.
+        group: Group; null means experiment and trial, so that the attempts of a trial stand together.
+        notes: Free text beside the run.
+        tags: Words to find the run by.
+        config: What is stored as the run's configuration; null means the whole configuration, secrets redacted.
+        id_suffix: End of the run's id, which is made of experiment and trial: a restart goes on in the same run.
+    """
+
+    mode: Literal["online", "offline", "disabled"] = "disabled"
+    wandb_base_url: str = ""
+    wandb_api_key: str = ""
+    entity: str | None = None
+    project: str | None = None
+    name: str | None = None
+    job_type: str | None = None
+    group: str | None = None
+    notes: str | None = None
+    tags: list[str] | None = None
+    config: dict[str, str] | None = None
+    id_suffix: str = "train"
+
+
+@dataclass(kw_only=True)
+class SwanlabConfig:
+    """SwanLab, beside the files that are always written.
+
+    Args:
+        mode: `cloud` sends, `local` and `offline` write files, `disabled` does neither.
+        project: Project; null means the experiment's name.
+        name: Name of the run; null means the trial's.
+        config: What is stored as the run's configuration; null means the whole configuration, secrets redacted.
+        logdir: Where its files go; null means the attempt's directory.
+        api_key: Refused: many may read this file. `swanlab login`, or SWANLAB_API_KEY in the environment that submits.
+    """
+
+    mode: Literal["cloud", "local", "offline", "disabled"] = "disabled"
+    project: str | None = None
+    name: str | None = None
+    config: dict[str, str] | None = None
+    logdir: PathText | None = None
+    api_key: str = ""
+
+
+@dataclass(kw_only=True)
+class StatsLoggerConfig(IdentityConfig):
+    """Where numbers go: JSON lines and TensorBoard files always, others where they are asked for.
+
+    Args:
+        wandb: Weights & Biases.
+        swanlab: SwanLab.
         tensorboard: TensorBoard files.
     """
 
+    wandb: WandBConfig = field(default_factory=WandBConfig)
+    swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
+
+
+@dataclass(kw_only=True)
+class SchedulerConfig:
+    """AReaL's scheduler service, which does not exist here: Slurm places the roles, rewards run in the rollout role.
+
+    Args:
+        endpoint: Address of the service; only the default is accepted.
+        deploy_mode: How AReaL deploys; only `separation` is accepted.
+        functioncall_service_domain: Address of a reward service; only the default is accepted, see `rollout.reward_fn`.
+        reward_functioncall_config: Settings of a reward service; only an empty mapping is accepted.
+        reward_model_path: A reward model behind a service; only empty is accepted.
+        reward_model_service_url: Address of a reward model; only the default is accepted.
+    """
+
+    endpoint: str = "http://localhost:8081"
+    deploy_mode: str = "separation"
+    functioncall_service_domain: str = "http://localhost:8080"
+    reward_functioncall_config: dict[str, str] = field(default_factory=dict)
+    reward_model_path: str = ""
+    reward_model_service_url: str = "http://localhost:30000/classify"

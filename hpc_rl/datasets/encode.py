@@ -1,10 +1,12 @@
-"""Rows to tokens: prompts (rl) and whole sequences with their loss mask (sft)."""
+"""Rows to tokens: prompts (rl), whole sequences with their loss mask (sft), pairs of sequences (rw)."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def encode_prompt(tokenizer: Tokenizer, row: dict[str, Any]) -> list[int]:
@@ -68,7 +71,8 @@ class Prompts:
         self._kept = list(range(len(self.rows)))
         encode_prompt(tokenizer, self.rows[0])  # a dataset of the wrong kind is refused at the start, not at the first prompt
         if dataset.max_length is not None:
-            self._kept = [i for i in self._kept if len(encode_prompt(tokenizer, self.rows[i])) <= dataset.max_length]
+            lengths = encode_all(lambda row: len(encode_prompt(tokenizer, row)), self.rows, dataset.num_workers)
+            self._kept = [i for i in self._kept if lengths[i] <= dataset.max_length]
             numbers = (len(self._kept), len(self.rows), dataset.max_length)
             logger.info("%s: %d of %d prompts have at most %d tokens", dataset.path, *numbers)
         if not self._kept:
@@ -92,11 +96,58 @@ class Prompts:
         return Prompt(epoch, row, self.rows[row], encode_prompt(self.tokenizer, self.rows[row]))
 
 
+def encode_all(encode: Callable[[dict[str, Any]], T], rows: list[dict[str, Any]], num_workers: int) -> list[T]:
+    """`encode` of every row, in order, by so many threads: the tokenizer works outside of Python's lock."""
+    if not num_workers:
+        return [encode(row) for row in rows]
+    with ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize") as pool:
+        return list(pool.map(encode, rows, chunksize=64))
+
+
 def load_sequences(dataset: DatasetConfig, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
     """encode_sequence of every row with at most `max_length` tokens, in file order. Raises ConfigError if none is left."""
-    rows = [encode_sequence(tokenizer, row) for row in load_rows(dataset.path)]
+    rows = encode_all(lambda row: encode_sequence(tokenizer, row), load_rows(dataset.path), dataset.num_workers)
     if dataset.max_length is not None:
         rows = [row for row in rows if len(row[0]) <= dataset.max_length]
     if not rows:
         raise ConfigError(f"dataset {dataset.path}: no sequence has at most max_length = {dataset.max_length} tokens.")
     return rows
+
+
+def encode_pair(tokenizer: Tokenizer, row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """(ids of chosen, ids of rejected), int32, each with the end-of-sequence token.
+
+    `chosen` and `rejected` are completions of `prompt` (or of `messages`), or, without one, whole texts or lists of messages.
+    """
+    chosen, rejected = (_scored(tokenizer, row, row.get(column)) for column in ("chosen", "rejected"))
+    return chosen, rejected
+
+
+def _scored(tokenizer: Tokenizer, row: dict[str, Any], text: Any) -> np.ndarray:
+    has_prompt = isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)
+    if isinstance(text, list) and not has_prompt:
+        chat = tokenizer.chat(text, add_generation_prompt=False)
+        ids = tokenizer.encode(chat, add_special_tokens=False)
+    elif isinstance(text, str):
+        ids = encode_prompt(tokenizer, row) if has_prompt else []
+        ids = ids + tokenizer.encode(text, add_special_tokens=not has_prompt)
+    else:
+        has = ", ".join(map(repr, row)) or "nothing"
+        raise ConfigError(
+            f"an rw row needs `chosen` and `rejected` (text, or without a prompt lists of messages); this one has {has}."
+        )
+    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
+        ids.append(tokenizer.eos_token_id)
+    if not ids:
+        raise ConfigError("an rw row has an empty text, and the tokenizer has no end-of-sequence token.")
+    return np.array(ids, np.int32)
+
+
+def load_pairs(dataset: DatasetConfig, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
+    """encode_pair of every row without those above `max_length` tokens, in file order. Raises ConfigError if none is left."""
+    pairs = [encode_pair(tokenizer, row) for row in load_rows(dataset.path)]
+    if dataset.max_length is not None:
+        pairs = [pair for pair in pairs if max(map(len, pair)) <= dataset.max_length]
+    if not pairs:
+        raise ConfigError(f"dataset {dataset.path}: no pair has at most max_length = {dataset.max_length} tokens each.")
+    return pairs

@@ -31,7 +31,8 @@ class MicroBatch:
     """Packed rows: T tokens of a micro-batch. logprobs[t] = log p(ids[t] | ids before it in its row), 0 at a row's first token.
 
     Where there is a column `loss_mask`, logprobs and entropy are 0 outside of it. T is 0 on a rank that has no rows (left): the
-    loss is called all the same and must report the same names.
+    loss is called all the same and must report the same names. Of a model that ends in one number (`is_critic`), logprobs[t] is
+    that number at token t, and entropy is 0.
     """
 
     logprobs_T: torch.Tensor  # float32 [T], with gradient
@@ -66,6 +67,9 @@ class Engine(Protocol):
         Returns the loss's sums over all ranks, plus loss (divided by loss_weight), grad_norm, lr and update_successful (1 or 0:
         an update with a gradient that is not finite is skipped everywhere). Raises ValueError where no rank has rows.
         """
+
+    def pass_updates(self, count: int) -> None:
+        """Move the schedule on over updates that did not happen, for want of rows."""
 
     def save(self, folder: Path) -> list[str]:
         """Write this rank's shard of model, optimizer, schedule and RNG into an existing folder, fsynced; returns file names."""

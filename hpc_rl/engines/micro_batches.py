@@ -4,7 +4,7 @@ Two layouts, equal in their results:
 - padded: rows of similar length, padded on the right. Causal attention never looks at the padding, so no mask is needed;
 - packed: rows one after the other in a single row whose position ids restart, for attention that knows about that (flash).
 
-The last token of a row is no input: nothing is predicted from it.
+The last token of a row is no input, where nothing is predicted from it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.engines.packing import Groups, length_buckets, pack
 
 Layout = Literal["padded", "packed"]
+PADDING_ROW = 1024  # padding of the packed layout is rows of this length: no position beyond what a model knows
 
 
 @dataclass
@@ -37,45 +38,66 @@ class Inputs:
         return torch.zeros(self.num_tokens, dtype=values_N.dtype, device=values_N.device).index_copy(0, self.wanted_N, values_N)
 
 
-def cut(rows: Sequences, layout: Layout, max_tokens: int | None, n_mbs: int) -> Groups:
-    """Which rows go through the model together. Raises ValueError for a row that is longer than a micro-batch may be."""
-    lengths = np.array([len(ids) for ids in rows.ids], dtype=np.int64)
-    return pack(lengths, max_tokens, n_mbs) if layout == "packed" else length_buckets(lengths, max_tokens, n_mbs)
+def cut(rows: Sequences, layout: Layout, max_tokens: int | None, n_mbs: int, granularity: int = 1) -> Groups:
+    """Which rows go through the model together; `granularity` neighbours stay together.
+
+    Raises ValueError for rows that are longer than a micro-batch may be, or not whole neighbourhoods.
+    """
+    if len(rows) % granularity:
+        raise ValueError(f"{len(rows)} rows are not a multiple of mb_spec.granularity {granularity}")
+    lengths_BG = np.array([len(ids) for ids in rows.ids], dtype=np.int64).reshape(-1, granularity)
+    if layout == "packed":
+        blocks = pack(lengths_BG.sum(1), max_tokens, n_mbs)
+    else:
+        blocks = length_buckets(lengths_BG.max(1, initial=0) * granularity, max_tokens, n_mbs)
+    return [[block * granularity + i for block in group for i in range(granularity)] for group in blocks]
 
 
-def inputs_of(rows: Sequences, group: list[int], layout: Layout, device: torch.device) -> Inputs:
+def inputs_of(
+    rows: Sequences,
+    group: list[int],
+    layout: Layout,
+    device: torch.device,
+    shift: int = 1,
+    pad_to: int = 0,
+    pin_memory: bool = False,
+) -> Inputs:
     """Model inputs for the rows of one group. Without rows: a lone token that predicts nothing, to take part in collectives.
 
     Wanted are the tokens for which the bool column `loss_mask` is true (all, without such a column) save first ones.
+    shift: 1 reads at the token before the wanted one, 0 at the token itself (a model that ends in a number). pad_to: add tokens
+    that nobody looks at, up to as many.
     """
     lengths, ids_T = _lengths_and_ids(rows, group)
     row_T = np.repeat(np.arange(len(group)), lengths)
     starts = np.cumsum(lengths) - lengths
     place_T = np.arange(len(ids_T)) - starts[row_T]
-    width = max(int(lengths.max(initial=0)) - 1, 1)
-    fed_T = place_T < lengths[row_T] - 1
-    wanted_T = place_T > 0
+    width = max(int(lengths.max(initial=0)) - shift, 1)
+    fed_T = place_T < lengths[row_T] - shift
+    wanted_T = place_T >= shift
     if "loss_mask" in rows.columns:
         wanted_T &= _column(rows, "loss_mask", group).astype(bool, copy=False)
     if layout == "padded":
         before_T = row_T * width
-        input_ids = np.zeros((max(len(group), 1), width), dtype=np.int64)
+        input_ids = np.zeros((max(len(group), pad_to // width, 1), width), dtype=np.int64)
         input_ids[row_T[fed_T], place_T[fed_T]] = ids_T[fed_T]
         positions = None
     else:
-        fed_lengths = np.maximum(lengths - 1, 0)
+        fed_lengths = np.maximum(lengths - shift, 0)
         before_T = (np.cumsum(fed_lengths) - fed_lengths)[row_T]
-        input_ids = ids_T[fed_T][None] if fed_T.any() else np.zeros((1, 1), dtype=np.int64)
-        positions = place_T[fed_T][None] if fed_T.any() else np.zeros((1, 1), dtype=np.int64)
+        padding = max(pad_to - int(fed_T.sum()), 0 if fed_T.any() else 1)
+        input_ids = np.concatenate([ids_T[fed_T], np.zeros(padding, dtype=np.int64)])[None]
+        positions = np.concatenate([place_T[fed_T], np.arange(padding) % PADDING_ROW])[None]
     wanted_N = np.flatnonzero(wanted_T)
 
     def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        return (tensor.pin_memory() if pin_memory else tensor).to(device, non_blocking=True)
 
     return Inputs(
         put(input_ids),
         None if positions is None else put(positions),
-        put((before_T + place_T - 1)[wanted_N]),
+        put((before_T + place_T - shift)[wanted_N]),
         put(ids_T[wanted_N]),
         put(wanted_N),
         len(ids_T),

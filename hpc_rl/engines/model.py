@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from hpc_rl.config.train import TrainEngineConfig
 from hpc_rl.engines.logprobs import token_logprobs
 from hpc_rl.errors import ConfigError, NotBuilt
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}  # key -> value that does nothing
 
 
@@ -42,50 +42,76 @@ class Policy(nn.Module):
         hidden = self.hf.get_decoder()(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
         return token_logprobs(hidden.flatten(0, 1)[source_N], self.hf.get_output_embeddings().weight, targets_N, temperature)
 
-    def blocks(self) -> list[nn.Module]:
-        """The repeated layers, which FSDP shards one by one."""
-        names = set(self.hf._no_split_modules or ())
-        return [module for module in self.hf.modules() if type(module).__name__ in names]
+    def blocks(self, wanted: list[str] | None = None) -> list[nn.Module]:
+        """The repeated layers, which FSDP shards one by one: of these classes, or as the model says. Raises ConfigError."""
+        names = set(self.hf._no_split_modules or () if wanted is None else wanted)
+        found = [module for module in self.hf.modules() if type(module).__name__ in names]
+        if wanted and not found:
+            there = ", ".join(sorted({type(module).__name__ for module in self.hf.modules()}))
+            raise ConfigError(f"fsdp.wrap_policy: the model has no module of {', '.join(wanted)}; it has {there}")
+        return found
+
+
+class Scorer(Policy):
+    """A model with one number per token in place of a vocabulary: a reward model."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        source_N: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = {} if position_ids is None else {"position_ids": position_ids}
+        hidden = self.hf.base_model(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
+        scores_N = (hidden.flatten(0, 1)[source_N] @ self.hf.score.weight.T).squeeze(1).float()
+        return scores_N, torch.zeros_like(scores_N, requires_grad=False)
 
 
 def check(config: TrainEngineConfig, device: torch.device) -> None:
     """Raises ConfigError for what this engine can't do with the configuration on the device."""
-    if config.dtype not in DTYPES:
-        raise NotBuilt(f"dtype {config.dtype!r} needs loss scaling, which is not built; allowed: {', '.join(DTYPES)}")
     if device.type == "cpu" and config.attn_impl.startswith("flash"):
         raise ConfigError(f"attn_impl {config.attn_impl!r} needs a GPU and the trainer is on the CPU; use attn_impl: sdpa")
     if not (Path(config.path) / "config.json").is_file():
         raise ConfigError(f"path {config.path!r} is not a directory with a Hugging Face checkpoint: config.json is missing")
 
 
-def build(config: TrainEngineConfig, seed: int) -> Policy:
+def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Policy:
     """The model in float32 on the CPU, the same on every rank. Raises ConfigError, OSError."""
     hf: Any
     disable_progress_bar()  # one per rank, into the role's log
+    torch.manual_seed(seed)  # what the weights lack (all of them, or the head of a reward model) is drawn
+    kind: Any = AutoModelForSequenceClassification if config.is_critic else AutoModelForCausalLM
+    labels: dict[str, Any] = {"num_labels": 1} if config.is_critic else {}
     if config.init_from_scratch:
-        torch.manual_seed(seed)
-        architecture = AutoConfig.from_pretrained(config.path, local_files_only=True)
-        hf = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32, attn_implementation=config.attn_impl)
+        architecture = AutoConfig.from_pretrained(config.path, local_files_only=True, **labels)
+        hf = kind.from_config(architecture, dtype=torch.float32, attn_implementation=config.attn_impl)
     else:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = kind.from_pretrained(
             config.path,
             dtype=torch.float32,
             attn_implementation=config.attn_impl,
             local_files_only=True,
             output_loading_info=True,
+            **labels,
         )
         hf, found = loaded
-        wrong = sorted({str(name) for kind in ("missing_keys", "mismatched_keys") for name in found[kind]})
+        wrong = sorted({str(name) for problem in ("missing_keys", "mismatched_keys") for name in found[problem]})
+        wrong = [name for name in wrong if not (config.is_critic and name == "score.weight")]
         if wrong:
             raise ConfigError(
                 f"the weights at {config.path} lack, or have in another shape: {', '.join(wrong[:5])} ({len(wrong)} in all)"
             )
-    _refuse_other_heads(hf)
+    if config.is_critic and not isinstance(getattr(hf, "score", None), nn.Linear):
+        raise NotBuilt(f"{hf.config.model_type} models can't be reward models yet: their head is not a linear layer `score`")
+    if not config.is_critic:
+        _refuse_other_heads(hf)
     if config.disable_dropout:
         _disable_dropout(hf)
-    if config.gradient_checkpointing:
+    if config.gradient_checkpointing and not frozen:
         _recompute_activations(hf)
-    return Policy(hf)
+    return Scorer(hf) if config.is_critic else Policy(hf)
 
 
 def _recompute_activations(hf: Any) -> None:
@@ -115,9 +141,18 @@ def _disable_dropout(hf: Any) -> None:
                 setattr(module, name, 0.0)
 
 
-def exported_config(path: Path, hf: Any, dtype: str) -> str:
-    """The config.json of an export: the user's own text save for the type, so that servers of any version read what they knew."""
-    config = json.loads((path / "config.json").read_text())
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    config.setdefault("architectures", [type(hf).__name__])
-    return json.dumps(config, indent=2) + "\n"
+def exported_config(path: Path, hf: Any, config: TrainEngineConfig) -> str:
+    """The config.json of an export: the user's own text save for the type, so that servers of any version read what they knew.
+
+    Of a reward model also its class, its one label, and the padding token by which transformers finds where a row ends.
+    """
+    written = json.loads((path / "config.json").read_text())
+    written["torch_dtype" if "torch_dtype" in written else "dtype"] = config.dtype
+    written.setdefault("architectures", [type(hf).__name__])
+    if config.is_critic:
+        written["architectures"] = [type(hf).__name__]
+        written |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        if written.get("pad_token_id") is None:
+            eos = written.get("eos_token_id")
+            written["pad_token_id"] = (eos[0] if isinstance(eos, list) else eos) or 0
+    return json.dumps(written, indent=2) + "\n"

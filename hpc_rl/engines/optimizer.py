@@ -63,8 +63,11 @@ class Optimizer:
     def __init__(self, config: OptimizerConfig, shards: list[Shard]) -> None:
         self.config = config
         self.shards = [shard for shard in shards if shard.local.numel()]
+        self.updated = {  # what AdamW works on: the shards, or copies of them in CPU memory
+            shard.name: shard.local.to("cpu", copy=True) if config.offload else shard.local for shard in shards
+        }
         self.adam = torch.optim.AdamW(
-            [shard.local for shard in self.shards] or [torch.zeros(1)],
+            [self.updated[shard.name] for shard in self.shards] or [torch.zeros(1)],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -73,16 +76,20 @@ class Optimizer:
         )
         self.moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for shard in shards:
-            self.moments[shard.name] = (torch.zeros_like(shard.local), torch.zeros_like(shard.local))
+            updated = self.updated[shard.name]
+            self.moments[shard.name] = (torch.zeros_like(updated), torch.zeros_like(updated))
         self.set_num_steps(0)
 
     def set_num_steps(self, num_steps: int) -> None:
-        """Say how many steps the moments have seen."""
+        """Say how many steps the moments have seen; copies in CPU memory are made anew."""
         self.num_steps = num_steps
         for shard in self.shards:
             first, second = self.moments[shard.name]
-            step = torch.tensor(float(num_steps), dtype=torch.float32, device=shard.local.device)
-            self.adam.state[shard.local] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+            updated = self.updated[shard.name]
+            if updated is not shard.local:
+                updated.copy_(shard.local)
+            step = torch.tensor(float(num_steps), dtype=torch.float32, device=updated.device)
+            self.adam.state[updated] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
     def squared_norm(self) -> float:
         """Sum of squares of this rank's gradients."""
@@ -91,20 +98,25 @@ class Optimizer:
             return 0.0
         return torch.stack(torch._foreach_norm(grads)).double().square().sum().item()
 
-    def step(self, lr: float, grad_norm: float) -> None:
-        """Clip to the configured norm, given the norm over all ranks, and update."""
+    def step(self, lr: float, grad_norm: float, loss_scale: float = 1.0) -> None:
+        """Clip to the configured norm, given the (unscaled) norm over all ranks, and update."""
         clip = self.config.gradient_clipping
-        if grad_norm > clip:
-            torch._foreach_mul_(self._gradients(), clip / (grad_norm + 1e-6))
+        factor = clip / (grad_norm + 1e-6) if grad_norm > clip else 1.0
+        if factor != 1.0 or loss_scale != 1.0:
+            torch._foreach_mul_(self._gradients(), factor / loss_scale)
         for shard in self.shards:
-            shard.local.grad = shard.gradient()
+            updated, gradient = self.updated[shard.name], shard.gradient()
+            updated.grad = None if gradient is None else gradient.to(updated.device)
         self.adam.param_groups[0]["lr"] = lr
         self.adam.step()
+        if self.config.offload:
+            for shard in self.shards:
+                shard.local.copy_(self.updated[shard.name])
         self.num_steps += 1
 
     def zero_grad(self) -> None:
         for shard in self.shards:
-            shard.local.grad = None
+            self.updated[shard.name].grad = None
             shard.parameter.grad = None
 
     def _gradients(self) -> list[torch.Tensor]:

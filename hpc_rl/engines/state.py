@@ -28,7 +28,7 @@ def file_name(rank: int) -> str:
 
 
 def save(
-    folder: Path, rank: int, num_ranks: int, shards: list[Shard], optimizer: Optimizer, counters: dict[str, int]
+    folder: Path, rank: int, num_ranks: int, shards: list[Shard], optimizer: Optimizer, counters: dict[str, Any]
 ) -> list[str]:
     """Write this rank's file, durably; returns its name. Raises OSError."""
     tensors = {f"rng/{kind}": state for kind, state in _rng_states().items()}
@@ -54,13 +54,13 @@ def save(
 
 def load(
     folder: Path, saved_num_ranks: int, rank: int, num_ranks: int, shards: list[Shard], optimizer: Optimizer
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Fill this rank's shards, moments and (at the same number of ranks) random states; returns the counters.
 
     Raises OSError, ValueError: a file that is missing or torn, another model, rows that no file has.
     """
     missing = {(kind, shard.name): len(shard.local) for shard in shards for kind in KINDS}
-    counters: dict[str, int] = {}
+    counters: dict[str, Any] = {}
     for saved_rank in range(saved_num_ranks):
         path = folder / file_name(saved_rank)
         try:

@@ -15,7 +15,11 @@ NUM_HELDOUT = 200
 
 
 def make_task(folder: Path, seed: int = 0) -> None:
-    """Write train.jsonl (800 prompts), heldout.jsonl (200, disjoint): prompt, answer; and sft.jsonl: prompt, completion."""
+    """Write train.jsonl (800 prompts) and heldout.jsonl (200, disjoint) with columns prompt, answer.
+
+    Of the same prompts as train.jsonl: sft.jsonl with columns prompt, completion; and preferences.jsonl with columns prompt,
+    chosen, rejected (a right and a wrong sum), of those of heldout.jsonl preferences-heldout.jsonl.
+    """
     rows = [(f"{a}+{b}+{c}=", str(a + b + c)) for a in range(10) for b in range(10) for c in range(10)]
     random.Random(seed).shuffle(rows)
     heldout, train = rows[:NUM_HELDOUT], rows[NUM_HELDOUT:]
@@ -23,6 +27,15 @@ def make_task(folder: Path, seed: int = 0) -> None:
     for name, part, column in (("train", train, "answer"), ("heldout", heldout, "answer"), ("sft", train, "completion")):
         lines = (json.dumps({"prompt": prompt, column: answer}) for prompt, answer in part)
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    for name, part in (("preferences", train), ("preferences-heldout", heldout)):
+        draw = random.Random(f"{seed}/{name}")
+        lines = (json.dumps({"prompt": prompt, "chosen": answer, "rejected": _wrong(answer, draw)}) for prompt, answer in part)
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def _wrong(answer: str, draw: random.Random) -> str:
+    """Another sum that three digits can have."""
+    return str((int(answer) + draw.randrange(1, 28)) % 28)
 
 
 def make_model(folder: Path, seed: int = 0) -> None:

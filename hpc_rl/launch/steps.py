@@ -230,7 +230,7 @@ def srun_argv(unit: Unit, hosts: list[str], with_gpus: bool, log: Path, incarnat
     if unit.num_tasks > 1:
         pattern = str(log.parent).replace("%", "%%") + f"/{log.stem}-rank%t.log"
         flags.append(f"--output={pattern}")
-    return ["srun", *flags]
+    return ["srun", *flags, *unit.srun_args]
 
 
 class SrunHandle:

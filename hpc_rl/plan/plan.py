@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Literal
@@ -33,7 +34,8 @@ def make_plan(config: Config, explicit: Collection[str], *, interpreter: str, sc
         raise DoesNotFit(f"allocation_mode {allocation} asks for {demand.units} units; a trial has at most {MAX_UNITS}.")
     placement = _placement(config, allocation, demand)
     _refuse_idle_ranks(config, demand.ranks)
-    units = _units(config, allocation, placement)
+    extra = shlex.split(config.launcher.slurm.srun_additional_args)
+    units = [replace(unit, srun_args=extra) for unit in _units(config, allocation, placement)]
     cpus, mem_mb = _largest_node(config, units)
     return Plan(
         experiment_name=config.experiment_name,
@@ -111,7 +113,7 @@ def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
     if needs_servers and not servers:
         raise NotBuilt(f"{name}: generation in the trainer's units is not built; name servers, as {_usual(config)}:d1+{train}.")
     if servers and not needs_servers:
-        raise ConfigError(f"{name}: an sft trial has no generation servers; use {train}.")
+        raise ConfigError(f"{name}: an {config.trainer} trial has no generation servers; use {train}.")
     if servers:
         _refuse_servers(config, servers, name)
 

@@ -22,6 +22,7 @@ class Unit:
         gpu_offset: First GPU of the unit on each of its nodes.
         module: What `python -m` starts.
         env: Environment variables of the unit's own.
+        srun_args: Further options of its srun.
     """
 
     role: Literal["server", "rollout", "trainer"]
@@ -34,6 +35,7 @@ class Unit:
     gpu_offset: int = 0
     module: str
     env: dict[str, str] = field(default_factory=dict)
+    srun_args: list[str] = field(default_factory=list)
 
     @property
     def num_tasks(self) -> int:
@@ -46,7 +48,7 @@ class Plan:
 
     experiment_name: str
     trial_name: str
-    trainer: Literal["grpo", "sft"]
+    trainer: Literal["grpo", "sft", "rw"]
     allocation: str  # canonical form
     n_nodes: int
     n_gpus_per_node: int

@@ -33,6 +33,7 @@ class Rules:
         bound: `staleness_bound`.
         order: `batch_order`.
         prompt_retries: Times that a prompt is issued again after a failure.
+        queue_size: Prompts running and groups ready together; None leaves that to staleness.
     """
 
     batch_size: int
@@ -41,6 +42,7 @@ class Rules:
     bound: Literal["soft", "hard", "drop"] = "soft"
     order: Literal["ready", "in_order"] = "ready"
     prompt_retries: int = 2
+    queue_size: int | None = None
 
     @property
     def bounds_age(self) -> bool:
@@ -158,6 +160,8 @@ class Sequencer:
             return []
         rules = self.rules
         room = capacity(rules.max_concurrent, rules.batch_size, rules.eta, self.version, self.accepted, len(self.running))
+        if rules.queue_size is not None:
+            room = min(room, rules.queue_size - len(self.running) - len(self.ready))
         issues = []
         for _ in range(room):
             if self._waiting:

@@ -26,7 +26,7 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import RoleFailed, ServerUnavailable
 from hpc_rl.rollout import frames
 from hpc_rl.rollout.rewards import Rewarder, RewardFailed, checked
-from hpc_rl.rollout.workflow import Generate, TooLong, Workflow, sampling
+from hpc_rl.rollout.workflow import Generate, TooLong, Workflow, check_format, sampling
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.types import TrajectoryGroup, Turn, encode
 
@@ -114,6 +114,8 @@ class Worker:
             rid=self._rid,
         )
         group = await self.workflow({**frame["columns"], "input_ids": frame["input_ids"]}, generate)
+        if group is not None and self.config.rollout.check_trajectory_format:
+            check_format(group, frame["index"])
         if group is None or not group.trajectories:
             return {"op": "rejected", "reason": "workflow_none"}
         for trajectory in group.trajectories:
@@ -121,6 +123,17 @@ class Worker:
         return _scored(group) if frame["evaluate"] else _finished(group, frame["index"])
 
     async def _generate(self, requests: list[GenerateRequest]) -> list[Turn]:
+        if not self.config.rollout.enable_rollout_tracing:
+            return await self._send_requests(requests)
+        for request in requests:
+            numbers = (request.rid, len(request.input_ids), request.sampling["max_new_tokens"], request.min_version)
+            logger.info("request %s: %d tokens in, at most %d out, weights from %s on", *numbers)
+        turns = await self._send_requests(requests)
+        for request, turn in zip(requests, turns, strict=True):
+            logger.info("request %s: %d tokens out, %s, %s", request.rid, len(turn.output_ids), turn.finish_reason, turn.versions)
+        return turns
+
+    async def _send_requests(self, requests: list[GenerateRequest]) -> list[Turn]:
         rounds = 0
         while True:
             try:

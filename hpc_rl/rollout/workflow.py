@@ -98,12 +98,45 @@ class Generate:
 
 def sampling(gconfig: GenerationHyperparameters, eos_token_ids: Sequence[int]) -> dict[str, Any]:
     """What is the same in each request's sampling parameters, under SGLang's names."""
-    return {
+    made = {
         "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
         "top_p": gconfig.top_p,
         "top_k": -1 if gconfig.top_k >= 100_000_000 else gconfig.top_k,
         "stop_token_ids": list(dict.fromkeys([*gconfig.stop_token_ids, *eos_token_ids])),
     }
+    unusual: dict[str, tuple[Any, Any]] = {
+        "stop": (gconfig.stop or None, None),
+        "frequency_penalty": (gconfig.frequency_penalty, 0.0),
+        "min_p": (gconfig.min_p, 0.0),
+        "repetition_penalty": (gconfig.repetition_penalty, 1.0),
+    }
+    return {**made, **{name: value for name, (value, neutral) in unusual.items() if value != neutral}}
+
+
+def check_format(group: Any, index: int) -> None:
+    """What `rollout.check_trajectory_format` asks of a workflow's result. Raises TypeError or ValueError: what is wrong."""
+    if not isinstance(group, TrajectoryGroup):
+        raise TypeError(f"the workflow returned {type(group).__name__} for prompt {index}; it must be a TrajectoryGroup or None")
+    dtypes = {"ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "lineages": np.int32, "steps": np.int32}
+    for number, one in enumerate(group.trajectories):
+        where = f"prompt {index}, trajectory {number}"
+        if not isinstance(one, Trajectory):
+            raise TypeError(f"{where} is {type(one).__name__}; it must be a Trajectory")
+        for name, dtype in dtypes.items():
+            array = getattr(one, name)
+            if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
+                raise TypeError(f"{where}: {name} must be a one-dimensional array of {np.dtype(dtype).name}")
+            if len(array) != len(one.ids):
+                raise ValueError(f"{where}: {name} has {len(array)} entries, ids has {len(one.ids)}")
+        if not one.loss_mask.any():
+            raise ValueError(f"{where}: loss_mask marks no token, so there is nothing to learn from")
+        if not np.isfinite(one.reward):
+            raise ValueError(f"{where}: reward {one.reward} is not finite")
+        made = one.loss_mask
+        if not np.isfinite(one.logprobs[made]).all() or (one.logprobs[made] > 0).any():
+            raise ValueError(f"{where}: logprobs must be finite and at most 0 where loss_mask is true")
+        if (one.steps[made] < 0).any() or (one.lineages[made] < 0).any():
+            raise ValueError(f"{where}: steps and lineages must name a weight version where loss_mask is true")
 
 
 def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Trajectory:

@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 
@@ -62,6 +62,7 @@ class Router:
         setup_timeout_s: Seconds to wait for a server when there is none.
         request_timeout_s: Seconds that one generation may take.
         request_retries: Times that a request is sent again after a failure.
+        policy: Which server gets a request: the one with the fewest of ours, or one after the other.
         poll_s: Seconds between two looks at the leases.
         session: Shared HTTP session; None opens one of its own.
     """
@@ -71,12 +72,14 @@ class Router:
     setup_timeout_s: float = 600.0
     request_timeout_s: float = 3600.0
     request_retries: int = 3
+    policy: Literal["least_loaded", "round_robin"] = "least_loaded"
     poll_s: float = 0.5
     session: aiohttp.ClientSession | None = None
     _servers: dict[str, Server] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _poller: asyncio.Task[None] | None = None
     _own_session: bool = False
+    _turn: int = 0
 
     async def __aenter__(self) -> Router:
         await self.start()
@@ -146,7 +149,7 @@ class Router:
             live = [s for s in self._servers.values() if s.state in ROUTABLE and not s.suspect]
             if live:
                 fresh = [s for s in live if not is_older(s.version, min_version)]
-                return min(fresh or live, key=lambda s: (s.running, random.random()))
+                return self._choose(fresh or live)
             now = time.monotonic()
             if now > deadline:
                 raise RoleFailed(f"no generation server within {self.setup_timeout_s:.0f} s: {self._known()}")
@@ -157,6 +160,12 @@ class Router:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self._changed.wait()
+
+    def _choose(self, servers: list[Server]) -> Server:
+        if self.policy == "round_robin":
+            self._turn += 1
+            return sorted(servers, key=lambda s: s.key)[self._turn % len(servers)]
+        return min(servers, key=lambda s: (s.running, random.random()))
 
     def _known(self) -> str:
         if not self._servers:

@@ -5,13 +5,17 @@ A line is whole and handed to the file system before `log` returns, so that a ki
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from hpc_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +100,102 @@ class Sinks:
         return {type(sink).__name__: sink.state() for sink in self.sinks}
 
 
-def open_sinks(metrics: Path, tensorboard: Path, start_step: int = 0) -> Sinks:
-    """The sinks of a trainer incarnation that goes on from `start_step`: JSON lines, and TensorBoard where it is installed."""
+@dataclass(frozen=True)
+class RunIdentity:
+    """What a service shows a trial as: its names, a folder for the service's files, and its configuration."""
+
+    experiment_name: str
+    trial_name: str
+    folder: Path
+    config: Mapping[str, Any]
+
+
+class WandBSink:
+    """Weights & Biases; every attempt of a trial goes on in one run. `settings` is the section `stats_logger.wandb`."""
+
+    def __init__(self, who: RunIdentity, settings: Any) -> None:
+        wandb = _load("wandb", "stats_logger.wandb.mode", settings.mode)
+        options = {"base_url": settings.wandb_base_url} if settings.wandb_base_url else {}
+        self._run = wandb.init(
+            mode=settings.mode,
+            entity=settings.entity,
+            project=settings.project or who.experiment_name,
+            name=settings.name or who.trial_name,
+            job_type=settings.job_type,
+            group=settings.group or f"{who.experiment_name}_{who.trial_name}",
+            notes=settings.notes,
+            tags=settings.tags,
+            config=dict(who.config) if settings.config is None else settings.config,
+            dir=str(who.folder),
+            id=f"{who.experiment_name}_{who.trial_name}_{settings.id_suffix}",
+            resume="allow",
+            settings=wandb.Settings(**options),
+        )
+
+    def log(self, step: int, scalars: Scalars) -> None:
+        self._run.log(_numbers(scalars), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def state(self) -> dict[str, Any]:
+        return {"id": self._run.id}
+
+
+class SwanlabSink:
+    """SwanLab. `settings` is the section `stats_logger.swanlab`."""
+
+    def __init__(self, who: RunIdentity, settings: Any) -> None:
+        self._swanlab = _load("swanlab", "stats_logger.swanlab.mode", settings.mode)
+        self._swanlab.init(
+            project=settings.project or who.experiment_name,
+            experiment_name=settings.name or who.trial_name,
+            config=dict(who.config) if settings.config is None else settings.config,
+            logdir=settings.logdir or str(who.folder / "swanlab"),
+            mode=settings.mode,
+        )
+
+    def log(self, step: int, scalars: Scalars) -> None:
+        self._swanlab.log(_numbers(scalars), step=step)
+
+    def close(self) -> None:
+        self._swanlab.finish()
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+def _load(package: str, option: str, value: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f"{option} {value} needs {package}, which is not installed ({error}): "
+            f"pip install 'hpc-rl[{package}]', or set it to disabled."
+        ) from error
+
+
+def _numbers(scalars: Scalars) -> dict[str, float | int]:
+    return {name: value for name, value in scalars.items() if isinstance(value, (int, float)) and name != "time"}
+
+
+def open_sinks(
+    metrics: Path, tensorboard: Path, start_step: int = 0, who: RunIdentity | None = None, wandb: Any = None, swanlab: Any = None
+) -> Sinks:
+    """The sinks of a trainer incarnation that goes on from `start_step`: JSON lines, TensorBoard where it is installed, and
+    the services whose section is there and not disabled. Raises ConfigError where a service's package is missing."""
     sinks: list[StatsSink] = [JsonlSink(metrics)]
     try:
         sinks.append(TensorBoardSink(tensorboard, start_step))
     except ImportError as error:
         logger.warning("no TensorBoard files: %s", error)
-    return Sinks(sinks)
+    opened = Sinks(sinks)
+    try:
+        if who is not None and wandb is not None and wandb.mode != "disabled":
+            sinks.append(WandBSink(who, wandb))
+        if who is not None and swanlab is not None and swanlab.mode != "disabled":
+            sinks.append(SwanlabSink(who, swanlab))
+    except BaseException:
+        opened.close()
+        raise
+    return opened

@@ -7,18 +7,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.root import GRPOConfig, SFTConfig
+from hpc_rl.config.root import GRPOConfig, RWConfig, SFTConfig
 from hpc_rl.config.train import TrainEngineConfig
-from hpc_rl.datasets.encode import Prompts, load_sequences
+from hpc_rl.datasets.encode import Prompts, load_pairs, load_sequences
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.engines import ENGINES
+from hpc_rl.engines.base import Engine
 from hpc_rl.rollout.client import RolloutClient
-from hpc_rl.stats.sinks import Sinks, open_sinks
+from hpc_rl.stats.sinks import RunIdentity, Sinks, open_sinks
 from hpc_rl.trainers.grpo import GRPO, num_updates
 from hpc_rl.trainers.loop import Recipe
+from hpc_rl.trainers.reward_model import RewardModel
 from hpc_rl.trainers.run import Run, tokenizer_folder, total_steps
 from hpc_rl.trainers.sft import SFT
 from hpc_rl.trainers.start import Start
+from hpc_rl.trial import read_json
 from hpc_rl.weights.publish import Publisher
 
 Composed = tuple[Run, Recipe]
@@ -29,6 +32,7 @@ def compose_grpo(start: Start, begun: dict[str, Any], stack: ExitStack) -> Compo
     config = start.config
     assert isinstance(config, GRPOConfig)
     num_prompts = len(Prompts(config.train_dataset, Tokenizer(tokenizer_folder(config)), config.seed))
+    reference = _reference(start, config)
     run = _run(start, begun, config.actor, num_updates(config, num_prompts), stack)
     rollout = RolloutClient(start.names, start.tokens)
     stack.callback(rollout.close)
@@ -36,7 +40,7 @@ def compose_grpo(start: Start, begun: dict[str, Any], stack: ExitStack) -> Compo
     if start.ranks.rank == 0:
         publisher = Publisher(start.trial, start.names, start.tokens, setup_timeout_s=config.rollout.setup_timeout)
         stack.callback(publisher.close)
-    return run, GRPO(run, rollout, publisher, num_prompts)
+    return run, GRPO(run, rollout, publisher, num_prompts, reference)
 
 
 def compose_sft(start: Start, begun: dict[str, Any], stack: ExitStack) -> Composed:
@@ -50,21 +54,50 @@ def compose_sft(start: Start, begun: dict[str, Any], stack: ExitStack) -> Compos
     return run, SFT(run, rows, held_out)
 
 
-COMPOSE: dict[str, Callable[[Start, dict[str, Any], ExitStack], Composed]] = {"grpo": compose_grpo, "sft": compose_sft}
+def compose_rw(start: Start, begun: dict[str, Any], stack: ExitStack) -> Composed:
+    """Pairs from the dataset, a model that ends in one number."""
+    config = start.config
+    assert isinstance(config, RWConfig)
+    tokenizer = Tokenizer(tokenizer_folder(config))
+    pairs = load_pairs(config.train_dataset, tokenizer)
+    held_out = load_pairs(config.valid_dataset, tokenizer) if config.valid_dataset is not None else None
+    run = _run(start, begun, config.model, total_steps(config, len(pairs)), stack)
+    return run, RewardModel(run, pairs, held_out)
+
+
+Compose = Callable[[Start, dict[str, Any], ExitStack], Composed]
+COMPOSE: dict[str, Compose] = {"grpo": compose_grpo, "sft": compose_sft, "rw": compose_rw}
+
+
+def _reference(start: Start, config: GRPOConfig) -> Engine | None:
+    """The frozen model of the KL terms, where one has a coefficient. It is no recover state: it comes from `ref.path` again."""
+    if config.ref is None or not (config.actor.kl_ctl or config.actor.beta):
+        return None
+    ranks = start.ranks
+    engine = ENGINES["fsdp"](config.ref, rank=ranks.rank, num_ranks=ranks.num, device=start.device, seed=config.seed, frozen=True)
+    engine.initialize(0)
+    return engine
+
+
+def _sinks(start: Start, step: int) -> Sinks:
+    config, attempt = start.config, start.attempt
+    logger = config.stats_logger
+    folder = Path(logger.tensorboard.path).expanduser() if logger.tensorboard.path else attempt.tensorboard
+    who = RunIdentity(config.experiment_name, config.trial_name, attempt.dir, read_json(start.trial.config_json) or {})
+    return open_sinks(attempt.metrics(start.incarnation), folder, step, who, logger.wandb, logger.swanlab)
 
 
 def _run(start: Start, begun: dict[str, Any], model: TrainEngineConfig, updates: int, stack: ExitStack) -> Run:
     """The engine with its state, and the run around it. `begun` is what start.begin answered on rank 0."""
     ranks, trial, manifest = start.ranks, start.trial, begun["manifest"]
     engine = ENGINES["fsdp"](model, rank=ranks.rank, num_ranks=ranks.num, device=start.device, seed=start.config.seed)
+    engine.pin_memory = start.config.train_dataset.pin_memory
     engine.initialize(updates)
     if manifest is not None:
         engine.load(trial.generation(begun["step"]), manifest["num_ranks"])
     sinks = Sinks([])
     if ranks.rank == 0:
-        tensorboard = start.config.stats_logger.tensorboard.path
-        folder = Path(tensorboard).expanduser() if tensorboard else start.attempt.tensorboard
-        sinks = open_sinks(start.attempt.metrics(start.incarnation), folder, begun["step"])
+        sinks = _sinks(start, begun["step"])
         stack.callback(sinks.close)
     who = (trial, start.attempt, start.incarnation, start.config)
     run = Run(*who, engine, ranks, start.stopping, begun["lineage"], begun["step"], sinks)

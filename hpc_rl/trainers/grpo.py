@@ -7,16 +7,19 @@ rank from the whole batch, before rows are shared out: nothing depends on the nu
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from hpc_rl.algorithms import grpo
-from hpc_rl.algorithms.normalization import Levels
+from hpc_rl.algorithms import areal, grpo, kl
+from hpc_rl.algorithms.advantages import overlong_penalty, uninformative_groups
+from hpc_rl.algorithms.normalization import Levels, check_whole_groups
 from hpc_rl.config.root import GRPOConfig
 from hpc_rl.config.train import NormConfig
-from hpc_rl.engines.base import MicroBatch, Sequences
+from hpc_rl.engines.base import Engine, MicroBatch, Sequences
 from hpc_rl.engines.packing import balance
 from hpc_rl.errors import RoleFailed
 from hpc_rl.rollout.client import RolloutClient
@@ -37,16 +40,29 @@ class GRPO:
         rollout: The rollout role.
         publisher: The generation servers; rank 0 only.
         num_prompts: Prompts of one epoch.
+        reference: The frozen model of the KL terms; None where there are none.
     """
 
-    def __init__(self, run: Run, rollout: RolloutClient, publisher: Publisher | None, num_prompts: int) -> None:
+    def __init__(
+        self,
+        run: Run,
+        rollout: RolloutClient,
+        publisher: Publisher | None,
+        num_prompts: int,
+        reference: Engine | None = None,
+    ) -> None:
         assert isinstance(run.config, GRPOConfig)
         self.run, self.rollout, self.publisher, self.num_prompts = run, rollout, publisher, num_prompts
+        self.reference = reference
         self.config = run.config
         self.actor = run.config.actor
         self.total_steps = total_steps(run.config, num_prompts)
         temperature = self.actor.temperature if self.actor.temperature is not None else self.config.gconfig.temperature
         self.temperature = temperature or 1.0  # greedy: log-probabilities are those of the plain distribution
+        self.group_size = self.actor.group_size or self.config.gconfig.n_samples
+        self._told: set[str] = set()  # keys of agent stats that were missing
+        self.areal = self.actor.compat == "areal"
+        self.has_kl_rewards = self.actor.kl_ctl > 0 and (reference is not None or self.areal)
 
     def batch(self, step: int) -> Batch | None:
         return self.rollout.batch(step, self.run.lineage, self.run.stopping)
@@ -54,14 +70,20 @@ class GRPO:
     def update(self, step: int, batch: Batch) -> None:
         rows = [trajectory for group in batch.groups for trajectory in group.trajectories]
         self._describe(step, rows)
-        advantages = self._advantages(rows)
-        minibatches = shares(rows, advantages, self.actor.ppo_n_minibatches, self.run.ranks.num)
+        rows, rewards_B = self._drop_uninformative(rows, self._rewards(rows))
+        minibatches: list[Minibatch] = []
+        known, advantages = None, []
+        if rows:
+            known = self._logprobs_of_all(rows) if self.has_kl_rewards else None
+            advantages = self._advantages(rows, rewards_B, known)
+            minibatches = self._minibatches(rows, advantages, rewards_B)
         mine = [minibatch.rows[self.run.ranks.rank] for minibatch in minibatches]
-        recomputed = self._recomputed(rows, [row for part in mine for row in part])
+        known = known or self._logprobs(rows, [row for part in mine for row in part])
         for minibatch, part in zip(minibatches, mine, strict=True):
-            sequences = self._sequences(rows, advantages, recomputed, part)
+            sequences = self._sequences(rows, advantages, known, part)
             sums = self.run.engine.train_batch(sequences, self._loss, minibatch.loss_weight, self.temperature)
             self._report(sums, minibatch)
+        self._pass_updates(len(minibatches))
 
     def publish(self, step: int) -> None:
         version = self.run.version(step)
@@ -82,44 +104,132 @@ class GRPO:
     def retain(self, step: int) -> None:
         self.rollout.retain(step)
 
-    def _advantages(self, rows: list[Trajectory]) -> list[np.ndarray]:
-        """float32 [L] per row, of the whole batch."""
-        longest = max(len(row.ids) for row in rows)
-        mask_BT = torch.zeros(len(rows), longest, dtype=torch.bool)
-        for i, row in enumerate(rows):
-            mask_BT[i, : len(row.ids)] = torch.from_numpy(row.loss_mask)
+    def _rewards(self, rows: list[Trajectory]) -> torch.Tensor:
+        rewards_B = torch.tensor([row.reward for row in rows], dtype=torch.float32)
+        if not self.actor.overlong_reward_penalty:
+            return rewards_B
+        assert self.actor.overlong_tokens is not None and self.actor.overlong_penalty_factor is not None  # check.py says so
+        lengths_B = torch.tensor([int(row.loss_mask.sum()) for row in rows])
+        how = (self.config.gconfig.max_new_tokens, self.actor.overlong_tokens, self.actor.overlong_penalty_factor)
+        penalty_B = (areal.overlong_penalty if self.areal else overlong_penalty)(lengths_B, *how)
+        self.run.stats.mean("overlong_penalty", float(penalty_B.sum()), len(rows))
+        return rewards_B + penalty_B
+
+    def _drop_uninformative(self, rows: list[Trajectory], rewards_B: torch.Tensor) -> tuple[list[Trajectory], torch.Tensor]:
+        """Dynamic sampling; AReaL's own comes after the normalization, see _minibatches."""
+        if self.areal or not self.actor.dynamic_sampling:
+            return rows, rewards_B
+        self._check_groups(rows)
+        dropped = set(uninformative_groups(rewards_B, self.group_size))
+        self.run.stats.add("groups_dropped", len(dropped))
+        kept = [i for i in range(len(rows)) if i // self.group_size not in dropped]
+        return [rows[i] for i in kept], rewards_B[kept]
+
+    def _check_groups(self, rows: list[Trajectory]) -> None:
         try:
-            advantages_BT = grpo.advantages(
-                torch.tensor([row.reward for row in rows], dtype=torch.float32),
-                mask_BT,
-                group_size=self.actor.group_size or self.config.gconfig.n_samples,
-                reward_bias=self.actor.reward_bias,
-                reward_scaling=self.actor.reward_scaling,
-                reward_clip=self.actor.reward_clip,
-                reward_norm=_levels(self.actor.reward_norm),
-                adv_norm=_levels(self.actor.adv_norm),
-                discount=self.actor.discount,
-                gae_lambda=self.actor.gae_lambda,
-            )
+            check_whole_groups(len(rows), self.group_size)
         except ValueError as error:  # a workflow of the user's own made other groups than the configuration says
             raise RoleFailed(f"the batch can't be used: {error}") from error
+
+    def _advantages(self, rows: list[Trajectory], rewards_B: torch.Tensor, known: Known | None) -> list[np.ndarray]:
+        """float32 [L] per row, of the whole batch."""
+        mask_BT = rectangle([row.loss_mask for row in rows])
+        options: dict[str, Any] = {
+            "group_size": self.group_size,
+            "reward_bias": self.actor.reward_bias,
+            "reward_scaling": self.actor.reward_scaling,
+            "reward_clip": self.actor.reward_clip,
+            "reward_norm": _levels(self.actor.reward_norm),
+            "adv_norm": _levels(self.actor.adv_norm),
+            "discount": self.actor.discount,
+            "gae_lambda": self.actor.gae_lambda,
+            "token_rewards_BT": self._kl_rewards(rows, mask_BT, known),
+        }
+        if self.areal:
+            lengths_B = torch.tensor([len(row.ids) for row in rows])
+            zero = self.actor.mask_no_eos_with_zero
+            advantages_BT = areal.advantages(rewards_B, mask_BT, lengths_B, **options, mask_no_eos_with_zero=zero)
+        else:
+            self._check_groups(rows)
+            advantages_BT = grpo.advantages(rewards_B, mask_BT, **options)
         return [advantages_BT[i, : len(row.ids)].numpy() for i, row in enumerate(rows)]
 
-    def _recomputed(self, rows: list[Trajectory], mine: list[int]) -> dict[int, np.ndarray] | None:
-        """Log-probabilities of this rank's rows under the weights at the start of the step, where they are wanted."""
-        if not (self.actor.recompute_logprob or self.actor.use_decoupled_loss):
-            return None
-        sequences = Sequences([rows[i].ids for i in mine], {"loss_mask": [rows[i].loss_mask for i in mine]})
-        return dict(zip(mine, self.run.engine.logprobs(sequences, self.temperature), strict=True))
+    def _minibatches(self, rows: list[Trajectory], advantages: list[np.ndarray], rewards_B: torch.Tensor) -> list[Minibatch]:
+        """The rows that are trained on, cut and shared out."""
+        members = list(range(len(rows)))
+        if self.areal and self.actor.dynamic_sampling:
+            members = areal.useful_rows(rewards_B, self.group_size)
+            self.run.stats.add("groups_dropped", (len(rows) - len(members)) // self.group_size)
+        if self.actor.mask_no_eos_with_zero and not self.areal:
+            members = [i for i in members if rows[i].finish_reason != "length"]
+            self.run.stats.add("rows_masked", len(rows) - len(members))
+        how = Cut(
+            num_minibatches=self.actor.ppo_n_minibatches,
+            num_ranks=self.run.ranks.num,
+            keep_all=self.reference is not None and self.actor.beta > 0,
+            weight_by_row=self.actor.loss_aggregation != "token_mean",
+        )
+        return shares(rows, advantages, members, how)
 
-    def _sequences(
-        self, rows: list[Trajectory], advantages: list[np.ndarray], recomputed: dict[int, np.ndarray] | None, part: list[int]
-    ) -> Sequences:
-        inference = [rows[i].logprobs for i in part]
-        again = None if recomputed is None else [recomputed[i] for i in part]
-        prox, behav = grpo.reference_logprobs(inference, again, self.actor.use_decoupled_loss)
-        columns = {"loss_mask": [rows[i].loss_mask for i in part], "advantages": [advantages[i] for i in part]}
-        return Sequences([rows[i].ids for i in part], {**columns, "prox": list(prox), "behav": list(behav)})
+    def _pass_updates(self, done: int) -> None:
+        """The schedule counts the updates of a whole batch, also where dynamic sampling or the mask left fewer rows, or none."""
+        missing = updates_per_step(self.config) - done
+        if missing > 0:
+            self.run.engine.pass_updates(missing)
+        if not done:
+            self.run.stats.mean("update_successful", 0.0, 1)
+            logger.warning("no update in this step: no row is left to train on")
+
+    def _kl_rewards(self, rows: list[Trajectory], mask_BT: torch.Tensor, known: Known | None) -> torch.Tensor | None:
+        if known is None or not self.has_kl_rewards:
+            return None
+        behav = [self._prox_and_behav(rows, known, i)[1] for i in range(len(rows))]
+        none = np.zeros(1, np.float32)  # AReaL's idea of a reference model that is not there
+        reference = [none if known.reference is None else known.reference[i] for i in range(len(rows))]
+        rewards_BT = kl.kl_rewards(rectangle(behav), rectangle(reference), mask_BT, self.actor.kl_ctl)
+        self.run.stats.mean("kl_rewards", float(rewards_BT.sum(dtype=torch.float64)), int(mask_BT.sum()))
+        return rewards_BT
+
+    def _logprobs_of_all(self, rows: list[Trajectory]) -> Known:
+        """For all rows on every rank, each rank having made a share: the rewards of the whole batch want them."""
+        lengths = [len(row.ids) for row in rows]
+        ranks = self.run.ranks
+        mine = self._logprobs(rows, balance(lengths, ranks.num)[ranks.rank])
+        return Known(*(None if part is None else ranks.whole(part, lengths) for part in (mine.recomputed, mine.reference)))
+
+    def _logprobs(self, rows: list[Trajectory], mine: Iterable[int]) -> Known:
+        """Of these rows, under the weights at the start of the step and under the reference model, where they are wanted."""
+        numbers = list(mine)
+        if not rows:
+            return Known(None, None)
+        sequences = Sequences([rows[i].ids for i in numbers], {"loss_mask": [rows[i].loss_mask for i in numbers]})
+        temperature = 1.0 if self.areal else self.temperature
+        recompute = self.actor.recompute_logprob or self.actor.use_decoupled_loss
+        made = [
+            None if engine is None else dict(zip(numbers, engine.logprobs(sequences, temperature), strict=True))
+            for engine in (self.run.engine if recompute else None, self.reference)
+        ]
+        return Known(*made)
+
+    def _prox_and_behav(self, rows: list[Trajectory], known: Known, i: int) -> tuple[np.ndarray, np.ndarray]:
+        again = None if known.recomputed is None else known.recomputed[i]
+        return grpo.reference_logprobs(rows[i].logprobs, again, self.actor.use_decoupled_loss)
+
+    def _sequences(self, rows: list[Trajectory], advantages: list[np.ndarray], known: Known, part: list[int]) -> Sequences:
+        pairs = [self._prox_and_behav(rows, known, i) for i in part]
+        columns = {
+            "loss_mask": [rows[i].loss_mask for i in part],
+            "advantages": [advantages[i] for i in part],
+            "prox": [prox for prox, _ in pairs],
+            "behav": [behav for _, behav in pairs],
+        }
+        if known.reference is not None and self.actor.beta:
+            columns["ref"] = [known.reference[i] for i in part]
+        if self.actor.loss_aggregation != "token_mean":
+            how = (self.actor.loss_aggregation, self.config.gconfig.max_new_tokens)
+            weights = [grpo.token_weights(int(rows[i].loss_mask.sum()), *how) for i in part]
+            columns["weights"] = [np.full(len(rows[i].ids), w, np.float32) for i, w in zip(part, weights, strict=True)]
+        return Sequences([rows[i].ids for i in part], columns)
 
     def _loss(self, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         columns = batch.columns_T
@@ -134,6 +244,9 @@ class GRPO:
             eps_clip_higher=self.actor.eps_clip_higher,
             c_clip=self.actor.c_clip,
             behav_imp_weight_cap=self.actor.behav_imp_weight_cap,
+            ref_T=columns.get("ref"),
+            beta=self.actor.beta,
+            weights_T=columns.get("weights"),
         )
 
     def _report(self, sums: dict[str, float], minibatch: Minibatch) -> None:
@@ -142,6 +255,8 @@ class GRPO:
         tokens = sums.get("num_tokens", 0.0)
         for name in ("entropy", "clip_ratio", "dual_clip_ratio", "importance_weight", "behave_imp_weight", "behave_approx_kl"):
             stats.mean(name, sums.get(name, 0.0), tokens)
+        if "kl_loss" in sums:
+            stats.mean("kl_loss", sums["kl_loss"], tokens)
         stats.mean("loss", sums["loss"] * minibatch.loss_weight, minibatch.loss_weight)
         stats.mean("grad_norm", sums["grad_norm"], 1)
         stats.mean("update_successful", sums["update_successful"], 1)
@@ -157,14 +272,37 @@ class GRPO:
             stats.mean("seq_len", len(row.ids), 1)
             stats.mean("truncated", float(row.finish_reason == "length"), 1)
             stats.mean("staleness_mean", age, 1)
+            for name in self.actor.log_agent_stats_keys:
+                if name in row.stats:
+                    stats.mean(f"agent/{name}", row.stats[name], 1)
+        self._warn_of_missing_agent_stats(rows)
         stats.value("staleness_max", max(staleness, default=0))
         stats.value("num_tokens", sum(len(row.ids) for row in rows))
+
+    def _warn_of_missing_agent_stats(self, rows: list[Trajectory]) -> None:
+        wanted = set(self.actor.log_agent_stats_keys) - self._told
+        missing = sorted(name for name in wanted if not any(name in row.stats for row in rows))
+        if missing:
+            self._told |= set(missing)
+            there = ", ".join(sorted({name for row in rows for name in row.stats})) or "none"
+            logger.warning("actor.log_agent_stats_keys: no trajectory has %s; the workflow gives: %s", ", ".join(missing), there)
 
 
 def num_updates(config: GRPOConfig, num_prompts: int) -> int:
     """Optimizer updates of the whole trial: what the learning-rate schedule runs over."""
-    rows = config.train_dataset.batch_size * config.gconfig.n_samples
-    return total_steps(config, num_prompts) * min(config.actor.ppo_n_minibatches, rows)
+    return total_steps(config, num_prompts) * updates_per_step(config)
+
+
+def updates_per_step(config: GRPOConfig) -> int:
+    return min(config.actor.ppo_n_minibatches, config.train_dataset.batch_size * config.gconfig.n_samples)
+
+
+@dataclass(frozen=True)
+class Known:
+    """Log-probabilities that were made before the update, float32 [L] by row number; None where nobody wants them."""
+
+    recomputed: dict[int, np.ndarray] | None
+    reference: dict[int, np.ndarray] | None
 
 
 @dataclass(frozen=True)
@@ -181,21 +319,42 @@ def is_useful(advantages: np.ndarray) -> bool:
     return bool(advantages.any())
 
 
-def shares(rows: list[Trajectory], advantages: list[np.ndarray], num_minibatches: int, num_ranks: int) -> list[Minibatch]:
-    """Cut the batch into mini-batches, then each over the ranks, both by length.
+@dataclass(frozen=True)
+class Cut:
+    """How `shares` cuts. keep_all: the loss has a term besides the advantages, so every row is computed."""
+
+    num_minibatches: int
+    num_ranks: int
+    keep_all: bool = False
+    weight_by_row: bool = False
+
+
+def shares(rows: list[Trajectory], advantages: list[np.ndarray], members: list[int], how: Cut) -> list[Minibatch]:
+    """Cut the `members` among the rows into mini-batches, then each over the ranks, both by length.
 
     A row whose advantages are all exactly 0 adds exactly nothing to the loss and the gradient: it is not computed. It
     still counts in the loss weight. Where that is true of all rows one stays, for the update happens (with gradient 0).
     """
     lengths = [len(row.ids) for row in rows]
     result = []
-    for members in filter(None, balance(lengths, num_minibatches)):
-        weight = sum(int(rows[i].loss_mask.sum()) for i in members)
-        useful = [i for i in members if is_useful(advantages[i])] or [min(members, key=lambda i: lengths[i])]
-        parts = [[useful[j] for j in part] for part in balance([lengths[i] for i in useful], num_ranks)]
-        result.append(Minibatch(parts, float(max(1, weight)), len(members) - len(useful)))
+    for places in filter(None, balance([lengths[i] for i in members], how.num_minibatches)):
+        part = [members[place] for place in places]
+        weight = len(part) if how.weight_by_row else sum(int(rows[i].loss_mask.sum()) for i in part)
+        useful = [i for i in part if how.keep_all or is_useful(advantages[i])] or [min(part, key=lambda i: lengths[i])]
+        per_rank = [[useful[j] for j in share] for share in balance([lengths[i] for i in useful], how.num_ranks)]
+        result.append(Minibatch(per_rank, float(max(1, weight)), len(part) - len(useful)))
     return result
 
 
+def rectangle(rows: list[np.ndarray]) -> torch.Tensor:
+    """Ragged rows as one tensor [B, T], filled up with 0 (false) on the right."""
+    out_BT = np.zeros((len(rows), max(len(row) for row in rows)), rows[0].dtype)
+    for i, row in enumerate(rows):
+        out_BT[i, : len(row)] = row
+    return torch.from_numpy(out_BT)
+
+
 def _levels(norm: NormConfig | None) -> Levels | None:
-    return None if norm is None else Levels(norm.mean_level, norm.std_level)
+    if norm is None:
+        return None
+    return Levels(norm.mean_level, norm.std_level, norm.eps, norm.mean_leave1out, norm.std_unbiased)

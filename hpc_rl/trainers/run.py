@@ -190,6 +190,13 @@ class Run:
             shutil.rmtree(folder)
         os.rename(temporary, folder)
         fsync_dir(folder.parent)
+        self._drop_old_exports()
+
+    def _drop_old_exports(self) -> None:
+        """Keep the newest `saver.keep_last` exports, the final one not counted."""
+        keep = self.config.saver.keep_last
+        for folder in sorted(self.trial.exports.glob("step-[0-9]*"))[:-keep] if keep else []:
+            shutil.rmtree(folder)
 
     def stop(self, recipe: Any, step: int) -> ExitCode:
         """End at the boundary after `step`, its state saved."""
@@ -217,11 +224,16 @@ def save_frequency(recover: Any, tell: bool = True) -> FrequencyConfig:
 
 
 def total_steps(config: Config, num_rows: int) -> int:
-    """`total_train_steps`, or whole batches of `total_train_epochs` passes. Raises ConfigError where that is none."""
-    if config.total_train_steps is not None:
-        return config.total_train_steps
+    """The earlier of `total_train_steps` and `total_train_n_seqs`, else batches of `total_train_epochs` passes: whole ones,
+    or with `drop_last` false one more for the rest. Raises ConfigError where that is none."""
     size = config.train_dataset.batch_size
-    steps = config.total_train_epochs * num_rows // size
+    ends = [config.total_train_steps] if config.total_train_steps is not None else []
+    if config.total_train_n_seqs is not None:
+        ends.append(-(-config.total_train_n_seqs // (size * (config.gconfig.n_samples if hasattr(config, "gconfig") else 1))))
+    if ends:
+        return min(ends)
+    rows = config.total_train_epochs * num_rows
+    steps = rows // size if config.train_dataset.drop_last else -(-rows // size)
     if steps < 1:
         raise ConfigError(
             f"train_dataset.batch_size {size}: {config.total_train_epochs} epoch(s) of {num_rows} rows make no whole batch. "

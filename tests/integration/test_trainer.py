@@ -166,9 +166,9 @@ def toy_batch() -> Batch:
 
 def test_grpo_killed_gets_the_same_batches_again_under_a_new_lineage(toy):
     data = f"valid_dataset.path={toy / 'task' / 'heldout.jsonl'}"
-    trial = make_trial(
-        toy, "grpo", "grpo", [*GRPO_OPTIONS, data, "total_train_steps=12", "recover.mode=auto", "recover.freq_steps=5"]
-    )
+    reference = [f"ref.path={toy / 'base'}", "ref.attn_impl=sdpa", "ref.dtype=float32", "actor.kl_ctl=0.05", "actor.beta=0.01"]
+    recover = ["total_train_steps=12", "recover.mode=auto", "recover.freq_steps=5"]
+    trial = make_trial(toy, "grpo", "grpo", [*GRPO_OPTIONS, *reference, data, *recover])
     write_plan(trial, "grpo", 2)
     with Roles(trial, "1.0") as roles:
         roles.start("server")
@@ -186,8 +186,38 @@ def test_grpo_killed_gets_the_same_batches_again_under_a_new_lineage(toy):
         if row["step"] in before:  # the very same batch: nothing was generated twice
             again = before[row["step"]]
             assert (row["reward"], row["seq_len"], row["num_tokens"]) == (again["reward"], again["seq_len"], again["num_tokens"])
+    kl_loss = {row["step"]: row["kl_loss"] for row in roles.rows(0) + rows if "loss" in row}
+    assert 0 < kl_loss[1] < kl_loss[12]  # the policy leaves the reference model, which stays what it was after the restart
+    assert all(np.isfinite(row["kl_rewards"]) for row in rows)
     evaluations = [row for row in roles.rows(0) + roles.rows(1) if "eval_reward" in row]
     assert [row["eval_version"] for row in evaluations] == ["0.0", "1.12"]
     assert all(row["eval_num_prompts"] == 200 for row in evaluations)
     assert read_json(trial.current_weights)["label"] == "1.12"
     assert sorted(path.name for path in trial.weights.iterdir() if path.is_dir())[-2:] == ["1.11", "1.12"]
+
+
+def test_a_reward_model_learns_to_tell_right_sums_from_wrong_ones_and_goes_on_after_a_kill(toy):
+    options = [
+        "total_train_steps=60",
+        "train_dataset.batch_size=32",
+        "model.is_critic=true",
+        "model.mb_spec.granularity=2",
+        "model.optimizer.lr=2e-3",
+        f"valid_dataset.path={toy / 'task' / 'preferences.jsonl'}",
+        "evaluator.freq_steps=30",
+        "recover.mode=auto",
+        "recover.freq_steps=10",
+    ]
+    trial = make_trial(toy, "rw", "rw", options)
+    write_plan(trial, "rw", 2)
+    with Roles(trial, "1.0") as roles:
+        first = roles.trainer(2)
+        roles.wait_for_step(12, timeout_s=120)
+        Roles.kill(first)
+        roles.ended(first)
+        assert roles.ended(roles.trainer(2), timeout_s=180) == [0, 0]
+    rows = roles.rows(0) + roles.rows(1)
+    assert rows[-1]["step"] == 60 and rows[-1]["loss"] < 0.6 < 0.69 - 0.2 + rows[0]["loss"]
+    assert rows[-1]["eval_accuracy"] > 0.8 and rows[-1]["eval_loss"] < 0.5
+    config = read_json(trial.exports / "final" / "config.json")
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"]

@@ -27,9 +27,10 @@ def make_toy(folder: Path) -> Path:
 
 def make_trial(folder: Path, name: str, kind: str, overrides: list[str]) -> Trial:
     """A trial as submit leaves it, with the model and data of `make_toy(folder)`."""
-    data = "sft" if kind == "sft" else "train"
-    section = "model" if kind == "sft" else "actor"
+    data = {"sft": "sft", "rw": "preferences", "grpo": "train"}[kind]
+    section = "actor" if kind == "grpo" else "model"
     common = [
+        f"trainer={kind}",
         "experiment_name=toy",
         f"trial_name={name}",
         f"cluster.fileroot={folder / 'runs'}",
@@ -50,12 +51,12 @@ def make_trial(folder: Path, name: str, kind: str, overrides: list[str]) -> Tria
 
 def write_plan(trial: Trial, kind: str, num_ranks: int) -> None:
     modules = {"server": "hpc_rl.app.server", "rollout": "hpc_rl.app.rollout", "trainer": "hpc_rl.app.trainer"}
-    tasks = {"trainer": num_ranks} if kind == "sft" else {"server": 1, "rollout": 1, "trainer": num_ranks}
+    tasks = {"trainer": num_ranks} if kind != "grpo" else {"server": 1, "rollout": 1, "trainer": num_ranks}
     size = {"index": 0, "nodes": [0], "cpus_per_task": 1, "mem_mb_per_task": 1024, "gpus_per_task": 0}
     units = [Unit(role=role, tasks_per_node=count, module=modules[role], **size) for role, count in tasks.items()]  # type: ignore[arg-type]
     names = {"experiment_name": "toy", "trial_name": trial.name, "trainer": kind, "allocation": "", "device": "cpu"}
     sizes = {"n_nodes": 1, "n_gpus_per_node": 0, "cpus_per_node": 1, "mem_mb_per_node": 1, "recover_retries": 3}
-    more: dict[str, Any] = {"server_backend": None if kind == "sft" else "embedded", "units": units, "recover_mode": "auto"}
+    more: dict[str, Any] = {"server_backend": "embedded" if kind == "grpo" else None, "units": units, "recover_mode": "auto"}
     write_json(trial.plan_json, Plan(**names, **sizes, **more, python=sys.executable).to_json())
 
 

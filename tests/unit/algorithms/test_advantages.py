@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.algorithms.advantages import gae, overlong_penalty, place_rewards, shape_rewards
+from hpc_rl.algorithms.advantages import gae, overlong_penalty, place_rewards, shape_rewards, uninformative_groups
 
 
 def plain_gae(rewards, mask, discount, gae_lambda, values=None, bootstrap=None) -> torch.Tensor:
@@ -33,6 +33,10 @@ def test_shape_rewards_adds_scales_then_clips() -> None:
 def test_overlong_penalty_is_bounded_below() -> None:
     added = overlong_penalty(torch.tensor([10, 16, 20, 24]), max_new_tokens=20, overlong_tokens=8, factor=1.0)
     assert (1.0 + added).tolist() == [1.0, 0.5, 0.0, 0.0]
+
+
+def test_groups_of_equal_rewards_are_uninformative() -> None:
+    assert uninformative_groups(torch.tensor([1.0, 1, 0, 1, 0, 0]), 2) == [0, 2]
 
 
 def test_reward_goes_to_the_last_masked_token_of_a_row() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from hpc_rl.algorithms.losses import policy_token_loss, supervised_loss
+from hpc_rl.algorithms.losses import pairwise_loss, policy_token_loss, supervised_loss
 
 LOGP = torch.tensor([-1.0, -0.5, -2.0, -0.1, -0.7, -1.2, -0.3, -3.0])
 PROX = torch.tensor([-1.2, -0.4, -1.5, -0.1, -0.2, -1.5, -0.3, -1.0])
@@ -83,3 +85,17 @@ def test_supervised_loss_sums_over_the_mask() -> None:
     loss, sums = supervised_loss(torch.tensor([-1.0, -2.0, -4.0]), torch.tensor([True, False, True]))
     assert loss == 5.0
     assert sums["num_tokens"] == 2
+
+
+def test_pairs_by_hand() -> None:
+    chosen, rejected = torch.tensor([2.0, 0.0, 1.0], requires_grad=True), torch.tensor([1.0, 1.0, 1.0])
+    loss, sums = pairwise_loss(chosen, rejected)
+    assert loss.item() == pytest.approx(math.log1p(math.exp(-1)) + math.log1p(math.exp(1)) + math.log(2))
+    assert (sums["num_correct"].item(), sums["margin"].item()) == (1, 0.0)  # a tie is not in order
+    loss.backward()
+    assert chosen.grad.tolist() == pytest.approx([-1 / (1 + math.e), -math.e / (1 + math.e), -0.5])
+
+
+def test_no_pairs() -> None:
+    loss, sums = pairwise_loss(torch.zeros(0), torch.zeros(0))
+    assert loss.item() == 0 and sums["num_correct"].item() == 0

@@ -47,6 +47,27 @@ def test_rows_that_are_not_whole_groups_are_refused() -> None:
         normalize(X, Levels("group", None), 3)
 
 
+def test_leave_one_out_and_unbiased_by_hand() -> None:
+    # the others' means of 1 3 | 10 40 are 3 1 | 40 10
+    close(normalize(torch.tensor([1.0, 3, 10, 40]), Levels("group", None, leave_one_out=True), 2), [-2.0, 2, -30, 30])
+    # around the plain mean 2: squares 1 + 1, over 2 - 1
+    close(
+        normalize(torch.tensor([1.0, 3.0]), Levels("batch", "batch", eps=0.5, unbiased=True)),
+        [-1 / (2**0.5 + 0.5), 1 / (2**0.5 + 0.5)],
+    )
+    close(normalize(torch.tensor([5.0]), Levels("group", "group", leave_one_out=True, unbiased=True), 1), [5 / (5 + 1e-5)])
+
+
+def test_leave_one_out_counts_masked_entries_only() -> None:
+    x, mask = torch.tensor([[2.0, 99.0], [4.0, 9.0]]), torch.tensor([[True, False], [True, True]])
+    close(normalize(x, Levels("batch", None, leave_one_out=True), 1, mask), [[2 - 6.5, 0], [4 - 5.5, 9 - 3]])
+
+
+def test_remainder_rows_of_areal_are_divided_by_eps() -> None:
+    close(normalize(torch.tensor([1.0, 3, 0.5]), Levels("group", "group"), 2, remainder=True)[:2], [-0.99999, 0.99999])
+    assert normalize(torch.tensor([1.0, 3, 0.5]), Levels("group", "group"), 2, remainder=True)[2] == pytest.approx(0.5e5)
+
+
 def test_sums_are_exact_where_float32_would_drift() -> None:
     x = torch.full((20_000,), 1e4) + torch.arange(20_000) % 2
     close(normalize(x, Levels("batch", None)).abs().mean(), 0.5)

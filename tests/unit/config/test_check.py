@@ -42,7 +42,18 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["train_dataset.type=sft"], "train_dataset.type sft: a grpo trial needs rows of type rl"),
         (["actor.attn_impl=flash_attention_2"], "actor.attn_impl flash_attention_2 can't be used without GPUs"),
         (["cluster.n_gpus_per_node=8", "actor.attn_impl=magic"], "allowed: eager, sdpa, flash_attention_2"),
-        (["actor.dtype=float16"], "needs loss scaling"),
+        (["actor.optimizer.hysteresis=3"], "actor.optimizer.hysteresis has no effect with dtype float32"),
+        (["actor.dtype=float16", "actor.optimizer.initial_loss_scale=2", "actor.optimizer.min_loss_scale=4"], "is above"),
+        (["actor.optimizer.type=empty"], "actor.optimizer.type empty: nothing would be trained; use type adam"),
+        (["actor.optimizer.offload=true"], "actor.optimizer.offload has no effect without GPUs"),
+        (["actor.experiment_name=other"], "actor.experiment_name other must equal experiment_name toy"),
+        (["ref.path=/m", "ref.trial_name=other"], "ref.trial_name other must equal trial_name t1"),
+        (["actor.backend=megatron"], "actor.backend megatron is not built; use fsdp"),
+        (["actor.ds_auto_tp.autotp_size=2"], "the DeepSpeed backend and tensor parallelism are not built; use 1"),
+        (["actor.fsdp.offload_params=true"], "actor.fsdp.offload_params is not built; use actor.optimizer.offload"),
+        (["actor.pad_to_maximum=true"], "has no effect without actor.mb_spec.max_tokens_per_mb"),
+        (["actor.is_critic=true"], "a critic is not built; leave it out"),
+        (["actor.mb_spec.granularity=2"], "only a reward model has sequences that belong together"),
         (["sglang.attention_backend=fa3"], "allowed: torch_native, intel_amx"),
         (["actor.group_size=2"], "actor.group_size 2 must equal gconfig.n_samples 4"),
         (["gconfig.n_samples=1", "actor.adv_norm.mean_level=group"], "use at least 2"),
@@ -61,6 +72,25 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["rollout.reward_fn=exact_mach"], "Did you mean exact_match?"),
         (["rollout.workflow=my.module"], "package.module:name"),
         (["actor.optimizer.min_lr_ratio=0.1"], "has no effect with lr_scheduler_type constant"),
+        (["actor.optimizer=null"], "actor.optimizer null: nothing would be trained"),
+        (["actor.max_new_tokens=32"], "actor.max_new_tokens 32 must equal gconfig.max_new_tokens 16; leave it out"),
+        (["actor.overlong_reward_penalty=true"], "needs actor.overlong_tokens and actor.overlong_penalty_factor"),
+        (
+            ["actor.overlong_reward_penalty=true", "actor.overlong_tokens=17", "actor.overlong_penalty_factor=1"],
+            "actor.overlong_tokens 17 is above gconfig.max_new_tokens 16",
+        ),
+        (["actor.adv_norm.group_size=1"], "actor.adv_norm.group_size 1 must equal gconfig.n_samples 4"),
+        (["actor.adv_norm.mean_level=null", "actor.adv_norm.mean_leave1out=true"], "mean_leave1out has no effect"),
+        (["actor.adv_norm.std_level=null", "actor.adv_norm.eps=1"], "actor.adv_norm.eps has no effect: std_level is null"),
+        (["actor.log_agent_stats=true"], "actor.log_agent_stats has no effect without actor.log_agent_stats_keys"),
+        (["actor.log_agent_stats_keys=[a]"], "actor.log_agent_stats_keys has no effect without actor.log_agent_stats"),
+        (["actor.compat=areal", "actor.loss_aggregation=sequence_mean"], "is not AReaL's"),
+        (["gconfig.n_samples=1", "train_dataset.batch_size=4", "actor.dynamic_sampling=true"], "would drop every group of one"),
+        (["actor.kl_ctl=0.1"], "actor.kl_ctl 0.1 needs a reference model: add a section ref"),
+        (["actor.beta=0.04"], "actor.beta 0.04 needs a reference model"),
+        (["ref.path=/m", "ref.mb_spec.max_tokens_per_mb=16"], "ref.mb_spec.max_tokens_per_mb 16 can't hold"),
+        (["ref.path=/m", "ref.optimizer.lr=1"], "ref.optimizer.lr: the reference model is not trained"),
+        (["ref.path=/m", "ref.attn_impl=flash_attention_2"], "ref.attn_impl flash_attention_2 can't be used without GPUs"),
         (["evaluator.freq_steps=1"], "evaluator.freq_steps has no effect without valid_dataset"),
         (["launcher.slurm.extra_args=[licenses]"], "is no sbatch option"),
         (["launcher.slurm.extra_args=[--nodes=3]"], "an option of its own here: cluster.n_nodes"),
@@ -112,6 +142,18 @@ def test_defaults_adapt_to_a_plan_without_gpus_and_say_so():
     )
 
 
+def test_the_kl_in_the_reward_needs_a_reference_model_and_its_default_adapts():
+    loaded = checked()
+    assert loaded.config.actor.kl_ctl == 0
+    assert "actor.kl_ctl is 0.0 instead of the default 0.1: there is no section ref, so no reference model." in loaded.notes
+    loaded = checked("ref.path=/models/m", "ref.optimizer=null", "ref.disable_dropout=true")
+    assert (loaded.config.actor.kl_ctl, loaded.config.ref.dtype, loaded.config.ref.attn_impl) == (0.1, "float32", "sdpa")
+    assert "ref.disable_dropout: no effect, for the reference model is not trained." in loaded.notes
+    assert checked("actor.compat=areal").config.actor.kl_ctl == 0.1
+    idle = checked("ref.path=/models/m", "actor.kl_ctl=0")
+    assert any(note.startswith("ref has no effect, and the reference model is not loaded") for note in idle.notes)
+
+
 def test_explicit_values_stay():
     loaded = checked("actor.dtype=bfloat16", "sglang.dtype=bfloat16")
     assert (loaded.config.actor.dtype, loaded.config.sglang.dtype) == ("bfloat16", "bfloat16")
@@ -122,6 +164,36 @@ def test_dataset_type_follows_the_trainer():
     assert (loaded.config.train_dataset.type, loaded.config.valid_dataset.type) == ("sft", "sft")
     with pytest.raises(ConfigError, match=r"train_dataset\.type rl: a sft trial needs rows of type sft"):
         checked("train_dataset.type=rl", base=SFT)
+
+
+@pytest.mark.parametrize("named", ["trainer=rw", "train_dataset.type=rw"])
+def test_a_reward_model_trial_is_named_by_trainer_or_by_its_rows(named):
+    loaded = checked(named, "valid_dataset.path=/v.jsonl", base=SFT)
+    config = loaded.config
+    assert (config.trainer, config.train_dataset.type, config.valid_dataset.type) == ("rw", "rw", "rw")
+    assert (config.model.is_critic, config.model.mb_spec.granularity) == (True, 2)
+    assert checked(named, "model.is_critic=true", "model.mb_spec.granularity=4", base=SFT)
+    for override, words in (
+        ("model.is_critic=false", "model.is_critic false: a reward model ends in one number"),
+        ("model.mb_spec.granularity=3", "would part chosen from rejected"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            checked(named, override, base=SFT)
+    with pytest.raises(ConfigError, match="only a reward model"):
+        checked("model.is_critic=true", base=SFT)
+
+
+def test_a_section_of_a_file_leaves_what_it_does_not_name_at_defaults_that_adapt(tmp_path):
+    file = tmp_path / "ref.yaml"
+    file.write_text("ref: {path: /m, optimizer: null, backend: fsdp}\nactor: {optimizer: {type: adam, lr: 1.0e-5}}\n")
+    loaded = check(load([file], GRPO), files=False)
+    assert (loaded.config.ref.dtype, loaded.config.ref.attn_impl, loaded.config.ref.optimizer) == ("float32", "sdpa", None)
+    assert "actor.optimizer.lr" in loaded.explicit and "actor.optimizer.beta1" not in loaded.explicit
+
+
+def test_names_that_areal_files_repeat_pass():
+    config = checked("actor.experiment_name=toy", "actor.trial_name=${trial_name}", "actor.backend=fsdp").config
+    assert (config.actor.experiment_name, config.actor.trial_name) == ("toy", "t1")
 
 
 def test_recover_saves_every_ten_minutes_unless_told_how_often():
@@ -167,6 +239,7 @@ def test_a_model_and_dataset_that_are_there(model):
         (lambda m: (m / "config.json").unlink(), [], "has no readable config.json"),
         (lambda m: (m / "model.safetensors").unlink(), [], "holds no weights"),
         (lambda m: (m / "tokenizer.json").unlink(), [], "has no tokenizer.json"),
+        (lambda m: None, ["ref.path=/nowhere"], "ref.path /nowhere is not a directory"),
         (lambda m: None, ["gconfig.max_new_tokens=32"], "max_position_embeddings) is 32"),
         (lambda m: None, ["train_dataset.max_length=20"], "make 36, above the model's context"),
         (lambda m: None, ["train_dataset.path=/nowhere.jsonl"], "train_dataset.path /nowhere.jsonl does not exist"),

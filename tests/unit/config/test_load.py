@@ -203,7 +203,7 @@ def test_several_mistakes_are_told_at_once(files):
 
 
 def test_a_key_of_another_trainer_says_so(files):
-    assert "only a trial with trainer: sft has it" in files.refusal("trainer=grpo", "model.path=/x")
+    assert "only a trial with trainer: sft or rw has it" in files.refusal("trainer=grpo", "model.path=/x")
 
 
 def test_a_misspelt_required_key_is_told_once(files):
@@ -228,3 +228,12 @@ def test_round_trip_through_json(model):
     data["clutser"] = {}
     with pytest.raises(ConfigError, match="did you mean cluster"):
         from_dict(data)
+
+
+def test_an_unknown_key_is_not_drowned_in_values_that_were_not_interpolated(files):
+    message = files.refusal(more="sead: 1\ngconfig: {n_samples: '${seed}'}\n")
+    assert message.startswith("unknown key sead") and "\n" not in message
+
+
+def test_a_character_that_yaml_does_not_allow_is_a_refusal(files):
+    assert "base.yaml: not valid YAML" in files.refusal(base='trial_name: "\ufffe"\n')

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.config.data import DatasetConfig
-from hpc_rl.datasets.encode import Prompts, encode_prompt, encode_sequence, load_sequences
+from hpc_rl.datasets.encode import Prompts, encode_pair, encode_prompt, encode_sequence, load_pairs, load_sequences
 from hpc_rl.datasets.order import locate, permutation, sample_seed
 from hpc_rl.datasets.rows import load_rows
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -99,6 +99,23 @@ def test_tokens_of_prompts_chats_and_sequences(model):
     assert tokenizer.encode_batch(["1", "2"]) == [[96, 17], [96, 18]]
 
 
+def test_tokens_of_pairs(model, tmp_path):
+    tokenizer = Tokenizer(model)
+    completions = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    assert [ids.tolist() for ids in encode_pair(tokenizer, completions)] == [[96, 17, 11, 17, 29, x, 95] for x in (18, 19)]
+    texts = {"chosen": "12", "rejected": "1"}
+    assert [ids.tolist() for ids in encode_pair(tokenizer, texts)] == [[96, 17, 18, 95], [96, 17, 95]]
+    chats = {"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "b"}]}
+    shown = [tokenizer.decode(ids, skip_special_tokens=False) for ids in encode_pair(tokenizer, chats)]
+    assert shown == ["<bos><user>a<eos>", "<bos><user>b<eos>"]
+    with pytest.raises(ConfigError, match=r"an rw row needs `chosen` and `rejected`.*this one has 'prompt', 'chosen'"):
+        encode_pair(tokenizer, {"prompt": "1", "chosen": "2"})
+    rows = write(tmp_path / "pairs.jsonl", [completions, texts])
+    assert len(load_pairs(DatasetConfig(path=str(rows), max_length=4), tokenizer)) == 1
+    with pytest.raises(ConfigError, match="no pair has at most max_length = 3 tokens each"):
+        load_pairs(DatasetConfig(path=str(rows), max_length=3), tokenizer)
+
+
 def test_templates_run_in_a_sandbox(model):
     hostile = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     (model / "chat_template.jinja").write_text(hostile)
@@ -135,3 +152,14 @@ def test_long_rows_are_left_out_and_keep_their_place_in_the_file(model, tmp_path
 def test_no_torch_in_datasets_and_rollout():
     code = "import sys, hpc_rl.datasets.encode, hpc_rl.app.rollout, hpc_rl.app.rollout_worker; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_threads_that_tokenize_change_nothing_but_the_time(model, tmp_path, num_workers):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "x" * (i % 7), "completion": "y"}) + "\n" for i in range(200)))
+    tokenizer = Tokenizer(model)
+    plain, threaded = (DatasetConfig(path=str(path), max_length=5, num_workers=n) for n in (0, num_workers))
+    assert Prompts(plain, tokenizer, 1)._kept == Prompts(threaded, tokenizer, 1)._kept
+    ids = [[row[0].tolist() for row in load_sequences(one, tokenizer)] for one in (plain, threaded)]
+    assert ids[0] == ids[1]

@@ -13,15 +13,18 @@ from transformers import AutoModelForCausalLM
 
 from hpc_rl.algorithms.losses import supervised_loss
 from hpc_rl.config.train import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from hpc_rl.engines import ENGINES
+from hpc_rl.engines import ENGINES, fsdp
 from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.errors import ConfigError
 
 
 def config_of(path: Path, **changes) -> TrainEngineConfig:
     options = {"init_from_scratch": True, "attn_impl": "sdpa", "dtype": "float32", "gradient_checkpointing": False}
-    optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.0, warmup_steps_proportion=0.0)
-    return TrainEngineConfig(path=str(path), optimizer=optimizer, **{**options, **changes})
+    return TrainEngineConfig(path=str(path), **{"optimizer": optimizer_of(), **options, **changes})
+
+
+def optimizer_of(**changes) -> OptimizerConfig:
+    return OptimizerConfig(**{"lr": 1e-2, "weight_decay": 0.0, "warmup_steps_proportion": 0.0, **changes})
 
 
 def engine_of(path: Path, layout=None, seed: int = 1, **changes):
@@ -77,6 +80,18 @@ def test_logprobs_only_where_the_mask_asks(model_dir) -> None:
         np.testing.assert_allclose(got, np.where(mask, whole, 0), atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_frozen_engine_has_the_log_probabilities_of_the_one_that_trains(model_dir, dtype) -> None:
+    frozen = ENGINES["fsdp"](config_of(model_dir, dtype=dtype, gradient_checkpointing=True), frozen=True)
+    frozen.initialize(0)
+    assert {parameter.dtype for parameter in frozen.policy.parameters()} == {getattr(torch, dtype)}
+    assert not any(parameter.requires_grad for parameter in frozen.policy.parameters())
+    rows = some_rows()
+    tolerance = 1e-6 if dtype == "float32" else 0.1  # beside a model in float32
+    for got, want in zip(frozen.logprobs(rows, 0.8), engine_of(model_dir).logprobs(rows, 0.8), strict=True):
+        np.testing.assert_allclose(got, want, atol=tolerance)
+
+
 def test_update_equals_a_plain_torch_step(model_dir) -> None:
     engine, plain = engine_of(model_dir), engine_of(model_dir)
     rows = some_rows()
@@ -111,6 +126,97 @@ def test_three_steps_do_not_depend_on_how_they_are_computed(model_dir, layout, c
         results = [engine.train_batch(some_rows(seed=seed), supervised, 60.0, 0.9) for engine in engines]
         assert results[0] == pytest.approx(results[1], rel=1e-5)
     assert_equal_weights(*map(weights_of, engines), atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_padding_to_the_maximum_changes_the_shapes_and_not_the_result(model_dir, layout) -> None:
+    spec = MicroBatchSpec(max_tokens_per_mb=64)
+    engines = [engine_of(model_dir, layout, mb_spec=spec, pad_to_maximum=pad) for pad in (False, True)]
+    shapes: list[set] = [set(), set()]
+    for engine, seen in zip(engines, shapes, strict=True):
+        engine.policy.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.add(inputs[0].numel()))
+    rows = some_rows((9, 3, 12, 2))
+    for one, other in zip(engines[0].logprobs(rows, 1.0), engines[1].logprobs(rows, 1.0), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    results = [engine.train_batch(rows, supervised, 60.0, 1.0) for engine in engines]
+    assert results[0] == pytest.approx(results[1], rel=1e-4)
+    assert max(shapes[0]) < min(shapes[1]) <= 64
+    assert layout == "padded" or shapes[1] == {64}
+
+
+def test_optimizer_state_in_cpu_memory_gives_the_same_bits_also_after_a_restart(model_dir, tmp_path) -> None:
+    engines = [engine_of(model_dir, optimizer=optimizer_of(offload=offload)) for offload in (False, True)]
+    for engine in engines:
+        engine.train_batch(some_rows(), supervised, 60.0, 1.0)
+    engines[1].save(tmp_path)
+    engines[1] = engine_of(model_dir, seed=9, optimizer=optimizer_of(offload=True))
+    engines[1].load(tmp_path, 1)
+    for engine in engines:
+        engine.train_batch(some_rows(seed=1), supervised, 60.0, 1.0)
+    assert_equal_weights(*map(weights_of, engines))
+
+
+def test_neighbours_stay_together(model_dir) -> None:
+    engine = engine_of(model_dir, mb_spec=MicroBatchSpec(n_mbs=3, granularity=2))
+    lengths: list[list[int]] = []
+
+    def loss(batch: MicroBatch):
+        lengths.append(torch.bincount(batch.row_T).tolist())
+        return supervised(batch)
+
+    engine.train_batch(some_rows((9, 3, 30, 1, 12, 2)), loss, 60.0, 1.0)
+    assert sorted(lengths) == [[9, 3], [12, 2], [30, 1]]
+    with pytest.raises(ValueError, match=r"7 rows are not a multiple of mb_spec\.granularity 2"):
+        engine.train_batch(some_rows(), loss, 60.0, 1.0)
+
+
+def test_float16_scales_the_loss_and_goes_on_after_overflows(model_dir, tmp_path) -> None:
+    optimizer = optimizer_of(initial_loss_scale=2.0**40, hysteresis=1, loss_scale_window=2)
+    engine, plain = engine_of(model_dir, dtype="float16", optimizer=optimizer), engine_of(model_dir)
+    try:
+        results = [engine.train_batch(some_rows(seed=0), supervised, 60.0, 1.0) for _ in range(40)]
+        worked = [bool(result["update_successful"]) for result in results]
+        first = worked.index(True)
+        assert first > 3 and sum(worked) > 10
+        want = plain.train_batch(some_rows(seed=0), supervised, 60.0, 1.0)
+        assert results[first]["grad_norm"] == pytest.approx(want["grad_norm"], rel=0.02)
+        assert results[-1]["loss"] < results[0]["loss"]
+        engine.save(tmp_path)
+        again = engine_of(model_dir, dtype="float16", optimizer=optimizer)
+        again.load(tmp_path, 1)
+        assert again.scale.state() == engine.scale.state() != again.scale.config.initial_loss_scale
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_layers_to_shard_by_class_name(model_dir) -> None:
+    engine = engine_of(model_dir)
+    assert len(engine.policy.blocks()) == 2
+    assert len(engine.policy.blocks(["Qwen3MLP", "Qwen3Attention"])) == 4
+    with pytest.raises(ConfigError, match=r"the model has no module of Qwen9Layer; it has .*Qwen3DecoderLayer"):
+        engine.policy.blocks(["Qwen9Layer"])
+
+
+@pytest.mark.parametrize("disable_dropout", [False, True])
+def test_dropout_is_in_training_unless_it_is_disabled(model_dir, tmp_path, disable_dropout) -> None:
+    config = json.loads((model_dir / "config.json").read_text()) | {"attention_dropout": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = engine_of(tmp_path, disable_dropout=disable_dropout)
+    engine.policy.train()
+    with torch.no_grad():
+        one, other = (plain_logprobs(engine, some_rows().ids[2], 1.0) for _ in range(2))
+    assert torch.equal(one, other) == disable_dropout
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_gradients_are_summed_over_ranks_in_the_type_that_is_given(model_dir, monkeypatch, name) -> None:
+    policies = []
+    monkeypatch.setattr(fsdp, "fully_shard", lambda module, mesh, mp_policy: policies.append(mp_policy))
+    try:
+        engine_of(model_dir, dtype="bfloat16", grad_reduce_dtype=name)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert {policy.reduce_dtype for policy in policies} == {getattr(torch, name)}
 
 
 def test_same_inputs_give_the_same_bits(model_dir) -> None:
@@ -211,7 +317,6 @@ def test_state_that_is_missing_torn_or_foreign_is_refused(model_dir, tmp_path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": "float16"}, "loss scaling"),
         ({"attn_impl": "flash_attention_2"}, "needs a GPU .*use attn_impl: sdpa"),
         ({"path": "/nowhere"}, "'/nowhere' is not a directory with a Hugging Face checkpoint"),
     ],

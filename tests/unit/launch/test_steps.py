@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import signal
@@ -132,6 +133,11 @@ def test_the_srun_line(tmp_path):
     ):
         assert flag in text
     assert argv[-1] == f"--output={tmp_path}/100%%/trainer-0.3-rank%t.log"
+
+
+def test_the_users_srun_options_come_last(tmp_path):
+    own = dataclasses.replace(unit(), srun_args=["--mpi=pmix", "--comment=a b"])
+    assert srun_argv(own, ["a"], False, tmp_path / "x.log", 0)[-2:] == ["--mpi=pmix", "--comment=a b"]
 
 
 def test_a_step_speaks_of_gpus_only_in_a_job_that_has_some(tmp_path):

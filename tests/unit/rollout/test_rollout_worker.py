@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hpc_rl.config.generation import GenerationHyperparameters
+from hpc_rl.config.generation import GenerationHyperparameters, InferenceEngineConfig
 from hpc_rl.errors import ConfigError, RoleFailed, ServerUnavailable
 from hpc_rl.rollout import worker as worker_module
 from hpc_rl.rollout.rewards import Inline, RewardFailed, checked, contains, exact_match, import_object
@@ -40,8 +40,10 @@ class Client:
         return Turn([1, 2, 99], [-1.0, -2.0, -3.0], [("0.3", 0, 1), ("1.2", 1, 3)], "stop")
 
 
-def make(client, workflow=single_turn, **gconfig):
-    config = SimpleNamespace(seed=1, gconfig=GenerationHyperparameters(**{"n_samples": 3, "max_new_tokens": 6, **gconfig}))
+def make(client, workflow=single_turn, tracing=False, checking=False, **gconfig):
+    rollout = InferenceEngineConfig(enable_rollout_tracing=tracing, check_trajectory_format=checking)
+    sampled = GenerationHyperparameters(**{"n_samples": 3, "max_new_tokens": 6, **gconfig})
+    config = SimpleNamespace(seed=1, gconfig=sampled, rollout=rollout)
     sent = []
     made = Worker(config, Tokenizer(), client, workflow, Inline(exact_match), sent.append)
     return made, sent
@@ -253,3 +255,25 @@ async def test_a_reward_that_ends_its_process_is_given_up(reward_process):
 async def test_a_reward_that_is_not_there_is_a_bad_configuration(reward_process):
     with pytest.raises(ConfigError, match="own_rewards:nothing"):
         await reward_process("nothing")
+
+
+async def test_tracing_logs_each_request_and_its_answer(caplog):
+    with caplog.at_level("INFO"):
+        await answer(*make(Client(), tracing=True))
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
+    assert len(lines) == 6 and "2 tokens in, at most 6 out" in lines[0] and "3 tokens out" in lines[-1]
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        await answer(*make(Client()))
+    assert not [record for record in caplog.records if record.getMessage().startswith("request ")]
+
+
+async def test_the_format_of_trajectories_is_checked_where_that_is_asked_for():
+    async def wrong(prompt, generate):
+        made = await single_turn(prompt, generate)
+        made.trajectories[0].logprobs = made.trajectories[0].logprobs[:-1]
+        return made
+
+    outcome = await answer(*make(Client(), workflow=wrong, checking=True))
+    assert outcome["op"] == "failed" and "logprobs has 4 entries, ids has 5" in outcome["error"]
+    assert (await answer(*make(Client(), checking=True)))["op"] == "group"

@@ -112,6 +112,19 @@ async def test_requests_spread_over_servers():
             assert all(turn.output_ids == [1, 2] for turn in await asyncio.gather(*calls))
 
 
+async def test_round_robin_takes_one_after_the_other():
+    names = MemoryNames()
+    async with servers(2) as fakes:
+        for index, fake in enumerate(fakes):
+            announce(names, index, fake)
+        async with Router(names, "data", poll_s=0.02, policy="round_robin") as router:
+            await asyncio.sleep(0.1)
+            for _ in range(4):
+                await router.generate(request())
+                await router.generate(request())
+                assert len(fakes[0].bodies) == len(fakes[1].bodies)
+
+
 async def test_dead_server_is_left_out_and_comes_back():
     names = MemoryNames()
     async with servers(2) as (good, bad):

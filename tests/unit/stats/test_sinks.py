@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from hpc_rl.stats.sinks import JsonlSink, open_sinks
+from hpc_rl.config.service import SwanlabConfig, WandBConfig
+from hpc_rl.errors import ConfigError
+from hpc_rl.stats.sinks import JsonlSink, RunIdentity, open_sinks
 from hpc_rl.stats.tracker import Tracker
 
 
@@ -75,3 +77,69 @@ print([name for name in ("torch", "tensorflow") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+class FakeService:
+    """Stands in for the modules wandb and swanlab (the real ones, run offline by hand, did the same)."""
+
+    def __init__(self):
+        self.options, self.rows, self.finished, self.id = {}, [], False, ""
+
+    def init(self, **options):
+        self.options = options
+        self.id = options.get("id", "")
+        return self
+
+    def log(self, numbers, step):
+        self.rows.append((step, numbers))
+
+    def finish(self):
+        self.finished = True
+
+    Settings = dict
+
+
+def test_services_get_names_tags_and_numbers(tmp_path, monkeypatch):
+    wandb, swanlab = FakeService(), FakeService()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "swanlab", swanlab)
+    who = RunIdentity("sums", "grpo", tmp_path, {"seed": 1})
+    sinks = open_sinks(
+        tmp_path / "m.jsonl",
+        tmp_path / "tb",
+        0,
+        who,
+        WandBConfig(mode="offline", tags=["a"], entity="team", wandb_base_url="http://w"),
+        SwanlabConfig(mode="local", project="p", logdir=str(tmp_path / "s")),
+    )
+    sinks.log(3, {"loss": 0.5, "version": "0.3", "time": 1.0})
+    sinks.close()
+    wanted = {"mode": "offline", "entity": "team", "project": "sums", "name": "grpo", "group": "sums_grpo", "tags": ["a"]}
+    assert wanted.items() <= wandb.options.items()
+    assert (wandb.id, wandb.options["config"], wandb.options["settings"]) == (
+        "sums_grpo_train",
+        {"seed": 1},
+        {"base_url": "http://w"},
+    )
+    assert (swanlab.options["project"], swanlab.options["experiment_name"], swanlab.options["mode"]) == ("p", "grpo", "local")
+    assert wandb.rows == swanlab.rows == [(3, {"loss": 0.5})]
+    assert wandb.finished and swanlab.finished
+
+
+@pytest.mark.parametrize("package", ["wandb", "swanlab"])
+def test_a_service_that_is_not_installed_says_how_to_install_it(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    modes = (
+        {"wandb": WandBConfig(mode="online"), "swanlab": None} if package == "wandb" else {"swanlab": SwanlabConfig(mode="cloud")}
+    )
+    who = RunIdentity("sums", "grpo", tmp_path, {})
+    with pytest.raises(ConfigError, match=rf"pip install 'hpc-rl\[{package}\]', or set it to disabled"):
+        open_sinks(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, **modes)
+
+
+def test_services_are_not_imported_while_they_are_disabled(tmp_path, monkeypatch):
+    for package in ("wandb", "swanlab"):
+        monkeypatch.setitem(sys.modules, package, None)
+    open_sinks(
+        tmp_path / "m.jsonl", tmp_path / "tb", 0, RunIdentity("e", "t", tmp_path, {}), WandBConfig(), SwanlabConfig()
+    ).close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -321,3 +322,28 @@ def test_total_steps(tmp_path):
     config.total_train_steps = None
     with pytest.raises(ConfigError, match="no whole batch"):
         total_steps(make_config(tmp_path), 1)
+
+
+def test_sequences_and_the_rest_of_the_last_pass_count_in_the_end_of_a_trial(tmp_path):
+    config = make_config(tmp_path)
+    config.total_train_n_seqs = 7
+    assert total_steps(config, 11) == -(-7 // (2 * (config.gconfig.n_samples if hasattr(config, "gconfig") else 1)))
+    config.total_train_steps = 1
+    assert total_steps(config, 11) == 1
+    config.total_train_steps = config.total_train_n_seqs = None
+    config.train_dataset.drop_last = False
+    assert total_steps(config, 11) == 6  # 11 rows, 2 a batch, the last one filled up
+
+
+def test_the_newest_exports_are_kept(tmp_path):
+    config = make_config(tmp_path)
+    config.saver.keep_last = 2
+    exports = tmp_path / "exports"
+    for name in ("step-00000001", "step-00000002", "step-00000010", "final"):
+        (exports / name).mkdir(parents=True)
+    run = SimpleNamespace(config=config, trial=SimpleNamespace(exports=exports))
+    Run._drop_old_exports(run)
+    assert sorted(path.name for path in exports.iterdir()) == ["final", "step-00000002", "step-00000010"]
+    config.saver.keep_last = None
+    Run._drop_old_exports(run)
+    assert len(list(exports.iterdir())) == 3

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from hpc_rl.config.data import DatasetConfig
 from hpc_rl.config.generation import GenerationHyperparameters
-from hpc_rl.config.root import GRPOConfig, SFTConfig
+from hpc_rl.config.root import GRPOConfig, RWConfig, SFTConfig
 from hpc_rl.config.train import NormConfig, PPOActorConfig, TrainEngineConfig
 from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.errors import RoleFailed
 from hpc_rl.stats.sinks import Sinks
-from hpc_rl.trainers.grpo import GRPO, num_updates, shares
+from hpc_rl.trainers.grpo import GRPO, Cut, num_updates, shares
 from hpc_rl.trainers.ranks import Ranks
+from hpc_rl.trainers.reward_model import RewardModel
 from hpc_rl.trainers.run import Run
 from hpc_rl.trainers.sft import SFT
 from hpc_rl.trial import Trial
@@ -30,11 +31,16 @@ class RecordingEngine:
 
     rank, num_ranks = 0, 1
 
-    def __init__(self) -> None:
+    def __init__(self, logprob: float = -1.0) -> None:
+        self.logprob = logprob
         self.updates: list[tuple[Sequences, float, float]] = []
+        self.passed = 0
+
+    def pass_updates(self, count: int) -> None:
+        self.passed += count
 
     def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
-        return [np.where(mask, -1.0, 0.0).astype(np.float32) for mask in rows.columns["loss_mask"]]
+        return [np.where(mask, self.logprob, 0.0).astype(np.float32) for mask in rows.columns["loss_mask"]]
 
     def train_batch(self, rows: Sequences, loss, loss_weight: float, temperature: float) -> dict[str, float]:
         self.updates.append((rows, loss_weight, temperature))
@@ -73,7 +79,7 @@ def make_run(tmp_path, config) -> Run:
     return Run(trial, trial.attempt("1.0"), 0, config, RecordingEngine(), Ranks(), threading.Event(), 0, 0, Sinks([]))
 
 
-def grpo_recipe(tmp_path, **actor) -> GRPO:
+def grpo_recipe(tmp_path, reference: RecordingEngine | None = None, **actor) -> GRPO:
     config = GRPOConfig(
         experiment_name="e",
         trial_name="t",
@@ -84,7 +90,7 @@ def grpo_recipe(tmp_path, **actor) -> GRPO:
             path="m", **{"ppo_n_minibatches": 1, "reward_norm": NormConfig(mean_level="group", std_level=None), **actor}
         ),
     )
-    return GRPO(make_run(tmp_path, config), FakeRollout(), None, num_prompts=10)
+    return GRPO(make_run(tmp_path, config), FakeRollout(), None, num_prompts=10, reference=reference)
 
 
 def test_rows_without_advantage_are_skipped_and_still_count_in_the_weight(tmp_path):
@@ -128,6 +134,126 @@ def test_recomputed_and_decoupled_log_probabilities(tmp_path):
         assert rows.columns["prox"][0][-1] == prox and rows.columns["behav"][0][-1] == behav
 
 
+def test_the_kl_reward_is_taken_from_the_behaviour_policy_and_every_row_counts(tmp_path):
+    recipe = grpo_recipe(tmp_path, RecordingEngine(-3.0), kl_ctl=0.5)
+    recipe.update(6, batch_of([1.0, 0.0], [1.0, 1.0]))
+    rows = recipe.run.engine.updates[0][0]
+    # behaviour -2, reference -3: -0.5 a token, summed from the end (discount 1); the group-normalized rewards are ±0.5 and 0
+    assert sorted(column.tolist() for column in rows.columns["advantages"]) == sorted(
+        [[0, 0, r - 1.5, r - 1.0, r - 0.5] for r in (0.5, -0.5, 0.0, 0.0)]
+    )
+    assert "ref" not in rows.columns
+    numbers = recipe.run.stats.take()
+    assert numbers["kl_rewards"] == -0.5 and numbers["reward"] == 0.75 and "kl_loss" not in numbers
+
+
+def test_beta_is_in_the_loss_of_every_row_also_those_without_advantage(tmp_path):
+    recipe = grpo_recipe(tmp_path, RecordingEngine(-1.5), kl_ctl=0.0, beta=0.25)
+    recipe.update(6, batch_of([1.0, 1.0], [0.0, 0.0]))
+    rows = recipe.run.engine.updates[0][0]
+    assert len(rows) == 4 and rows.columns["ref"][0].tolist() == [0, 0, -1.5, -1.5, -1.5]
+    numbers = recipe.run.stats.take()
+    assert numbers["kl_loss"] == pytest.approx(np.exp(-0.5) + 0.5 - 1)  # current -1
+    assert numbers["loss"] == pytest.approx(0.25 * numbers["kl_loss"])
+    assert "kl_rewards" not in numbers and numbers["rows_skipped"] == 0
+
+
+def test_dynamic_sampling_drops_groups_before_anything_is_normalized(tmp_path):
+    norm = NormConfig(mean_level="batch", std_level=None)
+    recipe = grpo_recipe(tmp_path, dynamic_sampling=True, reward_norm=norm)
+    recipe.update(6, batch_of([5.0, 5.0], [1.0, 0.0]))
+    ((rows, weight, _),) = recipe.run.engine.updates
+    assert weight == 6.0  # the dropped group does not count in the loss either
+    assert sorted(column[-1] for column in rows.columns["advantages"]) == [-0.5, 0.5]
+    numbers = recipe.run.stats.take()
+    assert numbers["groups_dropped"] == 1 and numbers["reward"] == 2.75  # rewards are reported of all
+
+
+def test_where_dynamic_sampling_drops_all_groups_there_is_no_update_and_the_schedule_goes_on(tmp_path, caplog):
+    recipe = grpo_recipe(tmp_path, dynamic_sampling=True, ppo_n_minibatches=2)
+    recipe.update(6, batch_of([1.0, 1.0], [0.0, 0.0]))
+    assert recipe.run.engine.updates == [] and recipe.run.engine.passed == 2
+    numbers = recipe.run.stats.take()
+    assert numbers["groups_dropped"] == 2 and numbers["update_successful"] == 0
+    assert "no row is left to train on" in caplog.text
+
+
+def test_fewer_minibatches_than_planned_still_move_the_schedule_by_a_whole_step(tmp_path):
+    recipe = grpo_recipe(tmp_path, dynamic_sampling=True, ppo_n_minibatches=4)
+    recipe.update(6, batch_of([1.0, 1.0], [1.0, 0.0]))
+    assert len(recipe.run.engine.updates) == 2 and recipe.run.engine.passed == 2
+
+
+def cut_off(batch: Batch, group: int, row: int) -> Batch:
+    batch.groups[group].trajectories[row].finish_reason = "length"
+    return batch
+
+
+def test_truncated_completions_are_left_out_of_the_loss_and_stay_in_the_baseline(tmp_path):
+    recipe = grpo_recipe(tmp_path, mask_no_eos_with_zero=True)
+    recipe.update(6, cut_off(batch_of([1.0, 0.0], [1.0, 0.0]), 1, 1))
+    ((rows, weight, _),) = recipe.run.engine.updates
+    assert weight == 9.0
+    assert sorted(column[-1] for column in rows.columns["advantages"]) == [-0.5, 0.5, 0.5]
+    assert recipe.run.stats.take()["rows_masked"] == 1
+
+
+def test_the_longest_row_that_ended_by_itself_is_not_truncated_but_for_areal(tmp_path):
+    batch = batch_of([1.0, 0.0], [1.0, 0.0])  # four rows of the same length
+    recipe = grpo_recipe(tmp_path, mask_no_eos_with_zero=True)
+    recipe.update(6, batch)
+    assert recipe.run.stats.take()["rows_masked"] == 0 and len(recipe.run.engine.updates[0][0]) == 4
+    recipe = grpo_recipe(tmp_path, mask_no_eos_with_zero=True, compat="areal", kl_ctl=0.0)
+    recipe.update(6, batch)
+    ((rows, weight, _),) = recipe.run.engine.updates
+    assert weight == 12.0 and not any(column.any() for column in rows.columns["advantages"])
+
+
+def test_areal_rewards_improbable_tokens_where_there_is_no_reference_model(tmp_path):
+    recipe = grpo_recipe(tmp_path, compat="areal", kl_ctl=0.1)
+    recipe.update(6, batch_of([1.0, 1.0], [1.0, 1.0]))
+    rows = recipe.run.engine.updates[0][0]
+    np.testing.assert_allclose(rows.columns["advantages"][0], [0, 0, 0.6, 0.4, 0.2], rtol=1e-6)  # 0.1 * 2 a token
+
+
+def test_overlong_completions_lose_reward_up_to_the_factor_and_for_areal_beyond(tmp_path):
+    options = {"overlong_reward_penalty": True, "overlong_tokens": 4, "overlong_penalty_factor": 2.0, "kl_ctl": 0.0}
+    for compat, penalty in ((None, -2.0), ("areal", -2.5)):
+        recipe = grpo_recipe(tmp_path, compat=compat, **options)
+        recipe.config.gconfig.max_new_tokens = 20
+        recipe.update(6, Batch(6, [TrajectoryGroup(i, [trajectory(1.0, n) for n in (16, 21)]) for i in range(2)]))
+        rows = recipe.run.engine.updates[0][0]
+        # rewards 1 and 1 + penalty, minus their mean
+        assert sorted({float(column[-1]) for column in rows.columns["advantages"]}) == [penalty / 2, -penalty / 2]
+        assert recipe.run.stats.take()["overlong_penalty"] == penalty / 2
+
+
+def test_the_loss_by_sequence_and_by_constant_length(tmp_path):
+    # ratio e, clipped to 1.2 for advantages of 0.5: token losses -0.6; of -0.5: e / 2. Lengths 2 and 4, budget 10
+    minus, plus = -0.6, np.e / 2
+    for aggregation, loss in (
+        ("token_mean", (2 * minus + 4 * plus) / 6),
+        ("sequence_mean", (minus + plus) / 2),
+        ("constant_length", (2 * minus + 4 * plus) / 10 / 2),
+    ):
+        recipe = grpo_recipe(tmp_path, loss_aggregation=aggregation)
+        recipe.config.gconfig.max_new_tokens = 10
+        recipe.update(6, Batch(6, [TrajectoryGroup(i, [trajectory(1.0, 2), trajectory(0.0, 4)]) for i in range(2)]))
+        assert recipe.run.stats.take()["loss"] == pytest.approx(loss), aggregation
+
+
+def test_agent_stats_are_logged_by_name_and_a_name_that_no_trajectory_has_is_told_once(tmp_path, caplog):
+    recipe = grpo_recipe(tmp_path, log_agent_stats=True, log_agent_stats_keys=["num_turns", "num_trns"])
+    batch = batch_of([1.0, 0.0], [1.0, 0.0])
+    for i, group in enumerate(batch.groups):
+        for row in group.trajectories:
+            row.stats = {"num_turns": float(i + 1)}
+    recipe.update(6, batch)
+    recipe.update(7, batch)
+    assert recipe.run.stats.take()["agent/num_turns"] == 1.5
+    assert caplog.text.count("no trajectory has num_trns; the workflow gives: num_turns") == 1
+
+
 def test_a_batch_that_is_not_whole_groups_is_refused_in_words(tmp_path):
     with pytest.raises(RoleFailed, match="not whole groups of 2"):
         grpo_recipe(tmp_path).update(1, batch_of([1.0, 0.0, 1.0]))
@@ -150,8 +276,9 @@ def test_minibatches_are_updates_and_the_schedule_knows(tmp_path):
 def test_nothing_but_the_share_depends_on_the_number_of_ranks(drawn, num_minibatches, num_ranks):
     rows = [trajectory(0.0, completion) for completion, _ in drawn]
     advantages = [np.full(len(row.ids), float(useful), np.float32) for row, (_, useful) in zip(rows, drawn, strict=True)]
-    one = shares(rows, advantages, num_minibatches, 1)
-    many = shares(rows, advantages, num_minibatches, num_ranks)
+    members = list(range(len(rows)))
+    one = shares(rows, advantages, members, Cut(num_minibatches, 1))
+    many = shares(rows, advantages, members, Cut(num_minibatches, num_ranks))
     assert [part.loss_weight for part in one] == [part.loss_weight for part in many]
     assert [sorted(i for rank in part.rows for i in rank) for part in one] == [
         sorted(i for rank in part.rows for i in rank) for part in many
@@ -211,3 +338,24 @@ def test_sft_evaluation_is_the_mean_loss_of_the_held_out_tokens(tmp_path):
     assert recipe.evaluate(0) == {}
     assert recipe.evaluate(1) == {"eval_loss": 1.0}
     assert recipe.run.stats.take() == {"eval_loss": 1.0}
+
+
+def test_a_reward_model_trains_on_the_last_tokens_of_pairs(tmp_path):
+    dataset = DatasetConfig(path="x.jsonl", batch_size=2, shuffle=False, type="rw")
+    config = RWConfig(experiment_name="e", trial_name="t", train_dataset=dataset, model=TrainEngineConfig(path="m"))
+    pairs = [(np.full(3 + i, i, np.int32), np.full(2, 10 + i, np.int32)) for i in range(4)]
+    recipe = RewardModel(make_run(tmp_path, config), pairs, pairs[:3])
+    assert (recipe.total_steps, recipe.position(1)) == (2, (0, 2))
+    recipe.update(2, recipe.batch(2))
+    ((rows, weight, _),) = recipe.run.engine.updates
+    assert weight == 2.0
+    assert [(int(ids[0]), mask.tolist()) for ids, mask in zip(rows.ids, rows.columns["loss_mask"], strict=True)] == [
+        (2, [False] * 4 + [True]),
+        (12, [False, True]),
+        (3, [False] * 5 + [True]),
+        (13, [False, True]),
+    ]
+    numbers = recipe.run.stats.take()
+    assert numbers["loss"] == pytest.approx(np.log(2)) and numbers["accuracy"] == 0 and numbers["num_tokens"] == 15
+    assert recipe.evaluate(0) == {}
+    assert recipe.evaluate(1) == pytest.approx({"eval_loss": np.log(2), "eval_accuracy": 0.0})

@@ -1,0 +1,125 @@
+"""Rules about options that say one thing twice, or that have an effect only together with another."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterator
+
+from hpc_rl.config.root import Config, GRPOConfig
+from hpc_rl.config.sglang_versions import DROPPED
+from hpc_rl.config.values import ABSENT, value_of
+
+_SECTIONS = ("saver", "evaluator", "recover", "stats_logger", "rollout", "actor", "ref", "model")
+_ROOTS = {"experiment_name": "experiment_name", "trial_name": "trial_name", "fileroot": "cluster.fileroot"}
+
+
+def identity(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """AReaL repeats experiment, trial and fileroot in most sections; a trial has one of each."""
+    for section in _SECTIONS:
+        for name, root in _ROOTS.items():
+            value, expected = value_of(config, f"{section}.{name}"), value_of(config, root)
+            if value not in (ABSENT, None, "", expected):
+                yield f"{section}.{name} {value} must equal {root} {expected}; leave it out, it follows."
+
+
+def consumer(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """One batch size, and a queue that can hold a batch."""
+    if not isinstance(config, GRPOConfig):
+        return
+    rollout, batch_size = config.rollout, config.train_dataset.batch_size
+    if rollout.consumer_batch_size not in (None, batch_size):
+        yield (
+            f"rollout.consumer_batch_size {rollout.consumer_batch_size} must equal train_dataset.batch_size {batch_size}; "
+            "leave it out, it follows."
+        )
+    if rollout.queue_size is not None and rollout.queue_size < batch_size:
+        yield f"rollout.queue_size {rollout.queue_size} can't hold a batch: train_dataset.batch_size is {batch_size}."
+
+
+def servers(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """Options of generation that only some servers have."""
+    if not isinstance(config, GRPOConfig):
+        named = sorted(name for name in explicit if name.startswith("sglang."))
+        if named:
+            yield f"{named[0]} has no effect: a {config.trainer} trial has no generation servers; leave the section sglang out."
+        return
+    g, sglang = config.gconfig, config.sglang
+    if sglang.model_path not in ("", config.actor.path):
+        yield f"sglang.model_path {sglang.model_path} must equal actor.path {config.actor.path}; leave it out, it follows."
+    for name, why in DROPPED.get(sglang.version, {}).items():
+        value = getattr(sglang, name)
+        if value:
+            yield f"sglang.{name} {str(value).lower()} can't be used: SGLang {sglang.version} has no such option; {why}."
+    if g.stop and sglang.skip_tokenizer_init:
+        yield "gconfig.stop needs the server's tokenizer: set sglang.skip_tokenizer_init to false, or use gconfig.stop_token_ids."
+    if is_embedded(config):
+        neutral: dict[str, tuple] = {
+            "stop": (None, []),
+            "frequency_penalty": (0.0,),
+            "min_p": (0.0,),
+            "repetition_penalty": (1.0,),
+        }
+        for name, values in neutral.items():
+            if getattr(g, name) not in values:
+                instead = "use gconfig.stop_token_ids, or sglang servers" if name == "stop" else "use sglang servers"
+                yield f"gconfig.{name} {getattr(g, name)} can't be used with embedded servers; {instead}."
+
+
+def is_embedded(config: Config) -> bool:
+    """Whether the trial's servers are embedded ones; an empty allocation without GPUs becomes that."""
+    mode = config.allocation_mode.strip()
+    return mode.startswith("embedded") or (not mode and not config.cluster.n_gpus_per_node)
+
+
+def loading(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """Options of the datasets that need a GPU."""
+    for section in ("train_dataset", "valid_dataset"):
+        dataset = getattr(config, section)
+        if dataset and dataset.pin_memory and not config.cluster.n_gpus_per_node:
+            yield f"{section}.pin_memory has no effect without GPUs (cluster.n_gpus_per_node 0); leave it out."
+
+
+_OURS = {
+    "-K": "--kill-on-bad-exit", "-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-w": "--nodelist",
+    "-m": "--distribution", "-o": "--output", "-e": "--error", "-i": "--input", "-J": "--job-name", "-D": "--chdir",
+    "-W": "--wait", "-k": "--no-kill",
+}  # fmt: skip
+_DERIVED = {
+    *_OURS.values(), "--ntasks-per-node", "--exact", "--overlap", "--mem", "--mem-per-cpu", "--mem-per-gpu", "--gpus-per-node",
+    "--gpus-per-task", "--gpus", "--export", "--open-mode", "--label", "--unbuffered", "--het-group", "--multi-prog", "--pty",
+}  # fmt: skip
+
+
+def srun_options(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """`launcher.slurm.srun_additional_args`: each an option of srun, none that the plan decides."""
+    name, text = "launcher.slurm.srun_additional_args", config.launcher.slurm.srun_additional_args
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        yield f"{name}: {text!r} can't be split into words: {error}."
+        return
+    for word in words:
+        option = word.partition("=")[0] if word.startswith("--") else word[:2]
+        if not word.startswith("-"):
+            yield f"{name}: {word!r} is no option; write a value with its option: --name=value."
+        elif "$" in word:
+            yield f"{name}: {word!r}: variables are not expanded; write the value."
+        elif option in _OURS or option in _DERIVED:
+            yield f"{name}: {option} is derived from the plan and can't be given."
+
+
+def containers(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """Images and what goes with them."""
+    slurm = config.launcher.slurm
+    images = [name for name in ("trainer_image", "inference_server_image") if getattr(slurm, name)]
+    if images and slurm.container_type == "none":
+        yield f"launcher.slurm.{images[0]} contradicts launcher.slurm.container_type none: use apptainer, or leave the image out."
+    if slurm.mount and not images:
+        yield "launcher.slurm.mount has no effect without launcher.slurm.trainer_image or inference_server_image."
+    for bind in slurm.mount.split(",") if slurm.mount else []:
+        parts = bind.split(":")
+        if not 1 <= len(parts) <= 3 or not all(part.startswith("/") for part in parts[:2]):
+            yield f"launcher.slurm.mount: {bind!r} is no bind: /source:/target, several separated by commas."
+
+
+RULES = [identity, consumer, servers, loading, srun_options, containers]

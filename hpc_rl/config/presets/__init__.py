@@ -1,0 +1,45 @@
+"""Presets: named sets of values, as YAML files beside this one. `atlas` lies below every file, `cpu` over every file."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.config.build import Given
+from hpc_rl.config.source import read_yaml
+from hpc_rl.errors import ConfigError
+
+BELOW = ("atlas",)
+OVER = ("cpu",)
+
+
+def read_preset(name: str) -> Given:
+    """Raises ConfigError for a name that is not known."""
+    if name not in (*BELOW, *OVER):
+        near = difflib.get_close_matches(name, [*BELOW, *OVER], n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"preset {name!r} is not known; allowed: {', '.join([*BELOW, *OVER])}.{hint}")
+    tree = read_yaml(Path(__file__).with_name(f"{name}.yaml"))
+    return _named(tree, f"preset {name}")
+
+
+def _named(item: Given, origin: str) -> Given:
+    if isinstance(item.value, dict):
+        return Given({key: _named(value, origin) for key, value in item.value.items()}, origin)
+    return Given(item.value, origin, item.text)
+
+
+def fit(preset: Given, known: Mapping[str, Any], present: Collection[str], prefix: str = "") -> Given:
+    """What of a preset this trainer has; `actor` stands for `model` too, and an optional section that it does not make
+    must be there already."""
+    tree: dict[str, Given] = {}
+    for key, item in preset.value.items():
+        own = "model" if not prefix and key == "actor" and "actor" not in known else key
+        name = prefix + own
+        absent = not prefix and own in ("ref", "valid_dataset") and own not in present
+        if name not in known or (absent and "path" not in item.value):
+            continue
+        tree[own] = fit(item, known, present, f"{name}.") if isinstance(item.value, dict) else item
+    return Given(tree, preset.origin)

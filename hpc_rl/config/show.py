@@ -1,0 +1,122 @@
+"""A resolved configuration as people read it: every option with where its value came from, as YAML that loads again; and diffs.
+
+What follows from other options (`derived_values`) is filled in here, in one place, for the eye: the roles derive it themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_rl.config.build import hints, section_of
+from hpc_rl.config.load import Loaded
+from hpc_rl.config.root import Config, GRPOConfig
+
+REDACTED = "***"
+_SECRET = re.compile(r"(^|_)(api_?key|token|secret|password)($|_)", re.IGNORECASE)
+_PLAIN = re.compile(r"[A-Za-z_./~][A-Za-z0-9_./+-]*")
+_UNPRINTABLE = re.compile(r"[^\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010fffd]")  # to YAML
+_WORDS = {"true", "false", "null", "~", ".nan", ".inf"}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A value and where it came from: `file:line`, an argument, `preset: …`, `default`, `adapted: …` or `derived: …`."""
+
+    value: Any
+    origin: str
+
+
+def show(loaded: Loaded, derived: Mapping[str, Shown] | None = None) -> dict[str, Shown]:
+    """Dotted name -> value and origin of every option; a section that is null stands under its own name."""
+    found: dict[str, Shown] = {}
+    for name, value, default in _options(loaded.config, type(loaded.config), ""):
+        without = "default" if value == default else "adapted"
+        found[name] = Shown(_redact(name, value), loaded.origins.get(name, without))
+    for name, shown in (derived or {}).items():
+        if name in found and found[name].value in (None, ""):
+            found[name] = shown
+    return found
+
+
+def _options(section: Any, cls: type, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    for field in dataclasses.fields(cls):
+        value, name = getattr(section, field.name), prefix + field.name
+        if section_of(hints(cls)[field.name]) and value is not None:
+            yield from _options(value, type(value), f"{name}.")
+        elif field.name == "trainer" and not prefix:
+            yield name, value, value
+        else:
+            yield name, value, default_of(field)
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """The default of an option; dataclasses.MISSING where it has none."""
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def _redact(name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _redact(key, item) for key, item in value.items()}
+    return REDACTED if isinstance(value, str) and value and _SECRET.search(name.rpartition(".")[2]) else value
+
+
+def derived_values(config: Config, allocation: str = "") -> dict[str, Shown]:
+    """What an option that is left out follows from."""
+    model = config.actor if isinstance(config, GRPOConfig) else config.model
+    section = "actor" if isinstance(config, GRPOConfig) else "model"
+    found = {"tokenizer_path": Shown(model.path, f"derived: {section}.path")}
+    if allocation:
+        found["allocation_mode"] = Shown(allocation, "derived: cluster.n_nodes, cluster.n_gpus_per_node")
+    if isinstance(config, GRPOConfig):
+        batch_size = config.train_dataset.batch_size
+        found |= {
+            "actor.group_size": Shown(config.gconfig.n_samples, "derived: gconfig.n_samples"),
+            "actor.temperature": Shown(config.gconfig.temperature, "derived: gconfig.temperature"),
+            "rollout.consumer_batch_size": Shown(batch_size, "derived: train_dataset.batch_size"),
+            "rollout.max_concurrent_rollouts": Shown(2 * batch_size, "derived: twice train_dataset.batch_size"),
+        }
+    return found
+
+
+def as_yaml(shown: Mapping[str, Shown]) -> str:
+    """YAML that loads to the same configuration; each line ends with its value's origin."""
+    rows: list[tuple[str, str]] = []
+    above: list[str] = []
+    for name, item in shown.items():
+        *sections, leaf = name.split(".")
+        common = next(
+            (i for i, (a, b) in enumerate(zip(sections, above, strict=False)) if a != b), min(len(sections), len(above))
+        )
+        rows += [(f"{'  ' * depth}{sections[depth]}:", "") for depth in range(common, len(sections))]
+        above = sections
+        rows.append((f"{'  ' * len(sections)}{leaf}: {scalar(item.value)}", item.origin))
+    width = min(max((len(text) for text, origin in rows if origin), default=0), 60)
+    return "".join(f"{text:<{width}}  # {_line(origin)}\n" if origin else f"{text}\n" for text, origin in rows)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def scalar(value: Any) -> str:
+    """A value as one line of YAML 1.2: JSON, but words that can't be anything else go without quotes."""
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS and not value.startswith("."):
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    return _UNPRINTABLE.sub(lambda found: f"\\U{ord(found[0]):08x}", text)
+
+
+def as_json(shown: Mapping[str, Shown]) -> dict[str, dict[str, Any]]:
+    return {name: dataclasses.asdict(item) for name, item in shown.items()}
+
+
+def diff(a: Mapping[str, Shown], b: Mapping[str, Shown]) -> dict[str, tuple[Shown | None, Shown | None]]:
+    """Options whose values differ, in the order of the first; None where one of the two has no such option."""
+    names = [*a, *(name for name in b if name not in a)]
+    pairs = {name: (a.get(name), b.get(name)) for name in names}
+    return {name: (old, new) for name, (old, new) in pairs.items() if (old.value if old else ...) != (new.value if new else ...)}

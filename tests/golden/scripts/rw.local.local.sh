@@ -1,0 +1,135 @@
+#!/bin/bash
+# Written by hpc-rl VERSION from templates/local.sh.j2; edits are lost at the next submission.
+# trial   /WORKDIR/quickstart/runs/user/sums/rw
+# config  sha256 SHA256
+# again   hpc-rl render --config /WORKDIR/quickstart/runs/user/sums/rw/config.yaml
+#
+# Runs the trial on this machine, detached: the part of a batch script without a scheduler. By hand: bash /WORKDIR/quickstart/runs/user/sums/rw/scripts/local.sh
+set -euo pipefail
+
+# ==== SITE: what this machine needs (module load …); override the block `site` in a template of your own ====
+set +u
+set -u
+# ==== end of SITE ====
+
+# --- environment of every process -------------------------------------------------------------------
+umask 077
+trial_dir=/WORKDIR/quickstart/runs/user/sums/rw
+workdir=/WORKDIR
+python=/PYTHON
+# The code of the submission travels with the trial; then the directory of the submission, for code of the user's own.
+export PYTHONPATH="$trial_dir"/scripts/hpc_rl-WHEEL.zip:"$workdir"${PYTHONPATH:+":$PYTHONPATH"}
+export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+unset PYTHONHOME PYTHONSTARTUP
+# What a surrounding MPI job or the login node left behind would mislead libraries that look for a launcher.
+unset "${!PMI@}" "${!OMPI_@}" RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT
+if [[ -n ${TMPDIR:-} && ! -w $TMPDIR ]]; then unset TMPDIR; fi
+TZ=UTC printf -v job_id 'local-%(%Y%m%d-%H%M%S)T-%04x' -1 $((RANDOM + RANDOM))
+job_id=${1:-$job_id}
+scheduler=local steps=process restart=0 max_restarts=20
+cd "$workdir" || cd "$trial_dir"
+
+start_again() {
+  if ((restart >= max_restarts)); then
+    reason="stopped $max_restarts times"
+    return 1
+  fi
+  record requeued "\"code\": $rc"
+  restart=$((restart + 1))
+}
+
+# --- exit-code policy, the same in trial.sbatch and local.sh ------------------------------------------
+# 0 done. 75 stopped on purpose with its state saved: start again, unless a person wants the job dead or the mode is
+# disabled. Killed by a signal: the supervisor starts again in place. Anything else ends the job with that code.
+# After a TERM to this script nothing is ever started again.
+mode=auto start_mode=auto
+max_kills=5
+cancel_intent=$trial_dir/intent/cancel-$job_id.json
+supervisor_pid='' told_to_end=0 interrupted=0 rc=0 reason='' cancelled=false
+
+say() { printf '%(%Y-%m-%dT%H:%M:%S%z)T job %s: %s\n' -1 "$job_id" "$*" >&2; }
+
+record() { # EVENT [MORE]: one line of JSON in one write to jobs/<job id>.state, which `hpc-rl status` reads
+  local line
+  printf -v line '{"event": "%s", "time": %(%s)T, "restart": %d%s}' "$1" -1 "$restart" "${2:+, $2}"
+  printf '%s\n' "$line" >>"$trial_dir/jobs/$job_id.state" || say "can't write jobs/$job_id.state"
+}
+
+leave_submission_record() { # where the script was handed in by hand; the record of `hpc-rl submit` is never replaced
+  local temp=$trial_dir/jobs/.$job_id.json.$$
+  if [[ ! -e $trial_dir/jobs/$job_id.json ]]; then
+    printf '{"job_id": "%s", "scheduler": "%s", "start_mode": "%s", "time": %(%s)T, "command": ["%s"]}\n' \
+      "$job_id" "$scheduler" "$start_mode" -1 "$scheduler" >"$temp"
+    ln "$temp" "$trial_dir/jobs/$job_id.json" 2>/dev/null || true
+    rm -f "$temp"
+  fi
+}
+
+identify() { # host, pid and kernel start time: what tells this process from a later one with the same pid
+  local host stat
+  read -r host </proc/sys/kernel/hostname
+  read -r stat </proc/$$/stat
+  read -ra stat <<<"${stat##*) }"
+  printf '"host": "%s", "pid": %d, "start_ticks": %d' "$host" "$$" "${stat[19]}"
+}
+
+forward() { # SIGNAL: to the supervisor
+  interrupted=1
+  if [[ -n $supervisor_pid ]]; then kill -s "$1" "$supervisor_pid" 2>/dev/null || true; fi
+}
+trap 'told_to_end=1; forward TERM' TERM INT HUP
+trap 'forward USR1' USR1
+
+run_supervisor() {
+  # USR1 is ignored until the supervisor handles it: a nudge must not kill it while it starts.
+  (trap '' USR1; exec "$python" -m hpc_rl.app.supervisor --trial_dir "$trial_dir" --attempt "$job_id.$restart" --steps "$steps") </dev/null &
+  supervisor_pid=$!
+  if ((told_to_end)); then forward TERM; fi
+  while :; do # a trap makes wait return early, and bash still knows the code of a process that ended meanwhile
+    interrupted=0 rc=0
+    wait "$supervisor_pid" || rc=$?
+    ((interrupted)) || break
+  done
+  supervisor_pid=''
+}
+
+run_attempt() { # the supervisor, again in place while something kills it
+  local kills=0
+  rc=143 # where nothing is to be started
+  while ((!told_to_end)) && [[ ! -e $cancel_intent ]]; do
+    run_supervisor
+    if ((rc <= 128 || kills >= max_kills)); then return; fi
+    kills=$((kills + 1))
+    record supervisor_killed "\"code\": $rc"
+    say "the supervisor was killed (code $rc), time $kills of at most $max_kills"
+  done
+}
+
+may_start_again() { # else `reason` says why not
+  if ((rc == 0)); then
+    reason='done'
+  elif ((told_to_end)); then
+    reason='told to end by a signal' cancelled=true
+  elif [[ -e $cancel_intent ]]; then
+    reason='cancelled by a person' cancelled=true
+  elif ((rc > 128)); then
+    reason='the supervisor was killed too often'
+  elif ((rc != 75)); then
+    reason='the supervisor gave up; events.jsonl of the attempt says why'
+  elif [[ $mode == disabled ]]; then
+    reason='stopped, and recover.mode is disabled'
+  else
+    return 0
+  fi
+  return 1
+}
+
+leave_submission_record
+while :; do
+  record started "$(identify)"
+  run_attempt
+  if ! may_start_again || ! start_again; then break; fi # start_again is the scheduler's own, above
+done
+record ended "\"code\": $rc, \"cancelled\": $cancelled, \"reason\": \"$reason\""
+say "ended with code $rc: $reason"
+exit "$rc"

@@ -1,0 +1,74 @@
+"""`compat: areal` against AReaL's steps written out as reference/areal.md has them: padded, shifted by one to the left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpc_rl.algorithms import areal
+from hpc_rl.algorithms.kl import kl_rewards
+from hpc_rl.algorithms.normalization import Levels
+
+
+def literal(rewards, mask, lengths, old, ref, kl_ctl, discount, lam, no_eos_zero, clip) -> torch.Tensor:
+    """Steps 2 to 5 as they are described, with the result moved back to the tokens themselves."""
+    num_rows, width = mask.shape
+    mask, old, ref = (torch.roll(x, -1, dims=-1) for x in (mask.float(), old, ref))
+    old, ref = old * mask, ref * mask
+    shaped = rewards.clamp(-clip, clip)
+    per_token = -kl_ctl * (old - ref)
+    advantages = torch.zeros(num_rows, width)
+    for i in range(num_rows):
+        length = int(lengths[i])
+        per_token[i, length - 1] = 0
+        per_token[i, max(length - 2, 0)] += 0 if no_eos_zero and length == width else shaped[i]
+        carry = 0.0
+        for t in reversed(range(width - 1)):
+            carry = float(per_token[i, t]) + discount * lam * carry
+            advantages[i, t] = carry
+    return torch.roll(advantages * mask, 1, dims=-1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 99), st.sampled_from([0.0, 0.1]), st.sampled_from([0.9, 1.0]), st.booleans())
+def test_advantages_equal_the_written_out_steps(num_rows, seed, kl_ctl, discount, no_eos_zero) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 12, (num_rows,), generator=generator)
+    width = int(lengths.max())
+    inside = torch.arange(width) < lengths[:, None]
+    mask = (torch.rand(num_rows, width, generator=generator) < 0.6) & inside & (torch.arange(width) > 0)  # turns with gaps
+    old, ref = (torch.randn(num_rows, width, generator=generator) * mask for _ in range(2))
+    rewards = torch.randn(num_rows, generator=generator) * 3
+    want = literal(rewards, mask, lengths, old, ref, kl_ctl, discount, 0.95, no_eos_zero, 2.0)
+    got = areal.advantages(
+        rewards,
+        mask,
+        lengths,
+        group_size=1,
+        reward_clip=2.0,
+        discount=discount,
+        gae_lambda=0.95,
+        token_rewards_BT=kl_rewards(old, ref, mask, kl_ctl),
+        mask_no_eos_with_zero=no_eos_zero,
+    )
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_overlong_vector() -> None:
+    added = areal.overlong_penalty(torch.tensor([10, 16, 20, 24]), 20, 8, 1.0)
+    assert (1 + added).tolist() == [1.0, 0.5, 0.0, -0.5]
+
+
+def test_remainder_rows_are_scaled_by_a_hundred_thousand() -> None:
+    mask = torch.tensor([[False, True]] * 3)
+    lengths = torch.full((3,), 2)
+    got = areal.advantages(torch.tensor([0.0, 1.0, 1.0]), mask, lengths, group_size=2, reward_norm=Levels("group", "group"))
+    assert got[:, 1].tolist() == pytest.approx([-0.99998, 0.99998, 1e5], rel=1e-5)
+
+
+def test_dynamic_sampling_drops_nothing_where_nothing_would_be_left_or_groups_are_not_whole() -> None:
+    assert areal.useful_rows(torch.tensor([1.0, 0, 1, 1]), 2) == [0, 1]
+    assert areal.useful_rows(torch.tensor([0.0, 0, 1, 1]), 2) == [0, 1, 2, 3]
+    assert areal.useful_rows(torch.tensor([1.0, 1, 0]), 2) == [0, 1, 2]

@@ -1,0 +1,79 @@
+"""`hpc-rl config`: show, diff, schema, reference, completion; presets on the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.cli.__main__ import main
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+GRPO = str(CONFIGS / "grpo.yaml")
+
+
+def test_show_prints_yaml_that_loads_again(capsys, tmp_path):
+    assert main(["config", "show", "--config", GRPO, "gconfig.n_samples=4"]) == 0
+    first = capsys.readouterr().out
+    assert "  n_samples: 4" in first and "# command line: gconfig.n_samples" in first
+    (tmp_path / "again.yaml").write_text(first)
+    assert main(["config", "diff", GRPO, str(tmp_path / "again.yaml")]) == 1  # n_samples, and what is derived is there
+    assert "gconfig.n_samples: 8 (" in capsys.readouterr().out
+
+
+def test_show_as_json_is_one_object_by_dotted_name(capsys):
+    assert main(["config", "show", "--config", GRPO, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["seed"] == {"value": 1, "origin": "default"}
+    assert shown["actor.group_size"]["value"] == 8 and shown["actor.group_size"]["origin"].startswith("derived")
+
+
+def test_show_refuses_as_submit_does(capsys):
+    assert main(["config", "show", "--config", GRPO, "gconfig.n_sample=4"]) == 64
+    assert "did you mean gconfig.n_samples?" in capsys.readouterr().err
+
+
+def test_diff_of_equals_is_empty_and_0(capsys):
+    assert main(["config", "diff", GRPO, GRPO]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["config", "diff", GRPO, str(CONFIGS / "grpo_sglang.yaml"), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["gconfig.max_new_tokens"]["b"]["value"] == 1024
+
+
+def test_schema_and_reference(capsys):
+    assert main(["config", "schema", "--trainer", "sft"]) == 0
+    assert json.loads(capsys.readouterr().out)["$ref"] == "#/$defs/SFTConfig"
+    assert main(["config", "reference"]) == 0
+    assert "| `n_samples` |" in capsys.readouterr().out
+
+
+def test_a_preset_for_a_machine_without_gpus(capsys):
+    args = ["config", "show", "--config", str(CONFIGS / "grpo_sglang.yaml"), "--preset", "cpu", "--json"]
+    assert main(args) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["allocation_mode"]["value"] == "embedded:d1+fsdp:d1"
+    assert (shown["cluster.n_nodes"]["value"], shown["cluster.n_nodes"]["origin"]) == (1, "preset cpu")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_is_a_script_that_completes(capsys, shell):
+    assert main(["config", "completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "bashcompinit" in script or shell == "bash"
+    if shell == "bash":
+        tail = 'COMP_WORDS=(hpc-rl submit --gconfig.n_s) COMP_CWORD=2; _hpc_rl; printf "%s\\n" "${COMPREPLY[@]}"'
+        done = subprocess.run(["bash", "-c", f"{script}\n{tail}"], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["--gconfig.n_samples"]
+
+
+def test_no_torch_and_no_interpolation_library():
+    code = (
+        "import sys; from hpc_rl.cli.__main__ import main\n"
+        f"main(['config', 'show', '--config', {GRPO!r}])\n"
+        "print([m for m in ('torch', 'transformers', 'omegaconf', 'numpy') if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"

@@ -1,0 +1,81 @@
+"""Files in the shape of AReaL's examples load, check and plan as they are, but for what WAITING names.
+
+WAITING is exact: a key that starts to work must be taken out of it, and nothing may be added without this test saying so.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hpc_rl.config.check import check
+from hpc_rl.config.load import load
+from hpc_rl.errors import ConfigError, NotBuilt
+from hpc_rl.plan.plan import make_plan
+
+FOLDER = Path(__file__).parent / "areal"
+FILES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+_TRAINER_IMAGE = "launcher.slurm.trainer_image"  # containers
+_IMAGES = {_TRAINER_IMAGE, "launcher.slurm.inference_server_image"}
+WAITING = {  # refused as not built
+    "gsm8k_grpo": _IMAGES,
+    "gsm8k_grpo_megatron": _IMAGES | {"actor.backend", "ref.backend"},
+    "gsm8k_dr_grpo": _IMAGES,
+    "gsm8k_dapo": _IMAGES,
+    "gsm8k_sft": {_TRAINER_IMAGE},
+    "hhrlhf_rw": {_TRAINER_IMAGE},
+}
+
+
+def refused(path: Path) -> set[str]:
+    """The options that a refusal begins with."""
+    try:
+        check(load([path], profiles=[]), files=False)
+    except ConfigError as error:
+        return {re.match(r"(?:unknown key )?(\S+)", line)[1] for line in str(error).splitlines()}
+    return set()
+
+
+def without(tree: dict, names: set[str], prefix: str = "") -> dict:
+    kept = {key: value for key, value in tree.items() if prefix + key not in names}
+    return {key: without(value, names, f"{prefix}{key}.") if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_is_refused_but_what_is_waited_for(name):
+    assert refused(FOLDER / f"{name}.yaml") == WAITING[name]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_rest_loads_and_plans_unmodified(name, tmp_path):
+    tree = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    path = tmp_path / "a.yaml"
+    gone = WAITING[name] | ({"launcher.slurm.mount"} if WAITING[name] & {_TRAINER_IMAGE} else set())
+    path.write_text(yaml.safe_dump(without(tree, gone)))
+    loaded = check(load([path], profiles=[]), files=False)
+    config = loaded.config
+    assert config.tokenizer_path == "/storage/models/Qwen2.5-1.5B-Instruct"
+    if name == "gsm8k_grpo_megatron":
+        with pytest.raises(NotBuilt, match="the megatron backend is not built"):
+            make_plan(config, loaded.explicit, interpreter="python", scheduler="slurm")
+        return
+    plan = make_plan(config, loaded.explicit, interpreter="python", scheduler="slurm")
+    assert plan.allocation == ("sglang:d4+fsdp:d4" if config.trainer == "grpo" else "fsdp:d8")
+    if config.trainer == "grpo":
+        assert (config.rollout.consumer_batch_size, config.actor.group_size, config.sglang.model_path) == (
+            256,
+            4,
+            config.actor.path,
+        )
+
+
+def test_the_cpu_preset_makes_it_run_here(tmp_path):
+    tree = yaml.safe_load((FOLDER / "gsm8k_grpo.yaml").read_text())
+    path = tmp_path / "a.yaml"
+    path.write_text(yaml.safe_dump(without(tree, WAITING["gsm8k_grpo"] - _IMAGES)))
+    loaded = check(load([path], presets=["cpu"], profiles=[]), files=False)
+    plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="local")
+    assert (plan.allocation, plan.device) == ("embedded:d1+fsdp:d1", "cpu")

@@ -1,0 +1,117 @@
+"""ATLAS names: one meaning each, conflicts are errors, what has no effect says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_rl.config.load import load
+from hpc_rl.config.values import value_of
+from hpc_rl.errors import ConfigError
+
+BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "actor.path=/m"]
+
+
+@pytest.mark.parametrize(
+    ("given", "option", "value"),
+    [
+        ("learning_rate=1e-6", "actor.optimizer.lr", 1e-6),
+        ("num_train_epochs=3", "total_train_epochs", 3),
+        ("warmup_ratio=0.1", "actor.optimizer.warmup_steps_proportion", 0.1),
+        ("weight_decay=0.01", "actor.optimizer.weight_decay", 0.01),
+        ("max_grad_norm=0.5", "actor.optimizer.gradient_clipping", 0.5),
+        ("beta=0.04", "actor.beta", 0.04),
+        ("temperature=0.9", "gconfig.temperature", 0.9),
+        ("num_generations=8", "gconfig.n_samples", 8),
+        ("max_completion_length=256", "gconfig.max_new_tokens", 256),
+        ("max_prompt_length=512", "train_dataset.max_length", 512),
+        ("reward_weights=null", "rollout.reward_fn", "exact_match"),
+        ("top_k=50", "gconfig.top_k", 50),
+        ("top_k=null", "gconfig.top_k", 100_000_000),
+        ("top_k=-1", "gconfig.top_k", 100_000_000),
+        ("top_p=0.5", "gconfig.top_p", 0.5),
+        ("min_p=null", "gconfig.min_p", 0.0),
+        ("min_p=0.05", "gconfig.min_p", 0.05),
+        ("repetition_penalty=1.1", "gconfig.repetition_penalty", 1.1),
+        ("backprop_accumulation_steps=4", "actor.mb_spec.n_mbs", 4),
+        ("backprop_accumulation_steps=null", "actor.mb_spec.n_mbs", 1),
+        ("save_steps=500", "saver.freq_steps", 500),
+        ("eval_steps=500", "evaluator.freq_steps", 500),
+        ("save_total_limit=3", "saver.keep_last", 3),
+        ("report_to=[wandb]", "stats_logger.wandb.mode", "online"),
+        ("report_to=none", "stats_logger.wandb.mode", "disabled"),
+    ],
+)
+def test_names_mean_what_they_say(given, option, value, tmp_path):
+    assert value_of(load([], [*BASE, given]).config, option) == value
+    assert value_of(load([], [*BASE, f"--{given}"]).config, option) == value
+    (tmp_path / "a.yaml").write_text(given.replace("=", ": ") + "\n")
+    loaded = load([tmp_path / "a.yaml"], BASE)
+    assert value_of(loaded.config, option) == value
+    if option in loaded.origins:
+        assert loaded.origins[option] == f"{tmp_path}/a.yaml:1 ({given.partition('=')[0]})"
+    assert any(note.startswith(given.partition("=")[0]) for note in loaded.notes)
+
+
+def test_the_model_of_each_trainer():
+    grpo = load([], ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "trainer=grpo", "model_name_or_path=/m"])
+    sft = load([], ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "trainer=sft", "model_name_or_path=/m"])
+    assert (grpo.config.actor.path, sft.config.model.path) == ("/m", "/m")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "generation_aggregation_steps=16",
+        "shuffle_generation_inputs=true",
+        "logging_steps=10",
+        "metric_for_best_model=eval_reward",
+        "greater_is_better=true",
+        "use_vllm=false",
+        "ds3_gather_for_generation=true",
+        "remove_unused_columns=false",
+    ],
+)
+def test_what_has_no_effect_says_so(given):
+    loaded = load([], [*BASE, given])
+    assert loaded.config == load([], BASE).config
+    assert [note for note in loaded.notes if note.startswith(given.partition("=")[0]) and "has no effect here" in note]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["learning_rate=1e-6", "actor.optimizer.lr=1e-5"],
+        ["actor.optimizer={lr: 1e-5}", "learning_rate=1e-6"],
+        ["gconfig.n_samples=4", "num_generations=8"],
+    ],
+)
+def test_one_thing_given_twice_with_different_values(given):
+    with pytest.raises(ConfigError, match="are the same thing with different values"):
+        load([], [*BASE, *given])
+
+
+def test_one_thing_given_twice_with_one_value():
+    assert load([], [*BASE, "num_generations=8", "gconfig.n_samples=8"]).config.gconfig.n_samples == 8
+    assert load([], [*BASE, "num_generations=8", "num_generations=4"]).config.gconfig.n_samples == 4  # the last one wins
+
+
+def test_wrong_values_name_the_alias():
+    with pytest.raises(ConfigError, match=r"gconfig.n_samples \(command line: num_generations \(num_generations\)\): 0"):
+        load([], [*BASE, "num_generations=0"])
+    with pytest.raises(ConfigError, match="clearml is not known; allowed: wandb"):
+        load([], [*BASE, "report_to=[clearml]"])
+
+
+def test_the_preset_lies_below_files(tmp_path):
+    (tmp_path / "a.yaml").write_text("gconfig: {n_samples: 16}\n")
+    loaded = load([tmp_path / "a.yaml"], [*BASE, "learning_rate=5e-6"], presets=["atlas"])
+    config = loaded.config
+    assert (config.gconfig.n_samples, config.gconfig.max_new_tokens, config.gconfig.temperature) == (16, 256, 0.9)
+    assert (config.actor.optimizer.lr, config.actor.optimizer.weight_decay, config.total_train_epochs) == (5e-6, 0, 3)
+    assert loaded.origins["gconfig.temperature"] == "preset atlas"
+
+
+def test_sft_has_no_generation():
+    words = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "model.path=/m", "num_generations=8"]
+    with pytest.raises(ConfigError, match=r"stands for gconfig.n_samples, which this trainer does not have"):
+        load([], words)

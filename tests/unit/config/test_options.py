@@ -1,0 +1,111 @@
+"""Options whose effect no other test shows, and the rules of agreement.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpc_rl.config.check import check
+from hpc_rl.config.load import load
+from hpc_rl.config.unavailable import UNAVAILABLE
+from hpc_rl.errors import ConfigError
+from hpc_rl.plan.plan import make_plan
+
+COMMON = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "train_dataset.batch_size=8"]
+BASE = [*COMMON, "actor.path=/m", "gconfig.n_samples=4"]
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(load([], [*BASE, *overrides]), files=False)
+    return str(caught.value)
+
+
+def test_a_cluster_profile_is_loaded_before_every_file(tmp_path):
+    (tmp_path / "big.yaml").write_text("cluster: {n_nodes: 7, n_gpus_per_node: 4}\nlauncher: {slurm: {partition: gpu}}\n")
+    (tmp_path / "a.yaml").write_text("cluster: {cluster_name: big, n_nodes: 2}\n")
+    loaded = load([tmp_path / "a.yaml"], BASE, profiles=[tmp_path])
+    assert (loaded.config.cluster.n_nodes, loaded.config.cluster.n_gpus_per_node) == (2, 4)
+    assert loaded.config.launcher.slurm.partition == "gpu"
+    assert loaded.origins["launcher.slurm.partition"] == f"{tmp_path}/big.yaml:2"
+    assert "big.yaml is loaded before every other file" in loaded.notes[0]
+    lone = load([], [*BASE, "cluster.cluster_name=other"], profiles=[tmp_path])
+    assert "other is only a name" in lone.notes[0]
+
+
+def test_cpus_and_memory_by_unit():
+    given = ["launcher.inference_server_cpus_per_gpu=3", "launcher.inference_server_mem_per_gpu=1000", "actor.dtype=bfloat16"]
+    given += ["launcher.trainer_cpus_per_gpu=2", "launcher.trainer_mem_per_gpu=500", "allocation_mode=sglang:d2t2+fsdp:d4"]
+    loaded = check(load([], [*BASE, *given]), files=False)
+    units = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm").units
+    asked = {unit.role: (unit.cpus_per_task, unit.mem_mb_per_task) for unit in units}
+    assert asked["server"] == (6, 2000) and asked["trainer"] == (2, 500)
+
+
+def test_srun_options_reach_the_units():
+    loaded = check(load([], [*BASE, "launcher.slurm.srun_additional_args=--mpi=pmix --comment='a b'"]), files=False)
+    units = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm").units
+    assert {tuple(unit.srun_args) for unit in units} == {("--mpi=pmix", "--comment=a b")}
+
+
+def test_time_limits_of_requests_reach_the_client():
+    """The executor worker hands the numbers of `rollout` to the router, which gives them to its clients."""
+    from hpc_rl.name_resolve.memory import MemoryNames
+    from hpc_rl.servers.router import Router
+
+    rollout = load([], [*BASE, "rollout.request_timeout=12", "rollout.request_retries=5"]).config.rollout
+    router = Router(MemoryNames(), "t", rollout.setup_timeout, rollout.request_timeout, rollout.request_retries)
+    assert (router.request_timeout_s, router.request_retries) == (12.0, 5)
+
+
+def test_pinned_memory_is_where_tensors_come_from(monkeypatch):
+    import torch
+
+    from hpc_rl.engines.base import Sequences
+    from hpc_rl.engines.micro_batches import inputs_of
+
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    rows = Sequences([np.array([1, 2, 3], np.int32)], {})
+    inputs_of(rows, [0], "padded", torch.device("cpu"))
+    assert not pinned
+    inputs_of(rows, [0], "padded", torch.device("cpu"), pin_memory=True)
+    assert len(pinned) == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.queue_size=4"], "rollout.queue_size 4 can't hold a batch: train_dataset.batch_size is 8"),
+        (["gconfig.stop=[x]", "sglang.skip_tokenizer_init=true"], "gconfig.stop needs the server's tokenizer"),
+        (["gconfig.stop=[x]", "cluster.n_gpus_per_node=0"], "can't be used with embedded servers; use gconfig.stop_token_ids"),
+        (
+            ["gconfig.frequency_penalty=1", "cluster.n_gpus_per_node=0"],
+            "gconfig.frequency_penalty 1.0 can't be used with",
+        ),
+        (["train_dataset.pin_memory=true", "cluster.n_gpus_per_node=0"], "train_dataset.pin_memory has no effect without GPUs"),
+        (["launcher.slurm.srun_additional_args=--mpi=pmi2 -K --chdir $PWD"], "-K is derived from the plan"),
+        (["launcher.slurm.srun_additional_args=--mpi=$X"], "variables are not expanded"),
+        (["launcher.slurm.srun_additional_args=x"], "'x' is no option"),
+        (["launcher.slurm.srun_additional_args='"], "can't be split into words"),
+        (["launcher.slurm.mount=/a:/b"], "launcher.slurm.mount has no effect without"),
+        (
+            ["launcher.slurm.trainer_image=/i.sif"],
+            "trainer_image /i.sif can't be used yet: containers are not built",
+        ),
+        (["stats_logger.wandb.wandb_api_key=abc"], "stats_logger.wandb.wandb_api_key *** can't be used: a key does not belong"),
+        (["sglang.version=0.4.9"], "0.4.9 (text) can't be used; allowed: 0.5.23"),
+    ],
+)
+def test_refusals(overrides, words):
+    assert words in refusal(*overrides)
+
+
+@pytest.mark.parametrize("name", UNAVAILABLE)
+def test_what_is_unavailable_is_accepted_at_its_own_value_only(name):
+    value = UNAVAILABLE[name].allowed[0]
+    check(load([], BASE), files=False)
+    other = {bool: not value, int: 2, dict: "{a: b}"}.get(type(value), "/other" if value is None else f"{value}x")
+    if name == "cluster.name_resolve.type":
+        other = "ray"
+    assert UNAVAILABLE[name].why in refusal(f"{name}={str(other).lower() if isinstance(other, bool) else other}")

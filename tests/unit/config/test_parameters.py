@@ -1,0 +1,158 @@
+"""Every parameter of AReaL and ATLAS, row by row: it works, as a named test shows, or it is refused, in the words given here.
+
+parameters.tsv is the table of the seeds; parameter_status.tsv says of each row, in the same order, what is true of it here.
+`works`: the option exists with the table's default (departures.py names the exceptions), and the test that is named exists.
+`refused`: the override that is given really is refused, with these words. `todo`: neither yet; NUM_TODO can only shrink.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import dataclasses
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.config.atlas import ALIASES
+from hpc_rl.config.build import hints, options, section_of
+from hpc_rl.config.check import check
+from hpc_rl.config.departures import DEPARTURES
+from hpc_rl.config.load import load
+from hpc_rl.config.root import CONFIGS
+from hpc_rl.config.show import default_of
+from hpc_rl.errors import ConfigError
+
+NUM_TODO = {"areal": 0, "atlas": 0}
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[2]
+SECTIONS = {  # section of the table -> (trainer, prefix of its options)
+    "Base Experiment Configuration": ("grpo", ""),
+    "SFT Configuration": ("sft", ""),
+    "GRPO Configuration": ("grpo", ""),
+    "Reward Model Configuration": ("rw", ""),
+    "Training Engine Configuration": ("sft", "model."),
+    "PPO Actor Configuration": ("grpo", "actor."),
+    "Optimizer Configuration": ("grpo", "actor.optimizer."),
+    "Micro-batch Specification": ("grpo", "actor.mb_spec."),
+    "Normalization Configuration": ("grpo", "actor.adv_norm."),
+    "Inference Engine Configuration": ("grpo", "rollout."),
+    "SGLang Configuration": ("grpo", "sglang."),
+    "Generation Hyperparameters": ("grpo", "gconfig."),
+    "Dataset Configuration": ("grpo", "train_dataset."),
+    "Cluster Specification": ("grpo", "cluster."),
+    "Launcher Configuration": ("grpo", "launcher."),
+    "Statistics Logger Configuration": ("grpo", "stats_logger."),
+    "Checkpoint Saver Configuration": ("grpo", "saver."),
+    "Evaluator Configuration": ("grpo", "evaluator."),
+    "Recovery Configuration": ("grpo", "recover."),
+    "Scheduler Configuration": ("grpo", "scheduler."),
+}
+COMMON = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "train_dataset.batch_size=8"]
+BASE = {
+    "grpo": [*COMMON, "actor.path=/m", "gconfig.n_samples=4"],
+    "sft": [*COMMON, "model.path=/m", "trainer=sft"],
+    "rw": [*COMMON, "model.path=/m", "trainer=rw"],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    system: str
+    section: str
+    parameter: str
+    default: str
+    verdict: str
+    shown_by: str
+
+    def __str__(self) -> str:
+        return f"{self.section}.{self.parameter}"
+
+    @property
+    def option(self) -> str:
+        return SECTIONS[self.section][1] + self.parameter
+
+
+def _read(name: str) -> list[list[str]]:
+    with (FOLDER / name).open(newline="") as file:
+        return list(csv.reader(file, delimiter="\t"))[1:]
+
+
+def _rows() -> list[Row]:
+    table, status = _read("parameters.tsv"), _read("parameter_status.tsv")
+    assert [row[:3] for row in table] == [row[:3] for row in status], "parameter_status.tsv must have the rows of parameters.tsv"
+    return [Row(*row[:3], row[4], *said[3:]) for row, said in zip(table, status, strict=True)]
+
+
+ROWS = _rows()
+
+
+def of(verdict: str) -> list[Row]:
+    return [row for row in ROWS if row.verdict == verdict]
+
+
+def test_there_is_no_third_kind_but_a_todo_that_only_shrinks():
+    assert {row.verdict for row in ROWS} <= {"works", "refused", "todo"}
+    todo = {system: sum(row.system == system for row in of("todo")) for system in NUM_TODO}
+    assert todo == NUM_TODO, "a row was finished (lower NUM_TODO) or has become a todo (don't)"
+    assert len(ROWS) == 326
+
+
+@pytest.mark.parametrize("row", of("refused"), ids=str)
+def test_refused_rows_are_refused_in_these_words(row):
+    override, _, words = row.shown_by.partition(" => ")
+    trainer = SECTIONS[row.section][0] if row.section in SECTIONS else "grpo"
+    check(load([], BASE[trainer]), files=False)  # without it nothing is wrong
+    with pytest.raises(ConfigError) as caught:
+        check(load([], [*BASE[trainer], override]), files=False)
+    assert words in str(caught.value)
+    assert override.partition("=")[0] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@cache
+def _tests(path: str) -> set[str]:
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+@pytest.mark.parametrize("row", of("works"), ids=str)
+def test_working_rows_name_a_test_that_exists_and_an_option_that_does(row):
+    path, _, name = row.shown_by.partition("::")
+    assert name.startswith("test_") and name in _tests(path)
+    if row.system == "atlas":
+        assert row.parameter in ALIASES
+        return
+    trainer = SECTIONS[row.section][0]
+    assert row.option in options(CONFIGS[trainer]), f"there is no option {row.option}"
+    hint = options(CONFIGS[trainer])[row.option]
+    if row.option in DEPARTURES or section_of(hint) or row.default in ("**Required**", '"???"'):
+        return
+    assert _default(CONFIGS[trainer], row.option) == _value(row.default), f"{row.option}: say so in departures.py"
+
+
+def _default(cls: type, name: str):
+    *sections, leaf = name.split(".")
+    for part in sections:
+        cls = section_of(hints(cls)[part])
+    return default_of(next(field for field in dataclasses.fields(cls) if field.name == leaf))
+
+
+def _value(text: str):
+    if text.startswith('"'):
+        return text.strip('"')
+    words = {"None": None, "True": True, "False": False}
+    if text in words:
+        return words[text]
+    return float(text) if re.search(r"[.e]", text) else int(text)
+
+
+def test_departures_are_options_that_depart():
+    for name in DEPARTURES:
+        assert any(name in options(cls) for cls in CONFIGS.values()), name
+
+
+def test_every_alias_is_a_row():
+    assert {row.parameter for row in ROWS if row.system == "atlas"} == set(ALIASES)

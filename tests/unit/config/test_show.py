@@ -1,0 +1,205 @@
+"""`config show`, `schema`, `reference`: every value with its origin, and what was shown loads again unchanged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpc_rl.config.build import alternatives, options, section_of
+from hpc_rl.config.check import check
+from hpc_rl.config.limits import Grammar, Limits, Place
+from hpc_rl.config.load import load
+from hpc_rl.config.reference import reference
+from hpc_rl.config.root import CONFIGS
+from hpc_rl.config.schema import DRAFT, schema
+from hpc_rl.config.show import REDACTED, as_yaml, derived_values, diff, scalar, show
+from hpc_rl.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl"]
+MODEL = {"grpo": "actor.path=/m", "sft": "model.path=/m", "rw": "model.path=/m"}
+
+
+def values(hint) -> st.SearchStrategy:
+    """Values of an option's type, as JSON."""
+    return st.one_of([_of(kind) for kind in alternatives(hint)])
+
+
+def _of(kind) -> st.SearchStrategy:
+    origin = typing.get_origin(kind)
+    if origin is typing.Annotated:
+        base, *extras = typing.get_args(kind)
+        made = _of(base)
+        for extra in extras:
+            if isinstance(extra, Limits):
+                made = _number(base, extra)
+            elif isinstance(extra, Grammar):
+                made = st.from_regex(rf"\A(?:{extra.pattern})\Z").filter(lambda text: text.isascii() and not text.endswith("\n"))
+            elif isinstance(extra, Place):
+                made = st.sampled_from(["", "/a b", "/x/y-1.2", "~/z", "rel/1e5"])
+        return made
+    if origin is typing.Literal:
+        return st.sampled_from(typing.get_args(kind))
+    if origin is list:
+        return st.lists(_of(typing.get_args(kind)[0]), max_size=3)
+    if origin is dict:
+        return st.dictionaries(TEXT, TEXT, max_size=2)
+    if kind is str:
+        return TEXT
+    return {
+        bool: st.booleans(),
+        int: st.integers(-5, 10**6),
+        float: st.floats(-5, 5),
+        type(None): st.none(),
+    }[kind]
+
+
+def _number(base, limits: Limits) -> st.SearchStrategy:
+    low = limits.above if limits.above is not None else limits.at_least
+    high = limits.below if limits.below is not None else limits.at_most
+    if base is int:
+        return st.integers(int(low if low is not None else -9), int(high if high is not None else 10**6))
+    return st.floats(
+        low, high if high is not None else 1e9, exclude_min=limits.above is not None, exclude_max=limits.below is not None
+    )
+
+
+ODD = [
+    "24:00:00",
+    "1e5",
+    "0123",
+    "no",
+    "null",
+    "true",
+    "#x",
+    "'",
+    '"',
+    "~",
+    "1_0",
+    "{a}",
+    "&a",
+    "*b",
+    "!c",
+    "%d",
+    "@e",
+    "=",
+    "<<",
+]
+ODD += ["a: b", "- y", "\u2028", "\ufeff"]
+ANY = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12).filter(lambda text: "${" not in text)
+TEXT = ANY | st.sampled_from(ODD)
+
+
+@pytest.mark.parametrize("trainer", CONFIGS)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(data=st.data())
+def test_what_loads_survives_show(trainer, data, tmp_path):
+    known = {name: hint for name, hint in options(CONFIGS[trainer]).items() if section_of(hint) is None and name != "trainer"}
+    chosen = data.draw(st.lists(st.sampled_from(sorted(known)), max_size=12, unique=True))
+    tree = {name: data.draw(values(known[name]), label=name) for name in chosen}
+    if any(name.startswith("valid_dataset.") for name in tree):
+        tree.setdefault("valid_dataset.path", "/v")
+    if any(name.startswith("ref.") for name in tree) and "ref.path" in known:
+        tree.setdefault("ref.path", "/r")
+    (tmp_path / "a.yaml").write_text("".join(f"{name}: {scalar(value)}\n" for name, value in tree.items()))
+    required = [word for word in [*BASE, MODEL[trainer], f"trainer={trainer}"] if word.partition("=")[0] not in tree]
+    loaded = load([tmp_path / "a.yaml"], required, profiles=[])
+    shown = show(loaded)
+    if any(item.value == REDACTED for item in shown.values()):
+        return
+    (tmp_path / "b.yaml").write_text(as_yaml(shown))
+    assert load([tmp_path / "b.yaml"], profiles=[]).config == loaded.config
+
+
+SHIPPED = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_configuration_survives_show_with_what_is_derived(name, tmp_path):
+    loaded = check(load([ROOT / name]), files=False)
+    shown = show(loaded, derived_values(loaded.config, "embedded:d1+fsdp:d1"))
+    (tmp_path / "again.yaml").write_text(as_yaml(shown))
+    again = load([tmp_path / "again.yaml"])
+    assert {name: item.value for name, item in show(again).items()} == {name: item.value for name, item in shown.items()}
+    assert set(shown) == {n for n in shown if n in options(type(loaded.config))}
+
+
+def test_each_value_says_where_it_came_from(tmp_path):
+    (tmp_path / "a.yaml").write_text("actor:\n  path: /m\n  ppo_n_minibatches: 1\ncluster: {n_gpus_per_node: 0}\n")
+    loaded = check(load([tmp_path / "a.yaml"], [*BASE, "--n_nodes=2"]), files=False)
+    shown = show(loaded, derived_values(loaded.config, "embedded:d1+fsdp:d1"))
+    assert shown["actor.path"].origin == f"{tmp_path}/a.yaml:2"
+    assert shown["cluster.n_nodes"].origin == "command line: --n_nodes"
+    assert shown["seed"].origin == "default"
+    assert (shown["actor.dtype"].value, shown["actor.dtype"].origin) == ("float32", "adapted")
+    assert (shown["actor.group_size"].value, shown["actor.group_size"].origin) == (1, "derived: gconfig.n_samples")
+    assert (shown["allocation_mode"].value, shown["tokenizer_path"].value) == ("embedded:d1+fsdp:d1", "/m")
+    assert shown["valid_dataset"].value is None
+
+
+def test_secrets_are_not_shown():
+    loaded = load([], [*BASE, MODEL["grpo"], "stats_logger.wandb.wandb_api_key=abc"])
+    assert show(loaded)["stats_logger.wandb.wandb_api_key"].value == REDACTED
+    assert "abc" not in as_yaml(show(loaded))
+
+
+def test_diff_names_what_differs_in_values_only():
+    a = show(load([], [*BASE, MODEL["grpo"], "seed=2"]))
+    b = show(load([], [*BASE, MODEL["grpo"], "seed=3", "cluster.n_nodes=1", "valid_dataset.path=/v"]))
+    found = diff(a, b)
+    assert {"seed", "valid_dataset", "valid_dataset.path"} <= set(found)
+    assert "cluster.n_nodes" not in found
+    assert diff(a, a) == {}
+
+
+def test_the_schema_describes_every_option():
+    made = schema()
+    assert made["$schema"] == DRAFT
+    json.dumps(made)
+    for trainer, cls in CONFIGS.items():
+        _walk(cls, made["$defs"])
+        assert schema(trainer)["$ref"] == f"#/$defs/{cls.__name__}"
+    n_nodes = made["$defs"]["ClusterSpecConfig"]["properties"]["n_nodes"]
+    assert n_nodes["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 10000} and n_nodes["default"] == 1
+    assert made["$defs"]["RecoverConfig"]["properties"]["mode"]["anyOf"][0]["enum"] == ["disabled", "auto", "fault", "resume"]
+
+
+def _walk(cls: type, defs: dict) -> None:
+    made = defs[cls.__name__]
+    assert made["additionalProperties"] is False
+    assert set(made["properties"]) == {field.name for field in dataclasses.fields(cls)}
+    assert all(len(item["description"]) > 7 for item in made["properties"].values())
+
+
+def test_the_reference_page_is_current():
+    page = ROOT / "docs" / "configuration.md"
+    assert page.read_text() == reference(), "run: hpc-rl config reference > docs/configuration.md"
+
+
+@pytest.mark.parametrize("preset", ["atlas", "cpu"])
+@pytest.mark.parametrize("trainer", CONFIGS)
+def test_every_key_of_a_preset_is_one_that_a_trainer_has(preset, trainer):
+    text = (ROOT / "hpc_rl" / "config" / "presets" / f"{preset}.yaml").read_text()
+    known = {name for cls in CONFIGS.values() for name in options(cls)}
+    assert {name for name in _keys(yaml.safe_load(text), "") if name not in known} == set()
+    load([], [*BASE, MODEL[trainer], f"trainer={trainer}"], presets=[preset])
+
+
+def _keys(tree: dict, prefix: str):
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key
+
+
+def test_an_unknown_preset():
+    with pytest.raises(ConfigError, match="preset 'cup' is not known; allowed: atlas, cpu"):
+        load([], [*BASE, MODEL["grpo"]], presets=["cup"])
