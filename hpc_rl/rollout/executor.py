@@ -6,7 +6,6 @@ It knows tickets and frames (worker.py), nothing of what a prompt is worth: a de
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -92,8 +91,7 @@ class Executor:
             keeper.cancel()
         for seat in self._seats:
             if seat.process is not None and seat.process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    seat.process.kill()
+                frames.kill(seat.process)
                 await seat.process.wait()
 
     @property
@@ -116,9 +114,7 @@ class Executor:
                 lost, seat.tickets = list(seat.tickets), set()
                 for ticket in lost:
                     self._owner.pop(ticket, None)
-            with contextlib.suppress(ProcessLookupError):
-                seat.process.kill()  # one that only closed its pipe is of no use
-            code = await seat.process.wait()
+            code = await frames.exit_code(seat.process)
             if code == ExitCode.BAD_CONFIG:
                 raise ConfigError("an executor worker refused the configuration; its message is above")
             self.restarts += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -15,6 +16,7 @@ from hpc_rl.types import decode, encode
 
 _LENGTH = struct.Struct(">I")
 PR_SET_PDEATHSIG = 1
+EXIT_GRACE_S = 2.0
 
 
 def pack(frame: dict[str, Any]) -> bytes:
@@ -53,6 +55,23 @@ def die_with_parent() -> None:
     """Be killed when the parent dies, even in the middle of user code that never looks at its pipe. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+async def exit_code(process: asyncio.subprocess.Process) -> int:
+    """Of a child that closed its end of the pipe; one that lives on is killed after `EXIT_GRACE_S`."""
+    try:
+        async with asyncio.timeout(EXIT_GRACE_S):
+            return await process.wait()
+    except TimeoutError:
+        kill(process)
+        return await process.wait()
+
+
+def kill(process: asyncio.subprocess.Process) -> None:
+    """Not by `process.kill()`: that polls first, and takes the exit code away from the event loop, which then reports 255."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
 
 
 async def stdin_reader() -> asyncio.StreamReader:

@@ -126,8 +126,8 @@ class RewardProcess:
             return
         logger.warning("a reward call took more than %.1f s: the reward process is killed and started again", self.timeout_s)
         call.answer.set_exception(RewardFailed("reward_timeout", f"more than {self.timeout_s} s"))
-        if self._process and self._process.returncode is None:
-            self._process.kill()  # its end of pipe makes _read restart it
+        if self._process:
+            frames.kill(self._process)  # its end of pipe makes _read restart it
 
     async def _restart(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
@@ -155,8 +155,7 @@ class RewardProcess:
     async def _kill(self) -> None:
         process = self._process
         if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            frames.kill(process)
             await process.wait()
 
 
