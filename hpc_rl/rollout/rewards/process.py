@@ -8,7 +8,6 @@ waiting for it are asked again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import itertools
 import logging
