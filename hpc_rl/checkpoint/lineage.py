@@ -81,12 +81,19 @@ def next_lineage(trial: Trial, attempt: Attempt, incarnation: int, decision: Dec
         number += 1
 
 
+def withdraw(trial: Trial, lineage: int) -> None:
+    """Take back the record of a start that loaded nothing and labelled no version. Raises OSError."""
+    (trial.lineages / f"{lineage:04d}.json").unlink(missing_ok=True)
+    fsync_dir(trial.lineages)
+
+
 def decide_start(
     trial: Trial, attempt: Attempt, incarnation: int, mode: str, start_mode: str, retries: int
 ) -> tuple[Decision, list[Found]]:
     """The decision for a trainer that starts now, and the damaged generations that it passes over (to be set aside).
 
-    Reads every byte of the generations that it considers, newest first, up to the first that is valid and eligible.
+    Reads the small files of the generations that it considers, newest first, up to the first that is valid and eligible;
+    large ones are checked while they are loaded.
     """
     situation, damaged = gather(trial, attempt, incarnation, mode, start_mode, retries)
     decision = decide(situation)
@@ -169,7 +176,7 @@ def _verified(found: list[Found], only: frozenset[str] | None) -> tuple[list[Gen
         submission = one.manifest.submission if one.manifest else ""
         eligible = only is None or submission in only
         if wanted and eligible:
-            one = generation.verify(one)
+            one = generation.verify(one, generation.LIGHT_BYTES)
             if one.problem:
                 damaged.append(one)
         lineage = one.manifest.lineage if one.manifest else -1

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from hpc_rl import blocks
+from hpc_rl.blocks import FileRecord, Reader
+from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import scan, verify
 from hpc_rl.config.data import DatasetConfig
 from hpc_rl.config.root import SFTConfig
@@ -24,20 +28,40 @@ from hpc_rl.trainers.run import Run, total_steps
 from hpc_rl.trial import Trial, read_json, write_json
 
 
+class FakeSnapshot:
+    def __init__(self, content: bytes) -> None:
+        self.content, self.size = content, len(content)
+        self.may_write = threading.Event()
+        self.may_write.set()
+
+    def write(self, folder: Path, cancel: threading.Event | None = None) -> list[FileRecord]:
+        self.may_write.wait()
+        return [blocks.write(folder / "state.json", [memoryview(self.content)], cancel)]
+
+
 class FakeEngine:
     """Its state is one number, the sum of the batches that it has seen."""
 
-    rank, num_ranks = 0, 1
+    rank, num_ranks, num_train_steps = 0, 1, 10
 
     def __init__(self) -> None:
         self.total = 0
 
-    def save(self, folder: Path) -> list[str]:
-        (folder / "state.json").write_text(json.dumps(self.total))
-        return ["state.json"]
+    def snapshot(self, copied: bool) -> FakeSnapshot:
+        return FakeSnapshot(json.dumps(self.total).encode())
 
-    def load(self, folder: Path, saved_num_ranks: int) -> None:
-        self.total = json.loads((folder / "state.json").read_text())
+    def state_bytes(self) -> int:
+        return 100
+
+    def counters(self) -> dict[str, int]:
+        return {"updates": self.total}
+
+    def initialize(self, num_train_steps: int) -> None:
+        self.total = 0
+
+    def load(self, folder: Path, saved_num_ranks: int, files: dict | None = None) -> None:
+        with Reader(folder / "state.json", files and files["state.json"]) as reader:
+            self.total = json.loads(reader.read(0, reader.size))
 
     def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
         (folder / "model.json").write_text(json.dumps(self.total))
@@ -72,6 +96,9 @@ class FakeRecipe:
     def position(self, step: int) -> tuple[int, int]:
         return divmod(step * 2, 10)
 
+    def frontier(self, step: int) -> dict[str, int]:
+        return {"sealed": step}
+
     def retain(self, step: int) -> None:
         self.calls.append(f"retain {step}")
 
@@ -103,10 +130,9 @@ class Starter:
         stopping = threading.Event()
         tokens, names = {"control": "c", "data": "d"}, MemoryNames()
         who = (self.trial, attempt, self.incarnation, self.config)
-        begun = start.begin(start.Start(*who, tokens, names, "cpu", Ranks(), stopping))
-        engine = FakeEngine()
-        if begun["manifest"]:
-            engine.load(self.trial.generation(begun["step"]), begun["manifest"]["num_ranks"])
+        given = start.Start(*who, tokens, names, "cpu", Ranks(), stopping)
+        engine = self.engine = FakeEngine()
+        begun = start.load_state(given, start.begin(given), engine)
         sinks = Sinks([JsonlSink(attempt.metrics(self.incarnation))])
         run = Run(*who, engine, Ranks(), stopping, begun["lineage"], begun["step"], sinks)
         if begun["manifest"]:
@@ -296,14 +322,127 @@ def test_hpc_rl_recover_starts_as_resume_whatever_the_mode(starter):
     assert code == ExitCode.DONE and recipe.trained == [3, 4]
 
 
-def test_a_full_disk_is_said_in_words(starter, monkeypatch):
-    def full(self, folder):
-        raise OSError(28, "No space left on device")
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(FakeEngine, "save", full)
-    with pytest.raises(CannotWrite, match=r"can't write generation 3 .*No space left"):
-        starter(4)
+
+def test_a_full_disk_fails_the_save_loudly_and_training_goes_on(starter, monkeypatch, caplog):
+    saved = FakeSnapshot.write
+    states = {3: saved, 6: full, 9: saved}
+    monkeypatch.setattr(FakeSnapshot, "write", lambda self, folder, cancel: states[int(folder.name[5:13])](self, folder, cancel))
+    with pytest.raises(Killed):
+        starter(12, {11: kill})
+    assert starter.generations() == [9, 3]
+    assert (
+        "SAVE FAILED: generation 6 could not be saved: [Errno 28] No space left on device; generation 3 is the newest"
+        in caplog.text
+    )
+    assert not [path for path in starter.trial.recover.iterdir() if path.name.startswith(".")]
+    rows = {row["step"]: row for row in starter.rows()}
+    assert "save_failed" not in rows[6] and "save_failed" not in rows[10]
+    assert rows[7]["save_failed"] == rows[9]["save_failed"] == 1
+    assert "No space left" in rows[7]["save_error"]
+
+
+def test_a_stop_whose_save_fails_does_not_say_that_the_state_is_saved(starter, monkeypatch):
+    monkeypatch.setattr(FakeSnapshot, "write", full)
+    with pytest.raises(CannotWrite, match=r"generation 2 could not be saved: .*No space left.*; there is no generation yet"):
+        starter(4, {"during 2": stop(lambda: starter.last)})
     assert starter.generations() == []
+
+
+def test_a_generation_that_does_not_fit_is_not_begun(starter, monkeypatch, caplog):
+    monkeypatch.setattr(FakeEngine, "state_bytes", lambda self: 10**18)
+    with pytest.raises(Killed):
+        starter(5, {5: kill})
+    assert "it takes 1e+09 GB and" in caplog.text
+    assert list(starter.trial.recover.iterdir()) == []
+
+
+class TestAsynchronous:
+    @pytest.fixture
+    def starter(self, tmp_path):
+        return Starter(tmp_path, recover=RecoverConfig(mode="auto", freq_steps=2, keep=9, async_save=True))
+
+    @pytest.fixture
+    def slow(self, monkeypatch):
+        """Snapshots whose writing begins when a test says so."""
+        taken: list[tuple[FakeSnapshot, bool]] = []
+        take = FakeEngine.snapshot
+
+        def snapshot(self, copied):
+            taken.append((take(self, copied), copied))
+            taken[-1][0].may_write.clear()
+            return taken[-1][0]
+
+        monkeypatch.setattr(FakeEngine, "snapshot", snapshot)
+        return taken
+
+    def test_training_goes_on_while_one_is_written_and_the_next_follows_after_it(self, starter, slow):
+        seen = []
+
+        def look() -> None:
+            seen.append((starter.generations(), len(slow)))
+
+        def finish() -> None:
+            slow[-1][0].may_write.set()
+            wait_until(starter.last.saving._job.ended.is_set)
+
+        with pytest.raises(Killed):
+            starter(10, {3: look, 5: look, 6: finish, 8: look, "during 8": finish, 9: look, 10: kill})
+        assert seen == [([], 1), ([], 1), ([2], 2), ([6, 2], 3)]  # what was due at 4 is made up for by that of 6
+        assert all(copied for _, copied in slow)
+        slow[-1][0].may_write.set()
+        wait_until(starter.last.saving._job.ended.is_set)
+
+    def test_the_state_is_that_of_its_step_and_a_stop_waits_for_it(self, starter):
+        code, _ = starter(10, {"during 5": stop(lambda: starter.last)})
+        assert code == ExitCode.STOPPED
+        assert starter.generations()[0] == 5
+        starter.end(75)
+        code, recipe = starter(10)
+        assert code == ExitCode.DONE and recipe.trained == [6, 7, 8, 9, 10]
+        assert starter.last.engine.total == 55
+        assert starter.generations()[0] == 10
+
+    def test_killed_while_one_is_written_the_one_before_is_taken(self, starter, slow):
+        with pytest.raises(Killed):
+            starter(10, {4: kill})
+        slow[0][0].may_write.set()
+        wait_until(starter.last.saving._job.ended.is_set)
+        starter.last.saving._job.commit.abandon()
+        assert starter.last.saving.newest == -1  # what was not seen committed was not told as saved
+
+    def test_a_failure_is_told_at_the_next_boundary(self, starter, monkeypatch, caplog):
+        monkeypatch.setattr(FakeSnapshot, "write", full)
+        with pytest.raises(Killed):
+            starter(10, {3: lambda: wait_until(starter.last.saving._job.ended.is_set), 4: kill})
+        assert "SAVE FAILED: generation 2" in caplog.text
+        assert starter.rows()[-1]["save_failed"] == 1
+        assert not list(starter.trial.recover.iterdir())
+
+
+def wait_until(what, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_large_file_is_checked_while_it_is_loaded_and_walked_back(starter, monkeypatch, caplog):
+    monkeypatch.setattr(generation, "LIGHT_BYTES", 0)
+    with pytest.raises(Killed):
+        starter(10, {8: kill})
+    starter.end(137)
+    for step in (6, 3):
+        path = starter.trial.generation(step) / "state.json"
+        path.write_text("9" * path.stat().st_size)
+    code, recipe = starter(10)
+    assert code == ExitCode.DONE
+    assert recipe.trained == list(range(1, 11)) and starter.last.engine.total == 55
+    assert "GENERATION SET ASIDE: gen-00000006 state.json: bytes 0 to 2 are not what was written" in caplog.text
+    assert sorted(p.name[:12] for p in (starter.trial.recover / "set-aside").iterdir()) == ["gen-00000003", "gen-00000006"]
+    assert [read_json(path)["from_step"] for path in sorted(starter.trial.lineages.iterdir())] == [0, 0]
 
 
 def test_leftovers_of_killed_incarnations_go(starter):
