@@ -210,7 +210,9 @@ class Stall:
         self.step = 0
 
     def copy(self) -> float:
-        return timed(lambda: [there.copy_(here) for there, here in zip(self.into, self.subject.tensors().values(), strict=True)])[0]
+        return timed(lambda: [there.copy_(here) for there, here in zip(self.into, self.subject.tensors().values(), strict=True)])[
+            0
+        ]
 
     def ours(self) -> float:
         self.step += 1
@@ -242,9 +244,7 @@ def measure(folder: Path, gb: float, rounds: int) -> dict[str, Any]:
         rows.append({name: save_and_load(sides[name], subject, sums) for name in order})
         gc.collect()
         print(number, {name: {key: round(value, 2) for key, value in row.items()} for name, row in rows[-1].items()}, flush=True)
-    result: dict[str, Any] = {
-        name: {key: spread([row[name][key] for row in rows]) for key in rows[0][name]} for name in sides
-    }
+    result: dict[str, Any] = {name: {key: spread([row[name][key] for row in rows]) for key in rows[0][name]} for name in sides}
     for what in ("save", "load"):
         for peer in ("dcp", "safetensors"):
             ratios = [row["ours"][f"{what}_gb_s"] / row[peer][f"{what}_gb_s"] for row in rows]
@@ -274,7 +274,10 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore", module=r"torch\.distributed.*")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save wants one
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="checkpoint-benchmark-") as folder, contextlib.suppress(KeyboardInterrupt):
+    with (
+        tempfile.TemporaryDirectory(dir=args.dir, prefix="checkpoint-benchmark-") as folder,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         result = measure(Path(folder), args.gb, args.pairs)
         versions = {name: metadata.version(name) for name in ("torch", "safetensors", "xxhash")}
         machine = {"cpu": platform.machine(), "cores": os.cpu_count(), "load_1m": os.getloadavg()[0]}

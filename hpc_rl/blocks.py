@@ -117,9 +117,7 @@ class Reader:
         start = index * BLOCK_BYTES
         size = min(BLOCK_BYTES, self.size - start)
         view = self._staging.view()
-        if self._direct is None:
-            self._read_cached(view[:size], start)
-        elif self._cached[index]:
+        if self._direct is None or self._cached[index]:
             self._read_cached(view[:size], start)
         else:
             self._read_direct(self._direct, view, size, start)

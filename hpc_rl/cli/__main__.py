@@ -20,6 +20,7 @@ COMMANDS = {  # name -> (module, one line of help)
     "logs": ("logs", "show the logs of a trial's roles"),
     "cancel": ("cancel", "end a trial for good, with its state saved"),
     "recover": ("recover", "go on with a trial from its newest generation"),
+    "checkpoint": ("checkpoint", "the generations of a trial: list, verify; to and from Hugging Face format"),
     "config": ("config", "show a resolved configuration, compare two; schema, reference, completion"),
     "list": ("listing", "the trials that this account submitted"),
 }

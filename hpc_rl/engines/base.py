@@ -65,6 +65,7 @@ class Engine(Protocol):
 
     rank: int
     num_ranks: int
+    num_train_steps: int  # of `initialize`
 
     def initialize(self, num_train_steps: int) -> None:
         """Build and shard the model, optimizer and schedule, which spans `num_train_steps` calls of train_batch.

@@ -102,7 +102,7 @@ def take(
     }
     tensors = buffer.copy(list(named.values())) if buffer else [tensor.cpu().contiguous() for tensor in named.values()]
     header = _header(named, {"state": json.dumps(state)})
-    return Snapshot(file_name(rank), [memoryview(header), *(memoryview(_bytes_of(t)) for t in tensors if t.numel())])
+    return Snapshot(file_name(rank), [memoryview(header), *(_bytes_of(t).data for t in tensors if t.numel())])
 
 
 def size_bytes(shards: list[Shard], optimizer: Optimizer) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from hpc_rl.blocks import Abandoned
 from hpc_rl.checkpoint.generation import Commit, room_problem
+from hpc_rl.checkpoint.holds import Holds
 from hpc_rl.checkpoint.manifest import Manifest
 from hpc_rl.checkpoint.retention import Policy, retain
 from hpc_rl.engines.base import Engine, Snapshot, sum_over_ranks
@@ -63,6 +64,7 @@ class Saving:
     ) -> None:
         self.trial, self.engine, self.ranks, self.policy, self.newest = trial, engine, ranks, policy, newest
         self.who = (attempt_id, incarnation)
+        self.holds = Holds(trial)
         self.problem = ""  # why the newest save failed; '' where it did not
         self.num_failed = 0  # saves in a row that failed
         self.owed = False  # a save was due while another was in flight
@@ -156,7 +158,7 @@ class Saving:
             pause_s = min(longest_s, 2 * pause_s)
         job.commit.commit(manifest)
         try:
-            job.oldest = retain(self.trial, self.policy)
+            job.oldest = retain(self.trial, self.policy, self.holds)
         except OSError as error:  # the generation is committed; the next save removes what is surplus
             logger.warning("older generations could not be removed: %s", error)
         job.committed = True
