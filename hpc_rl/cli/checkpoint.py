@@ -28,7 +28,7 @@ ACTIONS = {
     "export": "write the weights of a generation in Hugging Face format; needs torch, no GPU",
     "import": "make a generation of a Hugging Face checkpoint, for a trial to start from; needs torch, no GPU",
 }
-EPILOG = """A generation is the state of training after one step, in <trial>/recover/gen-<step>: what `hpc-rl recover` goes on from.
+EPILOG = """A generation is the state of training after one step, in <trial>/recover: what `hpc-rl recover` goes on from.
 For weights to take away use `export`; the trial's own exports are in <trial>/exports.
 
   hpc-rl checkpoint list my-trial

@@ -80,9 +80,7 @@ def load_state(start: Start, begun: dict[str, Any], engine: Engine) -> dict[str,
             return begun
         words = problem or "a file that another rank reads is not what was written; its log names it"
         lineage = begun["lineage"]
-        begun = start.ranks.from_rank0(
-            lambda lineage=lineage, folder=folder, words=words: _walk_back(start, lineage, folder, words)
-        )
+        begun = start.ranks.from_rank0(partial(_walk_back, start, lineage, folder, words))
         if begun["manifest"] is None:
             engine.initialize(engine.num_train_steps)
     return begun
