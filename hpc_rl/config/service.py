@@ -51,7 +51,8 @@ class SaverConfig(FrequencyConfig, IdentityConfig):
 
 @dataclass(kw_only=True)
 class EvaluatorConfig(FrequencyConfig, IdentityConfig):
-    """Evaluation on `valid_dataset`; one always runs before the first and after the last step if there is such a dataset."""
+    """Evaluation on `valid_dataset`; one always runs after the last step if there is such a dataset, and before the
+    first one of a grpo trial."""
 
 
 @dataclass(kw_only=True)
