@@ -17,7 +17,6 @@ from hpc_rl.launch import submit as submission
 from hpc_rl.trial import Trial
 
 
-
 def run(argv: list[str]) -> int:
     made = new_parser("recover", "Go on with a trial from its newest generation, as a new job.", EPILOG)
     add_trial(made)
