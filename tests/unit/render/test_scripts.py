@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
+from hpc_rl.config.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
+from hpc_rl.render.directives import Ask, resources
 from hpc_rl.render.slurm_time import seconds, signal_lead_s
 
 
 def test_options_that_are_not_set_are_not_there(script):
-    text = script("slurm", mem=None)
+    text = script("slurm")
     for option in ("partition", "account", "qos", "gres", "gpus-per-node", "constraint", "None"):
         assert option not in text
     assert "#SBATCH --mem=500M\n" in text and "#SBATCH --requeue\n" in text
 
 
 def test_options_that_are_set_are_there(script):
-    text = script("slurm", partition="gpu", gres="gpu:a100:2", mem="10G", extra_args=["--licenses=a:1"], comment="mine")
+    text = script("slurm", partition="gpu", gres="gpu:a100:2", mem="10G", licenses="a:1", comment="mine")
     for line in ("--partition=gpu", "--gres=gpu:a100:2", "--mem=10G", "--licenses=a:1", '--comment="tag mine"'):
         assert f"#SBATCH {line}\n" in text
 
@@ -28,12 +31,84 @@ def test_disabled_is_not_requeued_and_gets_no_warning(script):
     assert "--no-requeue" in text and "--signal" not in text
 
 
+@pytest.mark.parametrize("name", ["mem", "ntasks-per-node", "cpus-per-task"])
+def test_what_the_plan_derives_can_be_left_out(script, name):
+    assert f"#SBATCH --{name}=" in script("slurm")
+    assert f"#SBATCH --{name}" not in script("slurm", **{name.replace("-", "_"): None})
+
+
+ALL = {  # every option of the section that is a directive -> its line
+    "partition": ("gpu,long", "--partition=gpu,long"),
+    "account": ("0123", "--account=0123"),
+    "qos": ("high", "--qos=high"),
+    "time": ("2-12", "--time=2-12"),
+    "constraint": ("[rack1*2&ib]|a100", '--constraint="[rack1*2&ib]|a100"'),
+    "reservation": ("maint", "--reservation=maint"),
+    "nodelist": ("n[1-4,7]", "--nodelist=n[1-4,7]"),
+    "exclude": ("n9", "--exclude=n9"),
+    "ntasks_per_node": (1, "--ntasks-per-node=1"),
+    "cpus_per_task": ("64", "--cpus-per-task=64"),
+    "mem": ("0", "--mem=0"),
+    "mem_per_cpu": ("4G", "--mem-per-cpu=4G"),
+    "mem_per_gpu": ("60G", "--mem-per-gpu=60G"),
+    "gres": ("nvme:1,gpu:a100:2", "--gres=nvme:1,gpu:a100:2"),
+    "exclusive": (True, "--exclusive"),
+    "tmp": ("100G", "--tmp=100G"),
+    "switches": ("1@60:00", "--switches=1@60:00"),
+    "licenses": ("abaqus:2", "--licenses=abaqus:2"),
+    "wckey": ("thesis", "--wckey=thesis"),
+    "dependency": ("afterany:12", "--dependency=afterany:12"),
+    "mail_type": ("END,FAIL", "--mail-type=END,FAIL"),
+    "mail_user": ("a@b.org", "--mail-user=a@b.org"),
+    "comment": ("mine", '--comment="tag mine"'),
+    "extra_args": (["--hint=nomultithread", '--prefer "a b"'], '--prefer "a b"'),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_option_becomes_its_line_and_null_is_not_there(script, name):
+    value, line = ALL[name]
+    assert f"#SBATCH {line}\n" in script("slurm", **{name: value})
+    if name not in ("comment", "extra_args"):
+        assert f"#SBATCH --{name.replace('_', '-')}" not in script("slurm", **{name: None})
+
+
+def test_no_option_of_the_section_is_without_a_test():
+    not_directives = {"gpus_by", "gpu_type", "srun_additional_args", "container_type", "mount", "layout"}
+    images = {"trainer_image", "inference_server_image"}
+    assert {field.name for field in dataclasses.fields(SlurmLauncherConfig)} - not_directives - images == set(ALL)
+
+
 @pytest.mark.parametrize(
-    "argument", ["--mem=4G", "-N4", "--output=/dev/null", "x", "--a=b\nrm -rf /", "--qos=a --gres=gpu:1", ""]
+    ("options", "lines"),
+    [
+        ({}, ["--gpus-per-node=8"]),
+        ({"gpu_type": "h100"}, ["--gpus-per-node=h100:8"]),
+        ({"gpus_by": "gres", "gpu_type": "h100"}, ["--gres=gpu:h100:8"]),
+        ({"gpus_by": "gres", "gres": "nvme:1"}, ["--gres=gpu:8,nvme:1"]),
+        ({"gres": "nvme:1"}, ["--gpus-per-node=8", "--gres=nvme:1"]),
+        ({"gres": "gpu:8"}, ["--gres=gpu:8"]),
+        ({"gpus_by": None}, []),
+    ],
 )
-def test_further_options_may_not_contradict_the_plan(script, argument):
-    with pytest.raises(ConfigError, match="extra_args"):
-        script("slurm", extra_args=[argument])
+def test_gpus_are_asked_for_by_one_option(options, lines):
+    ask = Ask(
+        n_nodes=1,
+        cpus_per_node=1,
+        mem_mb_per_node=1,
+        n_gpus_per_node=8,
+        job_name="j",
+        tag="t",
+        workdir="/",
+        output="/o",
+        requeue=True,
+    )
+    found = [f"--{name}={value}" for name, value in resources(SlurmLauncherConfig(**options), ask)]
+    assert [line for line in found if "gpu" in line or "gres" in line] == lines
+
+
+def test_mem_per_cpu_replaces_the_derived_mem(script):
+    assert "--mem=" not in script("slurm", mem_per_cpu="4G")
 
 
 @pytest.mark.parametrize("root", ["/a:b", "/a\nb"])
