@@ -32,39 +32,6 @@ OURS = {
 _SHORT = {"-c": "cpus_per_task", "-t": "time", "-p": "partition", "-A": "account", "-q": "qos", "-C": "constraint"}
 _SHORT |= {"-w": "nodelist", "-x": "exclude", "-d": "dependency", "-L": "licenses"}
 _NOT_SBATCH = ("extra_args", "srun_additional_args", "container_type", "mount", "layout", "gpus_by", "gpu_type")
-# Options of srun that the supervisor states itself.
-OURS_OF_SRUN = (
-    *(
-        "--nodes",
-        "-N",
-        "--nodelist",
-        "-w",
-        "--ntasks",
-        "-n",
-        "--ntasks-per-node",
-        "--distribution",
-        "-m",
-        "--cpus-per-task",
-        "-c",
-    ),
-    *("--exact", "--overlap", "--mem", "--mem-per-cpu", "--mem-per-gpu", "--gpus-per-node", "--gpus", "-G", "--gres"),
-    *(
-        "--kill-on-bad-exit",
-        "-K",
-        "--wait",
-        "-W",
-        "--no-kill",
-        "-k",
-        "--export",
-        "--input",
-        "-i",
-        "--output",
-        "-o",
-        "--error",
-        "-e",
-    ),
-    *("--job-name", "-J", "--chdir", "-D", "--multi-prog", "--pty", "--immediate", "-I", "--test-only", "--label", "-l"),
-)
 
 
 def asks_for_gpus(gres: str | None) -> bool:
@@ -84,7 +51,6 @@ def scheduler_options(config: Config, explicit: Collection[str]) -> Iterator[str
                 yield f"launcher.slurm.{field.name}: empty; use null to leave the option out."
     yield from _conflicts(config, explicit)
     yield from _extra_args(slurm)
-    yield from _srun_args(slurm)
 
 
 def _conflicts(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -150,17 +116,3 @@ def _extra_args(slurm: SlurmLauncherConfig) -> Iterator[str]:
                 yield f"launcher.slurm.extra_args: {name} can't be given here: {OURS[name]}."
             elif name in own and own[name] not in _NOT_SBATCH:
                 yield f"launcher.slurm.extra_args: {name} has an option of its own here: launcher.slurm.{own[name]}."
-
-
-def _srun_args(slurm: SlurmLauncherConfig) -> Iterator[str]:
-    text = slurm.srun_additional_args
-    try:
-        words, names = shlex.split(text), option_names(text)
-    except ValueError as error:
-        yield f"launcher.slurm.srun_additional_args: {text!r} can't be read: {error}."
-        return
-    if words and not words[0].startswith("-"):
-        yield f"launcher.slurm.srun_additional_args: {text!r} does not begin with an option of srun, as --network=sn_all."
-    for name in names:
-        if name in OURS_OF_SRUN:
-            yield f"launcher.slurm.srun_additional_args: {name} can't be given: the supervisor says it for every step."

@@ -110,7 +110,7 @@ def test_refusals(overrides, words):
 def test_what_is_fine_passes():
     good = [
         "--launcher.slurm.extra_args",
-        "[--licenses=a:1, --exclusive]",
+        "[--hint=nomultithread, --nice=10]",
         "rollout.reward_fn=my.rewards:maths",
         "launcher.trainer_env_vars=A=b",
     ]

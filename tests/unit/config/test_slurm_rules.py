@@ -35,9 +35,6 @@ def refusals(tmp_path):
         (["mail_user=a@b.org"], "mail_user has no effect without launcher.slurm.mail_type"),
         (["partition=''"], "use null"),
         (["constraint='a\u2028b'"], "line break"),
-        (["srun_additional_args=--output=/dev/null"], "--output can't be given"),
-        (["srun_additional_args=--mpi='x"], "can't be read"),
-        (["srun_additional_args=bash -c true"], "does not begin with an option"),
     ],
 )
 def test_contradictions_are_refused(refusals, options, words):
@@ -61,7 +58,7 @@ def test_memory_per_gpu_needs_gpus(refusals):
     ("argument", "words"),
     [
         ("--mem=4G", "launcher.slurm.mem"),
-        ("-N4", "the plan"),
+        ("-N4", "cluster.n_nodes"),
         ("-c 4", "cpus_per_task"),
         ("--output=/dev/null", "the script"),
         ("x", "no sbatch option"),
