@@ -238,10 +238,10 @@ def _relative_hint(name: str, explicit: Collection[str]) -> str:
     return "; a relative path is taken from the working directory" if name in explicit else ""
 
 
-def site_templates(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    folder = config.launcher.site_templates
+def templates_dir(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    folder = config.launcher.templates_dir
     if folder and not Path(folder).is_dir():
-        yield f"launcher.site_templates {folder} is not a directory{_relative_hint('launcher.site_templates', explicit)}."
+        yield f"launcher.templates_dir {folder} is not a directory{_relative_hint('launcher.templates_dir', explicit)}."
 
 
 def fileroot(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -298,4 +298,4 @@ RULES: list[Rule] = [
     *TRAIN_RULES,
     *agreement.RULES,
 ]
-FILE_RULES: list[Rule] = [dataset_files, site_templates, fileroot, shared_places]
+FILE_RULES: list[Rule] = [dataset_files, templates_dir, fileroot, shared_places]

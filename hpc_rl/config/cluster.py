@@ -44,8 +44,8 @@ class ClusterSpecConfig:
 
     Args:
         name_resolve: How the roles find each other.
-        cluster_name: A profile of this name (`configs/cluster/<name>.yaml`, or `~/.config/hpc-rl/cluster/<name>.yaml`) is
-            loaded before every other file; without one it is only a name.
+        cluster_name: A profile of this name is loaded before every other file; without one it is only a name. It is looked for
+            as `cluster/<name>.yaml` in the site's directories, then among those of configs/cluster; `--cluster NAME` insists.
         fileroot: Directory on a file system that every node shares; trials live in `{fileroot}/{user}/{experiment}/{trial}`.
         n_nodes: Number of nodes.
         n_gpus_per_node: GPUs per node; 0 means that allocation units are processes without a GPU.
@@ -139,7 +139,7 @@ class LauncherConfig:
         type: `auto` takes Slurm where `sbatch` is on the PATH, else this machine.
         python: Interpreter of the supervisor, rollout and trainer; null means the one that submits.
         inference_server_python: Interpreter of SGLang, which lives in an environment of its own; null means `python`.
-        site_templates: Directory searched for templates before ours; empty means none.
+        templates_dir: Directory searched for templates before the site's and ours; empty means none.
         inference_server_cpus_per_gpu: CPUs per unit of the generation servers.
         inference_server_mem_per_gpu: Memory per unit of the generation servers, in MB.
         trainer_cpus_per_gpu: CPUs per trainer rank.
@@ -154,7 +154,7 @@ class LauncherConfig:
     type: Literal["auto", "slurm", "local"] = "auto"
     python: Executable | None = None
     inference_server_python: Executable | None = None
-    site_templates: PathText = ""
+    templates_dir: PathText = ""
     inference_server_cpus_per_gpu: PositiveInt = 4
     inference_server_mem_per_gpu: PositiveInt = 32768
     trainer_cpus_per_gpu: PositiveInt = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hpc_rl.errors import ConfigError, NotBuilt
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render.directives import Ask, directives
 from hpc_rl.render.environment import LINE_BREAK, environment
+from hpc_rl.render.layers import Layers
 from hpc_rl.render.slurm_time import signal_lead_s
 from hpc_rl.trial import Trial
 
@@ -53,17 +55,38 @@ def script_name(scheduler: str) -> str:
     return TEMPLATES[scheduler][1]
 
 
-def render(config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: str) -> dict[str, str]:
-    """File name below `scripts/` -> text. Raises ConfigError, also for a site template that does not render."""
-    site = Path(config.launcher.site_templates).expanduser() if config.launcher.site_templates else None
+def render(config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: str, site: Sequence[Path] = ()) -> dict[str, str]:
+    """File name below `scripts/` -> text. Raises ConfigError, also for a template of the site's that does not render.
+
+    Args:
+        config: The checked configuration.
+        plan: What was planned from it.
+        trial: Whose scripts they are.
+        stamp: What they say of their origin.
+        scheduler: `slurm` or `local`.
+        site: The site's directories, highest precedence first.
+    """
     template, name = TEMPLATES[scheduler]
     values = _common(plan, trial, stamp) | {"script_path": str(trial.scripts / name)}
     if scheduler == "slurm":
         values |= _slurm(config.launcher.slurm, plan, trial, stamp)
+    jinja = environment(template_layers(config, site))
+    overrides = jinja.loader.overrides(template) if isinstance(jinja.loader, Layers) else []
     try:
-        return {name: environment(site).get_template(template).render(values)}
+        return {name: jinja.get_template(template).render(values | {"overrides": [str(path) for path in overrides]})}
     except jinja2.TemplateError as error:
-        raise ConfigError(f"the template {template} does not render ({type(error).__name__}): {error}") from error
+        changed = f" (changed by {', '.join(map(str, overrides))})" if overrides else ""
+        raise ConfigError(f"the template {template}{changed} does not render ({type(error).__name__}): {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"the template {template} extends itself: write `below/{template}` in {overrides[0]}.") from error
+
+
+def template_layers(config: Config, site: Sequence[Path]) -> list[Path]:
+    """Directories that may override templates, highest precedence first. Raises ConfigError."""
+    own = config.launcher.templates_dir
+    if own and not Path(own).is_dir():
+        raise ConfigError(f"launcher.templates_dir: {own!r} is not a directory.")
+    return [*([Path(own)] if own else []), *(folder for folder in site if folder.is_dir())]
 
 
 def _common(plan: Plan, trial: Trial, stamp: Stamp) -> dict[str, Any]:

@@ -121,20 +121,52 @@ def test_a_percent_sign_in_the_path_is_no_pattern(script):
     assert "#SBATCH --output=/a%%j/exp/one/jobs/%j.out\n" in script("slurm", root=Path("/a%j"))
 
 
+def override(folder: Path, text: str, name: str = "sbatch/trial.sbatch.j2") -> Path:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    return folder
+
+
+EXTENDS = '{% extends "below/sbatch/trial.sbatch.j2" %}\n'
+
+
 def test_a_site_overrides_a_block_and_keeps_the_rest(script, tmp_path):
-    folder = tmp_path / "site" / "sbatch"
-    folder.mkdir(parents=True)
-    override = '{% extends "builtin/sbatch/trial.sbatch.j2" %}\n{% block site %}\nmodule load cuda/12.4\n{% endblock %}\n'
-    (folder / "trial.sbatch.j2").write_text(override)
-    ours, theirs = script("slurm"), script("slurm", site=tmp_path / "site")
-    assert theirs.replace("module load cuda/12.4\n", "") == ours
+    block = "{% block site %}\nmodule load cuda/12.4\n{% endblock %}\n"
+    for number, base in enumerate(("builtin", "below")):
+        site = override(tmp_path / f"site{number}", EXTENDS.replace("below", base) + block)
+        ours, theirs = script("slurm"), script("slurm", site=site)
+        assert "module load cuda/12.4\n" in theirs and f"# changed by {site}/sbatch/trial.sbatch.j2\n" in theirs
+        assert [line for line in theirs.splitlines() if "cuda" not in line and "changed by" not in line] == ours.splitlines()
+
+
+def test_layers_add_up_and_the_nearest_wins(script, tmp_path):
+    system = "{% block site %}\nmodule load base\n{% endblock %}{% block teardown %}\necho system\n{% endblock %}"
+    person = "{% block site %}\n{{ super() }}module load mine\n{% endblock %}"
+    trial = "{% block teardown %}\necho trial\n{% endblock %}"
+    text = script(
+        "slurm",
+        own=override(tmp_path / "trial", EXTENDS + trial),
+        site=[override(tmp_path / "person", EXTENDS + person), override(tmp_path / "etc", EXTENDS + system)],
+    )
+    assert text.index("module load base\n") < text.index("module load mine\n")
+    assert "echo trial\n" in text and "echo system" not in text
+    assert text.count("# changed by ") == 3
+
+
+def test_a_template_that_extends_itself_is_told(script, tmp_path):
+    site = override(tmp_path, EXTENDS.replace("below/", ""))
+    with pytest.raises(ConfigError, match="extends itself: write `below/sbatch"):
+        script("slurm", site=site)
 
 
 def test_a_broken_site_template_is_told(script, tmp_path):
-    (tmp_path / "sbatch").mkdir()
-    (tmp_path / "sbatch" / "trial.sbatch.j2").write_text("{{ partiton }}")
-    with pytest.raises(ConfigError, match="partiton"):
-        script("slurm", site=tmp_path)
+    with pytest.raises(ConfigError, match=r"changed by .*partiton"):
+        script("slurm", site=override(tmp_path, "{{ partiton }}"))
+
+
+def test_a_missing_templates_dir_is_refused(script, tmp_path):
+    with pytest.raises(ConfigError, match="templates_dir"):
+        script("slurm", own=tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
