@@ -7,7 +7,7 @@ import argparse
 from hpc_rl.checkpoint.decide import Decision, Situation, decide
 from hpc_rl.checkpoint.lineage import gather, read_lineages
 from hpc_rl.cli.options import add_trial, new_parser, print_json
-from hpc_rl.cli.submit import add_outcome, announce, parse, plan_of
+from hpc_rl.cli.submit import add_outcome, announce, compared, parse, plan_of
 from hpc_rl.config.load import ALIASES, Loaded, load
 from hpc_rl.config.source import read_overrides
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, TrialStateError
@@ -33,7 +33,7 @@ def run(argv: list[str]) -> int:
         return explain(trial, loaded, args)
     submission.check_idle(trial)
     refuse_finished(trial, changed)
-    planned = plan_of(loaded)
+    planned = compared(plan_of(loaded), args.no_check)
     parent = next((record.submission for record in reversed(read_lineages(trial))), None)
     finished = read_json(trial.done)
     try:
