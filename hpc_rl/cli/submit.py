@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.cli.options import add_config, add_json, new_parser, print_json
+from hpc_rl.config.changes import Change
 from hpc_rl.config.check import check
 from hpc_rl.config.load import Loaded, load
 from hpc_rl.errors import ExitCode, HpcRlError
@@ -100,7 +103,7 @@ def compared(planned: Planned, no_check: bool) -> Planned:
     if no_check or pick(config.launcher.type) != "slurm":
         return planned
     said = preflight.quick(config, planned.plan, SlurmScheduler())
-    return replace(planned, loaded=replace(planned.loaded, notes=[*planned.loaded.notes, *said]))
+    return dataclasses.replace(planned, loaded=dataclasses.replace(planned.loaded, notes=[*planned.loaded.notes, *said]))
 
 
 def checked_scripts(planned: Planned, trial: Trial) -> preflight.Report:
@@ -118,7 +121,7 @@ def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> in
     elif args.parsable:
         print(made.job_id)
     else:
-        print("\n".join([*notes(planned), *lines(made), *next_lines(made.trial)]))
+        print("\n".join([*notes(planned), *changed_lines(made.changes), *lines(made), *next_lines(made.trial)]))
     sys.stdout.flush()
     if not args.follow:
         return 0
@@ -134,6 +137,11 @@ def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> in
 
 def notes(planned: Planned) -> list[str]:
     return [f"note: {note}" for note in planned.notes]
+
+
+def changed_lines(changes: Sequence[Change]) -> list[str]:
+    """What the trial goes on with that it was not started with."""
+    return [f"changed    {change}" for change in changes]
 
 
 def lines(made: Submission) -> list[str]:
@@ -161,12 +169,15 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
         "output": str(made.output) if made.output else None,
         "allocation": planned.plan.allocation,
         "notes": planned.notes,
+        "changes": [dataclasses.asdict(change) for change in made.changes],
     }
 
 
 def _dry_run(planned: Planned, json: bool) -> int:
     trial = submission.trial_of(planned.loaded.config)
     submission.check(trial, planned.loaded.config.recover.mode)
+    changes = submission.changed_options(trial, planned.loaded.config)
+    submission.refuse_finished(trial, changes)
     report = checked_scripts(planned, trial)
     if json:
         found = {"trial": str(trial), "dir": str(trial.dir), "plan": planned.plan.to_json(), "notes": planned.notes}
@@ -178,6 +189,7 @@ def _dry_run(planned: Planned, json: bool) -> int:
     summary = f"plan       {plan.trainer}, {plan.allocation}, {nodes}, {where}"
     words = [f"trial      {trial}", f"directory  {trial.dir}", summary]
     units = [f"           {unit_line(unit)}" for unit in plan.units]
+    words += changed_lines(changes)
     checks = [f"check      {check.line()}" for check in report.checks if check.state != "refused"]
     end = "nothing was written or submitted; `hpc-rl render` writes the scripts"
     print("\n".join([*notes(planned), *words, *units, *checks, end]))

@@ -86,6 +86,9 @@ def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
         yield "recover.freq_* has no effect: recover.mode is disabled, so nothing is saved and nothing can be resumed."
     if config.total_train_steps is not None and "total_train_epochs" in explicit:
         yield f"total_train_epochs has no effect: total_train_steps {config.total_train_steps} says when the trial ends."
+    evaluator = config.evaluator
+    if config.saver.keep_best is not None and evaluator.freq_epochs is evaluator.freq_steps is evaluator.freq_secs is None:
+        yield "saver.keep_best has little choice: no evaluator.freq_* is set, so only first and last weights are evaluated."
     if isinstance(config, GRPOConfig) and config.async_training and not config.rollout.max_head_offpolicyness:
         yield "generation never runs ahead of training, for rollout.max_head_offpolicyness is 0; 1 or more makes it asynchronous."
 
