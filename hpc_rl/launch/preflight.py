@@ -67,10 +67,15 @@ def words(check: Check) -> str:
     return check.detail + (f" Nearest that fits: {check.nearest}." if check.nearest else "")
 
 
+_CPUS = "launcher.trainer_cpus_per_gpu, inference_server_cpus_per_gpu, rollout_cpus"
+_MEM = "launcher.trainer_mem_per_gpu, inference_server_mem_per_gpu, rollout_mem_mb"
+
+
 def request_of(config: Config, plan: Plan) -> Request:
     """What the job asks for, as far as sinfo can judge it."""
     slurm = config.launcher.slurm
     gpus = plan.n_gpus_per_node if any(unit.gpus_per_task for unit in plan.units) and plan.slurm_knows_gpus else None
+    given = next((name for name in ("mem_per_cpu", "mem_per_gpu", "mem") if getattr(slurm, name) not in (None, DERIVED)), "")
     cpus = plan.cpus_per_node if slurm.cpus_per_task == DERIVED else slurm.cpus_per_task and int(slurm.cpus_per_task)
     return Request(
         n_nodes=plan.n_nodes,
@@ -84,6 +89,8 @@ def request_of(config: Config, plan: Plan) -> Request:
         nodelist=slurm.nodelist,
         exclude=slurm.exclude,
         qos=slurm.qos,
+        cpus_from=_CPUS if slurm.cpus_per_task == DERIVED else "launcher.slurm.cpus_per_task",
+        mem_from=f"launcher.slurm.{given}" if given else _MEM,
     )
 
 

@@ -44,6 +44,8 @@ class Request:
     nodelist: str | None = None
     exclude: str | None = None
     qos: str | None = None
+    cpus_from: str = ""  # the options that the number comes from, in words
+    mem_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,11 @@ def judge(request: Request, nodes: Sequence[Node]) -> list[Finding]:
     default = next((node.partition for node in nodes if node.is_default), None)
     wanted = request.partition.split(",") if request.partition else [default] if default else []
     if not wanted:
-        return [Finding("partition", f"this cluster has no default partition; it has {', '.join(known)}.", "--partition NAME")]
+        return [Finding("partition", f"this cluster has no default partition; it has {', '.join(sorted(known))}.", "--partition NAME")]
     unknown = [name for name in wanted if name not in known]
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1) or [name for name in known if _takes(request, name, nodes)][:1]
-        words = f"there is no partition {unknown[0]!r} with nodes; this cluster has {', '.join(known)}."
+        words = f"there is no partition {unknown[0]!r} with nodes; this cluster has {', '.join(sorted(known))}."
         return [Finding("partition", words, f"--partition {near[0]}" if near else "")]
     verdicts = [_in_partition(request, name, nodes) for name in wanted]
     best = min(verdicts, key=lambda findings: sum(finding.certain for finding in findings))
@@ -169,21 +171,18 @@ def _has(features: frozenset[str], constraint: str) -> bool:
     return verdict
 
 
-_CPUS = "launcher.trainer_cpus_per_gpu, inference_server_cpus_per_gpu and rollout_cpus make them"
-_MEM = "launcher.trainer_mem_per_gpu, inference_server_mem_per_gpu and rollout_mem_mb make them"
-
-
 def _sizes(request: Request, name: str, nodes: list[Node]) -> list[Finding]:
     """What no node has, or too few nodes have."""
     n_nodes = request.n_nodes
     if len(nodes) < n_nodes:
         words = f"partition {name} has {len(nodes)} nodes, and {n_nodes} are asked for."
         return [Finding("nodes", words, f"--n_nodes {len(nodes)}" if nodes else "")]
+    cpus_from, mem_from = (f" (from {words})" if words else "" for words in (request.cpus_from, request.mem_from))
     kind = f"{request.gpu_type} GPUs" if request.gpu_type else "GPUs"
     dimensions: list[tuple[str, int | None, Callable[[Node], int], str, str]] = [
         ("gpus", request.gpus, lambda node: _gpu_count(node, request.gpu_type), f"{kind} per node", "cluster.n_gpus_per_node={}"),
-        ("cpus", request.cpus, lambda node: node.cpus, f"CPUs per node ({_CPUS})", "at most {} CPUs per node"),
-        ("memory", request.mem_mb, lambda node: node.mem_mb, f"MB of memory per node ({_MEM})", "at most {} MB per node"),
+        ("cpus", request.cpus, lambda node: node.cpus, f"CPUs per node{cpus_from}", "at most {} CPUs per node"),
+        ("memory", request.mem_mb, lambda node: node.mem_mb, f"MB of memory per node{mem_from}", "at most {} MB per node"),
     ]
     findings = []
     for limit, wanted, has, unit, change in dimensions:
