@@ -92,7 +92,9 @@ def judge(request: Request, nodes: Sequence[Node]) -> list[Finding]:
     default = next((node.partition for node in nodes if node.is_default), None)
     wanted = request.partition.split(",") if request.partition else [default] if default else []
     if not wanted:
-        return [Finding("partition", f"this cluster has no default partition; it has {', '.join(sorted(known))}.", "--partition NAME")]
+        return [
+            Finding("partition", f"this cluster has no default partition; it has {', '.join(sorted(known))}.", "--partition NAME")
+        ]
     unknown = [name for name in wanted if name not in known]
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1) or [name for name in known if _takes(request, name, nodes)][:1]
