@@ -13,6 +13,7 @@ from hpc_rl.config.cluster import SlurmLauncherConfig
 from hpc_rl.config.root import Config
 from hpc_rl.errors import ConfigError, NotBuilt
 from hpc_rl.plan.schema import Plan
+from hpc_rl.render import container
 from hpc_rl.render.environment import LINE_BREAK, environment
 from hpc_rl.render.slurm_time import signal_lead_s
 from hpc_rl.trial import Trial
@@ -83,6 +84,7 @@ def _common(plan: Plan, trial: Trial, stamp: Stamp) -> dict[str, Any]:
             raise ConfigError(
                 f"{what}: {str(path)!r} can't be used: PYTHONPATH and #SBATCH lines hold no colons and no line breaks."
             )
+    container.check_places(plan, trial.dir, stamp.workdir)
     return {
         "version": stamp.version,
         "trial_dir": str(trial.dir),
