@@ -41,7 +41,7 @@ _PYXIS = {  # option of pyxis -> why it can't be given
 def image_of(slurm: SlurmLauncherConfig, role: Role) -> str:
     """The image of a role; empty where it has none."""
     if role == "rollout" and slurm.rollout_image is not None:
-        return slurm.rollout_image
+        return "" if slurm.rollout_image == "none" else slurm.rollout_image
     return (slurm.inference_server_image if role == "server" else slurm.trainer_image) or ""
 
 
@@ -56,7 +56,7 @@ def binds_of(mount: str) -> list[str]:
 def images(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """Images are files; without one nothing else about containers has an effect."""
     slurm = config.launcher.slurm
-    given = [name for name in OPTION.values() if getattr(slurm, name)]
+    given = [name for name in OPTION.values() if getattr(slurm, name) not in (None, "", "none")]
     if given and slurm.container_type == "none":
         yield f"launcher.slurm.{given[0]} contradicts launcher.slurm.container_type none: use apptainer, or leave the image out."
     for name in given:
@@ -74,6 +74,8 @@ def _image(name: str, image: str, kind: str) -> Iterator[str]:
     if re.search(r"[a-z]+:/", image):
         pull = "enroot import -o FILE.sqsh" if kind == "pyxis" else "apptainer pull FILE.sif"
         yield f"{name} {image} is no file: pull it once, to where every node sees it, as with `{pull} docker://…`, and name that."
+    elif "/" not in image:
+        yield f"{name} {image} is no path: write /…/{image}, or ./{image}; none means no container."
     elif ":" in image:
         yield f"{name} {image} can't be used: the path of an image holds no colons."
 
@@ -135,7 +137,7 @@ def image_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm = config.launcher.slurm
     for name in OPTION.values():
         image = getattr(slurm, name)
-        if not image or not _seen(image):
+        if not image or image == "none" or not _seen(image):
             continue
         kind = "a .sqsh file" if slurm.container_type == "pyxis" else "a .sif file or an unpacked image's directory"
         if not Path(image).exists():

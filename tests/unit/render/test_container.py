@@ -68,7 +68,7 @@ def test_each_role_has_its_image_and_interpreter_and_the_supervisor_none():
         "rollout": "/images/r.sif",
         "server": "/images/s.sif",
     }
-    assert unit("launcher.slurm.trainer_image=/t.sif", 'launcher.slurm.rollout_image=""', role="rollout").container is None
+    assert unit("launcher.slurm.trainer_image=/t.sif", "launcher.slurm.rollout_image=none", role="rollout").container is None
     assert all(one.container is None for one in plan().units)
     assert Plan.from_json(made.to_json()) == made
 
@@ -177,6 +177,7 @@ def test_strange_characters_stay_one_word(text):
             "is no file: pull it once, to where every node sees it, as with `apptainer pull",
         ),
         ([PYXIS, "launcher.slurm.trainer_image=docker://x/y:1"], "`enroot import -o FILE.sqsh docker://…`"),
+        (["launcher.slurm.rollout_image=r.sif"], "rollout_image r.sif is no path: write /…/r.sif, or ./r.sif"),
         (["launcher.slurm.trainer_image=/a:b.sif"], "the path of an image holds no colons"),
         (["launcher.slurm.container_type=none", IMAGES[0]], "trainer_image contradicts launcher.slurm.container_type none"),
         (["launcher.slurm.mount=/a:/b"], "mount has no effect without launcher.slurm.trainer_image or inference_server_image"),
