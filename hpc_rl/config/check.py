@@ -81,6 +81,7 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
 
 def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     yield from train_notes(config, explicit)
+    yield from agreement.idle_notes(config, explicit)
     recover = config.recover
     if recover.mode == "disabled" and any(f"recover.freq_{unit}" in explicit for unit in ("epochs", "steps", "secs")):
         yield "recover.freq_* has no effect: recover.mode is disabled, so nothing is saved and nothing can be resumed."
