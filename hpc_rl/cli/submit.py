@@ -40,7 +40,7 @@ class Planned:
 
 def run(argv: list[str]) -> int:
     args, overrides = parse(parser(), argv)
-    planned = plan_of(load(args.config, overrides, presets=args.preset))
+    planned = plan_of(load(args.config, overrides, presets=args.preset, cluster=args.cluster))
     if args.dry_run:
         return _dry_run(planned, args.json)
     made = submission.submit(planned.loaded, planned.plan, command=["hpc-rl", "submit", *argv])
@@ -181,7 +181,7 @@ def run_render(argv: list[str]) -> int:
     made.add_argument("--output", type=Path, metavar="DIR", help="write there instead of where the trial belongs")
     add_json(made, "paths and notes")
     args, overrides = parse(made, argv)
-    planned = plan_of(load(args.config, overrides, presets=args.preset))
+    planned = plan_of(load(args.config, overrides, presets=args.preset, cluster=args.cluster))
     done = submission.render_to(planned.loaded, planned.plan, args.output, command=["hpc-rl", "render", *argv])
     if args.json:
         print_json(as_json(done, planned))

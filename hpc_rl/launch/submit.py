@@ -22,6 +22,7 @@ import hpc_rl
 from hpc_rl.config.changes import Change, changes, refuse_unsafe
 from hpc_rl.config.load import Loaded, from_dict, to_dict, trainer_of
 from hpc_rl.config.root import Config
+from hpc_rl.config.site import site_dirs
 from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, TrialBusy
 from hpc_rl.launch import index, provenance
 from hpc_rl.launch.claim import Claim
@@ -208,7 +209,7 @@ def _prepare(claim: Claim, loaded: Loaded, plan: Plan, command: list[str], start
         start_mode=start_mode,
     )
     plan_json = _json(plan.to_json())
-    scripts = render(config, plan, trial, stamp, scheduler)
+    scripts = render(config, plan, trial, stamp, scheduler, site_dirs())
     hashes = {
         "config.json": stamp.config_sha256,
         "plan.json": provenance.sha256(plan_json),

@@ -18,7 +18,7 @@ from hpc_rl import __version__
 from hpc_rl.checkpoint.generation import Commit
 from hpc_rl.checkpoint.lineage import submission_of
 from hpc_rl.checkpoint.manifest import Manifest, config_hash
-from hpc_rl.checkpoint.retention import retain
+from hpc_rl.checkpoint.retention import Policy, retain
 from hpc_rl.config.root import Config
 from hpc_rl.config.service import FrequencyConfig
 from hpc_rl.engines.base import Engine
@@ -75,6 +75,7 @@ class Run:
     step: int
     sinks: Sinks
     stats: Tracker = field(default_factory=Tracker)
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation; rank 0 only
     owes_evaluation: bool = False  # due, and put off because the trainer was told to stop
     _saved_step: int = -1
     _line_at: float = field(default_factory=time.monotonic)
@@ -91,6 +92,7 @@ class Run:
         for name, timer in self.timers.items():
             timer.restore(manifest["timers"].get(name, {}))
         self.owes_evaluation = bool(manifest["timers"].get("owes_evaluation"))
+        self.metrics = dict(manifest.get("metrics", {}))
         self._saved_step = self.step
 
     def version(self, step: int) -> WeightVersion:
@@ -110,6 +112,8 @@ class Run:
         """Evaluate now; owed where the trainer is told to stop meanwhile."""
         with self.stats.timed("evaluate_s"):
             numbers = recipe.evaluate(step)
+        if numbers:
+            self.metrics = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
         self.owes_evaluation = self.any_rank(numbers is None)
         self._keep_best(numbers, step)
 
@@ -145,7 +149,7 @@ class Run:
 
     def _commit(self, commit: Commit, recipe: Any, step: int) -> None:
         commit.commit(self.manifest(recipe, step))
-        recipe.retain(retain(self.trial, self.config.recover.keep))
+        recipe.retain(retain(self.trial, Policy(self.config.recover.keep)))
 
     def manifest(self, recipe: Any, step: int) -> Manifest:
         epoch, cursor = recipe.position(step)
@@ -163,6 +167,7 @@ class Run:
             cursor=cursor,
             timers={**timers, "owes_evaluation": self.owes_evaluation},
             stats=self.sinks.state(),
+            metrics=self.metrics,
             hpc_rl=__version__,
         )
 
