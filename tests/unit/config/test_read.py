@@ -7,6 +7,7 @@ enough where one section alone has it and no class of the product has an attribu
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections import defaultdict
 from functools import cache
@@ -100,7 +101,7 @@ def owners() -> dict[str, set[type]]:
 
     def walk(cls: type) -> None:
         for name, hint in hints(cls).items():
-            found[name].add(next(base for base in reversed(cls.__mro__) if name in base.__dict__.get("__annotations__", {})))
+            found[name].add(next(base for base in reversed(cls.__mro__) if name in inspect.get_annotations(base)))
             if section_of(hint):
                 walk(section_of(hint))
 
