@@ -61,5 +61,3 @@ def test_megatron_is_the_only_one_that_waits(tmp_path):
         made(MEGATRON, tmp_path)
     golden = {path.name.partition(".")[0] for path in GOLDEN.iterdir()}
     assert golden == set(NAMES) - {MEGATRON}
-
-
