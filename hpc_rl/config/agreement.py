@@ -134,24 +134,12 @@ def srun_options(config: Config, explicit: Collection[str]) -> Iterator[str]:
         option = word.partition("=")[0] if word.startswith("--") else word[:2]
         if not word.startswith("-"):
             yield f"{name}: {word!r} is no option; write a value with its option: --name=value."
+        elif option.startswith(("--container-", "--no-container-")):
+            yield f"{name}: {option}: name images in launcher.slurm.trainer_image and its like, the rest in container_args."
         elif "$" in word:
             yield f"{name}: {word!r}: variables are not expanded; write the value."
         elif option in _OURS or option in _DERIVED:
             yield f"{name}: {option} is derived from the plan and can't be given."
 
 
-def containers(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    """Images and what goes with them."""
-    slurm = config.launcher.slurm
-    images = [name for name in ("trainer_image", "inference_server_image") if getattr(slurm, name)]
-    if images and slurm.container_type == "none":
-        yield f"launcher.slurm.{images[0]} contradicts launcher.slurm.container_type none: use apptainer, or leave the image out."
-    if slurm.mount and not images:
-        yield "launcher.slurm.mount has no effect without launcher.slurm.trainer_image or inference_server_image."
-    for bind in slurm.mount.split(",") if slurm.mount else []:
-        parts = bind.split(":")
-        if not 1 <= len(parts) <= 3 or not all(part.startswith("/") for part in parts[:2]):
-            yield f"launcher.slurm.mount: {bind!r} is no bind: /source:/target, several separated by commas."
-
-
-RULES = [identity, consumer, servers, loading, best, srun_options, containers]
+RULES = [identity, consumer, servers, loading, best, srun_options]

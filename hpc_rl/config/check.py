@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config import agreement
+from hpc_rl.config import agreement, containers
 from hpc_rl.config.cluster import environment_of
 from hpc_rl.config.load import Loaded
 from hpc_rl.config.model_rules import model_rules
@@ -318,5 +318,6 @@ RULES: list[Rule] = [
     unavailable,
     *TRAIN_RULES,
     *agreement.RULES,
+    *containers.RULES,
 ]
-FILE_RULES: list[Rule] = [dataset_files, templates_dir, fileroot, shared_places]
+FILE_RULES: list[Rule] = [dataset_files, templates_dir, fileroot, shared_places, *containers.FILE_RULES]
