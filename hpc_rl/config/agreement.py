@@ -73,10 +73,23 @@ def is_embedded(config: Config) -> bool:
 
 def loading(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """Options of the datasets that need a GPU."""
-    for section in ("train_dataset", "valid_dataset"):
-        dataset = getattr(config, section)
-        if dataset and dataset.pin_memory and not config.cluster.n_gpus_per_node:
-            yield f"{section}.pin_memory has no effect without GPUs (cluster.n_gpus_per_node 0); leave it out."
+    if config.train_dataset.pin_memory and not config.cluster.n_gpus_per_node:
+        yield "train_dataset.pin_memory has no effect without GPUs (cluster.n_gpus_per_node 0); leave it out."
+
+
+def idle_notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """What was written and changes nothing in this trial; files of AReaL's say it all the same."""
+    idle = [name for name in ("batch_size", "shuffle", "drop_last", "pin_memory") if f"valid_dataset.{name}" in explicit]
+    if idle and config.valid_dataset is not None:
+        yield f"valid_dataset.{', '.join(idle)}: no effect: an evaluation takes every held-out row once, in their order."
+    if isinstance(config, GRPOConfig):
+        unused = "sglang" if is_embedded(config) else "embedded"
+        if any(name.startswith(f"{unused}.") for name in explicit):
+            yield f"{unused} has no effect: the trial's servers are {'embedded' if unused == 'sglang' else 'sglang'} ones."
+        return
+    roles = [name for name in sorted(explicit) if name.startswith(("launcher.rollout_", "launcher.inference_server_"))]
+    if roles:
+        yield f"{', '.join(roles)}: no effect: a {config.trainer} trial has a trainer only."
 
 
 METRICS = {  # trainer -> the numbers of its evaluations; the first is the default of saver.keep_best.metric

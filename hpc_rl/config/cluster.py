@@ -12,6 +12,7 @@ from hpc_rl.config.limits import (
     NodeCount,
     PathText,
     PositiveInt,
+    ScriptOrPath,
     SlurmCountOrDerived,
     SlurmMemory,
     SlurmMemoryOrDerived,
@@ -147,6 +148,32 @@ class SlurmLauncherConfig:
 
 
 @dataclass(kw_only=True)
+class HooksConfig:
+    """Scripts that run at moments of every attempt, after those of the site's `hooks.d`. A script is a path, or a text of
+    several lines (or one that begins with `#!`); what is submitted is a copy.
+
+    Args:
+        dir: Directory with scripts that are called as the moments are.
+        pre_job: On the first node, before anything else; its failure ends the job.
+        pre_node: On every node, after pre_job; its failure on any node ends the job, naming the node.
+        post_node: On every node, after the supervisor has ended.
+        post_job: On the first node, at the very end.
+        on_preempt: On the first node, as soon as the job is told to end (preemption, time limit), while the state is saved.
+        timeout_s: Time limit of each script in seconds; one that takes longer counts as failed.
+        on_preempt_timeout_s: Time limit of on_preempt in seconds; Slurm kills what is left soon after.
+    """
+
+    dir: PathText = ""
+    pre_job: ScriptOrPath | None = None
+    pre_node: ScriptOrPath | None = None
+    post_node: ScriptOrPath | None = None
+    post_job: ScriptOrPath | None = None
+    on_preempt: ScriptOrPath | None = None
+    timeout_s: PositiveInt = 300
+    on_preempt_timeout_s: PositiveInt = 20
+
+
+@dataclass(kw_only=True)
 class LauncherConfig:
     """How processes are started.
 
@@ -163,6 +190,7 @@ class LauncherConfig:
         rollout_mem_mb: Memory of the rollout role, in MB.
         inference_server_env_vars: Environment of the generation servers: a mapping, or `A=b,C=d`.
         trainer_env_vars: Environment of the trainer ranks: a mapping, or `A=b,C=d`.
+        hooks: Scripts of the site and of the trial around every attempt.
         slurm: What is asked of Slurm.
     """
 
@@ -178,6 +206,7 @@ class LauncherConfig:
     rollout_mem_mb: PositiveInt = 16384
     inference_server_env_vars: dict[str, str] | str = ""
     trainer_env_vars: dict[str, str] | str = ""
+    hooks: HooksConfig = field(default_factory=HooksConfig)
     slurm: SlurmLauncherConfig = field(default_factory=SlurmLauncherConfig)
 
 

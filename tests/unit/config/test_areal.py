@@ -6,6 +6,8 @@ WAITING is exact: a key that starts to work must be taken out of it, and nothing
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,17 @@ def test_the_cpu_preset_makes_it_run_here(tmp_path):
     loaded = check(load([path], presets=["cpu"], profiles=[]), files=False)
     plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="local")
     assert (plan.allocation, plan.device) == ("embedded:d1+fsdp:d1", "cpu")
+
+
+def test_loading_and_planning_a_whole_file_needs_no_torch():
+    code = f"""
+import sys
+from hpc_rl.config.check import check
+from hpc_rl.config.load import load
+from hpc_rl.plan.plan import make_plan
+loaded = check(load([{str(FOLDER / "gsm8k_grpo.yaml")!r}], presets=["cpu"]), files=False)
+make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
+print([name for name in ("torch", "transformers", "tokenizers", "sglang", "datasets", "wandb", "numpy") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
