@@ -103,7 +103,7 @@ def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Policy:
 
 
 def _make(config: TrainEngineConfig) -> Any:
-    """The model of transformers, its weights from the directory or random. Raises ConfigError, ImportError, ValueError, OSError."""
+    """The model of transformers, its weights from the directory or random. Raises ConfigError, ImportError, ValueError."""
     kind: Any = AutoModelForSequenceClassification if config.is_critic else AutoModelForCausalLM
     labels: dict[str, Any] = {"num_labels": 1} if config.is_critic else {}
     if config.init_from_scratch:
