@@ -40,7 +40,7 @@ class Manifest:
         counters: Where the engine's schedule and optimizer stood, to be compared when it is loaded.
         timers: State of the timers: what has elapsed, never the frequencies.
         stats: Where the sinks stood.
-        metrics: Numbers of the last evaluation before the save, as `eval_reward`.
+        metrics: Numbers of the evaluation of this very state, as `eval_reward`; {} where it was not evaluated.
         versions: Of this package, the libraries and Python; `commit` is that of the checkout, where it was one.
         files: Every other file of the folder.
         schema: Layout of this record.

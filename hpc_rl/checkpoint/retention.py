@@ -27,7 +27,7 @@ class Policy:
         newest: So many of the newest; at least one always stays.
         every_steps: Besides, those whose step is a multiple of this; None means none.
         best: Besides, so many with the best `metric`; those that have no such number don't count.
-        metric: Name of a number of the last evaluation before the save, as `eval_reward`.
+        metric: Name of a number of the evaluation of that state, as `eval_reward`.
         higher_is_better: Whether a larger number is better.
     """
 
@@ -39,7 +39,7 @@ class Policy:
 
 
 class Generation(Protocol):
-    """What the rule looks at; `metrics` are the numbers of the last evaluation before the save."""
+    """What the rule looks at; `metrics` are the numbers of its evaluation."""
 
     @property
     def step(self) -> int: ...

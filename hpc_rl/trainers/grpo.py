@@ -25,11 +25,12 @@ from hpc_rl.errors import RoleFailed
 from hpc_rl.rollout.client import RolloutClient
 from hpc_rl.trainers import evaluate
 from hpc_rl.trainers.run import Run, tokenizer_folder, total_steps
-from hpc_rl.types import Batch, Trajectory
+from hpc_rl.types import Batch, Trajectory, decode
 from hpc_rl.weights import disk
 from hpc_rl.weights.publish import Publisher
 
 logger = logging.getLogger(__name__)
+ROUND_S = 10.0  # a rank that waits for another must not wait as long as a collective may last
 
 
 class GRPO:
@@ -66,11 +67,24 @@ class GRPO:
         self.has_kl_rewards = self.actor.kl_ctl > 0 and (reference is not None or self.areal)
 
     def batch(self, step: int) -> Batch | None:
-        batch = self.rollout.batch(step, self.run.lineage, self.run.stopping)
-        if batch is not None:
-            newest = max((group.index for group in batch.groups), default=-1)
-            self._frontier = {"sealed": step, "newest_prompt": newest}
-        return batch
+        """Rank 0 fetches it for all, in rounds: the others hear now and then that it is not there yet, or are told to stop."""
+        run = self.run
+
+        def fetch() -> bytes | None:
+            try:
+                return self.rollout.batch_bytes(step, run.lineage, run.stopping, within_s=ROUND_S)
+            except TimeoutError:
+                return b""
+
+        while True:
+            body = run.ranks.bytes_from_rank0(fetch)
+            if body:
+                batch: Batch = decode(body)
+                newest = max((group.index for group in batch.groups), default=-1)
+                self._frontier = {"sealed": step, "newest_prompt": newest}
+                return batch
+            if run.any_rank(body is None or run.stopping.is_set()):
+                return None
 
     def update(self, step: int, batch: Batch) -> None:
         rows = [trajectory for group in batch.groups for trajectory in group.trajectories]
@@ -148,8 +162,8 @@ class GRPO:
             "reward_bias": self.actor.reward_bias,
             "reward_scaling": self.actor.reward_scaling,
             "reward_clip": self.actor.reward_clip,
-            "reward_norm": _levels(self.actor.reward_norm),
-            "adv_norm": _levels(self.actor.adv_norm),
+            "reward_norm": levels(self.actor.reward_norm),
+            "adv_norm": levels(self.actor.adv_norm),
             "discount": self.actor.discount,
             "gae_lambda": self.actor.gae_lambda,
             "token_rewards_BT": self._kl_rewards(rows, mask_BT, known),
@@ -363,7 +377,8 @@ def rectangle(rows: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(out_BT)
 
 
-def _levels(norm: NormConfig | None) -> Levels | None:
+def levels(norm: NormConfig | None) -> Levels | None:
+    """The section as the algorithms take it."""
     if norm is None:
         return None
     return Levels(norm.mean_level, norm.std_level, norm.eps, norm.mean_leave1out, norm.std_unbiased)
