@@ -20,7 +20,7 @@ from hpc_rl.cli.__main__ import main
 from hpc_rl.errors import ExitCode
 from hpc_rl.trial import Trial
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 OPTIONS = ["total_train_steps=4", "train_dataset.batch_size=8", "recover.mode=auto", "recover.freq_steps=1", "saver.freq_steps=3"]
 
 
@@ -32,7 +32,7 @@ def trained(tmp_path_factory) -> Trial:
     trial = make_trial(folder, "trained", "sft", [*OPTIONS, "recover.keep=3", held_out, "evaluator.freq_steps=1"])
     write_plan(trial, "sft", 2)
     with Roles(trial, "1.0") as roles:
-        assert roles.ended(roles.trainer(2), timeout_s=200) == [0, 0]
+        assert roles.ended(roles.trainer(2), timeout_s=400) == [0, 0]
     return trial
 
 
@@ -114,7 +114,7 @@ def test_an_imported_checkpoint_is_what_a_trial_goes_on_from(trial, tmp_path, ca
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     with Roles(fresh, "2.0") as roles:
         first = roles.trainer(1)
-        roles.wait_for_step(1, timeout_s=120)
+        roles.wait_for_step(1, timeout_s=240)
         Roles.kill(first)
         assert roles.ended(first) == [-signal.SIGKILL]
         assert "loading generation 0" in roles.trial.attempt("2.0").log("trainer", 0, 0, 0).read_text()

@@ -185,7 +185,7 @@ def test_grpo_killed_walks_back_to_the_oldest_generation_and_gets_the_same_batch
         roles.start("server")
         roles.start("rollout")
         first = roles.trainer(2)
-        roles.wait_for_step(9)
+        roles.wait_for_step(9, timeout_s=150)
         Roles.kill(first)
         assert roles.ended(first) == [-signal.SIGKILL] * 2
         saved = damage(trial)
