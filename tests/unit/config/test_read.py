@@ -52,7 +52,11 @@ ONLY_RULES = {  # pattern -> why no role reads it: a rule holds it to the one va
     r"(actor|model|ref)\.(fsdp\.offload_params|ds_auto_tp\.autotp_size)": "refused when set (train_rules)",
     r"(actor|model|ref)\.backend": "empty or fsdp; megatron is refused (train_rules)",
     r"(actor|model|ref)\.optimizer\.type": "adam where there is training, empty where there is none (train_rules)",
-    r"launcher\.slurm\.(container_type|mount)": "go with an image, and images are refused (agreement.containers)",
+}
+GENERIC = {  # pattern -> file, and words in it that read these by a name that is made
+    r"launcher\.hooks\.(pre|post|on)_[a-z]+": ("hpc_rl/render/hooks.py", "getattr(hooks, event)"),
+    r"launcher\.slurm\.[a-z_]+_image": ("hpc_rl/plan/containers.py", "image_of(slurm, role)"),
+    r"launcher\.slurm\.[a-z_]+_image_python": ("hpc_rl/plan/containers.py", "getattr(slurm, _PYTHON[role])"),
 }
 
 
@@ -114,6 +118,8 @@ def is_read(name: str) -> bool:
     *sections, leaf = name.split(".")
     section = sections[-1] if sections else ""
     if section == "sglang" and (leaf in {option for table in FLAGS.values() for option in table} or leaf in _dropped()):
+        return True
+    if any(re.fullmatch(pattern, name) and words in (ROOT / file).read_text() for pattern, (file, words) in GENERIC.items()):
         return True
     if section == "slurm" and re.search(rf"\bslurm\.{leaf}\b", templates()):
         return True
