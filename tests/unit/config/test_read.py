@@ -17,8 +17,11 @@ import pytest
 
 from hpc_rl.config import unavailable
 from hpc_rl.config.build import hints, options, section_of
+from hpc_rl.config.containers import OPTION
 from hpc_rl.config.root import CONFIGS
 from hpc_rl.config.sglang_versions import DROPPED
+from hpc_rl.plan.containers import PYTHONS
+from hpc_rl.render.hooks import EVENTS
 from hpc_rl.servers.sglang_flags import FLAGS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,10 +56,10 @@ ONLY_RULES = {  # pattern -> why no role reads it: a rule holds it to the one va
     r"(actor|model|ref)\.backend": "empty or fsdp; megatron is refused (train_rules)",
     r"(actor|model|ref)\.optimizer\.type": "adam where there is training, empty where there is none (train_rules)",
 }
-GENERIC = {  # pattern -> file, and words in it that read these by a name that is made
-    r"launcher\.hooks\.(pre|post|on)_[a-z]+": ("hpc_rl/render/hooks.py", "getattr(hooks, event)"),
-    r"launcher\.slurm\.[a-z_]+_image": ("hpc_rl/plan/containers.py", "image_of(slurm, role)"),
-    r"launcher\.slurm\.[a-z_]+_image_python": ("hpc_rl/plan/containers.py", "getattr(slurm, _PYTHON[role])"),
+BY_NAME = {  # pattern -> a dict of the product that has each such option's name as a key or value, for getattr
+    r"launcher\.hooks\.(\w+)": EVENTS,
+    r"launcher\.slurm\.(\w+_image)": OPTION.values(),
+    r"launcher\.slurm\.(\w+_image_python)": PYTHONS.values(),
 }
 
 
@@ -117,9 +120,9 @@ def owners() -> dict[str, set[type]]:
 def is_read(name: str) -> bool:
     *sections, leaf = name.split(".")
     section = sections[-1] if sections else ""
-    if section == "sglang" and (leaf in {option for table in FLAGS.values() for option in table} or leaf in _dropped()):
+    if any((found := re.fullmatch(pattern, name)) and found[1] in known for pattern, known in BY_NAME.items()):
         return True
-    if any(re.fullmatch(pattern, name) and words in (ROOT / file).read_text() for pattern, (file, words) in GENERIC.items()):
+    if section == "sglang" and (leaf in {option for table in FLAGS.values() for option in table} or leaf in _dropped()):
         return True
     if section == "slurm" and re.search(rf"\bslurm\.{leaf}\b", templates()):
         return True
