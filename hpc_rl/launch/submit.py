@@ -81,8 +81,8 @@ def submit(
     trial = trial or trial_of(loaded.config)
     scheduler = scheduler or make_scheduler(loaded.config.launcher.type, trial)
     check(trial, loaded.config.recover.mode, recover)
-    if scheduler.name == "local" and "launcher.python" in loaded.explicit:
-        check_interpreter(plan.python)
+    if scheduler.name == "local":
+        check_programs(plan, loaded)
     with Claim(trial) as claim:
         check(trial, loaded.config.recover.mode, recover)  # whoever held the claim before may have submitted
         check_length(trial, loaded.config.total_train_steps)
@@ -163,10 +163,17 @@ def refuse_finished(trial: Trial, changed: Sequence[Change]) -> None:
         )
 
 
-def check_interpreter(python: str) -> None:
-    """Whether this machine, which is to run the trial, has the interpreter. Raises ConfigError."""
-    if shutil.which(python) is None:
+def check_programs(plan: Plan, loaded: Loaded) -> None:
+    """Whether this machine, which is to run the trial, has what it is started with. Raises ConfigError."""
+    python = plan.python
+    if "launcher.python" in loaded.explicit and shutil.which(python) is None:
         raise ConfigError(f"launcher.python {python} is not a program that can be run here; leave it out for {sys.executable}.")
+    for program in {unit.container.program for unit in plan.units if unit.container}:
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"launcher.slurm.container_program {program} is not a program that can be run here; "
+                "install it, or leave the images out to run without containers."
+            )
 
 
 def check_idle(trial: Trial) -> None:

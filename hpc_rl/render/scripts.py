@@ -14,6 +14,7 @@ from hpc_rl.config.cluster import SlurmLauncherConfig
 from hpc_rl.config.root import Config
 from hpc_rl.errors import ConfigError, NotBuilt
 from hpc_rl.plan.schema import Plan
+from hpc_rl.render import container
 from hpc_rl.render.directives import Ask, directives
 from hpc_rl.render.environment import LINE_BREAK, environment
 from hpc_rl.render.hooks import EVENTS, Hook, gather
@@ -107,6 +108,7 @@ def _common(plan: Plan, trial: Trial, stamp: Stamp) -> dict[str, Any]:
             raise ConfigError(
                 f"{what}: {str(path)!r} can't be used: PYTHONPATH and #SBATCH lines hold no colons and no line breaks."
             )
+    container.check_places(plan, trial.dir, stamp.workdir)
     return {
         "version": stamp.version,
         "trial_dir": str(trial.dir),
