@@ -25,7 +25,7 @@ def trial(fake_trial, scheduler):
     ("more", "was", "call", "words"),
     [
         ([], State.RUNNING, ("nudge", "7"), "saves its state"),
-        (["--now"], State.RUNNING, ("cancel", "7"), "ended by the scheduler now"),
+        (["--now"], State.RUNNING, ("cancel", "7"), "saves its state if that fits"),
         ([], State.PENDING, ("cancel", "7"), "out of the queue"),
     ],
 )

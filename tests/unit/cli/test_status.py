@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("state_home")
 
 STORY = """\
 exp/t1   running   step 80 of 100 (80 %)   1.0 steps/s, done in about 20 s
+time        since 2026-09-21 14:21
 directory   DIR
 plan        grpo, embedded:d1+fsdp:d1, 1 node, recover.mode auto
 job         8 (local), submitted 2026-09-21 14:21
