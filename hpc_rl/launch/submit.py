@@ -19,8 +19,10 @@ from typing import Any
 import yaml
 
 import hpc_rl
-from hpc_rl.config.load import Loaded, to_dict, trainer_of
+from hpc_rl.config.changes import Change, changes, refuse_unsafe
+from hpc_rl.config.load import Loaded, from_dict, to_dict, trainer_of
 from hpc_rl.config.root import Config
+from hpc_rl.config.site import site_dirs
 from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, TrialBusy
 from hpc_rl.launch import index, provenance
 from hpc_rl.launch.claim import Claim
@@ -32,6 +34,8 @@ from hpc_rl.schedulers import make_scheduler, pick, record
 from hpc_rl.schedulers.base import JobSpec, Scheduler
 from hpc_rl.trial import Trial, account, read_json, write_json
 
+ENDS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")  # what says when a trial is at its end
+
 
 @dataclass(frozen=True)
 class Submission:
@@ -42,6 +46,7 @@ class Submission:
     scheduler: str
     job_id: str = ""
     output: Path | None = None  # where the script's own words go
+    changes: tuple[Change, ...] = ()  # what differs from the configuration that the trial had; all safe
 
 
 def trial_of(config: Config) -> Trial:
@@ -81,13 +86,16 @@ def submit(
     with Claim(trial) as claim:
         check(trial, loaded.config.recover.mode, recover)  # whoever held the claim before may have submitted
         check_length(trial, loaded.config.total_train_steps)
+        changed = changed_options(trial, loaded.config)
+        refuse_finished(trial, changed)
         made = _prepare(claim, loaded, plan, list(command), "resume" if recover else plan.recover_mode, scheduler.name)
+        claim.remove(trial.done)  # where it was at its end, it goes on
         job_id = scheduler.submit(JobSpec(job_name(trial), made.script, made.tag))
         claim.keep()
         job = {"job_id": job_id, "scheduler": scheduler.name, "time": time.time(), "command": list(command), "tag": made.tag}
         write_json(trial.job(job_id), job | {"start_mode": made.start_mode, "lineage_parent": lineage_parent})
     index.record(trial)
-    return Submission(trial, made.script, scheduler.name, job_id, trial.jobs / f"{job_id}.out")
+    return Submission(trial, made.script, scheduler.name, job_id, trial.jobs / f"{job_id}.out", tuple(changed))
 
 
 def render_to(loaded: Loaded, plan: Plan, directory: Path | None = None, *, command: Sequence[str]) -> Submission:
@@ -126,6 +134,32 @@ def check_length(trial: Trial, total_steps: int | None) -> None:
         raise ConfigError(
             f"total_train_steps {total_steps}: trial {trial} goes on from generation {newest}, which is past that. "
             f"Allowed: {newest} or more; for a shorter trial give another trial_name."
+        )
+
+
+def changed_options(trial: Trial, config: Config) -> list[Change]:
+    """What differs from the configuration that the trial's state was made with; none where there is no such state.
+
+    Raises ConfigError where the state can't take a change.
+    """
+    data = read_json(trial.config_json)
+    if data is None or not (newest_generation(trial) is not None or any(trial.rollout.glob("*"))):
+        return []
+    try:
+        old = from_dict(data)
+    except ConfigError as error:
+        raise ConfigError(f"{trial.config_json}, which trial {trial} goes on from, is of another version: {error}") from error
+    found = changes(old, config)
+    refuse_unsafe(found, str(trial))
+    return found
+
+
+def refuse_finished(trial: Trial, changed: Sequence[Change]) -> None:
+    """Raises NothingToResume where the trial is at its end and nothing makes it longer: the job would end at once."""
+    if trial.done.exists() and not any(change.name in ENDS for change in changed):
+        raise NothingToResume(
+            f"{trial} has reached its end. To train it longer: hpc-rl recover {index.handle(trial)} total_train_steps=N; "
+            f"what it made is in {trial.exports}. For a fresh start give another trial_name."
         )
 
 
@@ -175,7 +209,7 @@ def _prepare(claim: Claim, loaded: Loaded, plan: Plan, command: list[str], start
         start_mode=start_mode,
     )
     plan_json = _json(plan.to_json())
-    scripts = render(config, plan, trial, stamp, scheduler)
+    scripts = render(config, plan, trial, stamp, scheduler, site_dirs())
     hashes = {
         "config.json": stamp.config_sha256,
         "plan.json": provenance.sha256(plan_json),
