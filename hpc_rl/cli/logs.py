@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
     for number, log in enumerate(chosen):
         if len(chosen) > 1:
             print(f"{chr(10) if number else ''}==> {log.title(trial)} <==")
-        print("\n".join(last_lines(log.path, args.lines)))
+        print("\n".join(last_lines(log.path, args.lines) or ["(empty)"]))
     return 0
 
 

@@ -8,7 +8,7 @@ import dataclasses
 from hpc_rl.checkpoint.decide import Decision, Situation, decide
 from hpc_rl.checkpoint.lineage import gather, read_lineages
 from hpc_rl.cli.options import add_trial, new_parser, print_json
-from hpc_rl.cli.submit import add_outcome, announce, changed_lines, parse, plan_of
+from hpc_rl.cli.submit import add_outcome, announce, changed_lines, compared, parse, plan_of
 from hpc_rl.config.check import check
 from hpc_rl.config.load import Loaded, load
 from hpc_rl.errors import ExitCode, TrialStateError
@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
     if args.explain:
         return explain(trial, loaded, args)
     submission.check_idle(trial)
-    planned = plan_of(loaded)
+    planned = compared(plan_of(loaded), args.no_check)
     parent = next((record.submission for record in reversed(read_lineages(trial))), None)
     done = submission.submit(
         planned.loaded, planned.plan, command=["hpc-rl", "recover", *argv], trial=trial, recover=True, lineage_parent=parent

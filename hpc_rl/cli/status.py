@@ -80,7 +80,7 @@ def text(story: Story, max_attempts: int | None = None) -> list[str]:
     if story.rollout is not None and story.state != "done":
         lines += [
             "",
-            row("rollout", counts(story.rollout)),
+            row("rollout", counts(story.rollout, story.live is not None)),
             *(row("", line) for line in troubles(story.rollout, story.live is not None)),
         ]
     if story.history.steps or story.history.evaluations:

@@ -252,7 +252,7 @@ def left_processes(facts: Facts, wanted: Wanted) -> Finding:
         return warn(
             "leftovers",
             f"{named}{more}",
-            f"nobody holds them; end them: kill {' '.join(str(one.pid) for one in facts.leftovers)}",
+            f"their supervisor is gone; end them: kill {' '.join(str(one.pid) for one in facts.leftovers)}",
         )
     return ok("leftovers", "no process of an earlier trial")
 

@@ -25,6 +25,7 @@ NEEDED_HERE = ("jsonargparse", "PyYAML", "jinja2", "omegaconf", "aiohttp", "nump
 LIBRARIES = ("torch", "transformers", "safetensors", "tensorboard", "sglang", "megatron-core")
 UNLIMITED = -1
 OURS = b"HPC_RL_STEPS="
+INITS = ("init", "systemd", "tini", "dumb-init", "docker-init", "catatonit")  # what inherits a process whose parent has died
 ASK_VERSIONS = """
 import importlib.metadata, json, sys
 def version(name):
@@ -255,11 +256,11 @@ def _network(facts: Facts) -> None:
 
 
 def leftovers(proc: Path = Path("/proc")) -> list[Leftover]:
-    """Processes of trials, of this account, that nobody holds: no supervisor and no step daemon is their parent.
+    """Processes of trials, of this account, whose supervisor is gone: init, or what stands in for it, is their parent.
 
-    Known by their environment alone, never by a name.
+    Known by their environment and parent alone, never by a name of theirs.
     """
-    ours: dict[int, tuple[int, dict[str, str], str]] = {}
+    found = []
     for path in proc.iterdir():
         if not path.name.isdigit():
             continue
@@ -269,23 +270,10 @@ def leftovers(proc: Path = Path("/proc")) -> list[Leftover]:
                 continue
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
             words = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            adopted = parent <= 1 or (proc / str(parent) / "comm").read_text().strip() in INITS
         except (OSError, ValueError):
             continue
         environ = dict(line.partition("=")[::2] for line in raw.decode(errors="replace").split("\0"))
-        ours[int(path.name)] = (parent, environ, words)
-    found = []
-    for pid, (parent, environ, words) in sorted(ours.items()):
-        held = parent > 1 and (parent in ours or _is_supervisor(parent, proc))
-        if words and pid != os.getpid() and not held:
-            found.append(Leftover(pid, words[:120], environ.get("SLURM_JOB_ID", "")))
-    return found
-
-
-def _is_supervisor(pid: int, proc: Path) -> bool:
-    """Whether a process is one that starts roles: a supervisor, or Slurm's step daemon."""
-    try:
-        name = (proc / str(pid) / "comm").read_text().strip()
-        words = (proc / str(pid) / "cmdline").read_bytes()
-    except OSError:
-        return False
-    return name == "slurmstepd" or b"hpc_rl.app.supervisor" in words
+        if words and adopted:
+            found.append(Leftover(int(path.name), words[:120], environ.get("SLURM_JOB_ID", "")))
+    return sorted(found, key=lambda one: one.pid)

@@ -71,10 +71,12 @@ def _fits(name: str, value: Any) -> bool:
     return isinstance(value, (int, float) if isinstance(default, (int, float)) else type(default))
 
 
-def counts(rollout: Rollout) -> str:
-    """One line: what is made and what waits."""
-    parts = [f"{rollout.running} prompts running", f"{rollout.ready} groups ready", f"{rollout.accepted} accepted"]
-    parts.append(f"{sum(rollout.rejected.values())} rejected")
+def counts(rollout: Rollout, live: bool) -> str:
+    """One line: what is made and what waits; of one that is over, what it made."""
+    parts = [f"{rollout.running} prompts running", f"{rollout.ready} groups ready"] if live else []
+    parts += [f"{rollout.accepted} prompts accepted", f"{sum(rollout.rejected.values())} rejected"]
+    if not live:
+        return ", ".join(parts)
     if rollout.servers is not None:
         parts.append(f"{rollout.servers} server{'' if rollout.servers == 1 else 's'} alive")
     if rollout.evaluating:

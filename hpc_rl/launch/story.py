@@ -165,7 +165,7 @@ class Reader:
             lineages=lines,
             step=step,
             total_steps=_total_steps(self.trial, history, step if state == "done" else None),
-            rate=_rate(history, lines[-1].from_step if lines else 0),
+            rate=_rate(history, lines[-1].from_step if lines else 0) if attempts and attempts[-1].last_step is not None else None,
             generation=newest_generation(self.trial),
             exports=sorted(path.name for path in self.trial.exports.glob("*") if path.is_dir() and not path.name.startswith(".")),
             plan=plan if isinstance(plan, dict) else {},

@@ -79,7 +79,7 @@ def test_an_interpreter_that_is_none():
 
 
 def test_a_process_whose_supervisor_is_gone_is_found_and_no_other(tmp_path):
-    """`proc` is made by hand: 10 is held by a supervisor, 11 by 10, 12 by a step daemon, 13 by nobody, 14 is not ours."""
+    """`proc` is made by hand: 10 is held by a supervisor, 11 by 10, 12 by a step daemon, 13 and 15 by nobody, 14 is not ours."""
 
     def process(pid: int, parent: int, words: str, comm: str = "python", ours: bool = True) -> None:
         folder = tmp_path / str(pid)
@@ -96,8 +96,10 @@ def test_a_process_whose_supervisor_is_gone_is_found_and_no_other(tmp_path):
     process(12, 6, "python -m hpc_rl.app.server")
     process(13, 1, "sglang::scheduler")
     process(14, 1, "bash", ours=False)
+    process(7, 1, "/lib/systemd/systemd --user", comm="systemd", ours=False)
+    process(15, 7, "python -m hpc_rl.app.trainer")
     (tmp_path / "self").mkdir()
-    assert [(left.pid, left.job_id) for left in leftovers(tmp_path)] == [(13, "7")]
+    assert [(left.pid, left.job_id) for left in leftovers(tmp_path)] == [(13, "7"), (15, "7")]
 
 
 def test_without_slurm_only_that_is_said(tmp_path):
