@@ -137,17 +137,22 @@ def attempt_lines(attempt: AttemptStory, story: Story) -> list[str]:
     start = f"started {clock(attempt.started)}" if attempt.started else "started"
     took = f" after {span(attempt.ended - attempt.started)}" if attempt.ended and attempt.started else ""
     lines = [f"  {attempt.id:<{WIDTH}}  {attempt.state}{took}   {start}, {span_of_steps(attempt)}"]
-    if attempt.cause and attempt.cause != attempt.state:
+    if attempt.cause and attempt.cause != attempt.state and not (attempt is story.attempts[-1] and story.reason == attempt.cause):
         lines.append(f"  {'':<{WIDTH}}  {attempt.cause}")
     for line in attempt.lineages[1:] if attempt.lineages and attempt.lineages[0].from_step == 0 else attempt.lineages:
         why = f": {line.reason}" if line.reason else ""
         lines.append(f"  {'':<{WIDTH}}  lineage {line.lineage} from {origin(line.from_step)}{why}")
-    for role in attempt.roles:
-        for end in role.ends:
-            if end.incarnation < role.incarnation:
-                why = end_words(end.code, end.reason)
-                lines.append(f"  {'':<{WIDTH}}  {role.name} started again after incarnation {end.incarnation}: {why}")
-    return lines
+    return lines + [f"  {'':<{WIDTH}}  {words}" for role in attempt.roles if (words := restarts(role))]
+
+
+def restarts(role: RoleStory) -> str:
+    """Why a role was started again, the last time; empty where it was not."""
+    before = [end for end in role.ends if end.incarnation < role.incarnation]
+    if not before:
+        return ""
+    last = max(before, key=lambda end: end.incarnation)
+    again = f"after incarnation {last.incarnation}" if len(before) == 1 else f"{len(before)} times, the last time"
+    return f"{role.name} started again {again}: {end_words(last.code, last.reason)}"
 
 
 def origin(from_step: int) -> str:

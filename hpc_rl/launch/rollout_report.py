@@ -10,7 +10,7 @@ from hpc_rl.launch.words import span
 from hpc_rl.trial import Attempt, read_json
 
 HANGING_S = 60.0  # a prompt that runs for longer is worth a word where nothing else has finished meanwhile
-WORRYING_IN_A_ROW = 8
+WORRYING_IN_A_ROW = 4
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -24,6 +25,16 @@ async def keep_reporting(
 
     Returns never. A failing file system costs a log line.
     """
+    try:
+        await _keep_writing(path, status, slow, every_s)
+    finally:
+        with contextlib.suppress(OSError):  # whatever ends the role: what it last knew
+            write_json(path, {"time": time.time(), **status()})
+
+
+async def _keep_writing(
+    path: Path, status: Callable[[], dict[str, Any]], slow: Callable[[], dict[str, Any]], every_s: float
+) -> None:
     last: dict[str, Any] = {}
     written_at = float("-inf")
     while True:
