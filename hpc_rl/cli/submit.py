@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from hpc_rl.trial import Trial
 
 @dataclass(frozen=True)
 class Planned:
-    """A checked configuration and its plan."""
+    """A checked configuration and its plan. `changed`: lines on what recover found different from before."""
 
     loaded: Loaded
     plan: Plan
+    changed: list[str] = field(default_factory=list)
 
     @property
     def notes(self) -> list[str]:
@@ -93,7 +94,7 @@ def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> in
     elif args.parsable:
         print(made.job_id)
     else:
-        print("\n".join([*notes(planned), *lines(made), *next_lines(made.trial)]))
+        print("\n".join([*notes(planned), *planned.changed, *lines(made), *next_lines(made.trial)]))
     sys.stdout.flush()
     if not args.follow:
         return 0
@@ -113,7 +114,7 @@ def notes(planned: Planned) -> list[str]:
 
 def lines(made: Submission) -> list[str]:
     job = [f"job        {made.job_id} ({made.scheduler})"] if made.job_id else []
-    newest = newest_generation(made.trial)
+    newest = newest_generation(made.trial) if made.from_step is None else made.from_step
     start = (
         [] if newest is None else [f"start      from generation {newest} if it verifies; a fresh start needs another trial_name"]
     )
@@ -136,6 +137,7 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
         "output": str(made.output) if made.output else None,
         "allocation": planned.plan.allocation,
         "notes": planned.notes,
+        "changed": planned.changed,
     }
 
 

@@ -60,6 +60,15 @@ class Claim:
         except OSError as error:
             raise CannotWrite(f"{path} can't be written: {error.strerror or error}") from error
 
+    def remove(self, path: Path) -> None:
+        """Delete a file of the trial, if it is there. Raises CannotWrite."""
+        if path.exists():
+            self._old.setdefault(path, path.read_bytes())
+            try:
+                path.unlink()
+            except OSError as error:
+                raise CannotWrite(f"{path} can't be removed: {error.strerror or error}") from error
+
     def keep(self) -> None:
         """From here on nothing is taken back: the scheduler has the job."""
         self._fresh, self._old, self._missing = False, {}, []

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 import hpc_rl
+from hpc_rl.checkpoint.lineage import trimmed
 from hpc_rl.config.load import Loaded, to_dict, trainer_of
 from hpc_rl.config.root import Config
 from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, TrialBusy
@@ -42,6 +43,22 @@ class Submission:
     scheduler: str
     job_id: str = ""
     output: Path | None = None  # where the script's own words go
+    from_step: int | None = None  # the generation that a person named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What `hpc-rl recover` adds to a submission: its first start resumes, whatever the stored mode is.
+
+    Args:
+        from_step: The generation that a person named; None for the newest valid one.
+        parent: Job id of the submission that this one goes on from.
+        changed: What the configuration changes, in words, for the records.
+    """
+
+    from_step: int | None = None
+    parent: str | None = None
+    changed: tuple[str, ...] = ()
 
 
 def trial_of(config: Config) -> Trial:
@@ -55,8 +72,7 @@ def submit(
     *,
     command: Sequence[str],
     trial: Trial | None = None,
-    recover: bool = False,
-    lineage_parent: str | None = None,
+    recovery: Recovery | None = None,
     scheduler: Scheduler | None = None,
 ) -> Submission:
     """Hand the trial in.
@@ -66,8 +82,7 @@ def submit(
         plan: What was planned from it.
         command: The command line, for the records.
         trial: Where it lies; by default as the configuration says.
-        recover: `hpc-rl recover`: the first start resumes, whatever the stored mode is.
-        lineage_parent: Job id of the submission that this one goes on from.
+        recovery: Of `hpc-rl recover`.
         scheduler: Whom to ask; by default as `launcher.type` says.
 
     Raises:
@@ -75,19 +90,25 @@ def submit(
     """
     trial = trial or trial_of(loaded.config)
     scheduler = scheduler or make_scheduler(loaded.config.launcher.type, trial)
-    check(trial, loaded.config.recover.mode, recover)
+    check(trial, loaded.config.recover.mode, recovery)
     if scheduler.name == "local" and "launcher.python" in loaded.explicit:
         check_interpreter(plan.python)
     with Claim(trial) as claim:
-        check(trial, loaded.config.recover.mode, recover)  # whoever held the claim before may have submitted
-        check_length(trial, loaded.config.total_train_steps)
-        made = _prepare(claim, loaded, plan, list(command), "resume" if recover else plan.recover_mode, scheduler.name)
+        check(trial, loaded.config.recover.mode, recovery)  # whoever held the claim before may have submitted
+        from_step = recovery.from_step if recovery else None
+        check_length(trial, loaded.config.total_train_steps, from_step)
+        start = ("resume" if recovery else plan.recover_mode, from_step)
+        made = _prepare(claim, loaded, plan, list(command), start, scheduler.name)
+        if recovery:
+            claim.remove(trial.done)  # it goes on
         job_id = scheduler.submit(JobSpec(job_name(trial), made.script, made.tag))
         claim.keep()
         job = {"job_id": job_id, "scheduler": scheduler.name, "time": time.time(), "command": list(command), "tag": made.tag}
-        write_json(trial.job(job_id), job | {"start_mode": made.start_mode, "lineage_parent": lineage_parent})
+        job |= {"start_mode": made.start_mode, "lineage_parent": recovery.parent if recovery else None}
+        more = {"from_step": from_step, "changed": list(recovery.changed)} if recovery else {}
+        write_json(trial.job(job_id), job | more)
     index.record(trial)
-    return Submission(trial, made.script, scheduler.name, job_id, trial.jobs / f"{job_id}.out")
+    return Submission(trial, made.script, scheduler.name, job_id, trial.jobs / f"{job_id}.out", from_step)
 
 
 def render_to(loaded: Loaded, plan: Plan, directory: Path | None = None, *, command: Sequence[str]) -> Submission:
@@ -99,14 +120,16 @@ def render_to(loaded: Loaded, plan: Plan, directory: Path | None = None, *, comm
     name = pick(loaded.config.launcher.type)
     check_idle(trial)
     with Claim(trial) as claim:
-        made = _prepare(claim, loaded, plan, list(command), plan.recover_mode, name)
+        made = _prepare(claim, loaded, plan, list(command), (plan.recover_mode, None), name)
     return Submission(trial, made.script, name)
 
 
-def check(trial: Trial, mode: str, recover: bool = False) -> None:
+def check(trial: Trial, mode: str, recovery: Recovery | None = None) -> None:
     """Whether a submission may begin. Reads files, asks the scheduler at most once. Raises TrialBusy, NothingToResume."""
     check_idle(trial)
-    if recover or mode == "resume":
+    if recovery is not None and recovery.from_step is not None:
+        check_generation(trial, recovery.from_step)
+    elif recovery is not None or mode == "resume":
         if not any(trial.recover.glob("gen-*/manifest.json")):
             raise NothingToResume(
                 f"trial {trial} has no generation to resume from in {trial.recover}; "
@@ -119,9 +142,23 @@ def check(trial: Trial, mode: str, recover: bool = False) -> None:
         )
 
 
-def check_length(trial: Trial, total_steps: int | None) -> None:
+def check_generation(trial: Trial, step: int) -> None:
+    """Raises NothingToResume where the generation, or what follows on it in the batch log, is not there."""
+    there = sorted(int(path.parent.name.removeprefix("gen-")) for path in trial.recover.glob("gen-[0-9]*/manifest.json"))
+    if step not in there:
+        known = ", ".join(map(str, there)) or "none"
+        raise NothingToResume(f"trial {trial} has no generation {step} in {trial.recover}; there are: {known}.")
+    gone = trimmed(trial)
+    if step < gone:
+        raise NothingToResume(
+            f"trial {trial} can't go on from generation {step}: batches {step + 1} to {gone} were trimmed from its batch log. "
+            f"Allowed: {', '.join(str(one) for one in there if one >= gone) or 'none'}."
+        )
+
+
+def check_length(trial: Trial, total_steps: int | None, from_step: int | None = None) -> None:
     """Raises ConfigError where the trial would end before the generation that it goes on from."""
-    newest = newest_generation(trial)
+    newest = newest_generation(trial) if from_step is None else from_step
     if newest is not None and total_steps is not None and total_steps < newest:
         raise ConfigError(
             f"total_train_steps {total_steps}: trial {trial} goes on from generation {newest}, which is past that. "
@@ -159,8 +196,10 @@ class _Prepared:
     start_mode: str
 
 
-def _prepare(claim: Claim, loaded: Loaded, plan: Plan, command: list[str], start_mode: str, scheduler: str) -> _Prepared:
-    """Write everything that the job reads."""
+def _prepare(
+    claim: Claim, loaded: Loaded, plan: Plan, command: list[str], start: tuple[str, int | None], scheduler: str
+) -> _Prepared:
+    """Write everything that the job reads. `start`: mode and generation of the first start."""
     trial, config = claim.trial, loaded.config
     config_json = _json(to_dict(config))
     zip_name, zip_bytes = wheel.build()
@@ -172,7 +211,8 @@ def _prepare(claim: Claim, loaded: Loaded, plan: Plan, command: list[str], start
         tag=tag,
         wheel=zip_name,
         workdir=Path.cwd(),
-        start_mode=start_mode,
+        start_mode=start[0],
+        from_step=start[1],
     )
     plan_json = _json(plan.to_json())
     scripts = render(config, plan, trial, stamp, scheduler)
@@ -193,7 +233,7 @@ def _prepare(claim: Claim, loaded: Loaded, plan: Plan, command: list[str], start
     claim.write(trial.scripts / zip_name, zip_bytes)
     for name, text in scripts.items():
         claim.write(trial.scripts / name, text, mode=0o755)
-    return _Prepared(trial.scripts / script_name(scheduler), tag, start_mode)
+    return _Prepared(trial.scripts / script_name(scheduler), tag, start[0])
 
 
 def given(loaded: Loaded) -> dict[str, Any]:
