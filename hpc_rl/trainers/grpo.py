@@ -94,6 +94,8 @@ class GRPO:
         if first and self.publisher is not None:
             result = self.publisher.publish(version, disk.finish(trial, version), self.run.stopping)
             self.run.stats.value("publish_servers", len(result.acknowledged))
+            if step == self.run.step:
+                logger.info("start: weights %s are published to %d servers", version, len(result.acknowledged))
 
     def evaluate(self, step: int) -> dict[str, float | int | str] | None:
         return evaluate.held_out_reward(self.run, self.rollout, step)
