@@ -120,7 +120,9 @@ def run(args: argparse.Namespace) -> list[dict[str, float]]:
         cluster.dir.mkdir()
         try:
             cluster.up()
-            os.environ.update({name: cluster.env[name] for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH") if name in cluster.env})
+            os.environ.update(
+                {name: cluster.env[name] for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH") if name in cluster.env}
+            )
             return measure(Path(here), "slurm", args.kills)
         finally:
             cluster.down()

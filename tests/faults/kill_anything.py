@@ -176,8 +176,10 @@ class Killed:
                 return
 
     def kill_at_random(self, count: int, luck: random.Random, longest_pause_s: float) -> None:
-        """Kill any process, `count` times, at instants that heed nothing: while roles start, load, save, or end, too."""
+        """Kill any process, `count` times, while roles start, load, save or end, too; every second time it has trained before."""
         for _ in range(count):
+            rows = self.num_rows() if luck.random() < 0.5 else -1
+            self.until(lambda rows=rows: self.num_rows() > rows or self.over)
             pause_ends = time.monotonic() + luck.uniform(0.0, longest_pause_s)
             self.until(lambda pause_ends=pause_ends: time.monotonic() >= pause_ends or self.over)
             self.until(lambda: self.over or self._kill(luck.choice(self.bearable()), luck))
