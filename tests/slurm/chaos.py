@@ -1,4 +1,4 @@
-"""What can happen to a trial's job on a Slurm cluster, done to one on purpose: killed processes and nodes, preemption, requeue."""
+"""What can happen to a trial's job on Slurm, done to one on purpose: killed processes and nodes, preemption, requeue."""
 
 from __future__ import annotations
 
