@@ -5,25 +5,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from typing import Any
 
 from hpc_rl.checkpoint.decide import Decision, Situation, decide
 from hpc_rl.checkpoint.lineage import gather, read_lineages
 from hpc_rl.cli.options import add_trial, new_parser, print_json
-from hpc_rl.cli.submit import Planned, add_outcome, announce, parse, plan_of
-from hpc_rl.config.changes import Change, changes, refuse_unsafe
+from hpc_rl.cli.submit import add_outcome, announce, changed_lines, compared, parse, plan_of
+from hpc_rl.config.changes import refuse_unsafe
+from hpc_rl.config.check import check
 from hpc_rl.config.load import Loaded, load
-from hpc_rl.errors import ConfigError, ExitCode, NothingToResume, TrialStateError
+from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
 from hpc_rl.launch import index
 from hpc_rl.launch import submit as submission
-from hpc_rl.trial import Trial, read_json
+from hpc_rl.trial import Trial
 
-LONGER = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")
-EPILOG = """Any option of the configuration may follow, as --a.b VALUE or a.b=VALUE. What changes is shown; what would
-contradict the state on disk (the model, the data, how groups are made) is refused, with the reason:
-  hpc-rl recover grpo --n_nodes 2            on fewer nodes
-  hpc-rl recover grpo --from 400             from an older generation; later ones are set aside
-  hpc-rl recover grpo --from 400 --explain   only say what would happen, and why"""
+EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, where the trial's state can take it; what changed is printed:
+  hpc-rl recover first total_train_steps=200 actor.optimizer.lr=1e-6
+  hpc-rl recover first --n_nodes 2            on fewer nodes, or more
+  hpc-rl recover first --from 400             from an older generation; later ones are set aside
+  hpc-rl recover first --from 400 --explain   only say what would happen, and why"""
 
 
 def run(argv: list[str]) -> int:
@@ -34,22 +33,16 @@ def run(argv: list[str]) -> int:
     add_outcome(made)
     args, overrides = parse(made, argv)
     trial = index.resolve(args.trial)
-    before, loaded = stored(trial, []), stored(trial, overrides)
-    changed = changes(before.config, loaded.config)
+    loaded = stored(trial, overrides)
     if args.explain:
-        return explain(trial, loaded, changed, args)
-    refuse_unsafe(changed, str(trial))
+        return explain(trial, loaded, args)
     submission.check_idle(trial)
-    refuse_finished(trial, changed, args.from_step)
-    planned = plan_of(loaded)
-    more = submission.Recovery(
-        from_step=args.from_step,
-        parent=next((record.submission for record in reversed(read_lineages(trial))), None),
-        changed=tuple(map(str, changed)),
-    )
-    shown = dataclasses.replace(planned, changed=change_lines(trial, changed, planned))
-    done = submission.submit(planned.loaded, planned.plan, command=["hpc-rl", "recover", *argv], trial=trial, recovery=more)
-    return announce(done, shown, args)
+    planned = compared(plan_of(loaded), args.no_check)
+    parent = next((record.submission for record in reversed(read_lineages(trial))), None)
+    recovery = submission.Recovery(from_step=args.from_step, parent=parent)
+    command = ["hpc-rl", "recover", *argv]
+    done = submission.submit(planned.loaded, planned.plan, command=command, trial=trial, recovery=recovery)
+    return announce(done, planned, args)
 
 
 def _step(text: str) -> int:
@@ -67,27 +60,9 @@ def stored(trial: Trial, overrides: list[str]) -> Loaded:
     return load([trial.config_yaml], overrides)
 
 
-def refuse_finished(trial: Trial, changed: list[Change], from_step: int | None) -> None:
-    """Raises NothingToResume where the trial is done and nothing was said that makes it longer."""
-    if trial.done.exists() and from_step is None and not {change.name for change in changed} & set(LONGER):
-        raise NothingToResume(
-            f"{trial} has reached its end. To train it longer: hpc-rl recover {index.handle(trial)} total_train_steps=N; "
-            f"what it made is in {trial.exports}."
-        )
-
-
-def change_lines(trial: Trial, changed: list[Change], planned: Planned | None = None) -> list[str]:
-    """What is different from before, a line each; with the plan also what follows from it."""
-    lines = [f"changed    {change}" for change in changed]
-    before: Any = read_json(trial.plan_json)
-    old = before.get("allocation") if isinstance(before, dict) else None
-    if planned is not None and old and old != planned.plan.allocation:
-        lines.append(f"changed    allocation: {old} -> {planned.plan.allocation}  (safe: the state is cut anew)")
-    return lines
-
-
-def explain(trial: Trial, loaded: Loaded, changed: list[Change], args: argparse.Namespace) -> int:
+def explain(trial: Trial, loaded: Loaded, args: argparse.Namespace) -> int:
     """Print what the first start of a recover would do now; the exit code is that of the recover."""
+    changed = submission.changed_options(trial, check(loaded, files=False).config)
     recover = loaded.config.recover
     situation, _ = gather(trial, trial.attempt("next.0"), 0, recover.mode, "resume", recover.retries, args.from_step)
     decision = decide(situation)
@@ -96,20 +71,12 @@ def explain(trial: Trial, loaded: Loaded, changed: list[Change], args: argparse.
     except ConfigError as error:
         decision = Decision("refuse", str(error), exit_code=ExitCode.REFUSED)
     if args.json:
-        print_json(
-            {
-                "action": decision.action,
-                "step": decision.step,
-                "lineage": decision.lineage,
-                "reason": decision.reason,
-                "exit_code": int(decision.exit_code),
-                "set_aside": decision.set_aside,
-                "changed": [dataclasses.asdict(change) for change in changed],
-                "generations": [dataclasses.asdict(one) for one in situation.generations],
-            }
-        )
+        said = {"action": decision.action, "step": decision.step, "lineage": decision.lineage, "reason": decision.reason}
+        said |= {"exit_code": int(decision.exit_code), "set_aside": decision.set_aside}
+        said |= {"generations": [dataclasses.asdict(one) for one in situation.generations]}
+        print_json(said | {"changes": [dataclasses.asdict(change) for change in changed]})
     else:
-        print("\n".join([*explanation(trial, situation, decision), *change_lines(trial, changed)]))
+        print("\n".join([*explanation(trial, situation, decision), *changed_lines(changed)]))
     return ExitCode(decision.exit_code)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.cli.options import add_config, add_json, new_parser, print_json
+from hpc_rl.config.changes import Change
 from hpc_rl.config.check import check
 from hpc_rl.config.load import Loaded, load
 from hpc_rl.errors import ExitCode
@@ -25,11 +28,10 @@ from hpc_rl.trial import Trial
 
 @dataclass(frozen=True)
 class Planned:
-    """A checked configuration and its plan. `changed`: lines on what recover found different from before."""
+    """A checked configuration and its plan."""
 
     loaded: Loaded
     plan: Plan
-    changed: list[str] = field(default_factory=list)
 
     @property
     def notes(self) -> list[str]:
@@ -38,7 +40,7 @@ class Planned:
 
 def run(argv: list[str]) -> int:
     args, overrides = parse(parser(), argv)
-    planned = plan_of(load(args.config, overrides, presets=args.preset))
+    planned = plan_of(load(args.config, overrides, presets=args.preset, cluster=args.cluster))
     if args.dry_run:
         return _dry_run(planned, args.json)
     made = submission.submit(planned.loaded, planned.plan, command=["hpc-rl", "submit", *argv])
@@ -94,7 +96,7 @@ def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> in
     elif args.parsable:
         print(made.job_id)
     else:
-        print("\n".join([*notes(planned), *planned.changed, *lines(made), *next_lines(made.trial)]))
+        print("\n".join([*notes(planned), *changed_lines(made.changes), *new_allocation(made, planned), *lines(made), *next_lines(made.trial)]))
     sys.stdout.flush()
     if not args.follow:
         return 0
@@ -110,6 +112,17 @@ def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> in
 
 def notes(planned: Planned) -> list[str]:
     return [f"note: {note}" for note in planned.notes]
+
+
+def changed_lines(changes: Sequence[Change]) -> list[str]:
+    """What the trial goes on with that it was not started with."""
+    return [f"changed    {change}" for change in changes]
+
+
+def new_allocation(made: Submission, planned: Planned) -> list[str]:
+    """What follows from the changes: the trial is cut for other processes than before."""
+    was, now = made.allocation_was, planned.plan.allocation
+    return [f"changed    allocation: {was} -> {now}  (safe: the state is cut anew)"] if was not in ("", now) else []
 
 
 def lines(made: Submission) -> list[str]:
@@ -137,13 +150,15 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
         "output": str(made.output) if made.output else None,
         "allocation": planned.plan.allocation,
         "notes": planned.notes,
-        "changed": planned.changed,
+        "changes": [dataclasses.asdict(change) for change in made.changes],
     }
 
 
 def _dry_run(planned: Planned, json: bool) -> int:
     trial = submission.trial_of(planned.loaded.config)
     submission.check(trial, planned.loaded.config.recover.mode)
+    changes = submission.changed_options(trial, planned.loaded.config)
+    submission.refuse_finished(trial, changes)
     if json:
         print_json({"trial": str(trial), "dir": str(trial.dir), "plan": planned.plan.to_json(), "notes": planned.notes})
         return 0
@@ -153,6 +168,7 @@ def _dry_run(planned: Planned, json: bool) -> int:
     summary = f"plan       {plan.trainer}, {plan.allocation}, {nodes}, {where}"
     words = [f"trial      {trial}", f"directory  {trial.dir}", summary]
     units = [f"           {unit_line(unit)}" for unit in plan.units]
+    words += changed_lines(changes)
     print("\n".join([*notes(planned), *words, *units, "nothing was written or submitted; `hpc-rl render` writes the scripts"]))
     return 0
 
@@ -171,7 +187,7 @@ def run_render(argv: list[str]) -> int:
     made.add_argument("--output", type=Path, metavar="DIR", help="write there instead of where the trial belongs")
     add_json(made, "paths and notes")
     args, overrides = parse(made, argv)
-    planned = plan_of(load(args.config, overrides, presets=args.preset))
+    planned = plan_of(load(args.config, overrides, presets=args.preset, cluster=args.cluster))
     done = submission.render_to(planned.loaded, planned.plan, args.output, command=["hpc-rl", "render", *argv])
     if args.json:
         print_json(as_json(done, planned))

@@ -79,6 +79,25 @@ def loading(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"{section}.pin_memory has no effect without GPUs (cluster.n_gpus_per_node 0); leave it out."
 
 
+METRICS = {  # trainer -> the numbers of its evaluations; the first is the default of saver.keep_best.metric
+    "grpo": ("eval_reward",),
+    "sft": ("eval_loss",),
+    "rw": ("eval_loss", "eval_accuracy"),
+}
+
+
+def best(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """The best model is told by an evaluation that there is."""
+    keep = config.saver.keep_best
+    if keep is None:
+        return
+    if config.valid_dataset is None:
+        yield "saver.keep_best has no effect without valid_dataset: nothing is evaluated."
+    allowed = METRICS[config.trainer or "grpo"]  # load fills it in
+    if keep.metric is not None and keep.metric not in allowed:
+        yield f"saver.keep_best.metric {keep.metric} is not measured in a {config.trainer} trial; allowed: {', '.join(allowed)}."
+
+
 _OURS = {
     "-K": "--kill-on-bad-exit", "-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-w": "--nodelist",
     "-m": "--distribution", "-o": "--output", "-e": "--error", "-i": "--input", "-J": "--job-name", "-D": "--chdir",
@@ -122,4 +141,4 @@ def containers(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"launcher.slurm.mount: {bind!r} is no bind: /source:/target, several separated by commas."
 
 
-RULES = [identity, consumer, servers, loading, srun_options, containers]
+RULES = [identity, consumer, servers, loading, best, srun_options, containers]

@@ -70,6 +70,10 @@ class Change:
     safe: bool
     reason: str = ""
 
+    @property
+    def way(self) -> str:
+        return f"from {_shown(self.name, self.old)} to {_shown(self.name, self.new)}"
+
     def __str__(self) -> str:
         words = f"{self.name}: {_shown(self.name, self.old)} -> {_shown(self.name, self.new)}"
         return f"{words}  ({'safe' if self.safe else 'unsafe'}{': ' + self.reason if self.reason else ''})"
@@ -85,11 +89,7 @@ def refuse_unsafe(found: Sequence[Change], trial: str) -> None:
     wrong = [change for change in found if not change.safe]
     if not wrong:
         return
-    lines = [
-        f"{change.name} can't change from {_shown(change.name, change.old)} to {_shown(change.name, change.new)} in trial {trial}: "
-        f"{change.reason}."
-        for change in wrong
-    ]
+    lines = [f"{change.name} can't change {change.way} in trial {trial}: {change.reason}." for change in wrong]
     keep = " ".join(f"{change.name}={_shown(change.name, change.old)}" for change in wrong if change.old is not ABSENT)
     back = f"To go on with {trial}, say {keep}" if keep else f"To go on with {trial}, leave it out"
     raise ConfigError("\n".join([*lines, f"{back}; for the new values submit another trial_name."]))

@@ -6,7 +6,18 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpc_rl.config.limits import Executable, NodeCount, PathText, PositiveInt, SlurmMemory, SlurmTime, UnitCount
+from hpc_rl.config.limits import (
+    Executable,
+    GpuType,
+    NodeCount,
+    PathText,
+    PositiveInt,
+    SlurmCountOrDerived,
+    SlurmMemory,
+    SlurmMemoryOrDerived,
+    SlurmTime,
+    UnitCount,
+)
 from hpc_rl.errors import ConfigError
 
 
@@ -33,8 +44,8 @@ class ClusterSpecConfig:
 
     Args:
         name_resolve: How the roles find each other.
-        cluster_name: A profile of this name (`configs/cluster/<name>.yaml`, or `~/.config/hpc-rl/cluster/<name>.yaml`) is
-            loaded before every other file; without one it is only a name.
+        cluster_name: A profile of this name is loaded before every other file; without one it is only a name. It is looked for
+            as `cluster/<name>.yaml` in the site's directories, then among those of configs/cluster; `--cluster NAME` insists.
         fileroot: Directory on a file system that every node shares; trials live in `{fileroot}/{user}/{experiment}/{trial}`.
         n_nodes: Number of nodes.
         n_gpus_per_node: GPUs per node; 0 means that allocation units are processes without a GPU.
@@ -49,7 +60,7 @@ class ClusterSpecConfig:
 
 @dataclass(kw_only=True)
 class SlurmLauncherConfig:
-    """What is asked of Slurm. `null` means that the option is not emitted.
+    """What is asked of Slurm. `null` means that the option is not emitted; `derived` that the plan says the number.
 
     Args:
         partition: Partition.
@@ -60,10 +71,24 @@ class SlurmLauncherConfig:
         reservation: Reservation.
         nodelist: Nodes to use.
         exclude: Nodes to avoid.
-        gres: Generic resources per node; replaces `--gpus-per-node`, which is derived otherwise.
-        mem: Memory per node; replaces the value that is derived from the launcher's per-GPU numbers.
+        ntasks_per_node: `--ntasks-per-node`; null where a site forbids it.
+        cpus_per_task: CPUs per node; null where whole nodes are given.
+        mem: Memory per node; `0` asks for all of it; null where a site forbids `--mem`.
+        mem_per_cpu: Memory per CPU instead of per node.
+        mem_per_gpu: Memory per GPU instead of per node.
+        gpus_by: Option that asks for the plan's GPUs; null where Slurm does not know the GPUs (whole nodes are needed then).
+        gpu_type: Type of GPU, as `a100`.
+        gres: Generic resources per node; where it names GPUs it is what asks for them.
+        exclusive: Whole nodes (true), or not shared with other users' jobs (`user`), accounts (`mcs`), switches (`topo`).
+        tmp: Local disk per node.
+        switches: Most leaf switches and how long to wait for them, as `1@60:00`.
+        licenses: Licenses, as `name:1`.
+        wckey: Workload characterisation key.
+        dependency: Jobs to wait for, as `afterany:1234`.
+        mail_type: When to send mail, as `END,FAIL`.
+        mail_user: Whom to send it to; null means the account.
         comment: Comment of the job, after our own tag.
-        extra_args: Further sbatch options, one per item, as they stand (`--licenses=a:1`).
+        extra_args: Further sbatch options, one per item (`--hint=nomultithread`).
         srun_additional_args: Further options of the srun of every role, as a shell would split them; variables are not expanded.
         container_type: What the images are started with; without an image a role runs without a container.
         mount: Binds of the containers, `source:target` separated by commas; has a meaning with an image only.
@@ -80,8 +105,22 @@ class SlurmLauncherConfig:
     reservation: str | None = None
     nodelist: str | None = None
     exclude: str | None = None
+    ntasks_per_node: Literal[1] | None = 1
+    cpus_per_task: SlurmCountOrDerived | None = "derived"
+    mem: SlurmMemoryOrDerived | None = "derived"
+    mem_per_cpu: SlurmMemory | None = None
+    mem_per_gpu: SlurmMemory | None = None
+    gpus_by: Literal["gpus-per-node", "gres"] | None = "gpus-per-node"
+    gpu_type: GpuType | None = None
     gres: str | None = None
-    mem: SlurmMemory | None = None
+    exclusive: bool | Literal["user", "mcs", "topo"] | None = None
+    tmp: SlurmMemory | None = None
+    switches: str | None = None
+    licenses: str | None = None
+    wckey: str | None = None
+    dependency: str | None = None
+    mail_type: str | None = None
+    mail_user: str | None = None
     comment: str | None = None
     extra_args: list[str] = field(default_factory=list)
     srun_additional_args: str = ""
@@ -100,7 +139,7 @@ class LauncherConfig:
         type: `auto` takes Slurm where `sbatch` is on the PATH, else this machine.
         python: Interpreter of the supervisor, rollout and trainer; null means the one that submits.
         inference_server_python: Interpreter of SGLang, which lives in an environment of its own; null means `python`.
-        site_templates: Directory searched for templates before ours; empty means none.
+        templates_dir: Directory searched for templates before the site's and ours; empty means none.
         inference_server_cpus_per_gpu: CPUs per unit of the generation servers.
         inference_server_mem_per_gpu: Memory per unit of the generation servers, in MB.
         trainer_cpus_per_gpu: CPUs per trainer rank.
@@ -115,7 +154,7 @@ class LauncherConfig:
     type: Literal["auto", "slurm", "local"] = "auto"
     python: Executable | None = None
     inference_server_python: Executable | None = None
-    site_templates: PathText = ""
+    templates_dir: PathText = ""
     inference_server_cpus_per_gpu: PositiveInt = 4
     inference_server_mem_per_gpu: PositiveInt = 32768
     trainer_cpus_per_gpu: PositiveInt = 4

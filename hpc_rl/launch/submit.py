@@ -20,8 +20,10 @@ import yaml
 
 import hpc_rl
 from hpc_rl.checkpoint.lineage import trimmed
-from hpc_rl.config.load import Loaded, to_dict, trainer_of
+from hpc_rl.config.changes import Change, changes, refuse_unsafe
+from hpc_rl.config.load import Loaded, from_dict, to_dict, trainer_of
 from hpc_rl.config.root import Config
+from hpc_rl.config.site import site_dirs
 from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, TrialBusy
 from hpc_rl.launch import index, provenance
 from hpc_rl.launch.claim import Claim
@@ -33,6 +35,8 @@ from hpc_rl.schedulers import make_scheduler, pick, record
 from hpc_rl.schedulers.base import JobSpec, Scheduler
 from hpc_rl.trial import Trial, account, read_json, write_json
 
+ENDS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")  # what says when a trial is at its end
+
 
 @dataclass(frozen=True)
 class Submission:
@@ -43,6 +47,8 @@ class Submission:
     scheduler: str
     job_id: str = ""
     output: Path | None = None  # where the script's own words go
+    changes: tuple[Change, ...] = ()  # what differs from the configuration that the trial had; all safe
+    allocation_was: str = ""  # of the plan before, where there was one
     from_step: int | None = None  # the generation that a person named
 
 
@@ -53,12 +59,10 @@ class Recovery:
     Args:
         from_step: The generation that a person named; None for the newest valid one.
         parent: Job id of the submission that this one goes on from.
-        changed: What the configuration changes, in words, for the records.
     """
 
     from_step: int | None = None
     parent: str | None = None
-    changed: tuple[str, ...] = ()
 
 
 def trial_of(config: Config) -> Trial:
@@ -97,18 +101,21 @@ def submit(
         check(trial, loaded.config.recover.mode, recovery)  # whoever held the claim before may have submitted
         from_step = recovery.from_step if recovery else None
         check_length(trial, loaded.config.total_train_steps, from_step)
+        changed = changed_options(trial, loaded.config)
+        if from_step is None:
+            refuse_finished(trial, changed)
+        allocation_was = str((read_json(trial.plan_json) or {}).get("allocation") or "")
         start = ("resume" if recovery else plan.recover_mode, from_step)
         made = _prepare(claim, loaded, plan, list(command), start, scheduler.name)
-        if recovery:
-            claim.remove(trial.done)  # it goes on
+        claim.remove(trial.done)  # where it was at its end, it goes on
         job_id = scheduler.submit(JobSpec(job_name(trial), made.script, made.tag))
         claim.keep()
         job = {"job_id": job_id, "scheduler": scheduler.name, "time": time.time(), "command": list(command), "tag": made.tag}
         job |= {"start_mode": made.start_mode, "lineage_parent": recovery.parent if recovery else None}
-        more = {"from_step": from_step, "changed": list(recovery.changed)} if recovery else {}
-        write_json(trial.job(job_id), job | more)
+        write_json(trial.job(job_id), job | {"from_step": from_step, "changed": [str(change) for change in changed]})
     index.record(trial)
-    return Submission(trial, made.script, scheduler.name, job_id, trial.jobs / f"{job_id}.out", from_step)
+    output = trial.jobs / f"{job_id}.out"
+    return Submission(trial, made.script, scheduler.name, job_id, output, tuple(changed), allocation_was, from_step)
 
 
 def render_to(loaded: Loaded, plan: Plan, directory: Path | None = None, *, command: Sequence[str]) -> Submission:
@@ -166,6 +173,32 @@ def check_length(trial: Trial, total_steps: int | None, from_step: int | None = 
         )
 
 
+def changed_options(trial: Trial, config: Config) -> list[Change]:
+    """What differs from the configuration that the trial's state was made with; none where there is no such state.
+
+    Raises ConfigError where the state can't take a change.
+    """
+    data = read_json(trial.config_json)
+    if data is None or not (newest_generation(trial) is not None or any(trial.rollout.glob("*"))):
+        return []
+    try:
+        old = from_dict(data)
+    except ConfigError as error:
+        raise ConfigError(f"{trial.config_json}, which trial {trial} goes on from, is of another version: {error}") from error
+    found = changes(old, config)
+    refuse_unsafe(found, str(trial))
+    return found
+
+
+def refuse_finished(trial: Trial, changed: Sequence[Change]) -> None:
+    """Raises NothingToResume where the trial is at its end and nothing makes it longer: the job would end at once."""
+    if trial.done.exists() and not any(change.name in ENDS for change in changed):
+        raise NothingToResume(
+            f"{trial} has reached its end. To train it longer: hpc-rl recover {index.handle(trial)} total_train_steps=N; "
+            f"what it made is in {trial.exports}. For a fresh start give another trial_name."
+        )
+
+
 def check_interpreter(python: str) -> None:
     """Whether this machine, which is to run the trial, has the interpreter. Raises ConfigError."""
     if shutil.which(python) is None:
@@ -215,7 +248,7 @@ def _prepare(
         from_step=start[1],
     )
     plan_json = _json(plan.to_json())
-    scripts = render(config, plan, trial, stamp, scheduler)
+    scripts = render(config, plan, trial, stamp, scheduler, site_dirs())
     hashes = {
         "config.json": stamp.config_sha256,
         "plan.json": provenance.sha256(plan_json),

@@ -60,6 +60,7 @@ class Plan:
     recover_mode: str
     recover_retries: int
     python: str
+    slurm_knows_gpus: bool = True  # false: steps say nothing of GPUs, and the units' environment deals them out
     notes: list[str] = field(default_factory=list)  # what was derived or adapted, in words; printed by submit
 
     def to_json(self) -> dict[str, Any]:

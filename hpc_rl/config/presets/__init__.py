@@ -38,6 +38,8 @@ def fit(preset: Given, known: Mapping[str, Any], present: Collection[str], prefi
     for key, item in preset.value.items():
         own = "model" if not prefix and key == "actor" and "actor" not in known else key
         name = prefix + own
+        if not prefix and own == "sglang" and "actor" not in known:
+            continue  # the section is there in every configuration; only grpo has servers
         absent = not prefix and own in ("ref", "valid_dataset") and own not in present
         if name not in known or (absent and "path" not in item.value):
             continue

@@ -7,7 +7,7 @@
 # Runs the trial on this machine, detached: the part of a batch script without a scheduler. By hand: bash /WORKDIR/quickstart/runs/user/sums/rw/scripts/local.sh
 set -euo pipefail
 
-# ==== SITE: what this machine needs (module load …); override the block `site` in a template of your own ====
+# ==== SITE: what this machine needs (module load …); override the block `site`: hpc-rl templates eject ====
 set +u
 set -u
 # ==== end of SITE ====

@@ -67,7 +67,7 @@ def test_unsafe_changes_are_refused_with_the_reason_and_what_to_do():
 
 
 def test_nothing_unsafe_is_nothing_refused():
-    refuse_unsafe([change for change in changes(load([], GIVEN).config, load([], [*GIVEN, "saver.freq_steps=5"]).config)], "e/t")
+    refuse_unsafe(changes(load([], GIVEN).config, load([], [*GIVEN, "saver.freq_steps=5"]).config), "e/t")
 
 
 def test_another_trainer_is_another_trial():

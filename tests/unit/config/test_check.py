@@ -93,8 +93,8 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["ref.path=/m", "ref.attn_impl=flash_attention_2"], "ref.attn_impl flash_attention_2 can't be used without GPUs"),
         (["evaluator.freq_steps=1"], "evaluator.freq_steps has no effect without valid_dataset"),
         (["launcher.slurm.extra_args=[licenses]"], "is no sbatch option"),
-        (["launcher.slurm.extra_args=[--nodes=3]"], "an option of its own here: cluster.n_nodes"),
-        (["launcher.slurm.extra_args=[--ntasks=3]"], "is derived from the plan"),
+        (["launcher.slurm.extra_args=[--nodes=3]"], "set cluster.n_nodes"),
+        (["launcher.slurm.extra_args=[--ntasks=3]"], "the plan decides it"),
         (["launcher.slurm.comment=a\nb"], "line break"),
         (["launcher.trainer_env_vars=A"], "'A' is no NAME=value"),
         (["launcher.trainer_env_vars={A-B: c}"], "'A-B' is no name of an environment variable"),
@@ -110,7 +110,7 @@ def test_refusals(overrides, words):
 def test_what_is_fine_passes():
     good = [
         "--launcher.slurm.extra_args",
-        "[--licenses=a:1, --exclusive]",
+        "[--hint=nomultithread, --nice=10]",
         "rollout.reward_fn=my.rewards:maths",
         "launcher.trainer_env_vars=A=b",
     ]

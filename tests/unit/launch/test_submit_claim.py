@@ -128,9 +128,9 @@ def test_a_refusing_scheduler_leaves_an_older_trial_as_it_was(world, tmp_path, m
 
 def test_a_template_that_does_not_render_leaves_nothing(tmp_path, state_home):
     loaded, plan = given(tmp_path / "root")
-    launcher = dataclasses.replace(loaded.config.launcher, site_templates=str(tmp_path / "nowhere"))
+    launcher = dataclasses.replace(loaded.config.launcher, templates_dir=str(tmp_path / "nowhere"))
     loaded = dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, launcher=launcher))
-    with pytest.raises(ConfigError, match="site_templates"):
+    with pytest.raises(ConfigError, match="templates_dir"):
         submission.submit(loaded, plan, command=[], scheduler=FakeScheduler())
     assert not (tmp_path / "root").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,14 @@ def script(tmp_path):
     """`script("slurm", root=…, mode=…, **options of launcher.slurm)` -> text."""
 
     def make(
-        scheduler: str, *, root: Path = tmp_path, mode: str = "auto", n_nodes: int = 1, site: Path | None = None, **slurm
+        scheduler: str,
+        *,
+        root: Path = tmp_path,
+        mode: str = "auto",
+        n_nodes: int = 1,
+        own: Path | None = None,
+        site: Path | Sequence[Path] = (),
+        **slurm,
     ) -> str:
         config = from_dict(
             {
@@ -26,7 +34,7 @@ def script(tmp_path):
                 "train_dataset": {"path": "/data"},
                 "model": {"path": "/model"},
                 "recover": {"mode": mode},
-                "launcher": {"site_templates": str(site) if site else "", "slurm": slurm},
+                "launcher": {"templates_dir": str(own) if own else "", "slurm": slurm},
             }
         )
         plan = Plan(
@@ -48,7 +56,8 @@ def script(tmp_path):
         stamp = Stamp(
             version="1", config_sha256="0", command=["render"], tag="tag", wheel="w.zip", workdir=Path("/work"), start_mode=mode
         )
-        [text] = render(config, plan, Trial(root / "exp" / "one"), stamp, scheduler).values()
+        folders = [site] if isinstance(site, Path) else site
+        [text] = render(config, plan, Trial(root / "exp" / "one"), stamp, scheduler, folders).values()
         return text
 
     return make
