@@ -62,7 +62,7 @@ def stored(trial: Trial, overrides: list[str]) -> Loaded:
 
 def explain(trial: Trial, loaded: Loaded, args: argparse.Namespace) -> int:
     """Print what the first start of a recover would do now; the exit code is that of the recover."""
-    changed = submission.changed_options(trial, check(loaded, files=False).config)
+    changed = submission.option_changes(trial, check(loaded, files=False).config)
     recover = loaded.config.recover
     situation, _ = gather(trial, trial.attempt("next.0"), 0, recover.mode, "resume", recover.retries, args.from_step)
     decision = decide(situation)

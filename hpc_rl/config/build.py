@@ -224,7 +224,7 @@ def describe(kind: Any) -> str:
         words = [str(extra) for extra in extras if isinstance(extra, Limits | Grammar)]
         return ", ".join([describe(base), *words])
     if typing.get_origin(kind) is Literal:
-        return ", ".join(str(arg) for arg in typing.get_args(kind))
+        return ", ".join(str(arg) or "empty" for arg in typing.get_args(kind))
     if typing.get_origin(kind) is list:
         return f"a list ({describe(typing.get_args(kind)[0])})"
     if typing.get_origin(kind) is dict:

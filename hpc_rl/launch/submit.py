@@ -95,8 +95,8 @@ def submit(
     trial = trial or trial_of(loaded.config)
     scheduler = scheduler or make_scheduler(loaded.config.launcher.type, trial)
     check(trial, loaded.config.recover.mode, recovery)
-    if scheduler.name == "local" and "launcher.python" in loaded.explicit:
-        check_interpreter(plan.python)
+    if scheduler.name == "local":
+        check_programs(plan, loaded)
     with Claim(trial) as claim:
         check(trial, loaded.config.recover.mode, recovery)  # whoever held the claim before may have submitted
         from_step = recovery.from_step if recovery else None
@@ -174,9 +174,16 @@ def check_length(trial: Trial, total_steps: int | None, from_step: int | None = 
 
 
 def changed_options(trial: Trial, config: Config) -> list[Change]:
+    """What `option_changes` says, where the state can take it all; raises ConfigError else."""
+    found = option_changes(trial, config)
+    refuse_unsafe(found, str(trial))
+    return found
+
+
+def option_changes(trial: Trial, config: Config) -> list[Change]:
     """What differs from the configuration that the trial's state was made with; none where there is no such state.
 
-    Raises ConfigError where the state can't take a change.
+    Raises ConfigError for a configuration of another version.
     """
     data = read_json(trial.config_json)
     if data is None or not (newest_generation(trial) is not None or any(trial.rollout.glob("*"))):
@@ -185,9 +192,7 @@ def changed_options(trial: Trial, config: Config) -> list[Change]:
         old = from_dict(data)
     except ConfigError as error:
         raise ConfigError(f"{trial.config_json}, which trial {trial} goes on from, is of another version: {error}") from error
-    found = changes(old, config)
-    refuse_unsafe(found, str(trial))
-    return found
+    return changes(old, config)
 
 
 def refuse_finished(trial: Trial, changed: Sequence[Change]) -> None:
@@ -199,10 +204,17 @@ def refuse_finished(trial: Trial, changed: Sequence[Change]) -> None:
         )
 
 
-def check_interpreter(python: str) -> None:
-    """Whether this machine, which is to run the trial, has the interpreter. Raises ConfigError."""
-    if shutil.which(python) is None:
+def check_programs(plan: Plan, loaded: Loaded) -> None:
+    """Whether this machine, which is to run the trial, has what it is started with. Raises ConfigError."""
+    python = plan.python
+    if "launcher.python" in loaded.explicit and shutil.which(python) is None:
         raise ConfigError(f"launcher.python {python} is not a program that can be run here; leave it out for {sys.executable}.")
+    for program in {unit.container.program for unit in plan.units if unit.container}:
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"launcher.slurm.container_program {program} is not a program that can be run here; "
+                "install it, or leave the images out to run without containers."
+            )
 
 
 def check_idle(trial: Trial) -> None:
@@ -236,17 +248,7 @@ def _prepare(
     trial, config = claim.trial, loaded.config
     config_json = _json(to_dict(config))
     zip_name, zip_bytes = wheel.build()
-    tag = f"hpc-rl:{trial}:{secrets.token_hex(4)}"
-    stamp = Stamp(
-        version=hpc_rl.__version__,
-        config_sha256=provenance.sha256(config_json),
-        command=["hpc-rl", "render", "--config", str(trial.config_yaml)],
-        tag=tag,
-        wheel=zip_name,
-        workdir=Path.cwd(),
-        start_mode=start[0],
-        from_step=start[1],
-    )
+    stamp = _stamp(trial, config_json, zip_name, *start)
     plan_json = _json(plan.to_json())
     scripts = render(config, plan, trial, stamp, scheduler, site_dirs())
     hashes = {
@@ -266,7 +268,26 @@ def _prepare(
     claim.write(trial.scripts / zip_name, zip_bytes)
     for name, text in scripts.items():
         claim.write(trial.scripts / name, text, mode=0o755)
-    return _Prepared(trial.scripts / script_name(scheduler), tag, start[0])
+    return _Prepared(trial.scripts / script_name(scheduler), stamp.tag, start[0])
+
+
+def _stamp(trial: Trial, config_json: str, zip_name: str, start_mode: str, from_step: int | None = None) -> Stamp:
+    return Stamp(
+        version=hpc_rl.__version__,
+        config_sha256=provenance.sha256(config_json),
+        command=["hpc-rl", "render", "--config", str(trial.config_yaml)],
+        tag=f"hpc-rl:{trial}:{secrets.token_hex(4)}",
+        wheel=zip_name,
+        workdir=Path.cwd(),
+        start_mode=start_mode,
+        from_step=from_step,
+    )
+
+
+def scripts_of(loaded: Loaded, plan: Plan, trial: Trial, scheduler: str) -> dict[str, str]:
+    """The scripts of a submission, without one: file name below scripts/ -> text. Writes nothing. Raises ConfigError."""
+    stamp = _stamp(trial, _json(to_dict(loaded.config)), wheel.build()[0], plan.recover_mode)
+    return render(loaded.config, plan, trial, stamp, scheduler, site_dirs())
 
 
 def given(loaded: Loaded) -> dict[str, Any]:

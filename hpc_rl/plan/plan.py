@@ -13,6 +13,7 @@ from hpc_rl.config.load import trainer_of
 from hpc_rl.config.root import Config, GRPOConfig
 from hpc_rl.config.slurm_rules import asks_for_gpus
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
+from hpc_rl.plan import containers
 from hpc_rl.plan.placement import Demand, Placement, nearest, place
 from hpc_rl.plan.schema import Plan, Unit
 
@@ -27,6 +28,7 @@ def make_plan(config: Config, explicit: Collection[str], *, interpreter: str, sc
     Raises NotBuilt for what this version can't do, DoesNotFit (with the nearest allocation that does), ConfigError.
     """
     refuse_scheduler(config, scheduler)
+    containers.refuse_scheduler(config, scheduler)
     allocation, notes = _allocation(config)
     _refuse_unbuilt(config, allocation)
     allocation = _fill_stars(config, allocation)
@@ -36,7 +38,10 @@ def make_plan(config: Config, explicit: Collection[str], *, interpreter: str, sc
     placement = _placement(config, allocation, demand)
     _refuse_idle_ranks(config, demand.ranks)
     extra = shlex.split(config.launcher.slurm.srun_additional_args)
-    units = [replace(unit, srun_args=extra) for unit in _units(config, allocation, placement)]
+    units = [
+        replace(unit, srun_args=extra, container=containers.container_of(config, unit.role))
+        for unit in _units(config, allocation, placement)
+    ]
     knows_gpus = scheduler != "slurm" or slurm_knows_gpus(config)
     if not knows_gpus:
         units = [_with_visible_gpus(unit) for unit in units]

@@ -14,8 +14,10 @@ from hpc_rl.config.cluster import SlurmLauncherConfig
 from hpc_rl.config.root import Config
 from hpc_rl.errors import ConfigError, NotBuilt
 from hpc_rl.plan.schema import Plan
+from hpc_rl.render import container
 from hpc_rl.render.directives import Ask, directives
 from hpc_rl.render.environment import LINE_BREAK, environment
+from hpc_rl.render.hooks import EVENTS, Hook, gather
 from hpc_rl.render.layers import Layers
 from hpc_rl.render.slurm_time import signal_lead_s
 from hpc_rl.trial import Trial
@@ -72,15 +74,26 @@ def render(config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: st
     values = _common(plan, trial, stamp) | {"script_path": str(trial.scripts / name)}
     if scheduler == "slurm":
         values |= _slurm(config.launcher.slurm, plan, trial, stamp)
+    hooks = gather(config.launcher.hooks, site)
+    values |= _hook_values(config, hooks)
     jinja = environment(template_layers(config, site))
     overrides = jinja.loader.overrides(template) if isinstance(jinja.loader, Layers) else []
     try:
-        return {name: jinja.get_template(template).render(values | {"overrides": [str(path) for path in overrides]})}
+        text = jinja.get_template(template).render(values | {"overrides": [str(path) for path in overrides]})
     except jinja2.TemplateError as error:
         changed = f" (changed by {', '.join(map(str, overrides))})" if overrides else ""
         raise ConfigError(f"the template {template}{changed} does not render ({type(error).__name__}): {error}") from error
     except RecursionError as error:
         raise ConfigError(f"the template {template} extends itself: write `below/{template}` in {overrides[0]}.") from error
+    return {name: text} | {hook.name: hook.text for hook in hooks}
+
+
+def _hook_values(config: Config, hooks: list[Hook]) -> dict[str, Any]:
+    """Scripts and time limits by moment; no hooks, no word of them in the script."""
+    limits_s = dict.fromkeys(EVENTS, config.launcher.hooks.timeout_s)
+    limits_s["on_preempt"] = config.launcher.hooks.on_preempt_timeout_s
+    by_event = {event: [hook.name for hook in hooks if hook.event == event] for event in EVENTS}
+    return {"hooks": by_event if hooks else {}, "hook_limits_s": limits_s}
 
 
 def template_layers(config: Config, site: Sequence[Path]) -> list[Path]:
@@ -97,6 +110,7 @@ def _common(plan: Plan, trial: Trial, stamp: Stamp) -> dict[str, Any]:
             raise ConfigError(
                 f"{what}: {str(path)!r} can't be used: PYTHONPATH and #SBATCH lines hold no colons and no line breaks."
             )
+    container.check_places(plan, trial.dir, stamp.workdir)
     return {
         "version": stamp.version,
         "trial_dir": str(trial.dir),
