@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from typing import Any
 
 from hpc_rl.checkpoint.decide import Decision, Situation, decide
 from hpc_rl.checkpoint.lineage import gather, read_lineages
@@ -71,7 +72,12 @@ def explain(trial: Trial, loaded: Loaded, args: argparse.Namespace) -> int:
     except ConfigError as error:
         decision = Decision("refuse", str(error), exit_code=ExitCode.REFUSED)
     if args.json:
-        said = {"action": decision.action, "step": decision.step, "lineage": decision.lineage, "reason": decision.reason}
+        said: dict[str, Any] = {
+            "action": decision.action,
+            "step": decision.step,
+            "lineage": decision.lineage,
+            "reason": decision.reason,
+        }
         said |= {"exit_code": int(decision.exit_code), "set_aside": decision.set_aside}
         said |= {"generations": [dataclasses.asdict(one) for one in situation.generations]}
         print_json(said | {"changes": [dataclasses.asdict(change) for change in changed]})
