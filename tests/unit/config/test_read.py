@@ -52,7 +52,7 @@ ONLY_RULES = {  # pattern -> why no role reads it: a rule holds it to the one va
     r"(actor|model|ref)\.(fsdp\.offload_params|ds_auto_tp\.autotp_size)": "refused when set (train_rules)",
     r"(actor|model|ref)\.backend": "empty or fsdp; megatron is refused (train_rules)",
     r"(actor|model|ref)\.optimizer\.type": "adam where there is training, empty where there is none (train_rules)",
-    r"launcher\.slurm\.(container_type|mount)": "go with an image, and images are refused (agreement.containers)",
+    r"launcher\.slurm\.(trainer|rollout|inference_server)_image": "config/containers.image_of says a role's to the plan",
 }
 
 
