@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
-from hpc_rl.config.containers import OPTION, Role, binds_of, bound_paths, image_of
+from hpc_rl.config.containers import Role, binds_of, bound_paths, image_of
 from hpc_rl.config.root import Config
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Container
 
+PYTHONS: dict[Role, str] = {
+    "trainer": "trainer_image_python",
+    "rollout": "rollout_image_python",
+    "server": "inference_server_image_python",
+}
 _HUB_CACHE = ("models--", "datasets--")
 
 
@@ -19,17 +24,12 @@ def container_of(config: Config, role: Role) -> Container | None:
     image = image_of(slurm, role)
     if not image or slurm.container_type == "none":
         return None
-    python: dict[Role, str] = {
-        "trainer": slurm.trainer_image_python,
-        "rollout": slurm.rollout_image_python,
-        "server": slurm.inference_server_image_python,
-    }
     given = [bind if ":" in bind else f"{bind}:{bind}" for bind in binds_of(slurm.mount)]
     needed = (_directory(path) for _, path in bound_paths(config) if path)
     return Container(
         type=slurm.container_type,
         image=image,
-        python=python[role],
+        python=getattr(slurm, PYTHONS[role]),
         program=slurm.container_program,
         mounts=with_paths(given, needed),
         args=list(slurm.container_args),
@@ -39,7 +39,7 @@ def container_of(config: Config, role: Role) -> Container | None:
 def refuse_scheduler(config: Config, scheduler: str) -> None:
     """pyxis is a part of srun. Raises ConfigError."""
     pyxis = config.launcher.slurm.container_type == "pyxis"
-    if scheduler == "local" and pyxis and any(container_of(config, role) for role in OPTION):
+    if scheduler == "local" and pyxis and any(container_of(config, role) for role in PYTHONS):
         raise ConfigError(
             "launcher.slurm.container_type pyxis is an extension of srun, and launcher.type local has none: "
             "use container_type apptainer, or leave the images out."
