@@ -195,6 +195,11 @@ class Trial:
         return self.dir / "rollout"
 
     @property
+    def batches(self) -> Path:
+        """Seals of the batch log, `<step>.seal`."""
+        return self.rollout / "batches"
+
+    @property
     def weights(self) -> Path:
         return self.dir / "weights"
 

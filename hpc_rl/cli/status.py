@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import sys
+<<<<<<< HEAD
 import time
+=======
+from dataclasses import asdict
+>>>>>>> rec
 from typing import Any
 
+from hpc_rl.checkpoint.decide import PastStart
+from hpc_rl.checkpoint.lineage import fruitless_starts
 from hpc_rl.cli.options import add_json, add_trial, new_parser, print_json
 from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.launch import index
@@ -30,6 +36,7 @@ def run(argv: list[str]) -> int:
     add_json(parser, "everything")
     args = parser.parse_args(argv)
     trial = index.resolve(args.trial)
+<<<<<<< HEAD
     if args.follow:
         return _follow(trial, args.json)
     answer = Answer() if args.offline else ask(trial)
@@ -64,6 +71,29 @@ def _follow(trial: Trial, as_json: bool) -> int:
 
 
 def text(story: Story, max_attempts: int | None = None) -> list[str]:
+=======
+    job_state, complaint = (None, "") if args.offline else ask_newest(trial)
+    story = tell(trial, job_state)
+    past = fruitless(story)
+    if args.json:
+        print_json(story.to_json() | {"scheduler_error": complaint, "fruitless_starts": [asdict(one) for one in past]})
+    else:
+        print("\n".join(text(story, past)))
+        if complaint:
+            print(f"hpc-rl: the scheduler did not answer, so this is from files alone: {complaint}", file=sys.stderr)
+    return 0
+
+
+def fruitless(story: Story) -> tuple[PastStart, ...]:
+    """What the loop guard counts: starts of the newest job since the newest generation; none once the trial is done."""
+    if story.state in ("done", "rendered") or not story.attempts:
+        return ()
+    newest = story.attempts[-1]
+    return fruitless_starts(story.trial, newest.job_id, newest.id if story.live else "")
+
+
+def text(story: Story, past: tuple[PastStart, ...] = ()) -> list[str]:
+>>>>>>> rec
     """The lines of `hpc-rl status`."""
     lines = [headline(story), *time_lines(story), row("directory", str(story.trial.dir))]
     if story.plan:
@@ -71,10 +101,16 @@ def text(story: Story, max_attempts: int | None = None) -> list[str]:
     if story.jobs:
         lines.append(row("job", job_line(story)))
     if story.attempts:
+<<<<<<< HEAD
         shown = story.attempts[-max_attempts:] if max_attempts else story.attempts
         earlier = len(story.attempts) - len(shown)
         more = [f"  and {earlier} earlier: --all shows them"] if earlier else []
         lines += ["", "attempts", *more, *(line for attempt in shown for line in attempt_lines(attempt, story))]
+=======
+        lines += ["", "attempts", *(line for attempt in story.attempts for line in attempt_lines(attempt, story))]
+    if past:
+        lines += ["", *guard_lines(story, past)]
+>>>>>>> rec
     if story.live is not None:
         lines += ["", "roles", *(f"  {role_line(role)}" for role in story.live.roles)]
     if story.rollout is not None and story.state != "done":
@@ -155,6 +191,15 @@ def restarts(role: RoleStory) -> str:
     return f"{role.name} started again {again}: {end_words(last.code, last.reason)}"
 
 
+def guard_lines(story: Story, past: tuple[PastStart, ...]) -> list[str]:
+    """How near the trial is to being given up, and what happened."""
+    allowed = story.plan.get("recover_retries")
+    limit = f" (recover.retries allows {allowed} at fault)" if isinstance(allowed, int) else ""
+    since = "" if story.generation is None else f" since generation {story.generation}"
+    words = f"{len(past)} start{'' if len(past) == 1 else 's'} in a row without a new generation{since}{limit}"
+    return [row("no progress", words), *(f"  {one}" for one in past)]
+
+
 def origin(from_step: int) -> str:
     return f"generation {from_step}" if from_step else "the start"
 
@@ -184,17 +229,21 @@ SHOWN = (  # what a person looks at first, in this order
     ("entropy", "entropy"),
     ("staleness_mean", "staleness"),
     ("staleness_max", "largest staleness"),
+    ("older_lineage", "trajectories of an earlier start"),
     ("lr", "learning rate"),
     ("step_s", "seconds per step"),
     ("wait_s", "of them waiting"),
 )
+
+ONLY_IF_ANY = ("older_lineage",)
 
 
 def metric_lines(story: Story) -> list[str]:
     lines = []
     if story.history.steps:
         last = story.history.steps[-1]
-        shown = [f"{words} {number(last[key])}" for key, words in SHOWN if isinstance(last.get(key), (int, float))]
+        there = [(key, words) for key, words in SHOWN if isinstance(last.get(key), (int, float))]
+        shown = [f"{words} {number(last[key])}" for key, words in there if key not in ONLY_IF_ANY or last[key]]
         lines.append(row("metrics", f"step {last['step']}: " + ", ".join(shown)))
     name, values = story.history.held_out
     if values:

@@ -57,6 +57,7 @@ def trial(fake_trial, scheduler, monkeypatch):
     fake_trial.lineage(1, 57, "8.0", reason="loading generation 57")
     fake_trial.steps("8.0", 58, 72, lineage=1, at=510)
     fake_trial.evaluation("8.0", 60, 0.55)
+    fake_trial.event("8.0", "progress", at=525, step=70)
     fake_trial.exited("8.0", "trainer", 137, "ended by SIGKILL", at=530)
     fake_trial.started("8.0", "trainer", incarnation=1, at=531)
     fake_trial.generation(70)
@@ -94,6 +95,30 @@ def test_a_job_that_died_without_a_word_can_be_recovered(trial, scheduler, capsy
     assert out.startswith("exp/t1   killed   step 80")
     assert "the scheduler says node_fail" in out
     assert "hpc-rl recover exp/t1" in out
+
+
+def test_starts_that_led_nowhere_are_shown_with_what_ended_each(fake_trial, scheduler, capsys):
+    """A job that was requeued again and again: what the loop guard counts, and its evidence."""
+    fake_trial.run_to(3)
+    fake_trial.event("7.0", "exited", role="trainer", index=0, incarnation=0, code=70, reason="boom", failure=True)
+    fake_trial.ended("7.0", 75)
+    fake_trial.started("7.1", "trainer", at=50)
+    fake_trial.lineage(1, 0, "7.1")
+    fake_trial.event("7.1", "stopping", at=55, reason="the job's time is nearly over")
+    fake_trial.exited("7.1", "trainer", 75, at=60)
+    fake_trial.ended("7.1", 75, "the job's time is nearly over", at=61)
+    scheduler.answers["7"] = State.PENDING
+    index.record(fake_trial.trial)
+    assert main(["status", "t1"]) == 0
+    out = capsys.readouterr().out
+    assert "no progress 2 starts in a row without a new generation" in out
+    assert "  trainer 0 of attempt 7.0 failed (boom)\n" in out
+    assert "  trainer 0 of attempt 7.1 ran into its time limit (the job's time is nearly over)\n" in out
+    main(["status", "t1", "--json"])
+    assert [one["cause"] for one in json.loads(capsys.readouterr().out)["fruitless_starts"]] == [
+        "failed",
+        "ran into its time limit",
+    ]
 
 
 def test_as_json(trial, capsys):
