@@ -19,6 +19,7 @@ from hpc_rl.stats.read import History, JsonLines, Lineage, MetricsReader, Row, l
 from hpc_rl.trial import Trial, read_json
 
 ENDING_EVENTS = ("stopping", "failing", "abandoning")  # after which an attempt only ends
+TAKEN_BACK = "left no word: preempted, or killed together with its node; the scheduler starts the job again"
 RATE_STEPS = 50  # steps over which the rate is taken
 
 
@@ -152,7 +153,9 @@ class Reader:
         own = attempts[-1] if attempts and (job is None or attempts[-1].job_id == job.job_id) else None
         state, reason = ("done", "") if isinstance(done, dict) else verdict(job, own, job_state, asked_at, last_sign)
         if attempts and attempts[-1].state == "running" and state not in ("running", "stopping", "unknown"):
-            attempts[-1].state, attempts[-1].cause = ("done", "") if state == "done" else ("killed", reason)
+            attempts[-1].state, attempts[-1].cause = state if state in ("done", "cancelled") else "killed", reason
+            if state == "pending":  # what it waits for now is no reason of that end
+                attempts[-1].cause = TAKEN_BACK
         step = max(history.last_step, lines[-1].from_step if lines else 0)
         plan = read_json(self.trial.plan_json)
         return Story(
