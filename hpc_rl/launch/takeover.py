@@ -32,7 +32,7 @@ LEASE_TTL_S = 15.0
 RENEW_EVERY_S = 2.0
 FENCE_S = 3 * RENEW_EVERY_S  # for an owner on another host to notice that it is no longer the owner
 WAIT_S, TERM_S, KILL_S = 10.0, 10.0, 5.0
-_FILE = re.compile(r"(?:client-)?(?P<role>[a-z]+)-(?P<index>\d+)\.(?P<incarnation>\d+)(?:-rank\d+)?\.(?:json|log)")
+PROCESS_FILE = re.compile(r"(?:client-)?(?P<role>[a-z]+)-(?P<index>\d+)\.(?P<incarnation>\d+)(?:-rank\d+)?\.(?:json|log)")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def next_incarnations(attempt: Attempt) -> dict[tuple[str, int], int]:
     ]
     for folder in ("logs", "exits", "processes"):
         names = os.listdir(attempt.dir / folder) if (attempt.dir / folder).is_dir() else []
-        for match in filter(None, map(_FILE.fullmatch, names)):
+        for match in filter(None, map(PROCESS_FILE.fullmatch, names)):
             taken.append((match["role"], int(match["index"]), int(match["incarnation"])))
     following: dict[tuple[str, int], int] = {}
     for role, index, incarnation in taken:
@@ -144,7 +144,8 @@ def _records(trial: Trial) -> list[ProcessRecord]:
 
 def _record(path: Path) -> ProcessRecord | None:
     try:
-        record = ProcessRecord(**(read_json(path) or {}))
-    except TypeError:
+        data = read_json(path) or {}
+        record = ProcessRecord(**{name: data[name] for name in ProcessRecord.__dataclass_fields__})
+    except (TypeError, KeyError):
         return None
     return record if isinstance(record.pid, int) and record.pid > 1 else None

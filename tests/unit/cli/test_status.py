@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("state_home")
 
 STORY = """\
 exp/t1   running   step 80 of 100 (80 %)   1.0 steps/s, done in about 20 s
+time        since 2026-09-21 14:21
 directory   DIR
 plan        grpo, embedded:d1+fsdp:d1, 1 node, recover.mode auto
 job         8 (local), submitted 2026-09-21 14:21
@@ -141,6 +142,37 @@ def test_list_shows_every_trial_newest_first(trial, make_fake_trial, tmp_path, c
     main(["list", "--prune"])
     assert "forgotten: exp/t2" in capsys.readouterr().out
     assert len(index.entries()) == 1
+
+
+def test_list_asks_once_for_all_and_never_calls_a_new_job_unknown(make_fake_trial, tmp_path, scheduler, capsys):
+    for number in range(3):
+        fake = make_fake_trial(tmp_path / "runs", "exp", f"t{number}")
+        fake.job(str(number), at=time.time() - 1_790_000_000.0)
+        index.record(fake.trial)
+    scheduler.answers["1"] = State.PENDING
+    assert main(["list", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["state"] for row in rows} == {"pending"}
+    assert rows[0]["job_id"] == "2"
+
+
+def test_following_a_trial_that_is_over_ends_with_its_code(fake_trial, scheduler, capsys):
+    fake_trial.run_to(3)
+    fake_trial.ended("7.0", 70, "rollout-0 gave up")
+    assert main(["status", str(fake_trial.trial.dir), "--follow"]) == 70
+    assert "rollout-0 gave up" in capsys.readouterr().out
+    assert main(["status", str(fake_trial.trial.dir), "--follow", "--json"]) == 64
+
+
+def test_many_attempts_fit_one_screen(fake_trial, scheduler, capsys):
+    fake_trial.job("7")
+    for restart in range(12):
+        fake_trial.started(f"7.{restart}", "trainer", at=restart * 100)
+    main(["status", str(fake_trial.trial.dir), "--offline"])
+    out = capsys.readouterr().out
+    assert "and 7 earlier: --all shows them" in out and "7.11" in out and "7.3 " not in out
+    main(["status", str(fake_trial.trial.dir), "--offline", "--all"])
+    assert "7.3 " in capsys.readouterr().out
 
 
 def test_list_of_nothing_says_what_to_type(capsys):

@@ -237,3 +237,27 @@ def test_explain_shows_the_decision_and_does_nothing(stopped, scheduler, capsys)
     assert scheduler.calls == [("submit", "job-1")]
     assert main(["recover", "small", "--explain", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["action"] == "refuse"
+
+
+def test_render_checks_first_and_writes_nothing_that_can_not_run(config, scheduler, tmp_path, capsys):
+    good, bad = ["#!/bin/bash\n", "true\n"], ["{% block site %}\nif\n{% endblock %}"]
+    (tmp_path / "own" / "templates").mkdir(parents=True)
+    template = tmp_path / "own" / "templates" / "local.sh.j2"
+    template.write_text('{% extends "below/templates/local.sh.j2" %}' + "".join(bad))
+    arguments = [
+        "render",
+        "--config",
+        str(config),
+        f"launcher.templates_dir={tmp_path / 'own'}",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert main([*arguments, "--check"]) == 64
+    assert "syntax error" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert main([*arguments, "--check", "--json"]) == 64
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [check["state"] for check in checks if check["name"] == "local.sh: bash -n"] == ["refused"]
+    template.write_text("".join(good))
+    assert main([*arguments, "--check"]) == 0
+    assert "check      local.sh: bash -n" in capsys.readouterr().out and (tmp_path / "out" / "scripts" / "local.sh").exists()
+    assert scheduler.calls == []
