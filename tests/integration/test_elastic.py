@@ -15,7 +15,7 @@ from hpc_rl.rollout.batches import Seal, read_seals
 from hpc_rl.stats.read import JsonLines, read
 from hpc_rl.trial import Trial, write_json
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = pytest.mark.timeout(1500)
 NUM_STEPS = 9
 OPTIONS = [
     f"total_train_steps={NUM_STEPS}",
@@ -56,10 +56,10 @@ def run(toy: Path, name: str, parts: list[tuple[int, int]], again_from: int | No
             with Roles(trial, f"{job}.0") as roles:
                 ranks = roles.trainer(num_ranks)
                 if last_step < NUM_STEPS:
-                    roles.wait_for_step(last_step, timeout_s=180)
+                    roles.wait_for_step(last_step, timeout_s=500)
                     ranks[-1].send_signal(signal.SIGTERM)
                 expected = 0 if last_step == NUM_STEPS else 75
-                assert roles.ended(ranks, timeout_s=180) == [expected] * num_ranks
+                assert roles.ended(ranks, timeout_s=500) == [expected] * num_ranks
     return trial
 
 
