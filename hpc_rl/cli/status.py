@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import sys
-<<<<<<< HEAD
 import time
-=======
 from dataclasses import asdict
->>>>>>> rec
 from typing import Any
 
 from hpc_rl.checkpoint.decide import PastStart
@@ -36,16 +33,16 @@ def run(argv: list[str]) -> int:
     add_json(parser, "everything")
     args = parser.parse_args(argv)
     trial = index.resolve(args.trial)
-<<<<<<< HEAD
     if args.follow:
         return _follow(trial, args.json)
     answer = Answer() if args.offline else ask(trial)
     story = tell(trial, answer.newest, answer.asked_at or None)
+    past = fruitless(story)
     if args.json:
         asked = {"scheduler_error": answer.complaint, "scheduler_asked_at": answer.asked_at or None}
-        print_json(story.to_json() | asked)
+        print_json(story.to_json() | asked | {"fruitless_starts": [asdict(one) for one in past]})
         return 0
-    print("\n".join(text(story, SHOWN_ATTEMPTS if not args.all else None)))
+    print("\n".join(text(story, SHOWN_ATTEMPTS if not args.all else None, past)))
     if answer.complaint:
         known = f"what it said {span(answer.age_s)} ago" if answer.asked_at else "files alone"
         print(f"hpc-rl: the scheduler did not answer, so this is from {known}: {answer.complaint}", file=sys.stderr)
@@ -70,20 +67,6 @@ def _follow(trial: Trial, as_json: bool) -> int:
         return ExitCode.KILLED_BY_PERSON
 
 
-def text(story: Story, max_attempts: int | None = None) -> list[str]:
-=======
-    job_state, complaint = (None, "") if args.offline else ask_newest(trial)
-    story = tell(trial, job_state)
-    past = fruitless(story)
-    if args.json:
-        print_json(story.to_json() | {"scheduler_error": complaint, "fruitless_starts": [asdict(one) for one in past]})
-    else:
-        print("\n".join(text(story, past)))
-        if complaint:
-            print(f"hpc-rl: the scheduler did not answer, so this is from files alone: {complaint}", file=sys.stderr)
-    return 0
-
-
 def fruitless(story: Story) -> tuple[PastStart, ...]:
     """What the loop guard counts: starts of the newest job since the newest generation; none once the trial is done."""
     if story.state in ("done", "rendered") or not story.attempts:
@@ -92,8 +75,7 @@ def fruitless(story: Story) -> tuple[PastStart, ...]:
     return fruitless_starts(story.trial, newest.job_id, newest.id if story.live else "")
 
 
-def text(story: Story, past: tuple[PastStart, ...] = ()) -> list[str]:
->>>>>>> rec
+def text(story: Story, max_attempts: int | None = None, past: tuple[PastStart, ...] = ()) -> list[str]:
     """The lines of `hpc-rl status`."""
     lines = [headline(story), *time_lines(story), row("directory", str(story.trial.dir))]
     if story.plan:
@@ -101,16 +83,12 @@ def text(story: Story, past: tuple[PastStart, ...] = ()) -> list[str]:
     if story.jobs:
         lines.append(row("job", job_line(story)))
     if story.attempts:
-<<<<<<< HEAD
         shown = story.attempts[-max_attempts:] if max_attempts else story.attempts
         earlier = len(story.attempts) - len(shown)
         more = [f"  and {earlier} earlier: --all shows them"] if earlier else []
         lines += ["", "attempts", *more, *(line for attempt in shown for line in attempt_lines(attempt, story))]
-=======
-        lines += ["", "attempts", *(line for attempt in story.attempts for line in attempt_lines(attempt, story))]
     if past:
         lines += ["", *guard_lines(story, past)]
->>>>>>> rec
     if story.live is not None:
         lines += ["", "roles", *(f"  {role_line(role)}" for role in story.live.roles)]
     if story.rollout is not None and story.state != "done":
