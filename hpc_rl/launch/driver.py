@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.checkpoint.lineage import TIME_IS_OVER, attempts_of, failures_without_progress, submission_of
+from hpc_rl.checkpoint.lineage import attempts_of, failures_without_progress, submission_of
 from hpc_rl.errors import ExitCode, SchedulerError, Stale
 from hpc_rl.launch import takeover
 from hpc_rl.launch.recover import drain_time, unit_end
@@ -257,7 +257,7 @@ class Driver:
             self._read_metrics()
             self._drain_at = drain_time(self._started_at, self._ends_at, self._longest["step_s"], self._longest["save_s"])
         if time.time() >= self._drain_at:
-            self._wishes.append(TIME_IS_OVER)
+            self._wishes.append("the job's time is nearly over")
 
     def _read_metrics(self) -> None:
         for path in self.attempt.dir.glob("metrics.*.jsonl"):
