@@ -14,6 +14,7 @@ WORDS = {
     Outcome.REMOVED: "had not started; it is taken out of the queue",
     Outcome.DRAINING: "finishes its step, saves its state and ends; nothing starts it again",
     Outcome.KILLED: "is ended by the scheduler now; what it made since its newest generation is lost",
+    Outcome.SERVERS: "(servers) is taken away by the scheduler; servers hold no state",
     Outcome.UNSURE: "is not known to the scheduler; should it still run, it ends as soon as it sees the wish",
 }
 

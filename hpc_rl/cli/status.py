@@ -9,6 +9,7 @@ from hpc_rl.cli.options import add_json, add_trial, new_parser, print_json
 from hpc_rl.launch import index
 from hpc_rl.launch.ask import ask_newest
 from hpc_rl.launch.incarnations import RoleStory
+from hpc_rl.launch.server_array import array_line
 from hpc_rl.launch.story import AttemptStory, Story, tell
 from hpc_rl.launch.words import clock, end_words, number, rate, span, typed
 
@@ -40,6 +41,7 @@ def text(story: Story) -> list[str]:
         lines.append(row("plan", plan_line(story.plan)))
     if story.jobs:
         lines.append(row("job", job_line(story)))
+    lines += [row("servers", array_line(array)) for array in story.servers[-1:]]
     if story.attempts:
         lines += ["", "attempts", *(line for attempt in story.attempts for line in attempt_lines(attempt, story))]
     if story.live is not None:
@@ -78,6 +80,7 @@ def plan_line(plan: dict[str, Any]) -> str:
 def job_line(story: Story) -> str:
     job = story.jobs[-1]
     words = f"{job.job_id}" + (f" ({job.scheduler})" if job.scheduler else "")
+    words += f", goes on as job {job.native_id}" if job.native_id not in ("", job.job_id) else ""
     return words + (f", submitted {clock(job.time)}" if job.time else "")
 
 

@@ -21,6 +21,6 @@ def ask_newest(trial: Trial) -> tuple[JobState | None, str]:
         return None, ""
     job = jobs[-1]
     try:
-        return scheduler_of(trial, job).states([job.job_id]).get(job.job_id), ""
+        return scheduler_of(trial, job).states([job.native_id]).get(job.native_id), ""
     except SchedulerError as error:
         return None, str(error)

@@ -186,22 +186,27 @@ class SrunSteps:
     Args:
         hosts: Node names of the job, in Slurm's order.
         with_gpus: Whether the job has GPUs; only then may a step speak of them.
+        components: Of which component of a heterogeneous job each host is; None for a job of one kind.
         environ: Environment to start from.
     """
 
     hosts: list[str]
     with_gpus: bool
+    components: list[int] | None = None
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> SrunHandle:
         own_log = attempt.log(unit.role, unit.index, incarnation)
         env = {name: value for name, value in self.environ.items() if name not in UNWANTED} | common_env(unit, "srun")
-        command = srun_argv(unit, self.hosts, self.with_gpus, own_log, incarnation) + argv
+        component = None if self.components is None else self.components[unit.nodes[0]]
+        command = srun_argv(unit, self.hosts, self.with_gpus, own_log, incarnation, component) + argv
         logger.info("%s %d.%d: %s", unit.role, unit.index, incarnation, " ".join(command))
         return SrunHandle(command, env, own_log)
 
 
-def srun_argv(unit: Unit, hosts: list[str], with_gpus: bool, log: Path, incarnation: int) -> list[str]:
+def srun_argv(
+    unit: Unit, hosts: list[str], with_gpus: bool, log: Path, incarnation: int, component: int | None = None
+) -> list[str]:
     """The srun of a unit, up to its program.
 
     `--exact` with stated CPUs and GPUs gives steps of one node disjoint parts of it, so that none waits for another;
@@ -210,6 +215,7 @@ def srun_argv(unit: Unit, hosts: list[str], with_gpus: bool, log: Path, incarnat
     """
     nodes = [hosts[index] for index in unit.nodes]
     flags = [
+        *([f"--het-group={component}"] if component is not None else []),
         f"--job-name={unit.role}-{unit.index}.{incarnation}",
         f"--nodes={len(nodes)}",
         f"--nodelist={','.join(nodes)}",

@@ -22,9 +22,10 @@ import hpc_rl
 from hpc_rl.config.load import Loaded, to_dict, trainer_of
 from hpc_rl.config.root import Config
 from hpc_rl.config.site import site_dirs
-from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, TrialBusy
+from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, SchedulerError, TrialBusy
 from hpc_rl.launch import index, provenance
 from hpc_rl.launch.claim import Claim
+from hpc_rl.launch.server_array import KIND, submit_servers
 from hpc_rl.launch.story import newest_generation
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import wheel
@@ -43,6 +44,7 @@ class Submission:
     scheduler: str
     job_id: str = ""
     output: Path | None = None  # where the script's own words go
+    server_job_id: str = ""  # of layout jobs
 
 
 def trial_of(config: Config) -> Trial:
@@ -84,11 +86,23 @@ def submit(
         check_length(trial, loaded.config.total_train_steps)
         made = _prepare(claim, loaded, plan, list(command), "resume" if recover else plan.recover_mode, scheduler.name)
         job_id = scheduler.submit(JobSpec(job_name(trial), made.script, made.tag))
+        servers = ""
+        if plan.layout == "jobs":
+            servers = _servers(trial, plan, job_id, made.tag, scheduler)
         claim.keep()
         job = {"job_id": job_id, "scheduler": scheduler.name, "time": time.time(), "command": list(command), "tag": made.tag}
         write_json(trial.job(job_id), job | {"start_mode": made.start_mode, "lineage_parent": lineage_parent})
     index.record(trial)
-    return Submission(trial, made.script, scheduler.name, job_id, trial.jobs / f"{job_id}.out")
+    return Submission(trial, made.script, scheduler.name, job_id, trial.jobs / f"{job_id}.out", servers)
+
+
+def _servers(trial: Trial, plan: Plan, job_id: str, tag: str, scheduler: Scheduler) -> str:
+    """The second job of layout `jobs`; where it is refused, the first one goes too."""
+    try:
+        return submit_servers(trial, plan, job_id, tag, job_name(trial), scheduler)
+    except SchedulerError as error:
+        scheduler.cancel(job_id)
+        raise SchedulerError(f"the servers' job: {error} The trial's job {job_id} was cancelled.") from error
 
 
 def render_to(loaded: Loaded, plan: Plan, directory: Path | None = None, *, command: Sequence[str]) -> Submission:
@@ -142,8 +156,8 @@ def check_idle(trial: Trial) -> None:
     for path in sorted(trial.jobs.glob("*.json")):
         job = read_json(path)
         ended = [event for event in record.read(trial, path.stem)[-1:] if event["event"] == "ended"]
-        if isinstance(job, dict) and not ended:
-            jobs.setdefault(str(job.get("scheduler", "")), []).append(path.stem)
+        if isinstance(job, dict) and not ended and job.get("kind") != KIND:
+            jobs.setdefault(str(job.get("scheduler", "")), []).append(record.current(trial, path.stem))
     for name, job_ids in jobs.items():
         for job_id, state in make_scheduler(name, trial).states(job_ids).items():
             if state.state.alive:

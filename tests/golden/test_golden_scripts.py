@@ -22,7 +22,22 @@ from hpc_rl.trial import Trial
 CHECKOUT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "scripts"
 CONFIGS = sorted((CHECKOUT / "configs").rglob("*.yaml"))
-LAYOUTS = {"local": ("local", 1), "slurm-1": ("slurm", 1), "slurm-4": ("slurm", 4)}
+LAYOUTS = {  # scheduler, nodes, further options
+    "local": ("local", 1, []),
+    "slurm-1": ("slurm", 1, []),
+    "slurm-4": ("slurm", 4, []),
+    "hetjob-4": ("slurm", 4, ["launcher.slurm.layout=hetjob"]),
+    "jobs-4": ("slurm", 4, ["launcher.slurm.layout=jobs"]),
+}
+PREEMPTIBLE = ["launcher.slurm.partition=normal", "launcher.slurm.time=2-0", "launcher.slurm.account=lab"]
+PREEMPTIBLE += ["launcher.slurm.servers.partition=spare", "launcher.slurm.servers.qos=preemptible", "launcher.slurm.servers.time=4:00:00"]
+SPECIAL = {  # of one configuration only, for the options that change what a layout writes
+    "jobs-spare": ("slurm", 4, ["launcher.slurm.layout=jobs", "launcher.slurm.servers.max_running=2", *PREEMPTIBLE]),
+    "jobs-successor": ("slurm", 4, ["launcher.slurm.layout=jobs", "launcher.slurm.continue_by=successor"]),
+    "hetjob-two-kinds": ("slurm", 4, ["launcher.slurm.layout=hetjob", "launcher.slurm.gpu_type=h100", *PREEMPTIBLE[:5]]),
+    "successor-4": ("slurm", 4, ["launcher.slurm.continue_by=successor"]),
+}
+SPECIAL["hetjob-two-kinds"][2].append("launcher.slurm.servers.gpu_type=a100")
 
 
 @pytest.fixture
@@ -32,9 +47,11 @@ def rendered(tmp_path, monkeypatch) -> dict[str, str]:
     texts = {}
     for config in CONFIGS:
         name = config.relative_to(CHECKOUT / "configs").with_suffix("").as_posix().replace("/", "-")
-        for layout, (scheduler, n_nodes) in LAYOUTS.items():
+        special = SPECIAL if name == "grpo_sglang" else {}
+        for layout, (scheduler, n_nodes, more) in (LAYOUTS | special).items():
             try:
-                loaded = check(load([config], [f"cluster.n_nodes={n_nodes}", f"launcher.type={scheduler}"]), files=False)
+                options = [f"cluster.n_nodes={n_nodes}", f"launcher.type={scheduler}", *more]
+                loaded = check(load([config], options), files=False)
                 plan = make_plan(loaded.config, loaded.explicit, interpreter="/PYTHON", scheduler=scheduler)
             except ConfigError:
                 continue  # does not fit; a script that is missed shows as a golden file without one
@@ -90,5 +107,7 @@ def test_directives_are_one_block_before_the_first_command(rendered):
             lines = text.splitlines()
             first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
             assert not any(line.startswith("#SBATCH") for line in lines[first:])
-            options = [line.split()[1].partition("=")[0] for line in lines if line.startswith("#SBATCH")]
-            assert len(options) == len(set(options)) and all(option.startswith("--") for option in options)
+            block = "\n".join(line for line in lines if line.startswith("#SBATCH"))
+            for component in block.split("\n#SBATCH hetjob\n"):
+                options = [line.split()[1].partition("=")[0] for line in component.splitlines()]
+                assert len(options) == len(set(options)) and all(option.startswith("--") for option in options)
