@@ -1,0 +1,81 @@
+"""Layouts on a real Slurm: servers as an array that is preempted and comes back, and one heterogeneous job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from kill_anything import READY, Killed, Trials, make_toy, short_name
+from toy_trials import hpc_rl
+
+from hpc_rl.launch.server_array import read_arrays
+from hpc_rl.name_resolve import keys
+from hpc_rl.name_resolve.shared_fs import SharedFsNames
+from hpc_rl.servers.router import is_older
+from hpc_rl.trial import read_json
+
+pytestmark = pytest.mark.timeout(900)
+JOBS = {
+    **READY,
+    "allocation_mode": "embedded:d2+fsdp:d1",
+    "cluster.n_nodes": 3,
+    "launcher.slurm.layout": "jobs",
+    "launcher.slurm.exclusive": True,  # small jobs would share a node, and none could be preempted alone
+}
+
+
+@pytest.fixture
+def trials(cluster, tmp_path, request) -> Iterator[Trials]:
+    trials = Trials(make_toy(tmp_path), short_name(request.node.name))
+    yield trials
+    trials.end_all()
+
+
+def queue(cluster) -> list[str]:
+    return cluster.run("squeue", "--noheader", "--format=%i %j %T %N").splitlines()
+
+
+def serving(one: Killed) -> dict[str, str]:
+    """Weights of each server whose lease is alive and says that it serves."""
+    if not hasattr(one, "names"):
+        one.names = SharedFsNames(one.trial.names)
+    leases = one.names.leases(keys.SERVERS)
+    return {key: seen.value["version"] for key, seen in leases.items() if seen.alive and seen.value["state"] in ("serving", "paused")}
+
+
+def current(one: Killed) -> str:
+    return (read_json(one.trial.current_weights) or {"label": ""})["label"]
+
+
+def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trials, cluster, until):
+    one = trials.start(JOBS, scheduler="slurm", total_steps=150)
+    [array] = read_arrays(one.trial)
+    one.until(lambda: len(serving(one)) == 2 and one.num_rows() >= 5)
+    assert {line.split()[0] for line in queue(cluster)} == {one.job_id, f"{array.job_id}_0", f"{array.job_id}_1"}
+    node = next(line.split()[3] for line in queue(cluster) if line.startswith(f"{array.job_id}_1 "))
+
+    high = cluster.run(
+        "sbatch", "--parsable", "--partition=high", f"--nodelist={node}", "--exclusive", "--output=/dev/null", "--wrap=sleep 600"
+    ).strip()
+    one.until(lambda: any(f"{array.job_id}_1 " in line and "PENDING" in line for line in queue(cluster)), 60)
+    enough = one.num_rows() + 10
+    one.until(lambda: one.num_rows() >= enough and "server/1" not in serving(one))
+    assert not one.over, "the trainer went on with the server that was left"
+    assert "server/0" in serving(one)
+
+    cluster.run("scancel", high)
+    before = current(one)
+    cluster.run("scontrol", "update", f"jobid={array.job_id}_1", "StartTime=now")
+    one.until(lambda: "server/1" in serving(one))
+    enough = one.num_rows() + 10
+    one.until(lambda: one.num_rows() >= enough or one.over)
+    log = (one.trial.attempt(f"{array.job_id}_1.1").dir / "logs" / "server-1.0.log").read_text()
+    first = re.findall(r"serving with weights '([^']+)'", log)[0]
+    assert not is_older(first, before), f"it came back with {first} while {before} was current"
+    assert "waiting with weights" not in log, "it offered itself before it had the current weights"
+
+    one.finish().promises.check()
+    assert [path.name for path in one.trial.attempts.iterdir()] == [f"{one.job_id}.0"], "the trainer was never started again"
+    until(lambda: not queue(cluster), 60)
+    assert [task.reason for task in read_arrays(one.trial)[0].tasks] == ["the trial has reached its end"] * 2
