@@ -32,6 +32,7 @@ from hpc_rl.render import wheel
 from hpc_rl.render.scripts import Stamp, job_name, render, script_name
 from hpc_rl.schedulers import make_scheduler, pick, record
 from hpc_rl.schedulers.base import JobSpec, Scheduler
+from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.trial import Trial, account, read_json, write_json
 
 
@@ -78,6 +79,8 @@ def submit(
     """
     trial = trial or trial_of(loaded.config)
     scheduler = scheduler or make_scheduler(loaded.config.launcher.type, trial)
+    if loaded.config.launcher.slurm.backend == "submitit" and scheduler.name == "slurm":
+        scheduler = SubmititScheduler()
     check(trial, loaded.config.recover.mode, recover)
     if scheduler.name == "local" and "launcher.python" in loaded.explicit:
         check_interpreter(plan.python)

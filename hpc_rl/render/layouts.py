@@ -8,6 +8,7 @@ from typing import Any
 
 from hpc_rl.config.cluster import SlurmLauncherConfig
 from hpc_rl.plan.schema import Group, Plan
+from hpc_rl.render import submitit
 from hpc_rl.render.directives import Ask, Directives, directives
 from hpc_rl.render.slurm_time import signal_lead_s
 
@@ -78,10 +79,17 @@ def trial_values(asks: Asks) -> dict[str, Any]:
         "n_nodes": plan.n_nodes if plan.layout == "hetjob" else ask.n_nodes,
         "job_name": asks.job_name,
         "layout": plan.layout,
+        "backend": slurm.backend,
         "continue_by": slurm.continue_by,
         "directives": directives(slurm, ask),
         "component": _component(asks, ask) if plan.layout == "hetjob" else None,
     }
+
+
+def submitit_values(asks: Asks) -> dict[str, Any]:
+    """What submitit is told instead of the first lines of the script."""
+    with_gpus = any(unit.gpus_per_task for unit in asks.plan.units)
+    return submitit.parameters(asks.slurm, trial_values(asks)["directives"], with_gpus=with_gpus)
 
 
 def _component(asks: Asks, first: Ask) -> Directives:
@@ -107,5 +115,5 @@ def server_values(asks: Asks) -> dict[str, Any]:
         more=[("array", f"0-{len(group.nodes) - 1}{throttle}")],
     )
     alone = replace(slurm, dependency=None)  # it is the trial that waits
-    values = {"job_name": name, "layout": "jobs", "continue_by": slurm.continue_by, "directives": directives(alone, ask)}
+    values = {"job_name": name, "layout": "jobs", "backend": "sbatch", "continue_by": slurm.continue_by, "directives": directives(alone, ask)}
     return values | {"mode": "auto", "start_mode": "auto"}

@@ -13,9 +13,10 @@ import jinja2
 from hpc_rl.config.root import Config
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Plan
-from hpc_rl.render import layouts
+from hpc_rl.render import layouts, submitit
 from hpc_rl.render.environment import LINE_BREAK, environment
 from hpc_rl.render.layers import Layers
+from hpc_rl.schedulers.submitit import PARAMETERS
 from hpc_rl.trial import Trial
 
 SERVERS = ("sbatch/servers.sbatch.j2", "servers.sbatch")  # of layout jobs, beside the trial's own
@@ -72,10 +73,13 @@ def render(config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: st
         wanted += [(*SERVERS, layouts.server_values(asks))] if plan.layout == "jobs" else []
     jinja = environment(template_layers(config, site))
     common = _common(plan, trial, stamp)
-    return {
+    texts = {
         name: _text(jinja, template, common | {"script_path": str(trial.scripts / name), "script_name": name} | values)
         for template, name, values in wanted
     }
+    if scheduler == "slurm" and config.launcher.slurm.backend == "submitit":
+        texts[PARAMETERS] = submitit.text(layouts.submitit_values(asks))
+    return texts
 
 
 def _text(jinja: jinja2.Environment, template: str, values: dict[str, Any]) -> str:

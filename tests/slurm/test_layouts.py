@@ -49,7 +49,7 @@ def current(one: Killed) -> str:
 
 
 def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trials, cluster, until):
-    one = trials.start(JOBS, scheduler="slurm", total_steps=150)
+    one = trials.start(JOBS, scheduler="slurm", total_steps=100)
     [array] = read_arrays(one.trial)
     one.until(lambda: len(serving(one)) == 2 and one.num_rows() >= 5)
     assert {line.split()[0] for line in queue(cluster)} == {one.job_id, f"{array.job_id}_0", f"{array.job_id}_1"}
@@ -79,3 +79,47 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
     assert [path.name for path in one.trial.attempts.iterdir()] == [f"{one.job_id}.0"], "the trainer was never started again"
     until(lambda: not queue(cluster), 60)
     assert [task.reason for task in read_arrays(one.trial)[0].tasks] == ["the trial has reached its end"] * 2
+
+
+def test_one_heterogeneous_job(trials, cluster, until):
+    one = trials.start(JOBS | {"launcher.slurm.layout": "hetjob"}, scheduler="slurm", total_steps=12)
+    one.until(lambda: len(serving(one)) == 2 and one.num_rows() >= 2)
+    steps = dict(line.split()[:2] for line in cluster.run("squeue", "--steps", "--noheader", "--format=%j %N").splitlines())
+    components = {line.split()[0]: line.split()[3] for line in queue(cluster)}
+    assert set(components) == {f"{one.job_id}+0", f"{one.job_id}+1"}
+    assert steps["trainer-0.0"] == components[f"{one.job_id}+0"]
+    assert len({steps["server-0.0"], steps["server-1.0"], steps["trainer-0.0"]}) == 3
+    one.finish().promises.check()
+    until(lambda: not queue(cluster), 60)
+
+
+def test_where_requeue_is_refused_a_successor_goes_on(trials, cluster, until):
+    one = trials.start(READY | {"allocation_mode": "embedded:d1+fsdp:d1"}, scheduler="slurm", total_steps=30)
+    one.until(lambda: one.num_rows() >= 5)
+    cluster.run("scontrol", "update", f"jobid={one.job_id}", "Requeue=0")
+    cluster.run("scancel", "--batch", "--signal=USR1", one.job_id)
+    one.until(lambda: (one.trial.jobs / f"{one.job_id}.next-0001").exists(), 120)
+    successor = read_json(one.trial.successor(one.job_id, 1))["job_id"]
+    assert successor != one.job_id
+    one.until(lambda: one.trial.attempt(f"{one.job_id}.1").events.exists(), 120)
+    said = hpc_rl("status", one.trial.dir, cwd=trials.folder).stdout
+    assert f"{one.job_id} (slurm), goes on as job {successor}" in said
+    one.finish().promises.check()
+    assert sorted(path.name for path in one.trial.attempts.iterdir()) == [f"{one.job_id}.0", f"{one.job_id}.1"]
+    assert not one.trial.job(successor).exists(), "it is no submission of its own"
+    until(lambda: not queue(cluster), 60)
+
+
+def test_submitit_submits_saves_and_requeues(trials, cluster, until):
+    pytest.importorskip("submitit")
+    options = {"allocation_mode": "embedded:d1+fsdp:d1", "launcher.slurm.backend": "submitit", "launcher.slurm.time": "'1:00:00'"}
+    one = trials.start(READY | options, scheduler="slurm", total_steps=30)
+    one.until(lambda: one.num_rows() >= 5)
+    cluster.run("scancel", "--signal=USR2", one.job_id)  # what submitit asks Slurm for before the end, and on preemption
+    one.until(lambda: any("PENDING" in line for line in queue(cluster)), 120)
+    assert (read_json(one.trial.attempt(f"{one.job_id}.0").ended) or {}).get("exit_code") == 75, "saved before it was requeued"
+    cluster.run("scontrol", "update", f"jobid={one.job_id}", "StartTime=now")
+    one.finish().promises.check()
+    assert sorted(path.name for path in one.trial.attempts.iterdir()) == [f"{one.job_id}.0", f"{one.job_id}.1"]
+    assert (one.trial.dir / "submitit").stat().st_mode & 0o077 == 0
+    until(lambda: not queue(cluster), 60)
