@@ -14,6 +14,7 @@ HpcRlError
 │   ├── ServerUnavailable             a generation server can't be reached or can't serve: ask another
 │   └── ServerStale                   its weights are older than the request allows: ask another, or later
 ├── RequestRefused (ValueError)       a server refused a request as wrong (400, 401 …): asking again won't help
+│   └── InputRefused                  it was this very input (400, 413, 422), as one that is too long for the model
 └── Stale                             an action carried an epoch or a lineage that is no longer current
 """
 
@@ -106,6 +107,10 @@ class ServerStale(RoleFailed):
 
 class RequestRefused(HpcRlError, ValueError):
     """A server refused a request as wrong; the message has its words."""
+
+
+class InputRefused(RequestRefused):
+    """A server refused an input for what it is; another input may be served."""
 
 
 class Stale(HpcRlError):

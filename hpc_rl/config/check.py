@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config import agreement
+from hpc_rl.config import agreement, containers
 from hpc_rl.config.cluster import environment_of
 from hpc_rl.config.load import Loaded
 from hpc_rl.config.model_rules import model_rules
@@ -80,11 +80,15 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
 
 def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     yield from train_notes(config, explicit)
+    yield from agreement.idle_notes(config, explicit)
     recover = config.recover
     if recover.mode == "disabled" and any(f"recover.freq_{unit}" in explicit for unit in ("epochs", "steps", "secs")):
         yield "recover.freq_* has no effect: recover.mode is disabled, so nothing is saved and nothing can be resumed."
     if config.total_train_steps is not None and "total_train_epochs" in explicit:
         yield f"total_train_epochs has no effect: total_train_steps {config.total_train_steps} says when the trial ends."
+    evaluator = config.evaluator
+    if config.saver.keep_best is not None and evaluator.freq_epochs is evaluator.freq_steps is evaluator.freq_secs is None:
+        yield "saver.keep_best has little choice: no evaluator.freq_* is set, so only first and last weights are evaluated."
     if isinstance(config, GRPOConfig) and config.async_training and not config.rollout.max_head_offpolicyness:
         yield "generation never runs ahead of training, for rollout.max_head_offpolicyness is 0; 1 or more makes it asynchronous."
 
@@ -223,8 +227,25 @@ def dataset_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
         path = Path(dataset.path)
         if not path.exists():
             yield f"{section}.path {path} does not exist{_relative_hint(f'{section}.path', explicit)}."
-        elif path.is_file() and path.suffix not in (".jsonl", ".parquet"):
+        elif path.is_dir():
+            yield from _saved_dataset(f"{section}.path", path)
+        elif path.suffix not in (".jsonl", ".parquet"):
             yield f"{section}.path {path} can't be read; allowed: a .jsonl or .parquet file, or a directory with a saved dataset."
+        elif not path.stat().st_size:
+            yield f"{section}.path {path} is empty."
+
+
+def _saved_dataset(name: str, path: Path) -> Iterator[str]:
+    """What Dataset.save_to_disk leaves: state.json beside the data; of a DatasetDict it is one directory for each split."""
+    if (path / "state.json").is_file():
+        return
+    splits = sorted(one.parent.name for one in path.glob("*/state.json"))
+    if splits:
+        yield f"{name} {path} has the splits {', '.join(splits)}: give the path of one of them, as {path / splits[0]}."
+        return
+    files = sorted(one for pattern in ("*.jsonl", "*.parquet") for one in path.glob(pattern))
+    hint = f"; did you mean {files[0]}?" if files else "."
+    yield f"{name} {path} is a directory, but no saved Hugging Face dataset (it has no state.json){hint}"
 
 
 def _relative_hint(name: str, explicit: Collection[str]) -> str:
@@ -290,5 +311,6 @@ RULES: list[Rule] = [
     unavailable,
     *TRAIN_RULES,
     *agreement.RULES,
+    *containers.RULES,
 ]
-FILE_RULES: list[Rule] = [dataset_files, templates_dir, fileroot, shared_places]
+FILE_RULES: list[Rule] = [dataset_files, templates_dir, fileroot, shared_places, *containers.FILE_RULES]

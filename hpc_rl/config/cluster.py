@@ -12,6 +12,7 @@ from hpc_rl.config.limits import (
     NodeCount,
     PathText,
     PositiveInt,
+    ScriptOrPath,
     SlurmCountOrDerived,
     SlurmMemory,
     SlurmMemoryOrDerived,
@@ -126,10 +127,19 @@ class SlurmLauncherConfig:
         comment: Comment of the job, after our own tag.
         extra_args: Further sbatch options, one per item (`--hint=nomultithread`).
         srun_additional_args: Further options of the srun of every role, as a shell would split them; variables are not expanded.
-        container_type: What the images are started with; without an image a role runs without a container.
-        mount: Binds of the containers, `source:target` separated by commas; has a meaning with an image only.
-        trainer_image: Container image of trainer and rollout; null means none.
+        container_type: What images are started with; without an image a role runs without a container. Also with
+            `launcher.type local`, but for pyxis, which is a part of srun. The supervisor never runs in one.
+        mount: Further binds of the containers, `source:target` separated by commas. The trial, the working directory, models
+            and datasets are bound anyway, each at its own path.
+        trainer_image: Container image of the trainer, a path that every node sees; null means none.
+        rollout_image: Container image of the rollout role; null means that of the trainer, `none` none.
         inference_server_image: Container image of the generation servers; null means none.
+        trainer_image_python: Interpreter within `trainer_image`.
+        rollout_image_python: Interpreter within the rollout role's image.
+        inference_server_image_python: Interpreter within `inference_server_image`; SGLang has the same one unless
+            `launcher.inference_server_python` names another.
+        container_program: What `container_type apptainer` starts; a path, or `singularity`, works too.
+        container_args: Further options of `apptainer exec` (or of pyxis, `--container-…`), one per item, as they stand.
         layout: How the trial is laid out as jobs. `allocation`: one job, every role in it. `hetjob`: one heterogeneous job, the
             nodes of the servers as a component of their own. `jobs`: a trainer job and an array of server nodes, which may be
             preempted, may come and may go.
@@ -166,14 +176,46 @@ class SlurmLauncherConfig:
     comment: str | None = None
     extra_args: list[str] = field(default_factory=list)
     srun_additional_args: str = ""
-    container_type: Literal["apptainer", "none"] = "apptainer"
+    container_type: Literal["apptainer", "pyxis", "none"] = "apptainer"
     mount: str = ""
     trainer_image: PathText | None = None
+    rollout_image: Executable | None = None
     inference_server_image: PathText | None = None
+    trainer_image_python: Executable = "python3"
+    rollout_image_python: Executable = "python3"
+    inference_server_image_python: Executable = "python3"
+    container_program: Executable = "apptainer"
+    container_args: list[str] = field(default_factory=list)
     layout: Literal["allocation", "hetjob", "jobs"] = "allocation"
     servers: ServerJobsConfig = field(default_factory=ServerJobsConfig)
     continue_by: Literal["requeue", "successor"] = "requeue"
     backend: Literal["sbatch", "submitit"] = "sbatch"
+
+
+@dataclass(kw_only=True)
+class HooksConfig:
+    """Scripts that run at moments of every attempt, after those of the site's `hooks.d`. A script is a path, or a text of
+    several lines (or one that begins with `#!`); what is submitted is a copy.
+
+    Args:
+        dir: Directory with scripts that are called as the moments are.
+        pre_job: On the first node, before anything else; its failure ends the job.
+        pre_node: On every node, after pre_job; its failure on any node ends the job, naming the node.
+        post_node: On every node, after the supervisor has ended.
+        post_job: On the first node, at the very end.
+        on_preempt: On the first node, as soon as the job is told to end (preemption, time limit), while the state is saved.
+        timeout_s: Time limit of each script in seconds; one that takes longer counts as failed.
+        on_preempt_timeout_s: Time limit of on_preempt in seconds; Slurm kills what is left soon after.
+    """
+
+    dir: PathText = ""
+    pre_job: ScriptOrPath | None = None
+    pre_node: ScriptOrPath | None = None
+    post_node: ScriptOrPath | None = None
+    post_job: ScriptOrPath | None = None
+    on_preempt: ScriptOrPath | None = None
+    timeout_s: PositiveInt = 300
+    on_preempt_timeout_s: PositiveInt = 20
 
 
 @dataclass(kw_only=True)
@@ -182,8 +224,8 @@ class LauncherConfig:
 
     Args:
         type: `auto` takes Slurm where `sbatch` is on the PATH, else this machine.
-        python: Interpreter of the supervisor, rollout and trainer; null means the one that submits.
-        inference_server_python: Interpreter of SGLang, which lives in an environment of its own; null means `python`.
+        python: Interpreter of the supervisor, and of the roles that have no container; null means the one that submits.
+        inference_server_python: Interpreter of SGLang, which lives in an environment of its own; null means that of its role.
         templates_dir: Directory searched for templates before the site's and ours; empty means none.
         inference_server_cpus_per_gpu: CPUs per unit of the generation servers.
         inference_server_mem_per_gpu: Memory per unit of the generation servers, in MB.
@@ -193,6 +235,7 @@ class LauncherConfig:
         rollout_mem_mb: Memory of the rollout role, in MB.
         inference_server_env_vars: Environment of the generation servers: a mapping, or `A=b,C=d`.
         trainer_env_vars: Environment of the trainer ranks: a mapping, or `A=b,C=d`.
+        hooks: Scripts of the site and of the trial around every attempt.
         slurm: What is asked of Slurm.
     """
 
@@ -208,6 +251,7 @@ class LauncherConfig:
     rollout_mem_mb: PositiveInt = 16384
     inference_server_env_vars: dict[str, str] | str = ""
     trainer_env_vars: dict[str, str] | str = ""
+    hooks: HooksConfig = field(default_factory=HooksConfig)
     slurm: SlurmLauncherConfig = field(default_factory=SlurmLauncherConfig)
 
 

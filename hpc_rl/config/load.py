@@ -244,7 +244,7 @@ def _absolute(section: Any) -> Any:
             changes[name] = _absolute(value)
         elif isinstance(value, str) and value:
             place = next((extra for kind in alternatives(hint) for extra in _extras(kind) if isinstance(extra, Place)), None)
-            if place and not (place.bare_names and os.sep not in value):
+            if place and place.is_path(value):
                 changes[name] = os.path.abspath(os.path.expanduser(value))
     return dataclasses.replace(section, **changes)
 

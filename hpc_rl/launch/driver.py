@@ -315,7 +315,7 @@ def open_steps(kind: str, plan: Plan) -> Steps:
     """`srun` within a Slurm job, `process` on this machine. Raises SchedulerError."""
     if kind == "process":
         return ProcessSteps()
-    with_gpus = any(unit.gpus_per_task for unit in plan.units)
+    with_gpus = plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
     if plan.layout != "hetjob":
         return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]), with_gpus)
     parts = [job_hosts(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]) for number in range(len(plan.groups))]

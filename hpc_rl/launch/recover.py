@@ -18,6 +18,7 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 HEALTHY_LIFE_S = 60.0  # an incarnation that lived so long was not part of a crash loop
 ENDS_IN_A_ROW = 5
+GIVEN_UP_S = 600.0  # what kept a server down may pass, as a full disk or a node that is drained; its peers work meanwhile
 SIGNAL_SLACK_S = 60.0  # a scheduler may end a job early by so much
 MARGIN_S = 30.0
 

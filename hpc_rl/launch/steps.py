@@ -21,6 +21,7 @@ from typing import Protocol
 from hpc_rl.errors import SchedulerError
 from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import start_ticks
+from hpc_rl.render.container import wrap
 from hpc_rl.trial import Attempt
 
 logger = logging.getLogger(__name__)
@@ -87,11 +88,12 @@ class ProcessSteps:
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> ProcessHandle:
         own = {"CUDA_VISIBLE_DEVICES": self._gpus(unit), "OMP_NUM_THREADS": str(min(unit.cpus_per_task, os.cpu_count() or 1))}
         env = self.environ | common_env(unit, "process") | own | unit.env
+        wrapped = wrap(unit, argv, env, common_env(unit, "process"), attempt.trial.dir, Path.cwd())
         handle = ProcessHandle()
         for rank in range(unit.num_tasks):
             log = attempt.log(unit.role, unit.index, incarnation, rank if unit.num_tasks > 1 else None)
             try:
-                handle.add(argv, {**env, "HPC_RL_RANK": str(rank)}, log, rank)
+                handle.add(wrapped.argv, {**wrapped.env, "HPC_RL_RANK": str(rank)}, log, rank)
             except OSError:
                 handle.kill()
                 handle.poll()
@@ -199,9 +201,11 @@ class SrunSteps:
         own_log = attempt.log(unit.role, unit.index, incarnation)
         env = {name: value for name, value in self.environ.items() if name not in UNWANTED} | common_env(unit, "srun")
         component = None if self.components is None else self.components[unit.nodes[0]]
-        command = srun_argv(unit, self.hosts, self.with_gpus, own_log, incarnation, component) + argv
+        wrapped = wrap(unit, argv, env, common_env(unit, "srun"), attempt.trial.dir, Path.cwd())
+        step = srun_argv(unit, self.hosts, self.with_gpus, own_log, incarnation, component)
+        command = [*step, *wrapped.srun_args, *wrapped.argv]
         logger.info("%s %d.%d: %s", unit.role, unit.index, incarnation, " ".join(command))
-        return SrunHandle(command, env, own_log)
+        return SrunHandle(command, wrapped.env, own_log)
 
 
 def srun_argv(

@@ -19,7 +19,8 @@ from typing import Any
 import yaml
 
 import hpc_rl
-from hpc_rl.config.load import Loaded, to_dict, trainer_of
+from hpc_rl.config.changes import Change, changes, refuse_unsafe
+from hpc_rl.config.load import Loaded, from_dict, to_dict, trainer_of
 from hpc_rl.config.root import Config
 from hpc_rl.config.site import site_dirs
 from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, SchedulerError, TrialBusy
@@ -35,6 +36,8 @@ from hpc_rl.schedulers.base import JobSpec, Scheduler
 from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.trial import Trial, account, read_json, write_json
 
+ENDS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")  # what says when a trial is at its end
+
 
 @dataclass(frozen=True)
 class Submission:
@@ -46,6 +49,7 @@ class Submission:
     job_id: str = ""
     output: Path | None = None  # where the script's own words go
     server_job_id: str = ""  # of layout jobs
+    changes: tuple[Change, ...] = ()  # what differs from the configuration that the trial had; all safe
 
 
 def trial_of(config: Config) -> Trial:
@@ -82,12 +86,15 @@ def submit(
     if loaded.config.launcher.slurm.backend == "submitit" and scheduler.name == "slurm":
         scheduler = SubmititScheduler()
     check(trial, loaded.config.recover.mode, recover)
-    if scheduler.name == "local" and "launcher.python" in loaded.explicit:
-        check_interpreter(plan.python)
+    if scheduler.name == "local":
+        check_programs(plan, loaded)
     with Claim(trial) as claim:
         check(trial, loaded.config.recover.mode, recover)  # whoever held the claim before may have submitted
         check_length(trial, loaded.config.total_train_steps)
+        changed = changed_options(trial, loaded.config)
+        refuse_finished(trial, changed)
         made = _prepare(claim, loaded, plan, list(command), "resume" if recover else plan.recover_mode, scheduler.name)
+        claim.remove(trial.done)  # where it was at its end, it goes on
         job_id = scheduler.submit(JobSpec(job_name(trial), made.script, made.tag))
         servers = ""
         if plan.layout == "jobs":
@@ -96,7 +103,7 @@ def submit(
         job = {"job_id": job_id, "scheduler": scheduler.name, "time": time.time(), "command": list(command), "tag": made.tag}
         write_json(trial.job(job_id), job | {"start_mode": made.start_mode, "lineage_parent": lineage_parent})
     index.record(trial)
-    return Submission(trial, made.script, scheduler.name, job_id, trial.jobs / f"{job_id}.out", servers)
+    return Submission(trial, made.script, scheduler.name, job_id, trial.jobs / f"{job_id}.out", servers, tuple(changed))
 
 
 def _servers(trial: Trial, plan: Plan, job_id: str, tag: str, scheduler: Scheduler) -> str:
@@ -147,10 +154,43 @@ def check_length(trial: Trial, total_steps: int | None) -> None:
         )
 
 
-def check_interpreter(python: str) -> None:
-    """Whether this machine, which is to run the trial, has the interpreter. Raises ConfigError."""
-    if shutil.which(python) is None:
+def changed_options(trial: Trial, config: Config) -> list[Change]:
+    """What differs from the configuration that the trial's state was made with; none where there is no such state.
+
+    Raises ConfigError where the state can't take a change.
+    """
+    data = read_json(trial.config_json)
+    if data is None or not (newest_generation(trial) is not None or any(trial.rollout.glob("*"))):
+        return []
+    try:
+        old = from_dict(data)
+    except ConfigError as error:
+        raise ConfigError(f"{trial.config_json}, which trial {trial} goes on from, is of another version: {error}") from error
+    found = changes(old, config)
+    refuse_unsafe(found, str(trial))
+    return found
+
+
+def refuse_finished(trial: Trial, changed: Sequence[Change]) -> None:
+    """Raises NothingToResume where the trial is at its end and nothing makes it longer: the job would end at once."""
+    if trial.done.exists() and not any(change.name in ENDS for change in changed):
+        raise NothingToResume(
+            f"{trial} has reached its end. To train it longer: hpc-rl recover {index.handle(trial)} total_train_steps=N; "
+            f"what it made is in {trial.exports}. For a fresh start give another trial_name."
+        )
+
+
+def check_programs(plan: Plan, loaded: Loaded) -> None:
+    """Whether this machine, which is to run the trial, has what it is started with. Raises ConfigError."""
+    python = plan.python
+    if "launcher.python" in loaded.explicit and shutil.which(python) is None:
         raise ConfigError(f"launcher.python {python} is not a program that can be run here; leave it out for {sys.executable}.")
+    for program in {unit.container.program for unit in plan.units if unit.container}:
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"launcher.slurm.container_program {program} is not a program that can be run here; "
+                "install it, or leave the images out to run without containers."
+            )
 
 
 def check_idle(trial: Trial) -> None:
@@ -182,16 +222,7 @@ def _prepare(claim: Claim, loaded: Loaded, plan: Plan, command: list[str], start
     trial, config = claim.trial, loaded.config
     config_json = _json(to_dict(config))
     zip_name, zip_bytes = wheel.build()
-    tag = f"hpc-rl:{trial}:{secrets.token_hex(4)}"
-    stamp = Stamp(
-        version=hpc_rl.__version__,
-        config_sha256=provenance.sha256(config_json),
-        command=["hpc-rl", "render", "--config", str(trial.config_yaml)],
-        tag=tag,
-        wheel=zip_name,
-        workdir=Path.cwd(),
-        start_mode=start_mode,
-    )
+    stamp = _stamp(trial, config_json, zip_name, start_mode)
     plan_json = _json(plan.to_json())
     scripts = render(config, plan, trial, stamp, scheduler, site_dirs())
     hashes = {
@@ -211,7 +242,25 @@ def _prepare(claim: Claim, loaded: Loaded, plan: Plan, command: list[str], start
     claim.write(trial.scripts / zip_name, zip_bytes)
     for name, text in scripts.items():
         claim.write(trial.scripts / name, text, mode=0o755)
-    return _Prepared(trial.scripts / script_name(scheduler), tag, start_mode)
+    return _Prepared(trial.scripts / script_name(scheduler), stamp.tag, start_mode)
+
+
+def _stamp(trial: Trial, config_json: str, zip_name: str, start_mode: str) -> Stamp:
+    return Stamp(
+        version=hpc_rl.__version__,
+        config_sha256=provenance.sha256(config_json),
+        command=["hpc-rl", "render", "--config", str(trial.config_yaml)],
+        tag=f"hpc-rl:{trial}:{secrets.token_hex(4)}",
+        wheel=zip_name,
+        workdir=Path.cwd(),
+        start_mode=start_mode,
+    )
+
+
+def scripts_of(loaded: Loaded, plan: Plan, trial: Trial, scheduler: str) -> dict[str, str]:
+    """The scripts of a submission, without one: file name below scripts/ -> text. Writes nothing. Raises ConfigError."""
+    stamp = _stamp(trial, _json(to_dict(loaded.config)), wheel.build()[0], plan.recover_mode)
+    return render(loaded.config, plan, trial, stamp, scheduler, site_dirs())
 
 
 def given(loaded: Loaded) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Standing(enum.Enum):
     IDLE = "idle"  # never started, or ended and not to be started again
     RUNNING = "running"
     PAUSED = "paused"  # to be started again at `restart_at`
-    GAVE_UP = "gave up"
+    GAVE_UP = "gave up"  # its peers do without it; tried once more at `restart_at`
 
 
 @dataclass
@@ -170,7 +170,8 @@ class Supervisor:
     def tick(self, now: float) -> list[Action]:
         """Whatever is due."""
         if self.phase is Phase.RUNNING:
-            due = [slot for slot in self.slots.values() if slot.standing is Standing.PAUSED and now >= slot.restart_at]
+            waiting = (Standing.PAUSED, Standing.GAVE_UP)
+            due = [slot for slot in self.slots.values() if slot.standing in waiting and now >= slot.restart_at]
             return [action for slot in due for action in self._start(slot, now)]
         if self.phase is Phase.OVER or now < self._deadline:
             return []
@@ -211,8 +212,10 @@ class Supervisor:
         if slot.ends_in_a_row < recover.ENDS_IN_A_ROW:
             return self._pause(slot, now, recover.pause_s(slot.ends_in_a_row), end.reason)
         slot.standing = Standing.GAVE_UP
+        slot.restart_at = now + recover.GIVEN_UP_S
         why = f"{name} ended {slot.ends_in_a_row} times in a row, last: {end.reason or f'code {end.code}'}"
-        gave_up: list[Action] = [Record("gave_up", {"role": slot.unit.role, "index": slot.unit.index, "reason": why})]
+        details = {"role": slot.unit.role, "index": slot.unit.index, "reason": why, "pause_s": recover.GIVEN_UP_S}
+        gave_up: list[Action] = [Record("gave_up", details)]
         peers = [other for other in self.slots.values() if other.unit.role == slot.unit.role]
         if all(other.standing is Standing.GAVE_UP for other in peers):
             return gave_up + self._fail(now, ExitCode.FAILED, why)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.cluster import SlurmLauncherConfig
+from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Group, Plan
 from hpc_rl.render import submitit
 from hpc_rl.render.directives import Ask, Directives, directives
@@ -60,6 +62,16 @@ def servers_of(slurm: SlurmLauncherConfig) -> SlurmLauncherConfig:
     if "gres" not in given and "gpu_type" in given:
         given["gres"] = None
     return replace(slurm, **given)
+
+
+def refuse_hooks(plan: Plan, events: Collection[str]) -> None:
+    """Raises ConfigError for hooks that would not run where they say."""
+    on_nodes = sorted({"pre_node", "post_node"} & set(events))
+    if plan.layout == "hetjob" and on_nodes:
+        raise ConfigError(
+            f"launcher.hooks.{on_nodes[0]} can't be used with launcher.slurm.layout hetjob: one srun with a script on every node "
+            "spans no components here. Use layout allocation or jobs, or leave the hook out."
+        )
 
 
 def trial_values(asks: Asks) -> dict[str, Any]:
@@ -116,4 +128,4 @@ def server_values(asks: Asks) -> dict[str, Any]:
     )
     alone = replace(slurm, dependency=None)  # it is the trial that waits
     values = {"job_name": name, "layout": "jobs", "backend": "sbatch", "continue_by": slurm.continue_by, "directives": directives(alone, ask)}
-    return values | {"mode": "auto", "start_mode": "auto"}
+    return values | {"mode": "auto", "start_mode": "auto", "attempts": "server_attempts"}

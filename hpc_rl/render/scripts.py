@@ -13,8 +13,9 @@ import jinja2
 from hpc_rl.config.root import Config
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Plan
-from hpc_rl.render import layouts, submitit
+from hpc_rl.render import container, layouts, submitit
 from hpc_rl.render.environment import LINE_BREAK, environment
+from hpc_rl.render.hooks import EVENTS, Hook, gather
 from hpc_rl.render.layers import Layers
 from hpc_rl.schedulers.submitit import PARAMETERS
 from hpc_rl.trial import Trial
@@ -71,9 +72,12 @@ def render(config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: st
         asks = layouts.Asks(config.launcher.slurm, plan, job_name(trial), stamp.tag, str(stamp.workdir), trial.jobs)
         wanted = [(*TEMPLATES[scheduler], layouts.trial_values(asks))]
         wanted += [(*SERVERS, layouts.server_values(asks))] if plan.layout == "jobs" else []
+    hooks = gather(config.launcher.hooks, site)
     jinja = environment(template_layers(config, site))
-    common = _common(plan, trial, stamp)
-    texts = {
+    common = _common(plan, trial, stamp) | _hook_values(config, hooks)
+    layouts.refuse_hooks(plan, {hook.event for hook in hooks})
+    texts = {hook.name: hook.text for hook in hooks}
+    texts |= {
         name: _text(jinja, template, common | {"script_path": str(trial.scripts / name), "script_name": name} | values)
         for template, name, values in wanted
     }
@@ -93,6 +97,14 @@ def _text(jinja: jinja2.Environment, template: str, values: dict[str, Any]) -> s
         raise ConfigError(f"the template {template} extends itself: write `below/{template}` in {overrides[0]}.") from error
 
 
+def _hook_values(config: Config, hooks: list[Hook]) -> dict[str, Any]:
+    """Scripts and time limits by moment; no hooks, no word of them in the script."""
+    limits_s = dict.fromkeys(EVENTS, config.launcher.hooks.timeout_s)
+    limits_s["on_preempt"] = config.launcher.hooks.on_preempt_timeout_s
+    by_event = {event: [hook.name for hook in hooks if hook.event == event] for event in EVENTS}
+    return {"hooks": by_event if hooks else {}, "hook_limits_s": limits_s}
+
+
 def template_layers(config: Config, site: Sequence[Path]) -> list[Path]:
     """Directories that may override templates, highest precedence first. Raises ConfigError."""
     own = config.launcher.templates_dir
@@ -107,9 +119,11 @@ def _common(plan: Plan, trial: Trial, stamp: Stamp) -> dict[str, Any]:
             raise ConfigError(
                 f"{what}: {str(path)!r} can't be used: PYTHONPATH and #SBATCH lines hold no colons and no line breaks."
             )
+    container.check_places(plan, trial.dir, stamp.workdir)
     return {
         "version": stamp.version,
         "trial_dir": str(trial.dir),
+        "attempts": "attempts",
         "config_sha256": stamp.config_sha256,
         "command": shlex.join(stamp.command),
         "workdir": str(stamp.workdir),

@@ -12,12 +12,26 @@ from collections.abc import Mapping, Sequence
 
 from hpc_rl.errors import SchedulerError
 from hpc_rl.schedulers.base import JobSpec, JobState, State
+from hpc_rl.schedulers.capacity import SINFO, Node, read_sinfo
 from hpc_rl.schedulers.slurm_parts import fold, whole
 from hpc_rl.schedulers.slurm_states import parse
 
 logger = logging.getLogger(__name__)
 
-LEAKS = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SACCT_", "SCONTROL_", "PMI", "OMPI_", "SPANK_")
+LEAKS = (
+    "SLURM_",
+    "SBATCH_",
+    "SRUN_",
+    "SALLOC_",
+    "SQUEUE_",
+    "SINFO_",
+    "SCANCEL_",
+    "SACCT_",
+    "SCONTROL_",
+    "PMI",
+    "OMPI_",
+    "SPANK_",
+)
 TRANSIENT = ("socket timed out", "unable to contact slurm controller", "resource temporarily unavailable", "connection refused")
 JOB_ID = re.compile(r"^(\d+)(?:;\S+)?$", re.MULTILINE)
 SUBMIT_TIMEOUT_S = 30.0
@@ -78,6 +92,21 @@ class SlurmScheduler:
         seen = self._squeue([job_id]).get(job_id)
         return seen.end_time if seen else None
 
+    def nodes(self) -> list[Node]:
+        """Every node of every partition, by one sinfo. Raises SchedulerError."""
+        done = _call(SINFO, CALL_TIMEOUT_S)
+        if done.returncode != 0:
+            raise SchedulerError(f"sinfo: {_words(done)}")
+        return read_sinfo(done.stdout)
+
+    def test_only(self, script: str) -> tuple[bool, str]:
+        """Whether Slurm would take a script now, and its words: when and where, or why not. Raises SchedulerError."""
+        done = _call(["sbatch", "--test-only"], SUBMIT_TIMEOUT_S, script)
+        said = _words(done)
+        if done.returncode != 0 and any(words in said.lower() for words in TRANSIENT):
+            raise SchedulerError(f"sbatch --test-only: {said}")
+        return done.returncode == 0, said
+
     def find(self, spec: JobSpec) -> str | None:
         """The job that carries this tag, where Slurm knows one. Raises SchedulerError."""
         done = _call(["squeue", "-h", "-t", "all", "--me", "-n", spec.name, "-o", "%i|%k"], CALL_TIMEOUT_S)
@@ -134,11 +163,11 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name == "SLURM_CONF" or not name.startswith(LEAKS)}
 
 
-def _call(argv: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+def _call(argv: list[str], timeout_s: float, said: str = "") -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             argv,
-            stdin=subprocess.DEVNULL,
+            input=said,
             capture_output=True,
             text=True,
             errors="replace",

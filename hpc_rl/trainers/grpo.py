@@ -139,8 +139,8 @@ class GRPO:
             "reward_bias": self.actor.reward_bias,
             "reward_scaling": self.actor.reward_scaling,
             "reward_clip": self.actor.reward_clip,
-            "reward_norm": _levels(self.actor.reward_norm),
-            "adv_norm": _levels(self.actor.adv_norm),
+            "reward_norm": levels(self.actor.reward_norm),
+            "adv_norm": levels(self.actor.adv_norm),
             "discount": self.actor.discount,
             "gae_lambda": self.actor.gae_lambda,
             "token_rewards_BT": self._kl_rewards(rows, mask_BT, known),
@@ -354,7 +354,8 @@ def rectangle(rows: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(out_BT)
 
 
-def _levels(norm: NormConfig | None) -> Levels | None:
+def levels(norm: NormConfig | None) -> Levels | None:
+    """The section as the algorithms take it."""
     if norm is None:
         return None
     return Levels(norm.mean_level, norm.std_level, norm.eps, norm.mean_leave1out, norm.std_unbiased)

@@ -21,7 +21,7 @@ from hpc_rl.trial import Trial
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "scripts"
-CONFIGS = sorted((CHECKOUT / "configs").rglob("*.yaml"))
+CONFIGS = sorted(path for path in (CHECKOUT / "configs").rglob("*.yaml") if path.parent.name != "cluster")
 LAYOUTS = {  # scheduler, nodes, further options
     "local": ("local", 1, []),
     "slurm-1": ("slurm", 1, []),

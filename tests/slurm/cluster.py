@@ -225,6 +225,7 @@ PriorityType=priority/basic
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
+Licenses=abaqus:4
 ReturnToService=2
 SlurmdParameters=config_overrides
 SlurmdTimeout=5
@@ -243,8 +244,9 @@ MailProg=/bin/true
 PropagateResourceLimits=NONE
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 NodeName=n[1-{n}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{port0 + 2}-{port0 + 1 + n}] Sockets=2 \
-CoresPerSocket={self.num_cpus // 2} ThreadsPerCore=1 RealMemory={self.mem_mb} {gres} State=UNKNOWN
+CoresPerSocket={self.num_cpus // 2} ThreadsPerCore=1 RealMemory={self.mem_mb} TmpDisk=1000 Feature=ib {gres} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=1
+PartitionName=short Nodes=n1 MaxTime=30 DefaultTime=10 State=UP PriorityTier=1
 PartitionName=high Nodes=ALL MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=10
 {self.extra_conf}"""
 

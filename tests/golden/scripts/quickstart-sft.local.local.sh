@@ -80,16 +80,20 @@ forward() { # SIGNAL: to the supervisor
 trap 'told_to_end=1; forward TERM' TERM INT HUP
 trap 'forward USR1' USR1
 
+wait_for() { # PID: to its end; its code is in `rc`
+  while :; do # a trap makes wait return early, and bash still knows the code of a process that ended meanwhile
+    interrupted=0 rc=0
+    wait "$1" || rc=$?
+    ((interrupted)) || break
+  done
+}
+
 run_supervisor() {
   # USR1 is ignored until the supervisor handles it: a nudge must not kill it while it starts.
   (trap '' USR1; exec "$python" -m hpc_rl.app.supervisor --trial_dir "$trial_dir" --attempt "$job_id.$restart" --steps "$steps") </dev/null &
   supervisor_pid=$!
   if ((told_to_end)); then forward TERM; fi
-  while :; do # a trap makes wait return early, and bash still knows the code of a process that ended meanwhile
-    interrupted=0 rc=0
-    wait "$supervisor_pid" || rc=$?
-    ((interrupted)) || break
-  done
+  wait_for "$supervisor_pid"
   supervisor_pid=''
 }
 

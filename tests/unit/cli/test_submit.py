@@ -121,12 +121,46 @@ def test_recover_submits_the_stored_configuration_as_a_resume(stopped, capsys):
     assert (stored["total_train_steps"], stored["recover"]["mode"], stored["trial_name"]) == (30, "auto", "small")
 
 
-def test_recover_refuses_what_would_make_another_trial(stopped, scheduler, capsys):
-    assert main(["recover", "small", "actor.optimizer.lr=1", "--n_nodes", "1"]) == 64
+def test_recover_refuses_what_the_state_can_not_take_and_changes_nothing(stopped, scheduler, capsys):
+    before = stopped.config_json.read_bytes()
+    assert main(["recover", "small", "gconfig.n_samples=8", "--n_nodes", "1"]) == 64
     said = capsys.readouterr().err
-    assert "actor.optimizer.lr" in said
-    assert "cluster.n_nodes would" not in said
+    assert "gconfig.n_samples can't change from 4 to 8 in trial sums/small: finished groups that wait" in said
+    assert "say gconfig.n_samples=4; for the new values submit another trial_name" in said
+    assert "cluster.n_nodes" not in said
     assert scheduler.calls == [("submit", "job-1")]
+    assert stopped.config_json.read_bytes() == before
+
+
+def test_recover_applies_safe_changes_and_prints_them(stopped, capsys):
+    assert main(["recover", "small", "actor.optimizer.lr=1e-6"]) == 0
+    assert "changed    actor.optimizer.lr: 2e-05 -> 1e-06  (safe)" in capsys.readouterr().out
+    assert read_json(stopped.config_json)["actor"]["optimizer"]["lr"] == 1e-6
+
+
+def test_resubmission_is_compared_with_what_the_trial_was_made_with(stopped, config, scheduler, capsys):
+    assert submitted(config, "seed=7") == 64
+    assert "seed can't change from 1 to 7" in capsys.readouterr().err
+    assert submitted(config, "--dry_run", "seed=7") == 64
+    capsys.readouterr()
+    assert submitted(config, "--json", "actor.eps_clip=0.3") == 0
+    assert json.loads(capsys.readouterr().out)["changes"] == [
+        {"name": "actor.eps_clip", "old": 0.2, "new": 0.3, "safe": True, "reason": ""}
+    ]
+
+
+def test_a_trial_that_never_saved_anything_takes_any_change(stopped, config):
+    (stopped.generation(5) / "manifest.json").unlink()
+    assert submitted(config, "seed=7") == 0
+
+
+def test_resubmission_of_a_finished_trial_says_so_and_starts_no_job(stopped, config, scheduler, capsys):
+    stopped.done.write_text("{}")
+    assert submitted(config) == 3
+    assert "sums/small has reached its end" in capsys.readouterr().err
+    assert scheduler.calls == [("submit", "job-1")]
+    assert submitted(config, "total_train_steps=40") == 0
+    assert not stopped.done.exists()
 
 
 def test_recover_of_a_running_trial_is_busy(stopped, scheduler):
@@ -152,8 +186,9 @@ def test_recover_of_a_finished_trial_needs_more_steps(stopped, scheduler, capsys
 
 
 def test_explain_shows_the_decision_and_does_nothing(stopped, scheduler, capsys):
-    assert main(["recover", "small", "--explain"]) == 3
+    assert main(["recover", "small", "--explain", "actor.eps_clip=0.3"]) == 3
     out = capsys.readouterr().out
+    assert "changed    actor.eps_clip: 0.2 -> 0.3  (safe)" in out
     assert "generation   5" in out
     assert "no valid generation to resume from" in out
     assert scheduler.calls == [("submit", "job-1")]

@@ -112,10 +112,6 @@ def test_pinned_memory_is_where_tensors_come_from(monkeypatch):
         (["launcher.slurm.srun_additional_args=x"], "'x' is no option"),
         (["launcher.slurm.srun_additional_args='"], "can't be split into words"),
         (["launcher.slurm.mount=/a:/b"], "launcher.slurm.mount has no effect without"),
-        (
-            ["launcher.slurm.trainer_image=/i.sif"],
-            "trainer_image /i.sif can't be used yet: containers are not built",
-        ),
         (["stats_logger.wandb.wandb_api_key=abc"], "stats_logger.wandb.wandb_api_key *** can't be used: a key does not belong"),
         (["sglang.version=0.4.9"], "0.4.9 (text) can't be used; allowed: 0.5.23"),
     ],

@@ -14,8 +14,19 @@ from hpc_rl.trial import Trial
 
 
 @pytest.fixture
-def script(tmp_path):
-    """`script("slurm", root=…, mode=…, **options of launcher.slurm)` -> text."""
+def script(scripts):
+    """`script("slurm", root=…, mode=…, **options of launcher.slurm)` -> text of the one script."""
+
+    def make(scheduler: str, **options) -> str:
+        [text] = scripts(scheduler, **options).values()
+        return text
+
+    return make
+
+
+@pytest.fixture
+def scripts(tmp_path):
+    """The same, as {file name: text}."""
 
     def make(
         scheduler: str,
@@ -25,8 +36,12 @@ def script(tmp_path):
         n_nodes: int = 1,
         own: Path | None = None,
         site: Path | Sequence[Path] = (),
+        python: str = "/python",
+        workdir: Path = Path("/work"),
+        wheel: str = "w.zip",
+        hooks: dict | None = None,
         **slurm,
-    ) -> str:
+    ) -> dict[str, str]:
         config = from_dict(
             {
                 "experiment_name": "exp",
@@ -34,7 +49,7 @@ def script(tmp_path):
                 "train_dataset": {"path": "/data"},
                 "model": {"path": "/model"},
                 "recover": {"mode": mode},
-                "launcher": {"templates_dir": str(own) if own else "", "slurm": slurm},
+                "launcher": {"templates_dir": str(own) if own else "", "slurm": slurm, "hooks": hooks or {}},
             }
         )
         plan = Plan(
@@ -51,13 +66,12 @@ def script(tmp_path):
             units=[],
             recover_mode=mode,
             recover_retries=3,
-            python="/python",
+            python=python,
         )
         stamp = Stamp(
-            version="1", config_sha256="0", command=["render"], tag="tag", wheel="w.zip", workdir=Path("/work"), start_mode=mode
+            version="1", config_sha256="0", command=["render"], tag="tag", wheel=wheel, workdir=workdir, start_mode=mode
         )
         folders = [site] if isinstance(site, Path) else site
-        [text] = render(config, plan, Trial(root / "exp" / "one"), stamp, scheduler, folders).values()
-        return text
+        return render(config, plan, Trial(root / "exp" / "one"), stamp, scheduler, folders)
 
     return make
