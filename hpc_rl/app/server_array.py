@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from pathlib import Path
@@ -26,10 +27,10 @@ def main() -> int:
     trial = Trial(args.trial_dir)
     log.setup("server_array")
     try:
-        plan = Plan.from_json(read_json(trial.plan_json))
+        plan = Plan.from_json(json.loads(trial.plan_json.read_bytes()))
         tag = str((read_json(trial.job(args.job_id)) or {}).get("tag") or f"hpc-rl:{trial}:{args.job_id}")
         made = ensure(trial, plan, args.job_id, tag, job_name(trial), SlurmScheduler())
-    except (HpcRlError, OSError) as error:
+    except (HpcRlError, OSError, ValueError) as error:
         logger.error("the servers can't be submitted again: %s", error)
         return error.exit_code if isinstance(error, HpcRlError) else CannotWrite.exit_code
     if made:

@@ -32,8 +32,8 @@ OURS = {
 }
 _SHORT = {"-c": "cpus_per_task", "-t": "time", "-p": "partition", "-A": "account", "-q": "qos", "-C": "constraint"}
 _SHORT |= {"-w": "nodelist", "-x": "exclude", "-d": "dependency", "-L": "licenses"}
-_NOT_SBATCH = ("extra_args", "srun_additional_args", "container_type", "mount", "layout", "gpus_by", "gpu_type")
-_NOT_SBATCH += ("servers", "continue_by", "backend")
+_NOT_SBATCH = ("extra_args", "srun_additional_args", "container_type", "mount", "gpus_by", "gpu_type")
+_LAYOUT = ("layout", "servers", "continue_by", "backend")
 
 
 def asks_for_gpus(gres: str | None) -> bool:
@@ -53,7 +53,7 @@ def scheduler_options(config: Config, explicit: Collection[str]) -> Iterator[str
                 yield f"launcher.slurm.{field.name}: empty; use null to leave the option out."
     for name, value in vars(slurm.servers).items():
         if value == "" or (isinstance(value, str) and any(ord(char) < 32 or ord(char) == 127 for char in value)):
-            yield f"launcher.slurm.servers.{name}: {value!r} can't be given to sbatch; use null for what launcher.slurm has."
+            yield f"launcher.slurm.servers.{name}: {value!r} can't be given to sbatch; null means as in launcher.slurm."
     yield from _conflicts(config, explicit)
     yield from _extra_args(slurm)
     yield from _layouts(config, explicit)
@@ -73,12 +73,13 @@ def _layouts(config: Config, explicit: Collection[str]) -> Iterator[str]:
             "use backend sbatch, or continue_by requeue."
         )
     if slurm.layout != "allocation" and not isinstance(config, GRPOConfig):
-        yield f"launcher.slurm.layout {slurm.layout} is for generation servers, and a {config.trainer} trial has none: use allocation."
+        yield f"launcher.slurm.layout {slurm.layout} is about servers; a {config.trainer} trial has none: use allocation."
     if slurm.layout != "allocation" and config.launcher.type == "local":
-        yield f"launcher.slurm.layout {slurm.layout} needs Slurm, but launcher.type is local: use launcher.type slurm, or allocation."
+        yield f"launcher.slurm.layout {slurm.layout} needs Slurm, but launcher.type is local: use slurm, or layout allocation."
     if slurm.layout == "hetjob" and slurm.switches is not None:
         yield "launcher.slurm.switches can't be used with layout hetjob: Slurm counts switches for each component alone."
-    given = sorted(name for name in explicit if name.startswith("launcher.slurm.servers.") and value_of(config, name) is not None)
+    given = sorted(name for name in explicit if name.startswith("launcher.slurm.servers."))
+    given = [name for name in given if value_of(config, name) is not None]
     elastic = [name for name in given if name.rpartition(".")[2] in ("max_running", "idle_s")]
     if slurm.layout == "allocation" and given:
         yield f"{given[0]} has no effect in layout allocation, where servers share the job: use layout jobs or hetjob."
@@ -149,5 +150,5 @@ def _extra_args(slurm: SlurmLauncherConfig) -> Iterator[str]:
         for name in names:
             if name in OURS:
                 yield f"launcher.slurm.extra_args: {name} can't be given here: {OURS[name]}."
-            elif name in own and own[name] not in _NOT_SBATCH:
+            elif name in own and own[name] not in (*_NOT_SBATCH, *_LAYOUT):
                 yield f"launcher.slurm.extra_args: {name} has an option of its own here: launcher.slurm.{own[name]}."

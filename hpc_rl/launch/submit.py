@@ -199,7 +199,7 @@ def check_idle(trial: Trial) -> None:
     for path in sorted(trial.jobs.glob("*.json")):
         job = read_json(path)
         ended = [event for event in record.read(trial, path.stem)[-1:] if event["event"] == "ended"]
-        if isinstance(job, dict) and not ended and job.get("kind") != KIND:
+        if isinstance(job, dict) and not ended and job.get("kind") != KIND and "_" not in path.stem:
             jobs.setdefault(str(job.get("scheduler", "")), []).append(record.current(trial, path.stem))
     for name, job_ids in jobs.items():
         for job_id, state in make_scheduler(name, trial).states(job_ids).items():

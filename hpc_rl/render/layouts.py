@@ -127,5 +127,11 @@ def server_values(asks: Asks) -> dict[str, Any]:
         more=[("array", f"0-{len(group.nodes) - 1}{throttle}")],
     )
     alone = replace(slurm, dependency=None)  # it is the trial that waits
-    values = {"job_name": name, "layout": "jobs", "backend": "sbatch", "continue_by": slurm.continue_by, "directives": directives(alone, ask)}
+    values = {
+        "job_name": name,
+        "layout": "jobs",
+        "backend": "sbatch",
+        "continue_by": slurm.continue_by,
+        "directives": directives(alone, ask),
+    }
     return values | {"mode": "auto", "start_mode": "auto", "attempts": "server_attempts"}

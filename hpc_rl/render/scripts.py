@@ -67,7 +67,7 @@ def render(config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: st
         scheduler: `slurm` or `local`.
         site: The site's directories, highest precedence first.
     """
-    wanted = [(*TEMPLATES[scheduler], {})]
+    wanted: list[tuple[str, str, dict[str, Any]]] = [(*TEMPLATES[scheduler], {})]
     if scheduler == "slurm":
         asks = layouts.Asks(config.launcher.slurm, plan, job_name(trial), stamp.tag, str(stamp.workdir), trial.jobs)
         wanted = [(*TEMPLATES[scheduler], layouts.trial_values(asks))]

@@ -18,7 +18,9 @@ STEP = ["--overlap", "--relative=0", "--nodes=1", "--ntasks=1", "--cpus-per-task
 def parameters(slurm: SlurmLauncherConfig, asked: Directives, *, with_gpus: bool) -> dict[str, Any]:
     """Keyword arguments of `SlurmExecutor.update_parameters`. Raises ConfigError for what submitit can't be told."""
     if slurm.time is None:
-        raise ConfigError("launcher.slurm.backend submitit needs launcher.slurm.time: submitit asks for 5 minutes where none is given.")
+        raise ConfigError(
+            "launcher.slurm.backend submitit needs launcher.slurm.time: submitit asks for 5 minutes where none is given."
+        )
     options: dict[str, Any] = {}
     for name, value in (*asked.resources, *asked.accounting, *asked.output, *asked.policy):
         options[name] = value if value != "" else True
@@ -50,7 +52,7 @@ def _extra(words: list[str]) -> dict[str, Any]:
         name, equals, value = word.partition("=")
         if not name.startswith("--"):
             raise ConfigError(
-                f"launcher.slurm.extra_args: {word!r} can't be passed to submitit; write it as --name=value, or use backend sbatch."
+                f"launcher.slurm.extra_args: {word!r} can't be passed to submitit; write --name=value, or use backend sbatch."
             )
         found[name.removeprefix("--")] = value if equals else True
     return found

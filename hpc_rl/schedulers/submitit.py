@@ -28,7 +28,9 @@ class SubmititScheduler(SlurmScheduler):
         try:
             from submitit import SlurmExecutor
         except ImportError as error:
-            raise ConfigError("launcher.slurm.backend submitit: the package is missing; pip install 'hpc-rl[submitit]'.") from error
+            raise ConfigError(
+                "launcher.slurm.backend submitit: the package is missing; pip install 'hpc-rl[submitit]'."
+            ) from error
         try:
             parameters = json.loads((spec.script.parent / PARAMETERS).read_text())
             folder = spec.script.parent.parent / "submitit"

@@ -31,7 +31,7 @@ class TrialTask:
         self.code: int | None = None
 
     def __call__(self) -> int:
-        """Run the script to its end. Raises RuntimeError where it failed; after code 75 submitit requeues and this never returns."""
+        """Run the script to its end. After code 75 submitit requeues and this never returns. Raises RuntimeError."""
         from submitit.core.job_environment import JobEnvironment
 
         number = getattr(signal, f"SIG{JobEnvironment.USR_SIG}")
@@ -59,9 +59,15 @@ class TrialTask:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {number}),
+                preexec_fn=lambda: _ignore(number),
             )
         while child.poll() is None:
             if signal.sigtimedwait({number}, POLL_S) is not None:
                 child.send_signal(signal.SIGUSR1)
         return child.returncode
+
+
+def _ignore(number: int) -> None:
+    """Slurm signals every process of the step, and the script and what it starts here would die of it."""
+    signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

@@ -28,14 +28,23 @@ LAYOUTS = {  # scheduler, nodes, further options
     "slurm-4": ("slurm", 4, []),
 }
 PREEMPTIBLE = ["launcher.slurm.partition=normal", "launcher.slurm.time=2-0", "launcher.slurm.account=lab"]
-PREEMPTIBLE += ["launcher.slurm.servers.partition=spare", "launcher.slurm.servers.qos=preemptible", "launcher.slurm.servers.time=4:00:00"]
+PREEMPTIBLE += [
+    "launcher.slurm.servers.partition=spare",
+    "launcher.slurm.servers.qos=preemptible",
+    "launcher.slurm.servers.time=4:00:00",
+]
+MAIL = ["launcher.slurm.mail_type=END", "launcher.slurm.mail_user=me"]
 SPECIAL = {  # of one configuration only: the other layouts, and options that change what they write
     "hetjob-4": ("slurm", 4, ["launcher.slurm.layout=hetjob"]),
     "jobs-4": ("slurm", 4, ["launcher.slurm.layout=jobs"]),
     "jobs-spare": ("slurm", 4, ["launcher.slurm.layout=jobs", "launcher.slurm.servers.max_running=2", *PREEMPTIBLE]),
     "jobs-successor": ("slurm", 4, ["launcher.slurm.layout=jobs", "launcher.slurm.continue_by=successor"]),
     "hetjob-two-kinds": ("slurm", 4, ["launcher.slurm.layout=hetjob", "launcher.slurm.gpu_type=h100", *PREEMPTIBLE[:5]]),
-    "submitit-4": ("slurm", 4, ["launcher.slurm.backend=submitit", "launcher.slurm.mail_type=END", "launcher.slurm.mail_user=me", *PREEMPTIBLE[:3]]),
+    "submitit-4": (
+        "slurm",
+        4,
+        ["launcher.slurm.backend=submitit", *MAIL, *PREEMPTIBLE[:3]],
+    ),
     "successor-4": ("slurm", 4, ["launcher.slurm.continue_by=successor"]),
 }
 SPECIAL["hetjob-two-kinds"][2].append("launcher.slurm.servers.gpu_type=a100")

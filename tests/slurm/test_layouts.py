@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from cluster import Cluster
 from kill_anything import READY, Killed, Trials, make_toy, short_name
 from toy_trials import hpc_rl
 
@@ -41,7 +45,9 @@ def serving(one: Killed) -> dict[str, str]:
     if not hasattr(one, "names"):
         one.names = SharedFsNames(one.trial.names)
     leases = one.names.leases(keys.SERVERS)
-    return {key: seen.value["version"] for key, seen in leases.items() if seen.alive and seen.value["state"] in ("serving", "paused")}
+    return {
+        key: seen.value["version"] for key, seen in leases.items() if seen.alive and seen.value["state"] in ("serving", "paused")
+    }
 
 
 def current(one: Killed) -> str:
@@ -123,3 +129,52 @@ def test_submitit_submits_saves_and_requeues(trials, cluster, until):
     assert sorted(path.name for path in one.trial.attempts.iterdir()) == [f"{one.job_id}.0", f"{one.job_id}.1"]
     assert (one.trial.dir / "submitit").stat().st_mode & 0o077 == 0
     until(lambda: not queue(cluster), 60)
+
+
+SLOW_REWARD = """import time
+
+
+def score(prompt, completion, **columns):
+    time.sleep(0.2)
+    return sum(map(ord, completion)) % 7 / 7
+"""
+
+
+@pytest.fixture
+def short_cluster(running_cluster, monkeypatch) -> Iterator[Cluster]:
+    """A cluster of its own whose partition gives a job three minutes."""
+    here = Path(tempfile.mkdtemp(prefix="hpcrl-", dir="/tmp"))
+    partition = "PartitionName=short Nodes=ALL MaxTime=3 DefaultTime=3 State=UP PriorityTier=1"
+    cluster = Cluster(here, running_cluster.slurm, 4, extra_conf=partition)
+    try:
+        cluster.up()
+        for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH"):
+            if name in cluster.env:
+                monkeypatch.setenv(name, cluster.env[name])
+        yield cluster
+    finally:
+        cluster.down()
+        shutil.rmtree(here, ignore_errors=True)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+def test_a_trial_four_times_as_long_as_its_partition_allows_finishes_by_successors(short_cluster, tmp_path, until):
+    trials = Trials(make_toy(tmp_path), "successors")
+    (tmp_path / "some_reward.py").write_text(SLOW_REWARD)
+    options = {"launcher.slurm.partition": "short", "launcher.slurm.time": "'3'", "launcher.slurm.continue_by": "successor"}
+    try:
+        one = trials.start(JOBS | options, scheduler="slurm", total_steps=240)
+        one.until(lambda: one.over, 2700)
+        one.finish().promises.check()
+    finally:
+        trials.end_all()
+    attempts = sorted(path.name for path in one.trial.attempts.iterdir())
+    assert attempts == [f"{one.job_id}.{number}" for number in range(len(attempts))]
+    assert len(attempts) >= 4
+    followed = [read_json(one.trial.successor(one.job_id, number))["job_id"] for number in range(1, len(attempts))]
+    assert len(set(followed)) == len(followed), "one successor for each start"
+    tasks = [task for array in read_arrays(one.trial) for task in array.tasks]
+    assert max(task.starts for task in tasks) >= 2, "the servers' jobs went on as well"
+    print(f"{len(attempts)} attempts, starts of the server tasks: {[task.starts for task in tasks]}")
+    until(lambda: not queue(short_cluster), 60)
