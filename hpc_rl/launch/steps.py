@@ -188,14 +188,14 @@ class SrunSteps:
     Args:
         hosts: Node names of the job, in Slurm's order.
         with_gpus: Whether the job has GPUs; only then may a step speak of them.
-        components: Of which component of a heterogeneous job each host is; None for a job of one kind.
         environ: Environment to start from.
+        components: Of which component of a heterogeneous job each host is; None for a job of one kind.
     """
 
     hosts: list[str]
     with_gpus: bool
-    components: list[int] | None = None
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    components: list[int] | None = None
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> SrunHandle:
         own_log = attempt.log(unit.role, unit.index, incarnation)

@@ -7,6 +7,7 @@ a submission names this module, and must be readable wherever submitit is.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -37,7 +38,7 @@ class TrialTask:
         number = getattr(signal, f"SIG{JobEnvironment.USR_SIG}")
         signal.pthread_sigmask(signal.SIG_BLOCK, {number})  # the handler requeues: not before the state is saved
         self.code = self._run(number)
-        if self.code == STOPPED:
+        if self._goes_on():
             os.kill(os.getpid(), number)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # here the handler runs: checkpoint(), requeue, exit
             time.sleep(60)
@@ -49,7 +50,16 @@ class TrialTask:
         """submitit's hook: what to start again, or None where nothing was saved or a person wants it dead."""
         from submitit.helpers import DelayedSubmission
 
-        return DelayedSubmission(TrialTask(self.script, self.jobs)) if self.code == STOPPED else None
+        return DelayedSubmission(TrialTask(self.script, self.jobs)) if self._goes_on() else None
+
+    def _goes_on(self) -> bool:
+        """Whether the script, which knows of a person's wish and of recover.mode, left its stop to be started again."""
+        state = Path(self.jobs) / f"{os.environ.get('SLURM_JOB_ID')}.state"
+        try:
+            last = json.loads(state.read_text().splitlines()[-1])
+        except (OSError, ValueError, IndexError):
+            return False
+        return self.code == STOPPED and last.get("event") == "requeued"
 
     def _run(self, number: int) -> int:
         job_id = os.environ.get("SLURM_JOB_ID", "local")

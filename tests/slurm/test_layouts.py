@@ -123,6 +123,7 @@ def test_submitit_submits_saves_and_requeues(trials, cluster, until):
     one.until(lambda: one.num_rows() >= 5)
     cluster.run("scancel", "--signal=USR2", one.job_id)  # what submitit asks Slurm for before the end, and on preemption
     one.until(lambda: any("PENDING" in line for line in queue(cluster)), 120)
+    until(lambda: set(cluster.run("sinfo", "-h", "-p", "main", "-o", "%T").split()) == {"idle"}, 60)  # the first start is gone
     assert (read_json(one.trial.attempt(f"{one.job_id}.0").ended) or {}).get("exit_code") == 75, "saved before it was requeued"
     cluster.run("scontrol", "update", f"jobid={one.job_id}", "StartTime=now")
     one.finish().promises.check()
@@ -144,7 +145,7 @@ def score(prompt, completion, **columns):
 def short_cluster(running_cluster, monkeypatch) -> Iterator[Cluster]:
     """A cluster of its own whose partition gives a job three minutes."""
     here = Path(tempfile.mkdtemp(prefix="hpcrl-", dir="/tmp"))
-    partition = "PartitionName=short Nodes=ALL MaxTime=3 DefaultTime=3 State=UP PriorityTier=1"
+    partition = "PartitionName=tight Nodes=ALL MaxTime=3 DefaultTime=3 State=UP PriorityTier=1"
     cluster = Cluster(here, running_cluster.slurm, 4, extra_conf=partition)
     try:
         cluster.up()
@@ -162,7 +163,7 @@ def short_cluster(running_cluster, monkeypatch) -> Iterator[Cluster]:
 def test_a_trial_four_times_as_long_as_its_partition_allows_finishes_by_successors(short_cluster, tmp_path, until):
     trials = Trials(make_toy(tmp_path), "successors")
     (tmp_path / "some_reward.py").write_text(SLOW_REWARD)
-    options = {"launcher.slurm.partition": "short", "launcher.slurm.time": "'3'", "launcher.slurm.continue_by": "successor"}
+    options = {"launcher.slurm.partition": "tight", "launcher.slurm.time": "'3'", "launcher.slurm.continue_by": "successor"}
     try:
         one = trials.start(JOBS | options, scheduler="slurm", total_steps=240)
         one.until(lambda: one.over, 2700)
