@@ -64,8 +64,8 @@ def _layouts(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm = config.launcher.slurm
     if slurm.backend == "submitit" and slurm.layout != "allocation":
         yield (
-            f"launcher.slurm.backend submitit can't be used with layout {slurm.layout}: submitit submits single jobs and arrays of "
-            "one function, no heterogeneous jobs; use backend sbatch, or layout allocation."
+            f"launcher.slurm.backend submitit can't be used with layout {slurm.layout}: submitit submits single jobs and arrays "
+            "of one function, no heterogeneous jobs; use backend sbatch, or layout allocation."
         )
     if slurm.backend == "submitit" and slurm.continue_by == "successor":
         yield (

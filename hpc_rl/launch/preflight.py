@@ -136,9 +136,10 @@ def parts(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
         launcher = replace(config.launcher, slurm=slurm)
         # Each server node of layout jobs is asked for alone.
         n_nodes = 1 if plan.layout == "jobs" and group.name == "servers" else len(group.nodes)
-        size = {"n_nodes": n_nodes, "cpus_per_node": group.cpus_per_node, "mem_mb_per_node": group.mem_mb_per_node}
         units = [unit for unit in plan.units if set(unit.nodes) & set(group.nodes)]
-        found.append((replace(config, launcher=launcher), replace(plan, units=units, **size)))
+        cpus, mem_mb = group.cpus_per_node, group.mem_mb_per_node
+        part = replace(plan, units=units, n_nodes=n_nodes, cpus_per_node=cpus, mem_mb_per_node=mem_mb)
+        found.append((replace(config, launcher=launcher), part))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -48,7 +49,10 @@ def directive_problems(text: str) -> list[str]:
 def _with_variables(lines: list[str]) -> list[str]:
     """Not --chdir and --output, whose paths may hold a dollar sign that is meant."""
     ours = ("--chdir", "--output", "--comment", "--job-name")
-    return [line for line in lines if line.startswith("#SBATCH -") and "$" in line and not line.split()[1].startswith(ours)]
+    variable = re.compile(r"\$\{?[A-Za-z_]")
+    return [
+        line for line in lines if line.startswith("#SBATCH -") and variable.search(line) and not line.split()[1].startswith(ours)
+    ]
 
 
 def bash_problems(text: str) -> list[str]:
@@ -63,11 +67,11 @@ def shellcheck() -> str | None:
 
 
 def shellcheck_problems(text: str) -> list[str] | None:
-    """None where shellcheck is not installed."""
+    """Errors and warnings; None where shellcheck is not installed. Mere advice would refuse a path with a dollar sign in it."""
     program = shellcheck()
     if program is None:
         return None
     done = subprocess.run(
-        [program, "-s", "bash", "-f", "gcc", "-"], input=text, capture_output=True, text=True, timeout=TIMEOUT_S
+        [program, "-s", "bash", "-S", "warning", "-f", "gcc", "-"], input=text, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     return [f"shellcheck: {line}" for line in done.stdout.splitlines()] if done.returncode else []

@@ -79,6 +79,14 @@ class SlurmScheduler:
             found |= self._sacct(forgotten)
         return {job_id: found.get(job_id, JobState(job_id, State.UNKNOWN)) for job_id in job_ids}
 
+    def survey(self, uid: int) -> dict[str, JobState]:
+        """Every job of an account that Slurm remembers, by one squeue. Ids are squeue's own: `7`, `7_3`, `7_[4-9]`, `7+0`."""
+        return self._listed(["-u", str(uid)])
+
+    def past(self, job_ids: list[str]) -> dict[str, JobState]:
+        """What accounting knows of jobs that squeue has forgotten, by one sacct; empty where there is none."""
+        return self._sacct(job_ids)
+
     def cancel(self, job_id: str) -> None:
         _checked(["scancel", job_id])
 
@@ -117,10 +125,13 @@ class SlurmScheduler:
         return None
 
     def _squeue(self, job_ids: Sequence[str]) -> dict[str, JobState]:
-        done = _call(["squeue", "-h", "-t", "all", "-j", ",".join(job_ids), "-o", "%i|%T|%r|%e|%N"], CALL_TIMEOUT_S)
+        return fold(self._listed(["-j", ",".join(job_ids)]).values())
+
+    def _listed(self, selection: list[str]) -> dict[str, JobState]:
+        done = _call(["squeue", "-h", "-t", "all", *selection, "-o", "%i|%T|%r|%e|%N|%S"], CALL_TIMEOUT_S)
         if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
             raise SchedulerError(f"squeue: {_words(done)}")
-        return fold(_parsed(done.stdout))
+        return {state.job_id: state for state in _parsed(done.stdout)}
 
     def _sacct(self, job_ids: Sequence[str]) -> dict[str, JobState]:
         """Empty where the site keeps no accounting: then the trial's own files tell."""
@@ -135,13 +146,13 @@ class SlurmScheduler:
 
 
 def _parsed(text: str) -> list[JobState]:
-    """Lines `id|state|reason|end|nodes`; of several records of a requeued job the newest comes last."""
+    """Lines `id|state|reason|end|nodes|start`; of several records of a requeued job the newest comes last."""
     found: dict[str, JobState] = {}
     for line in text.splitlines():
         fields = line.split("|")
-        if len(fields) == 5:
-            job_id, native, reason, end, nodes = fields
-            found[job_id] = JobState(job_id, parse(native), native, reason, _unix(end), nodes)
+        if len(fields) >= 5:
+            job_id, native, reason, end, nodes, *start = fields
+            found[job_id] = JobState(job_id, parse(native), native, reason, _unix(end), nodes, _unix(start[0] if start else ""))
     return list(found.values())
 
 
