@@ -1,4 +1,4 @@
-"""Layouts on a real Slurm: servers as an array that is preempted and comes back, and one heterogeneous job."""
+"""Layouts on a real Slurm: servers as an array that is preempted and comes back, one heterogeneous job, successors, submitit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def current(one: Killed) -> str:
 
 
 def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trials, cluster, until):
-    one = trials.start(JOBS, scheduler="slurm", total_steps=100)
+    one = trials.start(JOBS, scheduler="slurm", total_steps=80)
     [array] = read_arrays(one.trial)
     one.until(lambda: len(serving(one)) == 2 and one.num_rows() >= 5)
     assert {line.split()[0] for line in queue(cluster)} == {one.job_id, f"{array.job_id}_0", f"{array.job_id}_1"}
@@ -65,7 +65,7 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
         "sbatch", "--parsable", "--partition=high", f"--nodelist={node}", "--exclusive", "--output=/dev/null", "--wrap=sleep 600"
     ).strip()
     one.until(lambda: any(f"{array.job_id}_1 " in line and "PENDING" in line for line in queue(cluster)), 60)
-    enough = one.num_rows() + 10
+    enough = one.num_rows() + 5
     one.until(lambda: one.num_rows() >= enough and "server/1" not in serving(one))
     assert not one.over, "the trainer went on with the server that was left"
     assert "server/0" in serving(one)
@@ -74,7 +74,7 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
     before = current(one)
     cluster.run("scontrol", "update", f"jobid={array.job_id}_1", "StartTime=now")
     one.until(lambda: "server/1" in serving(one))
-    enough = one.num_rows() + 10
+    enough = one.num_rows() + 5
     one.until(lambda: one.num_rows() >= enough or one.over)
     log = (one.trial.attempt(f"{array.job_id}_1.1").dir / "logs" / "server-1.0.log").read_text()
     first = re.findall(r"serving with weights '([^']+)'", log)[0]
@@ -88,7 +88,7 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
 
 
 def test_one_heterogeneous_job(trials, cluster, until):
-    one = trials.start(JOBS | {"launcher.slurm.layout": "hetjob"}, scheduler="slurm", total_steps=12)
+    one = trials.start(JOBS | {"launcher.slurm.layout": "hetjob"}, scheduler="slurm", total_steps=8)
     one.until(lambda: len(serving(one)) == 2 and one.num_rows() >= 2)
     steps = dict(line.split()[:2] for line in cluster.run("squeue", "--steps", "--noheader", "--format=%j %N").splitlines())
     components = {line.split()[0]: line.split()[3] for line in queue(cluster)}
@@ -100,8 +100,8 @@ def test_one_heterogeneous_job(trials, cluster, until):
 
 
 def test_where_requeue_is_refused_a_successor_goes_on(trials, cluster, until):
-    one = trials.start(READY | {"allocation_mode": "embedded:d1+fsdp:d1"}, scheduler="slurm", total_steps=30)
-    one.until(lambda: one.num_rows() >= 5)
+    one = trials.start(READY | {"allocation_mode": "embedded:d1+fsdp:d1"}, scheduler="slurm", total_steps=24)
+    one.until(lambda: one.num_rows() >= 3)
     cluster.run("scontrol", "update", f"jobid={one.job_id}", "Requeue=0")
     cluster.run("scancel", "--batch", "--signal=USR1", one.job_id)
     one.until(lambda: (one.trial.jobs / f"{one.job_id}.next-0001").exists(), 120)
@@ -116,6 +116,7 @@ def test_where_requeue_is_refused_a_successor_goes_on(trials, cluster, until):
     until(lambda: not queue(cluster), 60)
 
 
+@pytest.mark.soak
 def test_submitit_submits_saves_and_requeues(trials, cluster, until):
     pytest.importorskip("submitit")
     options = {"allocation_mode": "embedded:d1+fsdp:d1", "launcher.slurm.backend": "submitit", "launcher.slurm.time": "'1:00:00'"}
