@@ -317,7 +317,11 @@ def open_steps(kind: str, plan: Plan) -> Steps:
     if kind == "process":
         return ProcessSteps()
     with_gpus = plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
-    return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]), with_gpus)
+    if plan.layout != "hetjob":
+        return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]), with_gpus)
+    parts = [job_hosts(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]) for number in range(len(plan.groups))]
+    components = [number for number, hosts in enumerate(parts) for _ in hosts]
+    return SrunSteps([host for hosts in parts for host in hosts], with_gpus, components=components)
 
 
 def job_end_time() -> float | None:
