@@ -12,6 +12,7 @@ HpcRlError
 ├── CannotWrite (OSError)             73
 ├── RoleFailed                        70: may be retried by its class
 │   ├── Damaged                       a file is not what was written: go on from an older generation
+│   ├── GivenUp                       starting again would end the same way
 │   ├── ServerUnavailable             a generation server can't be reached or can't serve: ask another
 │   └── ServerStale                   its weights are older than the request allows: ask another, or later
 ├── RequestRefused (ValueError)       a server refused a request as wrong (400, 401 …): asking again won't help
@@ -100,6 +101,10 @@ class RoleFailed(HpcRlError):
 
 class Damaged(RoleFailed):
     """What lies on disk is not what was written; the message begins with the file."""
+
+
+class GivenUp(RoleFailed):
+    """A role that ends for good: the supervisor does not start it again."""
 
 
 class ServerUnavailable(RoleFailed):

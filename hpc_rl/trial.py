@@ -40,6 +40,13 @@ def account() -> str:
     return name if NAME.fullmatch(name) and ".." not in name else str(os.getuid())
 
 
+def state_home() -> Path:
+    """The user's own directory for what is remembered between commands: `$XDG_STATE_HOME/hpc-rl`, else below ~/.local/state."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    home = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+    return home / "hpc-rl"
+
+
 def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
     """Replace `path` as a whole: readers see the old content or the new one. Raises OSError."""
     raw = data.encode() if isinstance(data, str) else data
@@ -152,6 +159,10 @@ class Trial:
     def job(self, job_id: str) -> Path:
         return self.jobs / f"{job_id}.json"
 
+    def successor(self, job_id: str, restart: int) -> Path:
+        """`{"job_id", "after", "time"}` of the job that goes on with this submission as its start number `restart`."""
+        return self.jobs / f"{job_id}.next-{restart:04d}"
+
     @property
     def intent(self) -> Path:
         return self.dir / "intent"
@@ -167,6 +178,11 @@ class Trial:
     @property
     def attempts(self) -> Path:
         return self.dir / "attempts"
+
+    @property
+    def server_attempts(self) -> Path:
+        """Attempts of the tasks of a server array, `<array job>_<task>.<restart>`: no lineage, no metrics, only servers."""
+        return self.dir / "server_attempts"
 
     def attempt(self, attempt: str) -> Attempt:
         return Attempt(self, attempt)
@@ -186,6 +202,11 @@ class Trial:
     @property
     def rollout(self) -> Path:
         return self.dir / "rollout"
+
+    @property
+    def batches(self) -> Path:
+        """Seals of the batch log, `<step>.seal`."""
+        return self.rollout / "batches"
 
     @property
     def weights(self) -> Path:
@@ -239,7 +260,7 @@ class Attempt:
 
     @property
     def dir(self) -> Path:
-        return self.trial.attempts / self.id
+        return (self.trial.server_attempts if "_" in self.id else self.trial.attempts) / self.id
 
     @property
     def events(self) -> Path:
@@ -265,6 +286,10 @@ class Attempt:
 
     def metrics(self, incarnation: int) -> Path:
         return self.dir / f"metrics.{incarnation}.jsonl"
+
+    def rollout_report(self, incarnation: int) -> Path:
+        """What the rollout role says of itself every few seconds, for `hpc-rl status`."""
+        return self.dir / f"rollout.{incarnation}.json"
 
     @property
     def tensorboard(self) -> Path:

@@ -116,6 +116,8 @@ def _leave_process_record(attempt: Attempt, role: str, index: int, incarnation: 
         "host": socket.gethostname(),
         "role": role,
         "rank": rank,
+        "node": os.environ.get("SLURMD_NODENAME", ""),  # the scheduler's name for it, and its job: what `hpc-rl attach` needs
+        "job_id": os.environ.get("SLURM_JOB_ID", ""),
     }
     write_json(attempt.processes / f"{role}-{index}.{incarnation}-rank{rank}.json", record)
 

@@ -60,7 +60,7 @@ class Driver:
         self._finish: Finish | None = None
         self._failed_starts: list[tuple[Key, int, End]] = []
         self._wishes: list[str] = []
-        self._parent = os.getppid()
+        self._parent = int(os.environ.get("HPC_RL_SCRIPT_PID") or os.getppid())  # it may be dead already
         self._granted: set[str] = set()
         self._wrote_events = False
         self._generations: set[tuple[str, int]] = set()
@@ -82,6 +82,7 @@ class Driver:
         lease = self._take_over()
         self._machine = self._restore()
         self._read_intents()
+        self._look_for_the_script()
         self._grant_wishes()
         if self._finish is None:
             self._do(self._machine.start(self._clock()))
@@ -316,7 +317,11 @@ def open_steps(kind: str, plan: Plan) -> Steps:
     if kind == "process":
         return ProcessSteps()
     with_gpus = plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
-    return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]), with_gpus)
+    if plan.layout != "hetjob":
+        return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]), with_gpus)
+    parts = [job_hosts(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]) for number in range(len(plan.groups))]
+    components = [number for number, hosts in enumerate(parts) for _ in hosts]
+    return SrunSteps([host for hosts in parts for host in hosts], with_gpus, components=components)
 
 
 def job_end_time() -> float | None:

@@ -113,6 +113,8 @@ class GRPO:
         if first and self.publisher is not None:
             result = self.publisher.publish(version, disk.finish(trial, version), self.run.stopping)
             self.run.stats.value("publish_servers", len(result.acknowledged))
+            if step == self.run.step:
+                logger.info("start: weights %s are published to %d servers", version, len(result.acknowledged))
 
     def evaluate(self, step: int) -> dict[str, float | int | str] | None:
         return evaluate.held_out_reward(self.run, self.rollout, step)
@@ -300,7 +302,12 @@ class GRPO:
                     stats.mean(f"agent/{name}", row.stats[name], 1)
         self._warn_of_missing_agent_stats(rows)
         stats.value("staleness_max", max(staleness, default=0))
+        stats.value("older_lineage", sum(self._is_of_older_lineage(row) for row in rows))
         stats.value("num_tokens", sum(len(row.ids) for row in rows))
+
+    def _is_of_older_lineage(self, row: Trajectory) -> bool:
+        """Whether a start before this one made tokens of it; their age counts by their step all the same."""
+        return bool(row.loss_mask.any()) and int(row.lineages[row.loss_mask].min()) < self.run.lineage
 
     def _warn_of_missing_agent_stats(self, rows: list[Trajectory]) -> None:
         wanted = set(self.actor.log_agent_stats_keys) - self._told

@@ -79,6 +79,7 @@ class Run:
     step: int
     sinks: Sinks
     stats: Tracker = field(default_factory=Tracker)
+    total_steps: int | None = None  # that training takes, once the loop knows
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation, and its step; rank 0 only
     owes_evaluation: bool = False  # due, and put off because the trainer was told to stop
     _line_at: float = field(default_factory=time.monotonic)
@@ -132,6 +133,8 @@ class Run:
         row |= {**self.stats.take(), "step_s": now - self._line_at}
         if self.saving.problem:
             row |= {"save_failed": self.saving.num_failed, "save_error": self.saving.problem}
+        if self.total_steps is not None:
+            row["total_steps"] = self.total_steps
         self.sinks.log(step, row)
         self._say("step %d: %s", step, "  ".join(f"{name} {row[name]:.4g}" for name in SAID if isinstance(row.get(name), float)))
         self._line_at = now

@@ -138,7 +138,11 @@ def test_without_any_advantage_the_update_still_happens(tmp_path):
 def test_tokens_of_a_lost_lineage_are_never_younger_than_the_trainer(tmp_path):
     recipe = grpo_recipe(tmp_path)
     recipe.update(3, batch_of([1.0, 0.0], [0.0, 1.0], step=9))
-    assert recipe.run.stats.take()["staleness_max"] == 0
+    numbers = recipe.run.stats.take()
+    assert numbers["staleness_max"] == 0 and numbers["older_lineage"] == 0  # of this very lineage
+    recipe.run.lineage = 1
+    recipe.update(3, batch_of([1.0, 0.0], [0.0, 1.0]))
+    assert recipe.run.stats.take()["older_lineage"] == 4
 
 
 def test_recomputed_and_decoupled_log_probabilities(tmp_path):
