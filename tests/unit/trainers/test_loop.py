@@ -244,14 +244,14 @@ class TestAsynchronous:
 
         def finish() -> None:
             slow[-1][0].may_write.set()
-            wait_until(starter.last.saving._job.ended.is_set)
+            wait_until(lambda: written(starter))
 
         with pytest.raises(Killed):
             starter(10, {3: look, 5: look, 6: finish, 8: look, "during 8": finish, 9: look, 10: kill})
         assert seen == [([], 1), ([], 1), ([2], 2), ([6, 2], 3)]  # what was due at 4 is made up for by that of 6
         assert all(copied for _, copied in slow)
         slow[-1][0].may_write.set()
-        wait_until(starter.last.saving._job.ended.is_set)
+        wait_until(lambda: written(starter))
 
     def test_the_state_is_that_of_its_step_and_a_stop_waits_for_it(self, starter):
         code, _ = starter(10, {"during 5": stop(lambda: starter.last)})
@@ -267,17 +267,23 @@ class TestAsynchronous:
         with pytest.raises(Killed):
             starter(10, {4: kill})
         slow[0][0].may_write.set()
-        wait_until(starter.last.saving._job.ended.is_set)
+        wait_until(lambda: written(starter))
         starter.last.saving._job.commit.abandon()
         assert starter.last.saving.newest == -1  # what was not seen committed was not told as saved
 
     def test_a_failure_is_told_at_the_next_boundary(self, starter, monkeypatch, caplog):
         monkeypatch.setattr(FakeSnapshot, "write", full)
         with pytest.raises(Killed):
-            starter(10, {3: lambda: wait_until(starter.last.saving._job.ended.is_set), 4: kill})
+            starter(10, {3: lambda: wait_until(lambda: written(starter)), 4: kill})
         assert "SAVE FAILED: generation 2" in caplog.text
         assert starter.rows()[-1]["save_failed"] == 1
         assert not list(starter.trial.recover.iterdir())
+
+
+def written(starter) -> bool:
+    """Whether nothing is being written: the save in flight has ended, or was seen to."""
+    job = starter.last.saving._job
+    return job is None or job.ended.is_set()
 
 
 def wait_until(what, timeout_s: float = 60.0) -> None:
