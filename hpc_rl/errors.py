@@ -11,6 +11,7 @@ HpcRlError
 ├── SchedulerError                    69: the scheduler refused or can't be reached
 ├── CannotWrite (OSError)             73
 ├── RoleFailed                        70: may be retried by its class
+│   ├── Damaged                       a file is not what was written: go on from an older generation
 │   ├── GivenUp                       starting again would end the same way
 │   ├── ServerUnavailable             a generation server can't be reached or can't serve: ask another
 │   └── ServerStale                   its weights are older than the request allows: ask another, or later
@@ -96,6 +97,10 @@ class CannotWrite(HpcRlError, OSError):
 
 class RoleFailed(HpcRlError):
     """A role ended in a way that its policy may retry."""
+
+
+class Damaged(RoleFailed):
+    """What lies on disk is not what was written; the message begins with the file."""
 
 
 class GivenUp(RoleFailed):

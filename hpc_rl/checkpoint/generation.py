@@ -1,11 +1,12 @@
 """Generation: the state after one step, committed by all ranks together, and found again by a scan.
 
 Commit: rank 0 makes `recover/.gen-<step>.<attempt>.<incarnation>.tmp`; every rank writes its files (the engine does that)
-and then `rank_<k>.ok` with their sizes and checksums; rank 0 compares these with what lies there, writes manifest.json last
-and renames the folder. A kill anywhere leaves the generations of before, or those and this one; never half of one.
+and then `rank_<k>.ok` with their sizes and checksums; rank 0 waits for all of these, compares them with what lies there, writes
+manifest.json last and renames the folder. A kill anywhere leaves the generations of before, or those and this one; never
+half of one.
 
-The manifest carries a checksum of itself, so that every bit of a generation is covered. No torch here: collectives
-(a barrier after `begin`, one before `commit`) are the caller's.
+The manifest carries a checksum of itself, so that every bit of a generation is covered. No torch here: the barrier after
+`begin` is the caller's.
 """
 
 from __future__ import annotations
@@ -17,18 +18,24 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from hpc_rl import blocks
+from hpc_rl.blocks import FileRecord
 from hpc_rl.checkpoint import manifest as manifests
-from hpc_rl.checkpoint.manifest import FileRecord, Manifest
+from hpc_rl.checkpoint.manifest import Manifest
 from hpc_rl.errors import RoleFailed
 from hpc_rl.trial import Trial, fsync_dir, read_json, write_atomic, write_json
 
 logger = logging.getLogger(__name__)
+MARGIN_BYTES = 64 << 20  # of free space that a save leaves for logs, metrics and the batch log
+LIGHT_BYTES = 64 << 20  # files of this size are cheap to read twice
+CONFIG_NAME = "config.json"
 _FOLDER = re.compile(r"gen-(\d{8,})")
 _LEFTOVER = re.compile(r"\.gen-.*\.(tmp|gone)")
 
@@ -46,6 +53,7 @@ class Commit:
     def __init__(self, trial: Trial, step: int, attempt: str, incarnation: int) -> None:
         self.step = step
         self.final = trial.generation(step)
+        self.config_json = trial.config_json
         self.folder = trial.recover / f".{self.final.name}.{attempt}.{incarnation}.tmp"
 
     def begin(self) -> None:
@@ -54,15 +62,24 @@ class Commit:
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True)
 
-    def rank_done(self, rank: int, names: list[str]) -> None:
-        """Say that this rank's files are written and synced, with sizes and checksums. Raises OSError."""
-        files = [dataclasses.asdict(file) for file in manifests.record(self.folder, sorted(names))]
-        write_json(self.folder / f"rank_{rank}.ok", {"rank": rank, "files": files})
+    def rank_done(self, rank: int, files: Sequence[FileRecord | str]) -> None:
+        """Say that this rank's files are written and synced; those given by name alone are hashed first. Raises OSError."""
+        records = [file if isinstance(file, FileRecord) else blocks.record(self.folder / file) for file in files]
+        write_json(self.folder / f"rank_{rank}.ok", {"rank": rank, "files": [dataclasses.asdict(file) for file in records]})
+
+    def missing_ranks(self, num_ranks: int) -> list[int]:
+        """Ranks that have not said so yet. Raises OSError."""
+        names = {entry.name for entry in os.scandir(self.folder)}  # a listing, which NFS does not answer from old absences
+        return [rank for rank in range(num_ranks) if f"rank_{rank}.ok" not in names]
+
+    def abandon(self) -> None:
+        """Remove what was written. Nobody writes any more when this is called."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def commit(self, manifest: Manifest) -> Manifest:
         """Check what the ranks wrote, seal it and give it its name; returns the manifest with its files.
 
-        Raises RoleFailed when a rank's files are not there as it said, OSError.
+        The configuration in force goes in beside them. Raises RoleFailed when a rank's files are not there as it said, OSError.
         """
         files = self._gather(manifest.num_ranks)
         if problem := manifests.check_sizes(self.folder, files):
@@ -82,7 +99,11 @@ class Commit:
             if data is None:
                 raise RoleFailed(f"generation {self.step} is not complete: rank {rank} left no rank_{rank}.ok")
             files += [FileRecord(**file) for file in data["files"]]
-        files += manifests.record(self.folder, [f"rank_{rank}.ok" for rank in range(num_ranks)])
+        others = [f"rank_{rank}.ok" for rank in range(num_ranks)]
+        if self.config_json.is_file():
+            write_atomic(self.folder / CONFIG_NAME, self.config_json.read_bytes())
+            others.append(CONFIG_NAME)
+        files += manifests.record(self.folder, others)
         return sorted(files, key=lambda file: file.name)
 
     def _rename(self, manifest: Manifest) -> None:
@@ -139,11 +160,28 @@ def check(path: Path) -> Found:
     return Found(step, path, manifest, manifests.check_sizes(path, manifest.files))
 
 
-def verify(found: Found) -> Found:
-    """The same generation after every byte of it was read."""
+def verify(found: Found, max_bytes: int | None = None) -> Found:
+    """The same generation after every byte of it was read; with `max_bytes`, of the files that are no larger.
+
+    For a start `LIGHT_BYTES` will do: larger files are checked while they are loaded, so that each is read once.
+    """
     if found.problem or found.manifest is None:
         return found
-    return dataclasses.replace(found, problem=manifests.check_content(found.path, found.manifest.files))
+    files = [file for file in found.manifest.files if max_bytes is None or file.size <= max_bytes]
+    return dataclasses.replace(found, problem="; ".join(manifests.damages(found.path, files)))
+
+
+def room_problem(trial: Trial, size: int) -> str:
+    """Why a generation of so many bytes does not fit, or ''. The file system's word; a quota is met when space is reserved."""
+    there = os.statvfs(trial.recover)
+    free = there.f_bavail * there.f_frsize
+    if there.f_blocks and free < size + MARGIN_BYTES:
+        return (
+            f"it takes {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free (a margin of {MARGIN_BYTES / 1e6:.0f} MB stays free)"
+        )
+    if there.f_files and there.f_favail < 16:
+        return "no inodes are left"
+    return ""
 
 
 def set_aside(path: Path, problem: str) -> Path:

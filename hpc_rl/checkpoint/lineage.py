@@ -86,6 +86,12 @@ def next_lineage(trial: Trial, attempt: Attempt, incarnation: int, decision: Dec
         number += 1
 
 
+def withdraw(trial: Trial, lineage: int) -> None:
+    """Take back the record of a start that loaded nothing and labelled no version. Raises OSError."""
+    (trial.lineages / f"{lineage:04d}.json").unlink(missing_ok=True)
+    fsync_dir(trial.lineages)
+
+
 def decide_start(
     trial: Trial, attempt: Attempt, incarnation: int, mode: str, start_mode: str, retries: int, wanted: int | None = None
 ) -> tuple[Decision, list[Found]]:
@@ -200,7 +206,7 @@ def _verified(found: list[Found], only: frozenset[str] | None, wanted: int | Non
         submission = one.manifest.submission if one.manifest else ""
         eligible = one.step == wanted if wanted is not None else only is None or submission in only
         if looking and eligible:
-            one = generation.verify(one)
+            one = generation.verify(one, generation.LIGHT_BYTES)
             if one.problem:
                 damaged.append(one)
         lineage = one.manifest.lineage if one.manifest else -1

@@ -1,4 +1,4 @@
-"""Manifest of a generation: what it is, where training stood, and every file with its size and checksum.
+"""Manifest of a generation: what it is, where training stood, and every file with its size and checksums.
 
 A generation without a valid manifest does not exist. How one is committed and found again is generation.py.
 """
@@ -9,25 +9,16 @@ import dataclasses
 import hashlib
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
+from hpc_rl import blocks
+from hpc_rl.blocks import FileRecord
+from hpc_rl.errors import Damaged
 
-SCHEMA = 1
+SCHEMA = 2
 NAME = "manifest.json"
-_CHUNK_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """One file of a generation, by its name within the folder."""
-
-    name: str
-    size: int
-    xxh3: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +36,12 @@ class Manifest:
         config_hash: Of the configuration in force, to tell what changed since.
         epoch: Passes over the data that are finished.
         cursor: Rows of the current pass that are used up.
+        ledger: The batch log's frontier: {"sealed": the newest batch that went into this state}; {} where there is no such log.
+        counters: Where the engine's schedule and optimizer stood, to be compared when it is loaded.
         timers: State of the timers: what has elapsed, never the frequencies.
         stats: Where the sinks stood.
-        metrics: Numbers of the last evaluation before the save, as `eval_reward`.
-        hpc_rl: Version of this package.
+        metrics: Numbers of the evaluation of this very state, as `eval_reward`; {} where it was not evaluated.
+        versions: Of this package, the libraries and Python; `commit` is that of the checkout, where it was one.
         files: Every other file of the folder.
         schema: Layout of this record.
     """
@@ -63,10 +56,12 @@ class Manifest:
     config_hash: str
     epoch: int = 0
     cursor: int = 0
+    ledger: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
     timers: dict[str, Any] = field(default_factory=dict)
     stats: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    hpc_rl: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
     files: list[FileRecord] = field(default_factory=list)
     schema: int = SCHEMA
 
@@ -91,21 +86,9 @@ def config_hash(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def digest(path: Path) -> str:
-    """xxh3 (128 bits) of a file's content, in hex. Raises OSError."""
-    total = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        buffer = bytearray(min(_CHUNK_BYTES, max(1, os.fstat(file.fileno()).st_size)))
-        while count := file.readinto(buffer):
-            total.update(memoryview(buffer)[:count])
-    return total.hexdigest()
-
-
 def record(folder: Path, names: list[str]) -> list[FileRecord]:
-    """Records of files that lie in `folder`, hashed side by side. Raises OSError."""
-    with ThreadPoolExecutor(4) as pool:
-        digests = list(pool.map(lambda name: digest(folder / name), names))
-    return [FileRecord(name, (folder / name).stat().st_size, xxh3) for name, xxh3 in zip(names, digests, strict=True)]
+    """Records of files that lie in `folder`. Raises OSError."""
+    return [blocks.record(folder / name) for name in names]
 
 
 def check_sizes(folder: Path, files: list[FileRecord]) -> str:
@@ -122,13 +105,24 @@ def check_sizes(folder: Path, files: list[FileRecord]) -> str:
     return ""
 
 
+def damages(folder: Path, files: list[FileRecord]) -> list[str]:
+    """What is wrong with each file, by the listing and by reading every byte; [] where nothing is."""
+    return [words for file in files if (words := _damage(folder, file))]
+
+
 def check_content(folder: Path, files: list[FileRecord]) -> str:
     """Like check_sizes, and reads every byte."""
-    if problem := check_sizes(folder, files):
-        return problem
+    return check_sizes(folder, files) or "; ".join(damages(folder, files))
+
+
+def _damage(folder: Path, file: FileRecord) -> str:
     try:
-        found = record(folder, [file.name for file in files])
+        with blocks.Reader(folder / file.name, file) as reader:
+            reader.check()
+    except FileNotFoundError:
+        return f"{file.name} is missing"
     except OSError as error:
-        return f"can't be read: {error}"
-    changed = [new.name for new, old in zip(found, files, strict=True) if new.xxh3 != old.xxh3]
-    return f"{', '.join(changed)}: the content is not what was written (checksum)" if changed else ""
+        return f"{file.name} can't be read: {error.strerror or error}"
+    except Damaged as error:
+        return str(error)
+    return ""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hpc_rl.checkpoint.generation import Found, scan
+from hpc_rl.checkpoint.holds import Holds
 from hpc_rl.trial import Trial
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class Policy:
         newest: So many of the newest; at least one always stays.
         every_steps: Besides, those whose step is a multiple of this; None means none.
         best: Besides, so many with the best `metric`; those that have no such number don't count.
-        metric: Name of a number of the last evaluation before the save, as `eval_reward`.
+        metric: Name of a number of the evaluation of that state, as `eval_reward`.
         higher_is_better: Whether a larger number is better.
     """
 
@@ -38,7 +39,7 @@ class Policy:
 
 
 class Generation(Protocol):
-    """What the rule looks at; `metrics` are the numbers of the last evaluation before the save."""
+    """What the rule looks at; `metrics` are the numbers of its evaluation."""
 
     @property
     def step(self) -> int: ...
@@ -63,28 +64,32 @@ def best(generations: Iterable[Generation], metric: str, higher_is_better: bool 
     return [one.step for one in sorted(measured, key=lambda one: (sign * one.metrics[metric], -one.step))]
 
 
-def surplus(found: Sequence[Found], policy: Policy, held: frozenset[int] = frozenset()) -> list[Found]:
+def surplus(found: Sequence[Found], policy: Policy, held: Iterable[int] = ()) -> list[Found]:
     """Those to delete: sound ones that the policy does not want and nobody holds.
 
     One that is not sound is neither counted nor deleted: it is evidence.
     """
     sound = [one for one in found if not one.problem]
-    staying = keep(sound, policy) | held
+    staying = keep(sound, policy) | set(held)
     return [one for one in sound if one.step not in staying]
 
 
-def retain(trial: Trial, policy: Policy, held: frozenset[int] = frozenset()) -> int:
-    """Delete what is surplus, but nothing that is `held` (one that is being loaded).
+def retain(trial: Trial, policy: Policy, holds: Holds | None = None) -> int:
+    """Delete what is surplus, but nothing that somebody holds.
 
     Returns the step of the oldest sound generation that stays, 0 where there is none. Raises OSError.
     """
+    holds = holds or Holds(trial)
     found = scan(trial)
-    going = surplus(found, policy, held)
-    for one in going:
+    staying = {one.step for one in found if not one.problem}
+    for one in surplus(found, policy, holds.steps()):
         gone = one.path.with_name(f".{one.path.name}.gone")
         shutil.rmtree(gone, ignore_errors=True)
         os.rename(one.path, gone)  # first out of sight: half a generation would be reported as damaged
+        if one.step in holds.steps():  # taken up between the look and the rename
+            os.rename(gone, one.path)
+            continue
         shutil.rmtree(gone, ignore_errors=True)
+        staying.discard(one.step)
         logger.info("generation %d removed", one.step)
-    staying = [one.step for one in found if not one.problem and one not in going]
     return min(staying, default=0)

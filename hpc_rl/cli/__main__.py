@@ -21,6 +21,7 @@ COMMANDS = {  # name -> (module, one line of help)
     "attach": ("attach", "the command that opens a shell where a role runs"),
     "cancel": ("cancel", "end a trial for good, with its state saved"),
     "recover": ("recover", "go on with a trial from its newest generation"),
+    "checkpoint": ("checkpoint", "the generations of a trial: list, verify; to and from Hugging Face format"),
     "config": ("config", "show a resolved configuration, compare two; schema, reference, completion"),
     "templates": ("templates", "what the job scripts are made of; override, compare and check a site's blocks"),
     "list": ("listing", "the trials that this account submitted"),

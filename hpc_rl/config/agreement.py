@@ -102,6 +102,8 @@ METRICS = {  # trainer -> the numbers of its evaluations; the first is the defau
 def best(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """The best model is told by an evaluation that there is."""
     keep = config.saver.keep_best
+    if config.recover.keep_best and config.valid_dataset is None:
+        yield "recover.keep_best has no effect without valid_dataset: nothing is evaluated."
     if keep is None:
         return
     if config.valid_dataset is None:

@@ -81,12 +81,19 @@ class RecoverConfig(FrequencyConfig, IdentityConfig):
         mode: `disabled` never saves nor loads; `auto` loads the newest valid generation if there is one; `fault` loads only
             what this submission wrote; `resume` loads or ends with exit code 3.
         retries: Restarts in a row without a new generation before the trial gives up.
-        keep: Generations kept.
+        keep: Generations kept: the newest so many.
+        keep_every_steps: Besides, each generation whose step is a multiple of this is kept; null means none (ours).
+        keep_best: Besides, so many generations with the best number of `saver.keep_best`, or where that is null of the
+            trainer's own evaluation: reward, accuracy or loss (ours).
+        async_save: Write generations while training goes on, from a copy of the state in memory; false stands still (ours).
     """
 
     mode: Literal["disabled", "auto", "fault", "resume"] = "disabled"
     retries: NonNegativeInt = 3
     keep: PositiveInt = 2
+    keep_every_steps: PositiveInt | None = None
+    keep_best: NonNegativeInt = 0
+    async_save: bool = False
 
 
 @dataclass(kw_only=True)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+from hpc_rl.blocks import FileRecord
+
+
+class Snapshot(Protocol):
+    """One rank's recover state at one instant."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+    def write(self, folder: Path, cancel: threading.Event | None = None) -> list[FileRecord]:
+        """Write it into an existing folder, durably, by any thread. Raises OSError, blocks.Abandoned once `cancel` is set."""
 
 
 @dataclass
@@ -47,10 +61,11 @@ LossFn = Callable[[MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 class Engine(Protocol):
-    """All methods are collective: every rank calls them in the same order."""
+    """All methods are collective where they don't say otherwise: every rank calls them in the same order."""
 
     rank: int
     num_ranks: int
+    num_train_steps: int  # of `initialize`
 
     def initialize(self, num_train_steps: int) -> None:
         """Build and shard the model, optimizer and schedule, which spans `num_train_steps` calls of train_batch.
@@ -71,11 +86,27 @@ class Engine(Protocol):
     def pass_updates(self, count: int) -> None:
         """Move the schedule on over updates that did not happen, for want of rows."""
 
-    def save(self, folder: Path) -> list[str]:
-        """Write this rank's shard of model, optimizer, schedule and RNG into an existing folder, fsynced; returns file names."""
+    def snapshot(self, copied: bool) -> Snapshot:
+        """This rank's shard of model, optimizer, schedule and random states at this instant, to be written to one file.
 
-    def load(self, folder: Path, saved_num_ranks: int) -> None:
-        """Read what save wrote, at any number of ranks. Raises OSError, ValueError."""
+        Copied: into memory that the next snapshot uses again, so that it may be written while training goes on. Else it must be
+        written before the next update. Not collective.
+        """
+
+    def save(self, folder: Path) -> list[FileRecord]:
+        """A snapshot, written at once. Raises OSError. Not collective."""
+
+    def state_bytes(self) -> int:
+        """About how many bytes this rank's snapshot takes. Not collective."""
+
+    def counters(self) -> dict[str, Any]:
+        """Where schedule and optimizer stand: {"updates", "adam_steps", …}. Not collective."""
+
+    def load(self, folder: Path, saved_num_ranks: int, files: Mapping[str, FileRecord] | None = None) -> None:
+        """Read what the ranks' snapshots wrote, at any number of ranks, checking it against `files` on the way.
+
+        Raises Damaged, OSError, ValueError (the state of another model).
+        """
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]] | None:
         """Full tensors under their Hugging Face names, on rank 0; other ranks take part and get nothing."""

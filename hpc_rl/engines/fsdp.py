@@ -7,8 +7,9 @@ every rank builds the whole model on its CPU before it keeps its shard.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from hpc_rl.blocks import FileRecord
 from hpc_rl.config.train import TrainEngineConfig
 from hpc_rl.engines import hf_io, model, state
 from hpc_rl.engines.base import LossFn, Sequences, sum_over_ranks
@@ -51,6 +53,7 @@ class FSDPEngine:
         self.pin_memory = False  # what goes to the GPU goes by page-locked memory
         self.seed = seed
         self.frozen = frozen
+        self._buffer: state.Buffer | None = None  # of snapshots that are written while training goes on
         self.layout: Layout = layout or ("packed" if config.attn_impl.startswith("flash") else "padded")
         model.check(config, self.device)
 
@@ -173,12 +176,24 @@ class FSDPEngine:
     def _forward(self, inputs: Inputs, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         return self.policy(inputs.input_ids, inputs.position_ids, inputs.source_N, inputs.targets_N, temperature)
 
-    def save(self, folder: Path) -> list[str]:
+    def snapshot(self, copied: bool) -> state.Snapshot:
+        if copied and self._buffer is None:
+            self._buffer = state.Buffer(pin=self.device.type == "cuda")
         counters = {"updates": self.num_updates, **self.scale.state()}
-        return state.save(folder, self.rank, self.num_ranks, self.shards, self.optimizer, counters)
+        return state.take(self.rank, self.num_ranks, self.shards, self.optimizer, counters, self._buffer if copied else None)
 
-    def load(self, folder: Path, saved_num_ranks: int) -> None:
-        counters = state.load(folder, saved_num_ranks, self.rank, self.num_ranks, self.shards, self.optimizer)
+    def save(self, folder: Path) -> list[FileRecord]:
+        """A snapshot, written at once."""
+        return self.snapshot(copied=False).write(folder)
+
+    def state_bytes(self) -> int:
+        return state.size_bytes(self.shards, self.optimizer)
+
+    def counters(self) -> dict[str, Any]:
+        return {"updates": self.num_updates, "adam_steps": self.optimizer.num_steps}
+
+    def load(self, folder: Path, saved_num_ranks: int, files: Mapping[str, FileRecord] | None = None) -> None:
+        counters = state.load(folder, saved_num_ranks, self.rank, self.num_ranks, self.shards, self.optimizer, files)
         self.num_updates = counters["updates"]
         self.scale.restore(counters)
 

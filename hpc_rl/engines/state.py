@@ -2,125 +2,292 @@
 
 `rank-00000.safetensors` has this rank's rows of `model/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`, and `rng/cpu`
 (`rng/cuda`). Its header's metadata has `state`, JSON: {"format", "rank", "num_ranks", "counters": {…}, "shards": {name:
-{"shape": global shape, "offset": first row}}}. Whoever loads reads the slices that it needs from whichever files have them.
+{"shape": global shape, "offset": first row}}, "rng": Python's and NumPy's}. Whoever loads reads the rows that it needs from
+whichever files have them; the checksums of the blocks that it reads are checked on the way (blocks.py).
+
+A Snapshot is a state at one instant: views of the live tensors, to be written before the next update, or a copy of them
+in a Buffer that is made once and used again, to be written while training goes on.
 """
 
 from __future__ import annotations
 
 import json
+import random
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from hpc_rl.engines.hf_io import fsync_file
+from hpc_rl import blocks
+from hpc_rl.blocks import FileRecord, Reader
 from hpc_rl.engines.optimizer import Optimizer, Shard
+from hpc_rl.errors import Damaged
 from hpc_rl.trial import fsync_dir
 
-FORMAT = 1
+FORMAT = 2
 KINDS = ("model", "exp_avg", "exp_avg_sq")
+ALIGN_BYTES = 4096  # where the tensors begin
+GROUP_BYTES = 1 << 30  # read at once by way of CPU memory for a GPU
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
 def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def save(
-    folder: Path, rank: int, num_ranks: int, shards: list[Shard], optimizer: Optimizer, counters: dict[str, Any]
-) -> list[str]:
-    """Write this rank's file, durably; returns its name. Raises OSError."""
-    tensors = {f"rng/{kind}": state for kind, state in _rng_states().items()}
+@dataclass
+class Snapshot:
+    """One rank's state at one instant, as the parts of its file. `write` may be called by any thread."""
+
+    name: str
+    parts: list[memoryview]
+
+    @property
+    def size(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    def write(self, folder: Path, cancel: threading.Event | None = None) -> list[FileRecord]:
+        """Write the file into an existing folder, durably. Raises OSError, blocks.Abandoned."""
+        record = blocks.write(folder / self.name, self.parts, cancel)
+        fsync_dir(folder)
+        return [record]
+
+
+class Buffer:
+    """Memory for one copy of a state, made at the first copy and used again for each that follows."""
+
+    def __init__(self, pin: bool = False) -> None:
+        self.pin = pin
+        self._data = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same tensors in CPU memory; those of the copy before are overwritten."""
+        size = sum(tensor.nbytes for tensor in tensors)
+        if self._data.nbytes < size:
+            self._data = torch.empty(size, dtype=torch.uint8, pin_memory=self.pin)
+        copies, at = [], 0
+        for tensor in tensors:
+            copies.append(self._data[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            copies[-1].copy_(tensor, non_blocking=True)
+            at += tensor.nbytes
+        if any(tensor.is_cuda for tensor in tensors):
+            torch.cuda.synchronize()
+        return copies
+
+
+def take(
+    rank: int,
+    num_ranks: int,
+    shards: list[Shard],
+    optimizer: Optimizer,
+    counters: dict[str, Any],
+    buffer: Buffer | None,
+) -> Snapshot:
+    """This rank's state now. Without a buffer it is made of the live tensors where these lie in CPU memory."""
+    named = {f"rng/{kind}": state for kind, state in _torch_rng().items()}
     for shard in shards:
         for kind, tensor in zip(KINDS, (shard.local, *optimizer.moments[shard.name]), strict=True):
-            tensors[f"{kind}/{shard.name}"] = tensor.detach().cpu().contiguous()
+            named[f"{kind}/{shard.name}"] = tensor.detach()
     state = {
         "format": FORMAT,
         "rank": rank,
         "num_ranks": num_ranks,
         "counters": {**counters, "adam_steps": optimizer.num_steps},
         "shards": {shard.name: {"shape": shard.global_shape, "offset": shard.offset} for shard in shards},
+        "rng": _python_rng(),
     }
-    path = folder / file_name(rank)
-    try:
-        save_file(tensors, path, metadata={"state": json.dumps(state)})
-    except SafetensorError as error:
-        raise OSError(f"{path}: {error}") from error
-    fsync_file(path)
-    fsync_dir(folder)
-    return [path.name]
+    tensors = buffer.copy(list(named.values())) if buffer else [tensor.cpu().contiguous() for tensor in named.values()]
+    header = _header(named, {"state": json.dumps(state)})
+    return Snapshot(file_name(rank), [memoryview(header), *(_bytes_of(t).data for t in tensors if t.numel())])
+
+
+def size_bytes(shards: list[Shard], optimizer: Optimizer) -> int:
+    """About how large this rank's file is."""
+    tensors = [tensor for shard in shards for tensor in (shard.local, *optimizer.moments[shard.name])]
+    return sum(tensor.nbytes for tensor in tensors) + len(tensors) * 200 + 65536
 
 
 def load(
-    folder: Path, saved_num_ranks: int, rank: int, num_ranks: int, shards: list[Shard], optimizer: Optimizer
+    folder: Path,
+    saved_num_ranks: int,
+    rank: int,
+    num_ranks: int,
+    shards: list[Shard],
+    optimizer: Optimizer,
+    files: Mapping[str, FileRecord] | None = None,
 ) -> dict[str, Any]:
     """Fill this rank's shards, moments and (at the same number of ranks) random states; returns the counters.
 
-    Raises OSError, ValueError: a file that is missing or torn, another model, rows that no file has.
+    What is read is checked against `files` on the way. Raises Damaged, naming the file, where it is missing, torn or not what
+    was written; OSError; ValueError for the state of another model.
     """
-    missing = {(kind, shard.name): len(shard.local) for shard in shards for kind in KINDS}
+    targets = {
+        f"{kind}/{shard.name}": (tensor, shard)
+        for shard in shards
+        for kind, tensor in zip(KINDS, (shard.local, *optimizer.moments[shard.name]), strict=True)
+    }
+    missing = {name: len(tensor) for name, (tensor, _) in targets.items()}
     counters: dict[str, Any] = {}
     for saved_rank in range(saved_num_ranks):
-        path = folder / file_name(saved_rank)
-        try:
-            with safe_open(path, "pt") as file:
-                state = _checked(json.loads((file.metadata() or {})["state"]), path, saved_rank, saved_num_ranks, shards)
-                counters = state["counters"]
-                _fill(file, state["shards"], shards, optimizer, missing)
-                if saved_rank == rank and saved_num_ranks == num_ranks:
-                    _restore_rng(file)
-        except (SafetensorError, KeyError) as error:
-            raise ValueError(f"{path} is not a whole shard of a recover state: {error}") from error
-    lacking = [f"{kind}/{name}" for (kind, name), rows in missing.items() if rows]
+        with _open(folder / file_name(saved_rank), files) as reader:
+            header = Header.read(reader, saved_rank, saved_num_ranks)
+            header.check_shapes({shard.name: list(shard.global_shape) for shard in shards}, folder)
+            counters = header.state["counters"]
+            _fill(reader, header, targets, missing)
+            if saved_rank == rank and saved_num_ranks == num_ranks:
+                _restore_rng(reader, header)
+    lacking = [name for name, rows in missing.items() if rows]
     if lacking:
-        raise ValueError(f"{folder} lacks rows of {', '.join(lacking[:5])}")
+        raise Damaged(f"{folder.name} lacks rows of {', '.join(lacking[:5])}")
     optimizer.set_num_steps(counters["adam_steps"])
     return counters
 
 
-def _fill(
-    file: Any, saved_shards: dict[str, Any], shards: list[Shard], optimizer: Optimizer, missing: dict[tuple[str, str], int]
+def load_model(
+    folder: Path, saved_num_ranks: int, tensors: dict[str, torch.Tensor], files: Mapping[str, FileRecord] | None = None
 ) -> None:
-    """Copy what one file has of this rank's rows; `missing` counts down."""
-    for shard in shards:
-        offset = saved_shards[shard.name]["offset"]
-        for kind, target in zip(KINDS, (shard.local, *optimizer.moments[shard.name]), strict=True):
-            missing[kind, shard.name] -= _copy_rows(file.get_slice(f"{kind}/{shard.name}"), offset, target, shard.offset)
+    """Fill whole tensors on the CPU, by their Hugging Face names, with the model of a saved state. Raises as load does."""
+    targets = {f"model/{name}": (tensor, Shard(name, None, tensor, tuple(tensor.shape), 0)) for name, tensor in tensors.items()}  # type: ignore[arg-type]
+    missing = {name: len(tensor) for name, (tensor, _) in targets.items()}
+    for saved_rank in range(saved_num_ranks):
+        with _open(folder / file_name(saved_rank), files) as reader:
+            header = Header.read(reader, saved_rank, saved_num_ranks)
+            header.check_shapes({name: list(tensor.shape) for name, tensor in tensors.items()}, folder)
+            _fill(reader, header, targets, missing)
+    if any(missing.values()):
+        raise Damaged(f"{folder.name} lacks rows of {next(name for name, rows in missing.items() if rows)}")
 
 
-def _checked(state: dict[str, Any], path: Path, rank: int, num_ranks: int, shards: list[Shard]) -> dict[str, Any]:
-    if (state["format"], state["rank"], state["num_ranks"]) != (FORMAT, rank, num_ranks):
-        found = f"rank {state['rank']} of {state['num_ranks']} in format {state['format']}"
-        raise ValueError(f"{path} is {found}, expected rank {rank} of {num_ranks} in format {FORMAT}")
-    ours = {shard.name: list(shard.global_shape) for shard in shards}
-    theirs = {name: shard["shape"] for name, shard in state["shards"].items()}
-    if ours != theirs:
-        odd = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        raise ValueError(
-            f"{path} is of another model: {odd[0]} has shape {theirs.get(odd[0])}, the model's is {ours.get(odd[0])}"
-        )
-    return state
+def _open(path: Path, files: Mapping[str, FileRecord] | None) -> Reader:
+    try:
+        return Reader(path, files[path.name] if files is not None else None)
+    except (FileNotFoundError, KeyError) as error:
+        raise Damaged(f"{path.name} is missing") from error
 
 
-def _copy_rows(saved: Any, saved_offset: int, target: torch.Tensor, offset: int) -> int:
-    """Copy the rows that both have; returns their number."""
-    start = max(saved_offset, offset)
-    end = min(saved_offset + saved.get_shape()[0], offset + len(target))
-    if end <= start:
-        return 0
-    target[start - offset : end - offset].copy_(saved[start - saved_offset : end - saved_offset])
-    return end - start
+@dataclass(frozen=True)
+class Header:
+    """What a rank's file says about itself: its state, and where each tensor's bytes begin."""
+
+    name: str
+    state: dict[str, Any]
+    tensors: dict[str, Any]  # name -> {"dtype", "shape", "data_offsets"}
+    begin: int  # of the tensors' bytes
+
+    @classmethod
+    def read(cls, reader: Reader, rank: int, num_ranks: int) -> Header:
+        name = reader.path.name
+        try:
+            begin = 8 + int.from_bytes(reader.read(0, 8), "little")
+            tensors = json.loads(reader.read(8, begin))
+            state = json.loads(tensors.pop("__metadata__")["state"])
+            found = (state["format"], state["rank"], state["num_ranks"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"{name} is not a shard of a recover state: {error}") from error
+        if found != (FORMAT, rank, num_ranks):
+            words = f"rank {found[1]} of {found[2]} in format {found[0]}"
+            raise Damaged(f"{name} is {words}, expected rank {rank} of {num_ranks} in format {FORMAT}")
+        return cls(name, state, tensors, begin)
+
+    def check_shapes(self, ours: dict[str, list[int]], folder: Path) -> None:
+        """Raises ValueError where the state is of another model than `ours`, name -> shape."""
+        theirs = {name: shard["shape"] for name, shard in self.state["shards"].items()}
+        if ours != theirs:
+            odd = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))[0]
+            raise ValueError(
+                f"{folder / self.name} is of another model: {odd} has shape {theirs.get(odd)}, the model's is {ours.get(odd)}"
+            )
+
+    def rows(self, name: str, first: int, last: int) -> tuple[int, torch.dtype]:
+        """(Where in the file row `first` of a tensor begins, its type)."""
+        tensor = self.tensors[name]
+        start, end = tensor["data_offsets"]
+        num_rows = max(1, tensor["shape"][0])
+        return self.begin + start + first * ((end - start) // num_rows), _dtype(tensor["dtype"])
 
 
-def _rng_states() -> dict[str, torch.Tensor]:
+def _fill(reader: Reader, header: Header, targets: Mapping[str, tuple[torch.Tensor, Shard]], missing: dict[str, int]) -> None:
+    """Copy what one file has of the targets' rows; `missing` counts down."""
+    wanted: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    for name, (target, shard) in targets.items():
+        saved_offset = header.state["shards"][shard.name]["offset"]
+        start = max(saved_offset, shard.offset)
+        end = min(saved_offset + header.tensors[name]["shape"][0], shard.offset + len(target))
+        if end <= start:
+            continue
+        missing[name] -= end - start
+        at, dtype = header.rows(name, start - saved_offset, end - saved_offset)
+        rows = target.detach()[start - shard.offset : end - shard.offset]
+        direct = rows.device.type == "cpu" and rows.is_contiguous() and rows.dtype == dtype
+        wanted.append((at, rows, rows if direct else torch.empty(rows.shape, dtype=dtype)))
+    for group in _grouped(wanted):
+        reader.fill([(at, _bytes_of(here)) for at, _, here in group])
+        for _, rows, here in group:
+            if here is not rows:
+                rows.copy_(here)
+
+
+def _grouped(wanted: list[tuple[int, torch.Tensor, torch.Tensor]]) -> Iterator[list[tuple[int, torch.Tensor, torch.Tensor]]]:
+    """What needs no copy at once; the rest in groups that bound the memory for the copies."""
+    yield [one for one in wanted if one[1] is one[2]]
+    group, size = list[tuple[int, torch.Tensor, torch.Tensor]](), 0
+    for one in (one for one in wanted if one[1] is not one[2]):
+        group.append(one)
+        size += one[2].nbytes
+        if size >= GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    yield group
+
+
+def _header(named: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    for name, tensor in named.items():
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGN_BYTES)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """Flat uint8 view of a contiguous tensor on the CPU."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def _dtype(name: str) -> torch.dtype:
+    return next(dtype for dtype, word in DTYPES.items() if word == name)
+
+
+def _torch_rng() -> dict[str, torch.Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 
 
-def _restore_rng(file: Any) -> None:
-    torch.set_rng_state(file.get_tensor("rng/cpu"))
-    if "cuda" in _rng_states() and "rng/cuda" in set(file.keys()):
-        torch.cuda.set_rng_state(file.get_tensor("rng/cuda"))
+def _python_rng() -> dict[str, Any]:
+    version, numbers, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {"python": [version, list(numbers), gauss], "numpy": [name, np.asarray(keys).tolist(), *rest]}
+
+
+def _restore_rng(reader: Reader, header: Header) -> None:
+    saved = header.state["rng"]
+    version, numbers, gauss = saved["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(tuple(saved["numpy"]))
+    states = {}
+    for kind in ("cpu", "cuda"):
+        if f"rng/{kind}" in header.tensors:
+            at, _ = header.rows(f"rng/{kind}", 0, 0)
+            size = header.tensors[f"rng/{kind}"]["shape"][0]
+            states[kind] = torch.frombuffer(bytearray(reader.read(at, at + size)), dtype=torch.uint8)
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(states["cuda"])

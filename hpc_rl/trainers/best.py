@@ -38,8 +38,8 @@ class Best:
         keep = config.saver.keep_best
         if keep is None:
             return None
-        metric = keep.metric or METRICS[trainer_of(config)][0]
-        return cls(metric, keep.mode or ("min" if metric.endswith("loss") else "max"), record)
+        metric, higher = measured_by(config)
+        return cls(metric, "max" if higher else "min", record)
 
     def improvement(self, numbers: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """What to note of an evaluation that beats what stands; None where it does not, or says nothing."""
@@ -50,6 +50,14 @@ class Best:
         old = read_json(self.record) or {}
         comparable = (old.get("metric"), old.get("mode")) == (self.metric, self.mode)  # else another thing was asked for then
         return new if not comparable or is_better(float(value), float(old["value"]), self.mode) else None
+
+
+def measured_by(config: Config) -> tuple[str, bool]:
+    """(Name of the number that tells the best state, whether larger is better)."""
+    keep = config.saver.keep_best
+    metric = (keep.metric if keep else None) or METRICS[trainer_of(config)][0]
+    mode = (keep.mode if keep else None) or ("min" if metric.endswith("loss") else "max")
+    return metric, mode == "max"
 
 
 def is_better(value: float, than: float, mode: str) -> bool:

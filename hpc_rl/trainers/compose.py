@@ -20,7 +20,7 @@ from hpc_rl.trainers.loop import Recipe
 from hpc_rl.trainers.reward_model import RewardModel
 from hpc_rl.trainers.run import Run, tokenizer_folder, total_steps
 from hpc_rl.trainers.sft import SFT
-from hpc_rl.trainers.start import Start
+from hpc_rl.trainers.start import Start, load_state
 from hpc_rl.trial import read_json
 from hpc_rl.weights.publish import Publisher
 
@@ -94,12 +94,12 @@ def _sinks(start: Start, step: int) -> Sinks:
 
 def _run(start: Start, begun: dict[str, Any], model: TrainEngineConfig, updates: int, stack: ExitStack) -> Run:
     """The engine with its state, and the run around it. `begun` is what start.begin answered on rank 0."""
-    ranks, trial, manifest = start.ranks, start.trial, begun["manifest"]
+    ranks, trial = start.ranks, start.trial
     engine = ENGINES["fsdp"](model, rank=ranks.rank, num_ranks=ranks.num, device=start.device, seed=start.config.seed)
     engine.pin_memory = start.config.train_dataset.pin_memory
     engine.initialize(updates)
-    if manifest is not None:
-        engine.load(trial.generation(begun["step"]), manifest["num_ranks"])
+    begun = load_state(start, begun, engine)
+    manifest = begun["manifest"]
     sinks = Sinks([])
     if ranks.rank == 0:
         sinks = _sinks(start, begun["step"])

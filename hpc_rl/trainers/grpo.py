@@ -61,6 +61,7 @@ class GRPO:
         temperature = self.actor.temperature if self.actor.temperature is not None else self.config.gconfig.temperature
         self.temperature = temperature or 1.0  # greedy: log-probabilities are those of the plain distribution
         self.group_size = self.actor.group_size or self.config.gconfig.n_samples
+        self._frontier: dict[str, int] = {}
         self._told: set[str] = set()  # keys of agent stats that were missing
         self.areal = self.actor.compat == "areal"
         self.has_kl_rewards = self.actor.kl_ctl > 0 and (reference is not None or self.areal)
@@ -78,7 +79,10 @@ class GRPO:
         while True:
             body = run.ranks.bytes_from_rank0(fetch)
             if body:
-                return decode(body)
+                batch: Batch = decode(body)
+                newest = max((group.index for group in batch.groups), default=-1)
+                self._frontier = {"sealed": step, "newest_prompt": newest}
+                return batch
             if run.any_rank(body is None or run.stopping.is_set()):
                 return None
 
@@ -117,6 +121,10 @@ class GRPO:
 
     def position(self, step: int) -> tuple[int, int]:
         return divmod(step * self.config.train_dataset.batch_size, self.num_prompts)
+
+    def frontier(self, step: int) -> dict[str, int]:
+        """The newest batch that went into the state, and the largest prompt index in it."""
+        return self._frontier if self._frontier.get("sealed") == step else {"sealed": step}
 
     def retain(self, step: int) -> None:
         self.rollout.retain(step)

@@ -13,7 +13,7 @@ from hpc_rl.trainers.run import Run
 
 
 class Recipe(Protocol):
-    """One kind of training. All methods but `retain` are called by every rank."""
+    """One kind of training. All methods but `frontier` and `retain` are called by every rank."""
 
     total_steps: int
 
@@ -31,6 +31,9 @@ class Recipe(Protocol):
 
     def position(self, step: int) -> tuple[int, int]:
         """(finished epochs, rows of the next one that are used up) after a step."""
+
+    def frontier(self, step: int) -> dict[str, int]:
+        """Where the batch log stood when the state after `step` was made; {} where there is none. Rank 0 only."""
 
     def retain(self, step: int) -> None:
         """Generations before `step` are gone: what is kept only for them may go. Rank 0 only."""
@@ -62,7 +65,7 @@ def train(run: Run, recipe: Recipe) -> ExitCode:
             run.export(step)
         run.log(step)
         if due.save or due.stop or step == total:
-            run.save(recipe, step)
+            run.save(recipe, step, last=step == total)
         if due.stop and step < total:
             return run.stop(recipe, step)
 

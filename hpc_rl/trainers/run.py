@@ -5,28 +5,31 @@ The loop (loop.py) says when; this says how, for all ranks together. What is tra
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import platform
 import shutil
 import threading
 import time
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from hpc_rl import __version__
-from hpc_rl.checkpoint.generation import Commit
 from hpc_rl.checkpoint.lineage import submission_of
 from hpc_rl.checkpoint.manifest import Manifest, config_hash
-from hpc_rl.checkpoint.retention import Policy, retain
+from hpc_rl.checkpoint.retention import Policy
 from hpc_rl.config.root import Config
 from hpc_rl.config.service import FrequencyConfig
 from hpc_rl.engines.base import Engine
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.stats.tracker import Tracker
-from hpc_rl.trainers.best import Best
+from hpc_rl.trainers.best import Best, measured_by
 from hpc_rl.trainers.ranks import Ranks
+from hpc_rl.trainers.saving import Saving
 from hpc_rl.trainers.timers import Timer
 from hpc_rl.trial import Attempt, Trial, fsync_dir, read_json, write_json
 from hpc_rl.types import WeightVersion
@@ -35,6 +38,7 @@ logger = logging.getLogger(__name__)
 SAID = ("reward", "loss", "grad_norm", "lr", "staleness_mean", "step_s")  # of a step's metrics, in the log
 DEFAULT_SAVE_SECS = 600
 EXPORT_RECORD = "hpc_rl.json"
+LIBRARIES = ("torch", "transformers", "numpy", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,15 @@ class Run:
     sinks: Sinks
     stats: Tracker = field(default_factory=Tracker)
     total_steps: int | None = None  # that training takes, once the loop knows
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation; rank 0 only
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation, and its step; rank 0 only
     owes_evaluation: bool = False  # due, and put off because the trainer was told to stop
-    _saved_step: int = -1
     _line_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        recover = self.config.recover
+        metric, higher = measured_by(self.config)
+        policy = Policy(recover.keep, recover.keep_every_steps, recover.keep_best, metric, higher)
+        self.saving = Saving(self.trial, self.attempt.id, self.incarnation, self.engine, self.ranks, policy)
         self.timers = {
             "save": Timer(save_frequency(self.config.recover, self.ranks.rank == 0)),
             "evaluate": Timer(self.config.evaluator),
@@ -93,8 +100,7 @@ class Run:
         for name, timer in self.timers.items():
             timer.restore(manifest["timers"].get(name, {}))
         self.owes_evaluation = bool(manifest["timers"].get("owes_evaluation"))
-        self.metrics = dict(manifest.get("metrics", {}))
-        self._saved_step = self.step
+        self.saving.newest = self.step
 
     def version(self, step: int) -> WeightVersion:
         return WeightVersion(self.lineage, step)
@@ -106,7 +112,8 @@ class Run:
         """What is to be done after a step: any rank may have been told to stop, rank 0's clock counts."""
         epochs = recipe.position(step)[0] - recipe.position(step - 1)[0]
         fired = {name: timer.check(epochs) and self.ranks.rank == 0 for name, timer in self.timers.items()}
-        saves = fired["save"] and self.config.recover.mode != "disabled"
+        self.settle(recipe)
+        saves = (fired["save"] and self.config.recover.mode != "disabled") or self.saving.owed
         return Due(*self.ranks.any(self.stopping.is_set(), saves, fired["evaluate"], fired["export"]))
 
     def evaluate(self, recipe: Any, step: int) -> None:
@@ -114,7 +121,7 @@ class Run:
         with self.stats.timed("evaluate_s"):
             numbers = recipe.evaluate(step)
         if numbers:
-            self.metrics = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
+            self.metrics = {name: value for name, value in numbers.items() if isinstance(value, int | float)} | {"step": step}
         self.owes_evaluation = self.any_rank(numbers is None)
         self._keep_best(numbers, step)
 
@@ -124,35 +131,38 @@ class Run:
         now = time.monotonic()
         row: dict[str, float | int | str] = {"time": time.time(), "version": str(self.version(step)), "lineage": self.lineage}
         row |= {**self.stats.take(), "step_s": now - self._line_at}
+        if self.saving.problem:
+            row |= {"save_failed": self.saving.num_failed, "save_error": self.saving.problem}
         if self.total_steps is not None:
             row["total_steps"] = self.total_steps
         self.sinks.log(step, row)
         self._say("step %d: %s", step, "  ".join(f"{name} {row[name]:.4g}" for name in SAID if isinstance(row.get(name), float)))
         self._line_at = now
 
-    def save(self, recipe: Any, step: int) -> None:
-        """Commit a generation, unless the mode forbids or it lies there already; then drop what is beyond `recover.keep`."""
-        if self.config.recover.mode == "disabled" or self._saved_step == step:
+    def save(self, recipe: Any, step: int, last: bool = False) -> None:
+        """Save a generation, unless the mode forbids or it lies there already; then drop what the policy does not keep.
+
+        The last one is waited for. Others are written while training goes on with `recover.async_save`; one that is due
+        while another is in flight follows after it.
+        """
+        if self.config.recover.mode == "disabled":
             return
+        waits = last or not self.config.recover.async_save
         with self.stats.timed("save_s"):
-            start = time.monotonic()
-            commit = Commit(self.trial, step, self.attempt.id, self.incarnation)
-            self._rank0(commit.begin)
-            self.ranks.together(lambda: self._write(commit))
-            self._rank0(lambda: self._commit(commit, recipe, step))
-            self._saved_step = step
-        self._say("generation %d saved in %.2f s", step, time.monotonic() - start)
+            self.settle(recipe, waits)
+            if self.saving.newest == step:
+                return
+            if self.saving.in_flight:
+                self.saving.owed = True
+                return
+            self.saving.start(step, lambda: self.manifest(recipe, step), copied=not waits)
+            self.settle(recipe, waits)
 
-    def _write(self, commit: Commit) -> None:
-        try:
-            os.listdir(commit.folder.parent)  # a listing drops what NFS remembers of names that were not there
-            commit.rank_done(self.ranks.rank, self.engine.save(commit.folder))
-        except OSError as error:
-            raise CannotWrite(f"can't write generation {commit.step} at {commit.folder}: {error}") from error
-
-    def _commit(self, commit: Commit, recipe: Any, step: int) -> None:
-        commit.commit(self.manifest(recipe, step))
-        recipe.retain(retain(self.trial, Policy(self.config.recover.keep)))
+    def settle(self, recipe: Any, wait: bool = False) -> None:
+        """Learn what became of a save in flight; the batch log is needed from the oldest generation that is kept."""
+        oldest = self.saving.settle(wait)
+        if oldest is not None and self.ranks.rank == 0:
+            recipe.retain(oldest)
 
     def manifest(self, recipe: Any, step: int) -> Manifest:
         epoch, cursor = recipe.position(step)
@@ -169,9 +179,11 @@ class Run:
             epoch=epoch,
             cursor=cursor,
             timers={**timers, "owes_evaluation": self.owes_evaluation},
+            ledger=recipe.frontier(step),
+            counters=self.engine.counters(),
             stats=self.sinks.state(),
-            metrics=self.metrics,
-            hpc_rl=__version__,
+            metrics={name: value for name, value in self.metrics.items() if self.metrics["step"] == step and name != "step"},
+            versions=versions(self.trial),
         )
 
     def export(self, step: int) -> None:
@@ -236,7 +248,9 @@ class Run:
 
     def stop(self, recipe: Any, step: int) -> ExitCode:
         """End at the boundary after `step`, its state saved."""
-        self.save(recipe, step)
+        self.save(recipe, step, last=True)
+        if self.saving.problem:
+            raise CannotWrite(self.saving.problem)
         words = "nothing is saved: recover.mode is disabled" if self.config.recover.mode == "disabled" else "its state is saved"
         self._say("told to stop: after step %d, %s", step, words)
         return ExitCode.STOPPED
@@ -257,6 +271,19 @@ def save_frequency(recover: Any, tell: bool = True) -> FrequencyConfig:
     if tell:
         logger.info("recover.freq_* are not set: a generation is saved every %d s", DEFAULT_SAVE_SECS)
     return FrequencyConfig(freq_secs=DEFAULT_SAVE_SECS)
+
+
+@functools.cache
+def versions(trial: Trial) -> dict[str, str]:
+    """Of the code and the libraries that make the state."""
+    found = {"hpc_rl": __version__, "python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    commit = ((read_json(trial.provenance_json) or {}).get("git") or {}).get("commit")
+    return {**found, **({"commit": commit} if commit else {})}
 
 
 def total_steps(config: Config, num_rows: int) -> int:

@@ -58,6 +58,10 @@ class SFT:
     def position(self, step: int) -> tuple[int, int]:
         return divmod(step * self.config.train_dataset.batch_size, len(self.rows))
 
+    def frontier(self, step: int) -> dict[str, int]:
+        """Batches are computed: the cursor says it all."""
+        return {}
+
     def retain(self, step: int) -> None:
         """No data is kept for a generation: batches are computed."""
 

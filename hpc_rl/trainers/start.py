@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from hpc_rl.blocks import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision
-from hpc_rl.checkpoint.lineage import decide_start, next_lineage, submission_of
+from hpc_rl.checkpoint.lineage import decide_start, next_lineage, submission_of, withdraw
 from hpc_rl.config.root import Config
 from hpc_rl.config.service import RecoverConfig
-from hpc_rl.errors import ConfigError, ExitCode, GivenUp, HpcRlError, NothingToResume, RoleFailed
+from hpc_rl.engines.base import Engine
+from hpc_rl.errors import ConfigError, Damaged, ExitCode, GivenUp, HpcRlError, NothingToResume, RoleFailed
 from hpc_rl.name_resolve.base import NameResolve
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trial import Attempt, Trial, read_json
@@ -55,6 +59,47 @@ def begin(start: Start) -> dict[str, Any]:
     disk.clear_leftovers(trial)
     record = next_lineage(trial, attempt, start.incarnation, decision)
     return {"lineage": record.lineage, "step": record.from_step, "manifest": _manifest(trial, decision)}
+
+
+def load_state(start: Start, begun: dict[str, Any], engine: Engine) -> dict[str, Any]:
+    """Load what `begin` chose; where a file of it is not what was written, set it aside and go on with what is chosen then.
+
+    Collective. Returns what the training begins from, in the form of `begin`. A fresh start leaves the engine as it was made:
+    only a generation that was not whole may have been loaded in part, so then the engine is made anew.
+    """
+    while begun["manifest"] is not None:
+        manifest, folder = begun["manifest"], start.trial.generation(begun["step"])
+        files = {file["name"]: FileRecord(**file) for file in manifest["files"]}
+        problem = ""
+        try:
+            engine.load(folder, manifest["num_ranks"], files)
+            _check_counters(engine, manifest)
+        except Damaged as error:
+            problem = str(error)
+            logger.error("generation %d can't be loaded: %s", begun["step"], problem)
+        if not start.ranks.any(bool(problem))[0]:
+            return begun
+        words = problem or "a file that another rank reads is not what was written; its log names it"
+        lineage = begun["lineage"]
+        begun = start.ranks.from_rank0(partial(_walk_back, start, lineage, folder, words))
+        if begun["manifest"] is None:
+            engine.initialize(engine.num_train_steps)
+    return begun
+
+
+def _walk_back(start: Start, lineage: int, folder: Path, problem: str) -> dict[str, Any]:
+    """Begin once more without this generation. Its lineage has made nothing: no version was labelled with it."""
+    generation.set_aside(folder, problem)
+    withdraw(start.trial, lineage)
+    return begin(start)
+
+
+def _check_counters(engine: Engine, manifest: dict[str, Any]) -> None:
+    """Raises RoleFailed where the schedule or the optimizer does not stand where the manifest says it stood."""
+    said, found = manifest.get("counters") or {}, engine.counters()
+    if odd := sorted(name for name in said if said[name] != found.get(name)):
+        name = odd[0]
+        raise RoleFailed(f"generation {manifest['step']} says {name} {said[name]}, and {found.get(name)} was loaded")
 
 
 def first_start(trial: Trial, attempt: Attempt, recover: RecoverConfig) -> tuple[str, int | None]:

@@ -6,6 +6,8 @@ import json
 import threading
 from pathlib import Path
 
+from hpc_rl import blocks
+from hpc_rl.blocks import FileRecord, Reader
 from hpc_rl.checkpoint.generation import scan, verify
 from hpc_rl.config.data import DatasetConfig
 from hpc_rl.config.root import SFTConfig
@@ -21,20 +23,42 @@ from hpc_rl.trainers.run import Run
 from hpc_rl.trial import Trial
 
 
+class FakeSnapshot:
+    """The number, written once a test allows it."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.size = content, len(content)
+        self.may_write = threading.Event()
+        self.may_write.set()
+
+    def write(self, folder: Path, cancel: threading.Event | None = None) -> list[FileRecord]:
+        self.may_write.wait()
+        return [blocks.write(folder / "state.json", [memoryview(self.content)], cancel)]
+
+
 class FakeEngine:
     """Its state is one number, the sum of the batches that it has seen."""
 
-    rank, num_ranks = 0, 1
+    rank, num_ranks, num_train_steps = 0, 1, 10
 
     def __init__(self) -> None:
         self.total = 0
 
-    def save(self, folder: Path) -> list[str]:
-        (folder / "state.json").write_text(json.dumps(self.total))
-        return ["state.json"]
+    def snapshot(self, copied: bool) -> FakeSnapshot:
+        return FakeSnapshot(json.dumps(self.total).encode())
 
-    def load(self, folder: Path, saved_num_ranks: int) -> None:
-        self.total = json.loads((folder / "state.json").read_text())
+    def state_bytes(self) -> int:
+        return 100
+
+    def counters(self) -> dict[str, int]:
+        return {"updates": self.total}
+
+    def initialize(self, num_train_steps: int) -> None:
+        self.total = 0
+
+    def load(self, folder: Path, saved_num_ranks: int, files: dict | None = None) -> None:
+        with Reader(folder / "state.json", files and files["state.json"]) as reader:
+            self.total = json.loads(reader.read(0, reader.size))
 
     def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
         (folder / "model.json").write_text(json.dumps(self.total))
@@ -70,6 +94,9 @@ class FakeRecipe:
     def position(self, step: int) -> tuple[int, int]:
         return divmod(step * 2, 10)
 
+    def frontier(self, step: int) -> dict[str, int]:
+        return {"sealed": step}
+
     def retain(self, step: int) -> None:
         self.calls.append(f"retain {step}")
 
@@ -101,10 +128,9 @@ class Starter:
         stopping = threading.Event()
         tokens, names = {"control": "c", "data": "d"}, MemoryNames()
         who = (self.trial, attempt, self.incarnation, self.config)
-        begun = start.begin(start.Start(*who, tokens, names, "cpu", Ranks(), stopping))
-        engine = FakeEngine()
-        if begun["manifest"]:
-            engine.load(self.trial.generation(begun["step"]), begun["manifest"]["num_ranks"])
+        given = start.Start(*who, tokens, names, "cpu", Ranks(), stopping)
+        engine = self.engine = FakeEngine()
+        begun = start.load_state(given, start.begin(given), engine)
         sinks = Sinks([JsonlSink(attempt.metrics(self.incarnation))])
         run = Run(*who, engine, Ranks(), stopping, begun["lineage"], begun["step"], sinks)
         if begun["manifest"]:

@@ -164,24 +164,37 @@ def toy_batch() -> Batch:
     return Batch(1, groups)
 
 
-def test_grpo_killed_gets_the_same_batches_again_under_a_new_lineage(toy):
+def damage(trial: Trial) -> int:
+    """Break all generations but the oldest, each in another file and way; returns the step of the one that is whole."""
+    *newer, oldest = scan(trial)
+    flipped, cut = newer[0].path / "rank-00001.safetensors", newer[1].path / "rank-00000.safetensors"
+    content = bytearray(flipped.read_bytes())
+    content[-100] ^= 8
+    flipped.write_bytes(content)
+    cut.write_bytes(cut.read_bytes()[:-100])
+    return oldest.step
+
+
+def test_grpo_killed_walks_back_to_the_oldest_generation_and_gets_the_same_batches_again_under_a_new_lineage(toy):
     data = f"valid_dataset.path={toy / 'task' / 'heldout.jsonl'}"
     reference = [f"ref.path={toy / 'base'}", "ref.attn_impl=sdpa", "ref.dtype=float32", "actor.kl_ctl=0.05", "actor.beta=0.01"]
-    recover = ["total_train_steps=12", "recover.mode=auto", "recover.freq_steps=5"]
+    recover = ["total_train_steps=12", "recover.mode=auto", "recover.freq_steps=2", "recover.keep=3", "recover.async_save=true"]
     trial = make_trial(toy, "grpo", "grpo", [*GRPO_OPTIONS, *reference, data, *recover])
     write_plan(trial, "grpo", 2)
     with Roles(trial, "1.0") as roles:
         roles.start("server")
         roles.start("rollout")
         first = roles.trainer(2)
-        roles.wait_for_step(8)
+        roles.wait_for_step(9, timeout_s=150)
         Roles.kill(first)
         assert roles.ended(first) == [-signal.SIGKILL] * 2
-        saved = newest(trial)
+        saved = damage(trial)
         before = {row["step"]: row for row in roles.rows() if "loss" in row}
         assert roles.ended(roles.trainer(2), timeout_s=120) == [0, 0]
     rows = [row for row in roles.rows(1) if "loss" in row]
     assert [row["step"] for row in rows] == list(range(saved + 1, 13))
+    assert len(list((trial.recover / "set-aside").iterdir())) == 2
+    assert scan(trial)[0].manifest.ledger["sealed"] == 12
     for row in rows:
         if row["step"] in before:  # the very same batch: nothing was generated twice
             again = before[row["step"]]

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 
 import pytest
 
+from hpc_rl import blocks
 from hpc_rl.checkpoint import generation, manifest
 from hpc_rl.checkpoint.generation import Commit, check, clear_leftovers, scan, set_aside, verify
+from hpc_rl.checkpoint.holds import hold
 from hpc_rl.checkpoint.manifest import Manifest
 from hpc_rl.checkpoint.retention import Policy, retain
 from hpc_rl.errors import RoleFailed
@@ -33,7 +34,7 @@ def save(trial: Trial, step: int, lineage: int = 0, num_ranks: int = 2) -> Manif
     commit.begin()
     for rank in range(num_ranks):
         (commit.folder / f"shard-{rank}.bin").write_bytes(bytes([step, rank]) * 100)
-        commit.rank_done(rank, [f"shard-{rank}.bin"])
+        commit.rank_done(rank, [blocks.record(commit.folder / f"shard-{rank}.bin")])
     return commit.commit(facts(step, lineage, num_ranks))
 
 
@@ -80,7 +81,7 @@ def test_a_kill_at_any_stage_leaves_the_old_generations_or_those_and_the_new_one
                 cut()
             if point == ("first_ok", "second_ok")[rank]:
                 monkeypatch.setattr(generation, "write_json", cut)
-            commit.rank_done(rank, [f"shard-{rank}.bin"])
+            commit.rank_done(rank, [blocks.record(commit.folder / f"shard-{rank}.bin")])
         if point == "gather":
             monkeypatch.setattr(Commit, "_gather", cut)
         elif point == "manifest":
@@ -134,7 +135,7 @@ def test_a_rank_that_did_not_finish_stops_the_commit(trial):
     commit = Commit(trial, 1, "7.0", 0)
     commit.begin()
     (commit.folder / "shard-0.bin").write_bytes(b"x")
-    commit.rank_done(0, ["shard-0.bin"])
+    commit.rank_done(0, [blocks.record(commit.folder / "shard-0.bin")])
     with pytest.raises(RoleFailed, match=r"rank 1 left no rank_1\.ok"):
         commit.commit(facts(1))
     assert scan(trial) == []
@@ -144,7 +145,7 @@ def test_a_file_that_changed_after_its_rank_was_done_stops_the_commit(trial):
     commit = Commit(trial, 1, "7.0", 0)
     commit.begin()
     (commit.folder / "shard-0.bin").write_bytes(b"xyz")
-    commit.rank_done(0, ["shard-0.bin"])
+    commit.rank_done(0, [blocks.record(commit.folder / "shard-0.bin")])
     (commit.folder / "shard-0.bin").write_bytes(b"x")
     with pytest.raises(RoleFailed, match="has 1 bytes, 3 were written"):
         commit.commit(facts(1, num_ranks=1))
@@ -186,7 +187,8 @@ def test_retention_keeps_the_newest_and_never_touches_what_is_damaged_or_loaded(
     for step in range(1, 7):
         save(trial, step)
     (trial.generation(5) / "manifest.json").unlink()
-    assert retain(trial, Policy(2), held=frozenset({1})) == 1
+    with hold(trial, 1, "a test"):
+        assert retain(trial, Policy(2)) == 1
     assert [(found.step, bool(found.problem)) for found in scan(trial)] == [(6, False), (5, True), (4, False), (1, False)]
     assert retain(trial, Policy(0)) == 6
     assert steps(trial) == [6]
@@ -208,16 +210,6 @@ def test_a_generation_under_another_name_is_refused(trial):
     save(trial, 3)
     os.rename(trial.generation(3), trial.generation(4))
     assert check(trial.generation(4)).problem == "manifest.json is of step 3"
-
-
-def test_digest_of_empty_and_large_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "_CHUNK_BYTES", 7)
-    (tmp_path / "empty").write_bytes(b"")
-    (tmp_path / "large").write_bytes(bytes(range(100)))
-    records = manifest.record(tmp_path, ["empty", "large"])
-    assert [record.size for record in records] == [0, 100]
-    assert manifest.check_content(tmp_path, records) == ""
-    assert manifest.check_content(tmp_path, [dataclasses.replace(records[0], xxh3="0")]).startswith("empty")
 
 
 def test_config_hash_does_not_depend_on_order():

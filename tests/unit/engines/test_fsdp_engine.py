@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hpc_rl import blocks
 from hpc_rl.algorithms.losses import supervised_loss
 from hpc_rl.config.train import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines import ENGINES, fsdp, model
 from hpc_rl.engines.base import MicroBatch, Sequences
-from hpc_rl.errors import ConfigError
+from hpc_rl.errors import ConfigError, Damaged
 
 
 def config_of(path: Path, **changes) -> TrainEngineConfig:
@@ -286,11 +287,11 @@ def test_large_exports_are_cut_into_indexed_files(model_dir, tmp_path, monkeypat
 def test_state_continues_bit_for_bit(model_dir, tmp_path) -> None:
     engine = engine_of(model_dir)
     engine.train_batch(some_rows(seed=0), supervised, 60.0, 1.0)
-    names = engine.save(tmp_path)
+    records = engine.save(tmp_path)
     torch_draw = torch.rand(3)
     other = engine_of(model_dir, seed=5)
     other.load(tmp_path, saved_num_ranks=1)
-    assert names == ["rank-00000.safetensors"]
+    assert records == [blocks.record(tmp_path / "rank-00000.safetensors")]
     assert torch.equal(torch.rand(3), torch_draw)
     rows = some_rows(seed=1)
     assert engine.train_batch(rows, supervised, 60.0, 1.0) == other.train_batch(rows, supervised, 60.0, 1.0)
@@ -299,10 +300,10 @@ def test_state_continues_bit_for_bit(model_dir, tmp_path) -> None:
 
 def test_state_that_is_missing_torn_or_foreign_is_refused(model_dir, tmp_path) -> None:
     engine = engine_of(model_dir)
-    with pytest.raises(OSError, match="rank-00000"):
+    with pytest.raises(Damaged, match=r"rank-00000\.safetensors is missing"):
         engine.load(tmp_path, 1)
     engine.save(tmp_path)
-    with pytest.raises(ValueError, match="is rank 0 of 1 in format 1, expected rank 0 of 2"):
+    with pytest.raises(Damaged, match="is rank 0 of 1 in format 2, expected rank 0 of 2"):
         engine.load(tmp_path, 2)
     architecture = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps({**architecture, "intermediate_size": 40}))
@@ -310,7 +311,7 @@ def test_state_that_is_missing_torn_or_foreign_is_refused(model_dir, tmp_path) -
         engine_of(model_dir).load(tmp_path, 1)
     file = tmp_path / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(ValueError, match="not a whole shard"):
+    with pytest.raises(Damaged, match=r"rank-00000\.safetensors has 5000 bytes"):
         engine.load(tmp_path, 1)
 
 

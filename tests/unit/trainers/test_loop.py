@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
-from training import FakeEngine, Starter, make_config
+from training import FakeEngine, FakeSnapshot, Starter, make_config
 
+from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import scan
 from hpc_rl.config.service import EvaluatorConfig, RecoverConfig, SaverConfig
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume
@@ -178,14 +180,133 @@ def test_hpc_rl_recover_starts_as_resume_whatever_the_mode(starter):
     assert code == ExitCode.DONE and recipe.trained == [3, 4]
 
 
-def test_a_full_disk_is_said_in_words(starter, monkeypatch):
-    def full(self, folder):
-        raise OSError(28, "No space left on device")
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(FakeEngine, "save", full)
-    with pytest.raises(CannotWrite, match=r"can't write generation 3 .*No space left"):
-        starter(4)
+
+def test_a_full_disk_fails_the_save_loudly_and_training_goes_on(starter, monkeypatch, caplog):
+    saved = FakeSnapshot.write
+    states = {3: saved, 6: full, 9: saved}
+    monkeypatch.setattr(FakeSnapshot, "write", lambda self, folder, cancel: states[int(folder.name[5:13])](self, folder, cancel))
+    with pytest.raises(Killed):
+        starter(12, {11: kill})
+    assert starter.generations() == [9, 3]
+    assert (
+        "SAVE FAILED: generation 6 could not be saved: [Errno 28] No space left on device; generation 3 is the newest"
+        in caplog.text
+    )
+    assert not [path for path in starter.trial.recover.iterdir() if path.name.startswith(".")]
+    rows = {row["step"]: row for row in starter.rows()}
+    assert "save_failed" not in rows[6] and "save_failed" not in rows[10]
+    assert rows[7]["save_failed"] == rows[9]["save_failed"] == 1
+    assert "No space left" in rows[7]["save_error"]
+
+
+def test_a_stop_whose_save_fails_does_not_say_that_the_state_is_saved(starter, monkeypatch):
+    monkeypatch.setattr(FakeSnapshot, "write", full)
+    with pytest.raises(CannotWrite, match=r"generation 2 could not be saved: .*No space left.*; there is no generation yet"):
+        starter(4, {"during 2": stop(lambda: starter.last)})
     assert starter.generations() == []
+
+
+def test_a_generation_that_does_not_fit_is_not_begun(starter, monkeypatch, caplog):
+    monkeypatch.setattr(FakeEngine, "state_bytes", lambda self: 10**18)
+    with pytest.raises(Killed):
+        starter(5, {5: kill})
+    assert "it takes 1e+09 GB and" in caplog.text
+    assert list(starter.trial.recover.iterdir()) == []
+
+
+class TestAsynchronous:
+    @pytest.fixture
+    def starter(self, tmp_path):
+        return Starter(tmp_path, recover=RecoverConfig(mode="auto", freq_steps=2, keep=9, async_save=True))
+
+    @pytest.fixture
+    def slow(self, monkeypatch):
+        """Snapshots whose writing begins when a test says so."""
+        taken: list[tuple[FakeSnapshot, bool]] = []
+        take = FakeEngine.snapshot
+
+        def snapshot(self, copied):
+            taken.append((take(self, copied), copied))
+            taken[-1][0].may_write.clear()
+            return taken[-1][0]
+
+        monkeypatch.setattr(FakeEngine, "snapshot", snapshot)
+        return taken
+
+    def test_training_goes_on_while_one_is_written_and_the_next_follows_after_it(self, starter, slow):
+        seen = []
+
+        def look() -> None:
+            seen.append((starter.generations(), len(slow)))
+
+        def finish() -> None:
+            slow[-1][0].may_write.set()
+            wait_until(lambda: written(starter))
+
+        with pytest.raises(Killed):
+            starter(10, {3: look, 5: look, 6: finish, 8: look, "during 8": finish, 9: look, 10: kill})
+        assert seen == [([], 1), ([], 1), ([2], 2), ([6, 2], 3)]  # what was due at 4 is made up for by that of 6
+        assert all(copied for _, copied in slow)
+        slow[-1][0].may_write.set()
+        wait_until(lambda: written(starter))
+
+    def test_the_state_is_that_of_its_step_and_a_stop_waits_for_it(self, starter):
+        code, _ = starter(10, {"during 5": stop(lambda: starter.last)})
+        assert code == ExitCode.STOPPED
+        assert starter.generations()[0] == 5
+        starter.end(75)
+        code, recipe = starter(10)
+        assert code == ExitCode.DONE and recipe.trained == [6, 7, 8, 9, 10]
+        assert starter.last.engine.total == 55
+        assert starter.generations()[0] == 10
+
+    def test_killed_while_one_is_written_the_one_before_is_taken(self, starter, slow):
+        with pytest.raises(Killed):
+            starter(10, {4: kill})
+        slow[0][0].may_write.set()
+        wait_until(lambda: written(starter))
+        starter.last.saving._job.commit.abandon()
+        assert starter.last.saving.newest == -1  # what was not seen committed was not told as saved
+
+    def test_a_failure_is_told_at_the_next_boundary(self, starter, monkeypatch, caplog):
+        monkeypatch.setattr(FakeSnapshot, "write", full)
+        with pytest.raises(Killed):
+            starter(10, {3: lambda: wait_until(lambda: written(starter)), 4: kill})
+        assert "SAVE FAILED: generation 2" in caplog.text
+        assert starter.rows()[-1]["save_failed"] == 1
+        assert not list(starter.trial.recover.iterdir())
+
+
+def written(starter) -> bool:
+    """Whether nothing is being written: the save in flight has ended, or was seen to."""
+    job = starter.last.saving._job
+    return job is None or job.ended.is_set()
+
+
+def wait_until(what, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_large_file_is_checked_while_it_is_loaded_and_walked_back(starter, monkeypatch, caplog):
+    monkeypatch.setattr(generation, "LIGHT_BYTES", 0)
+    with pytest.raises(Killed):
+        starter(10, {8: kill})
+    starter.end(137)
+    for step in (6, 3):
+        path = starter.trial.generation(step) / "state.json"
+        path.write_text("9" * path.stat().st_size)
+    code, recipe = starter(10)
+    assert code == ExitCode.DONE
+    assert recipe.trained == list(range(1, 11)) and starter.last.engine.total == 55
+    assert "GENERATION SET ASIDE: gen-00000006 state.json: bytes 0 to 2 are not what was written" in caplog.text
+    assert sorted(p.name[:12] for p in (starter.trial.recover / "set-aside").iterdir()) == ["gen-00000003", "gen-00000006"]
+    assert [read_json(path)["from_step"] for path in sorted(starter.trial.lineages.iterdir())] == [0, 0]
 
 
 def test_leftovers_of_killed_incarnations_go(starter):

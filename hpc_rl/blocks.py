@@ -1,0 +1,294 @@
+"""Large files in blocks of 8 MiB, each with a checksum of its own: hashed while they are written, checked while they are read.
+
+So a reader that needs a part of a file reads and checks only the blocks that have it, and no byte is read twice. Large files
+go past the page cache where the file system lets them: that halves the work of the processor, and does not push out what others
+have there. What is cached all the same is read from there. Nothing here knows what the bytes mean; names, commits and
+manifests are the checkpoint package's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from hpc_rl.errors import Damaged
+
+BLOCK_BYTES = 8 << 20
+NUM_WRITERS = 2  # one block is hashed while another is written; more would wait for the inode's lock
+NUM_READERS = 4
+NUM_READ_AHEAD = 4  # blocks
+MAX_PARTS = 512  # of one pwritev; Linux takes 1024
+DIRECT_BYTES = 64 << 20  # files from this size on go past the page cache
+_ALIGN_BYTES = 4096  # of addresses, offsets and sizes past the page cache
+_DIGITS = 16  # of one block's xxh3 (64 bits), in hex
+_SYNC_FILE_RANGE_WRITE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file: its name within its folder, its size in bytes, and the xxh3 of every block, in hex, one after another."""
+
+    name: str
+    size: int
+    xxh3: str
+
+
+class Abandoned(Exception):
+    """A write was called off by whoever started it."""
+
+
+def write(path: Path, parts: Sequence[memoryview], cancel: threading.Event | None = None) -> FileRecord:
+    """Write the parts one after another as a new file, durably.
+
+    Space is reserved first, where the file system can do that: a full disk or quota is met before anything is written.
+    Raises OSError (the file is left for the caller to remove), and Abandoned once `cancel` is set.
+    """
+    size = sum(len(part) for part in parts)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    direct = _open_direct(path, os.O_WRONLY) if size >= DIRECT_BYTES else None
+    staging = _Staging()
+    try:
+        _reserve(fd, size)
+
+        def one(block: tuple[int, list[memoryview]]) -> str:
+            if cancel is not None and cancel.is_set():
+                raise Abandoned
+            return _write_block(fd, *block) if direct is None else _write_direct(direct, staging.view(), *block)
+
+        digests = _side_by_side(one, list(_cut(parts)), NUM_WRITERS)
+        if direct is not None:
+            os.ftruncate(fd, size)  # the last block was written in whole units
+        os.fsync(fd)
+    finally:
+        if direct is not None:
+            os.close(direct)
+        os.close(fd)  # its error counts: a network file system may tell of a quota only here
+    return FileRecord(path.name, size, "".join(digests) or _digest(b""))
+
+
+def record(path: Path) -> FileRecord:
+    """The record of a file as it lies there: reads every byte. Raises OSError."""
+    with Reader(path) as reader:
+        digests = _side_by_side(lambda i: _digest(reader.block(i)), range(reader.num_blocks), NUM_READERS)
+        return FileRecord(path.name, reader.size, "".join(digests) or _digest(b""))
+
+
+class Reader:
+    """One file, read in whole blocks that are checked against a record; without one nothing is checked.
+
+    Raises OSError, and Damaged, which names the file, where the size or a block is not what was written.
+    """
+
+    def __init__(self, path: Path, expected: FileRecord | None = None) -> None:
+        self.path = path
+        self.expected = expected
+        self._fd = os.open(path, os.O_RDONLY)
+        self.size = os.fstat(self._fd).st_size
+        self.num_blocks = -(-self.size // BLOCK_BYTES)
+        self._direct = _open_direct(path, os.O_RDONLY) if self.size >= DIRECT_BYTES else None
+        self._cached = _cached_blocks(self._fd, self.size) if self._direct is not None else []
+        self._staging = _Staging()
+        if expected is not None and expected.size != self.size:
+            self.__exit__()
+            raise Damaged(f"{path.name} has {self.size} bytes, {expected.size} were written")
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+        if self._direct is not None:
+            os.close(self._direct)
+
+    def block(self, index: int) -> memoryview:
+        """Block `index`, checked; valid until this thread asks for the next one."""
+        start = index * BLOCK_BYTES
+        size = min(BLOCK_BYTES, self.size - start)
+        view = self._staging.view()
+        if self._direct is None or self._cached[index]:
+            self._read_cached(view[:size], start)
+        else:
+            self._read_direct(self._direct, view, size, start)
+        view = view[:size]
+        if self.expected is not None and self.expected.xxh3[index * _DIGITS : (index + 1) * _DIGITS] != _digest(view):
+            raise Damaged(f"{self.path.name}: bytes {start} to {start + size} are not what was written (checksum)")
+        return view
+
+    def _read_cached(self, view: memoryview, start: int) -> None:
+        os.posix_fadvise(self._fd, start + NUM_READ_AHEAD * BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._fd, [view[done:]], start + done)
+            if not count:
+                raise Damaged(f"{self.path.name} ends at byte {start + done}")
+            done += count
+
+    def _read_direct(self, fd: int, view: memoryview, size: int, start: int) -> None:
+        try:
+            count = os.preadv(fd, [view[: _aligned(size)]], start)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # of a file system that wants another alignment
+                raise
+            count = 0
+        if count < size:
+            self._read_cached(view[:size], start)
+
+    def check(self) -> None:
+        """Read and check every block."""
+        if self.expected is not None and len(self.expected.xxh3) != _DIGITS * max(1, self.num_blocks):
+            raise Damaged(f"{self.path.name}: its record has another number of checksums than the file has blocks")
+        _side_by_side(lambda index: len(self.block(index)), range(self.num_blocks), NUM_READERS)
+
+    def read(self, start: int, end: int) -> bytes:
+        """A few bytes. Raises Damaged where the file ends before."""
+        if end > self.size or start > end:
+            raise Damaged(f"{self.path.name} has {self.size} bytes, and bytes {start} to {end} are asked for")
+        target = np.empty(end - start, np.uint8)
+        self.fill([(start, target)])
+        return target.tobytes()
+
+    def fill(self, wanted: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Read several ranges, each into its flat uint8 array, which says how many bytes from the start offset on."""
+        by_block: dict[int, list[tuple[int, np.ndarray]]] = {}
+        for start, target in wanted:
+            if start + len(target) > self.size:
+                raise Damaged(f"{self.path.name} has {self.size} bytes, {start + len(target)} are needed")
+            for index in range(start // BLOCK_BYTES, -(-(start + len(target)) // BLOCK_BYTES)) if len(target) else ():
+                by_block.setdefault(index, []).append((start, target))
+
+        def one(index: int) -> None:
+            block = np.frombuffer(self.block(index), np.uint8)
+            first, last = index * BLOCK_BYTES, index * BLOCK_BYTES + len(block)
+            for start, target in by_block[index]:
+                begin, end = max(start, first), min(start + len(target), last)
+                target[begin - start : end - start] = block[begin - first : end - first]
+
+        _side_by_side(one, sorted(by_block), NUM_READERS)
+
+
+def _cut(parts: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
+    """(offset, pieces) of every block."""
+    offset, block, room = 0, list[memoryview](), BLOCK_BYTES
+    for part in parts:
+        at = 0
+        while at < len(part):
+            piece = part[at : at + room]
+            block.append(piece)
+            at, room = at + len(piece), room - len(piece)
+            if not room:
+                yield offset, block
+                offset, block, room = offset + BLOCK_BYTES, [], BLOCK_BYTES
+    if block:
+        yield offset, block
+
+
+def _write_block(fd: int, offset: int, pieces: list[memoryview]) -> str:
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        digest.update(piece)
+    left, at = list(pieces), offset
+    while left:
+        count = os.pwritev(fd, left[:MAX_PARTS], at)
+        at += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
+    _start_writeback(fd, offset, at - offset)
+    return digest.hexdigest()
+
+
+def _write_direct(fd: int, staging: memoryview, offset: int, pieces: list[memoryview]) -> str:
+    """Like _write_block, past the page cache: by way of memory that is aligned, in whole units."""
+    size = 0
+    for piece in pieces:
+        np.frombuffer(staging, np.uint8)[size : size + len(piece)] = np.frombuffer(piece, np.uint8)
+        size += len(piece)
+    done, end = 0, _aligned(size)
+    while done < end:
+        done += os.pwritev(fd, [staging[done:end]], offset + done)
+    return _digest(staging[:size])
+
+
+class _Staging:
+    """A block of page-aligned memory for each thread."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def view(self) -> memoryview:
+        if not hasattr(self._own, "view"):
+            self._own.view = memoryview(mmap.mmap(-1, _aligned(BLOCK_BYTES)))
+        return self._own.view
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def _open_direct(path: Path, flags: int) -> int | None:
+    try:
+        return os.open(path, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None  # a file system without it
+
+
+def _cached_blocks(fd: int, size: int) -> list[bool]:
+    """For each block of a file whether the page cache has all of it. (A read that must not wait would start a read-ahead.)"""
+    pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    with mmap.mmap(fd, size, access=mmap.ACCESS_COPY) as mapped:
+        start = ctypes.c_char.from_buffer(mapped)
+        failed = _libc.mincore(ctypes.byref(start), ctypes.c_size_t(size), pages.ctypes.data_as(ctypes.c_char_p))
+        del start  # else the mapping can't be closed
+    per_block = BLOCK_BYTES // mmap.PAGESIZE
+    return [not failed and bool((pages[i : i + per_block] & 1).all()) for i in range(0, len(pages), per_block)]
+
+
+def _start_writeback(fd: int, offset: int, size: int) -> None:
+    """Have the kernel write these pages out now, so that the fsync at the end finds little to do. A hint: errors don't count."""
+    if hasattr(_libc, "sync_file_range"):
+        _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Reserve space by the system call itself: the C library's stand-in would write a byte into every block."""
+    if not size or not hasattr(_libc, "fallocate"):
+        return
+    while _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
+        code = ctypes.get_errno()
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            return
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+def _side_by_side(work: Callable[[Any], Any], items: Iterable[Any], num_threads: int) -> list[Any]:
+    """Results in order; the first error ends it, with no work left running."""
+    items = list(items)
+    if len(items) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(num_threads) as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _digest(data: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(data)

@@ -1,0 +1,218 @@
+"""`hpc-rl checkpoint`: look at the generations of a trial, check them, and turn them into Hugging Face checkpoints or back.
+
+What needs torch is handed to `python -m hpc_rl.app.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.checkpoint import generation, manifest
+from hpc_rl.checkpoint.generation import Found
+from hpc_rl.checkpoint.holds import hold
+from hpc_rl.checkpoint.retention import best
+from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
+from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, TrialStateError
+from hpc_rl.launch import index
+from hpc_rl.launch import submit as submission
+from hpc_rl.trial import Trial
+
+ACTIONS = {
+    "list": "the generations of a trial, newest first: step, lineage, size, metric, whether it looks sound",
+    "verify": "read every byte of the generations and name what is not as it was written; exit code 1 if anything is not",
+    "export": "write the weights of a generation in Hugging Face format; needs torch, no GPU",
+    "import": "make a generation of a Hugging Face checkpoint, for a trial to start from; needs torch, no GPU",
+}
+EPILOG = """A generation is the state of training after one step, in <trial>/recover: what `hpc-rl recover` goes on from.
+For weights to take away use `export`; the trial's own exports are in <trial>/exports.
+
+  hpc-rl checkpoint list my-trial
+  hpc-rl checkpoint verify my-trial --step 120
+  hpc-rl checkpoint export my-trial --to model-120 --step 120
+  hpc-rl checkpoint import my-trial path/to/model --step 0"""
+
+
+def run(argv: list[str]) -> int:
+    if not argv or argv[0] not in ACTIONS:
+        lines = "\n".join(f"{name:<8} {text}" for name, text in ACTIONS.items())
+        made = new_parser("checkpoint", lines, EPILOG)
+        made.add_argument("action", choices=ACTIONS, metavar=f"{{{','.join(ACTIONS)}}}")
+        made.parse_args(argv)
+    return {"list": _list, "verify": _verify, "export": _export, "import": _import}[argv[0]](argv[1:])
+
+
+def _list(argv: list[str]) -> int:
+    made = new_parser(
+        "checkpoint list", ACTIONS["list"], "Sizes and the manifest are checked; `verify` reads the content as well."
+    )
+    add_trial(made)
+    made.add_argument("--metric", help="number to show (default: the first that the newest generation has, as eval_reward)")
+    add_json(made, "the list")
+    args = made.parse_args(argv)
+    trial = index.resolve(args.trial)
+    found = generation.scan(trial)
+    set_aside = sorted(path.name for path in (trial.recover / "set-aside").glob("*"))
+    if args.json:
+        print_json({"trial": str(trial), "generations": [_row(one) for one in found], "set_aside": set_aside})
+        return 0
+    metric = args.metric or next((name for one in found for name in sorted(one.metrics)), "")
+    print("\n".join(_table(found, metric)) if found else f"{trial} has no generation yet")
+    for name in set_aside:
+        print(f"set aside: {trial.recover / 'set-aside' / name}")
+    return 0
+
+
+def _row(one: Found) -> dict[str, Any]:
+    made = one.manifest
+    return {
+        "step": one.step,
+        "path": str(one.path),
+        "problem": one.problem,
+        "sound": not one.problem,
+        "lineage": made.lineage if made else None,
+        "submission": made.submission if made else None,
+        "num_ranks": made.num_ranks if made else None,
+        "bytes": sum(file.size for file in made.files) if made else None,
+        "metrics": one.metrics,
+        "versions": made.versions if made else {},
+        "time": _written_at(one),
+    }
+
+
+def _written_at(one: Found) -> float | None:
+    try:
+        return (one.path / manifest.NAME).stat().st_mtime
+    except OSError:
+        return None
+
+
+def _table(found: list[Found], metric: str) -> list[str]:
+    cells = [["step", "lineage", "ranks", "size", "saved", metric or "metric", "state"]]
+    for one in found:
+        made, at = one.manifest, _written_at(one)
+        size = f"{sum(file.size for file in made.files) / 1e6:.1f} MB" if made else ""
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at else ""
+        value = f"{one.metrics[metric]:.4g}" if metric in one.metrics else "-"
+        who = [str(made.lineage), str(made.num_ranks)] if made else ["", ""]
+        cells.append([str(one.step), *who, size, when, value, one.problem or "sound"])
+    widths = [max(len(line[column]) for line in cells) for column in range(6)]
+    return ["  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[6]]) for line in cells]
+
+
+def _verify(argv: list[str]) -> int:
+    made = new_parser("checkpoint verify", ACTIONS["verify"], "Reads only: setting aside is what the trainer's next start does.")
+    add_trial(made)
+    made.add_argument("--step", type=count, help="only the generation of this step (default: all)")
+    add_json(made, "what was found")
+    args = made.parse_args(argv)
+    trial = index.resolve(args.trial)
+    found = [_chosen(trial, args.step)] if args.step is not None else generation.scan(trial)
+    results = [{"step": one.step, "path": str(one.path), "problems": _problems(trial, one)} for one in found]
+    if args.json:
+        print_json(results)
+    else:
+        print("\n".join(line for result in results for line in _verdict(result)) or f"{trial} has no generation yet")
+    return 1 if any(result["problems"] for result in results) else 0
+
+
+def _problems(trial: Trial, one: Found) -> list[str]:
+    if one.manifest is None:
+        return [one.problem]
+    try:
+        with hold(trial, one.step, "verify") as folder:
+            return manifest.damages(folder, one.manifest.files)
+    except TrialStateError as error:
+        return [str(error)]
+
+
+def _verdict(result: dict[str, Any]) -> list[str]:
+    if not result["problems"]:
+        return [f"generation {result['step']}: every file is as it was written"]
+    return [f"generation {result['step']}: {problem}" for problem in result["problems"]]
+
+
+def _export(argv: list[str]) -> int:
+    made = new_parser("checkpoint export", ACTIONS["export"], "The folder is what servers, transformers and `actor.path` read.")
+    add_trial(made)
+    which = made.add_mutually_exclusive_group()
+    which.add_argument("--step", type=count, help="step of the generation (default: the newest)")
+    which.add_argument("--best", metavar="METRIC", help="the generation with the largest METRIC, as eval_reward")
+    made.add_argument("--to", type=Path, metavar="FOLDER", help="where to (default: <trial>/exports/generation-<step>)")
+    add_json(made, "where it is")
+    args = made.parse_args(argv)
+    trial = index.resolve(args.trial)
+    one = _chosen(trial, args.step, args.best)
+    if one.problem:
+        raise TrialStateError(f"generation {one.step} of {trial} is damaged: {one.problem}. {_others(trial)}")
+    there = (args.to or trial.exports / f"generation-{one.step:08d}").expanduser().absolute()
+    if there.exists():
+        raise CannotWrite(f"{there} exists and is not overwritten: give another folder by --to, or remove it")
+    code = _hand_over("export", trial, one.step, "--to", str(there))
+    if code == 0 and args.json:
+        print_json({"trial": str(trial), "step": one.step, "path": str(there)})
+    elif code == 0:
+        print(f"generation {one.step} of {trial}: weights written to {there}")
+    return code
+
+
+def _import(argv: list[str]) -> int:
+    made = new_parser(
+        "checkpoint import",
+        ACTIONS["import"],
+        "The trial exists (`hpc-rl render`) and does not run. The optimizer starts afresh; the schedule is that of --step.\n"
+        "To only start a new trial from such weights, none of this is needed: set actor.path (or model.path) to the folder.",
+    )
+    add_trial(made)
+    made.add_argument(
+        "folder", type=Path, help="Hugging Face checkpoint: config.json and safetensors of the trial's architecture"
+    )
+    made.add_argument("--step", type=count, default=0, help="step that the generation counts as (default: 0)")
+    args = made.parse_args(argv)
+    trial = index.resolve(args.trial)
+    source = args.folder.expanduser().absolute()
+    if not (source / "config.json").is_file():
+        raise ConfigError(f"{source} is not a Hugging Face checkpoint: config.json is missing")
+    submission.check_idle(trial)
+    newer = [one.step for one in generation.scan(trial) if one.step >= args.step]
+    if newer:
+        raise TrialStateError(
+            f"{trial} has generation {newer[0]}, which would be taken instead of one of step {args.step}. "
+            "Import as a later step, or into another trial."
+        )
+    code = _hand_over("import", trial, args.step, "--source", str(source))
+    if code == 0:
+        print(f"{source} is generation {args.step} of {trial}; to go on from it: hpc-rl recover {index.handle(trial)}")
+    return code
+
+
+def _chosen(trial: Trial, step: int | None = None, metric: str | None = None) -> Found:
+    """The generation of a step, the best by a metric, or the newest sound one. Raises TrialStateError."""
+    found = generation.scan(trial)
+    if metric is not None:
+        steps = best([one for one in found if not one.problem], metric)
+        if not steps:
+            raise TrialStateError(f"no sound generation of {trial} has a number {metric!r}. {_others(trial)}")
+        step = steps[0]
+    for one in found:
+        if one.step == step or (step is None and not one.problem):
+            return one
+    raise TrialStateError(f"{trial} has no {'sound generation' if step is None else f'generation {step}'}. {_others(trial)}")
+
+
+def _others(trial: Trial) -> str:
+    sound = [str(one.step) for one in generation.scan(trial) if not one.problem]
+    return f"Sound ones: {', '.join(sound)}." if sound else "There is no sound one."
+
+
+def _hand_over(action: str, trial: Trial, step: int, *rest: str) -> int:
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"checkpoint {action} reads a model, and torch is not installed: pip install 'hpc-rl[train]'")
+    command = [sys.executable, "-m", "hpc_rl.app.checkpoint", action, "--trial_dir", str(trial.dir), "--step", str(step), *rest]
+    sys.stdout.flush()
+    code = subprocess.run(command).returncode
+    return code if code >= 0 else ExitCode.FAILED

@@ -1,0 +1,185 @@
+"""Saving: how a generation comes about, for all ranks together, while the loop waits or while it goes on.
+
+A thread of each rank writes that rank's snapshot; rank 0's thread then waits for the files of the others and commits. One
+save is in flight at most. What the ranks must know of each other they exchange in `settle`, on the main thread: a save that
+fails on one rank is called off on all. A failed save is told loudly and training goes on: the generations of before are
+whole, what was written of this one is removed, and the next save that is due tries again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hpc_rl.blocks import Abandoned
+from hpc_rl.checkpoint.generation import Commit, room_problem
+from hpc_rl.checkpoint.holds import Holds
+from hpc_rl.checkpoint.manifest import Manifest
+from hpc_rl.checkpoint.retention import Policy, retain
+from hpc_rl.engines.base import Engine, Snapshot, sum_over_ranks
+from hpc_rl.errors import CannotWrite
+from hpc_rl.trainers.ranks import Ranks
+from hpc_rl.trial import Trial
+
+logger = logging.getLogger(__name__)
+POLL_S = (0.02, 1.0)  # between looks for the other ranks' files: first, longest
+
+
+@dataclass
+class Job:
+    """One save: what this rank's thread does, and how far it is."""
+
+    commit: Commit
+    manifest: Manifest | None  # rank 0 only
+    snapshot: Snapshot
+    started: float = field(default_factory=time.monotonic)
+    cancel: threading.Event = field(default_factory=threading.Event)
+    written: threading.Event = field(default_factory=threading.Event)  # this rank's part is over, well or not
+    ended: threading.Event = field(default_factory=threading.Event)
+    committed: bool = False
+    oldest: int = 0  # step of the oldest generation that retention left
+    took_s: float = 0.0
+    error: Exception | None = None
+
+
+class Saving:
+    """The saves of one trainer incarnation; every rank has one and calls its methods in the same order.
+
+    Args:
+        trial: The trial.
+        attempt_id: This attempt.
+        incarnation: This trainer incarnation.
+        engine: Whose state is saved.
+        ranks: All ranks.
+        policy: What retention keeps.
+        newest: Step of the newest committed generation, -1 where there is none.
+    """
+
+    def __init__(
+        self, trial: Trial, attempt_id: str, incarnation: int, engine: Engine, ranks: Ranks, policy: Policy, newest: int = -1
+    ) -> None:
+        self.trial, self.engine, self.ranks, self.policy, self.newest = trial, engine, ranks, policy, newest
+        self.who = (attempt_id, incarnation)
+        self.holds = Holds(trial)
+        self.problem = ""  # why the newest save failed; '' where it did not
+        self.num_failed = 0  # saves in a row that failed
+        self.owed = False  # a save was due while another was in flight
+        self._job: Job | None = None
+
+    def start(self, step: int, manifest: Callable[[], Manifest], copied: bool) -> None:
+        """Begin to save the state after `step`; `settle` ends it. Collective. Nothing may be in flight.
+
+        Without a copy the state is written from the live tensors: settle before the next update.
+        """
+        assert self._job is None, "one save at a time"
+        self.owed = False
+        commit = Commit(self.trial, step, *self.who)
+        size = int(sum_over_ranks([float(self.engine.state_bytes())])[0])
+        problem = self._on_rank0(lambda: self._make_room(commit, size))
+        if problem:
+            self._failed(step, problem)
+            return
+        first = self.ranks.rank == 0
+        job = self._job = Job(commit, manifest() if first else None, self.engine.snapshot(copied))
+        threading.Thread(target=self._work, args=(job,), daemon=True, name=f"save-{step}").start()
+
+    def settle(self, wait: bool) -> int | None:
+        """Learn what became of the save in flight. Collective.
+
+        Returns the step of the oldest generation kept, once one was committed; None while it is written (unless told to wait),
+        after a failure, and where nothing was in flight. Raises on every rank what is no matter of disks.
+        """
+        job = self._job
+        if job is None:
+            return None
+        if wait:
+            job.written.wait()
+        failed, committed = self.ranks.any(job.error is not None, job.committed)
+        if wait and not failed:
+            if self.ranks.rank == 0:
+                job.ended.wait()
+            failed, committed = self.ranks.any(job.error is not None, job.committed)
+        if not failed and not committed:
+            return None
+        job.cancel.set()
+        job.ended.wait()
+        self._job = None
+        if failed:
+            self._call_off(job)
+            return None
+        self.newest, self.problem, self.num_failed = job.commit.step, "", 0
+        self._tell(job)
+        return job.oldest
+
+    @property
+    def in_flight(self) -> bool:
+        return self._job is not None
+
+    def _make_room(self, commit: Commit, size: int) -> None:
+        self.trial.recover.mkdir(exist_ok=True)
+        if problem := room_problem(self.trial, size):
+            raise OSError(problem)
+        commit.begin()
+
+    def _on_rank0(self, work: Callable[[], None]) -> str:
+        """What went wrong with it, on every rank; ''  where nothing did."""
+        problem = ""
+        if self.ranks.rank == 0:
+            try:
+                work()
+            except OSError as error:
+                problem = str(error)
+        return (problem or "rank 0 could not begin it; its log says why") if self.ranks.any(bool(problem))[0] else ""
+
+    def _work(self, job: Job) -> None:
+        try:
+            os.listdir(job.commit.folder.parent)  # a listing drops what NFS remembers of names that were not there
+            files = job.snapshot.write(job.commit.folder, job.cancel)
+            job.commit.rank_done(self.ranks.rank, files)
+            job.written.set()
+            if job.manifest is not None:
+                self._commit(job, job.manifest)
+        except Exception as error:  # whatever it is, settle tells it on the main thread of every rank
+            job.error = error
+        finally:
+            job.took_s = time.monotonic() - job.started
+            job.written.set()
+            job.ended.set()
+
+    def _commit(self, job: Job, manifest: Manifest) -> None:
+        pause_s, longest_s = POLL_S
+        while job.commit.missing_ranks(self.ranks.num):
+            if job.cancel.wait(pause_s):
+                raise Abandoned
+            pause_s = min(longest_s, 2 * pause_s)
+        job.commit.commit(manifest)
+        try:
+            job.oldest = retain(self.trial, self.policy, self.holds)
+        except OSError as error:  # the generation is committed; the next save removes what is surplus
+            logger.warning("older generations could not be removed: %s", error)
+        job.committed = True
+
+    def _call_off(self, job: Job) -> None:
+        self.ranks.barrier()  # no rank writes any more
+        if self.ranks.rank == 0:
+            job.commit.abandon()
+        error = job.error
+        if self.ranks.any(error is not None and not isinstance(error, OSError | Abandoned))[0]:
+            raise error or CannotWrite(f"generation {job.commit.step}: another rank failed to save; its log says why")
+        mine = isinstance(error, OSError)
+        self._failed(job.commit.step, str(error) if mine else "another rank could not write its part; its log says why", mine)
+
+    def _failed(self, step: int, problem: str, mine: bool = True) -> None:
+        self.num_failed += 1
+        kept = f"generation {self.newest} is the newest" if self.newest >= 0 else "there is no generation yet"
+        self.problem = f"generation {step} could not be saved: {problem}; {kept}"
+        if mine or self.ranks.rank == 0:
+            logger.error("SAVE FAILED: %s. Training goes on; make room in %s", self.problem, self.trial.recover)
+
+    def _tell(self, job: Job) -> None:
+        if self.ranks.rank == 0:
+            logger.info("generation %d saved in %.2f s", job.commit.step, job.took_s)
