@@ -124,6 +124,8 @@ def is_read(name: str) -> bool:
         return True
     if section == "sglang" and (leaf in {option for table in FLAGS.values() for option in table} or leaf in _dropped()):
         return True
+    if name.startswith("launcher.slurm.servers.") and f"launcher.slurm.{leaf}" in OPTIONS:
+        return is_read(f"launcher.slurm.{leaf}")  # render/layouts.py lays the section over launcher.slurm
     if section == "slurm" and re.search(rf"\bslurm\.{leaf}\b", templates()):
         return True
     if len(owners()[leaf]) == 1 and leaf not in own_names():
