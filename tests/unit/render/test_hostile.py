@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from hpc_rl.config.build import options
 from hpc_rl.config.check import check
 from hpc_rl.config.cluster import HooksConfig
+from hpc_rl.config.containers import SEPARATORS
 from hpc_rl.config.load import load
 from hpc_rl.config.root import SFTConfig
 from hpc_rl.errors import ConfigError
@@ -89,6 +91,8 @@ def run_with(text: str, here: Path) -> int:
     for scheduler in ("local", "slurm"):
         try:
             fine, _ = accepted(text)
+            if set(folder) & set(SEPARATORS):  # refused in words: no bind can name such a directory
+                fine = [name for name in fine if not re.search("image|container|mount", name)]
             loaded = check(load([], [*BASE, *(_said(name, text) for name in fine)], profiles=[]), files=False)
             plan = make_plan(loaded.config, loaded.explicit, interpreter=str(root / "py thon"), scheduler=scheduler)
             trial = Trial(root / "runs" / loaded.config.experiment_name / loaded.config.trial_name)
