@@ -13,11 +13,13 @@ from hpc_rl.cli.options import add_config, add_json, count, new_parser, print_js
 from hpc_rl.cli.submit import plan_of
 from hpc_rl.config.cluster import ClusterSpecConfig, SlurmLauncherConfig
 from hpc_rl.config.load import load
+from hpc_rl.config.slurm_rules import DERIVED
 from hpc_rl.doctor import allocation, checks, cluster
 from hpc_rl.doctor.allocation import Nodes, Report, Request
 from hpc_rl.doctor.facts import gather
 from hpc_rl.doctor.finding import Finding, Status, Wanted, fail
 from hpc_rl.errors import ConfigError, HpcRlError
+from hpc_rl.render.directives import Ask, resources
 from hpc_rl.render.roots import template_root
 from hpc_rl.schedulers import pick
 
@@ -137,21 +139,18 @@ def look_at_nodes(wanted: Wanted, options: SlurmLauncherConfig, wait_s: float) -
 
 
 def srun_options(wanted: Wanted, options: SlurmLauncherConfig) -> list[str]:
-    """The options of a short job that resembles the trial's."""
-    named = {
-        "partition": options.partition,
-        "account": options.account,
-        "qos": options.qos,
-        "constraint": options.constraint,
-        "reservation": options.reservation,
-        "nodelist": options.nodelist,
-        "exclude": options.exclude,
-        "gres": options.gres,
-        "cpus-per-task": wanted.cpus or None,
-        "gpus-per-node": wanted.gpus if wanted.gpus and not options.gres else None,
-        "mem": options.mem or (f"{wanted.mem_mb}M" if wanted.mem_mb else None),
-    }
-    return [f"--{name}={value}" for name, value in named.items() if value is not None]
+    """The options of a short job that asks for what the trial asks for."""
+    if not wanted.mem_mb and options.mem == DERIVED:
+        options = replace(options, mem=None)  # nothing was planned
+    asked = Ask(
+        n_nodes=wanted.num_nodes, cpus_per_node=max(1, wanted.cpus), mem_mb_per_node=wanted.mem_mb, n_gpus_per_node=wanted.gpus,
+        job_name="", tag="", workdir="", output="", requeue=False,
+    )  # fmt: skip
+    ours = ("nodes", "ntasks-per-node", "time")
+    machines = [(name, value) for name, value in resources(options, asked) if name not in ours]
+    names = {name: getattr(options, name) for name in ("partition", "account", "qos", "reservation")}
+    account = [(name, value) for name, value in names.items() if value is not None]
+    return [f"--{name}={value}" if value != "" else f"--{name}" for name, value in (*machines, *account)]
 
 
 def each_node(reports: Sequence[Report], wanted: Wanted) -> list[Finding]:
