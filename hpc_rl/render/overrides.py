@@ -68,13 +68,10 @@ def overrides(layers: Sequence[Path]) -> list[Override]:
         for folder in layers:
             path = folder / template
             if path.is_file():
-                parents = [str(node.template.value) for node in _parsed(path).find_all(nodes.Extends) if _is_text(node)]
+                named = [node.template for node in _parsed(path).find_all(nodes.Extends)]
+                parents = [name.value for name in named if isinstance(name, nodes.Const)]
                 found.append(Override(template, path, blocks_of(path), parents[0] if parents else ""))
     return found
-
-
-def _is_text(node: nodes.Extends) -> bool:
-    return isinstance(node.template, nodes.Const)
 
 
 def problems(layers: Sequence[Path]) -> list[str]:
