@@ -11,6 +11,7 @@ HpcRlError
 ├── SchedulerError                    69: the scheduler refused or can't be reached
 ├── CannotWrite (OSError)             73
 ├── RoleFailed                        70: may be retried by its class
+│   ├── GivenUp                       starting again would end the same way
 │   ├── ServerUnavailable             a generation server can't be reached or can't serve: ask another
 │   └── ServerStale                   its weights are older than the request allows: ask another, or later
 ├── RequestRefused (ValueError)       a server refused a request as wrong (400, 401 …): asking again won't help
@@ -95,6 +96,10 @@ class CannotWrite(HpcRlError, OSError):
 
 class RoleFailed(HpcRlError):
     """A role ended in a way that its policy may retry."""
+
+
+class GivenUp(RoleFailed):
+    """A role that ends for good: the supervisor does not start it again."""
 
 
 class ServerUnavailable(RoleFailed):

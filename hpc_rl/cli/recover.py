@@ -1,25 +1,35 @@
-"""`hpc-rl recover <trial>`: a new submission of the stored configuration whose first start resumes from the newest generation."""
+"""`hpc-rl recover <trial>`: a new submission of the stored configuration whose first start resumes from a generation."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
+from typing import Any
 
 from hpc_rl.checkpoint.decide import Decision, Situation, decide
 from hpc_rl.checkpoint.lineage import gather, read_lineages
 from hpc_rl.cli.options import add_trial, new_parser, print_json
 from hpc_rl.cli.submit import add_outcome, announce, changed_lines, compared, parse, plan_of
+from hpc_rl.config.changes import refuse_unsafe
 from hpc_rl.config.check import check
 from hpc_rl.config.load import Loaded, load
-from hpc_rl.errors import ExitCode, TrialStateError
+from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
 from hpc_rl.launch import index
 from hpc_rl.launch import submit as submission
 from hpc_rl.trial import Trial
 
+EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, where the trial's state can take it; what changed is printed:
+  hpc-rl recover first total_train_steps=200 actor.optimizer.lr=1e-6
+  hpc-rl recover first --n_nodes 2            on fewer nodes, or more
+  hpc-rl recover first --from 400             from an older generation; later ones are set aside
+  hpc-rl recover first --from 400 --explain   only say what would happen, and why"""
+
 
 def run(argv: list[str]) -> int:
-    made = new_parser("recover", "Go on with a trial from its newest generation, as a new job.", EPILOG)
+    made = new_parser("recover", "Go on with a trial from a generation of its state, as a new job.", EPILOG)
     add_trial(made)
+    made.add_argument("--from", dest="from_step", type=_step, metavar="STEP", help="this generation; the newest by default")
     made.add_argument("--explain", action="store_true", help="say what a start would do now, and why; do nothing")
     add_outcome(made)
     args, overrides = parse(made, argv)
@@ -30,14 +40,18 @@ def run(argv: list[str]) -> int:
     submission.check_idle(trial)
     planned = compared(plan_of(loaded), args.no_check)
     parent = next((record.submission for record in reversed(read_lineages(trial))), None)
-    done = submission.submit(
-        planned.loaded, planned.plan, command=["hpc-rl", "recover", *argv], trial=trial, recover=True, lineage_parent=parent
-    )
+    recovery = submission.Recovery(from_step=args.from_step, parent=parent)
+    command = ["hpc-rl", "recover", *argv]
+    done = submission.submit(planned.loaded, planned.plan, command=command, trial=trial, recovery=recovery)
     return announce(done, planned, args)
 
 
-EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, where the trial's state can take it; what changed is printed:
-  hpc-rl recover first total_train_steps=200 actor.optimizer.lr=1e-6"""
+def _step(text: str) -> int:
+    """`40` or `gen-00000040`."""
+    match = re.fullmatch(r"(?:gen-)?(\d+)", text)
+    if match is None or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no generation: give its step, as 40 or gen-00000040")
+    return int(match[1])
 
 
 def stored(trial: Trial, overrides: list[str]) -> Loaded:
@@ -48,13 +62,24 @@ def stored(trial: Trial, overrides: list[str]) -> Loaded:
 
 
 def explain(trial: Trial, loaded: Loaded, args: argparse.Namespace) -> int:
-    """Print what the first start of a recover would do now; exit code 3 where there is nothing to resume."""
-    changed = submission.changed_options(trial, check(loaded, files=False).config)
+    """Print what the first start of a recover would do now; the exit code is that of the recover."""
+    changed = submission.option_changes(trial, check(loaded, files=False).config)
     recover = loaded.config.recover
-    situation, _ = gather(trial, trial.attempt("next.0"), 0, recover.mode, "resume", recover.retries)
+    situation, _ = gather(trial, trial.attempt("next.0"), 0, recover.mode, "resume", recover.retries, args.from_step)
     decision = decide(situation)
+    try:
+        refuse_unsafe(changed, str(trial))
+    except ConfigError as error:
+        decision = Decision("refuse", str(error), exit_code=ExitCode.REFUSED)
     if args.json:
-        said = {"action": decision.action, "step": decision.step, "lineage": decision.lineage, "reason": decision.reason}
+        said: dict[str, Any] = {
+            "action": decision.action,
+            "step": decision.step,
+            "lineage": decision.lineage,
+            "reason": decision.reason,
+        }
+        said |= {"exit_code": int(decision.exit_code), "set_aside": decision.set_aside}
+        said |= {"generations": [dataclasses.asdict(one) for one in situation.generations]}
         print_json(said | {"changes": [dataclasses.asdict(change) for change in changed]})
     else:
         print("\n".join([*explanation(trial, situation, decision), *changed_lines(changed)]))
@@ -62,9 +87,12 @@ def explain(trial: Trial, loaded: Loaded, args: argparse.Namespace) -> int:
 
 
 def explanation(trial: Trial, situation: Situation, decision: Decision) -> list[str]:
+    """What was found and what would be done, for a person."""
     lines = [f"trial        {trial}", f"recover.mode {situation.mode} (this first start counts as {situation.start_mode})"]
     for one in situation.generations:
         verdict = "valid" if one.valid else one.problem or "not looked into"
         lines.append(f"generation   {one.step}, of lineage {one.lineage}, job {one.submission or 'unknown'}: {verdict}")
+    if situation.trimmed:
+        lines.append(f"batch log    from batch {situation.trimmed + 1}")
     act = {"load": f"load generation {decision.step}", "fresh": "start from step 0"}.get(decision.action, decision.action)
     return [*lines, f"decision     {act}", f"reason       {decision.reason}"]

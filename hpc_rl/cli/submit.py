@@ -121,7 +121,17 @@ def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> in
     elif args.parsable:
         print(made.job_id)
     else:
-        print("\n".join([*notes(planned), *changed_lines(made.changes), *lines(made), *next_lines(made.trial)]))
+        print(
+            "\n".join(
+                [
+                    *notes(planned),
+                    *changed_lines(made.changes),
+                    *new_allocation(made, planned),
+                    *lines(made),
+                    *next_lines(made.trial),
+                ]
+            )
+        )
     sys.stdout.flush()
     if not args.follow:
         return 0
@@ -144,9 +154,15 @@ def changed_lines(changes: Sequence[Change]) -> list[str]:
     return [f"changed    {change}" for change in changes]
 
 
+def new_allocation(made: Submission, planned: Planned) -> list[str]:
+    """What follows from the changes: the trial is cut for other processes than before."""
+    was, now = made.allocation_was, planned.plan.allocation
+    return [f"changed    allocation: {was} -> {now}  (safe: the state is cut anew)"] if was not in ("", now) else []
+
+
 def lines(made: Submission) -> list[str]:
     job = [f"job        {made.job_id} ({made.scheduler})"] if made.job_id else []
-    newest = newest_generation(made.trial)
+    newest = newest_generation(made.trial) if made.from_step is None else made.from_step
     start = (
         [] if newest is None else [f"start      from generation {newest} if it verifies; a fresh start needs another trial_name"]
     )

@@ -74,8 +74,8 @@ def _list(argv: list[str]) -> int:
     for event, paths in hooks.items():
         if paths:
             print(f"hook         {event}: {', '.join(paths)}")
-    for name, profile in profiles.items():
-        print(f"profile      --cluster {name}: {profile}")
+    for name, where in profiles.items():
+        print(f"profile      --cluster {name}: {where}")
     return 0
 
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.checkpoint.lineage import attempts_of, failures_without_progress, submission_of
+from hpc_rl.checkpoint.lineage import TIME_IS_OVER, attempts_of, failures_without_progress, submission_of
 from hpc_rl.errors import ExitCode, SchedulerError, Stale
 from hpc_rl.launch import takeover
 from hpc_rl.launch.recover import drain_time, unit_end
@@ -60,7 +60,7 @@ class Driver:
         self._finish: Finish | None = None
         self._failed_starts: list[tuple[Key, int, End]] = []
         self._wishes: list[str] = []
-        self._parent = os.getppid()
+        self._parent = int(os.environ.get("HPC_RL_SCRIPT_PID") or os.getppid())  # it may be dead already
         self._granted: set[str] = set()
         self._wrote_events = False
         self._generations: set[tuple[str, int]] = set()
@@ -82,6 +82,7 @@ class Driver:
         lease = self._take_over()
         self._machine = self._restore()
         self._read_intents()
+        self._look_for_the_script()
         self._grant_wishes()
         if self._finish is None:
             self._do(self._machine.start(self._clock()))
@@ -256,7 +257,7 @@ class Driver:
             self._read_metrics()
             self._drain_at = drain_time(self._started_at, self._ends_at, self._longest["step_s"], self._longest["save_s"])
         if time.time() >= self._drain_at:
-            self._wishes.append("the job's time is nearly over")
+            self._wishes.append(TIME_IS_OVER)
 
     def _read_metrics(self) -> None:
         for path in self.attempt.dir.glob("metrics.*.jsonl"):

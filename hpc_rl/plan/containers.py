@@ -10,7 +10,7 @@ from hpc_rl.config.root import Config
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Container
 
-_PYTHON: dict[Role, str] = {
+PYTHONS: dict[Role, str] = {
     "trainer": "trainer_image_python",
     "rollout": "rollout_image_python",
     "server": "inference_server_image_python",
@@ -29,7 +29,7 @@ def container_of(config: Config, role: Role) -> Container | None:
     return Container(
         type=slurm.container_type,
         image=image,
-        python=getattr(slurm, _PYTHON[role]),
+        python=getattr(slurm, PYTHONS[role]),
         program=slurm.container_program,
         mounts=with_paths(given, needed),
         args=list(slurm.container_args),
@@ -39,7 +39,7 @@ def container_of(config: Config, role: Role) -> Container | None:
 def refuse_scheduler(config: Config, scheduler: str) -> None:
     """pyxis is a part of srun. Raises ConfigError."""
     pyxis = config.launcher.slurm.container_type == "pyxis"
-    if scheduler == "local" and pyxis and any(container_of(config, role) for role in _PYTHON):
+    if scheduler == "local" and pyxis and any(container_of(config, role) for role in PYTHONS):
         raise ConfigError(
             "launcher.slurm.container_type pyxis is an extension of srun, and launcher.type local has none: "
             "use container_type apptainer, or leave the images out."

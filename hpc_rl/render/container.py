@@ -73,8 +73,9 @@ def wrap(unit: Unit, argv: list[str], env: dict[str, str], own: Collection[str],
 def _environment(env: dict[str, str], mounts: list[str], own: dict[str, str]) -> dict[str, str]:
     """Without what names places that are not in the container."""
     targets = [mount.split(":")[1] for mount in mounts]
-    path = [entry for entry in env.get("PYTHONPATH", "").split(":") if entry and _below(entry, targets)]
-    found = env | _PYTHON | {"PYTHONPATH": ":".join(path)} | own
+    within = own.get("PYTHONPATH", "").split(":")  # the user's own may be of the image
+    path = [entry for entry in env.get("PYTHONPATH", "").split(":") if entry and (entry in within or _below(entry, targets))]
+    found = env | _PYTHON | own | {"PYTHONPATH": ":".join(path)}
     if not _below(found.get("TMPDIR", "/tmp"), [*targets, "/tmp"]):
         del found["TMPDIR"]
     return found

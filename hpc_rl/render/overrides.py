@@ -68,8 +68,11 @@ def overrides(layers: Sequence[Path]) -> list[Override]:
         for folder in layers:
             path = folder / template
             if path.is_file():
-                named = [node.template for node in _parsed(path).find_all(nodes.Extends)]
-                parents = [name.value for name in named if isinstance(name, nodes.Const)]
+                parents = [
+                    node.template.value
+                    for node in _parsed(path).find_all(nodes.Extends)
+                    if isinstance(node.template, nodes.Const)
+                ]
                 found.append(Override(template, path, blocks_of(path), parents[0] if parents else ""))
     return found
 

@@ -37,6 +37,7 @@ class Stamp:
         wheel: File name of the code in scripts/.
         workdir: Directory of the submission; the processes start there.
         start_mode: Recover mode of the first start: the stored one, or `resume` for `hpc-rl recover`.
+        from_step: The generation of the first start, where a person named it.
     """
 
     version: str
@@ -46,6 +47,7 @@ class Stamp:
     wheel: str
     workdir: Path
     start_mode: str
+    from_step: int | None = None
 
 
 def job_name(trial: Trial) -> str:
@@ -119,6 +121,7 @@ def _common(plan: Plan, trial: Trial, stamp: Stamp) -> dict[str, Any]:
         "wheel": stamp.wheel,
         "mode": plan.recover_mode,
         "start_mode": stamp.start_mode,
+        "from_step": stamp.from_step,
     }
 
 

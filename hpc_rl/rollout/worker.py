@@ -6,7 +6,7 @@ Out: {"op": "ready"}, then for each ticket one of
      {"op": "group", "ticket", "oldest_step", "oldest_lineage", "newest_lineage", "num_trajectories", "num_tokens",
       "reward_sum", "group": bytes},
      {"op": "scored", "ticket", "reward", "num_tokens", "versions"}    of an evaluation,
-     {"op": "rejected", "ticket", "reason"}                            the prompt's own fate: not tried again,
+     {"op": "rejected", "ticket", "reason", "error"?}                  the prompt's own fate: not tried again,
      {"op": "failed", "ticket", "error"}                               an exception: tried again a few times.
 """
 
@@ -92,13 +92,13 @@ class Worker:
             outcome = await self._run(frame)
         except RewardFailed as error:
             logger.warning("prompt %d: %s", frame["index"], error)
-            outcome = {"op": "rejected", "reason": error.reason}
+            outcome = {"op": "rejected", "reason": error.reason, "error": str(error)}
         except TooLong as error:
             logger.warning("prompt %d is too long: %s", frame["index"], error)
-            outcome = {"op": "rejected", "reason": "too_long"}
+            outcome = {"op": "rejected", "reason": "too_long", "error": str(error)}
         except InputRefused as error:  # by every server alike: it was not sent to another one
             logger.warning("prompt %d was refused by a server: %s", frame["index"], error)
-            outcome = {"op": "rejected", "reason": "refused"}
+            outcome = {"op": "rejected", "reason": "refused", "error": f"refused by a server: {error}"}
         except Exception as error:  # of a user's workflow or of a request: the prompt is issued again, with a bound
             logger.warning("prompt %d failed", frame["index"], exc_info=True)
             outcome = {"op": "failed", "error": f"{type(error).__name__}: {error}"}

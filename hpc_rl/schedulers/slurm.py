@@ -78,6 +78,14 @@ class SlurmScheduler:
             found |= self._sacct(forgotten)
         return {job_id: found.get(job_id, JobState(job_id, State.UNKNOWN)) for job_id in job_ids}
 
+    def survey(self, uid: int) -> dict[str, JobState]:
+        """Every job of an account that Slurm remembers, by one squeue. Ids are squeue's own: `7`, `7_3`, `7_[4-9]`, `7+0`."""
+        return self._listed(["-u", str(uid)])
+
+    def past(self, job_ids: list[str]) -> dict[str, JobState]:
+        """What accounting knows of jobs that squeue has forgotten, by one sacct; empty where there is none."""
+        return self._sacct(job_ids)
+
     def cancel(self, job_id: str) -> None:
         _checked(["scancel", job_id])
 
@@ -115,15 +123,20 @@ class SlurmScheduler:
         return None
 
     def _squeue(self, job_ids: Sequence[str]) -> dict[str, JobState]:
-        done = _call(["squeue", "-h", "-t", "all", "-j", ",".join(job_ids), "-o", "%i|%T|%r|%e|%N"], CALL_TIMEOUT_S)
+        return self._listed(["-j", ",".join(job_ids)])
+
+    def _listed(self, selection: list[str]) -> dict[str, JobState]:
+        done = _call(["squeue", "-h", "-t", "all", *selection, "-o", "%i|%T|%r|%e|%N|%S"], CALL_TIMEOUT_S)
         if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
             raise SchedulerError(f"squeue: {_words(done)}")
         found = {}
         for line in done.stdout.splitlines():
             fields = line.split("|")
-            if len(fields) == 5:
-                job_id, native, reason, end, nodes = fields
-                found[job_id] = JobState(job_id, parse(native), native, reason, _unix(end), nodes)
+            if len(fields) >= 5:
+                job_id, native, reason, end, nodes, *start = fields
+                found[job_id] = JobState(
+                    job_id, parse(native), native, reason, _unix(end), nodes, _unix(start[0] if start else "")
+                )
         return found
 
     def _sacct(self, job_ids: Sequence[str]) -> dict[str, JobState]:

@@ -75,6 +75,7 @@ class Run:
     step: int
     sinks: Sinks
     stats: Tracker = field(default_factory=Tracker)
+    total_steps: int | None = None  # that training takes, once the loop knows
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation; rank 0 only
     owes_evaluation: bool = False  # due, and put off because the trainer was told to stop
     _saved_step: int = -1
@@ -123,6 +124,8 @@ class Run:
         now = time.monotonic()
         row: dict[str, float | int | str] = {"time": time.time(), "version": str(self.version(step)), "lineage": self.lineage}
         row |= {**self.stats.take(), "step_s": now - self._line_at}
+        if self.total_steps is not None:
+            row["total_steps"] = self.total_steps
         self.sinks.log(step, row)
         self._say("step %d: %s", step, "  ".join(f"{name} {row[name]:.4g}" for name in SAID if isinstance(row.get(name), float)))
         self._line_at = now

@@ -319,7 +319,7 @@ def _stop(pids: list[int], grace_s: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["up", "down", "kill"])
+    parser.add_argument("command", choices=["up", "down", "kill", "guard"])
     parser.add_argument("node", nargs="?")
     parser.add_argument("--dir", type=Path, default=Path(f"/tmp/hpc-rl-slurm-{os.getuid()}"))
     parser.add_argument("--nodes", type=int, default=4)
@@ -333,6 +333,9 @@ def main() -> None:
                 print(f"export {name}={shlex.quote(cluster.env[name])}")
     elif args.command == "down":
         cluster.down()
+    elif args.command == "guard":  # whoever has the other end of our input died, or says that it takes it down itself
+        if not sys.stdin.buffer.read():
+            cluster.down()
     elif args.node in cluster.nodes:
         cluster.kill_node(args.node)
     else:

@@ -16,7 +16,7 @@ FLOORS = [
     {"config", "schedulers", "name_resolve", "stats", "algorithms"},
     {"plan", "engines", "servers", "datasets"},
     {"render", "checkpoint", "rollout", "weights"},
-    {"launch", "trainers", "environments", "examples"},
+    {"launch", "doctor", "trainers", "environments", "examples"},
     {"cli", "app"},
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
@@ -54,6 +54,8 @@ def test_everything_has_a_floor():
         "hpc_rl.cli.__main__",
         "hpc_rl.launch.submit",
         "hpc_rl.launch.driver",
+        "hpc_rl.doctor.allocation",
+        "hpc_rl.doctor.node",
         "hpc_rl.checkpoint.decide",
         "hpc_rl.rollout.service",
         "hpc_rl.app.supervisor",

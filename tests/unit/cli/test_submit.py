@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -161,6 +162,48 @@ def test_resubmission_of_a_finished_trial_says_so_and_starts_no_job(stopped, con
     assert scheduler.calls == [("submit", "job-1")]
     assert submitted(config, "total_train_steps=40") == 0
     assert not stopped.done.exists()
+
+
+def test_recover_shows_what_changes_and_records_it(stopped, capsys):
+    assert main(["recover", "small", "actor.optimizer.lr=1e-6", "allocation_mode=embedded:d2+fsdp:d1"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"changed +actor.optimizer.lr: \S+ -> 1e-06  \(safe\)", said)
+    assert "changed    allocation: embedded:d1+fsdp:d1 -> embedded:d2+fsdp:d1  (safe" in said
+    assert any("actor.optimizer.lr" in line for line in read_json(stopped.job("job-2"))["changed"])
+
+
+def test_recover_refuses_what_would_make_another_trial(stopped, scheduler, capsys):
+    assert main(["recover", "small", "train_dataset.batch_size=4", "--n_nodes", "1"]) == 64
+    said = capsys.readouterr().err
+    assert "train_dataset.batch_size can't change from 1 to 4" in said
+    assert "cluster.n_nodes" not in said
+    assert scheduler.calls == [("submit", "job-1")]
+    assert main(["recover", "small", "train_dataset.batch_size=4", "--explain"]) == 64
+    said = capsys.readouterr().out
+    assert "decision     refuse" in said
+    assert "train_dataset.batch_size: 1 -> 4  (unsafe: " in said
+
+
+def test_recover_from_an_older_generation(stopped, scheduler, capsys):
+    for step in (2, 3):
+        stopped.generation(step).mkdir()
+        (stopped.generation(step) / "manifest.json").write_text("{}")
+    assert main(["recover", "small", "--from", "4"]) == 3
+    assert "there are: 2, 3, 5" in capsys.readouterr().err
+    stopped.batches.mkdir()
+    (stopped.batches / "00000004.seal").write_text("{}")
+    assert main(["recover", "small", "--from", "2"]) == 3
+    said = capsys.readouterr().err
+    assert "batches 3 to 3 were trimmed" in said
+    assert "Allowed: 3, 5" in said
+    with pytest.raises(SystemExit, match="2"):
+        main(["recover", "small", "--from", "newest"])
+    stopped.done.write_text("{}")
+    assert main(["recover", "small", "--from", "gen-00000003"]) == 0  # a finished trial, too
+    assert "from generation 3 if it verifies" in capsys.readouterr().out
+    assert read_json(stopped.job("job-2"))["from_step"] == 3
+    script = next(stopped.scripts.glob("local.sh")).read_text()
+    assert '"from_step": 3,' in script  # should the job start before its record lies there
 
 
 def test_recover_of_a_running_trial_is_busy(stopped, scheduler):

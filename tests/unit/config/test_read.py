@@ -17,8 +17,11 @@ import pytest
 
 from hpc_rl.config import unavailable
 from hpc_rl.config.build import hints, options, section_of
+from hpc_rl.config.containers import OPTION
 from hpc_rl.config.root import CONFIGS
 from hpc_rl.config.sglang_versions import DROPPED
+from hpc_rl.plan.containers import PYTHONS
+from hpc_rl.render.hooks import EVENTS
 from hpc_rl.servers.sglang_flags import FLAGS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,7 +55,11 @@ ONLY_RULES = {  # pattern -> why no role reads it: a rule holds it to the one va
     r"(actor|model|ref)\.(fsdp\.offload_params|ds_auto_tp\.autotp_size)": "refused when set (train_rules)",
     r"(actor|model|ref)\.backend": "empty or fsdp; megatron is refused (train_rules)",
     r"(actor|model|ref)\.optimizer\.type": "adam where there is training, empty where there is none (train_rules)",
-    r"launcher\.slurm\.(container_type|mount)": "go with an image, and images are refused (agreement.containers)",
+}
+BY_NAME = {  # pattern -> a dict of the product that has each such option's name as a key or value, for getattr
+    r"launcher\.hooks\.(\w+)": EVENTS,
+    r"launcher\.slurm\.(\w+_image)": OPTION.values(),
+    r"launcher\.slurm\.(\w+_image_python)": PYTHONS.values(),
 }
 
 
@@ -113,6 +120,8 @@ def owners() -> dict[str, set[type]]:
 def is_read(name: str) -> bool:
     *sections, leaf = name.split(".")
     section = sections[-1] if sections else ""
+    if any((found := re.fullmatch(pattern, name)) and found[1] in known for pattern, known in BY_NAME.items()):
+        return True
     if section == "sglang" and (leaf in {option for table in FLAGS.values() for option in table} or leaf in _dropped()):
         return True
     if section == "slurm" and re.search(rf"\bslurm\.{leaf}\b", templates()):

@@ -108,6 +108,10 @@ def test_what_must_hold_within_is_told_in_the_environment_and_never_in_the_argum
     }
     assert not any("$(id)" in word for word in wrapped.argv)
     assert "TMPDIR" not in wrapped.env  # it is not bound
+    made = unit(*IMAGES, "launcher.trainer_env_vars={PYTHONPATH: /in/the/image}", role="trainer")
+    env = ENV | {"PYTHONPATH": ENV["PYTHONPATH"] + ":/in/the/image"}
+    path = "/shared/runs/u/e/t/scripts/w.zip:/home/me/code:/in/the/image"
+    assert wrap(made, ARGV, env, (), TRIAL, WORKDIR).env["APPTAINERENV_PYTHONPATH"] == path
     assert wrap(made, ARGV, ENV | {"TMPDIR": "/tmp/7"}, (), TRIAL, WORKDIR).env["TMPDIR"] == "/tmp/7"
     made = unit(*IMAGES, "launcher.slurm.container_program=/usr/bin/singularity")
     wrapped = wrap(made, ARGV, ENV, {"HPC_RL_STEPS"}, TRIAL, WORKDIR)
