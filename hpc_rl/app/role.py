@@ -26,7 +26,7 @@ from pathlib import Path
 from hpc_rl import log
 from hpc_rl.config.load import from_dict
 from hpc_rl.config.root import Config
-from hpc_rl.errors import ConfigError, ExitCode, GivenUp, HpcRlError, TrialBusy
+from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialBusy
 from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import start_ticks
 from hpc_rl.trial import Attempt, Trial, write_json
@@ -72,11 +72,10 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
         num_ranks = int(os.environ.get("HPC_RL_NUM_RANKS", 1))
         return body(Context(role, trial, attempt, args.index, args.incarnation, rank, num_ranks, config, plan, tokens, stopping))
 
-    code, reason, final = _guarded(start)
+    code, reason = _guarded(start)
     record = attempt.exit_record(role, args.index, args.incarnation, rank)
     try:
-        more = {"final": True} if final else {}
-        write_json(record, {"code": int(code), "reason": reason, "time": time.time(), **more})
+        write_json(record, {"code": int(code), "reason": reason, "time": time.time()})
     except OSError as error:  # a full disk: the code still tells
         logger.error("the exit record can't be written: %s", error)
     logging.shutdown()
@@ -95,20 +94,19 @@ def _arguments(role: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _guarded(start: Callable[[], int | None]) -> tuple[int, str, bool]:
-    """(exit code, reason, whether it is final) of a body."""
+def _guarded(start: Callable[[], int | None]) -> tuple[int, str]:
     try:
-        return int(start() or 0), "", False
+        return int(start() or 0), ""
     except (ConfigError, TrialBusy) as error:  # of a role, 64 and 75 would mean something else
         logger.error("%s", error)
-        return ExitCode.BAD_CONFIG, str(error), True
+        return ExitCode.BAD_CONFIG, str(error)
     except HpcRlError as error:
         logger.error("%s", error)
-        return error.exit_code, str(error), isinstance(error, GivenUp)
+        return error.exit_code, str(error)
     except BaseException as error:
         logger.error("%s", traceback.format_exc())
         no_room = isinstance(error, OSError) and error.errno in NO_ROOM
-        return ExitCode.CANNOT_WRITE if no_room else ExitCode.FAILED, f"{type(error).__name__}: {error}", False
+        return ExitCode.CANNOT_WRITE if no_room else ExitCode.FAILED, f"{type(error).__name__}: {error}"
 
 
 def _leave_process_record(attempt: Attempt, role: str, index: int, incarnation: int, rank: int) -> None:

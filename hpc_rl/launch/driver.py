@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.checkpoint.lineage import TIME_IS_OVER, attempts_of, failures_without_progress, submission_of
+from hpc_rl.checkpoint.lineage import attempts_of, failures_without_progress, submission_of
 from hpc_rl.errors import ExitCode, SchedulerError, Stale
 from hpc_rl.launch import takeover
 from hpc_rl.launch.recover import drain_time, unit_end
@@ -257,7 +257,7 @@ class Driver:
             self._read_metrics()
             self._drain_at = drain_time(self._started_at, self._ends_at, self._longest["step_s"], self._longest["save_s"])
         if time.time() >= self._drain_at:
-            self._wishes.append(TIME_IS_OVER)
+            self._wishes.append("the job's time is nearly over")
 
     def _read_metrics(self) -> None:
         for path in self.attempt.dir.glob("metrics.*.jsonl"):
@@ -317,7 +317,11 @@ def open_steps(kind: str, plan: Plan) -> Steps:
     if kind == "process":
         return ProcessSteps()
     with_gpus = plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
-    return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]), with_gpus)
+    if plan.layout != "hetjob":
+        return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]), with_gpus)
+    parts = [job_hosts(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]) for number in range(len(plan.groups))]
+    components = [number for number, hosts in enumerate(parts) for _ in hosts]
+    return SrunSteps([host for hosts in parts for host in hosts], with_gpus, components=components)
 
 
 def job_end_time() -> float | None:

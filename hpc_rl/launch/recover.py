@@ -29,7 +29,6 @@ class End:
 
     code: int
     reason: str
-    final: bool = False  # the role itself says that a further start would end the same way
 
     @property
     def by_signal(self) -> bool:
@@ -70,14 +69,14 @@ def _after_silent_ranks(end: End, silent: list[int]) -> End:
     if not silent:
         return end
     ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-    return End(end.code, f"{ranks} ended without a word (killed?); then a peer: {end.reason}", end.final)
+    return End(end.code, f"{ranks} ended without a word (killed?); then a peer: {end.reason}")
 
 
 def _recorded(rank: int, record: dict[str, Any] | None) -> End | None:
     if record is None or not isinstance(record.get("code"), int):
         return None
     reason = str(record.get("reason") or "")
-    return End(record["code"], f"rank {rank}: {reason}" if rank and reason else reason, bool(record.get("final")))
+    return End(record["code"], f"rank {rank}: {reason}" if rank and reason else reason)
 
 
 def _unrecorded(raw_code: int, num_ranks: int) -> End:
@@ -110,7 +109,7 @@ def after_trainer(end: End, mode: str, failures: int, retries: int) -> Verdict:
     if end.code == ExitCode.STOPPED:
         return Verdict(False, ExitCode.STOPPED, end.reason or "the trainer stopped with its state saved")
     words = end.reason or f"code {end.code}"
-    if end.code in FINAL_CODES or end.final:
+    if end.code in FINAL_CODES:
         return Verdict(False, end.code, f"trainer: {words}")
     if mode not in RESTARTING_MODES:
         return Verdict(False, ExitCode.FAILED, f"trainer: {words}; recover.mode {mode} does not start it again")

@@ -201,23 +201,29 @@ class SrunSteps:
         hosts: Node names of the job, in Slurm's order.
         with_gpus: Whether the job has GPUs; only then may a step speak of them.
         environ: Environment to start from.
+        components: Of which component of a heterogeneous job each host is; None for a job of one kind.
     """
 
     hosts: list[str]
     with_gpus: bool
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    components: list[int] | None = None
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> SrunHandle:
         own_log = attempt.log(unit.role, unit.index, incarnation)
         env = {name: value for name, value in self.environ.items() if name not in UNWANTED} | common_env(unit, "srun")
         env |= _search_path(self.environ, unit)
+        component = None if self.components is None else self.components[unit.nodes[0]]
         wrapped = wrap(unit, argv, env, common_env(unit, "srun"), attempt.trial.dir, Path.cwd())
-        command = [*srun_argv(unit, self.hosts, self.with_gpus, own_log, incarnation), *wrapped.srun_args, *wrapped.argv]
+        step = srun_argv(unit, self.hosts, self.with_gpus, own_log, incarnation, component)
+        command = [*step, *wrapped.srun_args, *wrapped.argv]
         logger.info("%s %d.%d: %s", unit.role, unit.index, incarnation, " ".join(command))
         return SrunHandle(command, wrapped.env, own_log)
 
 
-def srun_argv(unit: Unit, hosts: list[str], with_gpus: bool, log: Path, incarnation: int) -> list[str]:
+def srun_argv(
+    unit: Unit, hosts: list[str], with_gpus: bool, log: Path, incarnation: int, component: int | None = None
+) -> list[str]:
     """The srun of a unit, up to its program.
 
     `--exact` with stated CPUs and GPUs gives steps of one node disjoint parts of it, so that none waits for another;
@@ -226,6 +232,7 @@ def srun_argv(unit: Unit, hosts: list[str], with_gpus: bool, log: Path, incarnat
     """
     nodes = [hosts[index] for index in unit.nodes]
     flags = [
+        *([f"--het-group={component}"] if component is not None else []),
         f"--job-name={unit.role}-{unit.index}.{incarnation}",
         f"--nodes={len(nodes)}",
         f"--nodelist={','.join(nodes)}",
