@@ -88,7 +88,7 @@ def test_a_file_that_nothing_reads_is_told(site, capsys):
 
 
 def test_unknown_names_are_refused(site, capsys):
-    assert main(["templates", "eject", "trail"]) == 64 and "known: sbatch/trial.sbatch.j2" in capsys.readouterr().err
+    assert main(["templates", "eject", "trail"]) == 64 and "sbatch/trial.sbatch.j2" in capsys.readouterr().err
     assert main(["templates", "eject", "trial", "--block", "sight"]) == 64 and "has no block 'sight'" in capsys.readouterr().err
     assert main(["templates", "eject", "trial", "--to", "-"]) == 0
     assert capsys.readouterr().out.startswith('{% extends "below/sbatch/trial.sbatch.j2" %}\n')

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,8 +17,7 @@ from hypothesis import strategies as st
 from hpc_rl.config.build import options
 from hpc_rl.config.check import check
 from hpc_rl.config.cluster import HooksConfig
-from hpc_rl.config.containers import SEPARATORS
-from hpc_rl.config.load import load
+from hpc_rl.config.load import Loaded, load
 from hpc_rl.config.root import SFTConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
@@ -90,10 +88,7 @@ def run_with(text: str, here: Path) -> int:
     root = here / "w" / f"a {folder}"
     for scheduler in ("local", "slurm"):
         try:
-            fine, _ = accepted(text)
-            if set(folder) & set(SEPARATORS):  # refused in words: no bind can name such a directory
-                fine = [name for name in fine if not re.search("image|container|mount", name)]
-            loaded = check(load([], [*BASE, *(_said(name, text) for name in fine)], profiles=[]), files=False)
+            loaded = _together(text)
             plan = make_plan(loaded.config, loaded.explicit, interpreter=str(root / "py thon"), scheduler=scheduler)
             trial = Trial(root / "runs" / loaded.config.experiment_name / loaded.config.trial_name)
             stamp = Stamp(
@@ -111,6 +106,19 @@ def run_with(text: str, here: Path) -> int:
         _execute(texts, trial, root, here, scheduler)
         num_run += 1
     return num_run
+
+
+def _together(text: str) -> Loaded:
+    """Every option that takes the text; without images where they exclude a path that a bind can't hold. Raises ConfigError."""
+    fine, _ = accepted(text)
+    without = [name for name in fine if "image" not in name and not name.endswith(("mount", "nfs_record_root"))]
+    for names in (fine, without):
+        try:
+            return check(load([], [*BASE, *(_said(name, text) for name in names)], profiles=[]), files=False)
+        except ConfigError:
+            if names is without:
+                raise
+    raise AssertionError
 
 
 def _with_hooks(config):
