@@ -12,7 +12,9 @@ from pathlib import Path
 from hpc_rl import log
 from hpc_rl.config.load import from_dict
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
-from hpc_rl.launch.driver import Driver, job_end_time, open_steps
+from hpc_rl.launch.driver import Driver
+from hpc_rl.launch.steps import open_steps
+from hpc_rl.launch.wall_time import JobEndTime
 from hpc_rl.name_resolve import open_names
 from hpc_rl.plan.schema import Plan
 from hpc_rl.trial import Trial, read_json, write_json
@@ -34,8 +36,9 @@ def main() -> int:
         if plan_data is None or config_data is None:
             raise ConfigError(f"{trial.plan_json} or {trial.config_json} can't be read; submit the trial again")
         plan = Plan.from_json(plan_data)
-        names = open_names(trial, from_dict(config_data))
-        return Driver(attempt, plan, open_steps(args.steps, plan), names, job_end_time).run()
+        config = from_dict(config_data)
+        names = open_names(trial, config)
+        return Driver(attempt, plan, open_steps(args.steps, plan), names, JobEndTime(), config.recover).run()
     except HpcRlError as error:
         logger.error("%s", error)
         code = ExitCode.BAD_CONFIG if isinstance(error, ConfigError) else error.exit_code

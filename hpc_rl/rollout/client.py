@@ -42,7 +42,7 @@ class RolloutClient:
         self._connection: http.client.HTTPConnection | None = None
 
     def batch(self, step: int, lineage: int, stopping: threading.Event | None = None) -> Batch | None:
-        """Batch `step`, for a trainer at version step-1 of `lineage`; None if `stopping` was set first.
+        """Batch `step`, for a trainer at version step-1 of `lineage`; None if `stopping` was set first, or no time is left for it.
 
         Raises Stale where a trainer of a later lineage has asked before, RoleFailed where the role stays away or can't answer.
         """
@@ -84,6 +84,8 @@ class RolloutClient:
                 status, body = 0, str(error).encode()
             if status == 200:
                 return body
+            if status == 205:  # the attempt ends before it could be made
+                return None
             if status in (0, 503):
                 if not away:
                     logger.warning("the rollout role is away (%s): waiting for it", body.decode(errors="replace"))

@@ -17,16 +17,11 @@ import threading
 import time
 from pathlib import Path
 
+from hpc_rl.app import control
 from hpc_rl.proc import start_ticks
 from hpc_rl.trial import Trial, write_json
 
 STOPPING = threading.Event()
-
-
-def listen() -> None:
-    while os.read(0, 4096):
-        STOPPING.set()
-    os._exit(143)
 
 
 def main(role: str) -> int:
@@ -39,10 +34,11 @@ def main(role: str) -> int:
     rank = int(os.environ["SLURM_PROCID"] if os.environ["HPC_RL_STEPS"] == "srun" else os.environ["HPC_RL_RANK"])
     name = f"{role}-{args.index}.{args.incarnation}-rank{rank}"
     me = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "host": socket.gethostname(), "role": role, "rank": rank}
+    me["step"] = os.environ.get("SLURM_STEP_ID", "")
     write_json(attempt.processes / f"{name}.json", me)
-    signal.signal(signal.SIGTERM, lambda *_: STOPPING.set())
-    signal.signal(signal.SIGUSR2, lambda *_: STOPPING.set())
-    threading.Thread(target=listen, daemon=True).start()
+    stacks = control.Stacks(attempt.stacks(role, args.index, args.incarnation, rank))
+    control.obey_signals(STOPPING)
+    threading.Thread(target=control.listen, args=(STOPPING, control.Deadline(), stacks), daemon=True).start()
     print("up", name, os.environ.get("SLURMD_NODENAME", ""), os.environ.get("CUDA_VISIBLE_DEVICES", ""), flush=True)
     script = json.loads((trial.dir / "script.json").read_text())
     todo = script.get(f"{role}-{args.index}") or script[role]

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.launch.recover import End, drain_time, pause_s, unit_end
+from hpc_rl.launch.failures import End
+from hpc_rl.launch.recover import drain_time, pause_s, unit_end
 from hpc_rl.launch.supervisor import (
     DRAIN_GRACE_S,
     END_GRACE_S,
@@ -332,5 +333,5 @@ def test_pauses():
 
 
 def test_draining_begins_early_enough_but_not_in_the_first_half():
-    assert drain_time(0, 7200, longest_step_s=20, longest_save_s=5) == 7200 - 60 - 40 - 10 - 30
+    assert drain_time(0, 7200, step_s=20, save_s=6) == 7200 - 20 - 9 - 30
     assert drain_time(100, 200, 20, 5) == 150
