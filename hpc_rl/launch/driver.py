@@ -53,6 +53,7 @@ LIVE_EVERY_S = 2.0
 SUSPENDED_S = 30.0  # a round that took so long: the supervisor itself did not run, so nobody is told to have done nothing
 CANCELLED = "cancelled by a person"
 TIME_OVER = "the job's time is nearly over"
+WARNING_S = 450.0  # before the end of a job: where its batch script asks for a signal, at the earliest
 LAST_CALL_S = 3600.0  # before the stop: a trainer that ends by itself earlier does it for another reason
 NO_TIME = f"{TIME_OVER}: no rollout would be finished"
 WORDS = {  # of signals, and what such a stop comes of
@@ -276,10 +277,18 @@ class Driver:
             self._wishes.sort(key=lambda why: why != CANCELLED)
         while self._wishes:
             why = self._wishes.pop(0)
-            repeated = why in self._granted
+            if why in self._granted:
+                continue
             self._granted.add(why)
-            if not repeated:
+            if self._is_reminder(why):
+                self._event("reminded", {"left_s": self._wall.left_s, "until_stop_s": self._wall.until_drain_s})
+            else:
                 self._stop(why)
+
+    def _is_reminder(self, why: str) -> bool:
+        """Slurm's `--signal` is a backstop, minutes early: a clock that knows the end of the job and what it takes does better."""
+        near = self._wall.left_s < WARNING_S and self._wall.until_drain_s > 0
+        return why == "SIGUSR1" and near and self.plan.recover_mode != "disabled"
 
     def _stop(self, why: str) -> None:
         """The wish is made durable first: a supervisor that is killed from here on does not start everything again."""

@@ -138,6 +138,7 @@ class Driver:
 
     def on_lost(self, tickets: list[int]) -> None:
         """A worker died."""
+        self.last_call.forget(tickets)
         self.core.lost([ticket for ticket in tickets if ticket > 0])
         for evaluation in self._evaluations.values():
             evaluation.lost(tickets)
@@ -172,7 +173,9 @@ class Driver:
         """A trainer shows where it is. Raises Stale."""
         assert self.executor is not None
         if (lineage, version) != (self.core.lineage, self.core.version):
-            for ticket in self.core.observe(lineage, version):
+            given_up = self.core.observe(lineage, version)
+            self.last_call.forget(given_up)
+            for ticket in given_up:
                 self.executor.cancel(ticket)
             for label, evaluation in self._evaluations.items():
                 if WeightVersion.parse(label).lineage < self.core.lineage and not evaluation.result.done():

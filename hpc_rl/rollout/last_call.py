@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 logger = logging.getLogger(__name__)
 LATEST = 200  # durations that count
@@ -31,6 +31,11 @@ class LastCall:
     def finished(self, ticket: int) -> None:
         if (start := self._begun.pop(ticket, None)) is not None:
             self._durations.append(self._clock() - start)
+
+    def forget(self, tickets: Iterable[int]) -> None:
+        """These will not be answered."""
+        for ticket in tickets:
+            self._begun.pop(ticket, None)
 
     @property
     def usual_s(self) -> float:
