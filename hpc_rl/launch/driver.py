@@ -286,7 +286,7 @@ class Driver:
                 self._stop(why)
 
     def _is_reminder(self, why: str) -> bool:
-        """Slurm's `--signal` is a backstop, minutes early: a clock that knows the end of the job and what it takes does better."""
+        """Slurm's `--signal` is a backstop, minutes early: a clock that knows the job's end and what it takes does better."""
         near = self._wall.left_s < WARNING_S and self._wall.until_drain_s > 0
         return why == "SIGUSR1" and near and self.plan.recover_mode != "disabled"
 

@@ -59,12 +59,12 @@ class Liveness:
         return min(self.max_s, max(self.min_s, self.factor * step_s)) if step_s else self.max_s
 
     def hung(self, now: float, step_s: float, running: Iterable[Key]) -> list[tuple[Key, str]]:
-        """Whom to blame, and why in words; at most one unit of each kind of silence."""
+        """Whom to blame, and why in words."""
         keys = set(running)
-        found = []
+        found: dict[Key, str] = {}
         for key, one in self._watched.items():
             role, index = key
-            bound_s = self.bound_s(step_s) if role == "trainer" or not one.seen else self.min_s
+            bound_s = self.bound_s(step_s) if role == "trainer" else self.min_s if one.seen else self.max_s
             silent_s = now - one.since
             if key not in keys or silent_s <= bound_s:
                 continue
@@ -73,5 +73,5 @@ class Liveness:
             if role == "trainer" and one.doing in SERVED and ("rollout", 0) in keys:
                 key = ("rollout", 0)
                 words = f"rollout 0 hangs: the trainer has waited for it for {silent_s:.0f} s ({one.doing})"
-            found.append((key, f"{words}; allowed are {bound_s:.0f} s"))
-        return found
+            found.setdefault(key, f"{words}; allowed are {bound_s:.0f} s")
+        return list(found.items())

@@ -42,7 +42,7 @@ class RolloutClient:
         self._connection: http.client.HTTPConnection | None = None
 
     def batch(self, step: int, lineage: int, stopping: threading.Event | None = None) -> Batch | None:
-        """Batch `step`, for a trainer at version step-1 of `lineage`; None if `stopping` was set first, or no time is left for it.
+        """Batch `step`, for a trainer at version step-1 of `lineage`; None if `stopping` was set first or no time is left.
 
         Raises Stale where a trainer of a later lineage has asked before, RoleFailed where the role stays away or can't answer.
         """

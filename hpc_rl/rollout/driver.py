@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_rl.datasets.encode import Prompts
-from hpc_rl.errors import DataUnusable, HpcRlError, RoleFailed, Stale
+from hpc_rl.errors import DataUnusable, HpcRlError, Stale
 from hpc_rl.rollout.batches import Batches, Seal
 from hpc_rl.rollout.evaluation import Evaluation
 from hpc_rl.rollout.last_call import LastCall

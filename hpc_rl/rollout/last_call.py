@@ -48,7 +48,9 @@ class LastCall:
         left_s = self._left_s()
         holds = left_s is not None and left_s <= self.usual_s
         if holds != self.holding:
-            words = "nothing more is issued: a prompt takes %.1f s, and %.1f s are left" if holds else "issuing again: %.1f s, %.1f s"
+            words = (
+                "nothing more is issued: a prompt takes %.1f s, and %.1f s are left" if holds else "issuing again: %.1f s, %.1f s"
+            )
             logger.info(words, self.usual_s, left_s if left_s is not None else float("inf"))
         self.holding = holds
         return holds

@@ -3,7 +3,8 @@
 The script is a file `script.json` in the trial directory: {"<role>": [what incarnation 0 does, what incarnation 1 does, …]},
 the last entry for all that follow. Words: `serve` (until told to stop, then 75), `train` (commits a generation every 0.2 s,
 until `total`, then 0), `die` (kill -9 of itself), `exit N`, `deaf` (never ends by itself), `commit exit N`. Every line of
-`writes.log` says who was alive when.
+`writes.log` says who was alive when. `spin` loops for ever with the interpreter's lock held, in rank 1 alone; `leave` ends with code 0
+at once; `eat` takes memory until it is killed. A trainer shows what it does in its activity record.
 """
 
 from __future__ import annotations
@@ -58,6 +59,13 @@ def behave(word: str, rest: list[str], trial: Trial, name: str, rank: int, scrip
         os.kill(os.getpid(), signal.SIGKILL)
     if word == "exit":
         return int(rest[0])
+    if word == "spin" and rank == 1:
+        sum(range(10**13))
+    if word == "eat":
+        eaten = []
+        while True:
+            eaten.append(bytearray(os.urandom(1 << 20)) * 8)
+            time.sleep(0.05)
     while True:
         with (trial.dir / "writes.log").open("a") as file:
             file.write(f"{time.time()} {name} {os.getpid()}\n")
