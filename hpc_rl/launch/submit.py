@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import secrets
@@ -22,7 +23,7 @@ import hpc_rl
 from hpc_rl.config.load import Loaded, to_dict, trainer_of
 from hpc_rl.config.root import Config
 from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, TrialBusy
-from hpc_rl.launch import index, provenance
+from hpc_rl.launch import bad_nodes, index, provenance
 from hpc_rl.launch.claim import Claim
 from hpc_rl.launch.story import newest_generation
 from hpc_rl.plan.schema import Plan
@@ -175,7 +176,7 @@ def _prepare(claim: Claim, loaded: Loaded, plan: Plan, command: list[str], start
         start_mode=start_mode,
     )
     plan_json = _json(plan.to_json())
-    scripts = render(config, plan, trial, stamp, scheduler)
+    scripts = render(_without_bad_nodes(config, trial), plan, trial, stamp, scheduler)
     hashes = {
         "config.json": stamp.config_sha256,
         "plan.json": provenance.sha256(plan_json),
@@ -194,6 +195,13 @@ def _prepare(claim: Claim, loaded: Loaded, plan: Plan, command: list[str], start
     for name, text in scripts.items():
         claim.write(trial.scripts / name, text, mode=0o755)
     return _Prepared(trial.scripts / script_name(scheduler), tag, start_mode)
+
+
+def _without_bad_nodes(config: Config, trial: Trial) -> Config:
+    """The configuration as this one submission needs it: it avoids the nodes that failed the trial lately."""
+    slurm = config.launcher.slurm
+    avoiding = dataclasses.replace(slurm, exclude=bad_nodes.merged(slurm.exclude, trial, time.time()))
+    return dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, slurm=avoiding))
 
 
 def given(loaded: Loaded) -> dict[str, Any]:

@@ -35,10 +35,11 @@ class WallTime:
     drain_at: float = float("inf")  # of `clock`
     _ends: float = float("inf")  # of `clock`
     _started: float = field(init=False)
+    _began: float = field(init=False)
     _asked_at: float = float("-inf")
 
     def __post_init__(self) -> None:
-        self._started = self.clock()
+        self._started, self._began = self.clock(), self.wall_clock()
 
     def look(self, step_s: float, save_s: float) -> bool:
         """Take new measurements, ask where that is due; true where the end is another than before."""
@@ -67,7 +68,10 @@ class WallTime:
     def _ask(self) -> bool:
         self._asked_at = self.clock()
         given = os.environ.get(SITE_END, "")
-        known = [end for end in (self.ask(), float(given) if given.isdigit() else None) if end is not None]
+        site = (
+            float(given) if given.isdigit() and float(given) > self._began else None
+        )  # a requeued job has it from its first start
+        known = [end for end in (self.ask(), site) if end is not None]
         before, self.ends_at = self.ends_at, min(known, default=self.ends_at)
         self._ends = float("inf") if self.ends_at is None else self.clock() + self.ends_at - self.wall_clock()
         return self.ends_at != before

@@ -3,8 +3,8 @@
 The script is a file `script.json` in the trial directory: {"<role>": [what incarnation 0 does, what incarnation 1 does, …]},
 the last entry for all that follow. Words: `serve` (until told to stop, then 75), `train` (commits a generation every 0.2 s,
 until `total`, then 0), `die` (kill -9 of itself), `exit N`, `deaf` (never ends by itself), `commit exit N`. Every line of
-`writes.log` says who was alive when. `spin` loops for ever with the interpreter's lock held, in rank 1 alone; `leave` ends with code 0
-at once; `eat` takes memory until it is killed. A trainer shows what it does in its activity record.
+`writes.log` says who was alive when. `spin` loops for ever with the interpreter's lock held, in rank 1 alone;
+`eat` takes memory until it is killed.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def test_a_rank_that_hangs_is_found_written_down_and_started_again(fake, how):
     fake.write({"trainer": [first, "train"], "total": 1}, units=[unit("trainer", tasks=2)], rules=RULES)
     supervisor = fake.start()
     if how == "stopped":
-        fake.until(lambda: any(one.rank == 1 for one in fake.alive()) and (fake.trial.dir / "writes.log").exists())
+        fake.until(lambda: fake.attempt.stacks("trainer", 0, 0, 1).exists() and (fake.trial.dir / "writes.log").exists())
+        fake.until(lambda: "rank1" in (fake.trial.dir / "writes.log").read_text())
         os.kill(next(one.pid for one in fake.alive() if one.rank == 1), signal.SIGSTOP)
     assert supervisor.wait(60) == 0, fake.story()
     [hung] = fake.events("hung")
