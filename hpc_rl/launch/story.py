@@ -15,6 +15,7 @@ from typing import Any
 from hpc_rl.errors import ExitCode
 from hpc_rl.launch.incarnations import EventFiles, RoleStory, roles_of
 from hpc_rl.schedulers.base import JobState, State
+from hpc_rl.schedulers.slurm_states import find, why_pending
 from hpc_rl.stats.read import History, JsonLines, Lineage, MetricsReader, Row, lineages
 from hpc_rl.trial import Trial, read_json
 
@@ -284,7 +285,7 @@ def _state(
     own = attempts[-1] if attempts and (not jobs or attempts[-1].job_id == job.job_id) else None
     if job_state is not None and job_state.state is State.PENDING:
         waits = "to be started again" if own is not None else "to be started"
-        return "pending", f"waits {waits}" + (f" ({job_state.reason})" if job_state.reason not in ("", "None") else "")
+        return "pending", f"waits {waits}" + _pending_words(job_state.reason)
     if own is None:
         return _unstarted(job, job_state)
     if own.state == "running":
@@ -324,7 +325,15 @@ def _unended(job: Job, own: AttemptStory, job_state: JobState | None, last_sign:
 
 def _scheduler_words(job_state: JobState) -> str:
     said = " ".join(word for word in (job_state.native or job_state.state.value, job_state.reason) if word and word != "None")
-    return f"the scheduler says {said}"
+    known = find(job_state.native)
+    return f"the scheduler says {said}" + (f": it {known.meaning}" if known and known.failure else "")
+
+
+def _pending_words(reason: str) -> str:
+    if reason in ("", "None"):
+        return ""
+    words = why_pending(reason)[1]
+    return f" ({reason})" if words == reason else f" ({reason}: {words})"
 
 
 def _last_sign(trial: Trial, attempts: list[AttemptStory]) -> float | None:

@@ -1,6 +1,6 @@
 """A role of a few lines, for the supervisor's tests: it obeys the pipe, leaves its records, and does what the script says.
 
-The script is a file `script.json` in the trial directory: {"<role>": [what incarnation 0 does, what incarnation 1 does, …]},
+The script is a file `script.json` in the trial directory: {"<role>": [what its first start does, what its second does, …]},
 the last entry for all that follow. Words: `serve` (until told to stop, then 75), `train` (commits a generation every 0.2 s,
 until `total`, then 0), `die` (kill -9 of itself), `exit N`, `deaf` (never ends by itself), `commit exit N`. Every line of
 `writes.log` says who was alive when. `spin` loops for ever with the interpreter's lock held, in rank 1 alone;
@@ -43,7 +43,8 @@ def main(role: str) -> int:
     print("up", name, os.environ.get("SLURMD_NODENAME", ""), os.environ.get("CUDA_VISIBLE_DEVICES", ""), flush=True)
     script = json.loads((trial.dir / "script.json").read_text())
     todo = script.get(f"{role}-{args.index}") or script[role]
-    word, *rest = todo[min(args.incarnation, len(todo) - 1)].split()
+    starts = args.incarnation + int(args.attempt.rpartition(".")[2])  # of this role, where each attempt before had one
+    word, *rest = todo[min(starts, len(todo) - 1)].split()
     code = behave(word, rest, trial, name, rank, script)
     write_json(attempt.exit_record(role, args.index, args.incarnation, rank), {"code": code, "reason": f"said {word}"})
     return code

@@ -83,10 +83,16 @@ forward() { # SIGNAL: to the supervisor
   interrupted=1
   if [[ -n $supervisor_pid ]]; then kill -s "$1" "$supervisor_pid" 2>/dev/null || true; fi
 }
+# shellcheck disable=SC2329 # a trap calls it
 leave_drain_intent() { # a wish that outlives a supervisor which is killed, or does not listen yet
   [[ -e $drain_intent ]] || printf '{"reason": "SIGUSR1", "time": %(%s)T}\n' -1 >"$drain_intent" || true
 }
-trap 'told_to_end=1; forward TERM' TERM INT HUP
+# shellcheck disable=SC2329 # a trap calls it
+told() {
+  told_to_end=1
+  forward TERM
+}
+trap told TERM INT HUP
 trap 'leave_drain_intent; forward USR1' USR1
 
 guard_supervisor() { # PID: one that does nothing at all for long (stopped, or stuck) is killed, and so started again
