@@ -18,6 +18,11 @@ from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.trial import read_json
 
 pytestmark = pytest.mark.timeout(600)
+SLOW_REWARD = """import time
+def score(prompt, completion, **columns):
+    time.sleep(0.08)
+    return sum(map(ord, completion)) % 7 / 7
+"""
 WINDOW_S = 36  # from the submission to what the supervisor takes for the end of the job
 
 
@@ -69,10 +74,11 @@ def test_a_job_whose_time_is_nearly_over_saves_is_requeued_and_goes_on(trials, m
 
 @pytest.mark.soak
 @pytest.mark.timeout(5400)
-def test_a_trial_of_four_time_limits_finishes_over_several_requeues(trials, monkeypatch):
+def test_a_trial_of_four_time_limits_finishes_over_several_requeues(trials):
+    (trials.folder / "slow_reward.py").write_text(SLOW_REWARD)
     options = {**READY, "launcher.slurm.time": "'0:03:00'", "recover.freq_steps": 50, "evaluator.freq_steps": 200}
-    monkeypatch.setattr("kill_anything.PATIENCE_S", 5000.0)
-    one = trials.start(options, scheduler="slurm", total_steps=1600)
+    options |= {"rollout.reward_fn": "slow_reward:score"}
+    one = trials.start(options, scheduler="slurm", total_steps=700)
     one.until(lambda: one.over, 5000)
     one.finish().promises.check()
     attempts = restarts(one)

@@ -96,14 +96,14 @@ trap told TERM INT HUP
 trap 'leave_drain_intent; forward USR1' USR1
 
 guard_supervisor() { # PID: one that does nothing at all for long (stopped, or stuck) is killed, and so started again
-  local ticks last='' stat idle_s=0 sleep_pid=''
+  local ticks last='' stat idle_s=0 sleep_pid='' period_s=$((hang_s < 10 ? hang_s : 10))
   trap 'kill "$sleep_pid" 2>/dev/null; exit' TERM
   while read -r stat 2>/dev/null <"/proc/$1/stat"; do
-    sleep 10 &
+    sleep "$period_s" &
     sleep_pid=$!
     wait "$sleep_pid" || return
     read -ra ticks <<<"${stat##*) }"
-    if [[ ${ticks[11]}.${ticks[12]} == "$last" ]]; then idle_s=$((idle_s + 10)); else idle_s=0; fi
+    if [[ ${ticks[11]}.${ticks[12]} == "$last" ]]; then idle_s=$((idle_s + period_s)); else idle_s=0; fi
     last=${ticks[11]}.${ticks[12]}
     if ((idle_s >= hang_s)); then
       say "the supervisor did nothing for $idle_s s: it is killed"
