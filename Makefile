@@ -10,8 +10,8 @@ TORCH ?= torch==2.13.0
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
-# a missing Slurm or SGLang fails instead of skipping
-export HPC_RL_TEST_REQUIRE ?= slurm,sglang
+# a missing Slurm, SGLang or shellcheck fails instead of skipping
+export HPC_RL_TEST_REQUIRE ?= slurm,sglang,shellcheck
 
 .PHONY: quickstart setup format check test soak clean
 

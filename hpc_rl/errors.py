@@ -12,9 +12,11 @@ HpcRlError
 ├── CannotWrite (OSError)             73
 ├── RoleFailed                        70: may be retried by its class
 │   ├── DataUnusable                  the data, workflow or reward function give nothing to train on
+│   ├── GivenUp                       starting again would end the same way
 │   ├── ServerUnavailable             a generation server can't be reached or can't serve: ask another
 │   └── ServerStale                   its weights are older than the request allows: ask another, or later
 ├── RequestRefused (ValueError)       a server refused a request as wrong (400, 401 …): asking again won't help
+│   └── InputRefused                  it was this very input (400, 413, 422), as one that is too long for the model
 └── Stale                             an action carried an epoch or a lineage that is no longer current
 """
 
@@ -122,6 +124,10 @@ class DataUnusable(RoleFailed):
     failure = FailureClass.DATA
 
 
+class GivenUp(RoleFailed):
+    """A role that ends for good: the supervisor does not start it again."""
+
+
 class ServerUnavailable(RoleFailed):
     """A generation server can't be reached, or can't serve now; another one may."""
 
@@ -132,6 +138,10 @@ class ServerStale(RoleFailed):
 
 class RequestRefused(HpcRlError, ValueError):
     """A server refused a request as wrong; the message has its words."""
+
+
+class InputRefused(RequestRefused):
+    """A server refused an input for what it is; another input may be served."""
 
 
 class Stale(HpcRlError):

@@ -7,26 +7,26 @@ import socket
 import sys
 
 
-class _Redact(logging.Filter):
-    def __init__(self, secrets: list[str]) -> None:
-        super().__init__()
-        self.secrets = secrets
+class _Redacting(logging.Formatter):
+    """Replaces the secrets in the whole text of a line, a traceback included."""
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        if any(s in text for s in self.secrets):
-            for secret in self.secrets:
-                text = text.replace(secret, "***")
-            record.msg, record.args = text, ()
-        return True
+    def __init__(self, layout: str, secrets: list[str]) -> None:
+        super().__init__(layout)
+        self._secrets = secrets
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
 
 
 def setup(role: str, rank: int | str = 0, secrets: list[str] | None = None, level: int = logging.INFO) -> None:
     """Send all logging to stderr with a `time role rank host` prefix."""
     handler = logging.StreamHandler(sys.stderr)
     host = socket.gethostname().split(".")[0]
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {role} {rank} {host} %(levelname)s %(message)s"))
-    handler.addFilter(_Redact([s for s in secrets or [] if s]))
+    layout = f"%(asctime)s {role} {rank} {host} %(levelname)s %(message)s"
+    handler.setFormatter(_Redacting(layout, [secret for secret in secrets or [] if secret]))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)

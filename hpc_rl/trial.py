@@ -40,6 +40,13 @@ def account() -> str:
     return name if NAME.fullmatch(name) and ".." not in name else str(os.getuid())
 
 
+def state_home() -> Path:
+    """The user's own directory for what is remembered between commands: `$XDG_STATE_HOME/hpc-rl`, else below ~/.local/state."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    home = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+    return home / "hpc-rl"
+
+
 def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
     """Replace `path` as a whole: readers see the old content or the new one. Raises OSError."""
     raw = data.encode() if isinstance(data, str) else data
@@ -201,6 +208,11 @@ class Trial:
         return self.dir / "rollout"
 
     @property
+    def batches(self) -> Path:
+        """Seals of the batch log, `<step>.seal`."""
+        return self.rollout / "batches"
+
+    @property
     def weights(self) -> Path:
         return self.dir / "weights"
 
@@ -286,6 +298,10 @@ class Attempt:
 
     def metrics(self, incarnation: int) -> Path:
         return self.dir / f"metrics.{incarnation}.jsonl"
+
+    def rollout_report(self, incarnation: int) -> Path:
+        """What the rollout role says of itself every few seconds, for `hpc-rl status`."""
+        return self.dir / f"rollout.{incarnation}.json"
 
     @property
     def tensorboard(self) -> Path:

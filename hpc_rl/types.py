@@ -10,7 +10,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgpack
 import numpy as np
 
 
@@ -125,9 +124,13 @@ def _hook(value: dict[str, Any]) -> Any:
 
 def encode(value: Any) -> bytes:
     """msgpack bytes of plain data, arrays and the dataclasses above. Raises TypeError for anything else."""
+    import msgpack  # not at the top: a server role starts in an image of SGLang, which does not have it
+
     return msgpack.packb(value, default=_default, use_bin_type=True)
 
 
 def decode(data: bytes) -> Any:
     """The inverse of encode. Raises ValueError (or KeyError) for bytes that are not ours."""
+    import msgpack
+
     return msgpack.unpackb(data, object_hook=_hook, raw=False, strict_map_key=False)

@@ -25,7 +25,7 @@ from hpc_rl import log
 from hpc_rl.app.control import Deadline, Stacks, listen, obey_signals
 from hpc_rl.config.load import from_dict
 from hpc_rl.config.root import Config
-from hpc_rl.errors import ConfigError, ExitCode, FailureClass, HpcRlError, TrialBusy
+from hpc_rl.errors import ConfigError, ExitCode, FailureClass, GivenUp, HpcRlError, TrialBusy
 from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import start_ticks
 from hpc_rl.trial import Attempt, Trial, write_json
@@ -73,10 +73,11 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
         who = (role, trial, attempt, args.index, args.incarnation, rank, num_ranks)
         return body(Context(*who, config, plan, tokens, stopping, deadline))
 
-    code, reason, failure = _guarded(start)
+    code, reason, failure, final = _guarded(start)
     record = attempt.exit_record(role, args.index, args.incarnation, rank)
     try:
-        write_json(record, {"code": int(code), "reason": reason, "class": failure.value, "time": time.time()})
+        more = {"final": True} if final else {}
+        write_json(record, {"code": int(code), "reason": reason, "class": failure.value, "time": time.time(), **more})
     except OSError as error:  # a full disk: the code still tells
         logger.error("the exit record can't be written: %s", error)
     stacks.close()
@@ -96,20 +97,21 @@ def _arguments(role: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _guarded(start: Callable[[], int | None]) -> tuple[int, str, FailureClass]:
+def _guarded(start: Callable[[], int | None]) -> tuple[int, str, FailureClass, bool]:
+    """(exit code, reason, class, whether it is final) of a body."""
     try:
-        return int(start() or 0), "", FailureClass.UNKNOWN
+        return int(start() or 0), "", FailureClass.UNKNOWN, False
     except (ConfigError, TrialBusy) as error:  # of a role, 64 and 75 would mean something else
         logger.error("%s", error)
-        return ExitCode.BAD_CONFIG, str(error), FailureClass.USER
+        return ExitCode.BAD_CONFIG, str(error), FailureClass.USER, True
     except HpcRlError as error:
         logger.error("%s", error)
-        return error.exit_code, str(error), error.failure
+        return error.exit_code, str(error), error.failure, isinstance(error, GivenUp)
     except BaseException as error:
         logger.error("%s", traceback.format_exc())
         no_room = isinstance(error, OSError) and error.errno in NO_ROOM
         code = ExitCode.CANNOT_WRITE if no_room else ExitCode.FAILED
-        return code, f"{type(error).__name__}: {error}", _class_of(error)
+        return code, f"{type(error).__name__}: {error}", _class_of(error), False
 
 
 def _class_of(error: BaseException) -> FailureClass:
@@ -127,5 +129,7 @@ def _leave_process_record(attempt: Attempt, role: str, index: int, incarnation: 
         "role": role,
         "rank": rank,
         "step": os.environ.get("SLURM_STEP_ID", ""),
+        "node": os.environ.get("SLURMD_NODENAME", ""),  # the scheduler's name for it, and its job: what `hpc-rl attach` needs
+        "job_id": os.environ.get("SLURM_JOB_ID", ""),
     }
     write_json(attempt.processes / f"{role}-{index}.{incarnation}-rank{rank}.json", record)

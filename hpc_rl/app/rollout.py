@@ -21,6 +21,7 @@ from hpc_rl.name_resolve.base import Lease
 from hpc_rl.rollout import service
 from hpc_rl.rollout.driver import Driver
 from hpc_rl.rollout.executor import Executor
+from hpc_rl.rollout.report import keep_reporting
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,9 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     await web.SockSite(runner, listener).start()
     lease = await asyncio.to_thread(names.lease, keys.ROLLOUT, _record(context, listener.getsockname()[1]), LEASE_TTL_S)
     logger.info("serving batches, epoch %d", lease.epoch)
-    duties = {asyncio.create_task(duty) for duty in (driver.run(), executor.failure(), _renew(lease), _stopping(context))}
+    report_to = context.attempt.rollout_report(context.incarnation)
+    report = keep_reporting(report_to, driver.report, lambda: {"servers": num_servers()})
+    duties = {asyncio.create_task(duty) for duty in (driver.run(), executor.failure(), _renew(lease), _stopping(context), report)}
     try:
         done, _ = await asyncio.wait(duties, return_when=asyncio.FIRST_COMPLETED)
         for duty in done:

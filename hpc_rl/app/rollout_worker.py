@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hpc_rl import log
 from hpc_rl.config.load import from_dict
+from hpc_rl.config.model_rules import context_of
 from hpc_rl.config.root import GRPOConfig
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
@@ -60,7 +61,8 @@ async def work(trial: Trial, config: GRPOConfig, data_token: str, out: int) -> N
     )
     async with router:
         write = await frames.pipe_writer(out)
-        await Worker(config, tokenizer, router, workflow, rewarder, write).serve(await frames.stdin_reader())
+        worker = Worker(config, tokenizer, router, workflow, rewarder, write, context_of(config))
+        await worker.serve(await frames.stdin_reader())
     os._exit(ExitCode.DONE)  # the parent is gone: nobody waits for what still runs
 
 

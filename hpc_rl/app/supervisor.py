@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpc_rl import log
 from hpc_rl.config.load import from_dict
-from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
+from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialBusy
 from hpc_rl.launch.driver import Driver
 from hpc_rl.launch.steps import open_steps
 from hpc_rl.launch.wall_time import JobEndTime
@@ -41,7 +41,9 @@ def main() -> int:
         return Driver(attempt, plan, open_steps(args.steps, plan), names, JobEndTime(), config.recover).run()
     except HpcRlError as error:
         logger.error("%s", error)
+        # 75 would have the job start again, and again find the trial busy
         code = ExitCode.BAD_CONFIG if isinstance(error, ConfigError) else error.exit_code
+        code = ExitCode.FAILED if isinstance(error, TrialBusy) else code
         with suppress(OSError):
             attempt.make_dirs()
             write_json(attempt.ended, {"exit_code": int(code), "reason": str(error), "time": time.time()})

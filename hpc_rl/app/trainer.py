@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 
 from hpc_rl.app import role
@@ -9,6 +10,7 @@ from hpc_rl.app.role import Context
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.name_resolve.base import NameResolve
 
+logger = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 600.0
 COLLECTIVE_TIMEOUT_S = 4 * 3600.0  # ranks wait for rank 0 through publishes and evaluations; a rank that dies is seen at once
 
@@ -20,18 +22,27 @@ def body(context: Context) -> int:
     from hpc_rl.trainers.ranks import Ranks
     from hpc_rl.trainers.start import Start, begin
 
+    log_start(context, "libraries are imported")
     names = open_names(context.trial, context.config)
     device = device_of(context)
     meet = Rendezvous(names, keys.rendezvous(context.attempt.id, context.incarnation))
     distributed.init_ranks(context.rank, context.num_ranks, device, meet.publish, meet.find, COLLECTIVE_TIMEOUT_S)
+    log_start(context, "all ranks have joined")
     ranks = Ranks()
     who = (context.trial, context.attempt, context.incarnation, context.config, context.tokens)
     start = Start(*who, names, device, ranks, context.stopping)
     with ExitStack() as stack:
         run, recipe = COMPOSE[context.plan.trainer](start, ranks.from_rank0(lambda: begin(start)), stack)
+        log_start(context, f"the state of step {run.step} is loaded, as lineage {run.lineage}")
         code = train(run, recipe)
     distributed.shutdown()
     return code
+
+
+def log_start(context: Context, words: str) -> None:
+    """Where the time of a start goes, in the log of rank 0."""
+    if context.rank == 0:
+        logger.info("start: %s", words)
 
 
 class Rendezvous:

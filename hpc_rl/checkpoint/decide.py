@@ -9,8 +9,12 @@ The table (rows: mode; the first start of `hpc-rl recover` counts as `resume`):
 | fault    | fresh; refuses existing state | newest valid of this submission's line, else fresh | as after a failure  |
 | resume   | newest valid, else exit 3     | ends                                               | newest valid, else 3 |
 
-A continuation is a start after an end on purpose, a preemption, the time limit or the loss of a node. Failures in a row
-without a new generation use up the retry budget, whatever the mode.
+A continuation is a start after an end on purpose, a preemption, the time limit or the loss of a node. `hpc-rl recover --from`
+names the generation of a first start: that one, or exit 3. A step whose later batches were trimmed from the batch log is no
+step to start from, 0 included.
+
+The loop guard comes before the table: starts in a row that led to no new generation. Those that failed, or used up their whole
+time, may be `recover.retries`; those that were ended from outside are nobody's fault, and may be ten times as many.
 """
 
 from __future__ import annotations
@@ -21,12 +25,15 @@ from typing import Literal
 
 from hpc_rl.errors import ExitCode
 
+OUTSIDE_FACTOR = 10
+SHOWN = 3  # past starts named in a reason
+
 
 class Cause(enum.StrEnum):
-    """Why the start before this one ended."""
+    """Why a start ended."""
 
     STOPPED = "stopped on purpose"
-    PREEMPTED = "preempted"
+    PREEMPTED = "was told to end by the scheduler"
     WALLTIME = "ran into its time limit"
     NODE = "was ended from outside, without a word: node failure, preemption or requeue"
     SUPERVISOR = "was left by its supervisor"
@@ -34,6 +41,7 @@ class Cause(enum.StrEnum):
 
 
 CONTINUATIONS = frozenset({Cause.STOPPED, Cause.PREEMPTED, Cause.WALLTIME, Cause.NODE})
+OWN_FAULT = frozenset({Cause.FAILED, Cause.WALLTIME})
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,19 @@ class GenerationInfo:
 
 
 @dataclass(frozen=True)
+class PastStart:
+    """A start of the trainer that led to no new generation, and how it ended. `attempt` is `<job id>.<restart>`."""
+
+    attempt: str
+    incarnation: int
+    cause: Cause
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"trainer {self.incarnation} of attempt {self.attempt} {self.cause}" + (f" ({self.reason})" if self.reason else "")
+
+
+@dataclass(frozen=True)
 class Situation:
     """Everything that the decision depends on.
 
@@ -59,8 +80,10 @@ class Situation:
         ancestry: This submission and those whose state it goes on from.
         has_state: Something of another submission lies in the trial directory.
         cause: Why the start before this one ended; None where there was none.
-        failures: Failed ends of the trainer in a row without a new generation.
+        history: Starts of this submission since the newest generation, oldest first.
         retries: `recover.retries`.
+        wanted: Step of `hpc-rl recover --from`, for a first start; None otherwise.
+        trimmed: Batches up to this step are gone from the batch log; 0 where all are there.
     """
 
     mode: str
@@ -70,25 +93,30 @@ class Situation:
     ancestry: frozenset[str] = frozenset()
     has_state: bool = False
     cause: Cause | None = None
-    failures: int = 0
+    history: tuple[PastStart, ...] = ()
     retries: int = 3
+    wanted: int | None = None
+    trimmed: int = 0
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and why. `step` and `lineage` are of the generation to load; `exit_code` is of `refuse` and `end`."""
+    """What to do, and why. `step` and `lineage` are of the generation to load; `exit_code` is of `refuse` and `end`.
+
+    `set_aside`: steps of generations that a start from an older one moves out of the way.
+    """
 
     action: Literal["fresh", "load", "refuse", "end"]
     reason: str
     step: int | None = None
     lineage: int | None = None
     exit_code: int = 0
+    set_aside: tuple[int, ...] = ()
 
 
 def decide(situation: Situation) -> Decision:
     """The cell of the table that applies, with its reason in words."""
-    if situation.failures > situation.retries:
-        words = f"{situation.failures} failures in a row without a new generation; recover.retries allows {situation.retries}"
+    if words := guard(situation.history, situation.retries):
         return Decision("end", words, exit_code=ExitCode.FAILED)
     if situation.first_start:
         return _first_start(situation)
@@ -97,8 +125,30 @@ def decide(situation: Situation) -> Decision:
     return _after_failure(situation)
 
 
+def guard(history: tuple[PastStart, ...], retries: int) -> str:
+    """Why no further start may follow on these, or ''."""
+    at_fault = [past for past in history if past.cause in OWN_FAULT]
+    if len(at_fault) > retries:
+        return f"{_in_a_row(len(at_fault))}; recover.retries allows {retries}: {_named(at_fault)}"
+    most = OUTSIDE_FACTOR * (retries + 1)
+    if len(history) > most:
+        return f"{_in_a_row(len(history))}, most of them ended from outside; {most} are allowed: {_named(list(history))}"
+    return ""
+
+
+def _in_a_row(count: int) -> str:
+    return f"{count} start{'' if count == 1 else 's'} in a row without a new generation"
+
+
+def _named(history: list[PastStart]) -> str:
+    earlier = f"{len(history) - SHOWN} earlier; " if len(history) > SHOWN else ""
+    return earlier + "; ".join(map(str, history[-SHOWN:]))
+
+
 def _first_start(situation: Situation) -> Decision:
     mode = situation.start_mode
+    if situation.wanted is not None:
+        return _from(situation, situation.wanted)
     if mode in ("disabled", "fault"):
         if situation.has_state or situation.generations:
             words = (
@@ -108,6 +158,25 @@ def _first_start(situation: Situation) -> Decision:
             return Decision("refuse", words, exit_code=ExitCode.BAD_CONFIG)
         return Decision("fresh", f"first start, recover.mode {mode}")
     return _newest(situation, eligible=situation.generations, when=f"first start, mode {mode}", must_load=mode == "resume")
+
+
+def _from(situation: Situation, step: int) -> Decision:
+    """Exactly the generation that a person named."""
+    when = f"first start, from generation {step} as asked"
+    found = max(
+        (one for one in situation.generations if one.step == step), key=lambda one: (one.valid, one.lineage), default=None
+    )
+    if found is None:
+        there = ", ".join(str(one) for one in sorted({one.step for one in situation.generations})) or "none"
+        return Decision("refuse", f"{when}: it does not lie there; there are {there}", exit_code=ExitCode.NOTHING_TO_RESUME)
+    if not found.valid:
+        words = f"{when}: generation {step} {found.problem or 'is not valid'}"
+        return Decision("refuse", words, exit_code=ExitCode.NOTHING_TO_RESUME)
+    if trimmed := _trimmed(situation, step):
+        return Decision("refuse", f"{when}: {trimmed}", exit_code=ExitCode.NOTHING_TO_RESUME)
+    later = tuple(sorted({one.step for one in situation.generations if one.step > step}))
+    notes = f" (later ones are set aside: {', '.join(map(str, later))})" if later else ""
+    return Decision("load", f"{when}: loading it{notes}", step, found.lineage, set_aside=later)
 
 
 def _after_failure(situation: Situation) -> Decision:
@@ -132,13 +201,20 @@ def _eligible(situation: Situation) -> tuple[GenerationInfo, ...]:
     return tuple(one for one in situation.generations if one.submission in situation.ancestry)
 
 
+def _trimmed(situation: Situation, step: int) -> str:
+    """Why a start from this step could not be given its batches, or ''."""
+    if step >= situation.trimmed:
+        return ""
+    return f"batches {step + 1} to {situation.trimmed} were trimmed from the batch log, so step {step} can't be gone on from"
+
+
 def _newest(situation: Situation, eligible: tuple[GenerationInfo, ...], when: str, must_load: bool) -> Decision:
-    valid = [one for one in eligible if one.valid]
-    newest = max(valid, key=lambda one: (one.step, one.lineage), default=None)
+    usable = [one for one in eligible if one.valid and not _trimmed(situation, one.step)]
+    newest = max(usable, key=lambda one: (one.step, one.lineage), default=None)
     passed_over = [
-        f"generation {one.step} {one.problem or 'is not valid'}"
+        f"generation {one.step} {one.problem or ('is not valid' if not one.valid else 'is older than the batch log')}"
         for one in sorted(eligible, key=lambda one: -one.step)
-        if not one.valid and (newest is None or one.step > newest.step)
+        if one not in usable and (newest is None or one.step > newest.step)
     ]
     if len(eligible) < len(situation.generations):
         passed_over.append(f"{len(situation.generations) - len(eligible)} of other submissions do not count in mode fault")
@@ -148,4 +224,7 @@ def _newest(situation: Situation, eligible: tuple[GenerationInfo, ...], when: st
         return Decision("load", words, newest.step, newest.lineage)
     if must_load:
         return Decision("refuse", f"{when}: no valid generation to resume from{notes}", exit_code=ExitCode.NOTHING_TO_RESUME)
+    if trimmed := _trimmed(situation, 0):
+        words = f"{when}: no valid generation{notes}, and {trimmed}; use another trial_name"
+        return Decision("refuse", words, exit_code=ExitCode.NOTHING_TO_RESUME)
     return Decision("fresh", f"{when}: there is no valid generation, so from step 0{notes}")

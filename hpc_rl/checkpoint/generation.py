@@ -109,6 +109,10 @@ class Found:
     manifest: Manifest | None
     problem: str = ""
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.manifest.metrics if self.manifest else {}
+
 
 def scan(trial: Trial) -> list[Found]:
     """All generations, newest first, checked as far as manifests and listings show (`verify` reads the content)."""

@@ -9,18 +9,20 @@ import json
 import os
 import re
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.checkpoint import generation
-from hpc_rl.checkpoint.decide import Cause, Decision, GenerationInfo, Situation, decide
+from hpc_rl.checkpoint.decide import Cause, Decision, GenerationInfo, PastStart, Situation, decide
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.errors import ExitCode
 from hpc_rl.stats.read import JsonLines, Row
 from hpc_rl.trial import Attempt, Trial, create_exclusive, fsync_dir, read_json
 
 _NAME = re.compile(r"(\d{4,})\.json")
+_SEAL = re.compile(r"(\d+)\.seal")
+TIME_IS_OVER = "the job's time is nearly over"  # why a supervisor drains, in its events
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class LineageRecord:
         incarnation: Trainer incarnation.
         submission: Job id.
         reason: Why it started so.
+        set_aside: Steps of the generations that a person's `--from` moved out of the way.
         time: Unix seconds of its host's clock, for people.
     """
 
@@ -45,6 +48,7 @@ class LineageRecord:
     incarnation: int
     submission: str
     reason: str = ""
+    set_aside: tuple[int, ...] = ()
     time: float = 0.0
 
 
@@ -54,8 +58,8 @@ def read_lineages(trial: Trial) -> list[LineageRecord]:
     for path in _paths(trial):
         data: Any = read_json(path)
         try:
-            records.append(LineageRecord(**data))
-        except TypeError:
+            records.append(LineageRecord(**{**data, "set_aside": tuple(data.get("set_aside", ()))}))
+        except (TypeError, AttributeError):
             continue
     return sorted(records, key=lambda record: record.lineage)
 
@@ -73,6 +77,7 @@ def next_lineage(trial: Trial, attempt: Attempt, incarnation: int, decision: Dec
             incarnation=incarnation,
             submission=submission_of(attempt.id),
             reason=decision.reason,
+            set_aside=decision.set_aside,
             time=time.time(),
         )
         if create_exclusive(trial.lineages / f"{number:04d}.json", json.dumps(asdict(record), indent=2) + "\n"):
@@ -82,29 +87,35 @@ def next_lineage(trial: Trial, attempt: Attempt, incarnation: int, decision: Dec
 
 
 def decide_start(
-    trial: Trial, attempt: Attempt, incarnation: int, mode: str, start_mode: str, retries: int
+    trial: Trial, attempt: Attempt, incarnation: int, mode: str, start_mode: str, retries: int, wanted: int | None = None
 ) -> tuple[Decision, list[Found]]:
-    """The decision for a trainer that starts now, and the damaged generations that it passes over (to be set aside).
+    """The decision for a trainer that starts now, and the generations to be set aside before it does.
 
-    Reads every byte of the generations that it considers, newest first, up to the first that is valid and eligible.
+    Those are the damaged ones that it passes over, and with `wanted` (`hpc-rl recover --from`) the later ones. Reads every byte
+    of the generations that it considers, newest first, up to the first that is valid and eligible.
     """
-    situation, damaged = gather(trial, attempt, incarnation, mode, start_mode, retries)
+    situation, damaged = gather(trial, attempt, incarnation, mode, start_mode, retries, wanted)
     decision = decide(situation)
-    passed_over = damaged if decision.action in ("load", "fresh") else []
-    return decision, passed_over
+    if decision.action not in ("load", "fresh"):
+        return decision, []
+    if not decision.set_aside:
+        return decision, damaged
+    later = [found for found in generation.scan(trial) if found.step in decision.set_aside]
+    return decision, [replace(found, problem=found.problem or f"is later than {decision.step}") for found in later]
 
 
 def gather(
-    trial: Trial, attempt: Attempt, incarnation: int, mode: str, start_mode: str, retries: int
+    trial: Trial, attempt: Attempt, incarnation: int, mode: str, start_mode: str, retries: int, wanted: int | None = None
 ) -> tuple[Situation, list[Found]]:
     """What lies in the trial directory, as decide() wants it, and the generations that do not verify."""
     submission = submission_of(attempt.id)
     records = read_lineages(trial)
     own = [record for record in records if record.submission == submission]
+    wanted = None if own else wanted
     ancestry = frozenset({submission}) | _ancestors(records, own)
     only = ancestry if mode == "fault" and own else None
-    generations, damaged = _verified(generation.scan(trial), only)
-    events = _trainer_events(trial, submission)
+    generations, damaged = _verified(generation.scan(trial), only, wanted)
+    before = [record for record in own if (record.attempt, record.incarnation) != (attempt.id, incarnation)]
     situation = Situation(
         mode=mode,
         start_mode=start_mode,
@@ -112,11 +123,34 @@ def gather(
         generations=tuple(generations),
         ancestry=ancestry,
         has_state=len(own) < len(records),
-        cause=_cause(trial, attempt, incarnation, own),
-        failures=failures_without_progress(events),
+        cause=_end(trial, before[-1], attempt.id)[0] if before else None,
+        history=_history(trial, attempt.id, before, generations),
         retries=retries,
+        wanted=wanted,
+        trimmed=trimmed(trial),
     )
     return situation, damaged
+
+
+def fruitless_starts(trial: Trial, submission: str, running: str = "") -> tuple[PastStart, ...]:
+    """Starts of a job's trainer since the newest generation, oldest first; `running` is the attempt that runs, if one does.
+
+    Reads manifests, not the content of generations.
+    """
+    own = [record for record in read_lineages(trial) if record.submission == submission]
+    generations, _ = _verified(generation.scan(trial), frozenset(), None)
+    if running and own and own[-1].attempt == running and _trainer_end(trial.attempt(running), own[-1].incarnation) is None:
+        own = own[:-1]
+    return _history(trial, running, own, generations)
+
+
+def trimmed(trial: Trial) -> int:
+    """The step up to which batches are gone from the batch log, by the oldest seal; 0 where there is none."""
+    try:
+        names = [entry.name for entry in os.scandir(trial.batches)]
+    except FileNotFoundError:
+        return 0
+    return min((int(match[1]) for match in map(_SEAL.fullmatch, names) if match), default=1) - 1
 
 
 def submission_of(attempt_id: str) -> str:
@@ -145,10 +179,6 @@ def failures_without_progress(events: list[Row]) -> int:
     return count
 
 
-def _trainer_events(trial: Trial, submission: str) -> list[Row]:
-    return [row for attempt in attempts_of(trial, submission) for row in JsonLines(attempt.events).poll()]
-
-
 def _ancestors(records: list[LineageRecord], own: list[LineageRecord]) -> frozenset[str]:
     """Submissions whose lineages those of `own` go on from, step by step."""
     by_number = {record.lineage: record for record in records}
@@ -163,44 +193,93 @@ def _ancestors(records: list[LineageRecord], own: list[LineageRecord]) -> frozen
     return frozenset(by_number[number].submission for number in found)
 
 
-def _verified(found: list[Found], only: frozenset[str] | None) -> tuple[list[GenerationInfo], list[Found]]:
-    infos, damaged, wanted = [], [], True
+def _verified(found: list[Found], only: frozenset[str] | None, wanted: int | None) -> tuple[list[GenerationInfo], list[Found]]:
+    """What each generation is; content is read of those that may be loaded, newest first, up to the first that is valid."""
+    infos, damaged, looking = [], [], True
     for one in found:
         submission = one.manifest.submission if one.manifest else ""
-        eligible = only is None or submission in only
-        if wanted and eligible:
+        eligible = one.step == wanted if wanted is not None else only is None or submission in only
+        if looking and eligible:
             one = generation.verify(one)
             if one.problem:
                 damaged.append(one)
         lineage = one.manifest.lineage if one.manifest else -1
         infos.append(GenerationInfo(one.step, lineage, submission, not one.problem, one.problem))
-        wanted = wanted and not (eligible and not one.problem)
+        looking = looking and not (eligible and not one.problem)
     return infos, damaged
 
 
-def _cause(trial: Trial, attempt: Attempt, incarnation: int, own: list[LineageRecord]) -> Cause | None:
-    """Why the last start of this submission that had a lineage ended."""
-    before = [record for record in own if (record.attempt, record.incarnation) != (attempt.id, incarnation)]
-    if not before:
-        return None
-    last = before[-1]
-    code = _trainer_code(trial.attempt(last.attempt), last.incarnation)
-    if code is not None:
-        return Cause.STOPPED if code in (ExitCode.STOPPED, ExitCode.DONE) else Cause.FAILED
-    if last.attempt == attempt.id:
-        return Cause.SUPERVISOR
-    ended: Any = read_json(trial.attempt(last.attempt).ended)
+def _history(trial: Trial, attempt_id: str, own: list[LineageRecord], found: list[GenerationInfo]) -> tuple[PastStart, ...]:
+    """Past starts that led to no generation: by their lineages, and failures that came before a lineage by the events."""
+    submission = own[-1].submission if own else submission_of(attempt_id)
+    newest = max([one.lineage for one in found] + [one.from_lineage for one in own if one.from_lineage is not None], default=-1)
+    failed, fruitful = _failures(trial, submission)
+    silent = [one for one in own if one.lineage > newest and (_restart(one.attempt), one.incarnation) > fruitful]
+    starts = [PastStart(one.attempt, one.incarnation, *_end(trial, one, attempt_id)) for one in silent]
+    return tuple(sorted({_order(past): past for past in [*starts, *failed]}.values(), key=_order))
+
+
+def _failures(trial: Trial, submission: str) -> tuple[list[PastStart], tuple[int, int]]:
+    """Failures since the newest event of progress, and (restart, incarnation) of the trainer that ran at that event."""
+    failed: list[PastStart] = []
+    fruitful, running = (-1, -1), (-1, -1)
+    for attempt in attempts_of(trial, submission):
+        for row in JsonLines(attempt.events).poll():
+            number = row["incarnation"] if isinstance(row.get("incarnation"), int) else -1
+            if row.get("event") == "started" and row.get("role") == "trainer":
+                running = (_restart(attempt.id), number)
+            elif row.get("event") == "progress":
+                failed, fruitful = [], running
+            elif _is_failure(row):
+                failed.append(PastStart(attempt.id, number, Cause.FAILED, str(row.get("reason") or "")))
+    return failed, fruitful
+
+
+def _end(trial: Trial, record: LineageRecord, now: str) -> tuple[Cause, str]:
+    """Why a start that had a lineage ended, and the words on record; `now` is the attempt of whoever asks."""
+    attempt = trial.attempt(record.attempt)
+    seen = _trainer_end(attempt, record.incarnation)
+    if seen is not None:
+        code, reason = seen
+        return _stop(attempt) if code in (ExitCode.STOPPED, ExitCode.DONE) else (Cause.FAILED, reason)
+    if record.attempt == now:
+        return Cause.SUPERVISOR, ""
+    ended: Any = read_json(attempt.ended)
     if not isinstance(ended, dict):
-        return Cause.NODE
-    return Cause.STOPPED if ended.get("exit_code") in (ExitCode.STOPPED, ExitCode.DONE) else Cause.FAILED
+        return Cause.NODE, ""
+    reason = str(ended.get("reason") or "")
+    return _stop(attempt) if ended.get("exit_code") in (ExitCode.STOPPED, ExitCode.DONE) else (Cause.FAILED, reason)
 
 
-def _trainer_code(attempt: Attempt, incarnation: int) -> int | None:
-    """What the supervisor saw of one trainer incarnation; None where the supervisor did not see its end."""
+def _stop(attempt: Attempt) -> tuple[Cause, str]:
+    """A drain, by what asked for it: the words of the supervisor's `stopping`."""
+    asked = [str(row.get("reason") or "") for row in JsonLines(attempt.events).poll() if row.get("event") == "stopping"]
+    words = asked[-1] if asked else ""
+    if words.startswith((TIME_IS_OVER, "SIGUSR1")):  # the script's warning comes some time before the limit
+        return Cause.WALLTIME, words
+    return (Cause.PREEMPTED, words) if words.startswith("SIGTERM") else (Cause.STOPPED, words)
+
+
+def _trainer_end(attempt: Attempt, incarnation: int) -> tuple[int, str] | None:
+    """(code, reason) as the supervisor saw one trainer incarnation end; None where it did not."""
     for row in reversed(JsonLines(attempt.events).poll()):
         if row.get("event") == "exited" and row.get("role") == "trainer" and row.get("incarnation") == incarnation:
-            return int(row["code"]) if isinstance(row.get("code"), int) else int(ExitCode.FAILED)
+            code = row["code"] if isinstance(row.get("code"), int) else ExitCode.FAILED
+            return int(code), str(row.get("reason") or "")
     return None
+
+
+def _is_failure(row: Row) -> bool:
+    return bool(row.get("event") == "exited" and row.get("role") == "trainer" and row.get("failure"))
+
+
+def _restart(attempt_id: str) -> int:
+    number = attempt_id.rpartition(".")[2]
+    return int(number) if number.isdigit() else -1
+
+
+def _order(past: PastStart) -> tuple[int, int]:
+    return _restart(past.attempt), past.incarnation
 
 
 def _paths(trial: Trial) -> list[Path]:

@@ -47,6 +47,7 @@ class Manifest:
         cursor: Rows of the current pass that are used up.
         timers: State of the timers: what has elapsed, never the frequencies.
         stats: Where the sinks stood.
+        metrics: Numbers of the last evaluation before the save, as `eval_reward`.
         hpc_rl: Version of this package.
         files: Every other file of the folder.
         schema: Layout of this record.
@@ -64,6 +65,7 @@ class Manifest:
     cursor: int = 0
     timers: dict[str, Any] = field(default_factory=dict)
     stats: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     hpc_rl: str = ""
     files: list[FileRecord] = field(default_factory=list)
     schema: int = SCHEMA

@@ -18,10 +18,13 @@ COMMANDS = {  # name -> (module, one line of help)
     "render": ("render", "write the job scripts of a configuration, submit nothing"),
     "status": ("status", "what a trial does, and what happened to it"),
     "logs": ("logs", "show the logs of a trial's roles"),
+    "attach": ("attach", "the command that opens a shell where a role runs"),
     "cancel": ("cancel", "end a trial for good, with its state saved"),
     "recover": ("recover", "go on with a trial from its newest generation"),
     "config": ("config", "show a resolved configuration, compare two; schema, reference, completion"),
+    "templates": ("templates", "what the job scripts are made of; override, compare and check a site's blocks"),
     "list": ("listing", "the trials that this account submitted"),
+    "doctor": ("doctor", "check this machine, the cluster and the shared directory, each finding with its fix"),
 }
 
 

@@ -6,6 +6,7 @@ from hpc_rl.cli.options import add_json, add_trial, new_parser, print_json, seco
 from hpc_rl.errors import ExitCode
 from hpc_rl.launch import index
 from hpc_rl.launch.cancel import Cancelled, Outcome, cancel, wait
+from hpc_rl.launch.story import tell
 from hpc_rl.launch.words import span, typed
 from hpc_rl.trial import Trial
 
@@ -13,7 +14,7 @@ WORDS = {
     Outcome.OVER: "is over already ({was})",
     Outcome.REMOVED: "had not started; it is taken out of the queue",
     Outcome.DRAINING: "finishes its step, saves its state and ends; nothing starts it again",
-    Outcome.KILLED: "is ended by the scheduler now; what it made since its newest generation is lost",
+    Outcome.KILLED: "is being ended by the scheduler: it saves its state if that fits the scheduler's grace, then it is killed",
     Outcome.UNSURE: "is not known to the scheduler; should it still run, it ends as soon as it sees the wish",
 }
 
@@ -21,7 +22,7 @@ WORDS = {
 def run(argv: list[str]) -> int:
     parser = new_parser("cancel", "End a trial for good, with its state saved. Doing it again does no harm.")
     add_trial(parser)
-    parser.add_argument("--now", action="store_true", help="let the scheduler end it at once instead of finishing the step")
+    parser.add_argument("--now", action="store_true", help="let the scheduler end it, which grants some seconds only")
     parser.add_argument(
         "--wait_s", "--wait-s", type=seconds, default=0.0, metavar="SECONDS", help="wait so long for the end (default: 0)"
     )
@@ -52,5 +53,8 @@ def _wait(trial: Trial, item: Cancelled, timeout_s: float, quiet: bool) -> int:
             print(f"job {item.job.job_id} still runs after {span(timeout_s)}; it goes on ending: {look}")
         return ExitCode.STOPPED
     if not quiet:
-        print(f"job {item.job.job_id} is over. To go on one day: {typed()} recover {index.handle(trial)}")
+        story = tell(trial, state)
+        print(f"job {item.job.job_id} is over: {story.state}" + (f", {story.reason}" if story.reason else ""))
+        if story.generation is not None and story.state != "done":
+            print(f"newest generation {story.generation}; to go on one day: {typed()} recover {index.handle(trial)}")
     return 0

@@ -36,7 +36,7 @@ def _show(argv: list[str]) -> int:
     add_config(made)
     made.add_argument("--json", action="store_true", help="one object: dotted option -> {value, origin}")
     args, overrides = made.parse_known_args(argv)
-    loaded = check(load(args.config, overrides, presets=args.preset), files=False)
+    loaded = check(load(args.config, overrides, presets=args.preset, cluster=args.cluster), files=False)
     shown = resolved(loaded)
     if args.json:
         print(json.dumps(as_json(shown), indent=2, default=str))

@@ -1,4 +1,4 @@
-"""`hpc-rl list`: the trials of the index, newest first, from files alone."""
+"""`hpc-rl list`: the trials of the index, newest first, from their files and at most one question to the scheduler."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from typing import Any
 
 from hpc_rl.cli.options import add_json, new_parser, print_json
 from hpc_rl.launch import index
+from hpc_rl.launch.ask import Answer, ask_all
 from hpc_rl.launch.story import tell
 from hpc_rl.launch.words import span
 
 
 def run(argv: list[str]) -> int:
-    parser = new_parser("list", "The trials that this account submitted, newest first, as their files tell.")
+    parser = new_parser("list", "The trials that this account submitted, newest first.")
     parser.add_argument("--prune", action="store_true", help="forget the trials whose directory is gone")
+    parser.add_argument("--offline", action="store_true", help="do not ask the scheduler")
     add_json(parser, "the list")
     args = parser.parse_args(argv)
     pruned = index.prune() if args.prune else []
-    rows = [_row(entry) for entry in index.entries()]
+    entries = index.entries()
+    answers = {} if args.offline else ask_all(entry.trial for entry in entries if not entry.gone)
+    rows = [_row(entry, answers.get(entry.trial.dir, Answer())) for entry in entries]
     if args.json:
         print_json(rows)
         return 0
@@ -29,19 +33,23 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _row(entry: index.Entry) -> dict[str, Any]:
-    row = {"trial": str(entry.trial), "dir": str(entry.trial.dir), "time": entry.time, "step": None, "total_steps": None}
+def _row(entry: index.Entry, answer: Answer) -> dict[str, Any]:
+    row: dict[str, Any] = {"trial": str(entry.trial), "dir": str(entry.trial.dir), "time": entry.time, "job_id": None}
+    row |= {"step": None, "total_steps": None, "eta_s": None, "reason": ""}
     if entry.gone:
         return row | {"state": "gone"}
-    story = tell(entry.trial)
-    return row | {"state": story.state, "step": story.step, "total_steps": story.total_steps}
+    story = tell(entry.trial, answer.newest, answer.asked_at or None)
+    job = {"job_id": story.jobs[-1].job_id if story.jobs else None, "eta_s": story.eta_s if story.live else None}
+    return row | job | {"state": story.state, "reason": story.reason, "step": story.step, "total_steps": story.total_steps}
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     now = time.time()
-    cells = [("trial", "state", "step", "age", "directory")]
+    cells = [("trial", "state", "job", "step", "left", "submitted", "directory")]
     for row in rows:
         step = "" if row["step"] is None else f"{row['step']}" + (f"/{row['total_steps']}" if row["total_steps"] else "")
-        cells.append((row["trial"], row["state"], step, span(now - row["time"]) if row["time"] else "", row["dir"]))
-    widths = [max(len(line[column]) for line in cells) for column in range(4)]
-    return ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[4]]) for line in cells]
+        left = "" if row["eta_s"] is None else span(row["eta_s"])
+        age = f"{span(now - row['time'])} ago" if row["time"] else ""
+        cells.append((row["trial"], row["state"], row["job_id"] or "", step, left, age, row["dir"]))
+    widths = [max(len(line[column]) for line in cells) for column in range(6)]
+    return ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[6]]) for line in cells]

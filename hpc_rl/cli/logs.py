@@ -11,14 +11,17 @@ from pathlib import Path
 from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
 from hpc_rl.errors import ConfigError, TrialStateError
 from hpc_rl.launch import index
-from hpc_rl.launch.ask import ask_newest
+from hpc_rl.launch.ask import ask
 from hpc_rl.launch.incarnations import log_files
-from hpc_rl.launch.story import Reader, tell
+from hpc_rl.launch.story import tell
 from hpc_rl.launch.tail import Tail, last_lines
+from hpc_rl.launch.watch import Watch
+from hpc_rl.launch.words import clock
 from hpc_rl.trial import Trial
 
-ROLES = ("trainer", "rollout", "server", "supervisor", "job")
-ASK_EVERY_S = 30.0
+ROLES = ("trainer", "rollout", "server", "sglang", "supervisor", "job")
+EVERY_RANK = "all"
+WHOLE = 1 << 40  # lines
 
 
 @dataclass(frozen=True)
@@ -38,20 +41,32 @@ class Log:
 
 def run(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    if args.json and not args.list:
+        raise ConfigError("--json goes with --list: it lists the files; the logs themselves are text.")
     trial = index.resolve(args.trial)
     found = collect(trial)
     if args.list:
         return _list(trial, found, args.json)
-    chosen = choose(trial, found, args)
-    if args.json:
-        raise ConfigError("--json goes with --list: it lists the files; the logs themselves are text.")
     if args.follow:
         return _follow(trial, args)
+    if not found:
+        print(_nothing_yet(trial))
+        return 0
+    chosen = choose(trial, found, args)
     for number, log in enumerate(chosen):
         if len(chosen) > 1:
             print(f"{chr(10) if number else ''}==> {log.title(trial)} <==")
-        print("\n".join(last_lines(log.path, args.lines)))
+        print("\n".join(last_lines(log.path, args.lines) or ["(empty)"]))
     return 0
+
+
+def _nothing_yet(trial: Trial) -> str:
+    """Why a trial has no log."""
+    answer = ask(trial)
+    story = tell(trial, answer.newest, answer.asked_at or None)
+    since = f" since {clock(story.since)}" if story.since else ""
+    why = f" ({story.reason})" if story.reason else ""
+    return f"no log yet: {trial} is {story.state}{since}{why}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,12 +76,20 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--index", type=count, help="which replica of the role")
     made.add_argument("--incarnation", type=count, help="which start of the role within the attempt; default: the newest")
     made.add_argument("--attempt", help="which attempt, as status names it; default: the newest that has what is asked for")
-    made.add_argument("--rank", type=count, help="which rank, where ranks have files of their own")
+    made.add_argument(
+        "--rank", type=_rank, metavar="RANK", help="which rank, where ranks have files of their own, or `all`; default: rank 0"
+    )
     made.add_argument("-n", "--lines", type=count, default=40, help="how many of the last lines (default: 40)")
-    made.add_argument("-f", "--follow", action="store_true", help="go on with new lines until the trial ends")
+    made.add_argument(
+        "-f", "--follow", action="store_true", help="go on with new lines until the trial ends; waits for the first"
+    )
     made.add_argument("--list", action="store_true", help="list the files instead")
     add_json(made, "the list")
     return made
+
+
+def _rank(text: str) -> int | str:
+    return text if text == EVERY_RANK else count(text)
 
 
 def collect(trial: Trial) -> list[Log]:
@@ -85,22 +108,34 @@ def choose(trial: Trial, found: list[Log], args: argparse.Namespace) -> list[Log
         found = [replace(log, role="supervisor") if log.role == "job" and args.role != "job" else log for log in found]
     matching = [log for log in found if _matches(log, args)]
     if not matching:
+        if not found:
+            raise TrialStateError(_nothing_yet(trial))
         given = {key: getattr(args, key) for key in ("role", "index", "incarnation", "attempt", "rank")}
         wanted = " ".join(f"--{key} {value}" for key, value in given.items() if value is not None)
-        if not found:
-            raise TrialStateError(f"{trial} has no logs yet: `hpc-rl status {trial}` says what it waits for.")
         raise TrialStateError(f"{trial} has no log for {wanted}. `hpc-rl logs {trial} --list` shows which there are.")
     if args.role is None and args.index is None and args.incarnation is None and args.rank is None:
         default = [log for role in ("trainer", "supervisor") for log in _newest([log for log in matching if log.role == role])]
-        return default or _newest(matching)
-    return _newest(matching)
+        return _first_rank(default or _newest(matching))
+    return _first_rank(_newest(matching)) if args.rank is None else _newest(matching)
 
 
 def _matches(log: Log, args: argparse.Namespace) -> bool:
     by_attempt = args.attempt is None or args.attempt in (log.attempt, log.attempt.rpartition(".")[0])
-    numbers = ((args.index, log.index), (args.incarnation, log.incarnation), (args.rank, log.rank))
     by_attempt = by_attempt or (args.attempt is not None and args.attempt.rpartition(".")[0] == log.attempt)  # a job's own output
+    rank = None if args.rank == EVERY_RANK else args.rank
+    numbers = ((args.index, log.index), (args.incarnation, log.incarnation), (rank, log.rank))
     return by_attempt and args.role in (None, log.role) and all(wanted in (None, number) for wanted, number in numbers)
+
+
+def _first_rank(logs: list[Log]) -> list[Log]:
+    """Of logs by rank that of rank 0 alone, and what their launcher said where it said anything."""
+    ranked = {(log.role, log.index, log.incarnation) for log in logs if log.rank is not None}
+    chosen = []
+    for log in logs:
+        by_rank = (log.role, log.index, log.incarnation) in ranked
+        if not by_rank or log.rank == 0 or (log.rank is None and log.path.stat().st_size):
+            chosen.append(log)
+    return chosen or logs
 
 
 def _newest(logs: list[Log]) -> list[Log]:
@@ -125,21 +160,29 @@ def _list(trial: Trial, found: list[Log], as_json: bool) -> int:
 def _follow(trial: Trial, args: argparse.Namespace) -> int:
     """New lines of what is chosen, newer incarnations and attempts included, until the trial is over."""
     tails: dict[Path, Tail] = {}
-    reader, shown, asked = Reader(trial), None, 0.0
-    job_state = None
+    watch, shown, said = Watch(trial), None, ""
     while True:
-        if time.monotonic() - asked > ASK_EVERY_S:
-            job_state, _ = ask_newest(trial)
-            asked = time.monotonic()
-        over = reader.read(job_state).over
-        for log in choose(trial, collect(trial), args):
-            lines = tails.setdefault(log.path, Tail(log.path, args.lines)).poll(to_the_end=False)
+        story = watch.look()
+        try:
+            chosen = choose(trial, collect(trial), args)
+        except TrialStateError as nothing:
+            if story.over:
+                raise
+            chosen = []
+            words = str(nothing) if not tails else ""
+            if words and words != said:
+                print(f"hpc-rl: waiting: {words}", file=sys.stderr)
+                said = words
+        newer = bool(tails)  # what appears later is shown from its beginning
+        for log in chosen:
+            tail = tails.setdefault(log.path, Tail(log.path, WHOLE if newer else args.lines))
+            lines = tail.poll(to_the_end=story.over)
             if lines and shown != log.path:
                 print(f"==> {log.title(trial)} <==")
                 shown = log.path
             for line in lines:
                 print(line)
         sys.stdout.flush()
-        if over:
+        if story.over:
             return 0
         time.sleep(0.5)

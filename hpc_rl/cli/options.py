@@ -35,6 +35,9 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="atlas: its defaults, below the files; cpu: no GPU, over the files",
     )
+    parser.add_argument(
+        "--cluster", metavar="NAME", help="profile of the cluster, below the files (hpc-rl templates list names them)"
+    )
 
 
 def add_json(parser: argparse._ActionsContainer, what: str) -> None:

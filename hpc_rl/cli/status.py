@@ -3,47 +3,100 @@
 from __future__ import annotations
 
 import sys
+import time
+from dataclasses import asdict
 from typing import Any
 
+from hpc_rl.checkpoint.decide import PastStart
+from hpc_rl.checkpoint.lineage import fruitless_starts
 from hpc_rl.cli.options import add_json, add_trial, new_parser, print_json
+from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.launch import index
-from hpc_rl.launch.ask import ask_newest
+from hpc_rl.launch.ask import Answer, ask
 from hpc_rl.launch.incarnations import RoleStory
+from hpc_rl.launch.rollout_report import counts, troubles
 from hpc_rl.launch.story import AttemptStory, Story, tell
 from hpc_rl.launch.words import clock, end_words, number, rate, span, typed
+from hpc_rl.trial import Trial
 
 WIDTH = 12  # of the first column
+SHOWN_ATTEMPTS = 5  # without --all
+OLD_S = 60.0  # an answer of the scheduler that is older is called so
 
 
 def run(argv: list[str]) -> int:
-    parser = new_parser("status", "What a trial does, and what happened to it. Reads files; asks the scheduler once at most.")
+    parser = new_parser("status", DESCRIPTION)
     add_trial(parser)
     parser.add_argument("--offline", action="store_true", help="do not ask the scheduler")
+    parser.add_argument("--all", action="store_true", help=f"every attempt, not only the newest {SHOWN_ATTEMPTS}")
+    parser.add_argument("-f", "--follow", action="store_true", help="a live view until the trial is over; exits with its code")
     add_json(parser, "everything")
     args = parser.parse_args(argv)
     trial = index.resolve(args.trial)
-    job_state, complaint = (None, "") if args.offline else ask_newest(trial)
-    story = tell(trial, job_state)
+    if args.follow:
+        return _follow(trial, args.json)
+    answer = Answer() if args.offline else ask(trial)
+    story = tell(trial, answer.newest, answer.asked_at or None)
+    past = fruitless(story)
     if args.json:
-        print_json(story.to_json() | {"scheduler_error": complaint})
-    else:
-        print("\n".join(text(story)))
-        if complaint:
-            print(f"hpc-rl: the scheduler did not answer, so this is from files alone: {complaint}", file=sys.stderr)
+        asked = {"scheduler_error": answer.complaint, "scheduler_asked_at": answer.asked_at or None}
+        print_json(story.to_json() | asked | {"fruitless_starts": [asdict(one) for one in past]})
+        return 0
+    print("\n".join(text(story, SHOWN_ATTEMPTS if not args.all else None, past)))
+    if answer.complaint:
+        known = f"what it said {span(answer.age_s)} ago" if answer.asked_at else "files alone"
+        print(f"hpc-rl: the scheduler did not answer, so this is from {known}: {answer.complaint}", file=sys.stderr)
+    elif answer.asked_at and answer.age_s > OLD_S:
+        print(f"hpc-rl: the scheduler was asked {span(answer.age_s)} ago; it is asked rarely", file=sys.stderr)
     return 0
 
 
-def text(story: Story) -> list[str]:
+DESCRIPTION = """What a trial does, and what happened to it. Reads files, and asks the scheduler rarely:
+all commands of an account share one query for all of its jobs, at most 4 a minute."""
+
+
+def _follow(trial: Trial, as_json: bool) -> int:
+    if as_json:
+        raise ConfigError("--json is for one look; --follow is a live view. Give one of them.")
+    from hpc_rl.launch.follow import follow  # rich takes its time to import
+
+    try:
+        return follow(trial)
+    except KeyboardInterrupt:
+        print("\nhpc-rl: interrupted; the trial goes on", file=sys.stderr)
+        return ExitCode.KILLED_BY_PERSON
+
+
+def fruitless(story: Story) -> tuple[PastStart, ...]:
+    """What the loop guard counts: starts of the newest job since the newest generation; none once the trial is done."""
+    if story.state in ("done", "rendered") or not story.attempts:
+        return ()
+    newest = story.attempts[-1]
+    return fruitless_starts(story.trial, newest.job_id, newest.id if story.live else "")
+
+
+def text(story: Story, max_attempts: int | None = None, past: tuple[PastStart, ...] = ()) -> list[str]:
     """The lines of `hpc-rl status`."""
-    lines = [headline(story), row("directory", str(story.trial.dir))]
+    lines = [headline(story), *time_lines(story), row("directory", str(story.trial.dir))]
     if story.plan:
         lines.append(row("plan", plan_line(story.plan)))
     if story.jobs:
         lines.append(row("job", job_line(story)))
     if story.attempts:
-        lines += ["", "attempts", *(line for attempt in story.attempts for line in attempt_lines(attempt, story))]
+        shown = story.attempts[-max_attempts:] if max_attempts else story.attempts
+        earlier = len(story.attempts) - len(shown)
+        more = [f"  and {earlier} earlier: --all shows them"] if earlier else []
+        lines += ["", "attempts", *more, *(line for attempt in shown for line in attempt_lines(attempt, story))]
+    if past:
+        lines += ["", *guard_lines(story, past)]
     if story.live is not None:
         lines += ["", "roles", *(f"  {role_line(role)}" for role in story.live.roles)]
+    if story.rollout is not None and story.state != "done":
+        lines += [
+            "",
+            row("rollout", counts(story.rollout, story.live is not None)),
+            *(row("", line) for line in troubles(story.rollout, story.live is not None)),
+        ]
     if story.history.steps or story.history.evaluations:
         lines += ["", *metric_lines(story)]
     return [*lines, "", *next_lines(story)]
@@ -61,6 +114,19 @@ def headline(story: Story) -> str:
         parts.append(rate(story.rate) + (f", done in about {span(story.eta_s)}" if story.eta_s is not None else ""))
     lines = "   ".join(parts)
     return f"{lines}\n{row('', story.reason)}" if story.reason else lines
+
+
+def time_lines(story: Story) -> list[str]:
+    """Since when, until when, and when the last sign of life was."""
+    parts = [f"since {clock(story.since)}"] if story.since and story.state in ("running", "stopping") else []
+    if story.ends_at:
+        left_s = story.ends_at - time.time()
+        parts.append(f"the scheduler ends the job {clock(story.ends_at)}" + (f", in {span(left_s)}" if left_s > 0 else ""))
+        if story.eta_s is not None and story.eta_s > left_s > 0:
+            parts.append("training goes on in a later attempt")
+    if story.state == "unknown" and story.last_sign:
+        parts.append(f"last sign of life {clock(story.last_sign)}")
+    return [row("time", "; ".join(parts))] if parts else []
 
 
 def progress(story: Story) -> str:
@@ -85,17 +151,31 @@ def attempt_lines(attempt: AttemptStory, story: Story) -> list[str]:
     start = f"started {clock(attempt.started)}" if attempt.started else "started"
     took = f" after {span(attempt.ended - attempt.started)}" if attempt.ended and attempt.started else ""
     lines = [f"  {attempt.id:<{WIDTH}}  {attempt.state}{took}   {start}, {span_of_steps(attempt)}"]
-    if attempt.cause and attempt.cause != attempt.state:
+    if attempt.cause and attempt.cause != attempt.state and not (attempt is story.attempts[-1] and story.reason == attempt.cause):
         lines.append(f"  {'':<{WIDTH}}  {attempt.cause}")
     for line in attempt.lineages[1:] if attempt.lineages and attempt.lineages[0].from_step == 0 else attempt.lineages:
         why = f": {line.reason}" if line.reason else ""
         lines.append(f"  {'':<{WIDTH}}  lineage {line.lineage} from {origin(line.from_step)}{why}")
-    for role in attempt.roles:
-        for end in role.ends:
-            if end.incarnation < role.incarnation:
-                why = end_words(end.code, end.reason)
-                lines.append(f"  {'':<{WIDTH}}  {role.name} started again after incarnation {end.incarnation}: {why}")
-    return lines
+    return lines + [f"  {'':<{WIDTH}}  {words}" for role in attempt.roles if (words := restarts(role))]
+
+
+def restarts(role: RoleStory) -> str:
+    """Why a role was started again, the last time; empty where it was not."""
+    before = [end for end in role.ends if end.incarnation < role.incarnation]
+    if not before:
+        return ""
+    last = max(before, key=lambda end: end.incarnation)
+    again = f"after incarnation {last.incarnation}" if len(before) == 1 else f"{len(before)} times, the last time"
+    return f"{role.name} started again {again}: {end_words(last.code, last.reason)}"
+
+
+def guard_lines(story: Story, past: tuple[PastStart, ...]) -> list[str]:
+    """How near the trial is to being given up, and what happened."""
+    allowed = story.plan.get("recover_retries")
+    limit = f" (recover.retries allows {allowed} at fault)" if isinstance(allowed, int) else ""
+    since = "" if story.generation is None else f" since generation {story.generation}"
+    words = f"{len(past)} start{'' if len(past) == 1 else 's'} in a row without a new generation{since}{limit}"
+    return [row("no progress", words), *(f"  {one}" for one in past)]
 
 
 def origin(from_step: int) -> str:
@@ -112,6 +192,10 @@ def span_of_steps(attempt: AttemptStory) -> str:
 
 def role_line(role: RoleStory) -> str:
     state = "running" if role.running else "ended"
+    if role.gave_up:
+        return f"{role.name:<{WIDTH}}given up: {role.gave_up}"
+    if not role.running and role.restarting:
+        return f"{role.name:<{WIDTH}}about to be started again: {role.restarting}"
     restarts = f", started again {role.num_restarts} time{'s' if role.num_restarts != 1 else ''}" if role.num_restarts else ""
     return f"{role.name:<{WIDTH}}{state}, incarnation {role.incarnation}{restarts}"
 
@@ -123,17 +207,21 @@ SHOWN = (  # what a person looks at first, in this order
     ("entropy", "entropy"),
     ("staleness_mean", "staleness"),
     ("staleness_max", "largest staleness"),
+    ("older_lineage", "trajectories of an earlier start"),
     ("lr", "learning rate"),
     ("step_s", "seconds per step"),
     ("wait_s", "of them waiting"),
 )
+
+ONLY_IF_ANY = ("older_lineage",)
 
 
 def metric_lines(story: Story) -> list[str]:
     lines = []
     if story.history.steps:
         last = story.history.steps[-1]
-        shown = [f"{words} {number(last[key])}" for key, words in SHOWN if isinstance(last.get(key), (int, float))]
+        there = [(key, words) for key, words in SHOWN if isinstance(last.get(key), (int, float))]
+        shown = [f"{words} {number(last[key])}" for key, words in there if key not in ONLY_IF_ANY or last[key]]
         lines.append(row("metrics", f"step {last['step']}: " + ", ".join(shown)))
     name, values = story.history.held_out
     if values:

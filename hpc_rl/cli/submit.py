@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.cli.options import add_config, add_json, new_parser, print_json
+from hpc_rl.config.changes import Change
 from hpc_rl.config.check import check
 from hpc_rl.config.load import Loaded, load
-from hpc_rl.errors import ExitCode
-from hpc_rl.launch import index
+from hpc_rl.errors import ExitCode, HpcRlError
+from hpc_rl.launch import index, preflight
 from hpc_rl.launch import submit as submission
 from hpc_rl.launch.story import newest_generation
 from hpc_rl.launch.submit import Submission
@@ -20,6 +23,7 @@ from hpc_rl.launch.words import typed
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.schedulers import pick
+from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.trial import Trial
 
 
@@ -37,9 +41,10 @@ class Planned:
 
 def run(argv: list[str]) -> int:
     args, overrides = parse(parser(), argv)
-    planned = plan_of(load(args.config, overrides, presets=args.preset))
+    planned = plan_of(load(args.config, overrides, presets=args.preset, cluster=args.cluster))
     if args.dry_run:
         return _dry_run(planned, args.json)
+    planned = compared(planned, args.no_check)
     made = submission.submit(planned.loaded, planned.plan, command=["hpc-rl", "submit", *argv])
     return announce(made, planned, args)
 
@@ -48,7 +53,10 @@ def parser() -> argparse.ArgumentParser:
     made = new_parser("submit", "Check a configuration, plan it, and hand it in as a job. Returns at once.", EPILOG)
     add_config(made)
     made.add_argument(
-        "--dry_run", "--dry-run", action="store_true", help="stop before anything is written, and show what was planned"
+        "--dry_run",
+        "--dry-run",
+        action="store_true",
+        help="stop before anything is written; show the plan, and all checks of render",
     )
     add_outcome(made)
     return made
@@ -60,6 +68,9 @@ EPILOG = """Any option of the configuration may follow, as --a.b VALUE or a.b=VA
 
 def add_outcome(made: argparse.ArgumentParser) -> None:
     """How submit and recover tell what came of it."""
+    made.add_argument(
+        "--no_check", "--no-check", action="store_true", help="do not compare the request with the cluster (one sinfo)"
+    )
     made.add_argument("--follow", action="store_true", help="show the trial live until it is over, and end with its exit code")
     how = made.add_mutually_exclusive_group()
     add_json(how, "job id, paths and notes")
@@ -86,6 +97,23 @@ def plan_of(loaded: Loaded) -> Planned:
     return Planned(checked, plan)
 
 
+def compared(planned: Planned, no_check: bool) -> Planned:
+    """With what the cluster has to say. Raises ConfigError for a request that can never run there."""
+    config = planned.loaded.config
+    if no_check or pick(config.launcher.type) != "slurm":
+        return planned
+    said = preflight.quick(config, planned.plan, SlurmScheduler())
+    return dataclasses.replace(planned, loaded=dataclasses.replace(planned.loaded, notes=[*planned.loaded.notes, *said]))
+
+
+def checked_scripts(planned: Planned, trial: Trial) -> preflight.Report:
+    """Everything that can be said before a submission."""
+    config = planned.loaded.config
+    where = pick(config.launcher.type)
+    scripts = submission.scripts_of(planned.loaded, planned.plan, trial, where)
+    return preflight.everything(config, planned.plan, scripts, SlurmScheduler() if where == "slurm" else None)
+
+
 def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> int:
     """Tell what was submitted; with --follow stay until it is over. Returns the exit code."""
     if args.json:
@@ -93,7 +121,17 @@ def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> in
     elif args.parsable:
         print(made.job_id)
     else:
-        print("\n".join([*notes(planned), *lines(made), *next_lines(made.trial)]))
+        print(
+            "\n".join(
+                [
+                    *notes(planned),
+                    *changed_lines(made.changes),
+                    *new_allocation(made, planned),
+                    *lines(made),
+                    *next_lines(made.trial),
+                ]
+            )
+        )
     sys.stdout.flush()
     if not args.follow:
         return 0
@@ -111,9 +149,20 @@ def notes(planned: Planned) -> list[str]:
     return [f"note: {note}" for note in planned.notes]
 
 
+def changed_lines(changes: Sequence[Change]) -> list[str]:
+    """What the trial goes on with that it was not started with."""
+    return [f"changed    {change}" for change in changes]
+
+
+def new_allocation(made: Submission, planned: Planned) -> list[str]:
+    """What follows from the changes: the trial is cut for other processes than before."""
+    was, now = made.allocation_was, planned.plan.allocation
+    return [f"changed    allocation: {was} -> {now}  (safe: the state is cut anew)"] if was not in ("", now) else []
+
+
 def lines(made: Submission) -> list[str]:
     job = [f"job        {made.job_id} ({made.scheduler})"] if made.job_id else []
-    newest = newest_generation(made.trial)
+    newest = newest_generation(made.trial) if made.from_step is None else made.from_step
     start = (
         [] if newest is None else [f"start      from generation {newest} if it verifies; a fresh start needs another trial_name"]
     )
@@ -136,22 +185,41 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
         "output": str(made.output) if made.output else None,
         "allocation": planned.plan.allocation,
         "notes": planned.notes,
+        "changes": [dataclasses.asdict(change) for change in made.changes],
     }
 
 
 def _dry_run(planned: Planned, json: bool) -> int:
     trial = submission.trial_of(planned.loaded.config)
     submission.check(trial, planned.loaded.config.recover.mode)
+    changes = submission.changed_options(trial, planned.loaded.config)
+    submission.refuse_finished(trial, changes)
+    report = checked_scripts(planned, trial)
     if json:
-        print_json({"trial": str(trial), "dir": str(trial.dir), "plan": planned.plan.to_json(), "notes": planned.notes})
-        return 0
+        found = {"trial": str(trial), "dir": str(trial.dir), "plan": planned.plan.to_json(), "notes": planned.notes}
+        print_json(found | {"checks": report.to_json()})
+        return _quietly(report)
     plan = planned.plan
     where = pick(planned.loaded.config.launcher.type)
     nodes = "1 node" if plan.n_nodes == 1 else f"{plan.n_nodes} nodes"
     summary = f"plan       {plan.trainer}, {plan.allocation}, {nodes}, {where}"
     words = [f"trial      {trial}", f"directory  {trial.dir}", summary]
     units = [f"           {unit_line(unit)}" for unit in plan.units]
-    print("\n".join([*notes(planned), *words, *units, "nothing was written or submitted; `hpc-rl render` writes the scripts"]))
+    words += changed_lines(changes)
+    checks = [f"check      {check.line()}" for check in report.checks if check.state != "refused"]
+    end = "nothing was written or submitted; `hpc-rl render` writes the scripts"
+    print("\n".join([*notes(planned), *words, *units, *checks, end]))
+    sys.stdout.flush()
+    report.raise_for()
+    return 0
+
+
+def _quietly(report: preflight.Report) -> int:
+    """The exit code alone: the JSON has the words."""
+    try:
+        report.raise_for()
+    except HpcRlError as error:
+        return error.exit_code
     return 0
 
 
@@ -167,13 +235,24 @@ def run_render(argv: list[str]) -> int:
     made = new_parser("render", "Write the trial directory of a configuration with its job scripts, and submit nothing.", EPILOG)
     add_config(made)
     made.add_argument("--output", type=Path, metavar="DIR", help="write there instead of where the trial belongs")
-    add_json(made, "paths and notes")
+    made.add_argument(
+        "--check", action="store_true", help="check the scripts and the request first, and write nothing where they can't run"
+    )
+    add_json(made, "paths, notes and checks")
     args, overrides = parse(made, argv)
-    planned = plan_of(load(args.config, overrides, presets=args.preset))
+    planned = plan_of(load(args.config, overrides, presets=args.preset, cluster=args.cluster))
+    report = preflight.Report()
+    if args.check:
+        report = checked_scripts(planned, submission.trial_of(planned.loaded.config))
+        if args.json and _quietly(report):
+            print_json({"checks": report.to_json()})
+            return _quietly(report)
+        report.raise_for()
     done = submission.render_to(planned.loaded, planned.plan, args.output, command=["hpc-rl", "render", *argv])
     if args.json:
-        print_json(as_json(done, planned))
+        print_json(as_json(done, planned) | ({"checks": report.to_json()} if args.check else {}))
         return 0
     by_hand = "sbatch" if done.scheduler == "slurm" else "bash"
-    print("\n".join([*notes(planned), *lines(done), f"next       {by_hand} {done.script}"]))
+    checks = [f"check      {check.line()}" for check in report.checks]
+    print("\n".join([*notes(planned), *lines(done), *checks, f"next       {by_hand} {done.script}"]))
     return 0

@@ -73,10 +73,42 @@ def is_embedded(config: Config) -> bool:
 
 def loading(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """Options of the datasets that need a GPU."""
-    for section in ("train_dataset", "valid_dataset"):
-        dataset = getattr(config, section)
-        if dataset and dataset.pin_memory and not config.cluster.n_gpus_per_node:
-            yield f"{section}.pin_memory has no effect without GPUs (cluster.n_gpus_per_node 0); leave it out."
+    if config.train_dataset.pin_memory and not config.cluster.n_gpus_per_node:
+        yield "train_dataset.pin_memory has no effect without GPUs (cluster.n_gpus_per_node 0); leave it out."
+
+
+def idle_notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """What was written and changes nothing in this trial; files of AReaL's say it all the same."""
+    idle = [name for name in ("batch_size", "shuffle", "drop_last", "pin_memory") if f"valid_dataset.{name}" in explicit]
+    if idle and config.valid_dataset is not None:
+        yield f"valid_dataset.{', '.join(idle)}: no effect: an evaluation takes every held-out row once, in their order."
+    if isinstance(config, GRPOConfig):
+        unused = "sglang" if is_embedded(config) else "embedded"
+        if any(name.startswith(f"{unused}.") for name in explicit):
+            yield f"{unused} has no effect: the trial's servers are {'embedded' if unused == 'sglang' else 'sglang'} ones."
+        return
+    roles = [name for name in sorted(explicit) if name.startswith(("launcher.rollout_", "launcher.inference_server_"))]
+    if roles:
+        yield f"{', '.join(roles)}: no effect: a {config.trainer} trial has a trainer only."
+
+
+METRICS = {  # trainer -> the numbers of its evaluations; the first is the default of saver.keep_best.metric
+    "grpo": ("eval_reward",),
+    "sft": ("eval_loss",),
+    "rw": ("eval_loss", "eval_accuracy"),
+}
+
+
+def best(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """The best model is told by an evaluation that there is."""
+    keep = config.saver.keep_best
+    if keep is None:
+        return
+    if config.valid_dataset is None:
+        yield "saver.keep_best has no effect without valid_dataset: nothing is evaluated."
+    allowed = METRICS[config.trainer or "grpo"]  # load fills it in
+    if keep.metric is not None and keep.metric not in allowed:
+        yield f"saver.keep_best.metric {keep.metric} is not measured in a {config.trainer} trial; allowed: {', '.join(allowed)}."
 
 
 _OURS = {
@@ -102,24 +134,12 @@ def srun_options(config: Config, explicit: Collection[str]) -> Iterator[str]:
         option = word.partition("=")[0] if word.startswith("--") else word[:2]
         if not word.startswith("-"):
             yield f"{name}: {word!r} is no option; write a value with its option: --name=value."
+        elif option.startswith(("--container-", "--no-container-")):
+            yield f"{name}: {option}: name images in launcher.slurm.trainer_image and its like, the rest in container_args."
         elif "$" in word:
             yield f"{name}: {word!r}: variables are not expanded; write the value."
         elif option in _OURS or option in _DERIVED:
             yield f"{name}: {option} is derived from the plan and can't be given."
 
 
-def containers(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    """Images and what goes with them."""
-    slurm = config.launcher.slurm
-    images = [name for name in ("trainer_image", "inference_server_image") if getattr(slurm, name)]
-    if images and slurm.container_type == "none":
-        yield f"launcher.slurm.{images[0]} contradicts launcher.slurm.container_type none: use apptainer, or leave the image out."
-    if slurm.mount and not images:
-        yield "launcher.slurm.mount has no effect without launcher.slurm.trainer_image or inference_server_image."
-    for bind in slurm.mount.split(",") if slurm.mount else []:
-        parts = bind.split(":")
-        if not 1 <= len(parts) <= 3 or not all(part.startswith("/") for part in parts[:2]):
-            yield f"launcher.slurm.mount: {bind!r} is no bind: /source:/target, several separated by commas."
-
-
-RULES = [identity, consumer, servers, loading, srun_options, containers]
+RULES = [identity, consumer, servers, loading, best, srun_options]

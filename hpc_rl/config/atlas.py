@@ -25,13 +25,15 @@ class Alias:
     to: Our option; empty where there is none.
     translate: Our value from theirs; raises ValueError with words.
     accepts: Without `to`: the values that are accepted, with no effect.
-    why: Without `to`: why no effect (said as a note), and what to use.
+    unless: With `to`: the values that have no effect.
+    why: Why no effect (said as a note), and what to use.
     note: With `to`: what is different, said as a note.
     """
 
     to: str = ""
     translate: Callable[[Any], Any] | None = None
     accepts: tuple[Any, ...] = ()
+    unless: tuple[Any, ...] = ()
     why: str = ""
     note: str = ""
     any_value: bool = False  # every value is accepted with no effect
@@ -61,6 +63,19 @@ def _report_to(value: Any) -> Any:
     if unknown:
         raise ValueError(f"{unknown[0]} is not known; allowed: wandb, tensorboard (always written), none")
     return "online" if "wandb" in names else "disabled"
+
+
+def _metric(value: Any) -> Any:
+    """Hugging Face's names: with `eval_` or without; ATLAS's own log writes eval/reward."""
+    if not isinstance(value, str):
+        raise ValueError("it must be the name of a number, as eval_reward")
+    return f"eval_{value.replace('eval/', 'eval_').removeprefix('eval_')}"
+
+
+def _mode(value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise ValueError("it must be true or false")
+    return "max" if value else "min"
 
 
 ALIASES: dict[str, Alias] = {
@@ -114,10 +129,15 @@ ALIASES: dict[str, Alias] = {
     "eval_steps": Alias("evaluator.freq_steps"),
     "save_total_limit": Alias("saver.keep_last"),
     "load_best_model_at_end": Alias(
-        accepts=(False,), why="choosing the best export is not built; metrics.jsonl has eval/reward by step, exports/ the weights"
+        "saver.keep_best.as_final",
+        unless=(False,),
+        why="the final export is the last step's",
+        note="exports/final is the best model",
     ),
-    "metric_for_best_model": Alias(any_value=True, why="without load_best_model_at_end no model is chosen"),
-    "greater_is_better": Alias(any_value=True, why="without load_best_model_at_end no model is chosen"),
+    "metric_for_best_model": Alias(
+        "saver.keep_best.metric", _metric, unless=(None,), why="it is the trainer's own", note="exports/best is the best model"
+    ),
+    "greater_is_better": Alias("saver.keep_best.mode", _mode, unless=(None,), why="a loss is to be small, all else large"),
     "report_to": Alias("stats_logger.wandb.mode", _report_to, note="JSON lines and TensorBoard files are always written"),
 }
 
@@ -164,8 +184,10 @@ def _one(
     name: str, alias: Alias, item: Given, model: str, known: Mapping[str, Any], done: Translated
 ) -> tuple[str, Given] | None:
     value, why = item.plain(), alias.why.replace("{model}", model)
-    if not alias.to:
-        if alias.any_value or any(value == one and type(value) is type(one) for one in alias.accepts):
+    idle = alias.unless if alias.to else alias.accepts
+    silent = alias.any_value or any(value == one and type(value) is type(one) for one in idle)
+    if not alias.to or silent:
+        if silent:
             done.notes.append(f"{name} ({item.origin}) has no effect here: {why}.")
         else:
             shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value

@@ -142,7 +142,8 @@ class Builder:
         parent, _, leaf = name.rpartition(".")
         siblings = {n.rpartition(".")[2]: n for n in self.known if n.rpartition(".")[0] == parent}
         near = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
-        same = [n for n in self.known if n.rpartition(".")[2] == leaf]
+        alike = {n: difflib.SequenceMatcher(None, name, n).ratio() for n in self.known if n.rpartition(".")[2] == leaf}
+        same = [n for n, ratio in alike.items() if ratio > max(alike.values()) - 0.1]
         elsewhere = [trainer for trainer, cls in self.others.items() if name in options(cls)]
         if name in self.aliases:
             hint = f"in a file its name is {self.aliases[name]}; {name} is short for it on the command line."
@@ -223,7 +224,7 @@ def describe(kind: Any) -> str:
         words = [str(extra) for extra in extras if isinstance(extra, Limits | Grammar)]
         return ", ".join([describe(base), *words])
     if typing.get_origin(kind) is Literal:
-        return ", ".join(str(arg) for arg in typing.get_args(kind))
+        return ", ".join(str(arg) or "empty" for arg in typing.get_args(kind))
     if typing.get_origin(kind) is list:
         return f"a list ({describe(typing.get_args(kind)[0])})"
     if typing.get_origin(kind) is dict:

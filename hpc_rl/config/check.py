@@ -6,7 +6,6 @@ refusals; an option that somebody wrote is never changed, only refused.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 import re
@@ -14,11 +13,12 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config import agreement
+from hpc_rl.config import agreement, containers
 from hpc_rl.config.cluster import environment_of
 from hpc_rl.config.load import Loaded
 from hpc_rl.config.model_rules import model_rules
 from hpc_rl.config.root import Config, GRPOConfig, SFTConfig
+from hpc_rl.config.slurm_rules import scheduler_options
 from hpc_rl.config.train_rules import TRAIN_RULES, adapted
 from hpc_rl.config.train_rules import notes as train_notes
 from hpc_rl.config.unavailable import unavailable
@@ -81,11 +81,15 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
 
 def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     yield from train_notes(config, explicit)
+    yield from agreement.idle_notes(config, explicit)
     recover = config.recover
     if recover.mode == "disabled" and any(f"recover.freq_{unit}" in explicit for unit in ("epochs", "steps", "secs")):
         yield "recover.freq_* has no effect: recover.mode is disabled, so nothing is saved and nothing can be resumed."
     if config.total_train_steps is not None and "total_train_epochs" in explicit:
         yield f"total_train_epochs has no effect: total_train_steps {config.total_train_steps} says when the trial ends."
+    evaluator = config.evaluator
+    if config.saver.keep_best is not None and evaluator.freq_epochs is evaluator.freq_steps is evaluator.freq_secs is None:
+        yield "saver.keep_best has little choice: no evaluator.freq_* is set, so only first and last weights are evaluated."
     if isinstance(config, GRPOConfig) and config.async_training and not config.rollout.max_head_offpolicyness:
         yield "generation never runs ahead of training, for rollout.max_head_offpolicyness is 0; 1 or more makes it asynchronous."
 
@@ -211,51 +215,6 @@ def without_effect(config: Config, explicit: Collection[str]) -> Iterator[str]:
         yield f"{often[0]} has no effect without valid_dataset."
 
 
-_DERIVED = re.compile(
-    "--(ntasks|ntasks-per-node|cpus-per-task|gpus-per-node|job-name|output|error|open-mode|requeue|no-requeue|no-kill|signal|array)"
-    "|--(wrap|parsable|export|input|chdir)|-[ncJoeakiD].*"
-)
-_OWN_OPTIONS = {
-    "--nodes": "cluster.n_nodes",
-    "-N": "cluster.n_nodes",
-    "-t": "launcher.slurm.time",
-    "-p": "launcher.slurm.partition",
-}
-_OWN_OPTIONS |= {
-    f"--{name}": f"launcher.slurm.{name}"
-    for name in (
-        "mem",
-        "time",
-        "partition",
-        "account",
-        "qos",
-        "constraint",
-        "reservation",
-        "nodelist",
-        "exclude",
-        "gres",
-        "comment",
-    )
-}
-
-
-def scheduler_options(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    slurm = config.launcher.slurm
-    for field in dataclasses.fields(slurm):
-        value = getattr(slurm, field.name)
-        for text in value if isinstance(value, list) else [value or ""]:
-            if any(ord(char) < 32 for char in text):
-                yield f"launcher.slurm.{field.name}: {text!r} holds a line break or control character."
-    for extra in slurm.extra_args:
-        name = re.split(r"[= ]", extra, maxsplit=1)[0]
-        if not name.startswith("-"):
-            yield f"launcher.slurm.extra_args: {extra!r} is no sbatch option; one option per item, as --licenses=a:1."
-        elif name in _OWN_OPTIONS:
-            yield f"launcher.slurm.extra_args: {name} has an option of its own here: {_OWN_OPTIONS[name]}."
-        elif _DERIVED.fullmatch(name):
-            yield f"launcher.slurm.extra_args: {name} is derived from the plan and can't be given."
-
-
 def environments(config: Config, explicit: Collection[str]) -> Iterator[str]:
     for name in ("inference_server_env_vars", "trainer_env_vars"):
         try:
@@ -275,18 +234,35 @@ def dataset_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
         path = Path(dataset.path)
         if not path.exists():
             yield f"{section}.path {path} does not exist{_relative_hint(f'{section}.path', explicit)}."
-        elif path.is_file() and path.suffix not in (".jsonl", ".parquet"):
+        elif path.is_dir():
+            yield from _saved_dataset(f"{section}.path", path)
+        elif path.suffix not in (".jsonl", ".parquet"):
             yield f"{section}.path {path} can't be read; allowed: a .jsonl or .parquet file, or a directory with a saved dataset."
+        elif not path.stat().st_size:
+            yield f"{section}.path {path} is empty."
+
+
+def _saved_dataset(name: str, path: Path) -> Iterator[str]:
+    """What Dataset.save_to_disk leaves: state.json beside the data; of a DatasetDict it is one directory for each split."""
+    if (path / "state.json").is_file():
+        return
+    splits = sorted(one.parent.name for one in path.glob("*/state.json"))
+    if splits:
+        yield f"{name} {path} has the splits {', '.join(splits)}: give the path of one of them, as {path / splits[0]}."
+        return
+    files = sorted(one for pattern in ("*.jsonl", "*.parquet") for one in path.glob(pattern))
+    hint = f"; did you mean {files[0]}?" if files else "."
+    yield f"{name} {path} is a directory, but no saved Hugging Face dataset (it has no state.json){hint}"
 
 
 def _relative_hint(name: str, explicit: Collection[str]) -> str:
     return "; a relative path is taken from the working directory" if name in explicit else ""
 
 
-def site_templates(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    folder = config.launcher.site_templates
+def templates_dir(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    folder = config.launcher.templates_dir
     if folder and not Path(folder).is_dir():
-        yield f"launcher.site_templates {folder} is not a directory{_relative_hint('launcher.site_templates', explicit)}."
+        yield f"launcher.templates_dir {folder} is not a directory{_relative_hint('launcher.templates_dir', explicit)}."
 
 
 def fileroot(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -342,5 +318,6 @@ RULES: list[Rule] = [
     unavailable,
     *TRAIN_RULES,
     *agreement.RULES,
+    *containers.RULES,
 ]
-FILE_RULES: list[Rule] = [dataset_files, site_templates, fileroot, shared_places]
+FILE_RULES: list[Rule] = [dataset_files, templates_dir, fileroot, shared_places, *containers.FILE_RULES]

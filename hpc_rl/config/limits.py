@@ -36,9 +36,18 @@ class Place:
     """A path: `~` is expanded and a relative one is taken from the working directory. An empty one stays empty."""
 
     bare_names: bool = False  # a name without a slash is looked up on the PATH, and stays as it is
+    or_script: bool = False  # a text of several lines, or one that begins with #!, is a script and no path
+
+    def is_path(self, text: str) -> bool:
+        """Whether the text names a file that lies somewhere."""
+        if self.or_script and ("\n" in text or text.startswith("#!")):
+            return False
+        return not (self.bare_names and "/" not in text)
 
     def refusal(self, text: str) -> str:
         """Why no file can be called so; empty where one can."""
+        if self.or_script and not self.is_path(text):
+            return ""
         if any(ord(char) < 32 or ord(char) == 127 for char in text):
             return "A path can't hold line breaks or control characters."
         too_long = len(text.encode()) > 3000 or any(len(part.encode()) > 255 for part in text.split("/"))
@@ -58,6 +67,7 @@ ShareBelowOne = Annotated[float, Limits(at_least=0, below=1)]
 AboveOne = Annotated[float, Limits(above=1)]
 PathText = Annotated[str, Place()]
 Executable = Annotated[str, Place(bare_names=True)]
+ScriptOrPath = Annotated[str, Place(or_script=True)]
 
 
 @dataclass(frozen=True)
@@ -74,4 +84,8 @@ class Grammar:
 
 _SLURM_TIME = r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE"
 SlurmTime = Annotated[str, Grammar(_SLURM_TIME, "24:00:00 (hours), 2-12 (days-hours), or '90' in quotes (minutes)", quoted=True)]
-SlurmMemory = Annotated[str, Grammar(r"[0-9]+[KMGT]?", "a number with an optional unit K, M, G or T, as 200G")]
+_MEMORY_WORDS = "a number with an optional unit K, M, G or T, as 200G"
+SlurmMemory = Annotated[str, Grammar(r"[0-9]+[KMGT]?", _MEMORY_WORDS)]
+SlurmMemoryOrDerived = Annotated[str, Grammar(r"derived|[0-9]+[KMGT]?", f"derived, or {_MEMORY_WORDS}, or 0 for the whole node")]
+SlurmCountOrDerived = Annotated[str, Grammar(r"derived|[1-9][0-9]{0,5}", "derived, or a number")]
+GpuType = Annotated[str, Grammar(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", "a name, as a100")]

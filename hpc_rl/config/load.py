@@ -21,6 +21,7 @@ from hpc_rl.config import presets as presets_of
 from hpc_rl.config.build import Builder, Given, alternatives, given, hints, is_optional, section_of
 from hpc_rl.config.limits import Place
 from hpc_rl.config.root import CONFIGS, Config, RWConfig, SFTConfig
+from hpc_rl.config.site import SHIPPED_PROFILES, known_profiles, profile_dirs
 from hpc_rl.config.source import read_overrides, read_yaml
 from hpc_rl.errors import ConfigError
 
@@ -46,23 +47,24 @@ class Loaded:
         return frozenset(self.origins)
 
 
-PROFILES = (  # directories that may have a profile <cluster_name>.yaml; the first that has it counts
-    Path("~/.config/hpc-rl/cluster"),
-    Path(__file__).resolve().parents[1] / "_data" / "configs" / "cluster",
-    Path(__file__).resolve().parents[2] / "configs" / "cluster",
-)
-
-
 def load(
     config_files: Sequence[str | Path],
     overrides: Sequence[str] = (),
     *,
     aliases: Mapping[str, str] = ALIASES,
     presets: Sequence[str] = (),
-    profiles: Sequence[Path] = PROFILES,
+    profiles: Sequence[Path] | None = None,
+    cluster: str | None = None,
 ) -> Loaded:
-    """Read files, then overrides (`a.b=c`, `--a.b=c`, `--a.b c`). Relative paths are made absolute. Raises ConfigError."""
+    """Read files, then overrides (`a.b=c`, `--a.b=c`, `--a.b c`). Relative paths are made absolute. Raises ConfigError.
+
+    `cluster` names a profile that must exist; `profiles` are the directories searched, by default those of the site and ours.
+    """
     files = [read_yaml(Path(file)) for file in config_files]
+    profiles = profile_dirs() if profiles is None else profiles
+    if cluster is not None:
+        _require_profile(cluster, list(profiles))
+        overrides = [f"cluster.cluster_name={cluster}", *overrides]
     arguments = [Given({name: item}, item.origin) for name, item in read_overrides(list(overrides), aliases)]
     profile, notes = _profile([*files, *arguments], profiles)
     sources = [*profile, *files, *arguments]
@@ -91,6 +93,15 @@ def _presets(names: Sequence[str], builder: Builder, sources: Sequence[Given]) -
     )
 
 
+def _require_profile(name: str, folders: list[Path]) -> None:
+    known = known_profiles(folders)
+    if name not in known:
+        places = ", ".join(str(folder) for folder in folders if folder.is_dir()) or "no directory that exists"
+        raise ConfigError(
+            f"--cluster {name}: there is no such profile; known: {', '.join(sorted(known)) or 'none'} (in {places})."
+        )
+
+
 def _profile(sources: Sequence[Given], profiles: Sequence[Path]) -> tuple[list[Given], list[str]]:
     """The file of the cluster that `cluster.cluster_name` names. Raises ConfigError where that file can't be read."""
     found = [item for source in sources if (item := atlas.find(source, "cluster.cluster_name")) is not None]
@@ -101,7 +112,7 @@ def _profile(sources: Sequence[Given], profiles: Sequence[Path]) -> tuple[list[G
         path = folder.expanduser() / f"{name}.yaml"
         if path.is_file():
             return [read_yaml(path)], [f"cluster.cluster_name {name}: {path} is loaded before every other file."]
-    places = " nor ".join(str(folder) for folder in profiles[:1])
+    places = " nor ".join(str(folder) for folder in profiles if folder not in SHIPPED_PROFILES)
     return [], [f"cluster.cluster_name {name} is only a name: there is no profile {name}.yaml in {places}."]
 
 
@@ -233,7 +244,7 @@ def _absolute(section: Any) -> Any:
             changes[name] = _absolute(value)
         elif isinstance(value, str) and value:
             place = next((extra for kind in alternatives(hint) for extra in _extras(kind) if isinstance(extra, Place)), None)
-            if place and not (place.bare_names and os.sep not in value):
+            if place and place.is_path(value):
                 changes[name] = os.path.abspath(os.path.expanduser(value))
     return dataclasses.replace(section, **changes)
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.agreement import is_embedded
 from hpc_rl.config.root import Config, GRPOConfig
 from hpc_rl.config.train import TrainEngineConfig
 from hpc_rl.config.train_rules import models
@@ -18,6 +19,14 @@ def model_rules(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """Refusals about the paths of the models and the tokenizer."""
     for section, engine in models(config):
         yield from _model(config, section, engine)
+
+
+def context_of(config: GRPOConfig) -> int | None:
+    """Tokens that the trial's servers take for input and output together, as far as files say; None where they don't."""
+    found = read_json(Path(config.actor.path) / "config.json")
+    limits = [found.get("max_position_embeddings") if isinstance(found, dict) else None]
+    limits += [] if is_embedded(config) else [config.sglang.context_length]
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
 def _model(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[str]:

@@ -39,19 +39,38 @@ class IdentityConfig:
 
 
 @dataclass(kw_only=True)
+class KeepBestConfig:
+    """The best model by its evaluations, as `exports/best`.
+
+    Args:
+        metric: Number of an evaluation: `eval_reward` (grpo), `eval_loss` (sft, rw), `eval_accuracy` (rw); null means the
+            first of these that the trainer has.
+        mode: Whether larger or smaller is better; null means `min` for a loss, else `max`.
+        as_final: `exports/final` is the best model in place of the last step's.
+    """
+
+    metric: Literal["eval_reward", "eval_loss", "eval_accuracy"] | None = None
+    mode: Literal["max", "min"] | None = None
+    as_final: bool = False
+
+
+@dataclass(kw_only=True)
 class SaverConfig(FrequencyConfig, IdentityConfig):
     """Exports for people, in Hugging Face format, into `exports/`; one is always written at the end.
 
     Args:
-        keep_last: Exports kept, the final one not counted; null means all (ours).
+        keep_last: Exports kept, the final and the best one not counted; null means all (ours).
+        keep_best: The best model by its evaluations; null means that it is not kept (ours).
     """
 
     keep_last: PositiveInt | None = None
+    keep_best: KeepBestConfig | None = None
 
 
 @dataclass(kw_only=True)
 class EvaluatorConfig(FrequencyConfig, IdentityConfig):
-    """Evaluation on `valid_dataset`; one always runs before the first and after the last step if there is such a dataset."""
+    """Evaluation on `valid_dataset`; one always runs after the last step if there is such a dataset, and before the
+    first one of a grpo trial."""
 
 
 @dataclass(kw_only=True)

@@ -62,7 +62,12 @@ def default_of(field: dataclasses.Field) -> Any:
 def _redact(name: str, value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _redact(key, item) for key, item in value.items()}
-    return REDACTED if isinstance(value, str) and value and _SECRET.search(name.rpartition(".")[2]) else value
+    return REDACTED if isinstance(value, str) and value and is_secret(name) else value
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of an option, by its name, must not be shown."""
+    return _SECRET.search(name.rpartition(".")[2]) is not None
 
 
 def derived_values(config: Config, allocation: str = "") -> dict[str, Shown]:

@@ -18,9 +18,6 @@ _NO_REWARD_SERVICE = "rewards are computed by processes of the rollout role; nam
 _KEY_IN_FILE = "a key does not belong in a file that many may read"
 
 
-_NO_CONTAINER = "containers are not built; leave it out, and name interpreters in launcher.python and inference_server_python"
-
-
 @dataclass(frozen=True)
 class Unavailable:
     """The values that an option may have, and why it may have no other."""
@@ -49,8 +46,6 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "stats_logger.swanlab.api_key": Unavailable(
         ("",), f"{_KEY_IN_FILE}; run `swanlab login` once, or export SWANLAB_API_KEY before you submit"
     ),
-    "launcher.slurm.trainer_image": Unavailable((None,), _NO_CONTAINER, built=False),
-    "launcher.slurm.inference_server_image": Unavailable((None,), _NO_CONTAINER, built=False),
     "sglang.dp_size": Unavailable((1,), "replicas are servers of their own here; say how many in allocation_mode, as sglang:d4"),
     "sglang.enable_dp_attention": Unavailable(
         (False,), "data-parallel attention within a server is not built; use more servers: allocation_mode sglang:dN", built=False

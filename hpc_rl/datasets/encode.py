@@ -145,7 +145,7 @@ def _scored(tokenizer: Tokenizer, row: dict[str, Any], text: Any) -> np.ndarray:
 
 def load_pairs(dataset: DatasetConfig, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
     """encode_pair of every row without those above `max_length` tokens, in file order. Raises ConfigError if none is left."""
-    pairs = [encode_pair(tokenizer, row) for row in load_rows(dataset.path)]
+    pairs = encode_all(lambda row: encode_pair(tokenizer, row), load_rows(dataset.path), dataset.num_workers)
     if dataset.max_length is not None:
         pairs = [pair for pair in pairs if max(map(len, pair)) <= dataset.max_length]
     if not pairs:

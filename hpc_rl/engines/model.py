@@ -82,27 +82,15 @@ def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Policy:
     hf: Any
     disable_progress_bar()  # one per rank, into the role's log
     torch.manual_seed(seed)  # what the weights lack (all of them, or the head of a reward model) is drawn
-    kind: Any = AutoModelForSequenceClassification if config.is_critic else AutoModelForCausalLM
-    labels: dict[str, Any] = {"num_labels": 1} if config.is_critic else {}
-    if config.init_from_scratch:
-        architecture = AutoConfig.from_pretrained(config.path, local_files_only=True, **labels)
-        hf = kind.from_config(architecture, dtype=torch.float32, attn_implementation=config.attn_impl)
-    else:
-        loaded: Any = kind.from_pretrained(
-            config.path,
-            dtype=torch.float32,
-            attn_implementation=config.attn_impl,
-            local_files_only=True,
-            output_loading_info=True,
-            **labels,
-        )
-        hf, found = loaded
-        wrong = sorted({str(name) for problem in ("missing_keys", "mismatched_keys") for name in found[problem]})
-        wrong = [name for name in wrong if not (config.is_critic and name == "score.weight")]
-        if wrong:
-            raise ConfigError(
-                f"the weights at {config.path} lack, or have in another shape: {', '.join(wrong[:5])} ({len(wrong)} in all)"
-            )
+    try:
+        hf = _make(config)
+    except ConfigError:
+        raise  # it is a ValueError too
+    except (ImportError, ValueError) as error:  # a package that the attention needs, a name or an architecture that is unknown
+        raise ConfigError(
+            f"{config.path} can't be built with attn_impl {config.attn_impl!r} here: {error} "
+            "Install what is missing in the trainer's environment, or use attn_impl: sdpa."
+        ) from error
     if config.is_critic and not isinstance(getattr(hf, "score", None), nn.Linear):
         raise NotBuilt(f"{hf.config.model_type} models can't be reward models yet: their head is not a linear layer `score`")
     if not config.is_critic:
@@ -112,6 +100,31 @@ def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Policy:
     if config.gradient_checkpointing and not frozen:
         _recompute_activations(hf)
     return Scorer(hf) if config.is_critic else Policy(hf)
+
+
+def _make(config: TrainEngineConfig) -> Any:
+    """The model of transformers, its weights from the directory or random. Raises ConfigError, ImportError, ValueError."""
+    kind: Any = AutoModelForSequenceClassification if config.is_critic else AutoModelForCausalLM
+    labels: dict[str, Any] = {"num_labels": 1} if config.is_critic else {}
+    if config.init_from_scratch:
+        architecture = AutoConfig.from_pretrained(config.path, local_files_only=True, **labels)
+        return kind.from_config(architecture, dtype=torch.float32, attn_implementation=config.attn_impl)
+    loaded: Any = kind.from_pretrained(
+        config.path,
+        dtype=torch.float32,
+        attn_implementation=config.attn_impl,
+        local_files_only=True,
+        output_loading_info=True,
+        **labels,
+    )
+    hf, found = loaded
+    wrong = sorted({str(name) for problem in ("missing_keys", "mismatched_keys") for name in found[problem]})
+    wrong = [name for name in wrong if not (config.is_critic and name == "score.weight")]
+    if wrong:
+        raise ConfigError(
+            f"the weights at {config.path} lack, or have in another shape: {', '.join(wrong[:5])} ({len(wrong)} in all)"
+        )
+    return hf
 
 
 def _recompute_activations(hf: Any) -> None:

@@ -1,12 +1,47 @@
-"""Asking the scheduler about a trial: which one it is, and one question for its newest job. Its silence is an answer too."""
+"""Asking the scheduler about trials, rarely: what many people share is asked through polling.py, this machine directly.
+
+Its silence is an answer too: then the files of the trial tell what they can.
+"""
 
 from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from hpc_rl.errors import SchedulerError
 from hpc_rl.launch.story import Job, read_jobs
 from hpc_rl.schedulers import make_scheduler
 from hpc_rl.schedulers.base import JobState, Scheduler
+from hpc_rl.schedulers.polling import Poller, Seen
 from hpc_rl.trial import Trial
+
+PATIENCE_S = 5.0  # for another command's query, by one that would know nothing otherwise
+PROMPT_S = 2.0  # between two questions of one watcher to a scheduler that answers from files
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a scheduler says of a trial's jobs.
+
+    Args:
+        states: Of each job that was asked about.
+        newest: Of the newest job; None where nothing is known.
+        asked_at: When the scheduler was asked, Unix seconds; 0 for never.
+        complaint: Its last words where the newest question got no answer.
+    """
+
+    states: dict[str, JobState] = field(default_factory=dict)
+    newest: JobState | None = None
+    asked_at: float = 0.0
+    complaint: str = ""
+
+    @property
+    def age_s(self) -> float:
+        return max(0.0, time.time() - self.asked_at)
 
 
 def scheduler_of(trial: Trial, job: Job) -> Scheduler:
@@ -14,13 +49,62 @@ def scheduler_of(trial: Trial, job: Job) -> Scheduler:
     return make_scheduler(job.scheduler, trial)
 
 
-def ask_newest(trial: Trial) -> tuple[JobState | None, str]:
-    """What the scheduler says of the newest job, by one query; None, and its complaint, where it says nothing."""
-    jobs = read_jobs(trial)
-    if not jobs:
-        return None, ""
-    job = jobs[-1]
+def ask(trial: Trial, newer_than: float = 0.0, patience_s: float = PATIENCE_S) -> Answer:
+    """What the scheduler says of a trial's jobs that left no word of their end: one query, or none where the last is recent.
+
+    An answer from before `newer_than` (Unix seconds) is of little use: it is asked again soon, but not at once.
+    """
+    return ask_all([trial], newer_than, patience_s).get(trial.dir, Answer())
+
+
+def ask_all(trials: Iterable[Trial], newer_than: float = 0.0, patience_s: float = PATIENCE_S) -> dict[Path, Answer]:
+    """The same for many trials, by trial directory; the jobs of one account are asked for together."""
+    answers: dict[Path, Answer] = {}
+    together: dict[tuple[str, int], tuple[Any, list[tuple[Trial, list[Job]]]]] = {}
+    for trial in trials:
+        jobs = [job for job in read_jobs(trial) if job.event != "ended"]
+        if not jobs or trial.done.exists():
+            continue  # files tell how it ended
+        try:
+            scheduler = scheduler_of(trial, jobs[-1])
+            if hasattr(scheduler, "survey"):
+                owner = _owner(trial)
+                together.setdefault((jobs[-1].scheduler, owner), (scheduler, []))[1].append((trial, jobs))
+            else:
+                states = scheduler.states([job.job_id for job in jobs])
+                answers[trial.dir] = _answer(jobs, Seen(states, time.time()))
+        except SchedulerError as error:
+            answers[trial.dir] = Answer(complaint=str(error))
+    for (_, owner), (scheduler, asked) in together.items():
+        wanted = {job.job_id: job.time for _, jobs in asked for job in jobs}
+        seen = Poller(scheduler).look(wanted, owner, newer_than, patience_s)
+        answers |= {trial.dir: _answer(jobs, seen) for trial, jobs in asked}
+    return answers
+
+
+def _answer(jobs: list[Job], seen: Seen) -> Answer:
+    states = {job.job_id: seen.states[job.job_id] for job in jobs if job.job_id in seen.states}
+    return Answer(states, states.get(jobs[-1].job_id), seen.asked_at, seen.complaint)
+
+
+def _owner(trial: Trial) -> int:
     try:
-        return scheduler_of(trial, job).states([job.job_id]).get(job.job_id), ""
-    except SchedulerError as error:
-        return None, str(error)
+        return trial.jobs.stat().st_uid
+    except OSError:
+        return os.getuid()
+
+
+class Watcher:
+    """Asks for one trial again and again, for a view that is drawn twice a second."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self._answer = Answer()
+        self._next = float("-inf")
+
+    def look(self, newer_than: float = 0.0) -> Answer:
+        """The newest answer that there is."""
+        if time.monotonic() >= self._next or newer_than > self._answer.asked_at:
+            self._answer = ask(self.trial, newer_than, patience_s=0.0)
+            self._next = time.monotonic() + PROMPT_S
+        return self._answer

@@ -8,13 +8,12 @@ import time
 from dataclasses import dataclass
 
 from hpc_rl.errors import CannotWrite, SchedulerError
-from hpc_rl.launch.ask import scheduler_of
+from hpc_rl.launch.ask import Watcher, scheduler_of
 from hpc_rl.launch.story import Job, read_jobs
 from hpc_rl.schedulers.base import JobState, Scheduler, State
 from hpc_rl.trial import Trial, account, write_json
 
-POLL_S = {"local": 0.5}
-POLL_OTHERS_S = 10.0
+POLL_S = 0.5  # of files; the scheduler is asked as rarely as ask.py does
 
 
 class Outcome(enum.StrEnum):
@@ -23,7 +22,7 @@ class Outcome(enum.StrEnum):
     OVER = "over"  # nothing: it has ended
     REMOVED = "removed"  # it waited, and was taken out of the queue
     DRAINING = "draining"  # it saves its state and ends
-    KILLED = "killed"  # the scheduler ends it now
+    KILLED = "killed"  # the scheduler ends it: TERM, its grace, KILL
     UNSURE = "unsure"  # the scheduler does not know it; the wish stands
 
 
@@ -85,15 +84,19 @@ def _wish(trial: Trial, job: Job, now: bool) -> None:
 
 
 def wait(trial: Trial, job: Job, timeout_s: float) -> JobState | None:
-    """Wait until the scheduler says that the job is over; None when it is not by then."""
-    scheduler = scheduler_of(trial, job)
-    deadline = time.monotonic() + timeout_s
-    pause_s = POLL_S.get(job.scheduler, POLL_OTHERS_S)
+    """Wait until the job's script or the scheduler says that it is over; None when it is not by then. Raises SchedulerError."""
+    deadline, since = time.monotonic() + timeout_s, time.time()
+    watcher = Watcher(trial)
     while True:
-        state = scheduler.states([job.job_id]).get(job.job_id)
-        if state is None or not state.state.alive:
+        if any(now.job_id == job.job_id and now.event == "ended" for now in read_jobs(trial)):
+            return JobState(job.job_id, State.UNKNOWN, reason="its script said so")
+        answer = watcher.look(since)
+        state = answer.states.get(job.job_id)
+        if answer.complaint:
+            raise SchedulerError(answer.complaint)
+        if answer.asked_at >= since and (state is None or not state.state.alive):
             return state or JobState(job.job_id, State.UNKNOWN)
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             return None
-        time.sleep(min(pause_s, left_s))
+        time.sleep(min(POLL_S, left_s))

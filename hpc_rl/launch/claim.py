@@ -53,12 +53,23 @@ class Claim:
 
     def write(self, path: Path, data: str | bytes, mode: int = 0o644) -> None:
         """Replace a file of the trial. Raises CannotWrite."""
-        if path not in self._old:
-            self._old[path] = path.read_bytes() if path.exists() else None
+        self._remember(path)
         try:
             write_atomic(path, data, mode)
         except OSError as error:
             raise CannotWrite(f"{path} can't be written: {error.strerror or error}") from error
+
+    def remove(self, path: Path) -> None:
+        """Remove a file of the trial if it is there. Raises CannotWrite."""
+        self._remember(path)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise CannotWrite(f"{path} can't be removed: {error.strerror or error}") from error
+
+    def _remember(self, path: Path) -> None:
+        if path not in self._old:
+            self._old[path] = path.read_bytes() if path.exists() else None
 
     def keep(self) -> None:
         """From here on nothing is taken back: the scheduler has the job."""

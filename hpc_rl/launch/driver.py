@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hpc_rl.checkpoint.lineage import attempts_of, failures_without_progress, submission_of
+from hpc_rl.checkpoint.lineage import TIME_IS_OVER, attempts_of, failures_without_progress, submission_of
 from hpc_rl.config.service import RecoverConfig
 from hpc_rl.errors import ExitCode, FailureClass, Stale
 from hpc_rl.launch import bad_nodes, recover, takeover
@@ -52,15 +52,14 @@ CLOCK_EVERY_S = 10.0
 LIVE_EVERY_S = 2.0
 SUSPENDED_S = 30.0  # a round that took so long: the supervisor itself did not run, so nobody is told to have done nothing
 CANCELLED = "cancelled by a person"
-TIME_OVER = "the job's time is nearly over"
 WARNING_S = 450.0  # before the end of a job: where its batch script asks for a signal, at the earliest
 LAST_CALL_S = 3600.0  # before the stop: a trainer that ends by itself earlier does it for another reason
-NO_TIME = f"{TIME_OVER}: no rollout would be finished"
+NO_TIME = f"{TIME_IS_OVER}: no rollout would be finished"
 WORDS = {  # of signals, and what such a stop comes of
-    "SIGTERM": ("told to end by the scheduler (SIGTERM: a cancel, a preemption or the time limit)", FailureClass.PREEMPTION),
-    "SIGUSR1": ("asked to save and stop (SIGUSR1)", FailureClass.USER),
-    "SIGINT": ("interrupted by a person (SIGINT)", FailureClass.USER),
-    TIME_OVER: (TIME_OVER, FailureClass.WALL_TIME),
+    "SIGTERM": ("SIGTERM of the scheduler: a cancel, a preemption or the time limit", FailureClass.PREEMPTION),
+    "SIGUSR1": ("SIGUSR1: asked to save and stop", FailureClass.USER),
+    "SIGINT": ("SIGINT: interrupted by a person", FailureClass.USER),
+    TIME_IS_OVER: (TIME_IS_OVER, FailureClass.WALL_TIME),
 }
 SAME_TERM_S = 2.0  # the scheduler and the batch script both bring the same TERM
 
@@ -96,7 +95,7 @@ class Driver:
         self._finish: Finish | None = None
         self._failed_starts: list[tuple[Key, int, End]] = []
         self._wishes: list[str] = []
-        self._parent = os.getppid()
+        self._parent = int(os.environ.get("HPC_RL_SCRIPT_PID") or os.getppid())  # it may be dead already
         self._granted: set[str] = set()
         self._wrote_events = False
         self._generations: set[tuple[str, int]] = set()
@@ -113,6 +112,7 @@ class Driver:
         lease = self._take_over()
         self._machine = self._restore()
         self._read_intents()
+        self._look_for_the_script()
         self._grant_wishes()
         self._look_for_barren_attempts()
         if self._finish is None:
@@ -327,7 +327,7 @@ class Driver:
                 self._event("end_time", {"ends_at": self._wall.ends_at, "reason": "the scheduler ends the job then"})
             self._tell_rollout()
         if self._machine.phase is Phase.RUNNING and self._wall.is_up(self._measured.step_s, self._measured.save_s):
-            self._wishes.append(TIME_OVER)
+            self._wishes.append(TIME_IS_OVER)
 
     def _tell_rollout(self) -> None:
         """It issues nothing that can't be finished before the trainer stops, and takes it back when the time is extended."""

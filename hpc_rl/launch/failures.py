@@ -60,6 +60,7 @@ class End:
     reason: str
     failure: FailureClass = FailureClass.UNKNOWN
     nodes: tuple[str, ...] = ()
+    final: bool = False  # the role itself says that a further start would end the same way
 
     @property
     def by_signal(self) -> bool:
@@ -90,7 +91,7 @@ _NODE = re.compile(
 
 def classify(end: End, said: Sequence[str]) -> End:
     """The end with its class, from its code and from the lines that its launcher and its processes left; the line is named."""
-    if not is_failure(end.code) or end.failure is not FailureClass.UNKNOWN:
+    if not is_failure(end.code) or end.final or end.failure is not FailureClass.UNKNOWN:
         return end
     if end.code in FINAL_CODES:
         return End(end.code, end.reason, FailureClass.USER)

@@ -16,18 +16,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpc_rl.errors import ExitCode, SchedulerError
-from hpc_rl.launch.ask import scheduler_of
+from hpc_rl.errors import ExitCode
 from hpc_rl.launch.incarnations import RoleStory
-from hpc_rl.launch.story import AttemptStory, Reader, Story, read_jobs
+from hpc_rl.launch.rollout_report import troubles
+from hpc_rl.launch.story import AttemptStory, Story
 from hpc_rl.launch.tail import last_lines
+from hpc_rl.launch.watch import Watch
 from hpc_rl.launch.words import end_words, number, rate, span
-from hpc_rl.schedulers.base import JobState
 from hpc_rl.trial import Trial
 
 TICK_S = 0.5
-ASK_EVERY_S = {"local": 2.0}  # by scheduler; others, which many people share, at most every ASK_OTHERS_EVERY_S
-ASK_OTHERS_EVERY_S = 30.0
 PLAIN_EVERY_S = 5.0  # between progress lines where there is no terminal
 LOG_LINES = 20
 ORDERLY = {0, ExitCode.STOPPED, ExitCode.KILLED_BY_SYSTEM, -15, None}  # ends that follow from another one, or from a wish
@@ -37,7 +35,7 @@ def follow(trial: Trial, tick_s: float = TICK_S) -> int:
     """Show the trial until it is over; returns its exit code."""
     console = Console(highlight=False, soft_wrap=True)
     view = _Terminal(console) if console.is_terminal else _Plain(print)
-    watch, narrator = _Watch(trial), Narrator()
+    watch, narrator = Watch(trial), Narrator()
     with view:
         while True:
             story = watch.look()
@@ -51,49 +49,6 @@ def follow(trial: Trial, tick_s: float = TICK_S) -> int:
         print(line)
     sys.stdout.flush()
     return exit_code(story)
-
-
-class _Watch:
-    """The story of now, with the scheduler's word where that is fresh or final."""
-
-    def __init__(self, trial: Trial) -> None:
-        self.trial = trial
-        self._reader = Reader(trial)
-        self._asked: float | None = None
-        self._answer: JobState | None = None
-
-    def look(self) -> Story:
-        fresh = self._ask()
-        alive = self._answer is not None and self._answer.state.alive
-        story = self._reader.read(self._answer if fresh or not alive else None)
-        started = bool(story.attempts) and bool(story.jobs) and story.attempts[-1].job_id == story.jobs[-1].job_id
-        if alive and not fresh and not started:
-            return self._reader.read(self._answer)  # no file could contradict it yet
-        if story.over and not fresh and story.state != "done" and not self._final(story):
-            self._asked = None  # the batch script may be about to start it again: ask before believing it
-            fresh = self._ask()
-            return self._reader.read(self._answer)
-        return story
-
-    @staticmethod
-    def _final(story: Story) -> bool:
-        return story.state in ("failed", "cancelled") and bool(story.attempts) and story.attempts[-1].exit_code is not None
-
-    def _ask(self) -> bool:
-        """Ask if it is time; whether the answer is of this very moment."""
-        jobs = read_jobs(self.trial)
-        if not jobs:
-            return False
-        every_s = ASK_EVERY_S.get(jobs[-1].scheduler, ASK_OTHERS_EVERY_S)
-        if self._asked is not None and time.monotonic() - self._asked < every_s:
-            return False
-        self._asked = time.monotonic()
-        try:
-            self._answer = scheduler_of(self.trial, jobs[-1]).states([jobs[-1].job_id]).get(jobs[-1].job_id)
-        except SchedulerError:
-            self._answer = None  # files still tell most; it is asked again
-            return False
-        return True
 
 
 class Narrator:
@@ -110,6 +65,9 @@ class Narrator:
             self._state = story.state
         for attempt in story.attempts:
             lines += self._attempt(attempt)
+        for trouble in troubles(story.rollout, story.live is not None) if story.rollout else []:
+            if self._first("trouble", *trouble.split()[:4]):
+                lines.append(f"rollout: {trouble}")
         name, values = story.history.held_out
         for step, value in values:
             if self._first("held-out", step, value):
@@ -121,6 +79,8 @@ class Narrator:
         if self._first("attempt", attempt.id):
             lines.append(f"attempt {attempt.id} started")
         for role in attempt.roles:
+            if role.gave_up and self._first("gave up", attempt.id, role.name):
+                lines.append(f"{role.name} is given up: {role.gave_up}")
             for end in role.ends:
                 if end.incarnation < role.incarnation and self._first("end", attempt.id, role.name, end.incarnation):
                     why = end_words(end.code, end.reason)

@@ -32,6 +32,9 @@ class RoleStory:
     incarnation: int
     running: bool
     ends: list[End] = field(default_factory=list)
+    gave_up: str = ""  # why it is not started again
+    restarting: str = ""  # why it is about to be
+    started: float | None = None  # of the newest incarnation, Unix seconds
 
     @property
     def name(self) -> str:
@@ -59,11 +62,17 @@ def roles_of(attempt: Attempt, events: list[Row]) -> list[RoleStory]:
     """The replicas that the events (and the log files, where events are missing) name, trainer first."""
     found: dict[tuple[str, int], RoleStory] = {}
     for row in events:
-        if not isinstance(row.get("role"), str) or row["role"] == "supervisor" or not isinstance(row.get("incarnation"), int):
+        if not isinstance(row.get("role"), str) or row["role"] == "supervisor":
+            continue
+        _note_standing(found, row)
+        if not isinstance(row.get("incarnation"), int):
             continue
         index = row["index"] if isinstance(row.get("index"), int) else 0
         story = found.setdefault((row["role"], index), RoleStory(row["role"], index, row["incarnation"], running=True))
         story.incarnation = max(story.incarnation, row["incarnation"])
+        if row.get("event") == "started":
+            story.started = row["time"] if isinstance(row.get("time"), (int, float)) else None
+            story.restarting = story.gave_up = ""
         if is_end(row):
             _note_end(story, row)
     for log in log_files(attempt.dir):
@@ -77,6 +86,15 @@ def roles_of(attempt: Attempt, events: list[Row]) -> list[RoleStory]:
 def is_end(row: Row) -> bool:
     """Whether an event row tells the end of an incarnation."""
     return str(row.get("event", "")).startswith(("end", "exit"))
+
+
+def _note_standing(found: dict[tuple[str, int], RoleStory], row: Row) -> None:
+    """That a replica is given up, or waits to be started again."""
+    story = found.get((row["role"], row["index"] if isinstance(row.get("index"), int) else 0))
+    if story is not None and row.get("event") == "gave_up":
+        story.gave_up, story.restarting = str(row.get("reason") or "it ended too often"), ""
+    elif story is not None and row.get("event") == "restarting":
+        story.restarting = str(row.get("reason") or "it ended")
 
 
 def _note_end(story: RoleStory, row: Row) -> None:

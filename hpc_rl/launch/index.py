@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import TrialNameError
-from hpc_rl.trial import Trial, read_json, write_json
+from hpc_rl.trial import Trial, read_json, state_home, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,7 @@ class Entry:
 
 def directory() -> Path:
     """Where the index lies: `$XDG_STATE_HOME/hpc-rl/trials`, by default below ~/.local/state."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    home = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
-    return home / "hpc-rl" / "trials"
+    return state_home() / "trials"
 
 
 def record(trial: Trial) -> bool:

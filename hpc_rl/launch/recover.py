@@ -18,6 +18,7 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 HEALTHY_LIFE_S = 60.0  # an incarnation that lived so long was not part of a crash loop
 ENDS_IN_A_ROW = 5
+GIVEN_UP_S = 600.0  # what kept a server down may pass, as a full disk or a node that is drained; its peers work meanwhile
 MARGIN_S = 30.0
 BARREN_ATTEMPTS = 10  # in a row, without a new generation: then something is wrong that no other start will change
 
@@ -56,14 +57,15 @@ def _after_silent_ranks(end: End, silent: list[int]) -> End:
     if not silent:
         return end
     ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-    return End(end.code, f"{ranks} ended without a word (killed?); then a peer: {end.reason}")  # a peer's class says nothing
+    return End(end.code, f"{ranks} ended without a word (killed?); then a peer: {end.reason}", final=end.final)
 
 
 def _recorded(rank: int, record: dict[str, Any] | None) -> End | None:
     if record is None or not isinstance(record.get("code"), int):
         return None
     reason = str(record.get("reason") or "")
-    return End(record["code"], f"rank {rank}: {reason}" if rank and reason else reason, class_of(record))
+    words = f"rank {rank}: {reason}" if rank and reason else reason
+    return End(record["code"], words, class_of(record), final=bool(record.get("final")))
 
 
 def _unrecorded(raw_code: int, num_ranks: int) -> End:
@@ -96,7 +98,7 @@ def after_trainer(end: End, mode: str, failures: int, retries: int) -> Verdict:
 def after_failure(who: str, end: End, mode: str, failures: int, retries: int) -> Verdict:
     """What the table of failures says of an end that can't be left alone, within the retry budget."""
     words = f"{who}: {end.reason or f'code {end.code}'}"
-    if end.code in FINAL_CODES:
+    if end.code in FINAL_CODES or end.final:
         return Verdict(False, end.code, words)
     policy = end.policy
     if policy.then == "end":

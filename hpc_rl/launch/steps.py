@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from hpc_rl.errors import SchedulerError
+from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.proc import start_ticks
+from hpc_rl.render.container import wrap
 from hpc_rl.trial import Attempt, read_json
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,12 @@ def common_env(unit: Unit, kind: str) -> dict[str, str]:
     }
 
 
+def _search_path(environ: dict[str, str], unit: Unit) -> dict[str, str]:
+    """A PYTHONPATH of the unit's comes after that of the code of the submission, which must not get lost by it."""
+    paths = [path for path in (environ.get("PYTHONPATH"), unit.env.get("PYTHONPATH")) if path]
+    return {"PYTHONPATH": ":".join(paths)} if paths else {}
+
+
 # --- processes ---------------------------------------------------------------------------------------------------------
 
 
@@ -92,12 +99,13 @@ class ProcessSteps:
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> ProcessHandle:
         own = {"CUDA_VISIBLE_DEVICES": self._gpus(unit), "OMP_NUM_THREADS": str(min(unit.cpus_per_task, os.cpu_count() or 1))}
-        env = self.environ | common_env(unit, "process") | own | unit.env
+        env = self.environ | common_env(unit, "process") | own | unit.env | _search_path(self.environ, unit)
+        wrapped = wrap(unit, argv, env, common_env(unit, "process"), attempt.trial.dir, Path.cwd())
         handle = ProcessHandle()
         for rank in range(unit.num_tasks):
             log = attempt.log(unit.role, unit.index, incarnation, rank if unit.num_tasks > 1 else None)
             try:
-                handle.add(argv, {**env, "HPC_RL_RANK": str(rank)}, log, rank)
+                handle.add(wrapped.argv, {**wrapped.env, "HPC_RL_RANK": str(rank)}, log, rank)
             except OSError:
                 handle.kill()
                 handle.poll()
@@ -107,6 +115,12 @@ class ProcessSteps:
     def _gpus(self, unit: Unit) -> str:
         count = unit.gpus_per_task * unit.tasks_per_node
         visible = [gpu for gpu in self.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+        if visible and unit.gpu_offset + count > len(visible):
+            wanted = f"GPUs {unit.gpu_offset} to {unit.gpu_offset + count - 1} of this machine"
+            raise ConfigError(
+                f"the plan gives {unit.role} {unit.index} the {wanted}, but CUDA_VISIBLE_DEVICES shows {len(visible)}: "
+                "lower cluster.n_gpus_per_node, or show more."
+            )
         ids = visible or [str(number) for number in range(unit.gpu_offset + count)]
         return ",".join(ids[unit.gpu_offset : unit.gpu_offset + count])
 
@@ -213,9 +227,11 @@ class SrunSteps:
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> SrunHandle:
         own_log = attempt.log(unit.role, unit.index, incarnation)
         env = {name: value for name, value in self.environ.items() if name not in UNWANTED} | common_env(unit, "srun")
-        command = srun_argv(unit, self.hosts, self.with_gpus, own_log, incarnation) + argv
+        env |= _search_path(self.environ, unit)
+        wrapped = wrap(unit, argv, env, common_env(unit, "srun"), attempt.trial.dir, Path.cwd())
+        command = [*srun_argv(unit, self.hosts, self.with_gpus, own_log, incarnation), *wrapped.srun_args, *wrapped.argv]
         logger.info("%s %d.%d: %s", unit.role, unit.index, incarnation, " ".join(command))
-        return SrunHandle(command, env, own_log, attempt.processes)
+        return SrunHandle(command, wrapped.env, own_log, attempt.processes)
 
 
 def srun_argv(unit: Unit, hosts: list[str], with_gpus: bool, log: Path, incarnation: int) -> list[str]:
@@ -307,7 +323,7 @@ def open_steps(kind: str, plan: Plan) -> Steps:
     """`srun` within a Slurm job, `process` on this machine. Raises SchedulerError."""
     if kind == "process":
         return ProcessSteps()
-    with_gpus = any(unit.gpus_per_task for unit in plan.units)
+    with_gpus = plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
     return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]), with_gpus)
 
 

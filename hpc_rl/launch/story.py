@@ -6,20 +6,19 @@ caller that asked it passes the answer in, and it only decides between "still ru
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.errors import ExitCode
 from hpc_rl.launch.incarnations import EventFiles, RoleStory, roles_of
-from hpc_rl.schedulers.base import JobState, State
-from hpc_rl.schedulers.slurm_states import find, why_pending
+from hpc_rl.launch.rollout_report import Rollout, read_rollout
+from hpc_rl.launch.verdict import describe_end, verdict
+from hpc_rl.schedulers.base import JobState
 from hpc_rl.stats.read import History, JsonLines, Lineage, MetricsReader, Row, lineages
 from hpc_rl.trial import Trial, read_json
 
-SILENCE_S = 120.0  # without a scheduler's word, a trial whose files rest for so long is no longer called running
+ENDING_EVENTS = ("stopping", "failing", "abandoning")  # after which an attempt only ends
 RATE_STEPS = 50  # steps over which the rate is taken
 
 
@@ -76,6 +75,8 @@ class Story:
     exports: list[str]
     plan: dict[str, Any] = field(default_factory=dict)
     last_sign: float | None = None  # Unix seconds, by the file server's clock
+    ends_at: float | None = None  # when the scheduler ends the newest job, Unix seconds
+    rollout: Rollout | None = None  # of the newest attempt
 
     @property
     def over(self) -> bool:
@@ -91,6 +92,19 @@ class Story:
     def live(self) -> AttemptStory | None:
         return self.attempts[-1] if self.attempts and self.attempts[-1].state == "running" else None
 
+    @property
+    def since(self) -> float | None:
+        """Since when the newest attempt runs, or the newest job waits; Unix seconds."""
+        if self.state in ("running", "stopping") and self.live is not None:
+            return self.live.started
+        return self.jobs[-1].time or None if self.state == "pending" and self.jobs else None
+
+    @property
+    def last_end(self) -> str:
+        """Why the last attempt that is over ended, in words; empty where none is."""
+        over = [attempt for attempt in self.attempts if attempt.state != "running"]
+        return f"attempt {over[-1].id}: {over[-1].cause or over[-1].state}" if over else ""
+
     def to_json(self) -> dict[str, Any]:
         """What `status --json` prints."""
         return {
@@ -102,6 +116,11 @@ class Story:
             "total_steps": self.total_steps,
             "steps_per_second": self.rate,
             "eta_s": self.eta_s,
+            "since": self.since,
+            "ends_at": self.ends_at,
+            "last_sign": self.last_sign,
+            "last_end": self.last_end,
+            "rollout": asdict(self.rollout) if self.rollout else None,
             "generation": self.generation,
             "exports": self.exports,
             "lineages": [asdict(line) for line in self.lineages],
@@ -120,15 +139,18 @@ class Reader:
         self._metrics = MetricsReader(trial)
         self._events = EventFiles(trial)
 
-    def read(self, job_state: JobState | None = None) -> Story:
-        """The story now. `job_state` is what the scheduler says of the newest job, None where it was not asked."""
+    def read(self, job_state: JobState | None = None, asked_at: float | None = None) -> Story:
+        """The story now. `job_state` is what the scheduler says of the newest job, None where it was not asked; `asked_at` is
+        when it said so (Unix seconds), None for just now."""
         jobs = read_jobs(self.trial)
         lines = lineages(self.trial)
         history = self._metrics.poll()
         attempts = self._attempts(jobs, lines)
         last_sign = _last_sign(self.trial, attempts)
         done = read_json(self.trial.done)
-        state, reason = _state(jobs, attempts, job_state, last_sign, isinstance(done, dict))
+        job = jobs[-1] if jobs else None
+        own = attempts[-1] if attempts and (job is None or attempts[-1].job_id == job.job_id) else None
+        state, reason = ("done", "") if isinstance(done, dict) else verdict(job, own, job_state, asked_at, last_sign)
         if attempts and attempts[-1].state == "running" and state not in ("running", "stopping", "unknown"):
             attempts[-1].state, attempts[-1].cause = ("done", "") if state == "done" else ("killed", reason)
         step = max(history.last_step, lines[-1].from_step if lines else 0)
@@ -143,12 +165,22 @@ class Reader:
             lineages=lines,
             step=step,
             total_steps=_total_steps(self.trial, history, step if state == "done" else None),
-            rate=_rate(history, lines[-1].from_step if lines else 0),
+            rate=_rate(history, lines[-1].from_step if lines else 0) if attempts and attempts[-1].last_step is not None else None,
             generation=newest_generation(self.trial),
             exports=sorted(path.name for path in self.trial.exports.glob("*") if path.is_dir() and not path.name.startswith(".")),
             plan=plan if isinstance(plan, dict) else {},
             last_sign=last_sign,
+            ends_at=self._ends_at(attempts, job_state) if state in ("running", "stopping") else None,
+            rollout=read_rollout(self.trial.attempt(attempts[-1].id)) if attempts else None,
         )
+
+    def _ends_at(self, attempts: list[AttemptStory], job_state: JobState | None) -> float | None:
+        """By the scheduler where it was asked, else as the supervisor last heard."""
+        if job_state is not None and job_state.end_time is not None:
+            return job_state.end_time
+        rows = self._events.rows(attempts[-1].id) if attempts else []
+        told = [row["ends_at"] for row in rows if row.get("event") == "end_time" and isinstance(row.get("ends_at"), (int, float))]
+        return told[-1] if told else None
 
     def _attempts(self, jobs: list[Job], lines: list[Lineage]) -> list[AttemptStory]:
         submitted = {job.job_id: number for number, job in enumerate(jobs)}
@@ -174,9 +206,9 @@ class Reader:
         return stories
 
 
-def tell(trial: Trial, job_state: JobState | None = None) -> Story:
+def tell(trial: Trial, job_state: JobState | None = None, asked_at: float | None = None) -> Story:
     """The story of a trial as its files stand now."""
-    return Reader(trial).read(job_state)
+    return Reader(trial).read(job_state, asked_at)
 
 
 def read_jobs(trial: Trial) -> list[Job]:
@@ -236,104 +268,6 @@ def _attempt(trial: Trial, name: str, events: list[Row], own: list[Lineage], can
         roles=roles_of(attempt, events),
         stopping=next((str(row.get("reason") or "it ends") for row in reversed(events) if row.get("event") in ENDING_EVENTS), ""),
     )
-
-
-ENDING_EVENTS = ("stopping", "failing", "abandoning")  # after which an attempt only ends
-
-
-ENDS: dict[int, tuple[str, str]] = {
-    ExitCode.DONE: ("done", "reached its end"),
-    ExitCode.NOTHING_TO_RESUME: ("failed", "found nothing to resume"),
-    ExitCode.REFUSED: ("failed", "refused its configuration"),
-    ExitCode.BAD_CONFIG: ("failed", "refused its configuration"),
-    ExitCode.STOPPED: ("stopped", "stopped on purpose, state saved"),
-    ExitCode.FAILED: ("failed", "failed"),
-    ExitCode.CANNOT_WRITE: ("failed", "could not write where it must"),
-    ExitCode.KILLED_BY_PERSON: ("killed", "killed by a person"),
-    ExitCode.KILLED_BY_SYSTEM: ("killed", "killed by the system"),
-}
-
-
-def describe_end(code: int | None, reason: str, cancelled: bool) -> tuple[str, str]:
-    """State and words for an exit code with its recorded reason."""
-    state, words = ENDS.get(code, ("failed", f"ended with exit code {code}")) if code is not None else ("failed", "ended")
-    if cancelled and state in ("stopped", "killed"):
-        state, words = "cancelled", "cancelled by a person" + (", state saved" if code == ExitCode.STOPPED else "")
-    return state, f"{words}: {reason}" if reason and reason not in words else words
-
-
-DEAD_JOBS = {
-    State.CANCELLED: "cancelled",
-    State.FAILED: "failed",
-    State.TIMEOUT: "killed",
-    State.NODE_FAIL: "killed",
-    State.OUT_OF_MEMORY: "killed",
-    State.PREEMPTED: "killed",
-    State.DONE: "killed",  # without a word of the supervisor, that is
-}
-
-
-def _state(
-    jobs: list[Job], attempts: list[AttemptStory], job_state: JobState | None, last_sign: float | None, done: bool
-) -> tuple[str, str]:
-    """State of the trial, and why. What files say for certain comes before the scheduler's word, that before their age."""
-    if done:
-        return "done", ""
-    if not jobs and not attempts:
-        return "rendered", "never submitted"
-    job = jobs[-1] if jobs else Job("")
-    own = attempts[-1] if attempts and (not jobs or attempts[-1].job_id == job.job_id) else None
-    if job_state is not None and job_state.state is State.PENDING:
-        waits = "to be started again" if own is not None else "to be started"
-        return "pending", f"waits {waits}" + _pending_words(job_state.reason)
-    if own is None:
-        return _unstarted(job, job_state)
-    if own.state == "running":
-        return _unended(job, own, job_state, last_sign)
-    dead = job.event == "ended" or (job_state is not None and not job_state.state.alive)
-    if dead or own.state in ("done", "failed", "cancelled"):
-        # A job that did not go on after a stop says why in its own last words.
-        more = f" ({job.reason})" if own.state == "stopped" and job.event == "ended" and job.reason else ""
-        return own.state, "" if own.state == "done" else own.cause + more
-    return "pending", f"{own.cause}; it is being started again"
-
-
-def _unstarted(job: Job, job_state: JobState | None) -> tuple[str, str]:
-    """The newest job has made no attempt."""
-    if job.event == "ended":
-        words = f"ended before the supervisor wrote anything: {job.reason} (code {job.code})"
-        return ("cancelled" if job.cancelled else "failed"), words
-    if job_state is not None and job_state.state.alive:
-        return "running", "the job has started, the supervisor has not written yet"
-    if job_state is not None and job_state.state in DEAD_JOBS:
-        return DEAD_JOBS[job_state.state], f"before it started anything; {_scheduler_words(job_state)}"
-    return ("cancelled", "cancelled before it started") if job.cancelled else ("unknown", "submitted, has not written yet")
-
-
-def _unended(job: Job, own: AttemptStory, job_state: JobState | None, last_sign: float | None) -> tuple[str, str]:
-    """The newest attempt left no word of its end."""
-    if job.event == "ended":
-        return describe_end(job.code, f"{job.reason} (code {job.code})", job.cancelled)
-    if job_state is not None and job_state.state in DEAD_JOBS:
-        return DEAD_JOBS[job_state.state], _scheduler_words(job_state)
-    silent_s = time.time() - last_sign if last_sign is not None else SILENCE_S
-    if (job_state is not None and job_state.state.alive) or silent_s < SILENCE_S:  # the age decides only what is shown
-        wish = "a person asked it to stop; it saves its state first" if job.cancelled else own.stopping
-        return ("stopping", wish) if wish else ("running", "")
-    return "unknown", f"no word of its end, and no sign of life for {silent_s / 60:.0f} min"
-
-
-def _scheduler_words(job_state: JobState) -> str:
-    said = " ".join(word for word in (job_state.native or job_state.state.value, job_state.reason) if word and word != "None")
-    known = find(job_state.native)
-    return f"the scheduler says {said}" + (f": it {known.meaning}" if known and known.failure else "")
-
-
-def _pending_words(reason: str) -> str:
-    if reason in ("", "None"):
-        return ""
-    words = why_pending(reason)[1]
-    return f" ({reason})" if words == reason else f" ({reason}: {words})"
 
 
 def _last_sign(trial: Trial, attempts: list[AttemptStory]) -> float | None:

@@ -20,8 +20,11 @@ from typing import Any
 import yaml
 
 import hpc_rl
-from hpc_rl.config.load import Loaded, to_dict, trainer_of
+from hpc_rl.checkpoint.lineage import trimmed
+from hpc_rl.config.changes import Change, changes, refuse_unsafe
+from hpc_rl.config.load import Loaded, from_dict, to_dict, trainer_of
 from hpc_rl.config.root import Config
+from hpc_rl.config.site import site_dirs
 from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, TrialBusy
 from hpc_rl.launch import bad_nodes, index, provenance
 from hpc_rl.launch.claim import Claim
@@ -33,6 +36,8 @@ from hpc_rl.schedulers import make_scheduler, pick, record
 from hpc_rl.schedulers.base import JobSpec, Scheduler
 from hpc_rl.trial import Trial, account, read_json, write_json
 
+ENDS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")  # what says when a trial is at its end
+
 
 @dataclass(frozen=True)
 class Submission:
@@ -43,6 +48,22 @@ class Submission:
     scheduler: str
     job_id: str = ""
     output: Path | None = None  # where the script's own words go
+    changes: tuple[Change, ...] = ()  # what differs from the configuration that the trial had; all safe
+    allocation_was: str = ""  # of the plan before, where there was one
+    from_step: int | None = None  # the generation that a person named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What `hpc-rl recover` adds to a submission: its first start resumes, whatever the stored mode is.
+
+    Args:
+        from_step: The generation that a person named; None for the newest valid one.
+        parent: Job id of the submission that this one goes on from.
+    """
+
+    from_step: int | None = None
+    parent: str | None = None
 
 
 def trial_of(config: Config) -> Trial:
@@ -56,8 +77,7 @@ def submit(
     *,
     command: Sequence[str],
     trial: Trial | None = None,
-    recover: bool = False,
-    lineage_parent: str | None = None,
+    recovery: Recovery | None = None,
     scheduler: Scheduler | None = None,
 ) -> Submission:
     """Hand the trial in.
@@ -67,8 +87,7 @@ def submit(
         plan: What was planned from it.
         command: The command line, for the records.
         trial: Where it lies; by default as the configuration says.
-        recover: `hpc-rl recover`: the first start resumes, whatever the stored mode is.
-        lineage_parent: Job id of the submission that this one goes on from.
+        recovery: Of `hpc-rl recover`.
         scheduler: Whom to ask; by default as `launcher.type` says.
 
     Raises:
@@ -76,19 +95,28 @@ def submit(
     """
     trial = trial or trial_of(loaded.config)
     scheduler = scheduler or make_scheduler(loaded.config.launcher.type, trial)
-    check(trial, loaded.config.recover.mode, recover)
-    if scheduler.name == "local" and "launcher.python" in loaded.explicit:
-        check_interpreter(plan.python)
+    check(trial, loaded.config.recover.mode, recovery)
+    if scheduler.name == "local":
+        check_programs(plan, loaded)
     with Claim(trial) as claim:
-        check(trial, loaded.config.recover.mode, recover)  # whoever held the claim before may have submitted
-        check_length(trial, loaded.config.total_train_steps)
-        made = _prepare(claim, loaded, plan, list(command), "resume" if recover else plan.recover_mode, scheduler.name)
+        check(trial, loaded.config.recover.mode, recovery)  # whoever held the claim before may have submitted
+        from_step = recovery.from_step if recovery else None
+        check_length(trial, loaded.config.total_train_steps, from_step)
+        changed = changed_options(trial, loaded.config)
+        if from_step is None:
+            refuse_finished(trial, changed)
+        allocation_was = str((read_json(trial.plan_json) or {}).get("allocation") or "")
+        start = ("resume" if recovery else plan.recover_mode, from_step)
+        made = _prepare(claim, loaded, plan, list(command), start, scheduler.name)
+        claim.remove(trial.done)  # where it was at its end, it goes on
         job_id = scheduler.submit(JobSpec(job_name(trial), made.script, made.tag))
         claim.keep()
         job = {"job_id": job_id, "scheduler": scheduler.name, "time": time.time(), "command": list(command), "tag": made.tag}
-        write_json(trial.job(job_id), job | {"start_mode": made.start_mode, "lineage_parent": lineage_parent})
+        job |= {"start_mode": made.start_mode, "lineage_parent": recovery.parent if recovery else None}
+        write_json(trial.job(job_id), job | {"from_step": from_step, "changed": [str(change) for change in changed]})
     index.record(trial)
-    return Submission(trial, made.script, scheduler.name, job_id, trial.jobs / f"{job_id}.out")
+    output = trial.jobs / f"{job_id}.out"
+    return Submission(trial, made.script, scheduler.name, job_id, output, tuple(changed), allocation_was, from_step)
 
 
 def render_to(loaded: Loaded, plan: Plan, directory: Path | None = None, *, command: Sequence[str]) -> Submission:
@@ -100,14 +128,16 @@ def render_to(loaded: Loaded, plan: Plan, directory: Path | None = None, *, comm
     name = pick(loaded.config.launcher.type)
     check_idle(trial)
     with Claim(trial) as claim:
-        made = _prepare(claim, loaded, plan, list(command), plan.recover_mode, name)
+        made = _prepare(claim, loaded, plan, list(command), (plan.recover_mode, None), name)
     return Submission(trial, made.script, name)
 
 
-def check(trial: Trial, mode: str, recover: bool = False) -> None:
+def check(trial: Trial, mode: str, recovery: Recovery | None = None) -> None:
     """Whether a submission may begin. Reads files, asks the scheduler at most once. Raises TrialBusy, NothingToResume."""
     check_idle(trial)
-    if recover or mode == "resume":
+    if recovery is not None and recovery.from_step is not None:
+        check_generation(trial, recovery.from_step)
+    elif recovery is not None or mode == "resume":
         if not any(trial.recover.glob("gen-*/manifest.json")):
             raise NothingToResume(
                 f"trial {trial} has no generation to resume from in {trial.recover}; "
@@ -120,9 +150,23 @@ def check(trial: Trial, mode: str, recover: bool = False) -> None:
         )
 
 
-def check_length(trial: Trial, total_steps: int | None) -> None:
+def check_generation(trial: Trial, step: int) -> None:
+    """Raises NothingToResume where the generation, or what follows on it in the batch log, is not there."""
+    there = sorted(int(path.parent.name.removeprefix("gen-")) for path in trial.recover.glob("gen-[0-9]*/manifest.json"))
+    if step not in there:
+        known = ", ".join(map(str, there)) or "none"
+        raise NothingToResume(f"trial {trial} has no generation {step} in {trial.recover}; there are: {known}.")
+    gone = trimmed(trial)
+    if step < gone:
+        raise NothingToResume(
+            f"trial {trial} can't go on from generation {step}: batches {step + 1} to {gone} were trimmed from its batch log. "
+            f"Allowed: {', '.join(str(one) for one in there if one >= gone) or 'none'}."
+        )
+
+
+def check_length(trial: Trial, total_steps: int | None, from_step: int | None = None) -> None:
     """Raises ConfigError where the trial would end before the generation that it goes on from."""
-    newest = newest_generation(trial)
+    newest = newest_generation(trial) if from_step is None else from_step
     if newest is not None and total_steps is not None and total_steps < newest:
         raise ConfigError(
             f"total_train_steps {total_steps}: trial {trial} goes on from generation {newest}, which is past that. "
@@ -130,10 +174,48 @@ def check_length(trial: Trial, total_steps: int | None) -> None:
         )
 
 
-def check_interpreter(python: str) -> None:
-    """Whether this machine, which is to run the trial, has the interpreter. Raises ConfigError."""
-    if shutil.which(python) is None:
+def changed_options(trial: Trial, config: Config) -> list[Change]:
+    """What `option_changes` says, where the state can take it all; raises ConfigError else."""
+    found = option_changes(trial, config)
+    refuse_unsafe(found, str(trial))
+    return found
+
+
+def option_changes(trial: Trial, config: Config) -> list[Change]:
+    """What differs from the configuration that the trial's state was made with; none where there is no such state.
+
+    Raises ConfigError for a configuration of another version.
+    """
+    data = read_json(trial.config_json)
+    if data is None or not (newest_generation(trial) is not None or any(trial.rollout.glob("*"))):
+        return []
+    try:
+        old = from_dict(data)
+    except ConfigError as error:
+        raise ConfigError(f"{trial.config_json}, which trial {trial} goes on from, is of another version: {error}") from error
+    return changes(old, config)
+
+
+def refuse_finished(trial: Trial, changed: Sequence[Change]) -> None:
+    """Raises NothingToResume where the trial is at its end and nothing makes it longer: the job would end at once."""
+    if trial.done.exists() and not any(change.name in ENDS for change in changed):
+        raise NothingToResume(
+            f"{trial} has reached its end. To train it longer: hpc-rl recover {index.handle(trial)} total_train_steps=N; "
+            f"what it made is in {trial.exports}. For a fresh start give another trial_name."
+        )
+
+
+def check_programs(plan: Plan, loaded: Loaded) -> None:
+    """Whether this machine, which is to run the trial, has what it is started with. Raises ConfigError."""
+    python = plan.python
+    if "launcher.python" in loaded.explicit and shutil.which(python) is None:
         raise ConfigError(f"launcher.python {python} is not a program that can be run here; leave it out for {sys.executable}.")
+    for program in {unit.container.program for unit in plan.units if unit.container}:
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"launcher.slurm.container_program {program} is not a program that can be run here; "
+                "install it, or leave the images out to run without containers."
+            )
 
 
 def check_idle(trial: Trial) -> None:
@@ -160,23 +242,16 @@ class _Prepared:
     start_mode: str
 
 
-def _prepare(claim: Claim, loaded: Loaded, plan: Plan, command: list[str], start_mode: str, scheduler: str) -> _Prepared:
-    """Write everything that the job reads."""
+def _prepare(
+    claim: Claim, loaded: Loaded, plan: Plan, command: list[str], start: tuple[str, int | None], scheduler: str
+) -> _Prepared:
+    """Write everything that the job reads. `start`: mode and generation of the first start."""
     trial, config = claim.trial, loaded.config
     config_json = _json(to_dict(config))
     zip_name, zip_bytes = wheel.build()
-    tag = f"hpc-rl:{trial}:{secrets.token_hex(4)}"
-    stamp = Stamp(
-        version=hpc_rl.__version__,
-        config_sha256=provenance.sha256(config_json),
-        command=["hpc-rl", "render", "--config", str(trial.config_yaml)],
-        tag=tag,
-        wheel=zip_name,
-        workdir=Path.cwd(),
-        start_mode=start_mode,
-    )
+    stamp = _stamp(trial, config_json, zip_name, *start)
     plan_json = _json(plan.to_json())
-    scripts = render(_without_bad_nodes(config, trial), plan, trial, stamp, scheduler)
+    scripts = render(_without_bad_nodes(config, trial), plan, trial, stamp, scheduler, site_dirs())
     hashes = {
         "config.json": stamp.config_sha256,
         "plan.json": provenance.sha256(plan_json),
@@ -194,7 +269,26 @@ def _prepare(claim: Claim, loaded: Loaded, plan: Plan, command: list[str], start
     claim.write(trial.scripts / zip_name, zip_bytes)
     for name, text in scripts.items():
         claim.write(trial.scripts / name, text, mode=0o755)
-    return _Prepared(trial.scripts / script_name(scheduler), tag, start_mode)
+    return _Prepared(trial.scripts / script_name(scheduler), stamp.tag, start[0])
+
+
+def _stamp(trial: Trial, config_json: str, zip_name: str, start_mode: str, from_step: int | None = None) -> Stamp:
+    return Stamp(
+        version=hpc_rl.__version__,
+        config_sha256=provenance.sha256(config_json),
+        command=["hpc-rl", "render", "--config", str(trial.config_yaml)],
+        tag=f"hpc-rl:{trial}:{secrets.token_hex(4)}",
+        wheel=zip_name,
+        workdir=Path.cwd(),
+        start_mode=start_mode,
+        from_step=from_step,
+    )
+
+
+def scripts_of(loaded: Loaded, plan: Plan, trial: Trial, scheduler: str) -> dict[str, str]:
+    """The scripts of a submission, without one: file name below scripts/ -> text. Writes nothing. Raises ConfigError."""
+    stamp = _stamp(trial, _json(to_dict(loaded.config)), wheel.build()[0], plan.recover_mode)
+    return render(loaded.config, plan, trial, stamp, scheduler, site_dirs())
 
 
 def _without_bad_nodes(config: Config, trial: Trial) -> Config:

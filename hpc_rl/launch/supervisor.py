@@ -92,7 +92,7 @@ class Standing(enum.Enum):
     IDLE = "idle"  # never started, or ended and not to be started again
     RUNNING = "running"
     PAUSED = "paused"  # to be started again at `restart_at`
-    GAVE_UP = "gave up"
+    GAVE_UP = "gave up"  # its peers do without it; tried once more at `restart_at`
 
 
 @dataclass
@@ -218,7 +218,8 @@ class Supervisor:
 
     def _tick(self, now: float) -> list[Action]:
         if self.phase is Phase.RUNNING:
-            due = [slot for slot in self.slots.values() if slot.standing is Standing.PAUSED and now >= slot.restart_at]
+            waiting = (Standing.PAUSED, Standing.GAVE_UP)
+            due = [slot for slot in self.slots.values() if slot.standing in waiting and now >= slot.restart_at]
             return [action for slot in due for action in self._start(slot, now)]
         if self.phase is Phase.OVER or now < self._deadline:
             return []
@@ -277,9 +278,11 @@ class Supervisor:
         return avoid + self._give_up(slot, now, why)
 
     def _give_up(self, slot: Slot, now: float, why: str, even_alone: bool = False) -> list[Action]:
-        """Not to be started again in this attempt, which fails with the last of its kind; other nodes may help then."""
+        """Not to be started again for long, and the attempt fails with the last of its kind; other nodes may help then."""
         slot.standing = Standing.GAVE_UP
+        slot.restart_at = float("inf") if slot.lost_node else now + recover.GIVEN_UP_S
         details = {"role": slot.unit.role, "index": slot.unit.index, "reason": why}
+        details |= {} if slot.lost_node else {"pause_s": recover.GIVEN_UP_S}
         gave_up: list[Action] = [Record("gave_up", details)]
         peers = [other for other in self.slots.values() if other.unit.role == slot.unit.role]
         if not even_alone and any(other.standing is not Standing.GAVE_UP for other in peers):

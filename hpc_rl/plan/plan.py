@@ -11,7 +11,9 @@ from hpc_rl.allocation import Allocation, Servers, Train, parse
 from hpc_rl.config.cluster import environment_of
 from hpc_rl.config.load import trainer_of
 from hpc_rl.config.root import Config, GRPOConfig
+from hpc_rl.config.slurm_rules import asks_for_gpus
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
+from hpc_rl.plan import containers
 from hpc_rl.plan.placement import Demand, Placement, nearest, place
 from hpc_rl.plan.schema import Plan, Unit
 
@@ -26,6 +28,7 @@ def make_plan(config: Config, explicit: Collection[str], *, interpreter: str, sc
     Raises NotBuilt for what this version can't do, DoesNotFit (with the nearest allocation that does), ConfigError.
     """
     refuse_scheduler(config, scheduler)
+    containers.refuse_scheduler(config, scheduler)
     allocation, notes = _allocation(config)
     _refuse_unbuilt(config, allocation)
     allocation = _fill_stars(config, allocation)
@@ -35,7 +38,13 @@ def make_plan(config: Config, explicit: Collection[str], *, interpreter: str, sc
     placement = _placement(config, allocation, demand)
     _refuse_idle_ranks(config, demand.ranks)
     extra = shlex.split(config.launcher.slurm.srun_additional_args)
-    units = [replace(unit, srun_args=extra) for unit in _units(config, allocation, placement)]
+    units = [
+        replace(unit, srun_args=extra, container=containers.container_of(config, unit.role))
+        for unit in _units(config, allocation, placement)
+    ]
+    knows_gpus = scheduler != "slurm" or slurm_knows_gpus(config)
+    if not knows_gpus:
+        units = [_with_visible_gpus(unit) for unit in units]
     cpus, mem_mb = _largest_node(config, units)
     return Plan(
         experiment_name=config.experiment_name,
@@ -52,6 +61,7 @@ def make_plan(config: Config, explicit: Collection[str], *, interpreter: str, sc
         recover_mode=config.recover.mode,
         recover_retries=config.recover.retries,
         python=config.launcher.python or interpreter,
+        slurm_knows_gpus=knows_gpus,
         notes=[*notes, *_notes_on_defaults(config, explicit)],
     )
 
@@ -66,6 +76,18 @@ def refuse_scheduler(config: Config, scheduler: str) -> None:
             f"{nodes}, which needs Slurm, but sbatch is not on the PATH: submit from a machine that has it, or use --n_nodes 1."
         )
     raise ConfigError(f"{nodes}, but launcher.type local is this one machine: use --n_nodes 1, or launcher.type slurm.")
+
+
+def slurm_knows_gpus(config: Config) -> bool:
+    """Whether the job asks Slurm for its GPUs; where it does not, Slurm can't deal them out to the steps either."""
+    slurm = config.launcher.slurm
+    return slurm.gpus_by is not None or asks_for_gpus(slurm.gres)
+
+
+def _with_visible_gpus(unit: Unit) -> Unit:
+    count = unit.gpus_per_task * unit.tasks_per_node
+    visible = ",".join(str(unit.gpu_offset + number) for number in range(count))
+    return replace(unit, env={"CUDA_VISIBLE_DEVICES": visible} | unit.env)
 
 
 # -- which allocation

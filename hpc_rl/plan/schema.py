@@ -8,6 +8,27 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
+class Container:
+    """What a unit's processes run in.
+
+    Args:
+        type: What starts it.
+        image: Path of the image on the nodes.
+        python: Interpreter within the image.
+        program: The program of apptainer; of no use to pyxis.
+        mounts: Binds, `source:target`; the directories of trial and submission are added when it starts.
+        args: Further options.
+    """
+
+    type: Literal["apptainer", "pyxis"]
+    image: str
+    python: str
+    program: str
+    mounts: list[str]
+    args: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unit:
     """One step for the supervisor to start: a server replica, the rollout role, or all trainer ranks.
 
@@ -23,6 +44,7 @@ class Unit:
         module: What `python -m` starts.
         env: Environment variables of the unit's own.
         srun_args: Further options of its srun.
+        container: What its processes run in; None for the node itself.
     """
 
     role: Literal["server", "rollout", "trainer"]
@@ -36,6 +58,7 @@ class Unit:
     module: str
     env: dict[str, str] = field(default_factory=dict)
     srun_args: list[str] = field(default_factory=list)
+    container: Container | None = None
 
     @property
     def num_tasks(self) -> int:
@@ -60,6 +83,7 @@ class Plan:
     recover_mode: str
     recover_retries: int
     python: str
+    slurm_knows_gpus: bool = True  # false: steps say nothing of GPUs, and the units' environment deals them out
     notes: list[str] = field(default_factory=list)  # what was derived or adapted, in words; printed by submit
 
     def to_json(self) -> dict[str, Any]:
@@ -67,4 +91,9 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        return cls(**{**data, "units": [Unit(**unit) for unit in data["units"]]})
+        return cls(**{**data, "units": [_unit(unit) for unit in data["units"]]})
+
+
+def _unit(data: dict[str, Any]) -> Unit:
+    container = data.get("container")
+    return Unit(**{**data, "container": Container(**container) if container else None})

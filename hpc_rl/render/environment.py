@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from hpc_rl.errors import ConfigError
+from hpc_rl.render.layers import LayeredEnvironment, Layers
 from hpc_rl.render.roots import template_root
 
 PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
@@ -46,16 +48,10 @@ def comment(value: Any) -> str:
     return LINE_BREAK.sub(" ", str(_present(value)))
 
 
-def environment(site: Path | None = None) -> jinja2.Environment:
-    """Templates are searched in the site's folder, then in ours; `builtin/<name>` is always ours, for a site to extend."""
-    if site is not None and not site.is_dir():
-        raise ConfigError(f"launcher.site_templates: {str(site)!r} is not a directory.")
-    ours = jinja2.FileSystemLoader(template_root())
-    loaders: list[jinja2.BaseLoader] = [ours, jinja2.PrefixLoader({"builtin": ours})]
-    if site is not None:
-        loaders.insert(0, jinja2.FileSystemLoader(site))
-    jinja = jinja2.Environment(
-        loader=jinja2.ChoiceLoader(loaders),
+def environment(folders: Sequence[Path] = ()) -> LayeredEnvironment:
+    """The environment over these directories, highest first, and ours below them (layers.py)."""
+    jinja = LayeredEnvironment(
+        loader=Layers([*folders, template_root()]),
         undefined=jinja2.StrictUndefined,
         finalize=_present,
         trim_blocks=True,

@@ -10,8 +10,3 @@ def template_root() -> Path:
     package = Path(__file__).resolve().parents[1]
     packaged = package / "_data"  # in a wheel; a clone or an editable install has the folders beside the package
     return packaged if packaged.is_dir() else package.parent
-
-
-def template_roots(site: Path | None = None) -> list[Path]:
-    """Directories searched for templates: the site's own first, then ours."""
-    return [*([site] if site else []), template_root()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,15 @@ from hpc_rl.config.cluster import SlurmLauncherConfig
 from hpc_rl.config.root import Config
 from hpc_rl.errors import ConfigError, NotBuilt
 from hpc_rl.plan.schema import Plan
+from hpc_rl.render import container
+from hpc_rl.render.directives import Ask, directives
 from hpc_rl.render.environment import LINE_BREAK, environment
+from hpc_rl.render.hooks import EVENTS, Hook, gather
+from hpc_rl.render.layers import Layers
 from hpc_rl.render.slurm_time import signal_lead_s
 from hpc_rl.trial import Trial
 
 TEMPLATES = {"slurm": ("sbatch/trial.sbatch.j2", "trial.sbatch"), "local": ("templates/local.sh.j2", "local.sh")}
-
-_PLAN, _SCRIPT = "the plan decides it, from cluster, allocation_mode and the launcher's numbers", "the script needs its own"
-OURS = {
-    **dict.fromkeys(("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--cpus-per-task", "-c", "--array", "-a"), _PLAN),
-    **dict.fromkeys(("--mem", "--mem-per-cpu", "--mem-per-gpu"), "set launcher.slurm.mem"),
-    **dict.fromkeys(
-        ("--gres", "--gpus", "-G", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket"), "set launcher.slurm.gres"
-    ),
-    **dict.fromkeys(("--output", "-o", "--open-mode", "--chdir", "-D", "--job-name", "-J", "--signal", "--export"), _SCRIPT),
-    **dict.fromkeys(("--requeue", "--no-requeue"), "recover.mode decides it"),
-    "--comment": "set launcher.slurm.comment",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +37,7 @@ class Stamp:
         wheel: File name of the code in scripts/.
         workdir: Directory of the submission; the processes start there.
         start_mode: Recover mode of the first start: the stored one, or `resume` for `hpc-rl recover`.
+        from_step: The generation of the first start, where a person named it.
     """
 
     version: str
@@ -53,6 +47,7 @@ class Stamp:
     wheel: str
     workdir: Path
     start_mode: str
+    from_step: int | None = None
 
 
 def job_name(trial: Trial) -> str:
@@ -64,17 +59,49 @@ def script_name(scheduler: str) -> str:
     return TEMPLATES[scheduler][1]
 
 
-def render(config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: str) -> dict[str, str]:
-    """File name below `scripts/` -> text. Raises ConfigError, also for a site template that does not render."""
-    site = Path(config.launcher.site_templates).expanduser() if config.launcher.site_templates else None
+def render(config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: str, site: Sequence[Path] = ()) -> dict[str, str]:
+    """File name below `scripts/` -> text. Raises ConfigError, also for a template of the site's that does not render.
+
+    Args:
+        config: The checked configuration.
+        plan: What was planned from it.
+        trial: Whose scripts they are.
+        stamp: What they say of their origin.
+        scheduler: `slurm` or `local`.
+        site: The site's directories, highest precedence first.
+    """
     template, name = TEMPLATES[scheduler]
     values = _common(plan, trial, stamp) | {"script_path": str(trial.scripts / name)}
     if scheduler == "slurm":
         values |= _slurm(config.launcher.slurm, plan, trial, stamp)
+    hooks = gather(config.launcher.hooks, site)
+    values |= _hook_values(config, hooks)
+    jinja = environment(template_layers(config, site))
+    overrides = jinja.loader.overrides(template) if isinstance(jinja.loader, Layers) else []
     try:
-        return {name: environment(site).get_template(template).render(values)}
+        text = jinja.get_template(template).render(values | {"overrides": [str(path) for path in overrides]})
     except jinja2.TemplateError as error:
-        raise ConfigError(f"the template {template} does not render ({type(error).__name__}): {error}") from error
+        changed = f" (changed by {', '.join(map(str, overrides))})" if overrides else ""
+        raise ConfigError(f"the template {template}{changed} does not render ({type(error).__name__}): {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"the template {template} extends itself: write `below/{template}` in {overrides[0]}.") from error
+    return {name: text} | {hook.name: hook.text for hook in hooks}
+
+
+def _hook_values(config: Config, hooks: list[Hook]) -> dict[str, Any]:
+    """Scripts and time limits by moment; no hooks, no word of them in the script."""
+    limits_s = dict.fromkeys(EVENTS, config.launcher.hooks.timeout_s)
+    limits_s["on_preempt"] = config.launcher.hooks.on_preempt_timeout_s
+    by_event = {event: [hook.name for hook in hooks if hook.event == event] for event in EVENTS}
+    return {"hooks": by_event if hooks else {}, "hook_limits_s": limits_s}
+
+
+def template_layers(config: Config, site: Sequence[Path]) -> list[Path]:
+    """Directories that may override templates, highest precedence first. Raises ConfigError."""
+    own = config.launcher.templates_dir
+    if own and not Path(own).is_dir():
+        raise ConfigError(f"launcher.templates_dir: {own!r} is not a directory.")
+    return [*([Path(own)] if own else []), *(folder for folder in site if folder.is_dir())]
 
 
 def _common(plan: Plan, trial: Trial, stamp: Stamp) -> dict[str, Any]:
@@ -83,6 +110,7 @@ def _common(plan: Plan, trial: Trial, stamp: Stamp) -> dict[str, Any]:
             raise ConfigError(
                 f"{what}: {str(path)!r} can't be used: PYTHONPATH and #SBATCH lines hold no colons and no line breaks."
             )
+    container.check_places(plan, trial.dir, stamp.workdir)
     return {
         "version": stamp.version,
         "trial_dir": str(trial.dir),
@@ -93,39 +121,27 @@ def _common(plan: Plan, trial: Trial, stamp: Stamp) -> dict[str, Any]:
         "wheel": stamp.wheel,
         "mode": plan.recover_mode,
         "start_mode": stamp.start_mode,
+        "from_step": stamp.from_step,
     }
 
 
 def _slurm(slurm: SlurmLauncherConfig, plan: Plan, trial: Trial, stamp: Stamp) -> dict[str, Any]:
     if slurm.layout != "allocation":
         raise NotBuilt(f"launcher.slurm.layout: {slurm.layout!r} is not built yet; allowed: allocation.")
-    needs_gpus = any(unit.gpus_per_task for unit in plan.units)
-    lead_s = signal_lead_s(slurm.time)
-    return {
-        "slurm": slurm,
-        "job_name": job_name(trial),
-        "job_comment": f"{stamp.tag} {slurm.comment}" if slurm.comment else stamp.tag,
-        "n_nodes": plan.n_nodes,
-        "cpus_per_node": plan.cpus_per_node,
-        "mem": slurm.mem or f"{plan.mem_mb_per_node}M",
-        "gpus_per_node": plan.n_gpus_per_node if needs_gpus and slurm.gres is None else None,
-        "output": f"{_no_patterns(trial.jobs)}/%j.out",
-        "signal": None if plan.recover_mode == "disabled" else f"B:USR1@{lead_s}",
-        "extra_args": [_extra(argument) for argument in slurm.extra_args],
-    }
+    ask = Ask(
+        n_nodes=plan.n_nodes,
+        cpus_per_node=plan.cpus_per_node,
+        mem_mb_per_node=plan.mem_mb_per_node,
+        n_gpus_per_node=plan.n_gpus_per_node if any(unit.gpus_per_task for unit in plan.units) else 0,
+        job_name=job_name(trial),
+        tag=stamp.tag,
+        workdir=str(stamp.workdir),
+        output=f"{_no_patterns(trial.jobs)}/%j.out",
+        requeue=plan.recover_mode != "disabled",
+        signal="" if plan.recover_mode == "disabled" else f"B:USR1@{signal_lead_s(slurm.time)}",
+    )
+    return {"n_nodes": plan.n_nodes, "directives": directives(slurm, ask)}
 
 
 def _no_patterns(path: Path) -> str:
     return str(path).replace("%", "%%")
-
-
-def _extra(argument: str) -> str:
-    """One further sbatch option, as it stands; it must be one, stay on its line, and not contradict what the plan decided."""
-    words = [word for word in argument.split() if word.startswith("-")]
-    names = [word.partition("=")[0] if word.startswith("--") else word[:2] for word in words]
-    if not argument.startswith("-") or LINE_BREAK.search(argument):
-        raise ConfigError(f"launcher.slurm.extra_args: {argument!r} is no sbatch option; write one per item, as --licenses=a:1.")
-    for name in names:
-        if name in OURS:
-            raise ConfigError(f"launcher.slurm.extra_args: {name} can't be given here: {OURS[name]}.")
-    return argument

@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import math
 import threading
 import time
 from typing import Any
@@ -25,7 +26,7 @@ RETRY_S = 0.2  # between two looks for a role that is away
 
 
 class RolloutClient:
-    """One per trainer rank; not for several threads at once.
+    """Rank 0's: a batch goes on to the other ranks by their own network; not for several threads at once.
 
     Args:
         names: Where the lease of the rollout role lies.
@@ -40,15 +41,22 @@ class RolloutClient:
         self.deadline_s = deadline_s
         self.poll_s = poll_s
         self._connection: http.client.HTTPConnection | None = None
+        self._away_since: float | None = None
 
     def batch(self, step: int, lineage: int, stopping: threading.Event | None = None) -> Batch | None:
         """Batch `step`, for a trainer at version step-1 of `lineage`; None if `stopping` was set first or no time is left.
 
         Raises Stale where a trainer of a later lineage has asked before, RoleFailed where the role stays away or can't answer.
         """
-        path = f"/batch?step={step}&lineage={lineage}&wait_s={self.poll_s}"
-        body = self._until_answered("GET", path, None, "data", stopping)
+        body = self.batch_bytes(step, lineage, stopping)
         return None if body is None else decode(body)
+
+    def batch_bytes(
+        self, step: int, lineage: int, stopping: threading.Event | None = None, within_s: float = math.inf
+    ) -> bytes | None:
+        """As batch, still encoded. Raises TimeoutError where it is not there within_s: asking again goes on waiting."""
+        path = f"/batch?step={step}&lineage={lineage}&wait_s={self.poll_s}"
+        return self._until_answered("GET", path, None, "data", stopping, within_s)
 
     def evaluate(self, label: str, stopping: threading.Event | None = None) -> EvalResult | None:
         """Mean reward over the held-out prompts under the weights `label`; None if `stopping` was set. Raises as batch does."""
@@ -73,34 +81,45 @@ class RolloutClient:
             self._connection = None
 
     def _until_answered(
-        self, method: str, path: str, payload: dict[str, Any] | None, token: str, stopping: threading.Event | None
+        self,
+        method: str,
+        path: str,
+        payload: dict[str, Any] | None,
+        token: str,
+        stopping: threading.Event | None,
+        within_s: float = math.inf,
     ) -> bytes | None:
-        last_contact = time.monotonic()
-        away = False
+        until = time.monotonic() + within_s
         while stopping is None or not stopping.is_set():
+            if time.monotonic() > until:
+                raise TimeoutError(f"no answer to {path} within {within_s:g} s")
             try:
                 status, body = self._request(method, path, payload, token)
             except (OSError, http.client.HTTPException, LookupError) as error:
                 status, body = 0, str(error).encode()
+            if status in (0, 503):
+                self._is_away(body.decode(errors="replace"))
+                time.sleep(RETRY_S)
+                continue
+            self._away_since = None
             if status == 200:
                 return body
             if status == 205:  # the attempt ends before it could be made
                 return None
-            if status in (0, 503):
-                if not away:
-                    logger.warning("the rollout role is away (%s): waiting for it", body.decode(errors="replace"))
-                away = True
-                if time.monotonic() - last_contact > self.deadline_s:
-                    raise RoleFailed(f"the rollout role was away for {self.deadline_s:.0f} s: {body.decode(errors='replace')}")
-                time.sleep(RETRY_S)
-                continue
-            last_contact, away = time.monotonic(), False
             if status == 409:
                 raise Stale(body.decode(errors="replace"))
             if status != 204:
                 asked, said = path.partition("?")[0], body.decode(errors="replace")
                 raise RoleFailed(f"the rollout role answered {status} to {asked}: {said}")
         return None
+
+    def _is_away(self, why: str) -> None:
+        now = time.monotonic()
+        if self._away_since is None:
+            logger.warning("the rollout role is away (%s): waiting for it", why)
+            self._away_since = now
+        if now - self._away_since > self.deadline_s:
+            raise RoleFailed(f"the rollout role was away for {self.deadline_s:.0f} s: {why}")
 
     def _request(self, method: str, path: str, payload: dict[str, Any] | None, token: str) -> tuple[int, bytes]:
         data = None if payload is None else json.dumps(payload).encode()

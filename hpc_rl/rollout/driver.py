@@ -31,6 +31,7 @@ COMMIT_S = 1.0  # at most so much finished work is lost by a kill
 BODIES_KEPT = 2
 EVALUATIONS_KEPT = 4
 MIN_HOPELESS = 64
+LAST_WORDS = 500  # characters kept of an exception
 
 
 class Trimmed(HpcRlError):
@@ -88,6 +89,9 @@ class Driver:
         self._evaluations: dict[str, Evaluation] = {}
         self._eval_tickets = itertools.count(-1, -1)
         self._faults = 0  # rejections in a row that came of exceptions
+        self._last_reason, self._last_error = "", ""
+        self._issued: dict[int, float] = {}  # ticket -> when, on our clock
+        self._last_result: float | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         logger.info(
             "ledger: %d batches cut, %d groups ready, %d prompts rejected; this is segment %d",
@@ -122,6 +126,8 @@ class Driver:
         issue = self.core.running.get(ticket)
         if issue is None:
             return
+        self._last_result = time.monotonic()
+        self._last_error = str(frame.get("error") or self._last_error)[:LAST_WORDS]
         if frame["op"] == "group" and self.core.overtaken(ticket, frame["newest_lineage"]):
             return
         self.last_call.finished(ticket)
@@ -147,12 +153,15 @@ class Driver:
     def _reject(self, index: int, reason: str) -> None:
         self.ledger.append_reject(RejectRecord(index, self.core.version or 0, reason))
         self.core.rejected(index, reason)
+        self._last_reason = reason
         in_a_row = self.core.rejected_in_a_row
         self._faults = 0 if in_a_row <= 1 else self._faults
         self._faults += reason not in (STALE, "workflow_none")
         hopeless = max(MIN_HOPELESS, 4 * self.core.rules.batch_size)
         if (self._faults >= hopeless or in_a_row >= max(hopeless, len(self.prompts))) and not self._failed.done():
-            story = f"the last {in_a_row} prompts were all rejected, the last for {reason}; so far {dict(self.core.rejections)}"
+            so_far = ", ".join(f"{name} {count}" for name, count in self.core.rejections.most_common())
+            story = f"the last {in_a_row} prompts were rejected: {reason} (all rejections so far: {so_far})"
+            story += f"; the last exception: {self._last_error}" if self._last_error else ""
             self._failed.set_exception(DataUnusable(story))
 
     def _pump(self) -> None:
@@ -165,6 +174,7 @@ class Driver:
             label = str(WeightVersion(self.core.lineage, issue.begun))
             frame = {"op": "run", "ticket": issue.ticket, "index": issue.index, "epoch": prompt.epoch, "row": prompt.row}
             content = {"columns": prompt.columns, "input_ids": prompt.input_ids, "version": label, "evaluate": False}
+            self._issued[issue.ticket] = time.monotonic()
             self.executor.run({**frame, **content})
 
     # what the service is asked
@@ -299,6 +309,20 @@ class Driver:
                     self.executor.cancel(ticket)
         done, _ = await asyncio.wait({self._evaluations[label].result}, timeout=wait_s)
         return done.pop().result() if done else None
+
+    def report(self) -> dict[str, Any]:
+        """What `hpc-rl status` shows of it."""
+        now = time.monotonic()
+        self._issued = {ticket: when for ticket, when in self._issued.items() if ticket in self.core.running}
+        names = ("running", "ready", "sealed", "accepted", "rejected", "evaluating")
+        return {
+            **{name: value for name, value in self.status().items() if name in names},
+            "rejected_in_a_row": self.core.rejected_in_a_row,
+            "last_reason": self._last_reason,
+            "last_error": self._last_error,
+            "oldest_running_s": round(now - min(self._issued.values())) if self._issued else None,
+            "quiet_s": None if self._last_result is None else round(now - self._last_result),
+        }
 
     def status(self) -> dict[str, Any]:
         """Counters, for people and tests."""

@@ -6,7 +6,7 @@ Out: {"op": "ready"}, then for each ticket one of
      {"op": "group", "ticket", "oldest_step", "oldest_lineage", "newest_lineage", "num_trajectories", "num_tokens",
       "reward_sum", "group": bytes},
      {"op": "scored", "ticket", "reward", "num_tokens", "versions"}    of an evaluation,
-     {"op": "rejected", "ticket", "reason"}                            the prompt's own fate: not tried again,
+     {"op": "rejected", "ticket", "reason", "error"?}                  the prompt's own fate: not tried again,
      {"op": "failed", "ticket", "error"}                               an exception: tried again a few times.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from hpc_rl.config.root import GRPOConfig
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.errors import RoleFailed, ServerUnavailable
+from hpc_rl.errors import InputRefused, RoleFailed, ServerUnavailable
 from hpc_rl.rollout import frames
 from hpc_rl.rollout.rewards import Rewarder, RewardFailed, checked
 from hpc_rl.rollout.workflow import Generate, TooLong, Workflow, check_format, sampling
@@ -49,6 +49,7 @@ class Worker:
     workflow: What is run for each prompt.
     rewarder: Where rewards come from.
     write: Takes the bytes of a frame for the sequencer.
+    context: Tokens that the servers take for input and output together; None where that is not known.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class Worker:
         workflow: Workflow,
         rewarder: Rewarder,
         write: Callable[[bytes], Any],
+        context: int | None = None,
     ) -> None:
         self.config = config
+        self.context = context
         self.tokenizer = tokenizer
         self.workflow = workflow
         self.rewarder = rewarder
@@ -89,10 +92,13 @@ class Worker:
             outcome = await self._run(frame)
         except RewardFailed as error:
             logger.warning("prompt %d: %s", frame["index"], error)
-            outcome = {"op": "rejected", "reason": error.reason}
+            outcome = {"op": "rejected", "reason": error.reason, "error": str(error)}
         except TooLong as error:
             logger.warning("prompt %d is too long: %s", frame["index"], error)
-            outcome = {"op": "rejected", "reason": "too_long"}
+            outcome = {"op": "rejected", "reason": "too_long", "error": str(error)}
+        except InputRefused as error:  # by every server alike: it was not sent to another one
+            logger.warning("prompt %d was refused by a server: %s", frame["index"], error)
+            outcome = {"op": "rejected", "reason": "refused", "error": f"refused by a server: {error}"}
         except Exception as error:  # of a user's workflow or of a request: the prompt is issued again, with a bound
             logger.warning("prompt %d failed", frame["index"], exc_info=True)
             outcome = {"op": "failed", "error": f"{type(error).__name__}: {error}"}
@@ -112,6 +118,7 @@ class Worker:
             rewarder=self.rewarder,
             send=self._generate,
             rid=self._rid,
+            context=self.context,
         )
         group = await self.workflow({**frame["columns"], "input_ids": frame["input_ids"]}, generate)
         if group is not None and self.config.rollout.check_trajectory_format:

@@ -16,7 +16,7 @@ import numpy as np
 from hpc_rl.config.generation import GenerationHyperparameters
 from hpc_rl.datasets.order import sample_seed
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.errors import ConfigError
+from hpc_rl.errors import ConfigError, InputRefused
 from hpc_rl.rollout.rewards import Rewarder, import_object
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.types import Trajectory, TrajectoryGroup, Turn, WeightVersion
@@ -26,7 +26,7 @@ Workflow = Callable[[dict[str, Any], "Generate"], Awaitable[TrajectoryGroup | No
 
 
 class TooLong(Exception):
-    """No room for a single new token within gconfig.max_tokens."""
+    """No room for a single new token within gconfig.max_tokens, or within the model's context."""
 
 
 class Generate:
@@ -43,6 +43,7 @@ class Generate:
         rewarder: Where rewards come from.
         send: Sends requests to the servers.
         rid: Makes a fresh request id.
+        context: Tokens that the servers take for input and output together; None where that is not known.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Generate:
         rewarder: Rewarder,
         send: Send,
         rid: Callable[[], str],
+        context: int | None = None,
     ) -> None:
         self.index = index
         self.n_samples = n_samples
@@ -70,6 +72,9 @@ class Generate:
         self._rid = rid
         self._turns: Counter[int] = Counter()
         self._sampling = sampling
+        self._limit, self._limited_by = gconfig.max_tokens, f"gconfig.max_tokens is {gconfig.max_tokens}"
+        if context is not None and context < self._limit:
+            self._limit, self._limited_by = context, f"the model's context is {context}"
 
     async def __call__(self, input_ids: Sequence[int], sample: int = 0) -> Turn:
         """One generation. `sample` says which trajectory it is for; each has its own seed, and each further turn another."""
@@ -86,9 +91,11 @@ class Generate:
         return await self._rewarder.reward(prompt.get("prompt", prompt.get("messages")), completion, columns)
 
     def _request(self, input_ids: list[int], sample: int) -> GenerateRequest:
-        room = min(self._gconfig.max_tokens - len(input_ids), self._gconfig.max_new_tokens)
+        if not input_ids:
+            raise InputRefused("it has no token")
+        room = min(self._limit - len(input_ids), self._gconfig.max_new_tokens)
         if room <= 0:
-            raise TooLong(f"{len(input_ids)} tokens, gconfig.max_tokens is {self._gconfig.max_tokens}")
+            raise TooLong(f"{len(input_ids)} tokens, {self._limited_by}")
         turn = self._turns[sample]
         self._turns[sample] += 1
         seed = sample_seed(*self._identity, sample if turn == 0 else f"{sample}.{turn}")

@@ -38,7 +38,7 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class JobState:
-    """What the scheduler says of a job. `native` is its own word; `end_time` is Unix seconds or None."""
+    """What the scheduler says of a job. `native` is its own word; times are Unix seconds or None, `start_time` may be a guess."""
 
     job_id: str
     state: State
@@ -46,6 +46,7 @@ class JobState:
     reason: str = ""
     end_time: float | None = None
     nodes: str = ""
+    start_time: float | None = None
 
 
 class Scheduler(Protocol):

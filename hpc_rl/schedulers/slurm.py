@@ -12,11 +12,25 @@ from collections.abc import Mapping, Sequence
 
 from hpc_rl.errors import SchedulerError
 from hpc_rl.schedulers.base import JobSpec, JobState, State
+from hpc_rl.schedulers.capacity import SINFO, Node, read_sinfo
 from hpc_rl.schedulers.slurm_states import parse
 
 logger = logging.getLogger(__name__)
 
-LEAKS = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SACCT_", "SCONTROL_", "PMI", "OMPI_", "SPANK_")
+LEAKS = (
+    "SLURM_",
+    "SBATCH_",
+    "SRUN_",
+    "SALLOC_",
+    "SQUEUE_",
+    "SINFO_",
+    "SCANCEL_",
+    "SACCT_",
+    "SCONTROL_",
+    "PMI",
+    "OMPI_",
+    "SPANK_",
+)
 TRANSIENT = ("socket timed out", "unable to contact slurm controller", "resource temporarily unavailable", "connection refused")
 JOB_ID = re.compile(r"^(\d+)(?:;\S+)?$", re.MULTILINE)
 SUBMIT_TIMEOUT_S = 30.0
@@ -64,6 +78,14 @@ class SlurmScheduler:
             found |= self._sacct(forgotten)
         return {job_id: found.get(job_id, JobState(job_id, State.UNKNOWN)) for job_id in job_ids}
 
+    def survey(self, uid: int) -> dict[str, JobState]:
+        """Every job of an account that Slurm remembers, by one squeue. Ids are squeue's own: `7`, `7_3`, `7_[4-9]`, `7+0`."""
+        return self._listed(["-u", str(uid)])
+
+    def past(self, job_ids: list[str]) -> dict[str, JobState]:
+        """What accounting knows of jobs that squeue has forgotten, by one sacct; empty where there is none."""
+        return self._sacct(job_ids)
+
     def cancel(self, job_id: str) -> None:
         _checked(["scancel", job_id])
 
@@ -77,6 +99,21 @@ class SlurmScheduler:
         seen = self._squeue([job_id]).get(job_id)
         return seen.end_time if seen else None
 
+    def nodes(self) -> list[Node]:
+        """Every node of every partition, by one sinfo. Raises SchedulerError."""
+        done = _call(SINFO, CALL_TIMEOUT_S)
+        if done.returncode != 0:
+            raise SchedulerError(f"sinfo: {_words(done)}")
+        return read_sinfo(done.stdout)
+
+    def test_only(self, script: str) -> tuple[bool, str]:
+        """Whether Slurm would take a script now, and its words: when and where, or why not. Raises SchedulerError."""
+        done = _call(["sbatch", "--test-only"], SUBMIT_TIMEOUT_S, script)
+        said = _words(done)
+        if done.returncode != 0 and any(words in said.lower() for words in TRANSIENT):
+            raise SchedulerError(f"sbatch --test-only: {said}")
+        return done.returncode == 0, said
+
     def _find(self, spec: JobSpec) -> str | None:
         done = _call(["squeue", "-h", "-t", "all", "--me", "-n", spec.name, "-o", "%i|%k"], CALL_TIMEOUT_S)
         for line in done.stdout.splitlines():
@@ -86,15 +123,20 @@ class SlurmScheduler:
         return None
 
     def _squeue(self, job_ids: Sequence[str]) -> dict[str, JobState]:
-        done = _call(["squeue", "-h", "-t", "all", "-j", ",".join(job_ids), "-o", "%i|%T|%r|%e|%N"], CALL_TIMEOUT_S)
+        return self._listed(["-j", ",".join(job_ids)])
+
+    def _listed(self, selection: list[str]) -> dict[str, JobState]:
+        done = _call(["squeue", "-h", "-t", "all", *selection, "-o", "%i|%T|%r|%e|%N|%S"], CALL_TIMEOUT_S)
         if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
             raise SchedulerError(f"squeue: {_words(done)}")
         found = {}
         for line in done.stdout.splitlines():
             fields = line.split("|")
-            if len(fields) == 5:
-                job_id, native, reason, end, nodes = fields
-                found[job_id] = JobState(job_id, parse(native), native, reason, _unix(end), nodes)
+            if len(fields) >= 5:
+                job_id, native, reason, end, nodes, *start = fields
+                found[job_id] = JobState(
+                    job_id, parse(native), native, reason, _unix(end), nodes, _unix(start[0] if start else "")
+                )
         return found
 
     def _sacct(self, job_ids: Sequence[str]) -> dict[str, JobState]:
@@ -124,11 +166,11 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name == "SLURM_CONF" or not name.startswith(LEAKS)}
 
 
-def _call(argv: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+def _call(argv: list[str], timeout_s: float, said: str = "") -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             argv,
-            stdin=subprocess.DEVNULL,
+            input=said,
             capture_output=True,
             text=True,
             errors="replace",

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from hpc_rl.errors import RequestRefused, ServerStale, ServerUnavailable
+from hpc_rl.errors import InputRefused, RequestRefused, ServerStale, ServerUnavailable
 from hpc_rl.types import Turn
 
 MIN_VERSION_HEADER = "X-Hpc-Rl-Min-Version"
@@ -87,11 +87,11 @@ class _Making:
         return {"input_ids": request.input_ids + self.turn.output_ids, "sampling_params": sampling, "rid": request.rid}
 
     def absorb(self, answer: dict[str, Any]) -> int:
-        """Append an answer; returns the number of its tokens. Raises RequestRefused."""
+        """Append an answer; returns the number of its tokens. Raises InputRefused."""
         turn, meta, ids = self.turn, answer["meta_info"], answer["output_ids"]
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and reason.get("status_code") == 400:
-            raise RequestRefused(f"aborted: {reason.get('message')}")
+            raise InputRefused(f"aborted: {reason.get('message')}")
         spans = meta.get("weight_versions") or [{"version": meta.get("weight_version", ""), "start": 0, "end": len(ids)}]
         append_spans(turn.versions, spans, len(turn.output_ids))
         turn.output_ids += ids
@@ -209,4 +209,4 @@ class HttpServerClient:
             raise ServerStale(message)
         if status in (408, 429) or status >= 500:
             raise ServerUnavailable(message)
-        raise RequestRefused(message)
+        raise (InputRefused if status in (400, 413, 422) else RequestRefused)(message)

@@ -45,7 +45,8 @@ def launch_of(config: GRPOConfig, device: str, num_gpus: int, index: int, tokeni
     env |= environment_of("launcher.inference_server_env_vars", config.launcher.inference_server_env_vars)
     settings = settings_of(config.sglang, device, max(1, num_gpus), index)
     settings["tokenizer_path"] = str(Path(tokenizer_path).expanduser().absolute())
-    return SGLangLaunch(python=python, env=env, settings=settings, extra_args=list(config.sglang.extra_args))
+    own = config.sglang
+    return SGLangLaunch(python=python, env=env, settings=settings, version=own.version, extra_args=list(own.extra_args))
 
 
 class SGLangBackend:
@@ -67,7 +68,7 @@ class SGLangBackend:
 
     async def start(self, path: str, version: str) -> None:
         begin = time.monotonic()
-        flags, warning = table_for(await self._installed_version())
+        flags, warning = table_for(await self._installed_version(), self._launch.version)
         if warning:
             logger.warning(warning)
         key, port = secrets.token_urlsafe(32), _free_port()

@@ -87,18 +87,20 @@ NOT_FLAGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangLaunch:
-    """What one replica is started with, before model and ports are known."""
+    """What one replica is started with, before model and ports are known; `version` is the one that was configured."""
 
     python: str
     env: dict[str, str]
     settings: dict[str, Setting]
+    version: str = ""
     extra_args: list[str] = field(default_factory=list)
 
 
-def table_for(version: str) -> tuple[Flags, str]:
-    """The flags of a version, and a warning where it is one that we don't know."""
+def table_for(version: str, configured: str = "") -> tuple[Flags, str]:
+    """The flags of an installed version, and a warning where it is not the configured one, or one that we don't know."""
     if version in FLAGS:
-        return FLAGS[version], ""
+        other = f"SGLang is {version}, but sglang.version, by which the options were checked, is {configured}"
+        return FLAGS[version], other if configured and version != configured else ""
     newest = max(FLAGS, key=_numbers)
     return FLAGS[newest], f"SGLang {version} is not in the flag table (known: {', '.join(FLAGS)}): taking the flags of {newest}"
 

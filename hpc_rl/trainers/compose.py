@@ -32,7 +32,7 @@ def compose_grpo(start: Start, begun: dict[str, Any], stack: ExitStack) -> Compo
     """Batches from the rollout role, weights to the servers."""
     config = start.config
     assert isinstance(config, GRPOConfig)
-    num_prompts = len(Prompts(config.train_dataset, Tokenizer(tokenizer_folder(config)), config.seed))
+    num_prompts = start.ranks.from_rank0(lambda: _num_prompts(config))
     reference = _reference(start, config)
     run = _run(start, begun, config.actor, num_updates(config, num_prompts), stack)
     rollout = RolloutClient(start.names, start.tokens)
@@ -68,6 +68,11 @@ def compose_rw(start: Start, begun: dict[str, Any], stack: ExitStack) -> Compose
 
 Compose = Callable[[Start, dict[str, Any], ExitStack], Composed]
 COMPOSE: dict[str, Compose] = {"grpo": compose_grpo, "sft": compose_sft, "rw": compose_rw}
+
+
+def _num_prompts(config: GRPOConfig) -> int:
+    """One rank's to find out: `max_length` takes the tokens of every prompt."""
+    return len(Prompts(config.train_dataset, Tokenizer(tokenizer_folder(config)), config.seed))
 
 
 def _reference(start: Start, config: GRPOConfig) -> Engine | None:

@@ -25,11 +25,12 @@ from hpc_rl.errors import DataUnusable
 from hpc_rl.rollout.client import RolloutClient
 from hpc_rl.trainers import evaluate
 from hpc_rl.trainers.run import Run, tokenizer_folder, total_steps
-from hpc_rl.types import Batch, Trajectory
+from hpc_rl.types import Batch, Trajectory, decode
 from hpc_rl.weights import disk
 from hpc_rl.weights.publish import Publisher
 
 logger = logging.getLogger(__name__)
+ROUND_S = 10.0  # a rank that waits for another must not wait as long as a collective may last
 
 
 class GRPO:
@@ -65,7 +66,21 @@ class GRPO:
         self.has_kl_rewards = self.actor.kl_ctl > 0 and (reference is not None or self.areal)
 
     def batch(self, step: int) -> Batch | None:
-        return self.rollout.batch(step, self.run.lineage, self.run.stopping)
+        """Rank 0 fetches it for all, in rounds: the others hear now and then that it is not there yet, or are told to stop."""
+        run = self.run
+
+        def fetch() -> bytes | None:
+            try:
+                return self.rollout.batch_bytes(step, run.lineage, run.stopping, within_s=ROUND_S)
+            except TimeoutError:
+                return b""
+
+        while True:
+            body = run.ranks.bytes_from_rank0(fetch)
+            if body:
+                return decode(body)
+            if run.any_rank(body is None or run.stopping.is_set()):
+                return None
 
     def update(self, step: int, batch: Batch) -> None:
         rows = [trajectory for group in batch.groups for trajectory in group.trajectories]
@@ -94,6 +109,8 @@ class GRPO:
         if first and self.publisher is not None:
             result = self.publisher.publish(version, disk.finish(trial, version), self.run.stopping)
             self.run.stats.value("publish_servers", len(result.acknowledged))
+            if step == self.run.step:
+                logger.info("start: weights %s are published to %d servers", version, len(result.acknowledged))
 
     def evaluate(self, step: int) -> dict[str, float | int | str] | None:
         return evaluate.held_out_reward(self.run, self.rollout, step)
@@ -139,8 +156,8 @@ class GRPO:
             "reward_bias": self.actor.reward_bias,
             "reward_scaling": self.actor.reward_scaling,
             "reward_clip": self.actor.reward_clip,
-            "reward_norm": _levels(self.actor.reward_norm),
-            "adv_norm": _levels(self.actor.adv_norm),
+            "reward_norm": levels(self.actor.reward_norm),
+            "adv_norm": levels(self.actor.adv_norm),
             "discount": self.actor.discount,
             "gae_lambda": self.actor.gae_lambda,
             "token_rewards_BT": self._kl_rewards(rows, mask_BT, known),
@@ -277,7 +294,12 @@ class GRPO:
                     stats.mean(f"agent/{name}", row.stats[name], 1)
         self._warn_of_missing_agent_stats(rows)
         stats.value("staleness_max", max(staleness, default=0))
+        stats.value("older_lineage", sum(self._is_of_older_lineage(row) for row in rows))
         stats.value("num_tokens", sum(len(row.ids) for row in rows))
+
+    def _is_of_older_lineage(self, row: Trajectory) -> bool:
+        """Whether a start before this one made tokens of it; their age counts by their step all the same."""
+        return bool(row.loss_mask.any()) and int(row.lineages[row.loss_mask].min()) < self.run.lineage
 
     def _warn_of_missing_agent_stats(self, rows: list[Trajectory]) -> None:
         wanted = set(self.actor.log_agent_stats_keys) - self._told
@@ -354,7 +376,8 @@ def rectangle(rows: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(out_BT)
 
 
-def _levels(norm: NormConfig | None) -> Levels | None:
+def levels(norm: NormConfig | None) -> Levels | None:
+    """The section as the algorithms take it."""
     if norm is None:
         return None
     return Levels(norm.mean_level, norm.std_level, norm.eps, norm.mean_leave1out, norm.std_unbiased)

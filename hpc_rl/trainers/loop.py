@@ -38,7 +38,7 @@ class Recipe(Protocol):
 
 def train(run: Run, recipe: Recipe) -> ExitCode:
     """Train from the run's step to the end, or to the boundary after a stop; returns the exit code of the role."""
-    total = recipe.total_steps
+    total = run.total_steps = recipe.total_steps
     if run.is_done(total):
         return ExitCode.DONE
     if run.step < total or run.owes_evaluation:

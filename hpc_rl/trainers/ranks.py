@@ -14,6 +14,8 @@ from hpc_rl import errors
 from hpc_rl.engines.base import sum_over_ranks
 from hpc_rl.errors import HpcRlError, RoleFailed
 
+CHUNK_BYTES = 1 << 28  # of one broadcast: a batch need not fit beside the model
+
 
 class Ranks:
     """The ranks of the default process group; one rank where there is none."""
@@ -63,19 +65,47 @@ class Ranks:
         ends = np.cumsum(lengths)
         for i, row in mine.items():
             flat[ends[i] - lengths[i] : ends[i]] = row
-        tensor = torch.from_numpy(flat).to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        tensor = torch.from_numpy(flat).to(_device())
         dist.all_reduce(tensor)  # all but one of the terms are 0: exact
         return dict(enumerate(np.split(tensor.cpu().numpy(), ends[:-1])))
+
+    def bytes_from_rank0(self, make: Callable[[], bytes | None]) -> bytes | None:
+        """As from_rank0, for bytes of any size or None."""
+        body = b""
+
+        def size() -> int | None:
+            nonlocal body
+            made = make()
+            body = made or b""
+            return None if made is None else len(made)
+
+        num_bytes = self.from_rank0(size)
+        if num_bytes is None or self.num == 1:
+            return None if num_bytes is None else body
+        whole = bytearray()
+        for start in range(0, num_bytes, CHUNK_BYTES):
+            part = torch.empty(min(CHUNK_BYTES, num_bytes - start), dtype=torch.uint8)
+            if self.rank == 0:
+                part = torch.frombuffer(bytearray(body[start : start + CHUNK_BYTES]), dtype=torch.uint8)
+            part = part.to(_device())
+            dist.broadcast(part, src=0)
+            if self.rank:
+                whole += part.cpu().numpy().tobytes()
+        return bytes(whole) if self.rank else body
 
     def _broadcast(self, value: dict[str, Any]) -> dict[str, Any]:
         if self.num == 1:
             return value
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         raw = json.dumps(value).encode() if self.rank == 0 else b""
-        size = torch.tensor([len(raw)], dtype=torch.int64, device=device)
+        size = torch.tensor([len(raw)], dtype=torch.int64, device=_device())
         dist.broadcast(size, src=0)
-        data = torch.zeros(int(size), dtype=torch.uint8, device=device)
+        data = torch.zeros(int(size), dtype=torch.uint8, device=_device())
         if self.rank == 0:
             data.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
         dist.broadcast(data, src=0)
         return json.loads(bytes(data.cpu().numpy()))
+
+
+def _device() -> str:
+    """Where the process group's tensors lie."""
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"

@@ -18,7 +18,7 @@ from hpc_rl import __version__
 from hpc_rl.checkpoint.generation import Commit
 from hpc_rl.checkpoint.lineage import submission_of
 from hpc_rl.checkpoint.manifest import Manifest, config_hash
-from hpc_rl.checkpoint.retention import retain
+from hpc_rl.checkpoint.retention import Policy, retain
 from hpc_rl.config.root import Config
 from hpc_rl.config.service import FrequencyConfig
 from hpc_rl.engines.base import Engine
@@ -26,6 +26,7 @@ from hpc_rl.errors import CannotWrite, ConfigError, ExitCode
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.stats.tracker import Tracker
 from hpc_rl.trainers.activity import Activity
+from hpc_rl.trainers.best import Best
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.timers import Timer
 from hpc_rl.trial import Attempt, Trial, fsync_dir, read_json, write_json
@@ -75,6 +76,8 @@ class Run:
     step: int
     sinks: Sinks
     stats: Tracker = field(default_factory=Tracker)
+    total_steps: int | None = None  # that training takes, once the loop knows
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation; rank 0 only
     owes_evaluation: bool = False  # due, and put off because the trainer was told to stop
     activity: Activity | None = None  # rank 0's
     _saved_step: int = -1
@@ -92,6 +95,7 @@ class Run:
         for name, timer in self.timers.items():
             timer.restore(manifest["timers"].get(name, {}))
         self.owes_evaluation = bool(manifest["timers"].get("owes_evaluation"))
+        self.metrics = dict(manifest.get("metrics", {}))
         self._saved_step = self.step
 
     def version(self, step: int) -> WeightVersion:
@@ -117,7 +121,10 @@ class Run:
         self.does("evaluate", step)
         with self.stats.timed("evaluate_s"):
             numbers = recipe.evaluate(step)
+        if numbers:
+            self.metrics = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
         self.owes_evaluation = self.any_rank(numbers is None)
+        self._keep_best(numbers, step)
 
     def log(self, step: int) -> None:
         """One line of metrics for the step, from what was tracked since the line before."""
@@ -125,6 +132,8 @@ class Run:
         now = time.monotonic()
         row: dict[str, float | int | str] = {"time": time.time(), "version": str(self.version(step)), "lineage": self.lineage}
         row |= {**self.stats.take(), "step_s": now - self._line_at}
+        if self.total_steps is not None:
+            row["total_steps"] = self.total_steps
         self.sinks.log(step, row)
         self._say("step %d: %s", step, "  ".join(f"{name} {row[name]:.4g}" for name in SAID if isinstance(row.get(name), float)))
         self._line_at = now
@@ -152,7 +161,7 @@ class Run:
 
     def _commit(self, commit: Commit, recipe: Any, step: int) -> None:
         commit.commit(self.manifest(recipe, step))
-        recipe.retain(retain(self.trial, self.config.recover.keep))
+        recipe.retain(retain(self.trial, Policy(self.config.recover.keep)))
 
     def manifest(self, recipe: Any, step: int) -> Manifest:
         epoch, cursor = recipe.position(step)
@@ -170,6 +179,7 @@ class Run:
             cursor=cursor,
             timers={**timers, "owes_evaluation": self.owes_evaluation},
             stats=self.sinks.state(),
+            metrics=self.metrics,
             hpc_rl=__version__,
         )
 
@@ -178,24 +188,50 @@ class Run:
         self._export(self.trial.exports / f"step-{step:08d}", step)
 
     def export_final(self, step: int) -> None:
-        """Write `exports/final`, the last thing that a trial does."""
-        self._export(self.trial.exports / "final", step)
+        """Write `exports/final`, the last thing that a trial does: the last weights, or the best where that was asked for."""
+        keep, best = self.config.saver.keep_best, read_json(self._best_record)
+        if self.any_rank(self.ranks.rank == 0 and keep is not None and keep.as_final and best is not None):
+            self._rank0(lambda: self._best_as_final(step, best or {}))
+        else:
+            self._export(self.trial.exports / "final", step)
+
+    @property
+    def _best_record(self) -> Path:
+        return self.trial.exports / "best" / EXPORT_RECORD
+
+    def _keep_best(self, numbers: dict[str, Any] | None, step: int) -> None:
+        """Write `exports/best` where these numbers beat what stands there; rank 0 has them."""
+        best = Best.of(self.config, self._best_record)
+        found = best.improvement(numbers) if best is not None and self.ranks.rank == 0 else None
+        if self.any_rank(found is not None):
+            self._export(self._best_record.parent, step, found or {})
+            if found:
+                self._say("step %d is the best so far: %s %.4g", step, found["metric"], found["value"])
+
+    def _best_as_final(self, step: int, best: dict[str, Any]) -> None:
+        folder = self.trial.exports / "final"
+        temporary = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.copytree(self._best_record.parent, temporary)
+        self._name_export(temporary, folder, step, {"version": best["version"], "best": best})
+        logger.info("the final export is the best model, of step %d", best["step"])
 
     def is_done(self, total: int) -> bool:
         """Whether an earlier start came to the end of these very `total` steps."""
         record = read_json(self.trial.exports / "final" / EXPORT_RECORD) or {}
         return self.step >= total and self.any_rank(self.ranks.rank == 0 and record.get("step") == total)
 
-    def _export(self, folder: Path, step: int) -> None:
+    def _export(self, folder: Path, step: int, said: dict[str, Any] | None = None) -> None:
         self.does("export", step)
         temporary = folder.with_name(f".{folder.name}.tmp")
         self._rank0(lambda: _empty(temporary))
         self.engine.export(temporary, tokenizer_folder(self.config), durable=True)
-        self._rank0(lambda: self._name_export(temporary, folder, step))
+        self._rank0(lambda: self._name_export(temporary, folder, step, said or {}))
         self._say("step %d exported to %s", step, folder)
 
-    def _name_export(self, temporary: Path, folder: Path, step: int) -> None:
-        write_json(temporary / EXPORT_RECORD, {"step": step, "version": str(self.version(step)), "trial": str(self.trial)})
+    def _name_export(self, temporary: Path, folder: Path, step: int, said: dict[str, Any]) -> None:
+        record = {"step": step, "version": str(self.version(step)), "trial": str(self.trial), **said}
+        write_json(temporary / EXPORT_RECORD, record)
         if folder.exists():
             shutil.rmtree(folder)
         os.rename(temporary, folder)
@@ -203,7 +239,7 @@ class Run:
         self._drop_old_exports()
 
     def _drop_old_exports(self) -> None:
-        """Keep the newest `saver.keep_last` exports, the final one not counted."""
+        """Keep the newest `saver.keep_last` exports, the final and the best one not counted."""
         keep = self.config.saver.keep_last
         for folder in sorted(self.trial.exports.glob("step-[0-9]*"))[:-keep] if keep else []:
             shutil.rmtree(folder)

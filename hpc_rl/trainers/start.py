@@ -12,7 +12,7 @@ from hpc_rl.checkpoint.decide import Decision
 from hpc_rl.checkpoint.lineage import decide_start, next_lineage, submission_of
 from hpc_rl.config.root import Config
 from hpc_rl.config.service import RecoverConfig
-from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, NothingToResume, RoleFailed
+from hpc_rl.errors import ConfigError, ExitCode, GivenUp, HpcRlError, NothingToResume, RoleFailed
 from hpc_rl.name_resolve.base import NameResolve
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trial import Attempt, Trial, read_json
@@ -38,18 +38,18 @@ class Start:
 
 
 def begin(start: Start) -> dict[str, Any]:
-    """Decide, set damaged generations aside, and open the next lineage. Rank 0 only.
+    """Decide, set aside what must not be loaded, and open the next lineage. Rank 0 only.
 
     Returns {"lineage", "step", "manifest"}; the manifest is None for a fresh start. Raises ConfigError, NothingToResume or
-    RoleFailed, with the reason, where nothing may start.
+    GivenUp, with the reason, where nothing may start.
     """
     trial, attempt, recover = start.trial, start.attempt, start.config.recover
-    first_mode = start_mode(trial, attempt, recover)
-    decision, damaged = decide_start(trial, attempt, start.incarnation, recover.mode, first_mode, recover.retries)
+    first_mode, wanted = first_start(trial, attempt, recover)
+    decision, unwanted = decide_start(trial, attempt, start.incarnation, recover.mode, first_mode, recover.retries, wanted)
     logger.info("%s", decision.reason)
     if decision.action in ("refuse", "end"):
-        raise REFUSALS.get(decision.exit_code, RoleFailed)(decision.reason)
-    for found in damaged:
+        raise REFUSALS.get(decision.exit_code, GivenUp)(decision.reason)
+    for found in unwanted:  # before the lineage: a kill in between finds the same first start again
         generation.set_aside(found.path, found.problem)
     generation.clear_leftovers(trial)
     disk.clear_leftovers(trial)
@@ -57,10 +57,11 @@ def begin(start: Start) -> dict[str, Any]:
     return {"lineage": record.lineage, "step": record.from_step, "manifest": _manifest(trial, decision)}
 
 
-def start_mode(trial: Trial, attempt: Attempt, recover: RecoverConfig) -> str:
-    """Mode of the submission's first start: `resume` where `hpc-rl recover` submitted it."""
-    job = read_json(trial.job(submission_of(attempt.id)))
-    return str((job or {}).get("start_mode") or recover.mode)
+def first_start(trial: Trial, attempt: Attempt, recover: RecoverConfig) -> tuple[str, int | None]:
+    """Mode of the submission's first start, `resume` where `hpc-rl recover` submitted it, and the step of its `--from`."""
+    job = read_json(trial.job(submission_of(attempt.id))) or {}
+    step = job.get("from_step")
+    return str(job.get("start_mode") or recover.mode), step if isinstance(step, int) else None
 
 
 def _manifest(trial: Trial, decision: Decision) -> dict[str, Any] | None:

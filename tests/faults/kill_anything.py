@@ -29,6 +29,7 @@ VICTIMS = ("trainer", "server", "worker", "sequencer", "supervisor")
 ROLES = {"sequencer": "rollout", "worker": "rollout"}
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 400.0
+MOST_SUPERVISOR_KILLS = 4  # of one attempt: the batch script starts it again five times
 REWARD = "def score(prompt, completion, **columns):\n    return sum(map(ord, completion)) % 7 / 7\n"
 
 OPTIONS = {
@@ -65,6 +66,8 @@ EXACT = {
     "embedded.batch_invariant": True,
 }
 
+NUM_ROWS = 32  # of few.jsonl, an epoch that several trials see more than once
+
 
 def make_toy(folder: Path) -> Path:
     """Model, task, a held-out set of 8 prompts, and a reward of the user's own; trials are submitted from this folder."""
@@ -72,6 +75,8 @@ def make_toy(folder: Path) -> Path:
     toy.make_model(folder / "base")
     heldout = folder / "task" / "heldout.jsonl"
     heldout.write_text("".join(heldout.read_text().splitlines(keepends=True)[:8]))
+    rows = (folder / "task" / "train.jsonl").read_text().splitlines(keepends=True)[:NUM_ROWS]
+    (folder / "task" / "few.jsonl").write_text("".join(rows))
     (folder / "some_reward.py").write_text(REWARD)
     return folder
 
@@ -169,6 +174,22 @@ class Killed:
             self.until(lambda victim=victim: self.over or self._kill(victim, luck))
             if self.over:
                 return
+
+    def kill_at_random(self, count: int, luck: random.Random, longest_pause_s: float) -> None:
+        """Kill any process, `count` times, while roles start, load, save or end, too; every second time it has trained before."""
+        for _ in range(count):
+            rows = self.num_rows() if luck.random() < 0.5 else -1
+            self.until(lambda rows=rows: self.num_rows() > rows or self.over)
+            pause_ends = time.monotonic() + luck.uniform(0.0, longest_pause_s)
+            self.until(lambda pause_ends=pause_ends: time.monotonic() >= pause_ends or self.over)
+            self.until(lambda: self.over or self._kill(luck.choice(self.bearable()), luck))
+            if self.over:
+                return
+
+    def bearable(self) -> list[str]:
+        """VICTIMS, without the supervisor where the batch script would not start it again."""
+        starts = len(list(self.trial.attempts.glob("*/processes/supervisor-*.json")))
+        return [victim for victim in VICTIMS if victim != "supervisor" or starts <= MOST_SUPERVISOR_KILLS]
 
     def _kill(self, what: str, luck: random.Random) -> bool:
         """One process of each kind in `a+b`, at one instant; false while there is none of a kind."""

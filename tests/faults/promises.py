@@ -17,6 +17,7 @@ from hpc_rl.rollout.ledger import GroupRecord, LedgerDamaged, Place, group_at, r
 from hpc_rl.rollout.restore import State, read_state
 from hpc_rl.stats import read as stats
 from hpc_rl.trial import Trial
+from hpc_rl.types import TrajectoryGroup, decode
 
 OF_THE_BATCH = ("reward", "seq_len", "num_tokens", "truncated")  # numbers that depend on nothing but the batch
 
@@ -129,6 +130,11 @@ def batch_digest(folder: Path, seal: Seal) -> str:
     """Of the bytes that the trainer gets for this seal. Raises LedgerDamaged."""
     body = batch_bytes(seal.step, [_group(folder, place) for place in seal.places.values()])
     return hashlib.sha256(body).hexdigest()
+
+
+def read_groups(folder: Path, seal: Seal) -> list[TrajectoryGroup]:
+    """The groups of a batch, in their order. Raises LedgerDamaged."""
+    return [decode(_group(folder, place)) for place in seal.places.values()]
 
 
 def _group(folder: Path, place: Place) -> bytes:

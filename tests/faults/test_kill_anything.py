@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kill_anything import EXACT, IN_ORDER, READY, VICTIMS, Killed, Trials, make_toy, new_luck, short_name, shuffled
+from kill_anything import EXACT, IN_ORDER, NUM_ROWS, READY, VICTIMS, Killed, Trials, make_toy, new_luck, short_name, shuffled
 
 from hpc_rl.trial import read_json
 
 pytestmark = pytest.mark.timeout(600)
+KEPT = {"recover.keep": 50}  # only what comes before the first generation is trimmed
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +27,42 @@ def trials(folder: Path, request) -> Iterator[Trials]:
     trials.end_all()
 
 
-@pytest.mark.parametrize("options", [READY, IN_ORDER], ids=["ready", "in_order"])
-def test_each_process_killed_once(trials, options):
+def test_each_process_killed_once(trials):
     luck = new_luck()
-    one = trials.start(options)
+    one = trials.start(IN_ORDER)
     one.kill_each(shuffled(luck), luck)
     assert len(one.kills) == 5
     one.finish().promises.check()
+
+
+def three_epochs(trials, folder: Path, options: dict, luck) -> Killed:
+    data = {"train_dataset.path": folder / "task" / "few.jsonl", "recover.freq_steps": 3, "recover.retries": 200, **KEPT}
+    one = trials.start({**options, **data}, total_steps=3 * NUM_ROWS // 4)
+    one.until(lambda: one.find("supervisor"))
+    return one
+
+
+def test_ten_kills_at_any_instant_of_three_epochs(trials, folder):
+    luck = new_luck()
+    one = three_epochs(trials, folder, READY, luck)
+    one.kill_at_random(10, luck, 3.0)
+    assert len(one.kills) >= 8
+    one.finish().promises.check()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("options", [READY, IN_ORDER], ids=["ready", "in_order"])
+def test_two_hundred_kills_at_any_instant_of_three_epochs(trials, folder, options):
+    """Trial after trial, until there were so many."""
+    luck, kills = new_luck(), 0
+    while kills < 200:
+        trials.name = f"kills-{options.get('rollout.batch_order', 'ready')}-{kills}"
+        one = three_epochs(trials, folder, options, luck)
+        one.kill_at_random(25, luck, 6.0)
+        kills += len(one.kills)
+        one.finish().promises.check()
+        assert one.kills
 
 
 def test_in_order_and_synchronous_the_weights_are_those_of_a_run_that_was_never_killed(trials):
@@ -57,7 +87,6 @@ def test_the_retry_budget_ends_a_trial_that_makes_no_progress(trials):
     assert not one.trial.done.exists()
 
 
-KEPT = {"recover.keep": 50}  # only what comes before the first generation is trimmed
 ORDERS = {"ready": READY, "hard": {**READY, **KEPT, "rollout.staleness_bound": "hard"}, "in_order": {**IN_ORDER, **KEPT}}
 
 

@@ -33,3 +33,13 @@ def test_a_supervisor_without_its_script_saves_and_ends(tmp_path):
     ended = read_json(fake.attempt.ended)
     assert ended["exit_code"] == 75 and "batch script" in ended["reason"]
     assert not fake.alive()
+
+
+def test_a_script_that_died_before_its_supervisor_could_look_is_missed_all_the_same(tmp_path):
+    fake = Fake(tmp_path)
+    fake.write({"trainer": ["serve"]})
+    script = subprocess.Popen(["true"])
+    script.wait()
+    assert fake.run(HPC_RL_SCRIPT_PID=str(script.pid)) == 75, fake.story()
+    assert "batch script" in read_json(fake.attempt.ended)["reason"]
+    assert not fake.events("started")

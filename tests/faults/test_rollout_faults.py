@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -224,3 +225,9 @@ def test_a_client_gives_up_after_its_deadline(tmp_path):
     client.deadline_s = 1.0
     with pytest.raises(RoleFailed, match="away"):
         client.batch(1, 0)
+    client = role.client()
+    client.deadline_s = 1.0
+    with pytest.raises(RoleFailed, match="away"):  # also where it is asked in short rounds
+        while True:
+            with contextlib.suppress(TimeoutError):
+                client.batch_bytes(1, 0, within_s=0.1)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from hpc_rl.errors import RequestRefused, ServerStale
+from hpc_rl.errors import InputRefused, RequestRefused, ServerStale
 from hpc_rl.examples.toy import make_tokenizer
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.servers.backend import Backend
@@ -248,7 +248,7 @@ class Conformance:
             await api.turn(max_tokens=4)
 
     async def test_too_long_is_refused(self, api):
-        with pytest.raises(RequestRefused, match="400"):
+        with pytest.raises(InputRefused, match="400"):
             await api.turn([4] * 4096)
 
     async def test_pause_abort_returns_what_was_made_and_the_client_goes_on(self, api):

@@ -16,6 +16,9 @@ from hpc_rl.engines import ENGINES
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.distributed import init_ranks, shutdown
 from hpc_rl.engines.packing import balance
+from hpc_rl.errors import Stale
+from hpc_rl.trainers import ranks as ranks_module
+from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trial import read_json, write_json
 
 LENGTHS = (9, 3, 30, 1, 12, 2, 30, 17)
@@ -55,9 +58,29 @@ def broken_on_the_last_rank(engine):
     return loss
 
 
+def from_rank0(rank: int) -> list[str]:
+    """What each rank makes of bytes (in several chunks), of none, and of an error."""
+    ranks_module.CHUNK_BYTES = 1000
+    ranks = Ranks()
+    body = bytes(range(256)) * 10
+    out = []
+    for made in (body, b"", None):
+        got = ranks.bytes_from_rank0(lambda made=made: made if rank == 0 else b"only rank 0 is asked")
+        out.append("as made" if got == made else repr(got))
+
+    def stale() -> bytes:
+        raise Stale("lineage 1 asks")
+
+    try:
+        ranks.bytes_from_rank0(stale)
+    except Stale as error:
+        out.append(str(error))
+    return out
+
+
 def scenario_train(folder: Path, rank: int, num_ranks: int) -> None:
-    """Three steps in several variants, a skipped update, a refusal, and a saved state."""
-    out = {}
+    """Three steps in several variants, a skipped update, a refusal, and a saved state; what rank 0 alone fetches."""
+    out = {"from_rank0": from_rank0(rank)}
     variants = {
         "plain": {},
         "three": {"mb_spec": MicroBatchSpec(n_mbs=3)},

@@ -101,7 +101,7 @@ def test_the_configuration_itself_is_good(shell):
         (["launcher.slurm.time=1:2:3:4"], ["launcher.slurm.time", "24:00:00"]),
         (["launcher.trainer_env_vars={'A;rm': x}"], ["launcher.trainer_env_vars", "'A;rm'"]),
         (["launcher.python=/nowhere/python"], ["launcher.python /nowhere/python"]),
-        (["launcher.site_templates=/nowhere"], ["launcher.site_templates /nowhere is not a directory"]),
+        (["launcher.templates_dir=/nowhere"], ["launcher.templates_dir /nowhere is not a directory"]),
         (["rollout.reward_fn=os.system('x')"], ["rollout.reward_fn"]),
         (["trial_name=${nothing.there}"], ["trial_name", "can't be resolved"]),
         (["trial_name=${"], ["trial_name", "can't be read"]),

@@ -102,6 +102,11 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_update_on_all(folde
         assert result(folder, 2, rank)["skipped"] == {"update_successful": 0.0, "unchanged": True}
 
 
+def test_what_rank_0_alone_fetched_is_on_every_rank_as_it_was(folder: Path) -> None:
+    for rank in range(2):
+        assert result(folder, 2, rank)["from_rank0"] == ["as made", "as made", "as made", "lineage 1 asks"]
+
+
 def test_a_row_that_does_not_fit_is_refused_on_all_ranks(folder: Path) -> None:
     for rank in range(2):
         assert "max_tokens_per_mb" in result(folder, 2, rank)["refused"][0]

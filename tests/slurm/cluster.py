@@ -228,6 +228,7 @@ PriorityType=priority/basic
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
+Licenses=abaqus:4
 ReturnToService=2
 SlurmdParameters=config_overrides
 SlurmdTimeout=5
@@ -246,8 +247,9 @@ MailProg=/bin/true
 PropagateResourceLimits=NONE
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 NodeName=n[1-{n}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{port0 + 2}-{port0 + 1 + n}] Sockets=2 \
-CoresPerSocket={self.num_cpus // 2} ThreadsPerCore=1 RealMemory={self.mem_mb} {gres} State=UNKNOWN
+CoresPerSocket={self.num_cpus // 2} ThreadsPerCore=1 RealMemory={self.mem_mb} TmpDisk=1000 Feature=ib {gres} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=1
+PartitionName=short Nodes=n1 MaxTime=30 DefaultTime=10 State=UP PriorityTier=1
 PartitionName=high Nodes=ALL MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=10
 {self.extra_conf}"""
 
@@ -320,7 +322,7 @@ def _stop(pids: list[int], grace_s: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["up", "down", "kill"])
+    parser.add_argument("command", choices=["up", "down", "kill", "guard"])
     parser.add_argument("node", nargs="?")
     parser.add_argument("--dir", type=Path, default=Path(f"/tmp/hpc-rl-slurm-{os.getuid()}"))
     parser.add_argument("--nodes", type=int, default=4)
@@ -334,6 +336,9 @@ def main() -> None:
                 print(f"export {name}={shlex.quote(cluster.env[name])}")
     elif args.command == "down":
         cluster.down()
+    elif args.command == "guard":  # whoever has the other end of our input died, or says that it takes it down itself
+        if not sys.stdin.buffer.read():
+            cluster.down()
     elif args.node in cluster.nodes:
         cluster.kill_node(args.node)
     else:

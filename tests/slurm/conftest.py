@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,12 +39,36 @@ def running_cluster() -> Iterator[Cluster]:
         pytest.skip(f"no Slurm: {error}")
     here = Path(tempfile.mkdtemp(prefix="hpcrl-", dir="/tmp"))  # short: unix sockets lie below it
     cluster = Cluster(here, slurm, NUM_NODES)
+    with guarded(here):
+        try:
+            cluster.up()
+            yield cluster
+        finally:
+            cluster.down()
+            shutil.rmtree(here, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def guarded(here: Path) -> Iterator[None]:
+    """A process that takes the cluster down if this one is killed, by whatever: it sees our end of its pipe close."""
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("cluster.py")),
+        "guard",
+        "--dir",
+        str(here),
+        "--nodes",
+        str(NUM_NODES),
+    ]
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    assert guard.stdin is not None
     try:
-        cluster.up()
-        yield cluster
+        yield
     finally:
-        cluster.down()
-        shutil.rmtree(here, ignore_errors=True)
+        with contextlib.suppress(BrokenPipeError):
+            guard.stdin.write(b"down")
+            guard.stdin.close()
+        guard.wait(30)
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ gconfig: {{n_samples: 4, max_new_tokens: 4}}
     ],
 )
 def test_sbatch_refuses(shell, cluster, arguments, words):
-    message = shell.refused(69, "submit", "--config", "grpo.yaml", *arguments)
+    message = shell.refused(69, "submit", "--no_check", "--config", "grpo.yaml", *arguments)
     assert message.startswith("hpc-rl: sbatch refused the job: ")
     assert words in message
     assert message.count("\n") == 1

@@ -16,7 +16,7 @@ FLOORS = [
     {"config", "schedulers", "name_resolve", "stats", "algorithms"},
     {"plan", "engines", "servers", "datasets"},
     {"render", "checkpoint", "rollout", "weights"},
-    {"launch", "trainers", "environments", "examples"},
+    {"launch", "doctor", "trainers", "environments", "examples"},
     {"cli", "app"},
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
@@ -54,6 +54,8 @@ def test_everything_has_a_floor():
         "hpc_rl.cli.__main__",
         "hpc_rl.launch.submit",
         "hpc_rl.launch.driver",
+        "hpc_rl.doctor.allocation",
+        "hpc_rl.doctor.node",
         "hpc_rl.checkpoint.decide",
         "hpc_rl.rollout.service",
         "hpc_rl.app.supervisor",
@@ -67,6 +69,20 @@ def test_light_import(module):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_the_server_role_needs_no_more_packages_than_an_image_of_sglang_has():
+    aiohttp = {"aiohttp", "aiohappyeyeballs", "aiosignal", "attr", "frozenlist", "idna", "multidict", "propcache", "yarl"}
+    code = (
+        "import sys, hpc_rl.app.server, hpc_rl.servers.sglang, hpc_rl.name_resolve.shared_fs\n"
+        "from hpc_rl.config.load import from_dict\n"
+        "from_dict({'experiment_name': 'e', 'trial_name': 't', 'train_dataset': {'path': '/d'}, 'actor': {'path': '/m'}})\n"
+        "files = {name: getattr(module, '__file__', None) or '' for name, module in sys.modules.items()}\n"
+        "print(*sorted({name.split('.')[0] for name, file in files.items() if 'site-packages' in file}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) - {"_distutils_hack"} <= aiohttp | {"numpy", "yaml", "typing_extensions"}
 
 
 def test_functions_fit_in_a_hundred_lines():

@@ -13,6 +13,7 @@ from hpc_rl.errors import ConfigError
 
 BELOW = ("atlas",)
 OVER = ("cpu",)
+_ONLY_GRPO = ("sglang", "launcher.rollout_", "launcher.inference_server_")
 
 
 def read_preset(name: str) -> Given:
@@ -38,6 +39,8 @@ def fit(preset: Given, known: Mapping[str, Any], present: Collection[str], prefi
     for key, item in preset.value.items():
         own = "model" if not prefix and key == "actor" and "actor" not in known else key
         name = prefix + own
+        if "actor" not in known and name.startswith(_ONLY_GRPO):
+            continue  # it is there in every configuration, but only grpo has servers
         absent = not prefix and own in ("ref", "valid_dataset") and own not in present
         if name not in known or (absent and "path" not in item.value):
             continue

@@ -124,7 +124,9 @@ class RewardProcess:
         if call is None or call.answer.done():
             return
         logger.warning("a reward call took more than %.1f s: the reward process is killed and started again", self.timeout_s)
-        call.answer.set_exception(RewardFailed("reward_timeout", f"more than {self.timeout_s} s"))
+        call.answer.set_exception(
+            RewardFailed("reward_timeout", f"the reward took more than {self.timeout_s:g} s (rollout.reward_timeout_s)")
+        )
         if self._process:
             frames.kill(self._process)  # its end of pipe makes _read restart it
 

@@ -34,6 +34,8 @@ def test_behaviour_weight_above_the_cap_drops_the_token() -> None:
     close(token.loss_T, [0, -1.491825, 0.8, -3.297442, 0.4, 0.0, 0.5, 0])
     close(token.loss_T.sum() / MASK.sum(), -0.514878)
     assert token.dropped_T.int().tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
+    assert token.clipped_T.int().tolist() == [0, 0, 1, 0, 1, 0, 0, 0]
+    assert not token.dual_clipped_T.any()
 
 
 def test_on_policy_the_loss_is_the_mean_advantage() -> None:

@@ -1,18 +1,98 @@
-"""Every cell of the table of decide.py, and what it says."""
+"""Every cell of the table of decide.py: each combination of what a decision depends on, against rules written from the design."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.checkpoint.decide import CONTINUATIONS, Cause, GenerationInfo, Situation, decide
+from hpc_rl.checkpoint.decide import CONTINUATIONS, OUTSIDE_FACTOR, Cause, GenerationInfo, PastStart, Situation, decide
 
 OURS, THEIRS = "job-2", "job-1"
+MODES = ("disabled", "auto", "fault", "resume")
+RETRIES = 2
 
 
 def gen(step: int, submission: str = OURS, valid: bool = True, lineage: int = 0) -> GenerationInfo:
     return GenerationInfo(step, lineage, submission, valid, "" if valid else "is torn")
+
+
+def past(*causes: Cause) -> tuple[PastStart, ...]:
+    return tuple(PastStart("job-2.0", number, cause, "because") for number, cause in enumerate(causes))
+
+
+# What the decision may depend on. Each axis has every kind of value that the design tells apart.
+STATES = {
+    "nothing": (),
+    "ours": (gen(5), gen(3)),
+    "theirs": (gen(9, THEIRS), gen(4, THEIRS)),
+    "both": (gen(9, THEIRS), gen(5), gen(3)),
+    "newest torn": (gen(9, THEIRS), gen(7, valid=False), gen(5)),
+    "all torn": (gen(7, valid=False), gen(4, THEIRS, valid=False)),
+}
+CAUSES = (None, *Cause)  # None: the first start
+HISTORIES = {
+    "none": (),
+    "as many failures as allowed": past(*[Cause.FAILED] * RETRIES),
+    "one too many": past(Cause.FAILED, Cause.NODE, Cause.WALLTIME, Cause.FAILED),
+    "ended from outside, often": past(*[Cause.NODE, Cause.PREEMPTED, Cause.SUPERVISOR] * (OUTSIDE_FACTOR * (RETRIES + 1) // 3)),
+    "ended from outside, too often": past(*[Cause.NODE] * (OUTSIDE_FACTOR * (RETRIES + 1) + 1)),
+}
+ANCESTRIES = (frozenset({OURS}), frozenset({OURS, THEIRS}))
+AXES = (MODES, ("itself", "resume"), CAUSES, STATES, HISTORIES, ANCESTRIES, (False, True), (None, 5, 4, 7), (0, 4))
+
+
+def rule(mode, start, cause, state, history, ancestry, foreign, wanted, trimmed):
+    """(action, step, exit code) as section 8 of the design has it, in its order and words."""
+    if "too" in history:  # "the retry budget counts attempts without a new committed generation"
+        return "end", None, 70
+    generations, valid = STATES[state], {one.step for one in STATES[state] if one.valid}
+    first = cause is None
+    start_mode = "resume" if start == "resume" else mode
+    continuation = cause in (Cause.STOPPED, Cause.PREEMPTED, Cause.WALLTIME, Cause.NODE)
+    if first and wanted:  # "recover --from": that one or none
+        return ("load", wanted, 0) if wanted in valid and wanted >= trimmed else ("refuse", None, 3)
+    if first and start_mode in ("disabled", "fault"):  # "fresh; refuses a trial directory that already has state"
+        return ("refuse", None, 78) if generations or foreign else ("fresh", None, 0)
+    if not first and mode == "disabled":  # "ends"
+        return "end", None, 70
+    if not first and mode == "resume" and not continuation:  # "a failure is not resumed twice"
+        return "end", None, 70
+    lines = ancestry if mode == "fault" and not first else {OURS, THEIRS}  # "of this submission's lineage"
+    loadable = {one.step for one in generations if one.valid and one.submission in lines and one.step >= trimmed}
+    if loadable:  # "newest valid generation"
+        return "load", max(loadable), 0
+    must = start_mode == "resume" if first else mode == "resume"  # "else exit 3"
+    return ("refuse", None, 3) if must or trimmed else ("fresh", None, 0)  # "else fresh", where its batches are there
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_combination(mode):
+    count = 0
+    for start, cause, state, history, ancestry, foreign, wanted, trimmed in itertools.product(*AXES[1:]):
+        situation = Situation(
+            mode=mode,
+            start_mode="resume" if start == "resume" else mode,
+            first_start=cause is None,
+            generations=STATES[state],
+            ancestry=ancestry,
+            has_state=foreign,
+            cause=cause,
+            history=HISTORIES[history],
+            retries=RETRIES,
+            wanted=wanted,
+            trimmed=trimmed,
+        )
+        decision = decide(situation)
+        expected = rule(mode, start, cause, state, history, ancestry, foreign, wanted, trimmed)
+        assert (decision.action, decision.step, decision.exit_code) == expected, (situation, decision)
+        assert decision.reason
+        later = {one.step for one in STATES[state] if decision.step and one.step > decision.step}
+        assert set(decision.set_aside) == (later if cause is None and wanted and decision.action == "load" else set())
+        count += 1
+    assert count == 2 * 7 * 6 * 5 * 2 * 2 * 4 * 2
 
 
 def situation(mode: str, start: str, generations: tuple[GenerationInfo, ...] = (), **more) -> Situation:
@@ -22,69 +102,14 @@ def situation(mode: str, start: str, generations: tuple[GenerationInfo, ...] = (
     return Situation(mode=mode, first_start=start == "first", generations=generations, **values)
 
 
-MIXED = (gen(9, THEIRS), gen(7, valid=False), gen(5), gen(3))
-
-TABLE = [
-    # mode, start, generations -> action, step, exit code
-    ("disabled", "first", (), "fresh", None, 0),
-    ("disabled", "first", MIXED, "refuse", None, 78),
-    ("disabled", "failure", MIXED, "end", None, 70),
-    ("disabled", "continuation", MIXED, "end", None, 70),
-    ("auto", "first", (), "fresh", None, 0),
-    ("auto", "first", MIXED, "load", 9, 0),
-    ("auto", "first", (gen(4, valid=False),), "fresh", None, 0),
-    ("auto", "failure", MIXED, "load", 9, 0),
-    ("auto", "failure", (), "fresh", None, 0),
-    ("auto", "continuation", MIXED, "load", 9, 0),
-    ("auto", "continuation", (), "fresh", None, 0),
-    ("fault", "first", (), "fresh", None, 0),
-    ("fault", "first", (gen(4, valid=False),), "refuse", None, 78),
-    ("fault", "failure", MIXED, "load", 5, 0),
-    ("fault", "failure", (gen(9, THEIRS),), "fresh", None, 0),
-    ("fault", "continuation", MIXED, "load", 5, 0),
-    ("fault", "continuation", (gen(9, THEIRS),), "fresh", None, 0),
-    ("resume", "first", MIXED, "load", 9, 0),
-    ("resume", "first", (), "refuse", None, 3),
-    ("resume", "first", (gen(4, valid=False),), "refuse", None, 3),
-    ("resume", "failure", MIXED, "end", None, 70),
-    ("resume", "continuation", MIXED, "load", 9, 0),
-    ("resume", "continuation", (), "refuse", None, 3),
-]
-
-
-@pytest.mark.parametrize(("mode", "start", "generations", "action", "step", "code"), TABLE)
-def test_the_table(mode, start, generations, action, step, code):
-    decision = decide(situation(mode, start, generations))
-    assert (decision.action, decision.step, decision.exit_code) == (action, step, code)
-    assert decision.reason
-
-
-@pytest.mark.parametrize("mode", ["disabled", "fault"])
-def test_state_of_another_submission_without_generations_is_refused_too(mode):
-    decision = decide(situation(mode, "first", has_state=True))
-    assert decision.action == "refuse" and "another trial_name" in decision.reason
-
-
-@pytest.mark.parametrize("mode", ["disabled", "auto", "fault", "resume"])
-def test_hpc_rl_recover_is_a_first_start_as_resume_whatever_the_mode(mode):
-    assert decide(situation(mode, "first", MIXED, start_mode="resume", has_state=True)).step == 9
-    assert decide(situation(mode, "first", start_mode="resume", has_state=True)).exit_code == 3
-
-
-def test_the_ancestry_of_a_recover_counts_in_mode_fault():
-    both = frozenset({OURS, THEIRS})
-    assert decide(situation("fault", "failure", MIXED, ancestry=both)).step == 9
-
-
-@pytest.mark.parametrize("mode", ["disabled", "auto", "fault", "resume"])
-def test_the_retry_budget_ends_any_mode(mode):
-    assert decide(situation(mode, "failure", MIXED, failures=4, retries=3)).action == "end"
-    assert decide(situation("auto", "failure", MIXED, failures=3, retries=3)).action == "load"
+def test_a_refusal_of_state_says_what_to_do():
+    decision = decide(situation("fault", "first", has_state=True))
+    assert "another trial_name, or hpc-rl recover" in decision.reason
 
 
 @pytest.mark.parametrize("cause", list(Cause))
-def test_resume_goes_on_after_what_was_no_failure(cause):
-    decision = decide(situation("resume", "failure", MIXED, cause=cause))
+def test_the_reason_says_how_the_start_before_ended(cause):
+    decision = decide(situation("resume", "failure", STATES["both"], cause=cause))
     assert decision.action == ("load" if cause in CONTINUATIONS else "end")
     assert str(cause) in decision.reason
 
@@ -92,6 +117,21 @@ def test_resume_goes_on_after_what_was_no_failure(cause):
 def test_the_reason_names_what_was_passed_over():
     reason = decide(situation("auto", "failure", (gen(8, valid=False), gen(6)))).reason
     assert "generation 8 is torn" in reason and "loading generation 6" in reason
+    reason = decide(situation("fault", "failure", STATES["both"])).reason
+    assert "1 of other submissions do not count" in reason
+    reason = decide(situation("auto", "failure", (gen(3),), trimmed=7)).reason
+    assert "generation 3 is older than the batch log" in reason and "batches 1 to 7 were trimmed" in reason
+
+
+def test_the_guard_names_its_evidence():
+    reason = decide(situation("auto", "failure", history=HISTORIES["one too many"], retries=RETRIES)).reason
+    assert reason.startswith("3 starts in a row without a new generation; recover.retries allows 2: ")
+    assert "trainer 0 of attempt job-2.0 failed (because)" in reason and "ran into its time limit" in reason
+
+
+def test_a_named_generation_that_is_not_there_is_refused_with_those_that_are():
+    assert "there are 3, 5" in decide(situation("auto", "first", STATES["ours"], wanted=4)).reason
+    assert "set aside: 5" in decide(situation("auto", "first", STATES["ours"], wanted=3)).reason
 
 
 def test_of_one_step_the_newer_lineage_counts():
@@ -99,7 +139,7 @@ def test_of_one_step_the_newer_lineage_counts():
 
 
 @given(
-    mode=st.sampled_from(["disabled", "auto", "fault", "resume"]),
+    mode=st.sampled_from(MODES),
     start=st.sampled_from(["first", "failure", "continuation"]),
     generations=st.lists(st.builds(gen, st.integers(1, 9), st.sampled_from([OURS, THEIRS]), st.booleans())).map(tuple),
 )

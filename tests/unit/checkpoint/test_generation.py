@@ -9,7 +9,7 @@ import pytest
 from hpc_rl.checkpoint import generation, manifest
 from hpc_rl.checkpoint.generation import Commit, check, clear_leftovers, scan, set_aside, verify
 from hpc_rl.checkpoint.manifest import Manifest
-from hpc_rl.checkpoint.retention import retain
+from hpc_rl.checkpoint.retention import Policy, retain
 from hpc_rl.errors import RoleFailed
 from hpc_rl.trial import Trial
 
@@ -186,9 +186,9 @@ def test_retention_keeps_the_newest_and_never_touches_what_is_damaged_or_loaded(
     for step in range(1, 7):
         save(trial, step)
     (trial.generation(5) / "manifest.json").unlink()
-    assert retain(trial, keep=2, protected=frozenset({1})) == 1
+    assert retain(trial, Policy(2), held=frozenset({1})) == 1
     assert [(found.step, bool(found.problem)) for found in scan(trial)] == [(6, False), (5, True), (4, False), (1, False)]
-    assert retain(trial, keep=0) == 6
+    assert retain(trial, Policy(0)) == 6
     assert steps(trial) == [6]
 
 

@@ -8,8 +8,16 @@ import threading
 import pytest
 
 from hpc_rl.checkpoint.decide import Cause, Decision
-from hpc_rl.checkpoint.generation import Commit
-from hpc_rl.checkpoint.lineage import decide_start, failures_without_progress, gather, next_lineage, read_lineages
+from hpc_rl.checkpoint.generation import Commit, set_aside
+from hpc_rl.checkpoint.lineage import (
+    decide_start,
+    failures_without_progress,
+    fruitless_starts,
+    gather,
+    next_lineage,
+    read_lineages,
+    trimmed,
+)
 from hpc_rl.checkpoint.manifest import Manifest
 from hpc_rl.trial import Attempt, Trial, write_json
 
@@ -130,5 +138,77 @@ def test_failures_are_counted_since_the_last_progress_over_all_attempts(trial):
     event(one, event="exited", role="server", code=1)
     event(two, **failure)
     event(attempt(trial, "8.0"), **failure)
-    assert look(trial, attempt(trial, "7.2")).failures == 2
+    past = look(trial, attempt(trial, "7.2")).history
+    assert [(one.attempt, one.cause) for one in past] == [("7.0", Cause.FAILED), ("7.1", Cause.FAILED)]
     assert failures_without_progress([]) == 0
+
+
+def drained(one: Attempt, why: str) -> None:
+    event(one, event="started", role="trainer", index=0, incarnation=0)
+    event(one, event="stopping", reason=why)
+    event(one, event="exited", role="trainer", incarnation=0, code=75)
+    write_json(one.ended, {"exit_code": 75, "reason": why})
+
+
+def test_starts_that_led_to_no_generation_are_counted_over_requeues_whatever_ended_them(trial):
+    """A job whose time is too short for one generation must not come back for ever."""
+    for restart, why in enumerate(["the job's time is nearly over", "SIGTERM", "SIGUSR1", ""]):
+        one = attempt(trial, f"7.{restart}")
+        next_lineage(trial, one, 0, FRESH)
+        if why:
+            drained(one, why)
+    causes = [Cause.WALLTIME, Cause.PREEMPTED, Cause.WALLTIME, Cause.NODE]
+    assert [one.cause for one in look(trial, attempt(trial, "7.4")).history] == causes
+    assert [one.cause for one in fruitless_starts(trial, "7")] == causes
+    decision, _ = decide_start(trial, attempt(trial, "7.4"), 0, "auto", "auto", 1)
+    assert decision.action == "end" and "2 starts in a row without a new generation" in decision.reason
+    commit(trial, 4, "7.3", lineage=3)
+    assert look(trial, attempt(trial, "7.4")).history == fruitless_starts(trial, "7") == ()
+
+
+def test_the_start_that_runs_is_no_past_one(trial):
+    one = attempt(trial, "7.0")
+    next_lineage(trial, one, 0, FRESH)
+    assert fruitless_starts(trial, "7", running="7.0") == ()
+    assert [past.cause for past in fruitless_starts(trial, "7")] == [Cause.NODE]
+
+
+def test_a_generation_that_was_lost_later_still_was_progress(trial):
+    one = attempt(trial, "7.0")
+    next_lineage(trial, one, 0, FRESH)
+    event(one, event="started", role="trainer", index=0, incarnation=0)
+    event(one, event="progress", step=3)
+    event(one, event="exited", role="trainer", incarnation=0, code=75)
+    assert look(trial, attempt(trial, "7.1")).history == ()
+
+
+def test_from_an_older_generation_the_later_ones_are_set_aside_and_the_record_says_so(trial):
+    next_lineage(trial, attempt(trial, "1.0"), 0, FRESH)
+    for step in (3, 6, 9):
+        commit(trial, step, "1.0")
+    (trial.generation(9) / "state").write_text("torn")
+    two = attempt(trial, "2.0")
+    decision, unwanted = decide_start(trial, two, 0, "fault", "resume", 3, wanted=3)
+    assert (decision.action, decision.step, decision.set_aside) == ("load", 3, (6, 9))
+    assert sorted((one.step, one.problem) for one in unwanted)[0] == (6, "is later than 3")
+    record = next_lineage(trial, two, 0, decision)
+    assert read_lineages(trial)[-1] == record and record.set_aside == (6, 9) and record.from_step == 3
+    for found in unwanted:
+        set_aside(found.path, found.problem)
+    again, _ = decide_start(trial, two, 1, "fault", "resume", 3, wanted=3)  # its own next start, by the stored mode
+    assert (again.action, again.step) == ("load", 3) and "as asked" not in again.reason
+
+
+def test_a_named_generation_is_read_to_its_last_byte(trial):
+    commit(trial, 3, "1.0")
+    (trial.generation(3) / "state").write_text("state of 4")
+    decision, unwanted = decide_start(trial, attempt(trial, "2.0"), 0, "auto", "resume", 3, wanted=3)
+    assert decision.action == "refuse" and decision.exit_code == 3 and unwanted == []
+
+
+def test_the_batch_log_says_from_where_it_can_replay(trial):
+    assert trimmed(trial) == 0
+    trial.batches.mkdir()
+    for step in (7, 8):
+        (trial.batches / f"{step:08d}.seal").write_text("{}")
+    assert trimmed(trial) == 6 == look(trial, attempt(trial, "2.0")).trimmed

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 
 import pytest
 
@@ -25,7 +27,7 @@ def trial(fake_trial, scheduler):
     ("more", "was", "call", "words"),
     [
         ([], State.RUNNING, ("nudge", "7"), "saves its state"),
-        (["--now"], State.RUNNING, ("cancel", "7"), "ended by the scheduler now"),
+        (["--now"], State.RUNNING, ("cancel", "7"), "saves its state if that fits"),
         ([], State.PENDING, ("cancel", "7"), "out of the queue"),
     ],
 )
@@ -123,6 +125,47 @@ def test_ranks_with_files_of_their_own(trial, capsys):
 def test_what_is_not_there_is_said(trial, capsys):
     assert main(["logs", "t1", "--role", "server", "--index", "9"]) == 70
     assert "no log for --role server --index 9" in capsys.readouterr().err
+
+
+def test_before_any_log_it_is_said_what_the_trial_waits_for(fake_trial, scheduler, capsys):
+    fake_trial.job("7", at=time.time() - 1_790_000_000.0)
+    scheduler.answers["7"] = State.PENDING
+    assert main(["logs", str(fake_trial.trial.dir)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("no log yet: exp/t1 is pending since ")
+    assert "waits to be started" in out
+
+
+def test_following_waits_for_the_first_log(fake_trial, scheduler, capsys):
+    fake_trial.job("7", at=time.time() - 1_790_000_000.0)
+    scheduler.answers["7"] = State.PENDING
+
+    def begin():
+        scheduler.answers["7"] = State.RUNNING
+        fake_trial.run_to(2)
+        time.sleep(1)
+        fake_trial.ended("7.0", 0)
+        fake_trial.trial.done.write_text("{}")
+
+    timer = threading.Timer(1.0, begin)
+    timer.start()
+    assert main(["logs", str(fake_trial.trial.dir), "--follow", "--role", "server"]) == 0
+    timer.join()
+    said = capsys.readouterr()
+    assert "server-0.0 line" in said.out
+    assert "waiting: no log yet: exp/t1 is pending" in said.err
+
+
+def test_of_many_ranks_the_first_is_shown_and_all_where_asked(trial, capsys):
+    attempt = trial.attempt("7.0")
+    attempt.log("trainer", 0, 1).write_text("")
+    for rank in range(3):
+        attempt.log("trainer", 0, 1, rank).write_text(f"rank {rank}\n")
+    assert main(["logs", "t1", "--role", "trainer"]) == 0
+    assert capsys.readouterr().out == "rank 0\n"
+    assert main(["logs", "t1", "--role", "trainer", "--rank", "all"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"rank {rank}\n" in out for rank in range(3))
 
 
 def test_the_list_of_files(trial, capsys):

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("state_home")
 
 STORY = """\
 exp/t1   running   step 80 of 100 (80 %)   1.0 steps/s, done in about 20 s
+time        since 2026-09-21 14:21
 directory   DIR
 plan        grpo, embedded:d1+fsdp:d1, 1 node, recover.mode auto
 job         8 (local), submitted 2026-09-21 14:21
@@ -56,6 +57,7 @@ def trial(fake_trial, scheduler, monkeypatch):
     fake_trial.lineage(1, 57, "8.0", reason="loading generation 57")
     fake_trial.steps("8.0", 58, 72, lineage=1, at=510)
     fake_trial.evaluation("8.0", 60, 0.55)
+    fake_trial.event("8.0", "progress", at=525, step=70)
     fake_trial.exited("8.0", "trainer", 137, "ended by SIGKILL", at=530)
     fake_trial.started("8.0", "trainer", incarnation=1, at=531)
     fake_trial.generation(70)
@@ -95,6 +97,30 @@ def test_a_job_that_died_without_a_word_can_be_recovered(trial, scheduler, capsy
     assert "hpc-rl recover exp/t1" in out
 
 
+def test_starts_that_led_nowhere_are_shown_with_what_ended_each(fake_trial, scheduler, capsys):
+    """A job that was requeued again and again: what the loop guard counts, and its evidence."""
+    fake_trial.run_to(3)
+    fake_trial.event("7.0", "exited", role="trainer", index=0, incarnation=0, code=70, reason="boom", failure=True)
+    fake_trial.ended("7.0", 75)
+    fake_trial.started("7.1", "trainer", at=50)
+    fake_trial.lineage(1, 0, "7.1")
+    fake_trial.event("7.1", "stopping", at=55, reason="the job's time is nearly over")
+    fake_trial.exited("7.1", "trainer", 75, at=60)
+    fake_trial.ended("7.1", 75, "the job's time is nearly over", at=61)
+    scheduler.answers["7"] = State.PENDING
+    index.record(fake_trial.trial)
+    assert main(["status", "t1"]) == 0
+    out = capsys.readouterr().out
+    assert "no progress 2 starts in a row without a new generation" in out
+    assert "  trainer 0 of attempt 7.0 failed (boom)\n" in out
+    assert "  trainer 0 of attempt 7.1 ran into its time limit (the job's time is nearly over)\n" in out
+    main(["status", "t1", "--json"])
+    assert [one["cause"] for one in json.loads(capsys.readouterr().out)["fruitless_starts"]] == [
+        "failed",
+        "ran into its time limit",
+    ]
+
+
 def test_as_json(trial, capsys):
     assert main(["status", "t1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -116,6 +142,37 @@ def test_list_shows_every_trial_newest_first(trial, make_fake_trial, tmp_path, c
     main(["list", "--prune"])
     assert "forgotten: exp/t2" in capsys.readouterr().out
     assert len(index.entries()) == 1
+
+
+def test_list_asks_once_for_all_and_never_calls_a_new_job_unknown(make_fake_trial, tmp_path, scheduler, capsys):
+    for number in range(3):
+        fake = make_fake_trial(tmp_path / "runs", "exp", f"t{number}")
+        fake.job(str(number), at=time.time() - 1_790_000_000.0)
+        index.record(fake.trial)
+    scheduler.answers["1"] = State.PENDING
+    assert main(["list", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["state"] for row in rows} == {"pending"}
+    assert rows[0]["job_id"] == "2"
+
+
+def test_following_a_trial_that_is_over_ends_with_its_code(fake_trial, scheduler, capsys):
+    fake_trial.run_to(3)
+    fake_trial.ended("7.0", 70, "rollout-0 gave up")
+    assert main(["status", str(fake_trial.trial.dir), "--follow"]) == 70
+    assert "rollout-0 gave up" in capsys.readouterr().out
+    assert main(["status", str(fake_trial.trial.dir), "--follow", "--json"]) == 64
+
+
+def test_many_attempts_fit_one_screen(fake_trial, scheduler, capsys):
+    fake_trial.job("7")
+    for restart in range(12):
+        fake_trial.started(f"7.{restart}", "trainer", at=restart * 100)
+    main(["status", str(fake_trial.trial.dir), "--offline"])
+    out = capsys.readouterr().out
+    assert "and 7 earlier: --all shows them" in out and "7.11" in out and "7.3 " not in out
+    main(["status", str(fake_trial.trial.dir), "--offline", "--all"])
+    assert "7.3 " in capsys.readouterr().out
 
 
 def test_list_of_nothing_says_what_to_type(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -121,12 +122,88 @@ def test_recover_submits_the_stored_configuration_as_a_resume(stopped, capsys):
     assert (stored["total_train_steps"], stored["recover"]["mode"], stored["trial_name"]) == (30, "auto", "small")
 
 
-def test_recover_refuses_what_would_make_another_trial(stopped, scheduler, capsys):
-    assert main(["recover", "small", "actor.optimizer.lr=1", "--n_nodes", "1"]) == 64
+def test_recover_refuses_what_the_state_can_not_take_and_changes_nothing(stopped, scheduler, capsys):
+    before = stopped.config_json.read_bytes()
+    assert main(["recover", "small", "gconfig.n_samples=8", "--n_nodes", "1"]) == 64
     said = capsys.readouterr().err
-    assert "actor.optimizer.lr" in said
-    assert "cluster.n_nodes would" not in said
+    assert "gconfig.n_samples can't change from 4 to 8 in trial sums/small: finished groups that wait" in said
+    assert "say gconfig.n_samples=4; for the new values submit another trial_name" in said
+    assert "cluster.n_nodes" not in said
     assert scheduler.calls == [("submit", "job-1")]
+    assert stopped.config_json.read_bytes() == before
+
+
+def test_recover_applies_safe_changes_and_prints_them(stopped, capsys):
+    assert main(["recover", "small", "actor.optimizer.lr=1e-6"]) == 0
+    assert "changed    actor.optimizer.lr: 2e-05 -> 1e-06  (safe)" in capsys.readouterr().out
+    assert read_json(stopped.config_json)["actor"]["optimizer"]["lr"] == 1e-6
+
+
+def test_resubmission_is_compared_with_what_the_trial_was_made_with(stopped, config, scheduler, capsys):
+    assert submitted(config, "seed=7") == 64
+    assert "seed can't change from 1 to 7" in capsys.readouterr().err
+    assert submitted(config, "--dry_run", "seed=7") == 64
+    capsys.readouterr()
+    assert submitted(config, "--json", "actor.eps_clip=0.3") == 0
+    assert json.loads(capsys.readouterr().out)["changes"] == [
+        {"name": "actor.eps_clip", "old": 0.2, "new": 0.3, "safe": True, "reason": ""}
+    ]
+
+
+def test_a_trial_that_never_saved_anything_takes_any_change(stopped, config):
+    (stopped.generation(5) / "manifest.json").unlink()
+    assert submitted(config, "seed=7") == 0
+
+
+def test_resubmission_of_a_finished_trial_says_so_and_starts_no_job(stopped, config, scheduler, capsys):
+    stopped.done.write_text("{}")
+    assert submitted(config) == 3
+    assert "sums/small has reached its end" in capsys.readouterr().err
+    assert scheduler.calls == [("submit", "job-1")]
+    assert submitted(config, "total_train_steps=40") == 0
+    assert not stopped.done.exists()
+
+
+def test_recover_shows_what_changes_and_records_it(stopped, capsys):
+    assert main(["recover", "small", "actor.optimizer.lr=1e-6", "allocation_mode=embedded:d2+fsdp:d1"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"changed +actor.optimizer.lr: \S+ -> 1e-06  \(safe\)", said)
+    assert "changed    allocation: embedded:d1+fsdp:d1 -> embedded:d2+fsdp:d1  (safe" in said
+    assert any("actor.optimizer.lr" in line for line in read_json(stopped.job("job-2"))["changed"])
+
+
+def test_recover_refuses_what_would_make_another_trial(stopped, scheduler, capsys):
+    assert main(["recover", "small", "train_dataset.batch_size=4", "--n_nodes", "1"]) == 64
+    said = capsys.readouterr().err
+    assert "train_dataset.batch_size can't change from 1 to 4" in said
+    assert "cluster.n_nodes" not in said
+    assert scheduler.calls == [("submit", "job-1")]
+    assert main(["recover", "small", "train_dataset.batch_size=4", "--explain"]) == 64
+    said = capsys.readouterr().out
+    assert "decision     refuse" in said
+    assert "train_dataset.batch_size: 1 -> 4  (unsafe: " in said
+
+
+def test_recover_from_an_older_generation(stopped, scheduler, capsys):
+    for step in (2, 3):
+        stopped.generation(step).mkdir()
+        (stopped.generation(step) / "manifest.json").write_text("{}")
+    assert main(["recover", "small", "--from", "4"]) == 3
+    assert "there are: 2, 3, 5" in capsys.readouterr().err
+    stopped.batches.mkdir()
+    (stopped.batches / "00000004.seal").write_text("{}")
+    assert main(["recover", "small", "--from", "2"]) == 3
+    said = capsys.readouterr().err
+    assert "batches 3 to 3 were trimmed" in said
+    assert "Allowed: 3, 5" in said
+    with pytest.raises(SystemExit, match="2"):
+        main(["recover", "small", "--from", "newest"])
+    stopped.done.write_text("{}")
+    assert main(["recover", "small", "--from", "gen-00000003"]) == 0  # a finished trial, too
+    assert "from generation 3 if it verifies" in capsys.readouterr().out
+    assert read_json(stopped.job("job-2"))["from_step"] == 3
+    script = next(stopped.scripts.glob("local.sh")).read_text()
+    assert '"from_step": 3,' in script  # should the job start before its record lies there
 
 
 def test_recover_of_a_running_trial_is_busy(stopped, scheduler):
@@ -152,10 +229,35 @@ def test_recover_of_a_finished_trial_needs_more_steps(stopped, scheduler, capsys
 
 
 def test_explain_shows_the_decision_and_does_nothing(stopped, scheduler, capsys):
-    assert main(["recover", "small", "--explain"]) == 3
+    assert main(["recover", "small", "--explain", "actor.eps_clip=0.3"]) == 3
     out = capsys.readouterr().out
+    assert "changed    actor.eps_clip: 0.2 -> 0.3  (safe)" in out
     assert "generation   5" in out
     assert "no valid generation to resume from" in out
     assert scheduler.calls == [("submit", "job-1")]
     assert main(["recover", "small", "--explain", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["action"] == "refuse"
+
+
+def test_render_checks_first_and_writes_nothing_that_can_not_run(config, scheduler, tmp_path, capsys):
+    good, bad = ["#!/bin/bash\n", "true\n"], ["{% block site %}\nif\n{% endblock %}"]
+    (tmp_path / "own" / "templates").mkdir(parents=True)
+    template = tmp_path / "own" / "templates" / "local.sh.j2"
+    template.write_text('{% extends "below/templates/local.sh.j2" %}' + "".join(bad))
+    arguments = [
+        "render",
+        "--config",
+        str(config),
+        f"launcher.templates_dir={tmp_path / 'own'}",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert main([*arguments, "--check"]) == 64
+    assert "syntax error" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert main([*arguments, "--check", "--json"]) == 64
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [check["state"] for check in checks if check["name"] == "local.sh: bash -n"] == ["refused"]
+    template.write_text("".join(good))
+    assert main([*arguments, "--check"]) == 0
+    assert "check      local.sh: bash -n" in capsys.readouterr().out and (tmp_path / "out" / "scripts" / "local.sh").exists()
+    assert scheduler.calls == []

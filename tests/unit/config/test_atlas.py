@@ -37,6 +37,11 @@ BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "act
         ("save_steps=500", "saver.freq_steps", 500),
         ("eval_steps=500", "evaluator.freq_steps", 500),
         ("save_total_limit=3", "saver.keep_last", 3),
+        ("load_best_model_at_end=true", "saver.keep_best.as_final", True),
+        ("metric_for_best_model=eval_reward", "saver.keep_best.metric", "eval_reward"),
+        ("metric_for_best_model=eval/reward", "saver.keep_best.metric", "eval_reward"),
+        ("metric_for_best_model=reward", "saver.keep_best.metric", "eval_reward"),
+        ("greater_is_better=false", "saver.keep_best.mode", "min"),
         ("report_to=[wandb]", "stats_logger.wandb.mode", "online"),
         ("report_to=none", "stats_logger.wandb.mode", "disabled"),
     ],
@@ -64,8 +69,9 @@ def test_the_model_of_each_trainer():
         "generation_aggregation_steps=16",
         "shuffle_generation_inputs=true",
         "logging_steps=10",
-        "metric_for_best_model=eval_reward",
-        "greater_is_better=true",
+        "load_best_model_at_end=false",
+        "metric_for_best_model=null",
+        "greater_is_better=null",
         "use_vllm=false",
         "ds3_gather_for_generation=true",
         "remove_unused_columns=false",
@@ -98,6 +104,8 @@ def test_one_thing_given_twice_with_one_value():
 def test_wrong_values_name_the_alias():
     with pytest.raises(ConfigError, match=r"gconfig.n_samples \(command line: num_generations \(num_generations\)\): 0"):
         load([], [*BASE, "num_generations=0"])
+    with pytest.raises(ConfigError, match=r"greater_is_better .*: yes can't be used: it must be true or false"):
+        load([], [*BASE, "greater_is_better=yes"])
     with pytest.raises(ConfigError, match="clearml is not known; allowed: wandb"):
         load([], [*BASE, "report_to=[clearml]"])
 

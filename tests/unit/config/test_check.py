@@ -93,8 +93,8 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["ref.path=/m", "ref.attn_impl=flash_attention_2"], "ref.attn_impl flash_attention_2 can't be used without GPUs"),
         (["evaluator.freq_steps=1"], "evaluator.freq_steps has no effect without valid_dataset"),
         (["launcher.slurm.extra_args=[licenses]"], "is no sbatch option"),
-        (["launcher.slurm.extra_args=[--nodes=3]"], "an option of its own here: cluster.n_nodes"),
-        (["launcher.slurm.extra_args=[--ntasks=3]"], "is derived from the plan"),
+        (["launcher.slurm.extra_args=[--nodes=3]"], "set cluster.n_nodes"),
+        (["launcher.slurm.extra_args=[--ntasks=3]"], "the plan decides it"),
         (["launcher.slurm.comment=a\nb"], "line break"),
         (["launcher.trainer_env_vars=A"], "'A' is no NAME=value"),
         (["launcher.trainer_env_vars={A-B: c}"], "'A-B' is no name of an environment variable"),
@@ -110,7 +110,7 @@ def test_refusals(overrides, words):
 def test_what_is_fine_passes():
     good = [
         "--launcher.slurm.extra_args",
-        "[--licenses=a:1, --exclusive]",
+        "[--hint=nomultithread, --nice=10]",
         "rollout.reward_fn=my.rewards:maths",
         "launcher.trainer_env_vars=A=b",
     ]
@@ -217,7 +217,7 @@ def model(tmp_path: Path) -> Path:
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 32}))
     (folder / "model.safetensors").touch()
     (folder / "tokenizer.json").touch()
-    (tmp_path / "t.jsonl").touch()
+    (tmp_path / "t.jsonl").write_text("{}")
     return folder
 
 
@@ -253,6 +253,25 @@ def test_refusals_about_files(model, monkeypatch, spoil, overrides, words):
         on_disk(model, *overrides)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_directory_must_be_a_saved_dataset(model):
+    folder = model.parent / "data"
+    folder.mkdir()
+    option = f"train_dataset.path={folder}"
+    with pytest.raises(ConfigError, match=r"is a directory, but no saved Hugging Face dataset \(it has no state.json\)\."):
+        on_disk(model, option)
+    (folder / "train.jsonl").touch()
+    with pytest.raises(ConfigError, match=f"did you mean {folder}/train.jsonl"):
+        on_disk(model, option)
+    (folder / "test").mkdir()
+    (folder / "test" / "state.json").touch()
+    with pytest.raises(ConfigError, match=f"has the splits test: give the path of one of them, as {folder}/test"):
+        on_disk(model, option)
+    assert on_disk(model, f"{option}/test").config.train_dataset.path == f"{folder}/test"
+    (model.parent / "t.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"train_dataset.path .*t\.jsonl is empty"):
+        on_disk(model)
 
 
 def test_a_fileroot_in_the_memory_of_one_node(tmp_path, model, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 
 from hpc_rl.config.check import check
 from hpc_rl.config.load import load
+from hpc_rl.config.site import site_dirs
 from hpc_rl.config.unavailable import UNAVAILABLE
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
@@ -31,6 +32,28 @@ def test_a_cluster_profile_is_loaded_before_every_file(tmp_path):
     assert "big.yaml is loaded before every other file" in loaded.notes[0]
     lone = load([], [*BASE, "cluster.cluster_name=other"], profiles=[tmp_path])
     assert "other is only a name" in lone.notes[0]
+
+
+def test_a_profile_that_is_asked_for_by_name_must_exist(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPC_RL_SITE_DIR", str(tmp_path))
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "big.yaml").write_text("cluster: {n_nodes: 7}\n")
+    loaded = load([], BASE, cluster="big")
+    assert (loaded.config.cluster.n_nodes, loaded.config.cluster.cluster_name) == (7, "big")
+    with pytest.raises(ConfigError, match=r"--cluster bg: there is no such profile; known: .*\bbig\b"):
+        load([], BASE, cluster="bg")
+
+
+@pytest.mark.parametrize(
+    ("environ", "places"),
+    [
+        ({"HPC_RL_SITE_DIR": "/a:/b", "XDG_CONFIG_HOME": "/x"}, ["/a", "/b"]),
+        ({"HPC_RL_SITE_DIR": ""}, []),
+        ({"XDG_CONFIG_HOME": "/x"}, ["/x/hpc-rl", "/etc/hpc-rl"]),
+    ],
+)
+def test_where_a_site_keeps_its_own(environ, places):
+    assert [str(folder) for folder in site_dirs(environ)] == places
 
 
 def test_cpus_and_memory_by_unit():
@@ -89,10 +112,6 @@ def test_pinned_memory_is_where_tensors_come_from(monkeypatch):
         (["launcher.slurm.srun_additional_args=x"], "'x' is no option"),
         (["launcher.slurm.srun_additional_args='"], "can't be split into words"),
         (["launcher.slurm.mount=/a:/b"], "launcher.slurm.mount has no effect without"),
-        (
-            ["launcher.slurm.trainer_image=/i.sif"],
-            "trainer_image /i.sif can't be used yet: containers are not built",
-        ),
         (["stats_logger.wandb.wandb_api_key=abc"], "stats_logger.wandb.wandb_api_key *** can't be used: a key does not belong"),
         (["sglang.version=0.4.9"], "0.4.9 (text) can't be used; allowed: 0.5.23"),
     ],

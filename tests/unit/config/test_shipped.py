@@ -13,7 +13,8 @@ from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
+PROFILES = sorted(path.stem for path in (CONFIGS / "cluster").glob("*.yaml"))
+SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml") if path.parent.name != "cluster")
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -36,3 +37,13 @@ def test_the_literal_command_of_the_readme():
     plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
     assert plan.allocation == "embedded:d2+fsdp:d2"
     assert 35 <= len((CONFIGS / "grpo.yaml").read_text().splitlines()) <= 45
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_cluster_profile_carries_a_trial(name):
+    gpus = "n_gpus_per_node: 0" not in (CONFIGS / "cluster" / f"{name}.yaml").read_text()
+    trial = "grpo_sglang.yaml" if gpus else "grpo.yaml"
+    loaded = check(load([CONFIGS / trial], ["--n_nodes", "2", "allocation_mode=''"], cluster=name), files=False)
+    plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
+    assert loaded.config.launcher.slurm.partition and f"configs/cluster/{name}.yaml" in " ".join(loaded.notes)
+    assert bool(plan.n_gpus_per_node) == gpus

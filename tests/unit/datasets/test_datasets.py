@@ -163,3 +163,6 @@ def test_threads_that_tokenize_change_nothing_but_the_time(model, tmp_path, num_
     assert Prompts(plain, tokenizer, 1)._kept == Prompts(threaded, tokenizer, 1)._kept
     ids = [[row[0].tolist() for row in load_sequences(one, tokenizer)] for one in (plain, threaded)]
     assert ids[0] == ids[1]
+    path.write_text("".join(json.dumps({"prompt": "x", "chosen": "y" * (i % 5), "rejected": "z"}) + "\n" for i in range(200)))
+    pairs = [[[ids.tolist() for ids in pair] for pair in load_pairs(one, tokenizer)] for one in (plain, threaded)]
+    assert pairs[0] == pairs[1] and len(pairs[0]) < 200

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hpc_rl.algorithms.losses import supervised_loss
 from hpc_rl.config.train import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from hpc_rl.engines import ENGINES, fsdp
+from hpc_rl.engines import ENGINES, fsdp, model
 from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.errors import ConfigError
 
@@ -349,3 +349,10 @@ def test_publishing_a_small_model_takes_milliseconds(model_dir, tmp_path) -> Non
         engine.export(tmp_path / "out", durable=False)
         took.append(time.process_time() - start)
     assert min(took) < 0.05
+
+
+@pytest.mark.parametrize(("name", "words"), [("flash_attention_2", "FlashAttention2"), ("nonsense", "is not supported")])
+def test_an_attention_that_is_not_there_is_a_bad_configuration(model_dir, name, words):
+    with pytest.raises(ConfigError, match=f"can't be built with attn_impl '{name}' here: .*{words}") as caught:
+        model.build(config_of(model_dir, attn_impl=name), 1)
+    assert str(caught.value).endswith("use attn_impl: sdpa.")

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
-from hpc_rl.launch import follow as following
+from hpc_rl.launch import ask as asking
+from hpc_rl.launch.ask import Answer
 from hpc_rl.launch.follow import Narrator, exit_code, failing_role, follow, progress_text
 from hpc_rl.launch.story import tell
 from hpc_rl.launch.tail import Tail, last_lines
 
 
 @pytest.fixture(autouse=True)
-def no_scheduler(monkeypatch):
-    class Silent:
-        def states(self, job_ids):
-            return {}
-
-    monkeypatch.setattr(following, "scheduler_of", lambda trial, job: Silent())
+def silent(monkeypatch):
+    """A scheduler that was asked and knows nothing."""
+    monkeypatch.setattr(asking, "ask", lambda *_, **__: Answer(asked_at=time.time()))
 
 
 def test_news_are_told_once(fake_trial):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.errors import SchedulerError
+from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.launch import steps
 from hpc_rl.launch.steps import ProcessSteps, SrunSteps, job_hosts, srun_argv
 from hpc_rl.launch.takeover import end_leftovers, leave_client_records, next_incarnations
@@ -89,6 +89,17 @@ def test_environment(attempt):
     assert attempt.log("server", 0, 0).read_text() == "up process 0 1 1 - 5,6\n"
     wait(start(attempt, show, role="rollout", env={"OMP_NUM_THREADS": "7"}))
     assert attempt.log("rollout", 0, 0).read_text() == "up process 0 1 7 - \n"
+
+
+def test_a_search_path_of_the_users_comes_after_ours(attempt):
+    show = "import os; print(os.environ['PYTHONPATH'])"
+    wait(start(attempt, show, environ={"PYTHONPATH": "/ours"}, env={"PYTHONPATH": "/theirs"}))
+    assert attempt.log("trainer", 0, 0).read_text() == "/ours:/theirs\n"
+
+
+def test_fewer_gpus_than_planned_are_refused_in_words(attempt):
+    with pytest.raises(ConfigError, match="the GPUs 1 to 2 of this machine, but CUDA_VISIBLE_DEVICES shows 2"):
+        start(attempt, "", tasks=2, gpus=1, gpu_offset=1, environ={"CUDA_VISIBLE_DEVICES": "4,5"})
 
 
 def test_peers_of_a_task_that_ended_get_a_bounded_time(attempt, monkeypatch):

@@ -9,6 +9,9 @@ import pytest
 
 from hpc_rl.launch.story import Reader, tell
 from hpc_rl.schedulers.base import JobState, State
+from hpc_rl.schedulers.polling import GONE
+
+T0 = 1_790_000_000.0  # of the fake trial
 
 
 def cancelled_and_recovered(fake) -> None:
@@ -151,6 +154,59 @@ def test_before_anything_has_started(fake_trial):
     story = tell(fake_trial.trial)
     assert story.state == "failed"
     assert "python is not there" in story.reason
+
+
+def test_a_job_of_a_moment_ago_is_never_unknown(fake_trial):
+    fake_trial.job("7", at=time.time() - T0 - 3)
+    story = tell(fake_trial.trial)
+    assert (story.state, story.since) == ("pending", pytest.approx(time.time() - 3, abs=60))
+
+
+def test_a_job_that_the_scheduler_does_not_list_any_more_was_killed(fake_trial):
+    gone = JobState("7", State.UNKNOWN, GONE, "does not list the job any more")
+    fake_trial.job("7")
+    assert tell(fake_trial.trial, gone).state == "killed"
+    fake_trial.run_to(5)
+    story = tell(fake_trial.trial, gone)
+    assert (story.state, story.reason) == ("killed", "left no word of its end; the scheduler does not list the job any more")
+
+
+def test_an_old_pending_does_not_hide_that_it_has_started(fake_trial):
+    fake_trial.run_to(5)
+    pending = JobState("7", State.PENDING, "PENDING", "Resources")
+    assert tell(fake_trial.trial, pending, asked_at=T0 - 10).state == "running"
+    assert tell(fake_trial.trial, pending, asked_at=time.time()).state == "pending"
+
+
+def test_when_it_will_be_ended_is_told_by_the_supervisor_or_the_scheduler(fake_trial):
+    fake_trial.run_to(5)
+    assert tell(fake_trial.trial).ends_at is None
+    for ends_at in (T0 + 100, T0 + 200):
+        fake_trial.event("7.0", "end_time", ends_at=ends_at)
+    assert tell(fake_trial.trial).ends_at == T0 + 200
+    assert tell(fake_trial.trial, JobState("7", State.RUNNING, end_time=5.0)).ends_at == 5.0
+
+
+def test_epochs_alone_tell_how_far_it_is_once_a_step_is_logged(fake_trial):
+    fake_trial.run_to(5)
+    fake_trial.trial.config_json.write_text("{}")
+    assert tell(fake_trial.trial).total_steps is None
+    fake_trial.row("7.0", {"step": 6, "time": T0 + 16, "total_steps": 60})
+    story = tell(fake_trial.trial)
+    assert (story.total_steps, story.eta_s) == (60, pytest.approx(54.0, rel=0.2))
+
+
+def test_a_replica_that_is_given_up_and_one_that_waits_are_told(fake_trial):
+    fake_trial.run_to(5)
+    fake_trial.exited("7.0", "server", 1, "no memory")
+    fake_trial.event("7.0", "gave_up", role="server", index=0, reason="server 0 ended 5 times in a row")
+    fake_trial.exited("7.0", "rollout", 1, "a bad reward")
+    fake_trial.event("7.0", "restarting", role="rollout", index=0, pause_s=8, reason="a bad reward")
+    roles = {role.role: role for role in tell(fake_trial.trial).attempts[0].roles}
+    assert roles["server"].gave_up == "server 0 ended 5 times in a row"
+    assert roles["rollout"].restarting == "a bad reward"
+    fake_trial.started("7.0", "rollout", incarnation=1)
+    assert next(role for role in tell(fake_trial.trial).attempts[0].roles if role.role == "rollout").restarting == ""
 
 
 def test_a_cancelled_job_that_never_started(fake_trial):

@@ -99,9 +99,9 @@ def test_a_trial_does_not_end_before_the_generation_that_it_goes_on_from(world, 
     (trial.generation(85) / "manifest.json").write_text("{}")
     loaded, plan = given(tmp_path / "root", total_train_steps=84)
     with pytest.raises(ConfigError, match=r"total_train_steps 84.*generation 85.*Allowed: 85 or more"):
-        submission.submit(loaded, plan, command=["hpc-rl", "recover"], trial=trial, recover=True, scheduler=FakeScheduler())
+        submission.submit(loaded, plan, command=[], trial=trial, recovery=submission.Recovery(), scheduler=FakeScheduler())
     loaded, plan = given(tmp_path / "root", total_train_steps=85)
-    submission.submit(loaded, plan, command=["hpc-rl", "recover"], trial=trial, recover=True, scheduler=FakeScheduler())
+    submission.submit(loaded, plan, command=[], trial=trial, recovery=submission.Recovery(), scheduler=FakeScheduler())
 
 
 def test_config_yaml_is_what_was_said_and_loads_to_the_same(world, tmp_path):
@@ -128,9 +128,9 @@ def test_a_refusing_scheduler_leaves_an_older_trial_as_it_was(world, tmp_path, m
 
 def test_a_template_that_does_not_render_leaves_nothing(tmp_path, state_home):
     loaded, plan = given(tmp_path / "root")
-    launcher = dataclasses.replace(loaded.config.launcher, site_templates=str(tmp_path / "nowhere"))
+    launcher = dataclasses.replace(loaded.config.launcher, templates_dir=str(tmp_path / "nowhere"))
     loaded = dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, launcher=launcher))
-    with pytest.raises(ConfigError, match="site_templates"):
+    with pytest.raises(ConfigError, match="templates_dir"):
         submission.submit(loaded, plan, command=[], scheduler=FakeScheduler())
     assert not (tmp_path / "root").exists()
 
@@ -159,7 +159,7 @@ def test_resume_wants_a_generation(world, tmp_path):
     finish(made.trial, made.job_id)
     made.trial.generation(3).mkdir()
     write_json(made.trial.generation(3) / "manifest.json", {})
-    job = json.loads(made.trial.job(world(mode="fault", recover=True, lineage_parent="x").job_id).read_text())
+    job = json.loads(made.trial.job(world(mode="fault", recovery=submission.Recovery(parent="x")).job_id).read_text())
     assert job["start_mode"] == "resume" and job["lineage_parent"] == "x"
 
 

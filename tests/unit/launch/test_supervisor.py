@@ -165,6 +165,26 @@ def test_a_server_comes_back_with_growing_pauses_and_gives_up_alone(world):
     assert pauses == [0.5, 1, 2, 4]
 
 
+def test_a_server_that_was_given_up_is_tried_again_much_later(world):
+    for _ in range(5):
+        world.end(SERVER_0, 1)
+        world.pass_time(30)
+    assert SERVER_0 not in world.running
+    world.pass_time(560)
+    assert SERVER_0 not in world.running
+    world.pass_time(20)
+    assert SERVER_0 in world.running
+    world.end(SERVER_0, 1, after_s=5)
+    world.pass_time(30)
+    assert SERVER_0 not in world.running  # once, not five times
+    world.pass_time(600)
+    world.end(SERVER_0, 1, after_s=70)  # it has lived: an end is an accident again
+    world.pass_time(1)
+    assert SERVER_0 in world.running
+    given_up = [record.details for record in world.records if record.event == "gave_up"]
+    assert [one["pause_s"] for one in given_up] == [600, 600] and "5 times in a row" in given_up[0]["reason"]
+
+
 def test_a_long_life_makes_earlier_ends_forgotten(world):
     for _ in range(10):
         world.end(ROLLOUT, 1, after_s=61)

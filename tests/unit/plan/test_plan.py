@@ -169,3 +169,13 @@ def test_one_machine_is_one_node():
 def test_plans_are_deterministic_and_survive_json():
     assert plan("--n_nodes=4") == plan("--n_nodes=4")
     assert Plan.from_json(plan("--n_nodes=4").to_json()) == plan("--n_nodes=4")
+
+
+def test_gpus_that_slurm_does_not_know_are_dealt_out_by_the_plan():
+    gpus = ("cluster.n_gpus_per_node=4", "allocation_mode=sglang:d2+fsdp:d2")
+    made = plan(*gpus, "launcher.slurm.gpus_by=null")
+    seen = {f"{unit.role}-{unit.index}": unit.env.get("CUDA_VISIBLE_DEVICES") for unit in made.units}
+    assert sorted(",".join(filter(None, seen.values())).split(",")) == ["0", "1", "2", "3"]
+    assert seen["rollout-0"] == "" and not made.slurm_knows_gpus
+    assert plan(*gpus, "launcher.slurm.gpus_by=null", "launcher.slurm.gres=gpu:4").slurm_knows_gpus
+    assert not any("CUDA_VISIBLE_DEVICES" in unit.env for unit in plan(*gpus).units)

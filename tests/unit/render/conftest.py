@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,34 @@ from hpc_rl.trial import Trial
 
 
 @pytest.fixture
-def script(tmp_path):
-    """`script("slurm", root=…, mode=…, **options of launcher.slurm)` -> text."""
+def script(scripts):
+    """`script("slurm", root=…, mode=…, **options of launcher.slurm)` -> text of the one script."""
+
+    def make(scheduler: str, **options) -> str:
+        [text] = scripts(scheduler, **options).values()
+        return text
+
+    return make
+
+
+@pytest.fixture
+def scripts(tmp_path):
+    """The same, as {file name: text}."""
 
     def make(
-        scheduler: str, *, root: Path = tmp_path, mode: str = "auto", n_nodes: int = 1, site: Path | None = None, **slurm
-    ) -> str:
+        scheduler: str,
+        *,
+        root: Path = tmp_path,
+        mode: str = "auto",
+        n_nodes: int = 1,
+        own: Path | None = None,
+        site: Path | Sequence[Path] = (),
+        python: str = "/python",
+        workdir: Path = Path("/work"),
+        wheel: str = "w.zip",
+        hooks: dict | None = None,
+        **slurm,
+    ) -> dict[str, str]:
         config = from_dict(
             {
                 "experiment_name": "exp",
@@ -26,7 +49,7 @@ def script(tmp_path):
                 "train_dataset": {"path": "/data"},
                 "model": {"path": "/model"},
                 "recover": {"mode": mode},
-                "launcher": {"site_templates": str(site) if site else "", "slurm": slurm},
+                "launcher": {"templates_dir": str(own) if own else "", "slurm": slurm, "hooks": hooks or {}},
             }
         )
         plan = Plan(
@@ -43,12 +66,12 @@ def script(tmp_path):
             units=[],
             recover_mode=mode,
             recover_retries=3,
-            python="/python",
+            python=python,
         )
         stamp = Stamp(
-            version="1", config_sha256="0", command=["render"], tag="tag", wheel="w.zip", workdir=Path("/work"), start_mode=mode
+            version="1", config_sha256="0", command=["render"], tag="tag", wheel=wheel, workdir=workdir, start_mode=mode
         )
-        [text] = render(config, plan, Trial(root / "exp" / "one"), stamp, scheduler).values()
-        return text
+        folders = [site] if isinstance(site, Path) else site
+        return render(config, plan, Trial(root / "exp" / "one"), stamp, scheduler, folders)
 
     return make

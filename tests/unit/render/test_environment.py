@@ -39,8 +39,3 @@ def test_a_directive_holds_no_line_break(value):
 def test_directive_quotes_as_sbatch_reads():
     assert directive("n[1-4],x=2") == "n[1-4],x=2"
     assert directive('it\'s a "b" # \\c') == '"it\'s a \\"b\\" # \\\\c"'
-
-
-def test_a_missing_site_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="site_templates"):
-        environment(tmp_path / "nowhere")

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
+from hpc_rl.config.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
+from hpc_rl.render.directives import Ask, resources
 from hpc_rl.render.slurm_time import seconds, signal_lead_s
 
 
 def test_options_that_are_not_set_are_not_there(script):
-    text = script("slurm", mem=None)
+    text = script("slurm")
     for option in ("partition", "account", "qos", "gres", "gpus-per-node", "constraint", "None"):
         assert option not in text
     assert "#SBATCH --mem=500M\n" in text and "#SBATCH --requeue\n" in text
 
 
 def test_options_that_are_set_are_there(script):
-    text = script("slurm", partition="gpu", gres="gpu:a100:2", mem="10G", extra_args=["--licenses=a:1"], comment="mine")
+    text = script("slurm", partition="gpu", gres="gpu:a100:2", mem="10G", licenses="a:1", comment="mine")
     for line in ("--partition=gpu", "--gres=gpu:a100:2", "--mem=10G", "--licenses=a:1", '--comment="tag mine"'):
         assert f"#SBATCH {line}\n" in text
 
@@ -28,12 +31,84 @@ def test_disabled_is_not_requeued_and_gets_no_warning(script):
     assert "--no-requeue" in text and "--signal" not in text
 
 
+@pytest.mark.parametrize("name", ["mem", "ntasks-per-node", "cpus-per-task"])
+def test_what_the_plan_derives_can_be_left_out(script, name):
+    assert f"#SBATCH --{name}=" in script("slurm")
+    assert f"#SBATCH --{name}" not in script("slurm", **{name.replace("-", "_"): None})
+
+
+ALL = {  # every option of the section that is a directive -> its line
+    "partition": ("gpu,long", "--partition=gpu,long"),
+    "account": ("0123", "--account=0123"),
+    "qos": ("high", "--qos=high"),
+    "time": ("2-12", "--time=2-12"),
+    "constraint": ("[rack1*2&ib]|a100", '--constraint="[rack1*2&ib]|a100"'),
+    "reservation": ("maint", "--reservation=maint"),
+    "nodelist": ("n[1-4,7]", "--nodelist=n[1-4,7]"),
+    "exclude": ("n9", "--exclude=n9"),
+    "ntasks_per_node": (1, "--ntasks-per-node=1"),
+    "cpus_per_task": ("64", "--cpus-per-task=64"),
+    "mem": ("0", "--mem=0"),
+    "mem_per_cpu": ("4G", "--mem-per-cpu=4G"),
+    "mem_per_gpu": ("60G", "--mem-per-gpu=60G"),
+    "gres": ("nvme:1,gpu:a100:2", "--gres=nvme:1,gpu:a100:2"),
+    "exclusive": (True, "--exclusive"),
+    "tmp": ("100G", "--tmp=100G"),
+    "switches": ("1@60:00", "--switches=1@60:00"),
+    "licenses": ("abaqus:2", "--licenses=abaqus:2"),
+    "wckey": ("thesis", "--wckey=thesis"),
+    "dependency": ("afterany:12", "--dependency=afterany:12"),
+    "mail_type": ("END,FAIL", "--mail-type=END,FAIL"),
+    "mail_user": ("a@b.org", "--mail-user=a@b.org"),
+    "comment": ("mine", '--comment="tag mine"'),
+    "extra_args": (["--hint=nomultithread", '--prefer "a b"'], '--prefer "a b"'),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_option_becomes_its_line_and_null_is_not_there(script, name):
+    value, line = ALL[name]
+    assert f"#SBATCH {line}\n" in script("slurm", **{name: value})
+    if name not in ("comment", "extra_args"):
+        assert f"#SBATCH --{name.replace('_', '-')}" not in script("slurm", **{name: None})
+
+
+def test_no_option_of_the_section_is_without_a_test():
+    not_directives = {"gpus_by", "gpu_type", "srun_additional_args", "container_type", "mount", "layout"}
+    options = {field.name for field in dataclasses.fields(SlurmLauncherConfig) if "image" not in field.name}
+    assert options - not_directives - {"container_program", "container_args"} == set(ALL)  # test_container.py
+
+
 @pytest.mark.parametrize(
-    "argument", ["--mem=4G", "-N4", "--output=/dev/null", "x", "--a=b\nrm -rf /", "--qos=a --gres=gpu:1", ""]
+    ("options", "lines"),
+    [
+        ({}, ["--gpus-per-node=8"]),
+        ({"gpu_type": "h100"}, ["--gpus-per-node=h100:8"]),
+        ({"gpus_by": "gres", "gpu_type": "h100"}, ["--gres=gpu:h100:8"]),
+        ({"gpus_by": "gres", "gres": "nvme:1"}, ["--gres=gpu:8,nvme:1"]),
+        ({"gres": "nvme:1"}, ["--gpus-per-node=8", "--gres=nvme:1"]),
+        ({"gres": "gpu:8"}, ["--gres=gpu:8"]),
+        ({"gpus_by": None}, []),
+    ],
 )
-def test_further_options_may_not_contradict_the_plan(script, argument):
-    with pytest.raises(ConfigError, match="extra_args"):
-        script("slurm", extra_args=[argument])
+def test_gpus_are_asked_for_by_one_option(options, lines):
+    ask = Ask(
+        n_nodes=1,
+        cpus_per_node=1,
+        mem_mb_per_node=1,
+        n_gpus_per_node=8,
+        job_name="j",
+        tag="t",
+        workdir="/",
+        output="/o",
+        requeue=True,
+    )
+    found = [f"--{name}={value}" for name, value in resources(SlurmLauncherConfig(**options), ask)]
+    assert [line for line in found if "gpu" in line or "gres" in line] == lines
+
+
+def test_mem_per_cpu_replaces_the_derived_mem(script):
+    assert "--mem=" not in script("slurm", mem_per_cpu="4G")
 
 
 @pytest.mark.parametrize("root", ["/a:b", "/a\nb"])
@@ -46,20 +121,52 @@ def test_a_percent_sign_in_the_path_is_no_pattern(script):
     assert "#SBATCH --output=/a%%j/exp/one/jobs/%j.out\n" in script("slurm", root=Path("/a%j"))
 
 
+def override(folder: Path, text: str, name: str = "sbatch/trial.sbatch.j2") -> Path:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    return folder
+
+
+EXTENDS = '{% extends "below/sbatch/trial.sbatch.j2" %}\n'
+
+
 def test_a_site_overrides_a_block_and_keeps_the_rest(script, tmp_path):
-    folder = tmp_path / "site" / "sbatch"
-    folder.mkdir(parents=True)
-    override = '{% extends "builtin/sbatch/trial.sbatch.j2" %}\n{% block site %}\nmodule load cuda/12.4\n{% endblock %}\n'
-    (folder / "trial.sbatch.j2").write_text(override)
-    ours, theirs = script("slurm"), script("slurm", site=tmp_path / "site")
-    assert theirs.replace("module load cuda/12.4\n", "") == ours
+    block = "{% block site %}\nmodule load cuda/12.4\n{% endblock %}\n"
+    for number, base in enumerate(("builtin", "below")):
+        site = override(tmp_path / f"site{number}", EXTENDS.replace("below", base) + block)
+        ours, theirs = script("slurm"), script("slurm", site=site)
+        assert "module load cuda/12.4\n" in theirs and f"# changed by {site}/sbatch/trial.sbatch.j2\n" in theirs
+        assert [line for line in theirs.splitlines() if "cuda" not in line and "changed by" not in line] == ours.splitlines()
+
+
+def test_layers_add_up_and_the_nearest_wins(script, tmp_path):
+    system = "{% block site %}\nmodule load base\n{% endblock %}{% block teardown %}\necho system\n{% endblock %}"
+    person = "{% block site %}\n{{ super() }}module load mine\n{% endblock %}"
+    trial = "{% block teardown %}\necho trial\n{% endblock %}"
+    text = script(
+        "slurm",
+        own=override(tmp_path / "trial", EXTENDS + trial),
+        site=[override(tmp_path / "person", EXTENDS + person), override(tmp_path / "etc", EXTENDS + system)],
+    )
+    assert text.index("module load base\n") < text.index("module load mine\n")
+    assert "echo trial\n" in text and "echo system" not in text
+    assert text.count("# changed by ") == 3
+
+
+def test_a_template_that_extends_itself_is_told(script, tmp_path):
+    site = override(tmp_path, EXTENDS.replace("below/", ""))
+    with pytest.raises(ConfigError, match="extends itself: write `below/sbatch"):
+        script("slurm", site=site)
 
 
 def test_a_broken_site_template_is_told(script, tmp_path):
-    (tmp_path / "sbatch").mkdir()
-    (tmp_path / "sbatch" / "trial.sbatch.j2").write_text("{{ partiton }}")
-    with pytest.raises(ConfigError, match="partiton"):
-        script("slurm", site=tmp_path)
+    with pytest.raises(ConfigError, match=r"changed by .*partiton"):
+        script("slurm", site=override(tmp_path, "{{ partiton }}"))
+
+
+def test_a_missing_templates_dir_is_refused(script, tmp_path):
+    with pytest.raises(ConfigError, match="templates_dir"):
+        script("slurm", own=tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

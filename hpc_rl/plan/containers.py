@@ -1,0 +1,70 @@
+"""Which container a role gets, from the configuration: image, interpreter within it, and what is bound. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+
+from hpc_rl.config.containers import Role, binds_of, bound_paths, image_of
+from hpc_rl.config.root import Config
+from hpc_rl.errors import ConfigError
+from hpc_rl.plan.schema import Container
+
+PYTHONS: dict[Role, str] = {
+    "trainer": "trainer_image_python",
+    "rollout": "rollout_image_python",
+    "server": "inference_server_image_python",
+}
+_HUB_CACHE = ("models--", "datasets--")
+
+
+def container_of(config: Config, role: Role) -> Container | None:
+    """None where the role runs without one."""
+    slurm = config.launcher.slurm
+    image = image_of(slurm, role)
+    if not image or slurm.container_type == "none":
+        return None
+    given = [bind if ":" in bind else f"{bind}:{bind}" for bind in binds_of(slurm.mount)]
+    needed = (_directory(path) for _, path in bound_paths(config) if path)
+    return Container(
+        type=slurm.container_type,
+        image=image,
+        python=getattr(slurm, PYTHONS[role]),
+        program=slurm.container_program,
+        mounts=with_paths(given, needed),
+        args=list(slurm.container_args),
+    )
+
+
+def refuse_scheduler(config: Config, scheduler: str) -> None:
+    """pyxis is a part of srun. Raises ConfigError."""
+    pyxis = config.launcher.slurm.container_type == "pyxis"
+    if scheduler == "local" and pyxis and any(container_of(config, role) for role in PYTHONS):
+        raise ConfigError(
+            "launcher.slurm.container_type pyxis is an extension of srun, and launcher.type local has none: "
+            "use container_type apptainer, or leave the images out."
+        )
+
+
+def with_paths(binds: list[str], paths: Iterable[str]) -> list[str]:
+    """Binds that also hold these paths at their own places, without those that lie in another of them."""
+    same = {source for source, target in (bind.split(":")[:2] for bind in binds) if source == target}
+    wanted = [path for path in dict.fromkeys(paths) if path != "/"]
+    outer = [
+        path for path in wanted if not any(_inside(path, other) for other in (*same, *wanted) if other != path or other in same)
+    ]
+    return [*binds, *(f"{path}:{path}" for path in outer)]
+
+
+def _inside(path: str, directory: str) -> bool:
+    return PurePosixPath(path).is_relative_to(directory)
+
+
+def _directory(path: str) -> str:
+    """What to bind for a path: a file's directory, and for a snapshot of a hub's cache all that its links point into."""
+    here = PurePosixPath(path)
+    for parent in (here, *here.parents):
+        if parent.name.startswith(_HUB_CACHE):
+            return str(parent)
+    is_file = here.suffix in (".jsonl", ".parquet") and str(here.parent) != "/"
+    return str(here.parent if is_file else here)

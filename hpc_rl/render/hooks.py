@@ -1,0 +1,72 @@
+"""The hooks of a submission: which scripts run at which moment. Copies travel with the trial; the job runs those."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_rl.config.cluster import HooksConfig
+from hpc_rl.config.limits import Place
+from hpc_rl.errors import ConfigError
+
+EVENTS = ("pre_job", "pre_node", "post_node", "post_job", "on_preempt")
+FOLDER = "hooks.d"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One script: its file name below scripts/, its text, where that came from."""
+
+    event: str
+    name: str
+    text: str
+    origin: str
+
+
+def gather(hooks: HooksConfig, site: Sequence[Path]) -> list[Hook]:
+    """All of them in the order in which they run: the site's come first at the beginning, and last at the end.
+
+    Raises ConfigError for a script that can't be read.
+    """
+    found = []
+    for event in EVENTS:
+        scripts = list(_scripts(event, hooks, site))
+        if event.startswith("post_"):
+            scripts.reverse()
+        for number, (origin, text) in enumerate(scripts):
+            text = text if text.startswith("#!") else f"#!/bin/bash\n{text}"
+            found.append(Hook(event, f"hook.{event}.{number}", text if text.endswith("\n") else f"{text}\n", origin))
+    return found
+
+
+def _scripts(event: str, hooks: HooksConfig, site: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    """(origin, text): the machine's before the person's, those before the trial's."""
+    folders = [folder / FOLDER for folder in reversed(site)]
+    if hooks.dir:
+        if not Path(hooks.dir).is_dir():
+            raise ConfigError(f"launcher.hooks.dir: {hooks.dir!r} is not a directory.")
+        folders.append(Path(hooks.dir))
+    for folder in folders:
+        path = folder / event
+        if path.exists():
+            yield str(path), _read(path, str(path))
+    option, value = f"launcher.hooks.{event}", getattr(hooks, event)
+    if value is None:
+        return
+    if Place(or_script=True).is_path(value):
+        yield value, _read(Path(value), option)
+    else:
+        yield option, value
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no script in UTF-8"
+        hint = "; a script given as text has several lines, or begins with #!" if what != str(path) else ""
+        raise ConfigError(f"{what}: {str(path)!r} can't be read: {reason}{hint}.") from error
+    if "\0" in text:
+        raise ConfigError(f"{what}: {str(path)!r} is no script: it holds NUL bytes.")
+    return text

@@ -1,0 +1,77 @@
+"""What can be said against a rendered script without a scheduler: its directives, `bash -n`, shellcheck where there is one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+TIMEOUT_S = 60.0
+
+
+def problems(text: str) -> list[str]:
+    """Everything of the three; empty where there is nothing. shellcheck is left out where it is not installed."""
+    return [*directive_problems(text), *bash_problems(text), *(shellcheck_problems(text) or [])]
+
+
+def directive_problems(text: str) -> list[str]:
+    """#SBATCH lines that sbatch would ignore or that contradict each other; nothing of a script that has none."""
+    lines = text.splitlines()
+    first = next((number for number, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))
+    found = [
+        f"line {number + 1} comes after the first command, so sbatch ignores it: {line}"
+        for number, line in enumerate(lines)
+        if line.startswith("#SBATCH") and number > first
+    ]
+    options = [line.split()[1].partition("=")[0] for line in lines[:first] if line.startswith("#SBATCH -")]
+    twice = sorted({option for option in options if options.count(option) > 1})
+    hetjob = any(line.split()[1:] == ["hetjob"] for line in lines[:first] if line.startswith("#SBATCH"))
+    found += [] if hetjob else [f"{option} is given twice; sbatch takes the last" for option in twice]
+    exclusive = [{"--gpus-per-node", "--gpus"}, {"--mem", "--mem-per-cpu", "--mem-per-gpu"}, {"--requeue", "--no-requeue"}]
+    found += [
+        f"{' and '.join(sorted(group & set(options)))} exclude each other" for group in exclusive if len(group & set(options)) > 1
+    ]
+    found += [
+        f"#SBATCH {line.split()[1]} holds a shell variable, which sbatch does not expand"
+        for line in _with_variables(lines[:first])
+    ]
+    if options and not {"--requeue", "--no-requeue"} & set(options):
+        found.append("neither --requeue nor --no-requeue: what happens when a node dies is left to the site")
+    if options and "--open-mode" not in options:
+        found.append("no --open-mode=append: a requeue would wipe the script's own words")
+    if any(line.startswith("#SBATCH") and not line.startswith("#SBATCH ") for line in lines):
+        found.append("#SBATCH without a blank after it is a comment")
+    return found
+
+
+def _with_variables(lines: list[str]) -> list[str]:
+    """Not --chdir and --output, whose paths may hold a dollar sign that is meant."""
+    ours = ("--chdir", "--output", "--comment", "--job-name")
+    variable = re.compile(r"\$\{?[A-Za-z_]")
+    return [
+        line for line in lines if line.startswith("#SBATCH -") and variable.search(line) and not line.split()[1].startswith(ours)
+    ]
+
+
+def bash_problems(text: str) -> list[str]:
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=TIMEOUT_S)
+    return [f"bash -n: {line}" for line in done.stderr.splitlines()] if done.returncode else []
+
+
+def shellcheck() -> str | None:
+    """The program, beside this Python or on the PATH."""
+    beside = Path(sys.executable).parent / "shellcheck"
+    return str(beside) if beside.is_file() else shutil.which("shellcheck")
+
+
+def shellcheck_problems(text: str) -> list[str] | None:
+    """Errors and warnings; None where shellcheck is not installed. Mere advice would refuse a path with a dollar sign in it."""
+    program = shellcheck()
+    if program is None:
+        return None
+    done = subprocess.run(
+        [program, "-s", "bash", "-S", "warning", "-f", "gcc", "-"], input=text, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    return [f"shellcheck: {line}" for line in done.stdout.splitlines()] if done.returncode else []

@@ -1,0 +1,230 @@
+#!/bin/bash
+# Written by hpc-rl VERSION from templates/local.sh.j2; edits are lost at the next submission.
+# trial   /WORKDIR/runs/a $(touch pwned) 'b' "c" `id` %j ü -n/user/everything/hostile
+# config  sha256 SHA256
+# again   hpc-rl render --config '/WORKDIR/runs/a $(touch pwned) '"'"'b'"'"' "c" `id` %j ü -n/user/everything/hostile/config.yaml'
+#
+# Runs the trial on this machine, detached: the part of a batch script without a scheduler. By hand: bash '/WORKDIR/runs/a $(touch pwned) '"'"'b'"'"' "c" `id` %j ü -n/user/everything/hostile/scripts/local.sh'
+set -euo pipefail
+
+# ==== SITE: what this machine needs (module load …); override the block `site`: hpc-rl templates eject ====
+set +u
+set -u
+# ==== end of SITE ====
+
+# --- environment of every process -------------------------------------------------------------------
+umask 077
+trial_dir='/WORKDIR/runs/a $(touch pwned) '"'"'b'"'"' "c" `id` %j ü -n/user/everything/hostile'
+workdir=/WORKDIR
+python='/opt/py $(touch pwned) '"'"'x'"'"'/bin/python'
+# The code of the submission travels with the trial; then the directory of the submission, for code of the user's own.
+export PYTHONPATH="$trial_dir"/scripts/hpc_rl-WHEEL.zip:"$workdir"${PYTHONPATH:+":$PYTHONPATH"}
+export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+unset PYTHONHOME PYTHONSTARTUP
+# What a surrounding MPI job or the login node left behind would mislead libraries that look for a launcher.
+unset "${!PMI@}" "${!OMPI_@}" RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT
+if [[ -n ${TMPDIR:-} && ! -w $TMPDIR ]]; then unset TMPDIR; fi
+TZ=UTC printf -v job_id 'local-%(%Y%m%d-%H%M%S)T-%04x' -1 $((RANDOM + RANDOM))
+job_id=${1:-$job_id}
+scheduler=local steps=process restart=0 max_restarts=20
+cd "$workdir" || cd "$trial_dir"
+
+start_again() {
+  if ((restart >= max_restarts)); then
+    reason="stopped $max_restarts times"
+    return 1
+  fi
+  record requeued "\"code\": $rc"
+  restart=$((restart + 1))
+}
+
+# --- hooks: scripts of the site and of the trial, each with a time limit --------------------------------
+# pre_job and post_job run here, pre_node and post_node on every node, on_preempt here when the job is told to end. A pre_… that
+# fails ends the job; what the others return is only told. Their words: attempts/<attempt>/hooks/.
+hook_failure='' hook_pid='' preempt_pid=''
+
+run_hooks_here() { # EVENT LIMIT_S LOG_DIR SCRIPT...: one after the other; a line "NODE CODE SCRIPT" for each
+  local event=$1 limit_s=$2 logs=$3 script code pid node=${SLURMD_NODENAME:-}
+  shift 3
+  if [[ -z $node ]]; then read -r node </proc/sys/kernel/hostname; fi
+  for script; do
+    code=0
+    HPC_RL_HOOK=$event HPC_RL_NODE=$node timeout --kill-after=10 "$limit_s" "$script" </dev/null >>"$logs/$event.$node.log" 2>&1 &
+    pid=$!
+    trap 'kill "$pid" 2>/dev/null || true' TERM
+    wait "$pid" || code=$?
+    printf '%s %d %s\n' "$node" "$code" "${script##*/}"
+    if ((code)) && [[ $event == pre_* ]]; then return 0; fi
+  done
+}
+
+run_hooks() { # EVENT here|nodes LIMIT_S SCRIPT...: fails where one of them fails, and `hook_failure` says which, and where
+  local event=$1 where=$2 limit_s=$3 logs=$trial_dir/attempts/$job_id.$restart/hooks answers num_nodes=1 num_seen=0 node code script
+  local -A seen=()
+  shift 3
+  answers=$logs/$event.answers hook_failure=''
+  if ! mkdir -p "$logs" || ! : >"$answers"; then
+    hook_failure="$event can't run: $logs can't be written"
+    return 1
+  fi
+  export HPC_RL_TRIAL_DIR=$trial_dir HPC_RL_ATTEMPT=$job_id.$restart HPC_RL_CODE=$rc
+  if [[ $where == nodes && $steps == srun ]]; then
+    num_nodes=${SLURM_JOB_NUM_NODES:-1}
+    timeout --kill-after=10 "$((limit_s * $# + 60))" srun --overlap --mem=0 --nodes="$num_nodes" --ntasks="$num_nodes" \
+      --ntasks-per-node=1 --cpus-per-task=1 --kill-on-bad-exit=0 --export=ALL --mpi=none --job-name="$event" \
+      bash -c "$(declare -f run_hooks_here); run_hooks_here \"\$@\"" hooks "$event" "$limit_s" "$logs" "$@" </dev/null >"$answers" &
+  else
+    run_hooks_here "$event" "$limit_s" "$logs" "$@" >"$answers" &
+  fi
+  hook_pid=$!
+  wait_for "$hook_pid"
+  hook_pid=''
+  while read -r node code script; do
+    if [[ -z ${seen[$node]:-} ]]; then num_seen=$((num_seen + 1)); fi
+    seen[$node]=1
+    if ((code == 124)); then
+      hook_failure+="${hook_failure:+; }$script took longer than $limit_s s on node $node"
+    elif ((code)); then
+      hook_failure+="${hook_failure:+; }$script ended with code $code on node $node"
+    fi
+  done <"$answers"
+  if ((num_seen < num_nodes)); then
+    hook_failure+="${hook_failure:+; }$event: answers came from $num_seen of $num_nodes nodes (${!seen[*]})"
+  fi
+  if [[ -z $hook_failure ]]; then return 0; fi
+  say "hook: $hook_failure; see $logs"
+  return 1
+}
+
+before_attempt() { # fails where the attempt must not begin
+  run_hooks pre_job here 60 "$trial_dir"/scripts/hook.pre_job.0 || return 1
+  run_hooks pre_node nodes 60 "$trial_dir"/scripts/hook.pre_node.0 || return 1
+  return 0
+}
+
+after_attempt() { # after every attempt that began, also where it is about to start again
+  local failure=$hook_failure code=$rc
+  if [[ -n $preempt_pid ]]; then wait_for "$preempt_pid"; fi
+  run_hooks post_node nodes 60 "$trial_dir"/scripts/hook.post_node.0 || true
+  run_hooks post_job here 60 "$trial_dir"/scripts/hook.post_job.0 || true
+  hook_failure=$failure rc=$code
+}
+
+# shellcheck disable=SC2329 # the trap calls it
+on_preempt() { # once, beside the supervisor that saves
+  if [[ -n $preempt_pid || -e $cancel_intent ]]; then return; fi
+  local logs=$trial_dir/attempts/$job_id.$restart/hooks
+  mkdir -p "$logs" || return 0
+  export HPC_RL_TRIAL_DIR=$trial_dir HPC_RL_ATTEMPT=$job_id.$restart
+  run_hooks_here on_preempt 20 "$logs" "$trial_dir"/scripts/hook.on_preempt.0 >>"$logs/on_preempt.answers" &
+  preempt_pid=$!
+}
+
+# --- exit-code policy, the same in trial.sbatch and local.sh ------------------------------------------
+# 0 done. 75 stopped on purpose with its state saved: start again, unless a person wants the job dead or the mode is
+# disabled. Killed by a signal: the supervisor starts again in place. Anything else ends the job with that code.
+# After a TERM to this script nothing is ever started again.
+mode=auto start_mode=auto
+max_kills=5
+cancel_intent=$trial_dir/intent/cancel-$job_id.json
+supervisor_pid='' told_to_end=0 interrupted=0 rc=0 reason='' cancelled=false
+
+say() { printf '%(%Y-%m-%dT%H:%M:%S%z)T job %s: %s\n' -1 "$job_id" "$*" >&2; }
+
+record() { # EVENT [MORE]: one line of JSON in one write to jobs/<job id>.state, which `hpc-rl status` reads
+  local line
+  printf -v line '{"event": "%s", "time": %(%s)T, "restart": %d%s}' "$1" -1 "$restart" "${2:+, $2}"
+  printf '%s\n' "$line" >>"$trial_dir/jobs/$job_id.state" || say "can't write jobs/$job_id.state"
+}
+
+leave_submission_record() { # where the script was handed in by hand; the record of `hpc-rl submit` is never replaced
+  local temp=$trial_dir/jobs/.$job_id.json.$$
+  if [[ ! -e $trial_dir/jobs/$job_id.json ]]; then
+    printf '{"job_id": "%s", "scheduler": "%s", "start_mode": "%s", "time": %(%s)T, "command": ["%s"]}\n' \
+      "$job_id" "$scheduler" "$start_mode" -1 "$scheduler" >"$temp"
+    ln "$temp" "$trial_dir/jobs/$job_id.json" 2>/dev/null || true
+    rm -f "$temp"
+  fi
+}
+
+identify() { # host, pid and kernel start time: what tells this process from a later one with the same pid
+  local host stat
+  read -r host </proc/sys/kernel/hostname
+  read -r stat </proc/$$/stat
+  read -ra stat <<<"${stat##*) }"
+  printf '"host": "%s", "pid": %d, "start_ticks": %d' "$host" "$$" "${stat[19]}"
+}
+
+forward() { # SIGNAL: to the supervisor
+  interrupted=1
+  if [[ -n $supervisor_pid ]]; then kill -s "$1" "$supervisor_pid" 2>/dev/null || true; fi
+}
+trap 'told_to_end=1; forward TERM; if [[ -n $hook_pid ]]; then kill "$hook_pid" 2>/dev/null || true; fi; on_preempt' TERM INT HUP
+trap 'forward USR1' USR1
+
+wait_for() { # PID: to its end; its code is in `rc`
+  while :; do # a trap makes wait return early, and bash still knows the code of a process that ended meanwhile
+    interrupted=0 rc=0
+    wait "$1" || rc=$?
+    ((interrupted)) || break
+  done
+}
+
+run_supervisor() {
+  # USR1 is ignored until the supervisor handles it: a nudge must not kill it while it starts.
+  (trap '' USR1; exec "$python" -m hpc_rl.app.supervisor --trial_dir "$trial_dir" --attempt "$job_id.$restart" --steps "$steps") </dev/null &
+  supervisor_pid=$!
+  if ((told_to_end)); then forward TERM; fi
+  wait_for "$supervisor_pid"
+  supervisor_pid=''
+}
+
+run_attempt() { # the supervisor, again in place while something kills it
+  local kills=0
+  rc=143 # where nothing is to be started
+  while ((!told_to_end)) && [[ ! -e $cancel_intent ]]; do
+    run_supervisor
+    if ((rc <= 128 || kills >= max_kills)); then return; fi
+    kills=$((kills + 1))
+    record supervisor_killed "\"code\": $rc"
+    say "the supervisor was killed (code $rc), time $kills of at most $max_kills"
+  done
+}
+
+may_start_again() { # else `reason` says why not
+  if ((rc == 0)); then
+    reason='done'
+  elif [[ -n $hook_failure ]]; then
+    reason="hook $hook_failure"
+  elif ((told_to_end)); then
+    reason='told to end by a signal' cancelled=true
+  elif [[ -e $cancel_intent ]]; then
+    reason='cancelled by a person' cancelled=true
+  elif ((rc > 128)); then
+    reason='the supervisor was killed too often'
+  elif ((rc != 75)); then
+    reason='the supervisor gave up; events.jsonl of the attempt says why'
+  elif [[ $mode == disabled ]]; then
+    reason='stopped, and recover.mode is disabled'
+  else
+    return 0
+  fi
+  return 1
+}
+
+leave_submission_record
+while :; do
+  record started "$(identify)"
+  if before_attempt; then
+    run_attempt
+  elif ((told_to_end)); then
+    rc=143 hook_failure=''
+  else
+    rc=70
+  fi
+  after_attempt
+  if ! may_start_again || ! start_again; then break; fi # start_again is the scheduler's own, above
+done
+record ended "\"code\": $rc, \"cancelled\": $cancelled, \"reason\": \"$reason\""
+say "ended with code $rc: $reason"
+exit "$rc"

@@ -1,0 +1,132 @@
+"""A trial trained by an engine of a few lines: the loop, the run and the start around it are the real ones."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+from hpc_rl.checkpoint.generation import scan, verify
+from hpc_rl.config.data import DatasetConfig
+from hpc_rl.config.root import SFTConfig
+from hpc_rl.config.service import RecoverConfig
+from hpc_rl.config.train import TrainEngineConfig
+from hpc_rl.errors import ExitCode
+from hpc_rl.name_resolve.memory import MemoryNames
+from hpc_rl.stats.sinks import JsonlSink, Sinks
+from hpc_rl.trainers import start
+from hpc_rl.trainers.loop import train
+from hpc_rl.trainers.ranks import Ranks
+from hpc_rl.trainers.run import Run
+from hpc_rl.trial import Trial
+
+
+class FakeEngine:
+    """Its state is one number, the sum of the batches that it has seen."""
+
+    rank, num_ranks = 0, 1
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def save(self, folder: Path) -> list[str]:
+        (folder / "state.json").write_text(json.dumps(self.total))
+        return ["state.json"]
+
+    def load(self, folder: Path, saved_num_ranks: int) -> None:
+        self.total = json.loads((folder / "state.json").read_text())
+
+    def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
+        (folder / "model.json").write_text(json.dumps(self.total))
+
+
+class FakeRecipe:
+    """Batch k is the number k. `calls` is what happened; `at` maps a step to what a test does before its batch comes."""
+
+    def __init__(self, run: Run, total: int, at: dict | None = None, evaluates: bool = True) -> None:
+        self.run, self.total_steps, self.at, self.evaluates = run, total, at or {}, evaluates
+        self.numbers: dict[int, dict] = {}  # step -> what its evaluation answers
+        self.calls: list[str] = []
+        self.trained: list[int] = []
+
+    def batch(self, step: int) -> int | None:
+        self.at.get(step, lambda: None)()
+        return None if self.run.stopping.is_set() and step in self.at and getattr(self.at[step], "waits", False) else step
+
+    def update(self, step: int, batch: int) -> None:
+        self.run.engine.total += batch
+        self.trained.append(step)
+        self.run.stats.value("loss", 1.0 / step)
+        self.calls.append(f"update {step}")
+        self.at.get(f"during {step}", lambda: None)()
+
+    def publish(self, step: int) -> None:
+        self.calls.append(f"publish {step}")
+
+    def evaluate(self, step: int) -> dict | None:
+        self.calls.append(f"evaluate {step}")
+        return None if self.run.stopping.is_set() else self.numbers.get(step, {})
+
+    def position(self, step: int) -> tuple[int, int]:
+        return divmod(step * 2, 10)
+
+    def retain(self, step: int) -> None:
+        self.calls.append(f"retain {step}")
+
+
+def make_config(tmp_path, **sections) -> SFTConfig:
+    return SFTConfig(
+        experiment_name="e",
+        trial_name="t",
+        train_dataset=DatasetConfig(path="rows.jsonl", batch_size=2),
+        model=TrainEngineConfig(path=str(tmp_path / "model")),
+        **{"recover": RecoverConfig(mode="auto", freq_steps=3, keep=2), **sections},
+    )
+
+
+class Starter:
+    """Starts incarnations of one trial, as the app does."""
+
+    def __init__(self, tmp_path: Path, **sections) -> None:
+        self.trial = Trial(tmp_path / "trial")
+        self.trial.make_dirs()
+        self.config = make_config(tmp_path, **sections)
+        self.attempt_id = "7.0"
+        self.incarnation = -1
+
+    def __call__(self, total: int, at: dict | None = None, numbers: dict | None = None) -> tuple[ExitCode, FakeRecipe]:
+        self.incarnation += 1
+        attempt = self.trial.attempt(self.attempt_id)
+        attempt.make_dirs()
+        stopping = threading.Event()
+        tokens, names = {"control": "c", "data": "d"}, MemoryNames()
+        who = (self.trial, attempt, self.incarnation, self.config)
+        begun = start.begin(start.Start(*who, tokens, names, "cpu", Ranks(), stopping))
+        engine = FakeEngine()
+        if begun["manifest"]:
+            engine.load(self.trial.generation(begun["step"]), begun["manifest"]["num_ranks"])
+        sinks = Sinks([JsonlSink(attempt.metrics(self.incarnation))])
+        run = Run(*who, engine, Ranks(), stopping, begun["lineage"], begun["step"], sinks)
+        if begun["manifest"]:
+            run.restore(begun["manifest"])
+        recipe = FakeRecipe(run, total, at)
+        recipe.numbers = numbers or {}
+        self.last = run
+        try:
+            return train(run, recipe), recipe
+        finally:
+            sinks.close()
+
+    def end(self, code: int) -> None:
+        """The supervisor's word on how the last incarnation ended."""
+        events = self.trial.attempt(self.attempt_id).events
+        row = {"event": "exited", "role": "trainer", "incarnation": self.incarnation, "code": code}
+        with events.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def generations(self) -> list[int]:
+        return [found.step for found in map(verify, scan(self.trial)) if not found.problem]
+
+    def rows(self) -> list[dict]:
+        path = self.trial.attempt(self.attempt_id).metrics(self.incarnation)
+        return [json.loads(line) for line in path.read_text().splitlines()]

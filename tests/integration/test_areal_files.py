@@ -1,0 +1,67 @@
+"""Files in AReaL's shape run end to end on the toy: only paths, a short length and `--preset cpu` are said beside them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from toy_trials import ROOT, hpc_rl, logs_of, make_toy, status
+
+from hpc_rl.stats.read import read
+from hpc_rl.trial import Trial
+
+FILES = ROOT / "tests" / "unit" / "config" / "areal"
+STEPS = 2
+ROWS = {  # file -> trainer's section, training rows, held-out rows
+    "gsm8k_grpo": ("actor", "train", "heldout"),
+    "gsm8k_sft": ("model", "sft", "sft"),
+    "hhrlhf_rw": ("model", "preferences", "preferences-heldout"),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """The toy, with a context in which the files' max_new_tokens of 1024 finds room."""
+    folder = tmp_path_factory.mktemp("areal")
+    make_toy(folder)
+    config = folder / "quickstart" / "base" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2048}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trials(place) -> dict[str, Trial]:
+    """All three at once: submit returns at once."""
+    made = {}
+    toy = place / "quickstart"
+    for name, (model, train, valid) in ROWS.items():
+        said = hpc_rl(
+            "submit", "--json", "--config", FILES / f"{name}.yaml", "--preset", "cpu", f"total_train_steps={STEPS}",
+            f"cluster.fileroot={toy / 'runs'}", f"cluster.name_resolve.nfs_record_root={toy / 'names'}",
+            f"{model}.path={toy / 'base'}", f"train_dataset.path={toy / 'task' / train}.jsonl",
+            f"valid_dataset.path={toy / 'task' / valid}.jsonl", "launcher.type=local", cwd=place,
+        )  # fmt: skip
+        made[name] = Trial(Path(json.loads(said.stdout)["dir"]))
+    return made
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ROWS)
+def test_it_runs_to_its_end(trials, place, name):
+    trial = trials[name]
+    deadline = time.monotonic() + 380
+    while not trial.done.exists():
+        state = status(place, str(trial))["state"]
+        assert state not in ("failed", "cancelled"), logs_of(trial)
+        assert time.monotonic() < deadline, logs_of(trial)
+        time.sleep(1)
+    assert (trial.exports / "final" / "model.safetensors").is_file()
+    history = read(trial)
+    assert [row["step"] for row in history.steps] == [1, 2]
+    assert history.held_out[1][-1][0] == STEPS  # after the last step, whatever evaluator.freq_epochs says
+    config = json.loads(trial.config_json.read_text())
+    if name == "gsm8k_grpo":  # the file's numbers are those that ran
+        assert (config["actor"]["group_size"], config["rollout"]["consumer_batch_size"]) == (4, 256)
+        assert all(row["num_tokens"] >= 256 * 4 for row in history.steps)

@@ -1,0 +1,95 @@
+"""Recover with fewer and with more ranks: the batches are the same ones, and the losses those of a run that was never stopped."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from promises import read_groups
+from trainer_processes import Roles, make_toy, make_trial, write_plan
+
+from hpc_rl.checkpoint.lineage import read_lineages
+from hpc_rl.rollout.batches import Seal, read_seals
+from hpc_rl.stats.read import read
+from hpc_rl.trial import Trial, write_json
+
+pytestmark = pytest.mark.timeout(420)
+NUM_STEPS = 9
+OPTIONS = [
+    f"total_train_steps={NUM_STEPS}",
+    "train_dataset.batch_size=4",
+    "gconfig.n_samples=4",
+    "gconfig.max_new_tokens=4",
+    "actor.ppo_n_minibatches=2",
+    "actor.optimizer.lr=1e-3",
+    "actor.adv_norm.mean_level=batch",
+    "rollout.max_head_offpolicyness=0",
+    "rollout.batch_order=in_order",
+    "embedded.batch_invariant=true",
+    "recover.mode=auto",
+    "recover.freq_steps=1",
+    "recover.keep=50",
+]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("toy"))
+
+
+def run(toy: Path, name: str, parts: list[tuple[int, int]]) -> Trial:
+    """Train with so many ranks up to about this step, and so on; each part is a job that recovers from the one before."""
+    trial = make_trial(toy, name, "grpo", OPTIONS)
+    write_plan(trial, "grpo", parts[0][0])
+    with Roles(trial, "1.0") as serving:
+        serving.start("server")
+        serving.start("rollout")
+        for job, (num_ranks, last_step) in enumerate(parts, 1):
+            write_json(trial.job(str(job)), {"job_id": str(job), "start_mode": "resume" if job > 1 else "auto"})
+            with Roles(trial, f"{job}.0") as roles:
+                ranks = roles.trainer(num_ranks)
+                if last_step < NUM_STEPS:
+                    roles.wait_for_step(last_step, timeout_s=180)
+                    ranks[-1].send_signal(signal.SIGTERM)
+                expected = 0 if last_step == NUM_STEPS else 75
+                assert roles.ended(ranks, timeout_s=180) == [expected] * num_ranks
+    return trial
+
+
+def test_four_then_two_then_three_ranks_train_as_one_unbroken_run(toy):
+    whole = run(toy, "whole", [(1, NUM_STEPS)])
+    elastic = run(toy, "elastic", [(4, 2), (2, 4), (3, NUM_STEPS)])
+    lines = read_lineages(elastic)
+    assert [line.submission for line in lines] == ["1", "2", "3"]
+    assert 2 <= lines[1].from_step < lines[2].from_step < NUM_STEPS
+
+    seals, others = read_seals(whole.rollout), read_seals(elastic.rollout)
+    assert list(seals) == list(others) == list(range(2, NUM_STEPS + 1))  # what came before the first generation is trimmed
+    for step, seal in seals.items():
+        assert seal.indexes == others[step].indexes
+        for group, again in zip(read_groups(whole.rollout, seal), read_groups(elastic.rollout, others[step]), strict=True):
+            for row, same in zip(group.trajectories, again.trajectories, strict=True):
+                np.testing.assert_array_equal(row.ids, same.ids)
+                np.testing.assert_array_equal(row.steps, same.steps)
+    check_versions(others, elastic)
+
+    quiet, stopped = read(whole).steps, read(elastic).steps
+    assert [row["step"] for row in stopped] == list(range(1, NUM_STEPS + 1))
+    for name in ("loss", "grad_norm", "reward", "lr"):
+        np.testing.assert_allclose(
+            [row[name] for row in stopped], [row[name] for row in quiet], rtol=1e-5, atol=1e-5, err_msg=name
+        )
+
+
+def check_versions(seals: dict[int, Seal], trial: Trial) -> None:
+    """Synchronous: batch k is made by version k-1. After a recover the servers have that one before the first new token."""
+    starts = {line.lineage: line.from_step for line in read_lineages(trial)}
+    for step, seal in seals.items():
+        for group in read_groups(trial.rollout, seal):
+            for row in group.trajectories:
+                made = row.loss_mask
+                assert set(row.steps[made]) == {step - 1}
+                if step > starts[seal.lineage] + 1:  # else its prompts may have been finished before the stop
+                    assert set(row.lineages[made]) == {seal.lineage}

@@ -1,0 +1,83 @@
+"""A real trial on a real Slurm of four nodes, with kills of its processes and nodes, preemptions and requeues at random: it
+ends by itself, done; the promises of the batch log hold, and in the deterministic mode its weights are those of a quiet run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chaos import EVENTS, Chaos
+from kill_anything import EXACT, READY, Killed, Trials, make_toy, new_luck, short_name
+
+from hpc_rl.launch.story import tell
+
+pytestmark = pytest.mark.timeout(900)
+FOUR_NODES = {"cluster.n_nodes": 4, "allocation_mode": "embedded:d2+fsdp:d2"}
+ONE_NODE = {"allocation_mode": "embedded:d2+fsdp:d2"}
+OFTEN = {"recover.freq_steps": 4, "recover.keep": 50}
+NUM_STEPS = 36
+SOAK_S = 30 * 60.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture
+def start(cluster, folder, request, monkeypatch) -> Iterator:
+    monkeypatch.setenv("HPC_RL_WATCH_S", "1")  # the watch for a dead first node, which the batch script inherits
+    trials = Trials(folder, short_name(request.node.name))
+
+    def start(options: dict, total_steps: int, quiet: bool = False) -> Killed:
+        if quiet:
+            return trials.start({**options, **ONE_NODE}, "-quiet", total_steps=total_steps)
+        one = Chaos(folder, trials.name, {**options, **FOUR_NODES}, total_steps=total_steps, cluster=cluster)
+        trials.started.append(one)
+        one.submit()
+        return one
+
+    yield start
+    trials.end_all()
+
+
+def check(one: Chaos) -> None:
+    one.finish().promises.check()
+    story = tell(one.trial)
+    assert story.state == "done"
+    assert [row["step"] for row in story.history.steps] == list(range(1, one.total_steps + 1)), "each step once"
+
+
+def test_chaos_for_two_minutes_changes_no_bit(start):
+    luck = new_luck()
+    options = {**EXACT, **OFTEN}
+    one = start(options, NUM_STEPS)
+    for event in luck.sample(EVENTS, len(EVENTS)):
+        one.between(luck, 2)
+        if one.over:
+            break
+        one.strike(event, luck)
+    assert len(one.events) >= 5
+    check(one)
+    quiet = start(options, NUM_STEPS, quiet=True).finish()
+    assert one.weights() == quiet.weights() != one.base_weights()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("options", [EXACT, READY], ids=["exact", "ready"])
+def test_chaos_for_half_an_hour(start, options):
+    luck = new_luck()
+    options = {**options, **OFTEN}
+    one = start(options, 400)
+    end = time.monotonic() + SOAK_S
+    while time.monotonic() < end and not one.over:
+        one.between(luck, 12)
+        one.strike(one.choose(luck), luck)
+    assert len(one.events) >= 20
+    check(one)
+    if options["rollout.max_head_offpolicyness"] == 0:
+        quiet = start(options, 400, quiet=True).finish()
+        assert one.weights() == quiet.weights()

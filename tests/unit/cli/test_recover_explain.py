@@ -1,0 +1,141 @@
+"""`hpc-rl recover --explain` prints the very words by which the trainer of that recover then starts, or does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.checkpoint.decide import Decision
+from hpc_rl.checkpoint.generation import Commit, scan
+from hpc_rl.checkpoint.lineage import next_lineage, read_lineages
+from hpc_rl.checkpoint.manifest import Manifest
+from hpc_rl.cli.__main__ import main
+from hpc_rl.config.load import from_dict
+from hpc_rl.errors import GivenUp, HpcRlError, NothingToResume
+from hpc_rl.launch import index
+from hpc_rl.launch.recover import End, after_trainer, unit_end
+from hpc_rl.schedulers import record
+from hpc_rl.schedulers.base import State
+from hpc_rl.trainers.start import Start, begin
+from hpc_rl.trial import Trial, read_json, write_json
+
+pytestmark = pytest.mark.usefixtures("state_home")
+OTHERS = ("disabled", "fault", "resume")
+
+
+@pytest.fixture
+def trial(config, scheduler, capsys) -> Trial:
+    """sums/small: job-1 made generations 3, 6 and 9 and was cancelled."""
+    assert main(["submit", "--config", str(config)]) == 0
+    scheduler.answers["job-1"] = State.CANCELLED
+    trial = index.resolve("small")
+    trial.attempt("job-1.0").make_dirs()
+    next_lineage(trial, trial.attempt("job-1.0"), 0, Decision("fresh", "first"))
+    for step in (3, 6, 9):
+        commit(trial, step)
+    capsys.readouterr()
+    return trial
+
+
+def commit(trial: Trial, step: int) -> None:
+    making = Commit(trial, step, "job-1.0", 0)
+    making.begin()
+    (making.folder / "state").write_text(f"state of {step}")
+    making.rank_done(0, ["state"])
+    who = {"attempt": "job-1.0", "incarnation": 0, "submission": "job-1", "version": f"0.{step}"}
+    making.commit(Manifest(step=step, lineage=0, num_ranks=1, config_hash="c", **who))
+
+
+def start(trial: Trial, job_id: str) -> Start:
+    attempt = trial.attempt(f"{job_id}.0")
+    attempt.make_dirs()
+    config = from_dict(json.loads(trial.config_json.read_text()))
+    return Start(trial, attempt, 0, config, {}, None, "cpu", None, threading.Event())  # type: ignore[arg-type]
+
+
+def tear(trial: Trial, *steps: int) -> None:
+    for step in steps:
+        (trial.generation(step) / "state").write_text("torn")
+
+
+CASES = {
+    "the newest": ((), [], 9),
+    "the newest is torn": ((9,), [], 6),
+    "an older one": ((), ["--from", "6"], 6),
+    "an older one is torn": ((6,), ["--from", "6"], None),
+    "all are torn": ((3, 6, 9), [], None),
+}
+
+
+@pytest.mark.parametrize(("case", "mode"), [*((case, "auto") for case in CASES), *(("the newest", mode) for mode in OTHERS)])
+def test_the_same_words(trial, scheduler, capsys, case, mode):
+    torn, flags, step = CASES[case]
+    tear(trial, *torn)
+    code = main(["recover", "small", f"recover.mode={mode}", *flags, "--explain", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert main(["recover", "small", f"recover.mode={mode}", *flags]) == 0
+    try:
+        begun = begin(start(trial, "job-2"))
+        assert (code, begun["step"], said["reason"]) == (0, step, read_lineages(trial)[-1].reason)
+    except HpcRlError as error:
+        assert step is None and isinstance(error, NothingToResume)
+        assert (code, said["reason"]) == (3, str(error))
+
+
+def test_from_an_older_generation_the_later_ones_are_kept_aside(trial, capsys):
+    assert main(["recover", "small", "--from", "3"]) == 0
+    assert begin(start(trial, "job-2"))["step"] == 3
+    assert [found.step for found in scan(trial)] == [3]
+    aside = sorted(path.name.split(".")[0] for path in (trial.recover / "set-aside").iterdir())
+    assert aside == ["gen-00000006", "gen-00000009"]
+    assert all((path / "manifest.json").exists() for path in (trial.recover / "set-aside").iterdir())
+    assert read_lineages(trial)[-1].set_aside == (6, 9)
+    assert read_lineages(trial)[-1].lineage == 1  # a label of a step that is made again is another one
+
+
+def test_starts_that_come_to_nothing_end_the_trial_for_good(trial, capsys):
+    """Each was requeued: nothing in place would have counted them."""
+    assert main(["recover", "small", "recover.retries=2"]) == 0
+    for restart in range(3):
+        begun = dataclasses.replace(start(trial, "job-2"), attempt=trial.attempt(f"job-2.{restart}"))
+        begun.attempt.make_dirs()
+        begin(begun)
+        with begun.attempt.events.open("a") as file:
+            file.write(json.dumps({"event": "stopping", "reason": "the job's time is nearly over"}) + "\n")
+            file.write(json.dumps({"event": "exited", "role": "trainer", "incarnation": 0, "code": 75}) + "\n")
+        write_json(begun.attempt.ended, {"exit_code": 75, "reason": "the job's time is nearly over"})
+    last = dataclasses.replace(start(trial, "job-2"), attempt=trial.attempt("job-2.3"))
+    with pytest.raises(
+        GivenUp, match=r"3 starts in a row without a new generation; recover\.retries allows 2: .*job-2\.2 ran into"
+    ):
+        begin(last)
+    end = unit_end([{"code": 70, "reason": "3 starts in a row", "final": True}], 70)
+    verdict = after_trainer(end, "auto", failures=1, retries=2)
+    assert end == End(70, "3 starts in a row", final=True)
+    assert (verdict.restart, verdict.exit_code, verdict.reason) == (False, 70, "trainer: 3 starts in a row")
+
+
+def test_of_two_recovers_at_once_one_wins_and_the_other_says_busy(trial, tmp_path):
+    """Real processes and a real local runner, whose job ends at once: its Python is none."""
+    env = {"XDG_STATE_HOME": str(tmp_path / "state"), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[3])}
+    write_json(trial.job("job-1"), {**read_json(trial.job("job-1")), "scheduler": "local"})
+    trial.job("job-1").with_suffix(".state").write_text('{"event": "started"}\n{"event": "ended", "code": 75}\n')
+    command = [sys.executable, "-m", "hpc_rl.cli", "recover", str(trial.dir), "--no_check", "launcher.python=/bin/false"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(command, env=env, cwd=tmp_path, **pipes) for _ in range(2)]
+    said = [process.communicate(timeout=50) for process in both]
+    assert sorted(process.returncode for process in both) == [0, 75], said
+    busy = next(err for process, (_, err) in zip(both, said, strict=True) if process.returncode == 75)
+    assert "being submitted by process" in busy or "is running as job" in busy or "is pending as job" in busy, busy
+    [job] = trial.jobs.glob("local-*.json")
+    deadline = time.monotonic() + 40
+    while record.read(trial, job.stem)[-1]["event"] != "ended":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

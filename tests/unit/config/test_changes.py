@@ -1,0 +1,76 @@
+"""Going on under another configuration: every option is classed, safe changes are told, unsafe ones refused in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_rl.config.build import options, section_of
+from hpc_rl.config.changes import SAFE, UNSAFE, changes, classify, refuse_unsafe
+from hpc_rl.config.load import load
+from hpc_rl.config.root import CONFIGS
+from hpc_rl.errors import ConfigError
+
+GIVEN = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "train_dataset.batch_size=8", "actor.path=/m"]
+ALL = {name: hint for cls in CONFIGS.values() for name, hint in options(cls).items()}
+
+
+def between(*overrides: str, before: tuple[str, ...] = ()) -> list[str]:
+    return [str(change) for change in changes(load([], [*GIVEN, *before]).config, load([], [*GIVEN, *before, *overrides]).config)]
+
+
+@pytest.mark.parametrize("name", [name for name, hint in ALL.items() if not section_of(hint)])
+def test_every_option_is_classed_with_a_reason_where_it_is_unsafe(name):
+    safe, reason = classify(name)
+    assert safe or reason
+
+
+def test_the_tables_name_nothing_that_is_not_there():
+    there = {name.replace("actor", "model", 1) if name.startswith("actor") else name for name in ALL}
+    assert set(UNSAFE) | set(SAFE) <= there
+    with pytest.raises(KeyError):
+        classify("no_such_section.option")
+
+
+def test_what_is_equal_is_no_change():
+    assert between() == []
+    assert between("actor.backend=fsdp") == []  # two names of one thing
+
+
+def test_safe_changes_say_what_they_leave_as_it_was():
+    assert between("actor.optimizer.lr=1e-6", "rollout.reward_fn=contains", "--n_nodes", "2") == [
+        "cluster.n_nodes: 1 -> 2  (safe)",
+        "rollout.reward_fn: exact_match -> contains  (safe: finished groups keep the rewards that they have)",
+        "actor.optimizer.lr: 2e-05 -> 1e-06  (safe)",
+    ]
+
+
+def test_a_section_that_comes_is_one_change():
+    assert between("ref.path=/r") == ["ref: null -> {path: /r, ...}  (safe)"]
+    assert between("ref.path=/other", before=("ref.path=/r",)) == [
+        "ref.path: /r -> /other  (unsafe: the divergence would be measured from another model)"
+    ]
+
+
+def test_unsafe_changes_are_refused_with_the_reason_and_what_to_do():
+    old = load([], GIVEN).config
+    new = load([], [*GIVEN, "train_dataset.batch_size=4", "actor.path=/other", "actor.optimizer.lr=1"]).config
+    found = changes(old, new)
+    assert [change.name for change in found if not change.safe] == ["train_dataset.batch_size", "actor.path"]
+    with pytest.raises(ConfigError) as caught:
+        refuse_unsafe(found, "e/t")
+    assert str(caught.value).splitlines() == [
+        "train_dataset.batch_size can't change from 8 to 4 in trial e/t: "
+        "the position in the data, and the batches already cut, count by it.",
+        "actor.path can't change from /m to /other in trial e/t: the recover state holds this model.",
+        "To go on with e/t, say train_dataset.batch_size=8 actor.path=/m; for the new values submit another trial_name.",
+    ]
+
+
+def test_nothing_unsafe_is_nothing_refused():
+    refuse_unsafe(changes(load([], GIVEN).config, load([], [*GIVEN, "saver.freq_steps=5"]).config), "e/t")
+
+
+def test_another_trainer_is_another_trial():
+    sft = [*(one for one in GIVEN if not one.startswith("actor")), "model.path=/m", "trainer=sft"]
+    found = changes(load([], GIVEN).config, load([], sft).config)
+    assert not next(change for change in found if change.name == "trainer").safe

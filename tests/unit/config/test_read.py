@@ -1,0 +1,159 @@
+"""No option is read nowhere: code outside config/ reads it, a script template does, or it is explained here what becomes of it.
+
+By names, not by types: an attribute `x.option` counts where its name says enough, else only as `section.option`. A name says
+enough where one section alone has it and no class of the product has an attribute of that name.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.config import unavailable
+from hpc_rl.config.build import hints, options, section_of
+from hpc_rl.config.containers import OPTION
+from hpc_rl.config.root import CONFIGS
+from hpc_rl.config.sglang_versions import DROPPED
+from hpc_rl.plan.containers import PYTHONS
+from hpc_rl.render.hooks import EVENTS
+from hpc_rl.servers.sglang_flags import FLAGS
+
+ROOT = Path(__file__).resolve().parents[3]
+OPTIONS = {name: hint for cls in CONFIGS.values() for name, hint in options(cls).items() if not section_of(hint)}
+LOCAL_NAMES = {  # what code calls a section where not by its own name
+    "train_dataset": {"dataset"},
+    "valid_dataset": {"dataset"},
+    "actor": {"config", "model"},
+    "model": {"config"},
+    "ref": {"config", "model"},
+    "optimizer": {"config"},
+    "reward_norm": {"norm"},
+    "adv_norm": {"norm"},
+    "gconfig": {"_gconfig"},
+    "embedded": {"_config"},
+    "sglang": {"own"},
+    "wandb": {"settings"},
+    "swanlab": {"settings"},
+    "keep_best": {"keep"},
+    "": {"config"},
+}
+ONLY_RULES = {  # pattern -> why no role reads it: a rule holds it to the one value that is possible, or loading acts on it
+    r"(.+\.)?(experiment_name|trial_name|fileroot)": "must equal the trial's own (agreement.identity), which is read",
+    r"cluster\.cluster_name": "names a profile, which load reads",
+    r"(train|valid)_dataset\.type": "must be the trainer's (check.datasets)",
+    r"valid_dataset\.(batch_size|shuffle|drop_last|pin_memory)": "a note says that held-out rows are all used once, in order",
+    r"rollout\.consumer_batch_size": "must equal train_dataset.batch_size (agreement.consumer)",
+    r"actor\.(group_size|temperature|max_new_tokens)": "must equal what gconfig says (check.groups, check.sampling, train_rules)",
+    r"actor\.(reward|adv)_norm\.group_size": "must equal gconfig.n_samples (train_rules)",
+    r"actor\.log_agent_stats": "must agree with log_agent_stats_keys, which is read (train_rules)",
+    r"(actor|model|ref)\.(fsdp\.offload_params|ds_auto_tp\.autotp_size)": "refused when set (train_rules)",
+    r"(actor|model|ref)\.backend": "empty or fsdp; megatron is refused (train_rules)",
+    r"(actor|model|ref)\.optimizer\.type": "adam where there is training, empty where there is none (train_rules)",
+}
+BY_NAME = {  # pattern -> a dict of the product that has each such option's name as a key or value, for getattr
+    r"launcher\.hooks\.(\w+)": EVENTS,
+    r"launcher\.slurm\.(\w+_image)": OPTION.values(),
+    r"launcher\.slurm\.(\w+_image_python)": PYTHONS.values(),
+}
+
+
+@cache
+def reads() -> dict[str, set[str]]:
+    """Attribute name -> what it is read of: the last name before it."""
+    found = defaultdict(set)
+    for tree in _trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                of = node.value
+                found[node.attr].add(of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else "")
+    return found
+
+
+@cache
+def own_names() -> set[str]:
+    """Attributes and methods of the product's other classes."""
+    found = set()
+    for tree in _trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(node.name)
+    return found
+
+
+@cache
+def _trees() -> list[ast.AST]:
+    files = [path for path in (ROOT / "hpc_rl").rglob("*.py") if path.relative_to(ROOT).parts[1] != "config"]
+    return [ast.parse(path.read_text()) for path in files]
+
+
+@cache
+def templates() -> str:
+    return "\n".join(path.read_text() for folder in ("sbatch", "templates") for path in (ROOT / folder).rglob("*.j2"))
+
+
+@cache
+def owners() -> dict[str, set[type]]:
+    """Option's last name -> the classes that declare it."""
+    found = defaultdict(set)
+
+    def walk(cls: type) -> None:
+        for name, hint in hints(cls).items():
+            found[name].add(next(base for base in reversed(cls.__mro__) if name in inspect.get_annotations(base)))
+            if section_of(hint):
+                walk(section_of(hint))
+
+    for cls in CONFIGS.values():
+        walk(cls)
+    return found
+
+
+def is_read(name: str) -> bool:
+    *sections, leaf = name.split(".")
+    section = sections[-1] if sections else ""
+    if any((found := re.fullmatch(pattern, name)) and found[1] in known for pattern, known in BY_NAME.items()):
+        return True
+    if section == "sglang" and (leaf in {option for table in FLAGS.values() for option in table} or leaf in _dropped()):
+        return True
+    if section == "slurm" and re.search(rf"\bslurm\.{leaf}\b", templates()):
+        return True
+    if len(owners()[leaf]) == 1 and leaf not in own_names():
+        return bool(reads()[leaf])
+    return bool(reads()[leaf] & {section, *LOCAL_NAMES.get(section, set())})
+
+
+def _dropped() -> set[str]:
+    return {option for table in DROPPED.values() for option in table}
+
+
+def explained(name: str) -> bool:
+    return name in unavailable.UNAVAILABLE or any(re.fullmatch(pattern, name) for pattern in ONLY_RULES)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_is_read_or_explained(name):
+    assert is_read(name) or explained(name), f"nothing reads {name}: build it, refuse it, or take it out"
+
+
+def test_the_explanations_are_needed():
+    for pattern in ONLY_RULES:
+        matching = [name for name in OPTIONS if re.fullmatch(pattern, name)]
+        assert matching, pattern
+        assert any(not is_read(name) for name in matching), f"{pattern}: all of these are read"
+
+
+def test_an_option_that_nobody_reads_would_be_found(monkeypatch):
+    monkeypatch.setitem(owners(), "no_such_option", {object})
+    assert not is_read("actor.no_such_option")
+    assert not explained("actor.no_such_option")
+    monkeypatch.setitem(owners(), "path", {object, int})
+    assert not is_read("saver.path")  # others have a path, this section would not

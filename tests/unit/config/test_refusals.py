@@ -1,0 +1,140 @@
+"""Property: one unknown key, wrong type or value out of range is refused with its full dotted name, its file and its line."""
+
+from __future__ import annotations
+
+import string
+import typing
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpc_rl.config.atlas import ALIASES as ATLAS
+from hpc_rl.config.build import alternatives, options, section_of
+from hpc_rl.config.limits import Grammar, Limits, Place
+from hpc_rl.config.load import ALIASES, load
+from hpc_rl.config.root import CONFIGS
+from hpc_rl.config.show import scalar
+from hpc_rl.errors import ConfigError
+
+BASE = "experiment_name: e\ntrial_name: t\ntrainer: {trainer}\ntrain_dataset: {{path: /d}}\n{model}: {{path: /m}}\n"
+BASE += "valid_dataset: {{path: /v}}\n{ref}"
+REF = {"grpo": "ref: {path: /r}\n", "sft": "", "rw": ""}
+MODEL = {"grpo": "actor", "sft": "model", "rw": "model"}
+KNOWN = {trainer: options(cls) for trainer, cls in CONFIGS.items()}
+SECTIONS = {trainer: sorted(name for name, hint in known.items() if section_of(hint)) for trainer, known in KNOWN.items()}
+LEAVES = {trainer: sorted(set(known) - set(SECTIONS[trainer]) - {"trainer"}) for trainer, known in KNOWN.items()}
+ANYTHING = [True, False, 0, 1, 7, -3, 1.5, "some text", "", [1, 2], ["a"], {"a": 1}, {"a": "b"}, None]
+PROPERTY = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def accepts(hint, value) -> bool:
+    """What the types alone say, worked out again: text takes numbers as they were written, true and false are only bool."""
+    return any(_accepts(kind, value) for kind in alternatives(hint))
+
+
+def _accepts(kind, value) -> bool:
+    origin = typing.get_origin(kind)
+    if origin is typing.Annotated:
+        return _accepts(typing.get_args(kind)[0], value)
+    if origin is typing.Literal:
+        return not isinstance(value, bool) and value in typing.get_args(kind)
+    if origin is list:
+        return isinstance(value, list) and all(_accepts(typing.get_args(kind)[0], one) for one in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_accepts(typing.get_args(kind)[1], one) for one in value.values())
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    if kind is int:
+        return isinstance(value, int | float) and value == int(value)
+    return isinstance(value, {float: (int, float), str: (str, int, float), type(None): type(None)}[kind])
+
+
+def outside(hint) -> list:
+    """Values of the right type that the limits leave out."""
+    found = []
+    for kind in alternatives(hint):
+        if typing.get_origin(kind) is typing.Literal:
+            found += [one for one in ("no such choice", 99) if not accepts(hint, one)]
+        for extra in typing.get_args(kind)[1:] if typing.get_origin(kind) is typing.Annotated else ():
+            if isinstance(extra, Limits):
+                ends = [(extra.at_least, -1), (extra.at_most, 1), (extra.above, 0), (extra.below, 0)]
+                found += [end + step for end, step in ends if end is not None]
+            elif isinstance(extra, Grammar):
+                found += ["24 hours", "1;2"]
+            elif isinstance(extra, Place):
+                found += ["/a\nb", "/" + "x" * 300]
+    return found if type(None) not in alternatives(hint) else [one for one in found if one is not None]
+
+
+BAD_TYPE = {t: [(n, v) for n in LEAVES[t] for v in ANYTHING if not accepts(KNOWN[t][n], v)] for t in CONFIGS}
+OUTSIDE = {t: [(n, v) for n in LEAVES[t] for v in outside(KNOWN[t][n])] for t in CONFIGS}
+
+
+def nested(name: str, value, gap: int) -> tuple[str, int]:
+    """A YAML file that says this one thing in block style after some lines of comment; and the line of the value's key."""
+    lines = ["# a comment", ""][: 1 + gap % 2] * gap
+    *sections, leaf = name.split(".")
+    lines += [f"{'  ' * depth}{section}:" for depth, section in enumerate(sections)]
+    lines.append(f"{'  ' * len(sections)}{leaf}: {scalar(value)}")
+    return "\n".join(lines) + "\n", len(lines)
+
+
+def refusals(tmp_path, trainer: str, name: str, value, gap: int) -> tuple[list[str], str]:
+    """The lines of the refusal, and the place that one of them must name."""
+    (tmp_path / "base.yaml").write_text(BASE.format(trainer=trainer, model=MODEL[trainer], ref=REF[trainer]))
+    text, line = nested(name, value, gap)
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load([tmp_path / "base.yaml", tmp_path / "bad.yaml"], profiles=[])
+    return str(caught.value).splitlines(), f"{name} ({tmp_path}/bad.yaml:{line})"
+
+
+@pytest.mark.parametrize("trainer", CONFIGS)
+@PROPERTY
+@given(data=st.data(), gap=st.integers(0, 5))
+def test_an_unknown_key(trainer, data, gap, tmp_path):
+    section = data.draw(st.sampled_from(["", *SECTIONS[trainer]]))
+    leaf = data.draw(st.text(string.ascii_lowercase + "_", min_size=1, max_size=20))
+    name = f"{section}.{leaf}" if section else leaf
+    if name in KNOWN[trainer] or (not section and (leaf in ATLAS or leaf in ALIASES)):
+        return
+    said, place = refusals(tmp_path, trainer, name, data.draw(st.sampled_from(ANYTHING)), gap)
+    assert [line for line in said if line.startswith(f"unknown key {place}: ")], said
+
+
+@pytest.mark.parametrize("trainer", CONFIGS)
+@PROPERTY
+@given(data=st.data(), gap=st.integers(0, 5))
+def test_a_wrong_type(trainer, data, gap, tmp_path):
+    name, value = data.draw(st.sampled_from(BAD_TYPE[trainer]))
+    said, place = refusals(tmp_path, trainer, name, value, gap)
+    assert said[0].startswith(f"{place}: ") and "can't be used; allowed: " in said[0], said
+
+
+@pytest.mark.parametrize("trainer", CONFIGS)
+@PROPERTY
+@given(data=st.data(), gap=st.integers(0, 5))
+def test_a_value_out_of_range(trainer, data, gap, tmp_path):
+    name, value = data.draw(st.sampled_from(OUTSIDE[trainer]))
+    said, place = refusals(tmp_path, trainer, name, value, gap)
+    assert said[0].startswith(f"{place}: ") and "can't be used; allowed: " in said[0], said
+
+
+@pytest.mark.parametrize("trainer", CONFIGS)
+@PROPERTY
+@given(data=st.data())
+def test_on_the_command_line_the_argument_is_named(trainer, data, tmp_path):
+    numbers = [(name, value) for name, value in OUTSIDE[trainer] if isinstance(value, int | float)]
+    name, value = data.draw(st.sampled_from(numbers))
+    (tmp_path / "base.yaml").write_text(BASE.format(trainer=trainer, model=MODEL[trainer], ref=REF[trainer]))
+    spelled = data.draw(st.sampled_from([[f"{name}={value}"], [f"--{name}={value}"], [f"--{name}", f"{value}"]]))
+    with pytest.raises(ConfigError) as caught:
+        load([tmp_path / "base.yaml"], spelled, profiles=[])
+    assert str(caught.value).startswith(f"{name} (command line: {spelled[0].partition('=')[0]}): "), str(caught.value)
+
+
+@pytest.mark.parametrize("trainer", CONFIGS)
+def test_the_properties_draw_from_nearly_every_option(trainer):
+    assert {name for name, _ in BAD_TYPE[trainer]} == set(LEAVES[trainer])
+    assert len(OUTSIDE[trainer]) > 100

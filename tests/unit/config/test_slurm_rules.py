@@ -1,0 +1,77 @@
+"""Options of launcher.slurm that contradict each other or the plan are refused in words, before sbatch sees them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpc_rl.config.load import load
+from hpc_rl.config.slurm_rules import scheduler_options
+
+
+@pytest.fixture
+def refusals(tmp_path):
+    (tmp_path / "sft.yaml").write_text("experiment_name: e\ntrial_name: t\nmodel: {path: /m}\ntrain_dataset: {path: /d}\n")
+
+    def ask(*options: str) -> list[str]:
+        loaded = load([tmp_path / "sft.yaml"], options)
+        return list(scheduler_options(loaded.config, loaded.explicit))
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["mem=10G", "mem_per_cpu=1G"], "launcher.slurm.mem and launcher.slurm.mem_per_cpu exclude each other"),
+        (["mem_per_gpu=10G", "mem_per_cpu=1G"], "exclude each other"),
+        (["mem_per_cpu=1G", "cpus_per_task=null"], "needs launcher.slurm.cpus_per_task"),
+        (["gres=gpu:8", "gpus_by=gpus-per-node"], "Leave one out"),
+        (["gres=gpu:8", "gpu_type=h100"], "Leave one out"),
+        (["gres=gpu:a100:4"], "asks for 4 GPUs a node, but cluster.n_gpus_per_node is 8"),
+        (["gres=gpu"], "asks for 1 GPUs"),
+        (["gpu_type=h100", "gpus_by=null"], "gpu_type has no effect"),
+        (["mail_user=a@b.org"], "mail_user has no effect without launcher.slurm.mail_type"),
+        (["partition=''"], "use null"),
+        (["constraint='a\u2028b'"], "line break"),
+    ],
+)
+def test_contradictions_are_refused(refusals, options, words):
+    [refusal, *_] = refusals(*(f"launcher.slurm.{option}" for option in options))
+    assert words in refusal and "launcher.slurm." in refusal
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["gres=gpu:a100:8"], ["gres=nvme:1", "gpu_type=h100"], ["mem=0"], ["mem=null", "mem_per_cpu=2G"], ["exclusive=true"]],
+)
+def test_what_can_stand_together_is_accepted(refusals, options):
+    assert refusals(*(f"launcher.slurm.{option}" for option in options)) == []
+
+
+def test_memory_per_gpu_needs_gpus(refusals):
+    assert "mem_per_gpu needs GPUs" in refusals("launcher.slurm.mem_per_gpu=4G", "cluster.n_gpus_per_node=0")[0]
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--mem=4G", "launcher.slurm.mem"),
+        ("-N4", "cluster.n_nodes"),
+        ("-c 4", "cpus_per_task"),
+        ("--output=/dev/null", "the script"),
+        ("x", "no sbatch option"),
+        ("--a=b\nrm -rf /", "line break"),
+        ("--hint=a --gres=gpu:1", "launcher.slurm.gres"),
+        ('--hint=a "--gres=gpu:1"', "launcher.slurm.gres"),
+        ("--hint='a", "can't be read"),
+        ("", "empty"),
+        ("--no-requeue", "recover.mode"),
+        ("hetjob", "no sbatch option"),
+    ],
+)
+def test_further_arguments_may_not_contradict_the_plan(refusals, argument, words):
+    refused = refusals(f"launcher.slurm.extra_args={json.dumps([argument])}")
+    text = " ".join(refused)
+    assert "launcher.slurm.extra_args" in text and words in text

@@ -1,0 +1,246 @@
+"""A unit's command in its container: what is bound, what reaches the process, and what is refused before it could go wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.config.check import check
+from hpc_rl.config.containers import image_files
+from hpc_rl.config.load import load
+from hpc_rl.errors import ConfigError
+from hpc_rl.plan.containers import with_paths
+from hpc_rl.plan.plan import make_plan
+from hpc_rl.plan.schema import Container, Plan, Unit
+from hpc_rl.render.container import check_places, wrap
+
+BASE = [
+    "experiment_name=e",
+    "trial_name=t",
+    "cluster.fileroot=/shared/runs",
+    "train_dataset.path=/data/sums/train.jsonl",
+    "train_dataset.batch_size=64",
+    "gconfig.n_samples=4",
+    "actor.path=/models/warm",
+]
+IMAGES = ["launcher.slurm.trainer_image=/images/t.sif", "launcher.slurm.inference_server_image=/images/s.sif"]
+PYXIS = "launcher.slurm.container_type=pyxis"
+ENV = {
+    "PYTHONPATH": "/shared/runs/u/e/t/scripts/w.zip:/home/me/code:/opt/module/lib",
+    "TMPDIR": "/scratch/7",
+    "HPC_RL_STEPS": "srun",
+}
+TRIAL, WORKDIR = Path("/shared/runs/u/e/t"), Path("/home/me/code")
+ARGV = ["/host/python", "-m", "hpc_rl.app.server", "--index", "0"]
+
+
+def loaded(*overrides: str):
+    return check(load([], [*BASE, *overrides], profiles=[]), files=False)
+
+
+def plan(*overrides: str, scheduler: str = "slurm") -> Plan:
+    found = loaded(*overrides)
+    return make_plan(found.config, found.explicit, interpreter="/host/python", scheduler=scheduler)
+
+
+def unit(*overrides: str, role: str = "server") -> Unit:
+    return next(unit for unit in plan(*overrides).units if unit.role == role)
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        loaded(*overrides)
+    return str(caught.value)
+
+
+def test_each_role_has_its_image_and_interpreter_and_the_supervisor_none():
+    made = plan(*IMAGES, "launcher.slurm.trainer_image_python=/opt/venv/bin/python")
+    assert made.python == "/host/python"
+    assert {(one.role, one.container.image, one.container.python) for one in made.units} == {
+        ("trainer", "/images/t.sif", "/opt/venv/bin/python"),
+        ("rollout", "/images/t.sif", "python3"),
+        ("server", "/images/s.sif", "python3"),
+    }
+    some = plan("launcher.slurm.inference_server_image=/images/s.sif", "launcher.slurm.rollout_image=/images/r.sif")
+    assert {one.role: one.container and one.container.image for one in some.units} == {
+        "trainer": None,
+        "rollout": "/images/r.sif",
+        "server": "/images/s.sif",
+    }
+    assert unit("launcher.slurm.trainer_image=/t.sif", "launcher.slurm.rollout_image=none", role="rollout").container is None
+    assert all(one.container is None for one in plan().units)
+    assert Plan.from_json(made.to_json()) == made
+
+
+def test_apptainer_wraps_the_command():
+    made = unit(*IMAGES, "launcher.slurm.container_args=[--no-home]", "launcher.slurm.mount=/a:/b:ro,/c")
+    wrapped = wrap(made, ARGV, ENV, {"HPC_RL_STEPS"}, TRIAL, WORKDIR)
+    paths = ["/shared/runs", "/models/warm", "/data/sums", "/home/me/code"]
+    binds = ["/a:/b:ro", "/c:/c", *(f"{path}:{path}" for path in paths)]
+    assert wrapped.argv == [
+        *("apptainer", "exec", "--nv"),
+        *(word for bind in binds for word in ("--bind", bind)),
+        *("--pwd", "/home/me/code", "--no-home", "/images/s.sif"),
+        *("python3", "-m", "hpc_rl.app.server", "--index", "0"),
+    ]
+    assert wrapped.srun_args == []
+
+
+def test_gpus_are_asked_for_only_where_they_are_planned():
+    for role, wanted in (("trainer", True), ("rollout", False)):
+        assert ("--nv" in wrap(unit(*IMAGES, role=role), ARGV, ENV, (), TRIAL, WORKDIR).argv) is wanted
+    assert "--nv" not in wrap(unit(*IMAGES, "cluster.n_gpus_per_node=0"), ARGV, ENV, (), TRIAL, WORKDIR).argv
+
+
+def test_what_must_hold_within_is_told_in_the_environment_and_never_in_the_arguments():
+    made = unit(*IMAGES, "launcher.trainer_env_vars={KEY: 'a b,$(id)=\"'}", role="trainer")
+    wrapped = wrap(made, ARGV, ENV | {"KEY": 'a b,$(id)="'}, {"HPC_RL_STEPS"}, TRIAL, WORKDIR)
+    inside = {name: value for name, value in wrapped.env.items() if name.startswith("APPTAINER")}
+    assert inside == {
+        "APPTAINER_NO_EVAL": "1",
+        "APPTAINERENV_HPC_RL_STEPS": "srun",
+        "APPTAINERENV_KEY": 'a b,$(id)="',
+        "APPTAINERENV_PYTHONPATH": "/shared/runs/u/e/t/scripts/w.zip:/home/me/code",
+        "APPTAINERENV_PYTHONNOUSERSITE": "1",
+        "APPTAINERENV_PYTHONSAFEPATH": "1",
+        "APPTAINERENV_PYTHONUNBUFFERED": "1",
+    }
+    assert not any("$(id)" in word for word in wrapped.argv)
+    assert "TMPDIR" not in wrapped.env  # it is not bound
+    made = unit(*IMAGES, "launcher.trainer_env_vars={PYTHONPATH: /in/the/image}", role="trainer")
+    env = ENV | {"PYTHONPATH": ENV["PYTHONPATH"] + ":/in/the/image"}
+    path = "/shared/runs/u/e/t/scripts/w.zip:/home/me/code:/in/the/image"
+    assert wrap(made, ARGV, env, (), TRIAL, WORKDIR).env["APPTAINERENV_PYTHONPATH"] == path
+    assert wrap(made, ARGV, ENV | {"TMPDIR": "/tmp/7"}, (), TRIAL, WORKDIR).env["TMPDIR"] == "/tmp/7"
+    made = unit(*IMAGES, "launcher.slurm.container_program=/usr/bin/singularity")
+    wrapped = wrap(made, ARGV, ENV, {"HPC_RL_STEPS"}, TRIAL, WORKDIR)
+    assert wrapped.argv[:2] == ["/usr/bin/singularity", "exec"]
+    assert wrapped.env["SINGULARITYENV_HPC_RL_STEPS"] == "srun" and wrapped.env["SINGULARITY_NO_EVAL"] == "1"
+
+
+def test_pyxis_is_options_of_srun():
+    made = unit(
+        PYXIS, "launcher.slurm.inference_server_image=/i/s.sqsh", "launcher.slurm.container_args=[--no-container-mount-home]"
+    )
+    wrapped = wrap(made, ARGV, ENV, {"HPC_RL_STEPS"}, TRIAL, WORKDIR)
+    assert wrapped.argv == ["python3", *ARGV[1:]]
+    assert wrapped.srun_args == [
+        "--container-image=/i/s.sqsh",
+        "--container-mounts=/shared/runs:/shared/runs,/models/warm:/models/warm,/data/sums:/data/sums,/home/me/code:/home/me/code",
+        "--container-workdir=/home/me/code",
+        "--container-env=HPC_RL_STEPS,PYTHONNOUSERSITE,PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED",
+        "--no-container-entrypoint",
+        "--no-container-mount-home",
+    ]
+    assert wrapped.env["PYTHONPATH"] == "/shared/runs/u/e/t/scripts/w.zip:/home/me/code"
+    assert not any(name.startswith("APPTAINER") for name in wrapped.env)
+
+
+def test_without_a_container_nothing_changes():
+    wrapped = wrap(unit(), ARGV, ENV, {"HPC_RL_STEPS"}, TRIAL, WORKDIR)
+    assert (wrapped.argv, wrapped.env, wrapped.srun_args) == (ARGV, ENV, [])
+
+
+def test_binds_hold_each_path_once_and_a_snapshot_of_a_hub_with_what_it_links_to():
+    assert with_paths(["/a:/a:ro", "/x:/y"], ["/a/b", "/x/1", "/c/d", "/c", "/c", "/"]) == [
+        "/a:/a:ro",
+        "/x:/y",
+        "/x/1:/x/1",
+        "/c:/c",
+    ]
+    made = unit(*IMAGES, "actor.path=/hub/models--q--w/snapshots/12ab", "train_dataset.path=/train.jsonl")
+    assert made.container.mounts[1:] == ["/hub/models--q--w:/hub/models--q--w", "/train.jsonl:/train.jsonl"]
+
+
+@pytest.mark.parametrize("text", ["a b", "a'b", "$(touch x)", "`id`", "a;b", "a&b", "%j", "ü", "*"])
+def test_strange_characters_stay_one_word(text):
+    image = f"/images/{text}/t.sif"
+    made = Unit(
+        role="trainer",
+        index=0,
+        nodes=[0],
+        tasks_per_node=1,
+        cpus_per_task=1,
+        mem_mb_per_task=1,
+        gpus_per_task=0,
+        module="m",
+        container=Container(
+            type="apptainer", image=image, python="python3", program="apptainer", mounts=[f"/{text}:/x"], args=[]
+        ),
+    )
+    wrapped = wrap(made, ARGV, {}, (), TRIAL / text, WORKDIR)
+    assert image in wrapped.argv and f"/{text}:/x" in wrapped.argv and f"{TRIAL / text}:{TRIAL / text}" in wrapped.argv
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["launcher.slurm.trainer_image=docker://x/y:1"],
+            "is no file: pull it once, to where every node sees it, as with `apptainer pull",
+        ),
+        ([PYXIS, "launcher.slurm.trainer_image=docker://x/y:1"], "`enroot import -o FILE.sqsh docker://…`"),
+        (["launcher.slurm.rollout_image=r.sif"], "rollout_image r.sif is no path: write /…/r.sif, or ./r.sif"),
+        (["launcher.slurm.trainer_image=/a:b.sif"], "the path of an image holds no colons"),
+        (["launcher.slurm.container_type=none", IMAGES[0]], "trainer_image contradicts launcher.slurm.container_type none"),
+        (["launcher.slurm.mount=/a:/b"], "mount has no effect without launcher.slurm.trainer_image or inference_server_image"),
+        (["launcher.slurm.container_args=[--no-home]"], "container_args has no effect without"),
+        (
+            [IMAGES[1], "launcher.slurm.trainer_image_python=/p"],
+            "trainer_image_python has no effect without launcher.slurm.trainer_image",
+        ),
+        ([*IMAGES, "launcher.slurm.mount=a:/b"], "'a:/b' is no bind: /source:/target"),
+        ([*IMAGES, "launcher.slurm.mount=/a\\,b:/c"], "is no bind"),
+        ([*IMAGES, "cluster.fileroot='/shared/a,b'"], "cluster.fileroot /shared/a,b can't be bound into a container"),
+        ([*IMAGES, "actor.path='/m\"x'"], "can't be bound into a container"),
+        (
+            [*IMAGES, "launcher.slurm.container_args=[--pid]"],
+            "--pid can't be given: the supervisor ends the roles by their process ids",
+        ),
+        ([*IMAGES, "launcher.slurm.container_args=[-C]"], "-C can't be given: it implies --pid"),
+        ([*IMAGES, "launcher.slurm.container_args=[--cleanenv]"], "ranks are told by the environment"),
+        ([*IMAGES, "launcher.slurm.container_args=['--bind=/a']"], "use launcher.slurm.mount"),
+        ([*IMAGES, "launcher.slurm.container_args=['--bind /a']"], "write the value behind an equals sign: --bind=…"),
+        ([*IMAGES, "launcher.slurm.container_args=[-B/a]"], "write the long form"),
+        ([*IMAGES, "launcher.slurm.container_args=[image.sif]"], "is no option"),
+        ([PYXIS, *IMAGES, "launcher.slurm.container_args=[--container-mounts=/a:/b]"], "use launcher.slurm.mount"),
+        ([PYXIS, *IMAGES, "launcher.slurm.container_args=[--comment=x]"], "is no option of pyxis"),
+        (["launcher.slurm.srun_additional_args=--container-image=x"], "name images in launcher.slurm.trainer_image"),
+    ],
+)
+def test_refusals(overrides, words):
+    assert words in refusal(*overrides)
+
+
+def test_pyxis_needs_slurm():
+    with pytest.raises(ConfigError, match=r"container_type pyxis is an extension of srun, and launcher.type local has none"):
+        plan(PYXIS, *IMAGES, scheduler="local")
+    plan(PYXIS, scheduler="local")  # no image: nothing to start with it
+
+
+def test_directories_that_no_bind_can_name_are_refused_when_rendering():
+    for trial, workdir in ((Path("/a,b/t"), WORKDIR), (TRIAL, Path('/a"b'))):
+        with pytest.raises(ConfigError, match="can't be bound into a container"):
+            check_places(plan(*IMAGES), trial, workdir)
+        check_places(plan(), trial, workdir)
+
+
+def test_an_image_that_is_missing_where_this_node_looks_is_refused(tmp_path):
+    (tmp_path / "s.sif").touch()
+
+    def refused(*overrides: str) -> list[str]:
+        return list(image_files(load([], [*BASE, *overrides], profiles=[]).config, ()))
+
+    there, missing = f"launcher.slurm.trainer_image={tmp_path}/s.sif", f"launcher.slurm.inference_server_image={tmp_path}/x/t.sif"
+    assert refused(there) == []
+    [words] = refused(there, missing)
+    assert words == (
+        f"launcher.slurm.inference_server_image {tmp_path}/x/t.sif does not exist; "
+        "it must be a .sif file or an unpacked image's directory, where every node sees it."
+    )
+    assert refused("launcher.slurm.trainer_image=/on-the-nodes-only/t.sif") == []  # nothing of that path is here
+    [words] = refused(PYXIS, f"launcher.slurm.trainer_image={tmp_path}")
+    assert words.endswith("is not a file; pyxis needs a .sqsh file.")
+    [words] = refused(there, f"launcher.slurm.mount={tmp_path}/none:/x")
+    assert words == f"launcher.slurm.mount: {tmp_path}/none does not exist, so it can't be bound."

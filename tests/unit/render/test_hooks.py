@@ -1,0 +1,148 @@
+"""Hooks under a real bash: the local runner with a supervisor that only notes that it was started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.config.cluster import HooksConfig
+from hpc_rl.errors import ConfigError
+from hpc_rl.render.hooks import gather
+from hpc_rl.schedulers import record
+from hpc_rl.trial import Trial
+
+SUPERVISOR = """#!/bin/bash
+echo supervisor >>"$NOTES"
+if [[ -e $NOTES.wait ]]; then trap 'exit 143' TERM; touch "$NOTES.waits"; while :; do sleep 0.05; done; fi
+exit "$(cat "$NOTES.code" 2>/dev/null || echo 0)"
+"""
+
+
+@dataclass
+class Runner:
+    """The local script of a trial, and what its processes noted."""
+
+    here: Path
+    trial: Trial
+    make: object
+
+    @property
+    def notes(self) -> Path:
+        return self.here / "notes"
+
+    def start(self, hooks: dict, site: Path | None = None) -> subprocess.Popen[str]:
+        python = self.here / "python"
+        python.write_text(SUPERVISOR)
+        python.chmod(0o755)
+        self.trial.make_dirs()
+        self.trial.scripts.mkdir(exist_ok=True)
+        texts = self.make("local", python=str(python), workdir=self.here, hooks=hooks, site=[site] if site else [])
+        for name, text in texts.items():
+            (self.trial.scripts / name).write_text(text)
+            (self.trial.scripts / name).chmod(0o755)
+        env = os.environ | {"NOTES": str(self.notes)}
+        argv = ["bash", str(self.trial.scripts / "local.sh"), "job"]
+        return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def run(self, hooks: dict, site: Path | None = None) -> tuple[int, str]:
+        process = self.start(hooks, site)
+        said, _ = process.communicate(timeout=60)
+        return process.returncode, said
+
+    def noted(self) -> list[str]:
+        return self.notes.read_text().split("\n")[:-1] if self.notes.exists() else []
+
+    def ended(self) -> dict:
+        return record.read(self.trial, "job")[-1]
+
+
+@pytest.fixture
+def runner(scripts, tmp_path):
+    return Runner(tmp_path, Trial(tmp_path / "exp" / "one"), scripts)
+
+
+def note(*words: str) -> str:
+    return f'#!/bin/bash\necho {" ".join(words)} >>"$NOTES"\n'
+
+
+def test_they_run_in_their_order_site_first_and_site_last(runner, tmp_path):
+    (tmp_path / "site" / "hooks.d").mkdir(parents=True)
+    (tmp_path / "site" / "hooks.d" / "pre_job").write_text(note("site", "pre_job", "$HPC_RL_ATTEMPT"))
+    (tmp_path / "site" / "hooks.d" / "post_job").write_text(note("site", "post_job", "$HPC_RL_CODE"))
+    own = {event: note(event, "$HPC_RL_HOOK") for event in ("pre_job", "pre_node", "post_node", "post_job", "on_preempt")}
+    code, said = runner.run(own, tmp_path / "site")
+    assert code == 0, said
+    lines = ["site pre_job job.0", "pre_job pre_job", "pre_node pre_node", "supervisor", "post_node post_node"]
+    assert runner.noted() == [*lines, "post_job post_job", "site post_job 0"]
+
+
+def test_they_run_around_every_attempt(runner):
+    (runner.here / "notes.code").write_text("75")
+    again = 'if [[ $HPC_RL_ATTEMPT == job.1 ]]; then echo 0 >"$NOTES.code"; fi\n'
+    assert runner.run({"pre_job": note("pre", "$HPC_RL_ATTEMPT") + again, "post_job": note("post", "$HPC_RL_CODE")})[0] == 0
+    assert runner.noted() == ["pre job.0", "supervisor", "post 75", "pre job.1", "supervisor", "post 0"]
+
+
+@pytest.mark.parametrize(
+    ("event", "script", "words"),
+    [
+        ("pre_job", "#!/bin/bash\nexit 3\n", "hook hook.pre_job.0 ended with code 3 on node "),
+        ("pre_node", "#!/bin/bash\nexit 3\n", "hook hook.pre_node.0 ended with code 3 on node "),
+        ("pre_node", "#!/bin/bash\nsleep 60\n", "hook hook.pre_node.0 took longer than 1 s on node "),
+    ],
+)
+def test_one_that_fails_before_ends_the_job_and_says_which(runner, event, script, words):
+    code, said = runner.run({event: script, "timeout_s": 1, "post_job": note("post")})
+    assert code == 70, said
+    assert runner.ended()["reason"].startswith(words) and runner.ended()["cancelled"] is False
+    assert runner.noted() == ["post"], "no supervisor, but the clean-up"
+
+
+def test_one_that_fails_afterwards_is_only_told(runner):
+    code, said = runner.run({"post_node": "#!/bin/bash\necho words\nexit 5\n"})
+    assert code == 0 and "hook.post_node.0 ended with code 5" in said
+    assert runner.ended()["reason"] == "done"
+    [log] = (runner.trial.attempt("job.0").dir / "hooks").glob("post_node.*.log")
+    assert log.read_text() == "words\n"
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 50
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.05)
+
+
+def test_told_to_end_runs_on_preempt_once_beside_the_supervisor(runner):
+    (runner.here / "notes.wait").touch()
+    process = runner.start({"on_preempt": note("preempt"), "post_job": note("post")})
+    wait_for(runner.here / "notes.waits")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert runner.noted() == ["supervisor", "preempt", "post"]
+
+
+def test_told_to_end_ends_a_hook_too(runner):
+    process = runner.start({"pre_job": '#!/bin/bash\ntouch "$NOTES.in"\nsleep 300\n'})
+    wait_for(runner.here / "notes.in")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143 and runner.noted() == []
+    assert runner.ended()["reason"] == "told to end by a signal"
+
+
+def test_a_script_is_a_path_or_a_text(tmp_path):
+    (tmp_path / "check.sh").write_text("true\n")
+    [by_path, by_text] = gather(HooksConfig(pre_job=str(tmp_path / "check.sh"), post_job="echo a\necho b"), [])
+    assert by_path.text == "#!/bin/bash\ntrue\n" and by_text.text == "#!/bin/bash\necho a\necho b\n"
+    with pytest.raises(ConfigError, match=r"launcher\.hooks\.pre_job: .* can't be read: No such file .*several lines"):
+        gather(HooksConfig(pre_job=str(tmp_path / "nowhere")), [])
+    with pytest.raises(ConfigError, match=r"launcher\.hooks\.dir"):
+        gather(HooksConfig(dir=str(tmp_path / "nowhere")), [])

@@ -1,0 +1,163 @@
+"""Texts that a shell would act on, in every option that reaches a script: refused in words, or inert under bash."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpc_rl.config.build import options
+from hpc_rl.config.check import check
+from hpc_rl.config.cluster import HooksConfig
+from hpc_rl.config.load import load
+from hpc_rl.config.root import SFTConfig
+from hpc_rl.errors import ConfigError
+from hpc_rl.plan.plan import make_plan
+from hpc_rl.render.environment import LINE_BREAK
+from hpc_rl.render.lint import bash_problems, directive_problems
+from hpc_rl.render.scripts import Stamp, render
+from hpc_rl.trial import Trial
+
+BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "train_dataset.batch_size=8", "model.path=/m"]
+BASE += ["cluster.n_gpus_per_node=0", "recover.mode=auto"]
+# What can't be judged by a text alone: the path of what is run, and directories that must exist.
+NOT_HERE = {"launcher.python", "launcher.templates_dir", "cluster.fileroot", "launcher.hooks.dir", "trainer", "launcher.type"}
+TEXTS = sorted(
+    name
+    for name, hint in options(SFTConfig).items()
+    if name.startswith(("launcher.", "cluster.", "experiment_name", "trial_name")) and "str" in str(hint) and name not in NOT_HERE
+)
+HOSTILE = [
+    "a b",
+    "$(touch pwned)",
+    "`touch pwned`",
+    "'; touch pwned; '",
+    '"; touch pwned; "',
+    "x\ntouch pwned\n",
+    "x\rtouch pwned",
+    "${HOME}$IFS",
+    "a & touch pwned",
+    "a;touch pwned #",
+    "ü 漢 \u202e \u2028 touch pwned",
+    "-n --wrap=touch",
+    "%j%%A",
+    "\\'\\\"\\",
+    "*?[a-z]~!!",
+    "{{ 1 + 1 }}{% raw %}",
+]
+STUB = '#!/bin/bash\nprintf "%s\\0" "$@" "$PYTHONPATH" "$PWD" >>"$HERE/argv"\n'
+
+
+@functools.cache
+def accepted(text: str) -> tuple[list[str], list[str]]:
+    """The options that take the text, and those that refuse it, by what the loader and the rules say of each alone."""
+    fine, refused = [], []
+    for name in TEXTS:
+        try:
+            check(load([], [*BASE, _said(name, text)], profiles=[]), files=False)
+        except ConfigError as error:
+            assert name.rpartition(".")[2] in str(error) or "launcher" in str(error), f"{name} is not named: {error}"
+            refused.append(name)
+        else:
+            fine.append(name)
+    return fine, refused
+
+
+def _said(name: str, text: str) -> str:
+    """The option as an argument; JSON is YAML, and says exactly this text."""
+    value = [f"--hint={text}"] if name.endswith("extra_args") else {"NAME": text} if name.endswith("env_vars") else text
+    return f"{name}={json.dumps(value)}"
+
+
+def run_with(text: str, here: Path) -> int:
+    """Every script with the text wherever it is taken, under bash; the supervisor is a stub that notes what it was given.
+
+    Returns how many scripts were run.
+    """
+    num_run = 0
+    shutil.rmtree(here, ignore_errors=True)
+    folder = "".join("_" if char in "/:" or LINE_BREAK.match(char) else char for char in text)
+    root = here / "w" / f"a {folder}"
+    for scheduler in ("local", "slurm"):
+        try:
+            fine, _ = accepted(text)
+            loaded = check(load([], [*BASE, *(_said(name, text) for name in fine)], profiles=[]), files=False)
+            plan = make_plan(loaded.config, loaded.explicit, interpreter=str(root / "py thon"), scheduler=scheduler)
+            trial = Trial(root / "runs" / loaded.config.experiment_name / loaded.config.trial_name)
+            stamp = Stamp(
+                version=text,
+                config_sha256="0",
+                command=["render", text],
+                tag="tag",
+                wheel="w.zip",
+                workdir=root,
+                start_mode="auto",
+            )
+            texts = render(_with_hooks(loaded.config), plan, trial, stamp, scheduler)
+        except ConfigError:
+            continue  # options that exclude each other once both are given
+        _execute(texts, trial, root, here, scheduler)
+        num_run += 1
+    return num_run
+
+
+def _with_hooks(config):
+    hooks = HooksConfig(**dict.fromkeys(("pre_job", "pre_node", "post_node", "post_job"), "true\n#\n"))
+    return dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, hooks=hooks))
+
+
+def _execute(texts: dict[str, str], trial: Trial, root: Path, here: Path, scheduler: str) -> None:
+    trial.make_dirs()
+    trial.scripts.mkdir(exist_ok=True)
+    python = root / "py thon"
+    python.write_text(STUB)
+    python.chmod(0o755)
+    for name, script in texts.items():
+        (trial.scripts / name).write_text(script)
+        (trial.scripts / name).chmod(0o755)
+    [main] = [name for name in texts if not name.startswith("hook.")]
+    assert bash_problems(texts[main]) == []
+    assert [problem for problem in directive_problems(texts[main]) if "variable" not in problem] == []
+    first = next(i for i, line in enumerate(texts[main].split("\n")) if line and not line.startswith("#"))
+    assert texts[main].split("\n")[first] == "set -euo pipefail", "a text became a line of the script"
+    (here / "argv").unlink(missing_ok=True)
+    env = {"PATH": os.environ["PATH"], "HERE": str(here), "HOME": str(here), "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+    argv = ["bash", str(trial.scripts / main), *(["job"] if scheduler == "local" else [])]
+    bin_ = here / "bin"
+    bin_.mkdir(exist_ok=True)
+    (bin_ / "srun").write_text('#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nexec "$@"\n')
+    (bin_ / "srun").chmod(0o755)
+    env["PATH"] = f"{bin_}:{env['PATH']}"
+    done = subprocess.run(argv, cwd=root, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = (here / "argv").read_bytes().decode().split("\0")
+    assert said[:4] == ["-m", "hpc_rl.app.supervisor", "--trial_dir", str(trial.dir)]
+    assert said[8].startswith(f"{trial.dir}/scripts/w.zip:{root}")
+    assert not list(here.rglob("pwned")) and not Path("pwned").exists()
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_it_is_inert(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_with(text, tmp_path / "here") == 2
+
+
+def test_some_options_take_each_of_them():
+    fine = {name for text in HOSTILE for name in accepted(text)[0]}
+    assert {"launcher.slurm.partition", "launcher.slurm.comment", "launcher.trainer_env_vars"} <= fine
+    assert "launcher.slurm.comment" in accepted("a\nb")[1]
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), min_size=1, max_size=40))
+def test_any_text_is_inert(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_with(text, tmp_path / "here")

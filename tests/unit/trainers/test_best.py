@@ -1,0 +1,99 @@
+"""The best model by its evaluations: kept as exports/best across restarts, and the final export where that is asked for."""
+
+from __future__ import annotations
+
+import pytest
+from training import Starter
+
+from hpc_rl.config.check import check
+from hpc_rl.config.load import load
+from hpc_rl.config.service import EvaluatorConfig, KeepBestConfig, RecoverConfig, SaverConfig
+from hpc_rl.errors import ConfigError
+from hpc_rl.trial import read_json
+
+LOSSES = {2: {"eval_loss": 0.5}, 4: {"eval_loss": 0.2}, 6: {"eval_loss": 0.9}}
+
+
+def starter(tmp_path, **keep) -> Starter:
+    saver = SaverConfig(keep_best=KeepBestConfig(**keep), freq_steps=3, keep_last=1)
+    return Starter(
+        tmp_path, saver=saver, evaluator=EvaluatorConfig(freq_steps=2), recover=RecoverConfig(mode="auto", freq_steps=2)
+    )
+
+
+def model(start: Starter, name: str) -> int:
+    """The sum of all batches up to the step that the export is of."""
+    return read_json(start.trial.exports / name / "model.json")
+
+
+def record(start: Starter, name: str) -> dict:
+    return read_json(start.trial.exports / name / "hpc_rl.json")
+
+
+def test_the_best_model_is_kept_and_is_the_final_one(tmp_path):
+    start = starter(tmp_path, as_final=True)
+    start(6, numbers=LOSSES)
+    assert (model(start, "best"), model(start, "final"), model(start, "step-00000006")) == (10, 10, 21)
+    best = record(start, "best")
+    assert (best["step"], best["version"], best["metric"], best["value"]) == (4, "0.4", "eval_loss", 0.2)
+    final = record(start, "final")
+    assert (final["step"], final["version"], final["best"]["step"]) == (6, "0.4", 4)  # the end of all 6 steps, weights of the 4th
+    assert start(6)[1].trained == []  # it is done
+
+
+def test_without_as_final_the_last_weights_are_the_final_ones(tmp_path):
+    start = starter(tmp_path)
+    start(6, numbers=LOSSES)
+    assert (model(start, "best"), model(start, "final")) == (10, 21)
+
+
+@pytest.mark.parametrize(
+    ("keep", "numbers", "step"),
+    [
+        ({"mode": "max"}, LOSSES, 6),
+        ({"metric": "eval_accuracy"}, {2: {"eval_accuracy": 0.7, "eval_loss": 3}, 4: {"eval_accuracy": 0.7}, 6: {}}, 2),
+        ({}, {2: {"eval_loss": float("nan")}, 4: {"eval_loss": 7.0}, 6: {"eval_loss": float("inf")}}, 4),
+    ],
+)
+def test_the_metric_and_its_direction_say_what_is_best(tmp_path, keep, numbers, step):
+    start = starter(tmp_path, **keep)
+    start(6, numbers=numbers)
+    assert record(start, "best")["step"] == step
+
+
+def test_a_restart_remembers_the_best(tmp_path):
+    start = starter(tmp_path, as_final=True)
+    start(4, numbers=LOSSES)
+    start.attempt_id = "8.0"
+    start(8, numbers={6: {"eval_loss": 0.3}, 8: {"eval_loss": 0.4}})
+    assert (record(start, "best")["step"], model(start, "final")) == (4, 10)
+
+
+def test_another_metric_starts_anew(tmp_path):
+    start = starter(tmp_path)
+    start(4, numbers=LOSSES)
+    start.attempt_id = "8.0"
+    start.config.saver.keep_best = KeepBestConfig(metric="eval_accuracy")
+    start(6, numbers={6: {"eval_accuracy": 0.1}})
+    assert record(start, "best")["metric"] == "eval_accuracy"
+
+
+def test_where_nothing_was_measured_the_last_weights_are_final(tmp_path):
+    start = starter(tmp_path, as_final=True)
+    start(3)
+    assert model(start, "final") == 6
+    assert not (start.trial.exports / "best").exists()
+
+
+BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "train_dataset.batch_size=4", "actor.path=/m"]
+
+
+def test_it_needs_held_out_data_and_a_number_that_is_measured():
+    with pytest.raises(ConfigError, match=r"saver.keep_best has no effect without valid_dataset"):
+        check(load([], [*BASE, "load_best_model_at_end=true"]), files=False)
+    with pytest.raises(
+        ConfigError, match=r"saver.keep_best.metric eval_loss is not measured in a grpo trial; allowed: eval_reward"
+    ):
+        check(load([], [*BASE, "valid_dataset.path=/v", "metric_for_best_model=loss"]), files=False)
+    done = check(load([], [*BASE, "valid_dataset.path=/v", "load_best_model_at_end=true"]), files=False)
+    assert any("only first and last weights are evaluated" in note for note in done.notes)
