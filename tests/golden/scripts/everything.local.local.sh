@@ -172,7 +172,7 @@ wait_for() { # PID: to its end; its code is in `rc`
 
 run_supervisor() {
   # USR1 is ignored until the supervisor handles it: a nudge must not kill it while it starts.
-  (trap '' USR1; exec "$python" -m hpc_rl.app.supervisor --trial_dir "$trial_dir" --attempt "$job_id.$restart" --steps "$steps") </dev/null &
+  (trap '' USR1; HPC_RL_SCRIPT_PID=$$ exec "$python" -m hpc_rl.app.supervisor --trial_dir "$trial_dir" --attempt "$job_id.$restart" --steps "$steps") </dev/null &
   supervisor_pid=$!
   if ((told_to_end)); then forward TERM; fi
   wait_for "$supervisor_pid"
