@@ -281,7 +281,7 @@ class Supervisor:
         """Not to be started again for long, and the attempt fails with the last of its kind; other nodes may help then."""
         slot.standing = Standing.GAVE_UP
         slot.restart_at = float("inf") if slot.lost_node else now + recover.GIVEN_UP_S
-        details = {"role": slot.unit.role, "index": slot.unit.index, "reason": why}
+        details: dict[str, Any] = {"role": slot.unit.role, "index": slot.unit.index, "reason": why}
         details |= {} if slot.lost_node else {"pause_s": recover.GIVEN_UP_S}
         gave_up: list[Action] = [Record("gave_up", details)]
         peers = [other for other in self.slots.values() if other.unit.role == slot.unit.role]
