@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpc_rl.config.limits import NonNegativeInt, PathText, PositiveInt
+from hpc_rl.config.limits import AboveOne, NonNegativeInt, PathText, PositiveInt
 
 
 @dataclass(kw_only=True)
@@ -82,11 +82,20 @@ class RecoverConfig(FrequencyConfig, IdentityConfig):
             what this submission wrote; `resume` loads or ends with exit code 3.
         retries: Restarts in a row without a new generation before the trial gives up.
         keep: Generations kept.
+        hang_factor: Nothing may move for so many times the 95th percentile of a step; then stacks are written down, and what
+            hangs is started again.
+        hang_min_s: The least time that nothing may move before that, in seconds.
+        hang_max_s: The most, in seconds; also how long a start and the first step may take.
+        avoid_hours: A node that failed is avoided for so many hours by requeues and later submissions; 0 for not at all.
     """
 
     mode: Literal["disabled", "auto", "fault", "resume"] = "disabled"
     retries: NonNegativeInt = 3
     keep: PositiveInt = 2
+    hang_factor: AboveOne = 10.0
+    hang_min_s: PositiveInt = 300
+    hang_max_s: PositiveInt = 3600
+    avoid_hours: NonNegativeInt = 24
 
 
 @dataclass(kw_only=True)
