@@ -12,6 +12,7 @@ HpcRlError
 ├── CannotWrite (OSError)             73
 ├── RoleFailed                        70: may be retried by its class
 │   ├── Damaged                       a file is not what was written: go on from an older generation
+│   ├── DataUnusable                  the data, workflow or reward function give nothing to train on
 │   ├── GivenUp                       starting again would end the same way
 │   ├── ServerUnavailable             a generation server can't be reached or can't serve: ask another
 │   └── ServerStale                   its weights are older than the request allows: ask another, or later
@@ -41,16 +42,31 @@ class ExitCode(enum.IntEnum):
     KILLED_BY_SYSTEM = 143
 
 
+class FailureClass(enum.StrEnum):
+    """What a failure comes of: it decides what is done about it (launch/failures.py)."""
+
+    USER = "user"
+    DATA = "data"
+    OUT_OF_MEMORY = "out of memory"
+    NODE = "node"
+    INFRASTRUCTURE = "infrastructure"
+    PREEMPTION = "preemption"
+    WALL_TIME = "wall time"
+    UNKNOWN = "unknown"  # nobody left a word that tells
+
+
 class HpcRlError(Exception):
     """Base of everything that this package raises on purpose. `exit_code` is the command line's."""
 
     exit_code = ExitCode.FAILED
+    failure = FailureClass.UNKNOWN
 
 
 class ConfigError(HpcRlError, ValueError):
     """The configuration can't hold. The message names the key, what came, what is allowed and what to do."""
 
     exit_code = ExitCode.REFUSED
+    failure = FailureClass.USER
 
 
 class DoesNotFit(ConfigError):
@@ -87,16 +103,26 @@ class SchedulerError(HpcRlError):
     """The scheduler refused a request or could not be reached; carries its own words."""
 
     exit_code = ExitCode.SCHEDULER
+    failure = FailureClass.INFRASTRUCTURE
 
 
 class CannotWrite(HpcRlError, OSError):
     """A place that must be writable is not."""
 
     exit_code = ExitCode.CANNOT_WRITE
+    failure = FailureClass.INFRASTRUCTURE
 
 
 class RoleFailed(HpcRlError):
     """A role ended in a way that its policy may retry."""
+
+    failure = FailureClass.INFRASTRUCTURE
+
+
+class DataUnusable(RoleFailed):
+    """What the data, the workflow or the reward function gives can't be trained on; trying again gives the same."""
+
+    failure = FailureClass.DATA
 
 
 class Damaged(RoleFailed):

@@ -171,6 +171,19 @@ class Trial:
         """A person's wish that this job, and no later one, stays dead."""
         return self.intent / f"cancel-{job_id}.json"
 
+    def drain_intent(self, attempt: str) -> Path:
+        """`{"reason", "time"}`: a wish that this attempt saves and ends; it outlives a supervisor that is killed."""
+        return self.intent / f"drain-{attempt}.json"
+
+    @property
+    def bad_nodes(self) -> Path:
+        """Nodes that failed and are avoided for a while; see launch/bad_nodes.py."""
+        return self.dir / "bad_nodes.json"
+
+    def exclude(self, job_id: str) -> Path:
+        """Nodes that the next attempt of a job is not to get, as Slurm's list; read by the batch script."""
+        return self.jobs / f"{job_id}.exclude"
+
     @property
     def names(self) -> Path:
         return self.dir / "names"
@@ -284,6 +297,14 @@ class Attempt:
         """`{"code", "reason", "class"}` by the process itself; srun's own code is only a fallback."""
         return self.dir / "exits" / f"{role}-{index}.{incarnation}-rank{rank}.json"
 
+    def stacks(self, role: str, index: int, incarnation: int, rank: int = 0) -> Path:
+        """Where a process was when it was asked, or when nothing moved; there only while it lives, or where it was asked."""
+        return self.dir / "stacks" / f"{role}-{index}.{incarnation}-rank{rank}.txt"
+
+    def activity(self, role: str, index: int, incarnation: int) -> Path:
+        """`{"doing", "step", "time"}`: what a role does, rewritten while that changes."""
+        return self.dir / "activity" / f"{role}-{index}.{incarnation}.json"
+
     def metrics(self, incarnation: int) -> Path:
         return self.dir / f"metrics.{incarnation}.jsonl"
 
@@ -296,5 +317,5 @@ class Attempt:
         return self.dir / "tensorboard"
 
     def make_dirs(self) -> None:
-        for folder in (self.dir, self.dir / "logs", self.dir / "exits", self.processes):
+        for folder in (self.dir, *(self.dir / name for name in ("logs", "exits", "stacks", "activity")), self.processes):
             folder.mkdir(parents=True, exist_ok=True)

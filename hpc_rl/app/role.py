@@ -2,8 +2,7 @@
 
 A role is started as `python -m hpc_rl.app.<role> --trial_dir D --attempt A --index I --incarnation K` with its standard
 input tied to the supervisor. End of that input means that the supervisor is gone: the process ends at once, so that
-nobody writes behind the back of the next incarnation. Anything that comes through it sets `stopping`, and so do USR2 and the
-first TERM; a second TERM ends the process.
+nobody writes behind the back of the next incarnation. What comes through it, and what signals do, is control.py's.
 """
 
 from __future__ import annotations
@@ -13,27 +12,26 @@ import errno
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_rl import log
+from hpc_rl.app.control import Deadline, Stacks, listen, obey_signals
 from hpc_rl.config.load import from_dict
 from hpc_rl.config.root import Config
-from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialBusy
+from hpc_rl.errors import ConfigError, ExitCode, FailureClass, GivenUp, HpcRlError, TrialBusy
 from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import start_ticks
 from hpc_rl.trial import Attempt, Trial, write_json
 
 logger = logging.getLogger(__name__)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-SAME_TERM_S = 2.0  # a scheduler's TERM may come twice, by way of the launcher too
 
 
 @dataclass
@@ -51,6 +49,7 @@ class Context:
     plan: Plan
     tokens: dict[str, str]
     stopping: threading.Event
+    deadline: Deadline = field(default_factory=Deadline)
 
 
 def run(role: str, body: Callable[[Context], int | None]) -> None:
@@ -61,23 +60,27 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     attempt = trial.attempt(args.attempt)
     tokens = trial.tokens()
     log.setup(role, f"{args.index}/{rank}", list(tokens.values()))
-    stopping = threading.Event()
-    _obey_signals(stopping)
-    threading.Thread(target=_listen_to_supervisor, args=(stopping,), daemon=True, name="supervisor-pipe").start()
+    stopping, deadline = threading.Event(), Deadline()
+    stacks = Stacks(attempt.stacks(role, args.index, args.incarnation, rank))
+    obey_signals(stopping)
+    threading.Thread(target=listen, args=(stopping, deadline, stacks), daemon=True, name="supervisor-pipe").start()
 
     def start() -> int | None:
         _leave_process_record(attempt, role, args.index, args.incarnation, rank)
         config = from_dict(json.loads(trial.config_json.read_bytes()))
         plan = Plan.from_json(json.loads(trial.plan_json.read_bytes()))
         num_ranks = int(os.environ.get("HPC_RL_NUM_RANKS", 1))
-        return body(Context(role, trial, attempt, args.index, args.incarnation, rank, num_ranks, config, plan, tokens, stopping))
+        who = (role, trial, attempt, args.index, args.incarnation, rank, num_ranks)
+        return body(Context(*who, config, plan, tokens, stopping, deadline))
 
-    code, reason = _guarded(start)
+    code, reason, failure, final = _guarded(start)
     record = attempt.exit_record(role, args.index, args.incarnation, rank)
     try:
-        write_json(record, {"code": int(code), "reason": reason, "time": time.time()})
+        more = {"final": True} if final else {}
+        write_json(record, {"code": int(code), "reason": reason, "class": failure.value, "time": time.time(), **more})
     except OSError as error:  # a full disk: the code still tells
         logger.error("the exit record can't be written: %s", error)
+    stacks.close()
     logging.shutdown()
     sys.stdout.flush()
     os._exit(int(code))  # threads of engines and HTTP servers must not hold the exit
@@ -94,19 +97,28 @@ def _arguments(role: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _guarded(start: Callable[[], int | None]) -> tuple[int, str]:
+def _guarded(start: Callable[[], int | None]) -> tuple[int, str, FailureClass, bool]:
+    """(exit code, reason, class, whether it is final) of a body."""
     try:
-        return int(start() or 0), ""
+        return int(start() or 0), "", FailureClass.UNKNOWN, False
     except (ConfigError, TrialBusy) as error:  # of a role, 64 and 75 would mean something else
         logger.error("%s", error)
-        return ExitCode.BAD_CONFIG, str(error)
+        return ExitCode.BAD_CONFIG, str(error), FailureClass.USER, True
     except HpcRlError as error:
         logger.error("%s", error)
-        return error.exit_code, str(error)
+        return error.exit_code, str(error), error.failure, isinstance(error, GivenUp)
     except BaseException as error:
         logger.error("%s", traceback.format_exc())
         no_room = isinstance(error, OSError) and error.errno in NO_ROOM
-        return ExitCode.CANNOT_WRITE if no_room else ExitCode.FAILED, f"{type(error).__name__}: {error}"
+        code = ExitCode.CANNOT_WRITE if no_room else ExitCode.FAILED
+        return code, f"{type(error).__name__}: {error}", _class_of(error), False
+
+
+def _class_of(error: BaseException) -> FailureClass:
+    """PyTorch's own error for a full GPU is known by its name: not every role may import it."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return FailureClass.OUT_OF_MEMORY
+    return FailureClass.INFRASTRUCTURE if isinstance(error, OSError) else FailureClass.UNKNOWN
 
 
 def _leave_process_record(attempt: Attempt, role: str, index: int, incarnation: int, rank: int) -> None:
@@ -116,32 +128,8 @@ def _leave_process_record(attempt: Attempt, role: str, index: int, incarnation: 
         "host": socket.gethostname(),
         "role": role,
         "rank": rank,
+        "step": os.environ.get("SLURM_STEP_ID", ""),
         "node": os.environ.get("SLURMD_NODENAME", ""),  # the scheduler's name for it, and its job: what `hpc-rl attach` needs
         "job_id": os.environ.get("SLURM_JOB_ID", ""),
     }
     write_json(attempt.processes / f"{role}-{index}.{incarnation}-rank{rank}.json", record)
-
-
-def _obey_signals(stopping: threading.Event) -> None:
-    owner = os.getpid()
-    first_term: list[float] = []
-
-    def on_signal(number: int, _frame: object) -> None:
-        if os.getpid() != owner:
-            return
-        if number == signal.SIGTERM:
-            first_term.append(time.monotonic())
-            if first_term[-1] - first_term[0] > SAME_TERM_S:
-                os._exit(ExitCode.KILLED_BY_SYSTEM)
-        stopping.set()
-
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGUSR2, on_signal)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the supervisor's to handle
-
-
-def _listen_to_supervisor(stopping: threading.Event) -> None:
-    while os.read(0, 4096):  # whatever it writes means "stop"; a signal would also reach the children, which don't expect it
-        stopping.set()
-    logger.error("the supervisor's pipe closed: ending at once")
-    os._exit(ExitCode.KILLED_BY_SYSTEM)

@@ -57,7 +57,7 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     names = open_names(context.trial, config)
     sequencer = Sequencer(rules(config))
     sequencer.lineage = max((int(path.stem) for path in context.trial.lineages.glob("[0-9]*.json")), default=0)
-    driver = Driver(context.trial.rollout, sequencer, prompts, held_out)
+    driver = Driver(context.trial.rollout, sequencer, prompts, held_out, lambda: context.deadline.left_s)
     num_workers = config.rollout.num_workers
     driver.executor = executor = Executor(lambda i: worker_argv(context, i), num_workers, driver.on_frame, driver.on_lost)
     await executor.start()

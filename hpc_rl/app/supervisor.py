@@ -15,8 +15,10 @@ from hpc_rl import log
 from hpc_rl.config.load import from_dict
 from hpc_rl.config.root import Config
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialBusy
-from hpc_rl.launch.driver import Driver, job_end_time, open_steps
+from hpc_rl.launch.driver import Driver
 from hpc_rl.launch.server_job import ServerJob
+from hpc_rl.launch.steps import open_steps
+from hpc_rl.launch.wall_time import JobEndTime
 from hpc_rl.name_resolve import open_names
 from hpc_rl.name_resolve.base import NameResolve
 from hpc_rl.plan.schema import Plan
@@ -45,7 +47,7 @@ def main() -> int:
             return _server_job(attempt, plan, config, names, args.steps)
         if plan.layout == "jobs":  # the rest runs in jobs of its own
             plan = replace(plan, units=plan.units_on(plan.groups[0].nodes))
-        return Driver(attempt, plan, open_steps(args.steps, plan), names, job_end_time).run()
+        return Driver(attempt, plan, open_steps(args.steps, plan), names, JobEndTime(), config.recover).run()
     except HpcRlError as error:
         logger.error("%s", error)
         # 75 would have the job start again, and again find the trial busy
@@ -65,7 +67,7 @@ def _server_job(attempt: Attempt, plan: Plan, config: Config, names: NameResolve
     node = plan.groups[1].nodes[int(os.environ["HPC_RL_ARRAY_TASK"])]
     serves, idle_s = os.environ.get("HPC_RL_TRIAL_JOB", ""), config.launcher.slurm.servers.idle_s
     steps = open_steps(kind, plan)
-    return ServerJob(attempt, plan, plan.units_on([node]), steps, names, serves, idle_s, job_end_time).run()
+    return ServerJob(attempt, plan, plan.units_on([node]), steps, names, serves, idle_s, JobEndTime()).run()
 
 
 if __name__ == "__main__":

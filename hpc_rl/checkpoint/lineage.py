@@ -175,12 +175,12 @@ def attempts_of(trial: Trial, submission: str) -> list[Attempt]:
 
 
 def failures_without_progress(events: list[Row]) -> int:
-    """Failed ends of the trainer since the newest event of progress, by the supervisor's own words."""
+    """Ends since the newest event of progress that use up the retries, by the supervisor's own words."""
     count = 0
     for row in events:
         if row.get("event") == "progress":
             count = 0
-        elif _is_failure(row):
+        elif row.get("event") == "exited" and row.get("failure"):
             count += 1
     return count
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpc_rl.config.limits import NonNegativeInt, PathText, PositiveInt
+from hpc_rl.config.limits import AboveOne, NonNegativeInt, PathText, PositiveInt
 
 
 @dataclass(kw_only=True)
@@ -86,6 +86,11 @@ class RecoverConfig(FrequencyConfig, IdentityConfig):
         keep_best: Besides, so many generations with the best number of `saver.keep_best`, or where that is null of the
             trainer's own evaluation: reward, accuracy or loss (ours).
         async_save: Write generations while training goes on, from a copy of the state in memory; false stands still (ours).
+        hang_factor: Nothing may move for so many times the 95th percentile of a step; then stacks are written down, and what
+            hangs is started again.
+        hang_min_s: The least time that nothing may move before that, in seconds.
+        hang_max_s: The most, in seconds; also how long a start and the first step may take.
+        avoid_hours: A node that failed is avoided for so many hours by requeues and later submissions; 0 for not at all.
     """
 
     mode: Literal["disabled", "auto", "fault", "resume"] = "disabled"
@@ -94,6 +99,10 @@ class RecoverConfig(FrequencyConfig, IdentityConfig):
     keep_every_steps: PositiveInt | None = None
     keep_best: NonNegativeInt = 0
     async_save: bool = False
+    hang_factor: AboveOne = 10.0
+    hang_min_s: PositiveInt = 300
+    hang_max_s: PositiveInt = 3600
+    avoid_hours: NonNegativeInt = 24
 
 
 @dataclass(kw_only=True)

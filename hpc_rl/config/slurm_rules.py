@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Collection, Iterator
 
-from hpc_rl.config.cluster import SlurmLauncherConfig
+from hpc_rl.config.cluster import ServerJobsConfig, SlurmLauncherConfig
 from hpc_rl.config.root import Config, GRPOConfig
 from hpc_rl.config.values import value_of
 
@@ -79,7 +79,8 @@ def _layouts(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if slurm.layout == "hetjob" and slurm.switches is not None:
         yield "launcher.slurm.switches can't be used with layout hetjob: Slurm counts switches for each component alone."
     given = sorted(name for name in explicit if name.startswith("launcher.slurm.servers."))
-    given = [name for name in given if value_of(config, name) is not None]
+    usual = ServerJobsConfig()  # said at its default, as `config show` prints it, an option changes nothing
+    given = [name for name in given if value_of(config, name) != getattr(usual, name.rpartition(".")[2])]
     elastic = [name for name in given if name.rpartition(".")[2] in ("max_running", "idle_s")]
     if slurm.layout == "allocation" and given:
         yield f"{given[0]} has no effect in layout allocation, where servers share the job: use layout jobs or hetjob."

@@ -13,30 +13,54 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from hpc_rl.checkpoint.lineage import attempts_of, failures_without_progress, submission_of
-from hpc_rl.errors import ExitCode, SchedulerError, Stale
-from hpc_rl.launch import takeover
-from hpc_rl.launch.recover import drain_time, unit_end
-from hpc_rl.launch.steps import Handle, ProcessSteps, SrunSteps, Steps, job_hosts
-from hpc_rl.launch.supervisor import Action, AskToStop, End, Finish, Key, Kill, Record, Start, Supervisor
-from hpc_rl.launch.tail import last_lines
+from hpc_rl.checkpoint.lineage import TIME_IS_OVER, attempts_of, failures_without_progress, submission_of
+from hpc_rl.config.service import RecoverConfig
+from hpc_rl.errors import ExitCode, FailureClass, Stale
+from hpc_rl.launch import bad_nodes, recover, takeover
+from hpc_rl.launch.ends import end_of
+from hpc_rl.launch.failures import End
+from hpc_rl.launch.liveness import Liveness
+from hpc_rl.launch.measured import Measured
+from hpc_rl.launch.steps import STACKS, Handle, Steps
+from hpc_rl.launch.supervisor import (
+    DRAIN_GRACE_S,
+    Action,
+    AskToStop,
+    Avoid,
+    DumpStacks,
+    Finish,
+    Key,
+    Kill,
+    Phase,
+    Record,
+    Start,
+    Supervisor,
+)
+from hpc_rl.launch.wall_time import WallTime
+from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.base import Lease, NameResolve
 from hpc_rl.plan.schema import Plan
-from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.stats.read import JsonLines
 from hpc_rl.trial import Attempt, read_json, write_json
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.1
 LOOK_EVERY_S = 1.0
-CLOCK_EVERY_S = 30.0
-END_TIME_EVERY_S = 600.0  # limits can be changed, and the controller is shared
+CLOCK_EVERY_S = 10.0
+LIVE_EVERY_S = 2.0
+SUSPENDED_S = 30.0  # a round that took so long: the supervisor itself did not run, so nobody is told to have done nothing
 CANCELLED = "cancelled by a person"
-LAST_WORDS = 200  # characters
+WARNING_S = 450.0  # before the end of a job: where its batch script asks for a signal, at the earliest
+LAST_CALL_S = 3600.0  # before the stop: a trainer that ends by itself earlier does it for another reason
+NO_TIME = f"{TIME_IS_OVER}: no rollout would be finished"
+WORDS = {  # of signals, and what such a stop comes of
+    "SIGTERM": ("SIGTERM of the scheduler: a cancel, a preemption or the time limit", FailureClass.PREEMPTION),
+    "SIGUSR1": ("SIGUSR1: asked to save and stop", FailureClass.USER),
+    "SIGINT": ("SIGINT: interrupted by a person", FailureClass.USER),
+    TIME_IS_OVER: (TIME_IS_OVER, FailureClass.WALL_TIME),
+}
 SAME_TERM_S = 2.0  # the scheduler and the batch script both bring the same TERM
 
 
@@ -47,14 +71,25 @@ class Driver:
     steps: How processes are started.
     names: The trial's names.
     end_time: When the scheduler will end the job, Unix seconds, or None; asked rarely.
+    rules: Section `recover` of the configuration.
     """
 
     def __init__(
-        self, attempt: Attempt, plan: Plan, steps: Steps, names: NameResolve, end_time: Callable[[], float | None]
+        self,
+        attempt: Attempt,
+        plan: Plan,
+        steps: Steps,
+        names: NameResolve,
+        end_time: Callable[[], float | None],
+        rules: RecoverConfig,
     ) -> None:
         self.attempt, self.trial, self.plan, self.steps, self.names = attempt, attempt.trial, plan, steps, names
-        self._end_time = end_time
+        self.rules = rules
         self._clock = time.monotonic
+        self._wall = WallTime(end_time)
+        self._measured = Measured(attempt)
+        self._liveness = Liveness(rules.hang_factor, rules.hang_min_s, rules.hang_max_s)
+        self._last_round = self._clock()
         self._handles: dict[Key, tuple[Handle, int]] = {}
         self._machine = Supervisor([], plan.recover_mode, plan.recover_retries)
         self._finish: Finish | None = None
@@ -64,13 +99,8 @@ class Driver:
         self._granted: set[str] = set()
         self._wrote_events = False
         self._generations: set[tuple[str, int]] = set()
-        self._metrics: dict[Path, JsonLines] = {}
-        self._longest = {"step_s": 0.0, "save_s": 0.0}
-        self._ends_at: float | None = None
-        self._drain_at = float("inf")
-        self._started_at = time.time()
-        self._look, self._renew, self._watch_clock, self._ask_end = map(
-            _Every, (LOOK_EVERY_S, takeover.RENEW_EVERY_S, CLOCK_EVERY_S, END_TIME_EVERY_S)
+        self._look, self._renew, self._watch_clock, self._watch_life = map(
+            _Every, (LOOK_EVERY_S, takeover.RENEW_EVERY_S, CLOCK_EVERY_S, LIVE_EVERY_S)
         )
 
     def run(self) -> int:
@@ -84,6 +114,7 @@ class Driver:
         self._read_intents()
         self._look_for_the_script()
         self._grant_wishes()
+        self._look_for_barren_attempts()
         if self._finish is None:
             self._do(self._machine.start(self._clock()))
         while self._finish is None:
@@ -97,6 +128,14 @@ class Driver:
         events = [row for one in attempts_of(self.trial, self._job_id) for row in JsonLines(one.events).poll()]
         failures, incarnations = failures_without_progress(events), takeover.next_incarnations(self.attempt)
         return Supervisor(self.plan.units, self.plan.recover_mode, self.plan.recover_retries, failures, incarnations)
+
+    def _look_for_barren_attempts(self) -> None:
+        """Attempts of this job that bring nothing new, whatever ends them, don't go on for ever."""
+        before = [one for one in attempts_of(self.trial, self._job_id) if one.id != self.attempt.id]
+        count = recover.barren([JsonLines(one.events).poll() for one in before])
+        if self._finish is None and count >= max(recover.BARREN_ATTEMPTS, self.rules.retries + 1):
+            why = f"{count} attempts in a row ended without a new generation; look why, then `hpc-rl recover` goes on"
+            self._do(self._machine.abandon(self._clock(), ExitCode.FAILED, why))
 
     @property
     def _job_id(self) -> str:
@@ -122,6 +161,9 @@ class Driver:
 
     def _round(self, lease: Lease) -> None:
         now = self._clock()
+        if now - self._last_round > SUSPENDED_S:
+            self._liveness.skip(now)
+        self._last_round = now
         with _tolerant("looking around"):
             if self._look.due(now):
                 self._read_intents()
@@ -130,6 +172,8 @@ class Driver:
             if self._renew.due(now):
                 self._renew_lease(lease, now)
             self._watch_wall_time(now)
+            if self._watch_life.due(now):
+                self._watch_liveness(now)
         self._grant_wishes()
         while self._failed_starts:
             key, incarnation, end = self._failed_starts.pop(0)
@@ -142,24 +186,14 @@ class Driver:
 
     def _ended(self, key: Key, incarnation: int, raw_code: int) -> None:
         del self._handles[key]
+        self._liveness.ended(key)
         unit = self._machine.slots[key].unit
         with _tolerant("listing the exit records"):
             os.listdir(self.attempt.dir / "exits")  # drops what NFS remembers of names that were not there
-        records = [read_json(self.attempt.exit_record(*key, incarnation, rank)) for rank in range(unit.num_tasks)]
-        end = unit_end(records, raw_code)
-        if not any(records) and not end.by_signal:
-            end = replace(end, reason=end.reason + self._last_words(unit.num_tasks, *key, incarnation))
+        end = end_of(self.attempt, unit, incarnation, raw_code)
         with _tolerant("looking for generations"):
             self._look_for_progress()  # before the end counts as one without progress
         self._do(self._machine.exited(self._clock(), key, incarnation, end))
-
-    def _last_words(self, num_ranks: int, role: str, index: int, incarnation: int) -> str:
-        """How the log of an incarnation ends that left no record: what srun, or a full disk, had to say."""
-        for rank in (None, *range(num_ranks)):
-            said = last_lines(self.attempt.log(role, index, incarnation, rank), 1)
-            if said and said[0].strip():
-                return f"; its log ends: {said[0].strip()[:LAST_WORDS]}"
-        return ""
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -170,6 +204,10 @@ class Driver:
                     self._handles[key][0].ask_to_stop()
                 case Kill(key) if key in self._handles:
                     self._handles[key][0].kill()
+                case DumpStacks(key, hangs) if key in self._handles:
+                    self._dump_stacks(self._handles[key][0], hangs)
+                case Avoid(nodes, reason):
+                    self._avoid(nodes, reason)
                 case Record(event, details):
                     self._event(event, details)
                 case Finish():
@@ -188,8 +226,24 @@ class Driver:
             self._failed_starts.append((key, incarnation, end))
             return
         self._handles[key] = (handle, incarnation)
+        self._liveness.started(key, self._clock())
+        self._tell_rollout()
         with _tolerant("recording processes"):
             takeover.leave_client_records(self.attempt, unit, incarnation, handle.children)
+
+    def _dump_stacks(self, handle: Handle, hangs: bool) -> None:
+        with _tolerant("asking for stacks"):
+            if hangs:
+                handle.dump_stacks()
+            else:
+                handle.tell(STACKS)
+
+    def _avoid(self, nodes: tuple[str, ...], reason: str) -> None:
+        self._event("bad_nodes", {"nodes": list(nodes), "hours": self.rules.avoid_hours, "reason": reason})
+        with _tolerant("recording bad nodes"):
+            now = time.time()
+            bad_nodes.add(self.trial, self.attempt.id, nodes, reason, now, self.rules.avoid_hours)
+            bad_nodes.tell_script(self.trial, self._job_id, now)
 
     def _obey_signals(self) -> None:
         terms: list[float] = []
@@ -205,9 +259,12 @@ class Driver:
             signal.signal(number, on_signal)
 
     def _read_intents(self) -> None:
-        name = self.trial.cancel_intent(self._job_id).name
-        if self.trial.intent.is_dir() and name in os.listdir(self.trial.intent):
+        there = set(os.listdir(self.trial.intent)) if self.trial.intent.is_dir() else set()
+        if self.trial.cancel_intent(self._job_id).name in there:
             self._wishes.append(CANCELLED)
+        drain = self.trial.drain_intent(self.attempt.id)
+        if drain.name in there:  # of the batch script, or of a supervisor before this one, which was killed meanwhile
+            self._wishes.append(str((read_json(drain) or {}).get("reason") or "SIGUSR1"))
 
     def _look_for_the_script(self) -> None:
         """Without the batch script nobody would record the end or start anything again, and no signal would come."""
@@ -220,10 +277,28 @@ class Driver:
             self._wishes.sort(key=lambda why: why != CANCELLED)
         while self._wishes:
             why = self._wishes.pop(0)
-            repeated = why in self._granted
+            if why in self._granted:
+                continue
             self._granted.add(why)
-            if not repeated:
-                self._do(self._machine.stop(self._clock(), why))
+            if self._is_reminder(why):
+                self._event("reminded", {"left_s": self._wall.left_s, "until_stop_s": self._wall.until_drain_s})
+            else:
+                self._stop(why)
+
+    def _is_reminder(self, why: str) -> bool:
+        """Slurm's `--signal` is a backstop, minutes early: a clock that knows the job's end and what it takes does better."""
+        near = self._wall.left_s < WARNING_S and self._wall.until_drain_s > 0
+        return why == "SIGUSR1" and near and self.plan.recover_mode != "disabled"
+
+    def _stop(self, why: str) -> None:
+        """The wish is made durable first: a supervisor that is killed from here on does not start everything again."""
+        words, failure = WORDS.get(why, (why, FailureClass.USER))
+        if self._machine.phase is Phase.RUNNING and why != CANCELLED:
+            with _tolerant("writing the wish to stop"):
+                write_json(self.trial.drain_intent(self.attempt.id), {"reason": why, "time": time.time()})
+        grace_s = recover.drain_grace_s(DRAIN_GRACE_S, self._measured.step_s, self._measured.save_s)
+        self._machine.drain_grace_s = max(1.0, min(grace_s, self._wall.left_s)) if self._wall.left_s > 0 else grace_s
+        self._do(self._machine.stop(self._clock(), words, failure))
 
     def _renew_lease(self, lease: Lease, now: float) -> None:
         try:
@@ -246,27 +321,38 @@ class Driver:
     def _watch_wall_time(self, now: float) -> None:
         if self.plan.recover_mode == "disabled":
             return  # nothing would be saved
-        if self._ask_end.due(now):
-            ends_at = self._end_time()
-            if ends_at != self._ends_at and ends_at is not None:
-                self._event("end_time", {"ends_at": ends_at, "reason": "the scheduler ends the job then"})
-            self._ends_at = ends_at
-        if self._ends_at is None:
-            return
         if self._watch_clock.due(now):
-            self._read_metrics()
-            self._drain_at = drain_time(self._started_at, self._ends_at, self._longest["step_s"], self._longest["save_s"])
-        if time.time() >= self._drain_at:
-            self._wishes.append("the job's time is nearly over")
+            self._measured.poll()
+            if self._wall.look(self._measured.step_s, self._measured.save_s):
+                self._event("end_time", {"ends_at": self._wall.ends_at, "reason": "the scheduler ends the job then"})
+            self._tell_rollout()
+        if self._machine.phase is Phase.RUNNING and self._wall.is_up(self._measured.step_s, self._measured.save_s):
+            self._wishes.append(TIME_IS_OVER)
 
-    def _read_metrics(self) -> None:
-        for path in self.attempt.dir.glob("metrics.*.jsonl"):
-            file = self._metrics.setdefault(path, JsonLines(path))
-            for row in file.poll():
-                for name, longest in self._longest.items():
-                    if isinstance(row.get(name), int | float):
-                        self._longest[name] = max(longest, float(row[name]))
-            file.rows.clear()
+    def _tell_rollout(self) -> None:
+        """It issues nothing that can't be finished before the trainer stops, and takes it back when the time is extended."""
+        if self._wall.ends_at is None:
+            return
+        if self._wall.until_drain_s < LAST_CALL_S:
+            self._machine.last_call(NO_TIME)
+        for (role, _), (handle, _) in self._handles.items():
+            if role == "rollout":
+                handle.tell(f"ends_in {max(0.0, self._wall.until_drain_s):.1f}")
+
+    def _watch_liveness(self, now: float) -> None:
+        for (role, index), (_, incarnation) in self._handles.items():
+            if role == "trainer":
+                doing = read_json(self.attempt.activity(role, index, incarnation))
+                words = str(doing.get("doing", "")) if isinstance(doing, dict) else ""
+                self._liveness.observe((role, index), doing and json.dumps(doing), now, words)
+        for prefix in (keys.SERVERS, keys.ROLLOUT):
+            for name, seen in self.names.leases(prefix).items():
+                key = (name.split("/")[0], int(name.rpartition("/")[2]))
+                if seen.alive and seen.value.get("attempt") == self.attempt.id:
+                    self._liveness.observe(key, now, now)
+        if self._machine.phase is Phase.RUNNING:
+            for key, why in self._liveness.hung(now, self._measured.step_s, list(self._handles)):
+                self._do(self._machine.hung(now, key, why))
 
     def _leave(self, lease: Lease, finish: Finish) -> int:
         record = {"exit_code": finish.code, "reason": finish.reason, "time": time.time()}
@@ -310,28 +396,3 @@ def _tolerant(doing: str) -> Iterator[None]:
         yield
     except OSError as error:
         logger.error("%s: %s", doing, error)
-
-
-def open_steps(kind: str, plan: Plan) -> Steps:
-    """`srun` within a Slurm job, `process` on this machine. Raises SchedulerError."""
-    if kind == "process":
-        return ProcessSteps()
-    with_gpus = plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
-    if plan.layout != "hetjob":
-        return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]), with_gpus)
-    parts = [job_hosts(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]) for number in range(len(plan.groups))]
-    components = [number for number, hosts in enumerate(parts) for _ in hosts]
-    return SrunSteps([host for hosts in parts for host in hosts], with_gpus, components=components)
-
-
-def job_end_time() -> float | None:
-    """When Slurm will end this job; None outside of one, or when Slurm can't say now."""
-    given = os.environ.get("SLURM_JOB_END_TIME", "")
-    job_id = os.environ.get("SLURM_JOB_ID")
-    if given.isdigit() or job_id is None:
-        return float(given) if given.isdigit() else None
-    try:
-        return SlurmScheduler().end_time(job_id)
-    except SchedulerError as error:
-        logger.warning("no end time from the scheduler: %s", error)
-        return None

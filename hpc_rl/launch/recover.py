@@ -10,29 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.errors import ExitCode
+from hpc_rl.errors import ExitCode, FailureClass
+from hpc_rl.launch.failures import FINAL_CODES, End, class_of
 
-FINAL_CODES = (ExitCode.BAD_CONFIG, ExitCode.REFUSED, ExitCode.NOTHING_TO_RESUME)  # no second try changes them
 RESTARTING_MODES = ("auto", "fault")
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 HEALTHY_LIFE_S = 60.0  # an incarnation that lived so long was not part of a crash loop
 ENDS_IN_A_ROW = 5
 GIVEN_UP_S = 600.0  # what kept a server down may pass, as a full disk or a node that is drained; its peers work meanwhile
-SIGNAL_SLACK_S = 60.0  # a scheduler may end a job early by so much
 MARGIN_S = 30.0
-
-
-@dataclass(frozen=True)
-class End:
-    """How one incarnation of a unit ended; codes of deaths by signal are 128 + signal."""
-
-    code: int
-    reason: str
-
-    @property
-    def by_signal(self) -> bool:
-        return self.code > 128
+BARREN_ATTEMPTS = 10  # in a row, without a new generation: then something is wrong that no other start will change
 
 
 @dataclass(frozen=True)
@@ -69,14 +57,15 @@ def _after_silent_ranks(end: End, silent: list[int]) -> End:
     if not silent:
         return end
     ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-    return End(end.code, f"{ranks} ended without a word (killed?); then a peer: {end.reason}")
+    return End(end.code, f"{ranks} ended without a word (killed?); then a peer: {end.reason}", final=end.final)
 
 
 def _recorded(rank: int, record: dict[str, Any] | None) -> End | None:
     if record is None or not isinstance(record.get("code"), int):
         return None
     reason = str(record.get("reason") or "")
-    return End(record["code"], f"rank {rank}: {reason}" if rank and reason else reason)
+    words = f"rank {rank}: {reason}" if rank and reason else reason
+    return End(record["code"], words, class_of(record), final=bool(record.get("final")))
 
 
 def _unrecorded(raw_code: int, num_ranks: int) -> End:
@@ -97,26 +86,34 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def is_failure(code: int) -> bool:
-    """Whether an end of the trainer uses up the retry budget."""
-    return code not in (ExitCode.DONE, ExitCode.STOPPED)
-
-
 def after_trainer(end: End, mode: str, failures: int, retries: int) -> Verdict:
     """What follows while nobody asked for a stop. `failures` in a row without a new generation include this end."""
     if end.code == ExitCode.DONE:
         return Verdict(False, ExitCode.DONE, "the trainer reached its last step")
     if end.code == ExitCode.STOPPED:
         return Verdict(False, ExitCode.STOPPED, end.reason or "the trainer stopped with its state saved")
-    words = end.reason or f"code {end.code}"
-    if end.code in FINAL_CODES:
-        return Verdict(False, end.code, f"trainer: {words}")
+    return after_failure("trainer", end, mode, failures, retries)
+
+
+def after_failure(who: str, end: End, mode: str, failures: int, retries: int) -> Verdict:
+    """What the table of failures says of an end that can't be left alone, within the retry budget."""
+    words = f"{who}: {end.reason or f'code {end.code}'}"
+    if end.code in FINAL_CODES or end.final:
+        return Verdict(False, end.code, words)
+    policy = end.policy
+    if policy.then == "end":
+        return Verdict(False, ExitCode.FAILED, f"{words} ({end.failure}: {policy.advice})")
     if mode not in RESTARTING_MODES:
-        return Verdict(False, ExitCode.FAILED, f"trainer: {words}; recover.mode {mode} does not start it again")
-    if failures > retries:
+        return Verdict(False, ExitCode.FAILED, f"{words}; recover.mode {mode} does not start it again")
+    limit = retries if policy.most is None else min(retries, policy.most)
+    if policy.counts and failures > limit:
         spent = f"{failures} failures in a row without a new generation; recover.retries allows {retries}"
-        return Verdict(False, ExitCode.FAILED, f"trainer: {words} ({spent})")
-    return Verdict(True, ExitCode.FAILED, f"trainer: {words}")
+        if limit < retries:
+            spent = f"{failures} failures in a row without a new generation; {end.failure} is tried again {limit} times"
+        return Verdict(False, ExitCode.FAILED, f"{words} ({spent}; {policy.advice})")
+    if policy.then == "requeue":
+        return Verdict(False, ExitCode.STOPPED, f"{words}; other nodes are needed")
+    return Verdict(True, ExitCode.FAILED, words)
 
 
 def after_drain(end: End | None, mode: str, failures: int, retries: int, asked: str) -> Verdict:
@@ -129,12 +126,34 @@ def after_drain(end: End | None, mode: str, failures: int, retries: int, asked: 
     verdict = after_trainer(end, mode, failures, retries)
     if verdict.exit_code in (ExitCode.DONE, *FINAL_CODES):
         return verdict
-    if verdict.exit_code == ExitCode.STOPPED:
+    if end.code == ExitCode.STOPPED:
         return Verdict(False, ExitCode.STOPPED, asked)
-    if end.by_signal or verdict.restart:
+    if end.by_signal or verdict.restart or verdict.exit_code == ExitCode.STOPPED:
         words = f"{asked}; the trainer ended before it could save ({end.reason or end.code}), the newest generation counts"
         return Verdict(False, ExitCode.STOPPED, words)
     return verdict
+
+
+def hung(why: str) -> End:
+    """The end of a unit that had to be killed because nothing moved."""
+    return End(128 + signal.SIGKILL, why, FailureClass.INFRASTRUCTURE)
+
+
+def barren(attempts: Sequence[Sequence[dict[str, Any]]]) -> int:
+    """Attempts in a row, the newest last, that came to no new generation; each is its events.
+
+    Not those that a person ended, nor those that a higher priority did, as far as the supervisor could know.
+    """
+    count = 0
+    for events in attempts:
+        if any(row.get("event") == "progress" for row in events):
+            count = 0
+        elif not any(row.get("event") == "stopping" and row.get("class") in HARMLESS for row in events):
+            count += 1
+    return count
+
+
+HARMLESS = (FailureClass.USER, FailureClass.PREEMPTION)
 
 
 def pause_s(ends_in_a_row: int) -> float:
@@ -142,10 +161,22 @@ def pause_s(ends_in_a_row: int) -> float:
     return min(FIRST_PAUSE_S * 2 ** max(0, ends_in_a_row - 1), LONGEST_PAUSE_S)
 
 
-def drain_time(start: float, end: float, longest_step_s: float, longest_save_s: float) -> float:
+def lead_s(step_s: float, save_s: float) -> float:
+    """How long before the end the trainer is asked to stop: it ends its step and saves. Both are 95th percentiles, in seconds.
+
+    The end is read on our own clock, so nothing is added for the minute by which Slurm's `--signal` may be early.
+    """
+    return step_s + 1.5 * save_s + MARGIN_S
+
+
+def drain_time(start: float, end: float, step_s: float, save_s: float) -> float:
     """When to stop so that the state is saved before the scheduler ends the job; all in the same clock.
 
     Never in the first half of the job's time: a limit that is too short must not make it start and stop for ever.
     """
-    lead_s = SIGNAL_SLACK_S + 2 * longest_step_s + 2 * longest_save_s + MARGIN_S
-    return max(end - lead_s, start + (end - start) / 2)
+    return max(end - lead_s(step_s, save_s), start + (end - start) / 2)
+
+
+def drain_grace_s(least: float, step_s: float, save_s: float) -> float:
+    """How long a trainer that was asked to stop may take: a step and a save of its own kind, twice."""
+    return max(least, 2 * (step_s + save_s))

@@ -14,12 +14,12 @@ from typing import Any
 
 from hpc_rl.errors import ExitCode
 from hpc_rl.plan.schema import Plan
-from hpc_rl.render.scripts import SERVERS
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobSpec, JobState, Scheduler, State
 from hpc_rl.trial import Trial, create_exclusive, read_json
 
 KIND = "servers"
+SCRIPT = "servers.sbatch"  # as render names it; importing that would bring jinja2 to every `status`
 TASK = re.compile(r"(?P<array>\d+)_(?P<task>\d+)")
 STARTS_AS_ONE = 60.0  # seconds; the job was submitted just now, and Slurm may not know it yet
 
@@ -46,7 +46,7 @@ class ServerArray:
 
 def submit_servers(trial: Trial, plan: Plan, serves: str, tag: str, name: str, scheduler: Scheduler) -> str:
     """Hand the array in and put it on record; returns its id. Raises SchedulerError, OSError."""
-    spec = JobSpec(f"{name}.servers", trial.scripts / SERVERS[1], f"{tag}:servers", arguments=("", "0", serves))
+    spec = JobSpec(f"{name}.servers", trial.scripts / SCRIPT, f"{tag}:servers", arguments=("", "0", serves))
     job_id = scheduler.submit(spec)
     made = {"job_id": job_id, "kind": KIND, "serves": serves, "scheduler": scheduler.name, "time": time.time(), "tag": spec.tag}
     num_tasks = len(next(group for group in plan.groups if group.name == "servers").nodes)

@@ -19,7 +19,8 @@ from typing import Any
 from hpc_rl.checkpoint.lineage import submission_of
 from hpc_rl.errors import ExitCode
 from hpc_rl.launch import takeover
-from hpc_rl.launch.recover import End, unit_end
+from hpc_rl.launch.ends import end_of
+from hpc_rl.launch.failures import End
 from hpc_rl.launch.steps import Handle, Steps
 from hpc_rl.launch.supervisor import Action, AskToStop, Finish, Key, Kill, Record, Start, Supervisor
 from hpc_rl.name_resolve import keys
@@ -148,7 +149,7 @@ class ServerJob:
         del self._handles[key]
         with suppress(OSError):
             os.listdir(self.attempt.dir / "exits")  # drops what NFS remembers of names that were not there
-        end = unit_end([read_json(self.attempt.exit_record(*key, incarnation))], raw_code)
+        end = end_of(self.attempt, self._machine.slots[key].unit, incarnation, raw_code)
         self._do(self._machine.exited(time.monotonic(), key, incarnation, end))
 
     def _do(self, actions: list[Action]) -> None:

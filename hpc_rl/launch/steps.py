@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Protocol
 
 from hpc_rl.errors import ConfigError, SchedulerError
-from hpc_rl.plan.schema import Unit
+from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.proc import start_ticks
 from hpc_rl.render.container import wrap
-from hpc_rl.trial import Attempt
+from hpc_rl.trial import Attempt, read_json
 
 logger = logging.getLogger(__name__)
 AFTER_CLEAN_S = 30.0  # for the other tasks, once one has ended with 0 or 75
 AFTER_FAILURE_S = 5.0  # enough for peers to put their own failure on record
 KILL_STEP_S = 10.0  # for srun to end its step, before the client itself is killed
-STOP = b"stop\n"
+STOP, STACKS = "stop", "stacks"  # what the pipe says; see app/control.py
 CLEAN = (0, 75)
 
 
@@ -51,6 +51,12 @@ class Handle(Protocol):
 
     def ask_to_stop(self) -> None:
         """Every process saves and ends when it can."""
+
+    def tell(self, words: str) -> None:
+        """A line to every process of it."""
+
+    def dump_stacks(self) -> None:
+        """Every process writes down where it is, though it may neither listen nor run."""
 
     def kill(self) -> None:
         """End everything of it by force; poll says when that has happened."""
@@ -151,7 +157,18 @@ class ProcessHandle:
         return None
 
     def ask_to_stop(self) -> None:
-        _write_stop(self._pipes)
+        self.tell(STOP)
+
+    def tell(self, words: str) -> None:
+        _write(self._pipes, words)
+
+    def dump_stacks(self) -> None:
+        """The tasks alone, not their children, which may not expect the signal; one that was stopped runs on to obey it."""
+        for rank, task in enumerate(self._tasks):
+            if rank not in self._codes:
+                for number in (signal.SIGUSR1, signal.SIGCONT):
+                    with suppress(ProcessLookupError):
+                        os.kill(task.pid, number)
 
     def kill(self) -> None:
         for rank, task in enumerate(self._tasks):
@@ -218,7 +235,7 @@ class SrunSteps:
         step = srun_argv(unit, self.hosts, self.with_gpus, own_log, incarnation, component)
         command = [*step, *wrapped.srun_args, *wrapped.argv]
         logger.info("%s %d.%d: %s", unit.role, unit.index, incarnation, " ".join(command))
-        return SrunHandle(command, wrapped.env, own_log)
+        return SrunHandle(command, wrapped.env, own_log, attempt.processes)
 
 
 def srun_argv(
@@ -259,8 +276,16 @@ def srun_argv(
 class SrunHandle:
     """One srun client; the tasks are Slurm's."""
 
-    def __init__(self, command: list[str], env: dict[str, str], log: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        env: dict[str, str],
+        log: Path,
+        processes: Path = Path("/nonexistent"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._clock = clock
+        self._processes, self._records = processes, f"{log.stem}-rank*.json"
         self._client, pipe = _spawn(command, env, log)
         self._pipes = [pipe]
         self.children = [Child(self._client.pid, start_ticks(self._client.pid), 0)]
@@ -275,7 +300,23 @@ class SrunHandle:
         return code
 
     def ask_to_stop(self) -> None:
-        _write_stop(self._pipes)
+        self.tell(STOP)
+
+    def tell(self, words: str) -> None:
+        _write(self._pipes, words)
+
+    def dump_stacks(self) -> None:
+        """srun brings USR1 to its tasks. Those that were stopped need a CONT, which srun keeps to itself."""
+        if self._client.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._client.pid, signal.SIGUSR1)
+        if step := next(filter(None, map(self._step_of, self._processes.glob(self._records))), ""):
+            self._scancel = subprocess.Popen(["scancel", "--signal=CONT", step], stdin=subprocess.DEVNULL)
+
+    def _step_of(self, record: Path) -> str:
+        """`<job>.<step>` by what a task left on record; Slurm says it to the tasks alone."""
+        number = (read_json(record) or {}).get("step", "")
+        return f"{os.environ['SLURM_JOB_ID']}.{number}" if str(number).isdigit() and "SLURM_JOB_ID" in os.environ else ""
 
     def kill(self) -> None:
         """TERM makes srun kill its step; a client that does not manage is killed itself, and its tasks lose their pipe."""
@@ -283,6 +324,18 @@ class SrunHandle:
             self._kill_client_at = self._clock() + KILL_STEP_S
             with suppress(ProcessLookupError):
                 os.kill(self._client.pid, signal.SIGTERM)
+
+
+def open_steps(kind: str, plan: Plan) -> Steps:
+    """`srun` within a Slurm job, `process` on this machine. Raises SchedulerError."""
+    if kind == "process":
+        return ProcessSteps()
+    with_gpus = plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
+    if plan.layout != "hetjob":
+        return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]), with_gpus)
+    parts = [job_hosts(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]) for number in range(len(plan.groups))]
+    components = [number for number, hosts in enumerate(parts) for _ in hosts]
+    return SrunSteps([host for hosts in parts for host in hosts], with_gpus, components=components)
 
 
 def job_hosts(nodelist: str) -> list[str]:
@@ -314,13 +367,14 @@ def _spawn(argv: list[str], env: dict[str, str], log: Path) -> tuple[subprocess.
         raise
     finally:
         os.close(read_end)
+    os.set_blocking(write_end, False)
     return task, write_end
 
 
-def _write_stop(pipes: list[int]) -> None:
+def _write(pipes: list[int], words: str) -> None:
     for pipe in pipes:
-        with suppress(BrokenPipeError):
-            os.write(pipe, STOP)
+        with suppress(BrokenPipeError, BlockingIOError):  # a process that reads nothing is found out by what it does not do
+            os.write(pipe, f"{words}\n".encode())
 
 
 def _close(pipes: list[int]) -> None:

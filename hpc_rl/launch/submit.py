@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import secrets
@@ -25,7 +26,7 @@ from hpc_rl.config.load import Loaded, from_dict, to_dict, trainer_of
 from hpc_rl.config.root import Config
 from hpc_rl.config.site import site_dirs
 from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, SchedulerError, TrialBusy
-from hpc_rl.launch import index, provenance
+from hpc_rl.launch import bad_nodes, index, provenance
 from hpc_rl.launch.claim import Claim
 from hpc_rl.launch.server_array import KIND, submit_servers
 from hpc_rl.launch.story import newest_generation
@@ -267,7 +268,7 @@ def _prepare(
     zip_name, zip_bytes = wheel.build()
     stamp = _stamp(trial, config_json, zip_name, *start)
     plan_json = _json(plan.to_json())
-    scripts = render(config, plan, trial, stamp, scheduler, site_dirs())
+    scripts = render(_without_bad_nodes(config, trial), plan, trial, stamp, scheduler, site_dirs())
     hashes = {
         "config.json": stamp.config_sha256,
         "plan.json": provenance.sha256(plan_json),
@@ -305,6 +306,13 @@ def scripts_of(loaded: Loaded, plan: Plan, trial: Trial, scheduler: str) -> dict
     """The scripts of a submission, without one: file name below scripts/ -> text. Writes nothing. Raises ConfigError."""
     stamp = _stamp(trial, _json(to_dict(loaded.config)), wheel.build()[0], plan.recover_mode)
     return render(loaded.config, plan, trial, stamp, scheduler, site_dirs())
+
+
+def _without_bad_nodes(config: Config, trial: Trial) -> Config:
+    """The configuration as this one submission needs it: it avoids the nodes that failed the trial lately."""
+    slurm = config.launcher.slurm
+    avoiding = dataclasses.replace(slurm, exclude=bad_nodes.merged(slurm.exclude, trial, time.time()))
+    return dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, slurm=avoiding))
 
 
 def given(loaded: Loaded) -> dict[str, Any]:

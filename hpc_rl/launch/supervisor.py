@@ -10,14 +10,16 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_rl.errors import ExitCode
+from hpc_rl.errors import ExitCode, FailureClass
 from hpc_rl.launch import recover
-from hpc_rl.launch.recover import End, Verdict
+from hpc_rl.launch.failures import End, is_failure
+from hpc_rl.launch.recover import Verdict
 from hpc_rl.plan.schema import Unit
 
 DRAIN_GRACE_S = 120.0
 END_GRACE_S = 15.0
 LAST_GRACE_S = 10.0  # after the kill, for what can't be killed
+STACKS_S = 3.0  # for the processes of a unit that hangs to write down where they are
 
 Key = tuple[str, int]
 
@@ -45,6 +47,22 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class DumpStacks:
+    """Every process of a unit writes down where it is; one that hangs by a signal, for it may not listen."""
+
+    key: Key
+    hangs: bool
+
+
+@dataclass(frozen=True)
+class Avoid:
+    """Nodes that the next attempt is not to get."""
+
+    nodes: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
 class Record:
     """A line for events.jsonl."""
 
@@ -60,7 +78,7 @@ class Finish:
     reason: str
 
 
-Action = Start | AskToStop | Kill | Record | Finish
+Action = Start | AskToStop | Kill | DumpStacks | Avoid | Record | Finish
 
 
 class Phase(enum.Enum):
@@ -87,6 +105,9 @@ class Slot:
     started_at: float = 0.0
     restart_at: float = 0.0
     ends_in_a_row: int = 0
+    hung: str = ""  # why it is being killed
+    kill_at: float = 0.0
+    lost_node: bool = False
 
     @property
     def key(self) -> Key:
@@ -113,7 +134,9 @@ class Supervisor:
         self.retries = retries
         self.failures = failures
         self.phase = Phase.RUNNING
+        self.drain_grace_s = DRAIN_GRACE_S
         self._asked = ""  # why a stop was asked for
+        self._last_call = ""  # why a trainer may stop by itself
         self._verdict: Verdict | None = None  # fixed before the trainer has ended
         self._deadline = 0.0
         self._killed = False
@@ -135,12 +158,25 @@ class Supervisor:
                 slot.ends_in_a_row = 0
         return [Record("progress", {"step": step})]
 
-    def stop(self, now: float, why: str) -> list[Action]:
-        """Somebody wants the attempt to end with its state saved."""
+    def stop(self, now: float, why: str, failure: FailureClass = FailureClass.USER) -> list[Action]:
+        """Somebody wants the attempt to end with its state saved. The class says what it comes of."""
         if self.phase is not Phase.RUNNING:
             return [Record("stop_repeated", {"reason": why})]
         self._asked = why
-        return [Record("stopping", {"reason": why}), *self._drain(now)]
+        return [Record("stopping", {"reason": why, "class": failure.value}), *self._drain(now)]
+
+    def last_call(self, why: str) -> None:
+        """From now on a trainer without work stops by itself: that is no rollout role that went dry, but for this reason."""
+        self._last_call = why
+
+    def hung(self, now: float, key: Key, why: str) -> list[Action]:
+        """Nothing moves in a unit: everybody writes down where they are, then it is killed and its policy decides."""
+        slot = self.slots[key]
+        if self.phase is not Phase.RUNNING or slot.standing is not Standing.RUNNING or slot.hung:
+            return []
+        slot.hung, slot.kill_at = why, now + STACKS_S
+        details = {"role": slot.unit.role, "index": slot.unit.index, "incarnation": slot.incarnation, "reason": why}
+        return [Record("hung", details), *(DumpStacks(one.key, one is slot) for one in self._running())]
 
     def abandon(self, now: float, code: int, why: str) -> list[Action]:
         """End everything without saving: somebody else owns the trial."""
@@ -154,10 +190,12 @@ class Supervisor:
         if slot.standing is not Standing.RUNNING or slot.incarnation != incarnation:
             return []
         slot.standing = Standing.IDLE
+        if slot.hung:
+            end, slot.hung = recover.hung(slot.hung), ""
         lived_s = now - slot.started_at
         slot.ends_in_a_row = 1 if lived_s >= recover.HEALTHY_LIFE_S else slot.ends_in_a_row + 1
         is_trainer = slot.unit.role == "trainer"
-        failure = is_trainer and recover.is_failure(end.code) and (self.phase is Phase.RUNNING or not end.by_signal)
+        failure = self._is_failure(slot, end)
         self.failures += failure
         actions: list[Action] = [_exited(slot, end, lived_s, failure)]
         slot.incarnation += 1
@@ -167,8 +205,18 @@ class Supervisor:
             return actions + self._trainer_ended(slot, end, now)
         return actions + self._helper_ended(slot, end, now)
 
+    def _is_failure(self, slot: Slot, end: End) -> bool:
+        """Whether an end uses up the retries: of the trainer, or of whoever had to be killed because nothing moved."""
+        if slot.unit.role != "trainer":
+            return end.failure is FailureClass.INFRASTRUCTURE and end.by_signal
+        return is_failure(end.code) and end.policy.counts and (self.phase is Phase.RUNNING or not end.by_signal)
+
     def tick(self, now: float) -> list[Action]:
         """Whatever is due."""
+        hanging: list[Action] = [Kill(slot.key) for slot in self._running() if slot.hung and now >= slot.kill_at]
+        return hanging + self._tick(now)
+
+    def _tick(self, now: float) -> list[Action]:
         if self.phase is Phase.RUNNING:
             waiting = (Standing.PAUSED, Standing.GAVE_UP)
             due = [slot for slot in self.slots.values() if slot.standing in waiting and now >= slot.restart_at]
@@ -179,7 +227,7 @@ class Supervisor:
             self._killed = True
             self._deadline = now + LAST_GRACE_S
             trainer = self.trainer
-            late: list[Action] = [Record("killing", {"reason": f"the trainer did not stop within {DRAIN_GRACE_S:g} s"})]
+            late: list[Action] = [Record("killing", {"reason": f"the trainer did not stop within {self.drain_grace_s:g} s"})]
             return [*late, *([Kill(trainer.key)] if trainer else [])]
         if self.phase is Phase.DRAINING:
             end = End(128 + 9, "it could not be killed")
@@ -198,10 +246,16 @@ class Supervisor:
     def _trainer_ended(self, slot: Slot, end: End, now: float) -> list[Action]:
         if self.phase is Phase.DRAINING:
             return self._end_all(now, self._after_drain(end))
+        if end.code == ExitCode.STOPPED and self._last_call:
+            end = End(end.code, self._last_call)
         verdict = recover.after_trainer(end, self.mode, self.failures, self.retries)
+        avoid = self._avoid(end)
         if verdict.restart:
-            return self._pause(slot, now, recover.pause_s(self.failures), verdict.reason)
-        return self._end_all(now, verdict)
+            return avoid + self._pause(slot, now, recover.pause_s(self.failures), verdict.reason)
+        return avoid + self._end_all(now, verdict)
+
+    def _avoid(self, end: End) -> list[Action]:
+        return [Avoid(end.nodes, end.reason)] if end.nodes and end.policy.exclude_nodes else []
 
     def _helper_ended(self, slot: Slot, end: End, now: float) -> list[Action]:
         name = f"{slot.unit.role} {slot.unit.index}"
@@ -209,17 +263,33 @@ class Supervisor:
             return self._fail(now, ExitCode.BAD_CONFIG, f"{name}: {end.reason or 'bad configuration'}")
         if self.phase is Phase.DRAINING:
             return []
+        avoid = self._avoid(end)
+        slot.lost_node = end.failure is FailureClass.NODE
+        if end.policy.then == "end" and is_failure(end.code):
+            return avoid + self._give_up(slot, now, f"{name}: {end.reason} ({end.failure}: {end.policy.advice})", even_alone=True)
+        if end.failure is FailureClass.INFRASTRUCTURE and self.failures > self.retries:
+            spent = recover.after_failure(name, end, self.mode, self.failures, self.retries).reason
+            return avoid + self._give_up(slot, now, spent, even_alone=True)
+        if slot.lost_node:
+            return avoid + self._give_up(slot, now, f"{name}: {end.reason}")
         if slot.ends_in_a_row < recover.ENDS_IN_A_ROW:
-            return self._pause(slot, now, recover.pause_s(slot.ends_in_a_row), end.reason)
-        slot.standing = Standing.GAVE_UP
-        slot.restart_at = now + recover.GIVEN_UP_S
+            return avoid + self._pause(slot, now, recover.pause_s(slot.ends_in_a_row), end.reason)
         why = f"{name} ended {slot.ends_in_a_row} times in a row, last: {end.reason or f'code {end.code}'}"
-        details = {"role": slot.unit.role, "index": slot.unit.index, "reason": why, "pause_s": recover.GIVEN_UP_S}
+        return avoid + self._give_up(slot, now, why)
+
+    def _give_up(self, slot: Slot, now: float, why: str, even_alone: bool = False) -> list[Action]:
+        """Not to be started again for long, and the attempt fails with the last of its kind; other nodes may help then."""
+        slot.standing = Standing.GAVE_UP
+        slot.restart_at = float("inf") if slot.lost_node else now + recover.GIVEN_UP_S
+        details: dict[str, Any] = {"role": slot.unit.role, "index": slot.unit.index, "reason": why}
+        details |= {} if slot.lost_node else {"pause_s": recover.GIVEN_UP_S}
         gave_up: list[Action] = [Record("gave_up", details)]
         peers = [other for other in self.slots.values() if other.unit.role == slot.unit.role]
-        if all(other.standing is Standing.GAVE_UP for other in peers):
-            return gave_up + self._fail(now, ExitCode.FAILED, why)
-        return gave_up
+        if not even_alone and any(other.standing is not Standing.GAVE_UP for other in peers):
+            return gave_up
+        elsewhere = any(other.lost_node for other in peers) and self.mode in recover.RESTARTING_MODES and not even_alone
+        code = ExitCode.STOPPED if elsewhere else ExitCode.FAILED
+        return gave_up + self._fail(now, code, f"{why}; other nodes are needed" if elsewhere else why)
 
     def _pause(self, slot: Slot, now: float, pause_s: float, why: str) -> list[Action]:
         slot.standing = Standing.PAUSED
@@ -237,7 +307,7 @@ class Supervisor:
     def _drain(self, now: float) -> list[Action]:
         trainer = self.trainer
         self.phase = Phase.DRAINING
-        self._deadline = now + DRAIN_GRACE_S
+        self._deadline = now + self.drain_grace_s
         if trainer is not None and trainer.standing is Standing.RUNNING:
             return [AskToStop(trainer.key)]
         return self._end_all(now, self._after_drain(None))
@@ -282,4 +352,6 @@ def _exited(slot: Slot, end: End, lived_s: float, failure: bool) -> Record:
         "reason": end.reason,
         "lived_s": round(lived_s, 3),
     }
+    if is_failure(end.code):
+        details["class"] = end.failure.value
     return Record("exited", details | ({"failure": True} if failure else {}))

@@ -44,6 +44,7 @@ class ProcessRecord:
     host: str
     role: str
     rank: int
+    step: str = ""  # Slurm's number of its step
 
 
 def take_ownership(names: NameResolve, attempt: Attempt, clock: Callable[[], float] = time.monotonic) -> Lease:

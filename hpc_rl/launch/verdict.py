@@ -12,6 +12,7 @@ from hpc_rl.errors import ExitCode
 from hpc_rl.launch.words import clock
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.polling import GONE
+from hpc_rl.schedulers.slurm_states import find, why_pending
 
 SILENCE_S = 120.0  # without a scheduler's word, a trial whose files rest for so long is no longer called running
 SKEW_S = 2.0  # by which the clocks of a node and of this machine may differ
@@ -114,7 +115,14 @@ def _waiting(job_state: JobState, again: bool) -> str:
     words = "waits to be started again" if again else "waits to be started"
     if job_state.start_time is not None and job_state.start_time > time.time():
         words += f", expected to start {clock(job_state.start_time)}"
-    return words + (f" ({job_state.reason})" if job_state.reason not in ("", "None") else "")
+    return words + _pending_words(job_state.reason)
+
+
+def _pending_words(reason: str) -> str:
+    if reason in ("", "None"):
+        return ""
+    words = why_pending(reason)[1]
+    return f" ({reason})" if words == reason else f" ({reason}: {words})"
 
 
 def _unstarted(job: JobFacts, job_state: JobState | None) -> tuple[str, str]:
@@ -156,4 +164,5 @@ def _scheduler_words(job_state: JobState) -> str:
     if job_state.state is State.CANCELLED:
         return f"cancelled by a person: the scheduler says {job_state.native or job_state.state.value}"
     said = " ".join(word for word in (job_state.native or job_state.state.value, job_state.reason) if word and word != "None")
-    return f"the scheduler says {said}"
+    known = find(job_state.native)
+    return f"the scheduler says {said}" + (f": it {known.meaning}" if known and known.failure else "")

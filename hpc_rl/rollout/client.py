@@ -44,7 +44,7 @@ class RolloutClient:
         self._away_since: float | None = None
 
     def batch(self, step: int, lineage: int, stopping: threading.Event | None = None) -> Batch | None:
-        """Batch `step`, for a trainer at version step-1 of `lineage`; None if `stopping` was set first.
+        """Batch `step`, for a trainer at version step-1 of `lineage`; None if `stopping` was set first or no time is left.
 
         Raises Stale where a trainer of a later lineage has asked before, RoleFailed where the role stays away or can't answer.
         """
@@ -104,6 +104,8 @@ class RolloutClient:
             self._away_since = None
             if status == 200:
                 return body
+            if status == 205:  # the attempt ends before it could be made
+                return None
             if status == 409:
                 raise Stale(body.decode(errors="replace"))
             if status != 204:

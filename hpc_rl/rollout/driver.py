@@ -10,13 +10,15 @@ import contextlib
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_rl.datasets.encode import Prompts
-from hpc_rl.errors import HpcRlError, RoleFailed, Stale
+from hpc_rl.errors import DataUnusable, HpcRlError, Stale
 from hpc_rl.rollout.batches import Batches, Seal
 from hpc_rl.rollout.evaluation import Evaluation
+from hpc_rl.rollout.last_call import LastCall
 from hpc_rl.rollout.ledger import GroupRecord, Ledger, RejectRecord, segments
 from hpc_rl.rollout.restore import read_state
 from hpc_rl.rollout.sequencer import STALE, Sequencer
@@ -34,6 +36,10 @@ LAST_WORDS = 500  # characters kept of an exception
 
 class Trimmed(HpcRlError):
     """The batch was trimmed: nobody should need it."""
+
+
+class OutOfTime(HpcRlError):
+    """The attempt ends before another prompt would be finished: no batch will come."""
 
 
 class OutOfStep(HpcRlError):
@@ -56,10 +62,19 @@ class Driver:
     sequencer: Fresh; restored from the folder here.
     prompts: Training prompts.
     held_out: Held-out prompts, or None.
+    left_s: Seconds until the trainer is stopped, None while nobody has said: what can't be finished by then is not issued.
     """
 
-    def __init__(self, folder: Path, sequencer: Sequencer, prompts: Prompts, held_out: Prompts | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        sequencer: Sequencer,
+        prompts: Prompts,
+        held_out: Prompts | None,
+        left_s: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self.core = sequencer
+        self.last_call = LastCall(left_s)
         self.prompts = prompts
         self.held_out = held_out
         self.executor: Runner | None = None
@@ -91,6 +106,8 @@ class Driver:
                 self._failed.result()
             if self.ledger.uncommitted:
                 await asyncio.to_thread(self.ledger.commit)
+            if self.last_call.taken_back():
+                self._pump()
 
     async def close(self) -> None:
         """Make everything that is finished durable."""
@@ -113,6 +130,7 @@ class Driver:
         self._last_error = str(frame.get("error") or self._last_error)[:LAST_WORDS]
         if frame["op"] == "group" and self.core.overtaken(ticket, frame["newest_lineage"]):
             return
+        self.last_call.finished(ticket)
         if frame["op"] == "group":
             numbers = {name: frame[name] for name in MEASURED}
             record = GroupRecord(index=issue.index, begun=issue.begun, **numbers)
@@ -126,6 +144,7 @@ class Driver:
 
     def on_lost(self, tickets: list[int]) -> None:
         """A worker died."""
+        self.last_call.forget(tickets)
         self.core.lost([ticket for ticket in tickets if ticket > 0])
         for evaluation in self._evaluations.values():
             evaluation.lost(tickets)
@@ -143,11 +162,14 @@ class Driver:
             so_far = ", ".join(f"{name} {count}" for name, count in self.core.rejections.most_common())
             story = f"the last {in_a_row} prompts were rejected: {reason} (all rejections so far: {so_far})"
             story += f"; the last exception: {self._last_error}" if self._last_error else ""
-            self._failed.set_exception(RoleFailed(story))
+            self._failed.set_exception(DataUnusable(story))
 
     def _pump(self) -> None:
         assert self.executor is not None
-        for issue in () if self._failed.done() else self.core.issue():
+        if self._failed.done() or self.last_call.holds():
+            return
+        for issue in self.core.issue():
+            self.last_call.begun(issue.ticket)
             prompt = self.prompts.at(issue.index)
             label = str(WeightVersion(self.core.lineage, issue.begun))
             frame = {"op": "run", "ticket": issue.ticket, "index": issue.index, "epoch": prompt.epoch, "row": prompt.row}
@@ -161,7 +183,9 @@ class Driver:
         """A trainer shows where it is. Raises Stale."""
         assert self.executor is not None
         if (lineage, version) != (self.core.lineage, self.core.version):
-            for ticket in self.core.observe(lineage, version):
+            given_up = self.core.observe(lineage, version)
+            self.last_call.forget(given_up)
+            for ticket in given_up:
                 self.executor.cancel(ticket)
             for label, evaluation in self._evaluations.items():
                 if WeightVersion.parse(label).lineage < self.core.lineage and not evaluation.result.done():
@@ -169,7 +193,10 @@ class Driver:
             self._pump()
 
     async def batch(self, step: int, lineage: int, wait_s: float) -> bytes | None:
-        """The bytes of batch `step`, or None if it can't be cut within wait_s. Raises Stale, Trimmed, OutOfStep, OSError."""
+        """The bytes of batch `step`, or None if it can't be cut within wait_s.
+
+        Raises Stale, Trimmed, OutOfStep, OutOfTime, OSError.
+        """
         if lineage < self.core.lineage:
             raise Stale(f"lineage {lineage} asks, but lineage {self.core.lineage} has begun")
         if self.core.untouched and not self.core.running and step > 1:
@@ -185,6 +212,8 @@ class Driver:
             body = self._bodies.get(step) or await self._sealed(step) or await self._cut(step)
             if body is not None:
                 return body
+            if self.last_call.holding and not self.core.running:
+                raise OutOfTime(f"batch {step} can't be cut any more before the trainer is stopped")
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return None
@@ -314,6 +343,7 @@ class Driver:
             "bytes_per_step": sum(seal.num_bytes for seal in seals) / len(seals) if seals else 0.0,
             "ledger_bytes": self.ledger.size_bytes(),
             "segment": self.ledger.segment,
+            "last_call": self.last_call.holding,
             "evaluating": [label for label, evaluation in self._evaluations.items() if not evaluation.result.done()],
             "worker_restarts": self.executor.restarts if self.executor else 0,
         }

@@ -7,14 +7,16 @@ data token may also be a path prefix, `/t/<data token>/...`, for clients that ca
 from __future__ import annotations
 
 import hmac
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 
 from aiohttp import web
 
 from hpc_rl.errors import RoleFailed, Stale
-from hpc_rl.rollout.driver import Driver, OutOfStep, Trimmed
+from hpc_rl.rollout.driver import Driver, OutOfStep, OutOfTime, Trimmed
 from hpc_rl.types import encode
 
+logger = logging.getLogger(__name__)
 LONG_POLL_S = 10.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -38,6 +40,9 @@ def routes(driver: Driver, num_servers: Callable[[], int] = lambda: 0) -> list[w
             raise web.HTTPGone(text=str(error)) from None
         except OutOfStep as error:
             raise web.HTTPPreconditionFailed(text=str(error)) from None
+        except OutOfTime as error:
+            logger.info("%s", error)
+            return web.Response(status=205)
         return web.Response(status=204) if body is None else web.Response(body=body)
 
     async def evaluate(request: web.Request) -> web.Response:

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-STOPPED = 75
 POLL_S = 0.5
 
 
@@ -59,7 +58,7 @@ class TrialTask:
             last = json.loads(state.read_text().splitlines()[-1])
         except (OSError, ValueError, IndexError):
             return False
-        return self.code == STOPPED and last.get("event") == "requeued"
+        return last.get("event") == "requeued"  # with code 75, or with any at the time limit
 
     def _run(self, number: int) -> int:
         job_id = os.environ.get("SLURM_JOB_ID", "local")

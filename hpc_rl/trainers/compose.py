@@ -15,6 +15,7 @@ from hpc_rl.engines import ENGINES
 from hpc_rl.engines.base import Engine
 from hpc_rl.rollout.client import RolloutClient
 from hpc_rl.stats.sinks import RunIdentity, Sinks, open_sinks
+from hpc_rl.trainers.activity import Activity
 from hpc_rl.trainers.grpo import GRPO, num_updates
 from hpc_rl.trainers.loop import Recipe
 from hpc_rl.trainers.reward_model import RewardModel
@@ -106,6 +107,8 @@ def _run(start: Start, begun: dict[str, Any], model: TrainEngineConfig, updates:
         stack.callback(sinks.close)
     who = (trial, start.attempt, start.incarnation, start.config)
     run = Run(*who, engine, ranks, start.stopping, begun["lineage"], begun["step"], sinks)
+    if ranks.rank == 0:
+        run.activity = Activity(start.attempt.activity("trainer", 0, start.incarnation))
     if manifest is not None:
         run.restore(manifest)
     return run

@@ -21,7 +21,7 @@ from hpc_rl.config.root import GRPOConfig
 from hpc_rl.config.train import NormConfig
 from hpc_rl.engines.base import Engine, MicroBatch, Sequences
 from hpc_rl.engines.packing import balance
-from hpc_rl.errors import RoleFailed
+from hpc_rl.errors import DataUnusable
 from hpc_rl.rollout.client import RolloutClient
 from hpc_rl.trainers import evaluate
 from hpc_rl.trainers.run import Run, tokenizer_folder, total_steps
@@ -154,7 +154,7 @@ class GRPO:
         try:
             check_whole_groups(len(rows), self.group_size)
         except ValueError as error:  # a workflow of the user's own made other groups than the configuration says
-            raise RoleFailed(f"the batch can't be used: {error}") from error
+            raise DataUnusable(f"the batch can't be used: {error}") from error
 
     def _advantages(self, rows: list[Trajectory], rewards_B: torch.Tensor, known: Known | None) -> list[np.ndarray]:
         """float32 [L] per row, of the whole batch."""

@@ -45,17 +45,21 @@ def train(run: Run, recipe: Recipe) -> ExitCode:
     if run.is_done(total):
         return ExitCode.DONE
     if run.step < total or run.owes_evaluation:
+        run.does("publish", run.step)
         recipe.publish(run.step)
         if run.step == 0 or run.owes_evaluation:
             run.evaluate(recipe, run.step)
 
     for step in range(run.step + 1, total + 1):
+        run.does("wait", step)
         with run.stats.timed("wait_s"):
             batch = recipe.batch(step)
         if run.any_rank(batch is None):
             return run.stop(recipe, step - 1)
+        run.does("train", step)
         with run.stats.timed("train_s"):
             recipe.update(step, batch)
+        run.does("publish", step)
         with run.stats.timed("publish_s"):
             recipe.publish(step)
         due = run.due(recipe, step)

@@ -27,6 +27,7 @@ from hpc_rl.engines.base import Engine
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.stats.tracker import Tracker
+from hpc_rl.trainers.activity import Activity
 from hpc_rl.trainers.best import Best, measured_by
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.saving import Saving
@@ -82,6 +83,7 @@ class Run:
     total_steps: int | None = None  # that training takes, once the loop knows
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation, and its step; rank 0 only
     owes_evaluation: bool = False  # due, and put off because the trainer was told to stop
+    activity: Activity | None = None  # rank 0's
     _line_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -108,6 +110,11 @@ class Run:
     def any_rank(self, flag: bool) -> bool:
         return self.ranks.any(flag)[0]
 
+    def does(self, what: str, step: int) -> None:
+        """Show whoever watches what this rank does now."""
+        if self.activity is not None:
+            self.activity.does(what, step)
+
     def due(self, recipe: Any, step: int) -> Due:
         """What is to be done after a step: any rank may have been told to stop, rank 0's clock counts."""
         epochs = recipe.position(step)[0] - recipe.position(step - 1)[0]
@@ -118,6 +125,7 @@ class Run:
 
     def evaluate(self, recipe: Any, step: int) -> None:
         """Evaluate now; owed where the trainer is told to stop meanwhile."""
+        self.does("evaluate", step)
         with self.stats.timed("evaluate_s"):
             numbers = recipe.evaluate(step)
         if numbers:
@@ -148,6 +156,7 @@ class Run:
         if self.config.recover.mode == "disabled":
             return
         waits = last or not self.config.recover.async_save
+        self.does("save", step)
         with self.stats.timed("save_s"):
             self.settle(recipe, waits)
             if self.saving.newest == step:
@@ -225,6 +234,7 @@ class Run:
         return self.step >= total and self.any_rank(self.ranks.rank == 0 and record.get("step") == total)
 
     def _export(self, folder: Path, step: int, said: dict[str, Any] | None = None) -> None:
+        self.does("export", step)
         temporary = folder.with_name(f".{folder.name}.tmp")
         self._rank0(lambda: _empty(temporary))
         self.engine.export(temporary, tokenizer_folder(self.config), durable=True)

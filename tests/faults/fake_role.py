@@ -1,9 +1,10 @@
 """A role of a few lines, for the supervisor's tests: it obeys the pipe, leaves its records, and does what the script says.
 
-The script is a file `script.json` in the trial directory: {"<role>": [what incarnation 0 does, what incarnation 1 does, …]},
+The script is a file `script.json` in the trial directory: {"<role>": [what its first start does, what its second does, …]},
 the last entry for all that follow. Words: `serve` (until told to stop, then 75), `train` (commits a generation every 0.2 s,
 until `total`, then 0), `die` (kill -9 of itself), `exit N`, `deaf` (never ends by itself), `commit exit N`. Every line of
-`writes.log` says who was alive when.
+`writes.log` says who was alive when. `spin` loops for ever with the interpreter's lock held, in rank 1 alone;
+`eat` takes memory until it is killed.
 """
 
 from __future__ import annotations
@@ -17,16 +18,11 @@ import threading
 import time
 from pathlib import Path
 
+from hpc_rl.app import control
 from hpc_rl.proc import start_ticks
 from hpc_rl.trial import Trial, write_json
 
 STOPPING = threading.Event()
-
-
-def listen() -> None:
-    while os.read(0, 4096):
-        STOPPING.set()
-    os._exit(143)
 
 
 def main(role: str) -> int:
@@ -39,14 +35,16 @@ def main(role: str) -> int:
     rank = int(os.environ["SLURM_PROCID"] if os.environ["HPC_RL_STEPS"] == "srun" else os.environ["HPC_RL_RANK"])
     name = f"{role}-{args.index}.{args.incarnation}-rank{rank}"
     me = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "host": socket.gethostname(), "role": role, "rank": rank}
+    me["step"] = os.environ.get("SLURM_STEP_ID", "")
     write_json(attempt.processes / f"{name}.json", me)
-    signal.signal(signal.SIGTERM, lambda *_: STOPPING.set())
-    signal.signal(signal.SIGUSR2, lambda *_: STOPPING.set())
-    threading.Thread(target=listen, daemon=True).start()
+    stacks = control.Stacks(attempt.stacks(role, args.index, args.incarnation, rank))
+    control.obey_signals(STOPPING)
+    threading.Thread(target=control.listen, args=(STOPPING, control.Deadline(), stacks), daemon=True).start()
     print("up", name, os.environ.get("SLURMD_NODENAME", ""), os.environ.get("CUDA_VISIBLE_DEVICES", ""), flush=True)
     script = json.loads((trial.dir / "script.json").read_text())
     todo = script.get(f"{role}-{args.index}") or script[role]
-    word, *rest = todo[min(args.incarnation, len(todo) - 1)].split()
+    starts = args.incarnation + int(args.attempt.rpartition(".")[2])  # of this role, where each attempt before had one
+    word, *rest = todo[min(starts, len(todo) - 1)].split()
     code = behave(word, rest, trial, name, rank, script)
     write_json(attempt.exit_record(role, args.index, args.incarnation, rank), {"code": code, "reason": f"said {word}"})
     return code
@@ -62,6 +60,13 @@ def behave(word: str, rest: list[str], trial: Trial, name: str, rank: int, scrip
         os.kill(os.getpid(), signal.SIGKILL)
     if word == "exit":
         return int(rest[0])
+    if word == "spin" and rank == 1:
+        sum(range(10**13))
+    if word == "eat":
+        eaten = []
+        while True:
+            eaten.append(bytearray(os.urandom(1 << 20)) * 8)
+            time.sleep(0.05)
     while True:
         with (trial.dir / "writes.log").open("a") as file:
             file.write(f"{time.time()} {name} {os.getpid()}\n")

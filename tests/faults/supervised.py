@@ -42,7 +42,9 @@ class Fake:
         self.attempt = self.trial.attempt(f"{job_id}.0")
         self.supervisors: list[subprocess.Popen] = []
 
-    def write(self, script: dict, mode: str = "auto", retries: int = 3, units: list[Unit] | None = None) -> None:
+    def write(
+        self, script: dict, mode: str = "auto", retries: int = 3, units: list[Unit] | None = None, rules: dict | None = None
+    ) -> None:
         plan = Plan(
             experiment_name="e",
             trial_name="t",
@@ -61,7 +63,7 @@ class Fake:
         )
         write_json(self.trial.plan_json, plan.to_json())
         config = {"experiment_name": "e", "trial_name": "t", "train_dataset": {"path": "/x"}, "actor": {"path": "/m"}}
-        write_json(self.trial.config_json, config)
+        write_json(self.trial.config_json, config | {"recover": {"mode": mode, **(rules or {})}})
         write_json(self.trial.dir / "script.json", {"total": 5, "server": ["serve"], "rollout": ["serve"], **script})
 
     def start(self, **env: str) -> subprocess.Popen:

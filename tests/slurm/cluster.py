@@ -41,6 +41,7 @@ class Cluster:
     mem_mb: int = 256_000
     num_gpus: int = 8
     extra_conf: str = ""
+    without: tuple[str, ...] = ()  # beginnings of lines of slurm.conf that extra_conf replaces
 
     @property
     def conf(self) -> Path:
@@ -186,7 +187,9 @@ class Cluster:
         gres = f"Name=gpu File={self.dir}/dev/nvidia[0-{self.num_gpus - 1}]\n" if self.num_gpus else ""
         (self.dir / "etc" / "gres.conf").write_text(gres)
         (self.dir / "etc" / "cgroup.conf").write_text("CgroupAutomount=no\n")
-        self.conf.write_text(self._slurm_conf(port0))
+        lines = self._slurm_conf(port0).splitlines()
+        kept = [line for line in lines if line in self.extra_conf.splitlines() or not line.startswith(self.without or ("\n",))]
+        self.conf.write_text("\n".join(kept) + "\n")
 
     def _slurm_conf(self, port0: int) -> str:
         user, host, here, n = _user(), socket.gethostname().split(".")[0], self.dir, self.num_nodes

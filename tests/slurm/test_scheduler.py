@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -36,6 +37,7 @@ def stop(number, frame):
     sys.exit(75)
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGUSR1, stop)
+open(options["--trial_dir"] + "/fake.pid", "w").write(str(os.getpid()))
 print("start", options["--attempt"], file=log)
 acts = open(options["--trial_dir"] + "/acts").read().split()
 n = sum(line.startswith("start") for line in open(log.name))
@@ -322,3 +324,30 @@ def test_the_death_of_another_node_leaves_the_job_alone(cluster, start, until):
     cluster.kill_node(other)
     until(lambda: job.scheduler.states([job.id])[job.id].nodes != "n[1-2]")
     assert job.state is State.RUNNING and job.events == ["started"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_the_time_limit_with_a_supervisor_that_is_stopped_brings_the_job_back(cluster, start, until):
+    """No clean exit at all: the script asks Slurm why the TERM came, and requeues before it is killed itself."""
+    job = start("hang", "0", slurm={"time": "0:01:00"})
+    until(lambda: "act hang" in job.log)
+    os.kill(json.loads((job.trial.dir / "fake.pid").read_text()), signal.SIGSTOP)
+    until(lambda: "requeued" in job.events, 240)
+    rerun(cluster, job, until)
+    until(lambda: job.state is State.DONE)
+    assert job.starts == [f"{job.id}.0", f"{job.id}.1"] and "SIGTERM" not in job.log
+    assert job.events == ["started", "requeued", "started", "ended"]
+    assert next(event for event in record.read(job.trial, job.id) if event["event"] == "requeued")["reason"] == "the time limit"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_cancel_in_the_last_minute_is_no_time_limit(cluster, start, until):
+    job = start("hang", "0", slurm={"time": "0:01:00"})
+    until(lambda: "act hang" in job.log)
+    time.sleep(50)
+    cluster.run("scancel", job.id)
+    until(lambda: not job.state.alive)
+    time.sleep(60)
+    assert not job.state.alive and job.starts == [f"{job.id}.0"]

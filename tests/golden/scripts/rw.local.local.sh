@@ -29,6 +29,9 @@ job_id=${1:-$job_id}
 scheduler=local steps=process restart=0 max_restarts=20
 cd "$workdir" || cd "$trial_dir"
 
+out_of_time() { false; } # there is no time limit here
+ask_again() { false; }
+
 start_again() {
   if ((restart >= max_restarts)); then
     reason="stopped $max_restarts times"
@@ -36,16 +39,19 @@ start_again() {
   fi
   record requeued "\"code\": $rc"
   restart=$((restart + 1))
+  drain_intent=$trial_dir/intent/drain-$job_id.$restart.json
 }
 
 # --- exit-code policy, the same in trial.sbatch and local.sh ------------------------------------------
 # 0 done. 75 stopped on purpose with its state saved: start again, unless a person wants the job dead or the mode is
 # disabled. Killed by a signal: the supervisor starts again in place. Anything else ends the job with that code.
-# After a TERM to this script nothing is ever started again.
+# After a TERM to this script nothing is ever started again, unless the scheduler says that the time limit sent it: a
+# requeue of a cancelled job would succeed, and bring it back to life; preemption and lost nodes the scheduler requeues itself.
 mode=auto start_mode=auto
-max_kills=5
+max_kills=5 hang_s=${HPC_RL_SUPERVISOR_HANG_S:-600}
 cancel_intent=$trial_dir/intent/cancel-$job_id.json
-supervisor_pid='' told_to_end=0 interrupted=0 rc=0 reason='' cancelled=false
+drain_intent=$trial_dir/intent/drain-$job_id.$restart.json
+supervisor_pid='' told_to_end=0 interrupted=0 rc=0 reason='' cancelled=false time_limit='' requeued=0
 
 say() { printf '%(%Y-%m-%dT%H:%M:%S%z)T job %s: %s\n' -1 "$job_id" "$*" >&2; }
 
@@ -77,24 +83,63 @@ forward() { # SIGNAL: to the supervisor
   interrupted=1
   if [[ -n $supervisor_pid ]]; then kill -s "$1" "$supervisor_pid" 2>/dev/null || true; fi
 }
-trap 'told_to_end=1; forward TERM' TERM INT HUP
-trap 'forward USR1' USR1
+# shellcheck disable=SC2329 # a trap calls it
+leave_drain_intent() { # a wish that outlives a supervisor which is killed, or does not listen yet
+  [[ -e $drain_intent ]] || printf '{"reason": "SIGUSR1", "time": %(%s)T}\n' -1 >"$drain_intent" || true
+}
+# shellcheck disable=SC2329 # a trap calls it
+told() {
+  told_to_end=1
+  forward TERM
+}
+trap told TERM INT HUP
+trap 'leave_drain_intent; forward USR1' USR1
+
+guard_supervisor() { # PID: one that does nothing at all for long (stopped, or stuck) is killed, and so started again
+  local ticks last='' stat idle_s=0 sleep_pid='' period_s=$((hang_s < 10 ? hang_s : 10))
+  trap 'kill "$sleep_pid" 2>/dev/null; exit' TERM
+  while read -r stat 2>/dev/null <"/proc/$1/stat"; do
+    sleep "$period_s" &
+    sleep_pid=$!
+    wait "$sleep_pid" || return
+    read -ra ticks <<<"${stat##*) }"
+    if [[ ${ticks[11]}.${ticks[12]} == "$last" ]]; then idle_s=$((idle_s + period_s)); else idle_s=0; fi
+    last=${ticks[11]}.${ticks[12]}
+    if ((idle_s >= hang_s)); then
+      say "the supervisor did nothing for $idle_s s: it is killed"
+      kill -s KILL "$1" 2>/dev/null || true
+    fi
+  done
+}
+
+look_for_time_limit() { # once, after a TERM: if it was the time limit's, ask to go on later, and do it now: KILL may follow soon
+  if [[ -n $time_limit ]]; then return; fi
+  time_limit=no
+  if ! out_of_time; then return; fi # out_of_time and ask_again are the scheduler's own, above
+  time_limit=yes
+  if [[ $mode != disabled && ! -e $cancel_intent ]] && ask_again '"reason": "the time limit"'; then requeued=1; fi
+}
 
 wait_for() { # PID: to its end; its code is in `rc`
   while :; do # a trap makes wait return early, and bash still knows the code of a process that ended meanwhile
     interrupted=0 rc=0
     wait "$1" || rc=$?
     ((interrupted)) || break
+    if ((told_to_end)); then look_for_time_limit; fi
   done
 }
 
 run_supervisor() {
+  local guard_pid
   # USR1 is ignored until the supervisor handles it: a nudge must not kill it while it starts.
   (trap '' USR1; HPC_RL_SCRIPT_PID=$$ exec "$python" -m hpc_rl.app.supervisor --trial_dir "$trial_dir" --attempt "$job_id.$restart" --steps "$steps") </dev/null &
   supervisor_pid=$!
+  guard_supervisor "$supervisor_pid" </dev/null >/dev/null &
+  guard_pid=$!
   if ((told_to_end)); then forward TERM; fi
   wait_for "$supervisor_pid"
   supervisor_pid=''
+  kill "$guard_pid" 2>/dev/null || true
 }
 
 run_attempt() { # the supervisor, again in place while something kills it
@@ -112,10 +157,14 @@ run_attempt() { # the supervisor, again in place while something kills it
 may_start_again() { # else `reason` says why not
   if ((rc == 0)); then
     reason='done'
-  elif ((told_to_end)); then
-    reason='told to end by a signal' cancelled=true
+  elif ((requeued)); then
+    return 0
   elif [[ -e $cancel_intent ]]; then
     reason='cancelled by a person' cancelled=true
+  elif ((told_to_end)) && [[ $time_limit == yes ]]; then
+    reason='the time limit was reached, and it could not be started again'
+  elif ((told_to_end)); then
+    reason='told to end by a signal' cancelled=true
   elif ((rc > 128)); then
     reason='the supervisor was killed too often'
   elif ((rc != 75)); then

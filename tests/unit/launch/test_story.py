@@ -146,7 +146,9 @@ def test_before_anything_has_started(fake_trial):
     assert tell(fake_trial.trial).state == "rendered"
     fake_trial.job("7")
     assert tell(fake_trial.trial).state == "unknown"
-    assert tell(fake_trial.trial, JobState("7", State.PENDING, reason="Resources")).reason == "waits to be started (Resources)"
+    assert tell(fake_trial.trial, JobState("7", State.PENDING, reason="Resources")).reason == (
+        "waits to be started (Resources: no nodes are free)"
+    )
     assert tell(fake_trial.trial, JobState("7", State.RUNNING)).state == "running"
     fake_trial.script_said("7", "ended", code=1, reason="python is not there")
     story = tell(fake_trial.trial)
@@ -261,3 +263,16 @@ def test_a_reader_follows_what_grows(fake_trial):
     assert reader.read().step == 6
     fake_trial.exited("7.0", "trainer", -9)
     assert not next(role for role in reader.read().attempts[0].roles if role.role == "trainer").running
+
+
+@pytest.mark.parametrize(
+    ("native", "state", "words"),
+    [
+        ("TIMEOUT", State.TIMEOUT, "the scheduler says TIMEOUT TimeLimit: it ran into its time limit"),
+        ("PREEMPTED", State.PREEMPTED, "the scheduler says PREEMPTED TimeLimit: it was ended for a job of higher priority"),
+        ("NODE_FAIL", State.NODE_FAIL, "the scheduler says NODE_FAIL TimeLimit: it lost a node"),
+    ],
+)
+def test_an_end_without_a_word_is_told_in_the_schedulers_words_and_in_ours(fake_trial, native, state, words):
+    fake_trial.run_to(3)
+    assert tell(fake_trial.trial, JobState("7", state, native, "TimeLimit")).reason == words

@@ -6,12 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.launch.recover import End, drain_time, pause_s, unit_end
+from hpc_rl.errors import FailureClass
+from hpc_rl.launch.failures import End
+from hpc_rl.launch.recover import drain_time, pause_s, unit_end
 from hpc_rl.launch.supervisor import (
     DRAIN_GRACE_S,
     END_GRACE_S,
     LAST_GRACE_S,
+    STACKS_S,
     AskToStop,
+    Avoid,
+    DumpStacks,
     Finish,
     Kill,
     Phase,
@@ -40,6 +45,8 @@ class World:
         self.running: dict[tuple[str, int], int] = {}
         self.asked: list[tuple[str, int]] = []
         self.killed: list[tuple[str, int]] = []
+        self.dumped: list[tuple[tuple[str, int], bool]] = []
+        self.avoided: list[str] = []
         self.records: list[Record] = []
         self.finish: Finish | None = None
 
@@ -57,15 +64,26 @@ class World:
                     self.asked.append(key)
                 case Kill(key):
                     self.killed.append(key)
+                case DumpStacks(key, hangs):
+                    self.dumped.append((key, hangs))
+                case Avoid(nodes, _):
+                    self.avoided += nodes
                 case Record():
                     self.records.append(action)
                 case Finish():
                     assert self.finish is None, "finished twice"
                     self.finish = action
 
-    def end(self, key, code: int, after_s: float = 1.0, reason: str = "") -> None:
+    def end(self, key, code: int, after_s: float = 1.0, reason: str = "", **more) -> None:
         self.now += after_s
-        self.do(self.machine.exited(self.now, key, self.running.pop(key), End(code, reason)))
+        self.do(self.machine.exited(self.now, key, self.running.pop(key), End(code, reason, **more)))
+
+    def hang(self, key) -> None:
+        """Found to hang, its stacks written, killed."""
+        self.do(self.machine.hung(self.now, key, "nothing moved"))
+        self.pass_time(STACKS_S)
+        assert self.killed.pop() == key
+        self.end(key, 137, after_s=0.1)
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -274,6 +292,80 @@ def test_who_lost_the_trial_kills_without_saving(world):
     assert world.finish.code == 70
 
 
+def test_who_hangs_is_killed_once_everybody_has_written_down_where_it_is(world):
+    world.do(world.machine.hung(world.now, TRAINER, "nothing moved for 300 s"))
+    assert dict(world.dumped) == {SERVER_0: False, SERVER_1: False, ROLLOUT: False, TRAINER: True}
+    assert not world.killed
+    world.do(world.machine.hung(world.now, TRAINER, "still"))
+    assert len(world.dumped) == 4, "once is enough"
+    world.pass_time(STACKS_S)
+    assert world.killed == [TRAINER]
+    world.end(TRAINER, 137, after_s=0.1)
+    world.pass_time(1)
+    assert world.running[TRAINER] == 1 and world.machine.failures == 1
+    [ended] = [record for record in world.records if record.event == "exited"]
+    assert ended.details["reason"] == "nothing moved for 300 s" and ended.details["class"] == "infrastructure"
+
+
+@pytest.mark.parametrize("key", [TRAINER, ROLLOUT])
+def test_hangs_without_progress_use_up_the_retries_whoever_hangs(key):
+    world = World(retries=2).begin()
+    for _ in range(2):
+        world.hang(key)
+        world.pass_time(100)
+        assert key in world.running
+    world.do(world.machine.progressed(7))
+    for _ in range(2):
+        world.hang(key)
+        world.pass_time(100)
+    world.hang(key)
+    assert key not in world.running
+    world.all_end()
+    assert world.finish.code == 70 and "nothing moved" in world.finish.reason and "hpc-rl recover" in world.finish.reason
+
+
+def test_a_trainer_that_lost_its_node_needs_other_nodes(world):
+    world.end(TRAINER, 143, reason="lost its node", failure=FailureClass.NODE, nodes=("n3",))
+    assert world.avoided == ["n3"] and world.asked == [SERVER_0, SERVER_1, ROLLOUT]
+    world.all_end()
+    assert world.finish.code == 75 and "other nodes are needed" in world.finish.reason
+
+
+def test_a_lost_node_costs_a_replica_and_all_of_them_cost_the_attempt(world):
+    world.end(SERVER_0, 143, reason="lost its node", failure=FailureClass.NODE, nodes=("n3",))
+    world.pass_time(60)
+    assert SERVER_0 not in world.running and TRAINER in world.running and world.avoided == ["n3"]
+    world.end(SERVER_1, 143, reason="lost its node", failure=FailureClass.NODE, nodes=("n4",))
+    assert world.asked == [TRAINER]
+    world.end(TRAINER, 75)
+    world.all_end()
+    assert world.finish.code == 75 and world.avoided == ["n3", "n4"]
+
+
+def test_unusable_data_of_the_rollout_role_ends_all_after_the_trainer_has_saved(world):
+    world.end(ROLLOUT, 70, reason="all prompts rejected", failure=FailureClass.DATA)
+    assert world.asked == [TRAINER]
+    world.end(TRAINER, 75)
+    world.all_end()
+    assert world.finish.code == 70 and "look at the data" in world.finish.reason
+
+
+def test_a_trainer_that_finds_no_more_work_before_the_end_of_the_job_stopped_for_that(world):
+    world.machine.last_call("the job's time is nearly over")
+    world.end(TRAINER, 75)
+    world.all_end()
+    assert world.finish == Finish(75, "the job's time is nearly over")
+
+
+def test_a_trainer_with_long_steps_gets_the_time_for_one(world):
+    world.machine.drain_grace_s = 900
+    world.stop()
+    world.pass_time(899)
+    assert not world.killed
+    world.pass_time(2)
+    assert world.killed == [TRAINER]
+
+
 def test_an_end_of_an_older_incarnation_is_ignored(world):
     assert world.machine.exited(world.now, TRAINER, 7, End(70, "")) == []
     assert world.machine.phase is Phase.RUNNING
@@ -290,9 +382,14 @@ def test_whatever_happens_it_ends_once_and_starts_nothing_twice(data):
     world = World(mode=data.draw(st.sampled_from(["auto", "fault", "resume", "disabled"])), retries=1).begin()
     codes = st.sampled_from([0, 1, 3, 70, 75, 78, 137, 143])
     for _ in range(data.draw(st.integers(1, 25))):
-        what = data.draw(st.sampled_from(["end", "time", "stop", "progress", "abandon"] if world.finish is None else ["time"]))
+        what = data.draw(
+            st.sampled_from(["end", "time", "stop", "progress", "abandon", "hung"] if world.finish is None else ["time"])
+        )
         if what == "end" and world.running:
-            world.end(data.draw(st.sampled_from(sorted(world.running))), data.draw(codes), data.draw(st.sampled_from([1, 70])))
+            key, failure = data.draw(st.sampled_from(sorted(world.running))), data.draw(st.sampled_from(FailureClass))
+            world.end(key, data.draw(codes), data.draw(st.sampled_from([1, 70])), failure=failure)
+        elif what == "hung":
+            world.do(world.machine.hung(world.now, data.draw(st.sampled_from(sorted(world.machine.slots))), "x"))
         elif what == "stop":
             world.stop()
         elif what == "progress":
@@ -352,5 +449,5 @@ def test_pauses():
 
 
 def test_draining_begins_early_enough_but_not_in_the_first_half():
-    assert drain_time(0, 7200, longest_step_s=20, longest_save_s=5) == 7200 - 60 - 40 - 10 - 30
+    assert drain_time(0, 7200, step_s=20, save_s=6) == 7200 - 20 - 9 - 30
     assert drain_time(100, 200, 20, 5) == 150

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_rl.datasets.encode import Prompt
 from hpc_rl.errors import RoleFailed, Stale
-from hpc_rl.rollout.driver import Driver, OutOfStep, Trimmed
+from hpc_rl.rollout.driver import Driver, OutOfStep, OutOfTime, Trimmed
 from hpc_rl.rollout.ledger import segments
 from hpc_rl.rollout.restore import read_state
 from hpc_rl.rollout.sequencer import Rules, Sequencer
@@ -61,9 +61,9 @@ class Instant:
         self.cancelled.append(ticket)
 
 
-def make(folder, fate=None, num_rows: int = 50, **rules) -> Driver:
+def make(folder, fate=None, num_rows: int = 50, left_s=lambda: None, **rules) -> Driver:
     rules = {"batch_size": 2, "max_concurrent": 4, "eta": 1, **rules}
-    driver = Driver(folder, Sequencer(Rules(**rules)), Prompts(num_rows), Prompts(5))
+    driver = Driver(folder, Sequencer(Rules(**rules)), Prompts(num_rows), Prompts(5), left_s)
     driver.executor = Instant(driver, fate)
     return driver
 
@@ -253,3 +253,23 @@ async def test_an_evaluation_that_can_never_end_is_refused(tmp_path):
     with pytest.raises(Stale, match="lineage 1"):
         await first
     await waiting.close()
+
+
+async def test_a_batch_that_cannot_come_any_more_is_said_not_to_come(tmp_path):
+    left: list[float | None] = [None]
+    driver = make(tmp_path, left_s=lambda: left[0])
+    assert decode(await driver.batch(1, 0, 5)).step == 1
+    left[0] = -1.0
+    while True:
+        try:
+            await driver.batch(driver.core.top + 1, 0, 5)
+        except OutOfTime:
+            break
+    made, issued = driver.core.top, driver.core.next_index
+    assert made >= 1 and driver.status()["last_call"]
+    assert decode(await driver.batch(made, 0, 5)).step == made, "what was cut is there all the same"
+    left[0] = 1000.0
+    assert driver.last_call.taken_back()
+    driver._pump()
+    assert decode(await driver.batch(made + 1, 0, 5)).step == made + 1 and driver.core.next_index > issued
+    await driver.close()

@@ -227,3 +227,10 @@ def test_a_job_of_another_host_is_not_judged(fake_trial):
     assert scheduler.states(["local-1", "local-2"])["local-1"].state is State.UNKNOWN
     with pytest.raises(SchedulerError, match="elsewhere"):
         scheduler.cancel("local-1")
+
+
+def test_a_supervisor_that_does_nothing_for_long_is_killed_and_starts_again(start, monkeypatch):
+    monkeypatch.setenv("HPC_RL_SUPERVISOR_HANG_S", "1")
+    job = start("hang", "0")
+    job.until(lambda: not job.state.alive, 60)
+    assert job.state is State.DONE and job.events == ["started", "supervisor_killed", "ended"]

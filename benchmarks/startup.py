@@ -1,0 +1,119 @@
+"""From `hpc-rl submit` to the first training step: where the time goes, by the trial's own records.
+
+    python benchmarks/startup.py [--cluster] [--scheduler slurm|local] [--runs 3] [--out benchmarks/results/startup.json]
+
+Submits toy GRPO trials one after the other and reads, for each, when the job started (jobs/<id>.state), when the server's log
+says that it is up and that it serves, when the first batch was sealed, when the first step was logged. All times are of this one
+host's clock. The toy's model loads in no time: what is seen is the start of processes, imports and rendezvous. `--cluster`
+starts the tests' private Slurm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import hpc_rl
+from hpc_rl.schedulers import record
+from hpc_rl.stats.read import JsonLines
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests" / "slurm"), str(ROOT / "tests" / "faults")]  # the tests' toy trials and their Slurm
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scheduler", default="slurm", choices=("slurm", "local"))
+    parser.add_argument("--cluster", action="store_true", help="start the tests' private Slurm of 4 nodes")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "startup.json")
+    args = parser.parse_args()
+    from kill_anything import READY, make_toy
+
+    with tempfile.TemporaryDirectory(prefix="hpcrl-startup-") as folder, private_cluster(args.cluster):
+        make_toy(Path(folder))
+        options: dict[str, object] = {**READY, "allocation_mode": "embedded:d1+fsdp:d1", "cluster.n_nodes": args.nodes}
+        runs = [measure(Path(folder), f"run-{number}", options, args.scheduler) for number in range(args.runs)]
+    result = {
+        "what": "seconds from hpc-rl submit to the first training step, split at what each stage waits for",
+        "command": " ".join(["python", "benchmarks/startup.py", *sys.argv[1:]]),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {"cpus": os.cpu_count(), "load": os.getloadavg(), "platform": platform.platform()},
+        "versions": {"hpc_rl": hpc_rl.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "scheduler": args.scheduler,
+        "nodes": args.nodes,
+        "runs": runs,
+        "median": {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]},
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result["median"], indent=2))
+
+
+@contextlib.contextmanager
+def private_cluster(wanted: bool) -> Iterator[None]:
+    """The Slurm of the tests, for this process and what it starts."""
+    if not wanted:
+        yield
+        return
+    from cluster import Cluster
+    from packages import find_or_fetch
+
+    cluster = Cluster(Path(tempfile.mkdtemp(prefix="hpcrl-", dir="/tmp")), find_or_fetch(), 4)
+    try:
+        cluster.up()
+        os.environ.update({name: cluster.env[name] for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH") if name in cluster.env})
+        yield
+    finally:
+        cluster.down()
+
+
+def measure(folder: Path, name: str, options: dict, scheduler: str) -> dict[str, float]:
+    """Run one trial of a single step; seconds of each stage, each counted from the end of the one before, and in total."""
+    from kill_anything import Killed
+
+    submitted = time.time()
+    trial = Killed(folder, name, options, scheduler=scheduler, total_steps=1).submit()
+    returned = time.time()
+    trial.finish()
+    attempt = trial.trial.attempt(f"{trial.job_id}.0")
+    job = next(event for event in record.read(trial.trial, trial.job_id) if event["event"] == "started")
+    supervisor = next(row["time"] for row in JsonLines(attempt.events).poll() if row["event"] == "supervisor_started")
+    seal = min((trial.trial.rollout / "batches").glob("*.seal"), key=lambda path: path.name).stat().st_mtime
+    step = min(row["time"] for path in attempt.dir.glob("metrics.*.jsonl") for row in JsonLines(path).poll() if "step_s" in row)
+    marks = {
+        "queue (submit to script, whole seconds)": float(job["time"]),
+        "start (script to supervisor)": supervisor,
+        "server up (listening, no weights yet)": said(attempt.log("server", 0, 0), " at http"),
+        "server ready (first weights published)": said(attempt.log("server", 0, 0), "serving weights"),
+        "first batch (sealed)": seal,
+        "first step (logged)": step,
+    }
+    split, before = {"hpc-rl submit returns": returned - submitted}, submitted
+    for stage, at in marks.items():
+        split[stage], before = max(0.0, at - before), max(before, at)
+    print(f"{name}: {step - submitted:.1f} s", flush=True)
+    return {stage: round(value, 3) for stage, value in (split | {"total": step - submitted}).items()}
+
+
+def said(log: Path, words: str) -> float:
+    """When a role said something for the first time, Unix seconds."""
+    line = next(line for line in log.read_text().splitlines() if words in line)
+    return datetime.datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+
+
+if __name__ == "__main__":
+    main()

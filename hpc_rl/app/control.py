@@ -1,0 +1,117 @@
+"""What reaches a role process from outside: lines through the supervisor's pipe, and signals.
+
+Lines: `stop` (save and end when you can), `ends_in <seconds>` (the attempt is stopped then; `-` takes it back), `stacks` (write
+down where every thread is). End of the pipe: the supervisor is gone, end at once. Signals: TERM and USR2 are `stop`, a later
+TERM ends the process, USR1 is `stacks` and works whatever the interpreter is stuck in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from hpc_rl.errors import ExitCode
+
+logger = logging.getLogger(__name__)
+SAME_TERM_S = 2.0  # a scheduler's TERM may come twice, by way of the launcher too
+
+
+class Deadline:
+    """When the attempt will be stopped, by this process's monotonic clock; None while nobody has said."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self.at is None else self.at - time.monotonic()
+
+
+class Stacks:
+    """The file in which a process says where it is. USR1 writes it from C, also while the interpreter's lock is held."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = None
+        try:
+            path.parent.mkdir(exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+            faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
+        except OSError as error:  # a full disk must not keep a role from starting: it ends by itself where it must write
+            logger.warning("no stacks can be written: %s", error)
+
+    def dump(self) -> None:
+        if self._file is not None:
+            faulthandler.dump_traceback(file=self._file, all_threads=True)
+
+    def close(self) -> None:
+        """An empty file says nothing to anybody."""
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_size == 0:
+                self._path.unlink()
+
+
+def obey_signals(stopping: threading.Event) -> None:
+    """TERM and USR2 only set a flag; a TERM more than SAME_TERM_S after the first ends the process.
+
+    A thread counts the TERMs: while the main thread sits in a collective, Python's own handlers don't run.
+    """
+    owner = os.getpid()
+    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    os.set_blocking(read_end, True)
+
+    def count() -> None:
+        first: float | None = None
+        while numbers := os.read(read_end, 64):
+            if {signal.SIGTERM, signal.SIGUSR2} & set(numbers):
+                stopping.set()
+            if signal.SIGTERM in numbers:
+                first = first or time.monotonic()
+                if time.monotonic() - first > SAME_TERM_S:
+                    os._exit(ExitCode.KILLED_BY_SYSTEM)
+
+    def on_signal(_number: int, _frame: object) -> None:
+        if os.getpid() == owner:  # a child that was forked inherits this
+            stopping.set()
+
+    def forget() -> None:
+        signal.set_wakeup_fd(-1)  # Slurm signals every process of a step: what a child gets is not ours
+
+    threading.Thread(target=count, daemon=True, name="signals").start()
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=forget)
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGUSR2, on_signal)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the supervisor's to handle
+
+
+def listen(stopping: threading.Event, deadline: Deadline, stacks: Stacks) -> None:
+    """Do what the supervisor says through standard input, until its pipe closes: then the process ends."""
+    left = b""
+    while data := os.read(0, 4096):  # not by signals: those would also reach the children, which don't expect them
+        *lines, left = (left + data).split(b"\n")
+        for line in lines:
+            obey(line.decode(errors="replace").split(), stopping, deadline, stacks)
+    logger.error("the supervisor's pipe closed: ending at once")
+    os._exit(ExitCode.KILLED_BY_SYSTEM)
+
+
+def obey(words: list[str], stopping: threading.Event, deadline: Deadline, stacks: Stacks) -> None:
+    """One line of the supervisor's."""
+    match words:
+        case ["stop"]:
+            stopping.set()
+        case ["stacks"]:
+            stacks.dump()
+        case ["ends_in", "-"]:
+            deadline.at = None
+        case ["ends_in", seconds]:
+            deadline.at = time.monotonic() + float(seconds)
+        case _:
+            logger.warning("the supervisor said something that this version does not know: %s", words)

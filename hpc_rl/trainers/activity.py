@@ -1,0 +1,40 @@
+"""Activity: what rank 0 of the trainer does, shown in a small file, so that whoever watches can tell work from a hang."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+from hpc_rl.trial import write_json
+
+logger = logging.getLogger(__name__)
+PERIOD_S = 2.0
+
+
+class Activity:
+    """A thread rewrites the file while what is done changes, at most every PERIOD_S; the first time at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._now: tuple[str, int] = ("start", 0)
+        self._changes = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        threading.Thread(target=self._show, daemon=True, name="activity").start()
+
+    def does(self, what: str, step: int) -> None:
+        self._now = (what, step)
+        self._changes += 1
+
+    def _show(self) -> None:
+        shown = -1
+        while True:
+            changes, (what, step) = self._changes, self._now
+            if changes != shown:
+                try:
+                    write_json(self._path, {"doing": what, "step": step, "changes": changes, "time": time.time()})
+                    shown = changes
+                except OSError as error:  # what can't be shown now is shown in the next round
+                    logger.warning("can't show what the trainer does: %s", error)
+            time.sleep(PERIOD_S)

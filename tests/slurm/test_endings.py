@@ -1,0 +1,215 @@
+"""How a job can end, on a real Slurm with the rendered script, the real supervisor and roles of a few lines: each end follows the
+table of failures, and the story of the trial says in words what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
+
+from cluster import Cluster
+from supervised import HERE, unit
+
+from hpc_rl.config.load import Loaded, from_dict
+from hpc_rl.launch import bad_nodes
+from hpc_rl.launch.story import Story, tell
+from hpc_rl.launch.submit import submit
+from hpc_rl.plan.schema import Plan
+from hpc_rl.schedulers import record
+from hpc_rl.schedulers.base import JobSpec, State
+from hpc_rl.schedulers.slurm import SlurmScheduler
+from hpc_rl.stats.read import JsonLines
+from hpc_rl.trial import Trial, read_json, write_json
+
+pytestmark = pytest.mark.timeout(400)
+UNITS = [unit("server", nodes=(0,)), unit("trainer", nodes=(1,))]
+
+
+@dataclass
+class Job:
+    """A submitted trial with fake roles."""
+
+    cluster: Cluster
+    trial: Trial
+    id: str
+    scheduler: SlurmScheduler
+
+    @property
+    def state(self) -> State:
+        return self.scheduler.states([self.id])[self.id].state
+
+    @property
+    def story(self) -> Story:
+        return tell(self.trial, self.scheduler.states([self.id])[self.id])
+
+    def events(self, event: str, restart: int = 0) -> list[dict]:
+        rows = JsonLines(self.trial.attempt(f"{self.id}.{restart}").events).poll()
+        return [row for row in rows if row["event"] == event]
+
+    def ended(self, restart: int = 0) -> dict | None:
+        return read_json(self.trial.attempt(f"{self.id}.{restart}").ended)
+
+    def is_up(self, restart: int = 0) -> bool:
+        """Every role has said so itself."""
+        folder = self.trial.attempt(f"{self.id}.{restart}").processes
+        return {"server", "trainer"} <= {path.name.split("-")[0] for path in folder.glob("*.json")}
+
+    def shown(self) -> str:
+        return self.cluster.run("scontrol", "show", "job", "-o", self.id)
+
+    def hurry(self) -> bool:
+        """Spare a requeued job Slurm's two minutes; true once it has started again."""
+        seen = self.scheduler.states([self.id])[self.id]
+        if seen.native == "PENDING" and seen.reason == "BeginTime":
+            time.sleep(1.1)
+            with contextlib.suppress(subprocess.CalledProcessError):
+                self.cluster.run("scontrol", "update", f"jobid={self.id}", "StartTime=now")
+        return any(event["event"] == "started" and event["restart"] == 1 for event in record.read(self.trial, self.id))
+
+    def said(self) -> str:
+        return (self.trial.jobs / f"{self.id}.out").read_text()[-5000:]
+
+
+class _WithScript:
+    """Puts what the fake roles do into the trial directory before the job can start."""
+
+    name = "slurm"
+
+    def __init__(self, inner: SlurmScheduler, trial: Trial, script: dict) -> None:
+        self.inner, self.trial, self.script = inner, trial, script
+
+    def submit(self, spec: JobSpec) -> str:
+        write_json(self.trial.dir / "script.json", {"total": 3, "server": ["serve"], **self.script})
+        return self.inner.submit(spec)
+
+
+@pytest.fixture
+def start(cluster, tmp_path, monkeypatch) -> Callable[..., Job]:
+    return lambda **script: submit_to(cluster, tmp_path, monkeypatch, script)
+
+
+def submit_to(cluster: Cluster, folder: Path, monkeypatch, script: dict, slurm: dict | None = None) -> Job:
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    monkeypatch.chdir(HERE)  # the roles import the fakes from the directory of the submission
+    data = {
+        "experiment_name": "exp",
+        "trial_name": "one",
+        "cluster": {"fileroot": str(folder)},
+        "train_dataset": {"path": "/data"},
+        "model": {"path": "/model"},
+        "recover": {"mode": "auto"},
+        "launcher": {"type": "slurm", "slurm": slurm or {}},
+    }
+    plan = Plan(
+        experiment_name="exp",
+        trial_name="one",
+        trainer="sft",
+        allocation="fsdp:d1",
+        n_nodes=2,
+        n_gpus_per_node=0,
+        cpus_per_node=4,
+        mem_mb_per_node=1000,
+        device="cpu",
+        server_backend=None,
+        units=UNITS,
+        recover_mode="auto",
+        recover_retries=3,
+        python=sys.executable,
+    )
+    trial = Trial.of(folder, "me", "exp", "one")
+    scheduler = SlurmScheduler(retry_wait_s=0.1)
+    ours = _WithScript(scheduler, trial, script)
+    made = submit(Loaded(from_dict(data), {}), plan, command=["hpc-rl", "submit"], trial=trial, scheduler=ours)
+    return Job(cluster, trial, made.job_id, scheduler)
+
+
+def test_a_preempted_trial_comes_back_by_itself_and_saves_first(cluster, start, until):
+    job = start(trainer=["serve", "train"])
+    until(job.is_up, 60)
+    high = cluster.run("sbatch", "--parsable", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2").strip()
+    until(lambda: job.scheduler.states([high])[high].state is State.DONE, 60)
+    until(job.hurry, 180)
+    until(lambda: job.state is State.DONE, 60)
+    story = job.story
+    assert story.state == "done" and [one.state for one in story.attempts][-1] == "done", job.said()
+    assert "SIGTERM" in story.attempts[0].cause and "preemption" in story.attempts[0].cause
+    assert len(record.read(job.trial, job.id)) >= 3
+
+
+def test_a_trainer_whose_node_dies_goes_on_elsewhere(cluster, start, until):
+    job = start(trainer=["serve", "train"])
+    until(job.is_up, 60)
+    hosts = [f"n{number}" for number in range(1, 5) if f"n{number}" in expanded(cluster, job)]
+    doomed = hosts[1]
+    cluster.kill_node(doomed)
+    until(lambda: job.ended() is not None, 60)
+    assert job.ended()["exit_code"] == 75 and "lost its node" in job.ended()["reason"], job.said()
+    assert job.events("exited")[0]["class"] == "node"
+    assert list(bad_nodes.current(job.trial, time.time())) == [doomed]
+    until(lambda: "ExcNodeList=(null)" not in job.shown(), 30)
+    assert re.search(rf"ExcNodeList={doomed}\b", job.shown())
+    until(job.hurry, 180)
+    until(lambda: job.state is State.DONE, 60)
+    story = job.story
+    assert story.state == "done" and doomed not in expanded(cluster, job)
+    assert "other nodes are needed" in story.attempts[0].cause
+
+
+def expanded(cluster: Cluster, job: Job) -> list[str]:
+    return cluster.run("scontrol", "show", "hostnames", job.scheduler.states([job.id])[job.id].nodes).split()
+
+
+def test_a_plain_scancel_stays_dead_and_is_told(cluster, start, until):
+    job = start(trainer=["serve"])
+    until(job.is_up, 60)
+    cluster.run("scancel", job.id)
+    until(lambda: not job.state.alive, 60)
+    time.sleep(2)
+    assert job.state is State.CANCELLED and "Restarts=0" in job.shown(), job.said()
+    story = job.story
+    assert story.state != "done" and story.over
+    assert "SIGTERM of the scheduler: a cancel" in story.reason or "CANCELLED" in story.reason
+
+
+@pytest.fixture
+def memory_cluster(running_cluster, tmp_path_factory, monkeypatch) -> Iterator[Cluster]:
+    """A cluster that measures the memory of steps, and kills those that use more than they have."""
+    import shutil
+    import tempfile
+
+    here = Path(tempfile.mkdtemp(prefix="hpcrl-", dir="/tmp"))
+    gather = "JobAcctGatherType=jobacct_gather/linux\nJobAcctGatherFrequency=task=1\nJobAcctGatherParams=OverMemoryKill\n"
+    one = Cluster(here, running_cluster.slurm, 2, extra_conf=gather, without=("JobAcctGather",))
+    try:
+        one.up()
+        for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
+            monkeypatch.delenv(name)
+        for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH"):
+            if name in one.env:
+                monkeypatch.setenv(name, one.env[name])
+        yield one
+    finally:
+        one.down()
+        shutil.rmtree(here, ignore_errors=True)
+
+
+def test_a_step_killed_for_memory_says_so_though_the_job_does_not(memory_cluster, tmp_path, monkeypatch, until):
+    job = submit_to(memory_cluster, tmp_path, monkeypatch, {"trainer": ["eat"]})
+    until(lambda: job.ended() is not None, 120)
+    ends = [row for row in job.events("exited") if row["role"] == "trainer"]
+    assert [row["class"] for row in ends] == ["out of memory"] * 2, job.said()
+    assert "exceeded" in ends[0]["reason"] and "memory limit" in ends[0]["reason"]
+    assert job.ended()["exit_code"] == 70 and "give it more memory" in job.ended()["reason"]
+    until(lambda: not job.state.alive, 30)
+    assert job.state is State.FAILED, "Slurm itself never says OUT_OF_MEMORY here"
+    assert job.story.state == "failed" and "too much memory" in job.story.reason

@@ -1,0 +1,89 @@
+"""A job that is too short for its trial: it stops by itself in time, is requeued, goes on, and no step is lost or repeated."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from kill_anything import READY, Killed, Trials, make_toy, short_name
+
+from hpc_rl.launch.story import tell
+from hpc_rl.launch.wall_time import SITE_END
+from hpc_rl.schedulers import record
+from hpc_rl.schedulers.slurm import SlurmScheduler
+from hpc_rl.trial import read_json
+
+pytestmark = pytest.mark.timeout(600)
+SLOW_REWARD = """import time
+def score(prompt, completion, **columns):
+    time.sleep(0.08)
+    return sum(map(ord, completion)) % 7 / 7
+"""
+WINDOW_S = 36  # from the submission to what the supervisor takes for the end of the job
+
+
+@pytest.fixture
+def trials(cluster, tmp_path, request) -> Iterator[Trials]:
+    trials = Trials(make_toy(tmp_path), short_name(request.node.name))
+    with hurrying(cluster):
+        yield trials
+    trials.end_all()
+
+
+@contextlib.contextmanager
+def hurrying(cluster) -> Iterator[None]:
+    """Requeued jobs are spared Slurm's two minutes."""
+    over = threading.Event()
+
+    def hurry() -> None:
+        while not over.wait(1.0):
+            with contextlib.suppress(subprocess.SubprocessError):
+                for line in cluster.run("squeue", "-h", "-t", "pending", "-o", "%i %r").splitlines():
+                    job_id, reason = line.split()
+                    if reason == "BeginTime":
+                        time.sleep(1.1)  # in the second of the revoked credential a start fails, and is put off again
+                        cluster.run("scontrol", "update", f"jobid={job_id}", "StartTime=now")
+
+    thread = threading.Thread(target=hurry, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def restarts(one: Killed) -> list[int]:
+    return [event["restart"] for event in record.read(one.trial, one.job_id) if event["event"] == "started"]
+
+
+def test_a_job_whose_time_is_nearly_over_saves_is_requeued_and_goes_on(trials, monkeypatch):
+    monkeypatch.setenv(SITE_END, str(int(time.time()) + WINDOW_S))
+    one = trials.start(READY, scheduler="slurm", total_steps=60)
+    one.finish().promises.check()
+    assert restarts(one) == [0, 1]
+    ended = read_json(one.trial.attempt(f"{one.job_id}.0").ended)
+    assert ended["exit_code"] == 75 and "time is nearly over" in ended["reason"]
+    story = tell(one.trial, SlurmScheduler().states([one.job_id])[one.job_id])
+    assert "time is nearly over" in story.attempts[0].cause and story.attempts[1].state == "done"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(5400)
+def test_a_trial_of_four_time_limits_finishes_over_several_requeues(trials):
+    (trials.folder / "slow_reward.py").write_text(SLOW_REWARD)
+    options = {**READY, "launcher.slurm.time": "'0:03:00'", "recover.freq_steps": 50, "evaluator.freq_steps": 200}
+    options |= {"rollout.reward_fn": "slow_reward:score"}
+    one = trials.start(options, scheduler="slurm", total_steps=700)
+    one.until(lambda: one.over, 5000)
+    one.finish().promises.check()
+    attempts = restarts(one)
+    assert len(attempts) >= 4 and attempts == list(range(len(attempts)))
+    for restart in attempts[:-1]:
+        ended = read_json(one.trial.attempt(f"{one.job_id}.{restart}").ended)
+        assert ended["exit_code"] == 75 and "time is nearly over" in ended["reason"], "none was ended by Slurm"
+    assert one.promises.steps_repeated() == 0, "each stop saved the last step that it had trained"

@@ -1,0 +1,30 @@
+"""Nodes that failed are avoided for a while, by requeues and by later submissions."""
+
+from __future__ import annotations
+
+from hpc_rl.launch import bad_nodes
+from hpc_rl.trial import Trial, write_json
+
+
+def test_nodes_are_kept_until_their_time_is_over(tmp_path):
+    trial = Trial(tmp_path / "u" / "e" / "t")
+    trial.make_dirs()
+    assert bad_nodes.current(trial, 0) == {} and bad_nodes.merged(None, trial, 0) is None
+    bad_nodes.add(trial, "7.0", ["n3"], "lost", now=0, hours=2)
+    bad_nodes.add(trial, "7.1", ["n1", "n2"], "lost", now=3600, hours=2)
+    bad_nodes.tell_script(trial, "7", 3600)
+    assert trial.exclude("7").read_text() == "n1,n2,n3\n"
+    assert bad_nodes.merged("n9", trial, 3600) == "n9,n1,n2,n3"
+    assert list(bad_nodes.current(trial, 7300)) == ["n1", "n2"]
+    assert bad_nodes.current(trial, 7300)["n1"] == {"until": 10800, "since": 3600, "reason": "lost", "attempt": "7.1"}
+    assert bad_nodes.merged("n9", trial, 99999) == "n9"
+
+
+def test_a_torn_or_foreign_file_is_no_file(tmp_path):
+    trial = Trial(tmp_path / "u" / "e" / "t")
+    trial.make_dirs()
+    for content in ("{", '{"nodes": 7}', '{"nodes": {"n1": 3, "n2": {"until": "x"}}}', "[]"):
+        trial.bad_nodes.write_text(content)
+        assert bad_nodes.current(trial, 0) == {}
+    write_json(trial.bad_nodes, {"nodes": {}})
+    assert bad_nodes.add(trial, "7.0", ["n1"], "lost", now=0, hours=0) and not bad_nodes.current(trial, 0)

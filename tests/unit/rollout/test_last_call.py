@@ -1,0 +1,47 @@
+"""Near the end of the job nothing is issued that could not be finished; an extension takes that back."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hpc_rl.rollout.client import RolloutClient
+from hpc_rl.rollout.last_call import LastCall
+
+
+class Clock:
+    now = 0.0
+    left_s: float | None = None
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_takes_longer_than_is_left_is_not_begun():
+    clock = Clock()
+    call = LastCall(lambda: clock.left_s, clock)
+    clock.left_s = 0.5
+    assert not call.holds(), "nobody knows yet how long a prompt takes"
+    for ticket in range(20):
+        call.begun(ticket)
+    clock.now = 10.0
+    for ticket in range(19):
+        call.finished(ticket)
+    call.forget([19, 20])
+    call.finished(19)
+    clock.left_s = None
+    assert call.usual_s == 10 and not call.holds()
+    clock.left_s = 10.1
+    assert not call.holds()
+    clock.left_s = 9.9
+    assert call.holds() and call.holding and not call.taken_back()
+    clock.left_s = 300
+    assert call.taken_back() and not call.holding and not call.taken_back()
+
+
+@pytest.mark.parametrize("stopping", [None, threading.Event()])
+def test_the_trainer_gets_no_batch_then(stopping):
+    client = RolloutClient(None, {"data": "x", "control": "y"})  # type: ignore[arg-type]
+    client._request = lambda *_: (205, b"")  # type: ignore[method-assign]
+    assert client.batch(1, 0, stopping) is None

@@ -1,0 +1,87 @@
+"""Every word of Slurm's has a meaning and a class, whatever form it comes in; any other word is unknown, never an exception."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_rl.errors import FailureClass
+from hpc_rl.schedulers.base import State
+from hpc_rl.schedulers.slurm_states import REASONS, WORDS, find, parse, why_pending
+
+# Of job_state_string and job_state_string_compact, and the flags of slurm/slurm.h; 22.05 to 25.11.
+ENDS = {
+    "COMPLETED CD": (State.DONE, None),
+    "CANCELLED CA": (State.CANCELLED, FailureClass.USER),
+    "FAILED F": (State.FAILED, None),
+    "TIMEOUT TO": (State.TIMEOUT, FailureClass.WALL_TIME),
+    "NODE_FAIL NF": (State.NODE_FAIL, FailureClass.NODE),
+    "PREEMPTED PR": (State.PREEMPTED, FailureClass.PREEMPTION),
+    "BOOT_FAIL BF": (State.NODE_FAIL, FailureClass.NODE),
+    "DEADLINE DL": (State.TIMEOUT, FailureClass.WALL_TIME),
+    "OUT_OF_MEMORY OOM": (State.OUT_OF_MEMORY, FailureClass.OUT_OF_MEMORY),
+    "RECONFIG_FAIL": (State.NODE_FAIL, FailureClass.NODE),
+    "REVOKED RV": (State.CANCELLED, FailureClass.INFRASTRUCTURE),
+}
+ALIVE = {
+    State.PENDING: "PENDING PD CONFIGURING CF REQUEUED RQ REQUEUE_HOLD RH SPECIAL_EXIT SE REQUEUE_FED RF RESV_DEL_HOLD RD "
+    "POWER_UP_NODE LAUNCH_FAILED EXPEDITING",
+    State.RUNNING: "RUNNING R SUSPENDED S COMPLETING CG RESIZING RS SIGNALING SI STAGE_OUT SO STOPPED ST UPDATE_DB",
+}
+HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD", "LAUNCH_FAILED")
+
+
+@pytest.mark.parametrize(("words", "expected"), ENDS.items(), ids=list(ENDS))
+def test_ends_and_their_classes(words, expected):
+    for word in words.split():
+        assert (parse(word), find(word).failure) == expected
+        assert parse(word.lower()) is expected[0]
+
+
+@pytest.mark.parametrize("word", " ".join(ALIVE.values()).split())
+def test_what_waits_or_still_holds_nodes_is_alive(word):
+    assert word in ALIVE[parse(word)].split() and parse(word).alive
+    assert find(word).failure is (FailureClass.INFRASTRUCTURE if find(word).name in HELD else None)
+
+
+def test_the_table_has_these_words_and_no_others():
+    known = {name for words in (*ENDS, *ALIVE.values()) for name in words.split()}
+    assert {name for word in WORDS for name in (word.name, word.short) if name} == known
+    assert sum(not word.is_flag for word in WORDS) == 12 and all(word.meaning for word in WORDS)
+
+
+@pytest.mark.parametrize(
+    ("native", "state"),
+    [
+        ("CANCELLED by 1000", State.CANCELLED),
+        ("CANCELLED+", State.CANCELLED),  # cut by sacct's column
+        ("OUT_OF_ME+", State.OUT_OF_MEMORY),
+        ("REQUEUE_H+", State.PENDING),
+        ("COMPLETED+", State.DONE),
+        ("COMP+", State.UNKNOWN),  # COMPLETED or COMPLETING
+        ("PENDING,REQUEUED", State.PENDING),
+        ("NODE_FAIL|REQUEUED", State.PENDING),  # the flag says that it comes back
+        ("TIMEOUT COMPLETING", State.RUNNING),
+        ("BRAND_NEW", State.UNKNOWN),
+        ("?", State.UNKNOWN),
+        ("", State.UNKNOWN),
+        ("RUNNING,BRAND_NEW", State.RUNNING),
+    ],
+)
+def test_the_forms_in_which_words_come(native, state):
+    assert parse(native) is state
+
+
+@given(st.text(max_size=30))
+def test_no_text_is_an_exception(text):
+    assert parse(text) in State
+    assert why_pending(text)[1] is not None
+
+
+def test_why_a_job_waits():
+    assert why_pending("(BeginTime)")[0] is None and "two minutes" in why_pending("BeginTime")[1]
+    assert why_pending("AssocGrpCpuLimit")[0] is FailureClass.USER and "AssocGrpCpuLimit" in why_pending("AssocGrpCpuLimit")[1]
+    assert why_pending("ReqNodeNotAvail, UnavailableNodes:n[1-2]")[0] is FailureClass.INFRASTRUCTURE
+    assert why_pending("SomethingNew") == (None, "SomethingNew")
+    assert REASONS["DependencyNeverSatisfied"][0] is FailureClass.USER
