@@ -22,7 +22,6 @@ from hpc_rl import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests" / "unit" / "config" / "areal" / "gsm8k_grpo.yaml"
-NO_IMAGES = ["launcher.slurm.trainer_image=null", "launcher.slurm.inference_server_image=null", "launcher.slurm.mount=''"]
 LOAD = """
 import sys
 from hpc_rl.config.check import check
@@ -48,7 +47,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    words = [str(FILE), *NO_IMAGES]
+    words = [str(FILE)]
     commands = {
         "python": ["-c", "pass"],
         "load": ["-c", LOAD, *words],

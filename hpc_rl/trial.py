@@ -159,6 +159,10 @@ class Trial:
     def job(self, job_id: str) -> Path:
         return self.jobs / f"{job_id}.json"
 
+    def successor(self, job_id: str, restart: int) -> Path:
+        """`{"job_id", "after", "time"}` of the job that goes on with this submission as its start number `restart`."""
+        return self.jobs / f"{job_id}.next-{restart:04d}"
+
     @property
     def intent(self) -> Path:
         return self.dir / "intent"
@@ -187,6 +191,11 @@ class Trial:
     @property
     def attempts(self) -> Path:
         return self.dir / "attempts"
+
+    @property
+    def server_attempts(self) -> Path:
+        """Attempts of the tasks of a server array, `<array job>_<task>.<restart>`: no lineage, no metrics, only servers."""
+        return self.dir / "server_attempts"
 
     def attempt(self, attempt: str) -> Attempt:
         return Attempt(self, attempt)
@@ -264,7 +273,7 @@ class Attempt:
 
     @property
     def dir(self) -> Path:
-        return self.trial.attempts / self.id
+        return (self.trial.server_attempts if "_" in self.id else self.trial.attempts) / self.id
 
     @property
     def events(self) -> Path:

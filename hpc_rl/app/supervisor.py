@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_rl import log
 from hpc_rl.config.load import from_dict
+from hpc_rl.config.root import Config
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialBusy
 from hpc_rl.launch.driver import Driver
+from hpc_rl.launch.server_job import ServerJob
 from hpc_rl.launch.steps import open_steps
 from hpc_rl.launch.wall_time import JobEndTime
 from hpc_rl.name_resolve import open_names
+from hpc_rl.name_resolve.base import NameResolve
 from hpc_rl.plan.schema import Plan
-from hpc_rl.trial import Trial, read_json, write_json
+from hpc_rl.trial import Attempt, Trial, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +43,10 @@ def main() -> int:
         plan = Plan.from_json(plan_data)
         config = from_dict(config_data)
         names = open_names(trial, config)
+        if "_" in attempt.id:
+            return _server_job(attempt, plan, config, names, args.steps)
+        if plan.layout == "jobs":  # the rest runs in jobs of its own
+            plan = replace(plan, units=plan.units_on(plan.groups[0].nodes))
         return Driver(attempt, plan, open_steps(args.steps, plan), names, JobEndTime(), config.recover).run()
     except HpcRlError as error:
         logger.error("%s", error)
@@ -51,6 +60,14 @@ def main() -> int:
     except OSError as error:
         logger.error("the trial directory can't be used: %s", error)
         return ExitCode.CANNOT_WRITE
+
+
+def _server_job(attempt: Attempt, plan: Plan, config: Config, names: NameResolve, kind: str) -> int:
+    """One server node of layout `jobs`: the task of the array says which."""
+    node = plan.groups[1].nodes[int(os.environ["HPC_RL_ARRAY_TASK"])]
+    serves, idle_s = os.environ.get("HPC_RL_TRIAL_JOB", ""), config.launcher.slurm.servers.idle_s
+    steps = open_steps(kind, plan)
+    return ServerJob(attempt, plan, plan.units_on([node]), steps, names, serves, idle_s, JobEndTime()).run()
 
 
 if __name__ == "__main__":

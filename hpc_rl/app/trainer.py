@@ -26,7 +26,7 @@ def body(context: Context) -> int:
     names = open_names(context.trial, context.config)
     device = device_of(context)
     meet = Rendezvous(names, keys.rendezvous(context.attempt.id, context.incarnation))
-    distributed.init_ranks(context.rank, context.num_ranks, device, meet.publish, meet.find, COLLECTIVE_TIMEOUT_S)
+    distributed.init_ranks(context.rank, context.num_ranks, device, meet.publish, meet.find, COLLECTIVE_TIMEOUT_S, JOIN_TIMEOUT_S)
     log_start(context, "all ranks have joined")
     ranks = Ranks()
     who = (context.trial, context.attempt, context.incarnation, context.config, context.tokens)

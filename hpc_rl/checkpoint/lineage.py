@@ -214,6 +214,8 @@ def _history(trial: Trial, attempt_id: str, own: list[LineageRecord], found: lis
     submission = own[-1].submission if own else submission_of(attempt_id)
     newest = max([one.lineage for one in found] + [one.from_lineage for one in own if one.from_lineage is not None], default=-1)
     failed, fruitful = _failures(trial, submission)
+    made = max(((_restart(one.attempt), one.incarnation) for one in own if one.lineage <= newest), default=(-1, -1))
+    failed = [past for past in failed if _order(past) >= made]  # a supervisor that was killed may have missed the progress
     silent = [one for one in own if one.lineage > newest and (_restart(one.attempt), one.incarnation) > fruitful]
     starts = [PastStart(one.attempt, one.incarnation, *_end(trial, one, attempt_id)) for one in silent]
     return tuple(sorted({_order(past): past for past in [*starts, *failed]}.values(), key=_order))

@@ -15,6 +15,7 @@ WORDS = {
     Outcome.REMOVED: "had not started; it is taken out of the queue",
     Outcome.DRAINING: "finishes its step, saves its state and ends; nothing starts it again",
     Outcome.KILLED: "is being ended by the scheduler: it saves its state if that fits the scheduler's grace, then it is killed",
+    Outcome.SERVERS: "(servers) is taken away by the scheduler; servers hold no state",
     Outcome.UNSURE: "is not known to the scheduler; should it still run, it ends as soon as it sees the wish",
 }
 

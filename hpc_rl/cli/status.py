@@ -15,6 +15,7 @@ from hpc_rl.launch import index
 from hpc_rl.launch.ask import Answer, ask
 from hpc_rl.launch.incarnations import RoleStory
 from hpc_rl.launch.rollout_report import counts, troubles
+from hpc_rl.launch.server_array import array_line
 from hpc_rl.launch.story import AttemptStory, Story, tell
 from hpc_rl.launch.words import clock, end_words, number, rate, span, typed
 from hpc_rl.trial import Trial
@@ -82,6 +83,7 @@ def text(story: Story, max_attempts: int | None = None, past: tuple[PastStart, .
         lines.append(row("plan", plan_line(story.plan)))
     if story.jobs:
         lines.append(row("job", job_line(story)))
+    lines += [row("servers", array_line(array)) for array in story.servers[-1:]]
     if story.attempts:
         shown = story.attempts[-max_attempts:] if max_attempts else story.attempts
         earlier = len(story.attempts) - len(shown)
@@ -144,6 +146,7 @@ def plan_line(plan: dict[str, Any]) -> str:
 def job_line(story: Story) -> str:
     job = story.jobs[-1]
     words = f"{job.job_id}" + (f" ({job.scheduler})" if job.scheduler else "")
+    words += f", goes on as job {job.native_id}" if job.native_id not in ("", job.job_id) else ""
     return words + (f", submitted {clock(job.time)}" if job.time else "")
 
 

@@ -162,6 +162,7 @@ def new_allocation(made: Submission, planned: Planned) -> list[str]:
 
 def lines(made: Submission) -> list[str]:
     job = [f"job        {made.job_id} ({made.scheduler})"] if made.job_id else []
+    job += [f"servers    {made.server_job_id}"] if made.server_job_id else []
     newest = newest_generation(made.trial) if made.from_step is None else made.from_step
     start = (
         [] if newest is None else [f"start      from generation {newest} if it verifies; a fresh start needs another trial_name"]
@@ -180,6 +181,7 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
         "trial": str(made.trial),
         "dir": str(made.trial.dir),
         "job_id": made.job_id or None,
+        "server_job_id": made.server_job_id or None,
         "scheduler": made.scheduler,
         "script": str(made.script),
         "output": str(made.output) if made.output else None,

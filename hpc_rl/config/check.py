@@ -23,7 +23,7 @@ from hpc_rl.config.train_rules import TRAIN_RULES, adapted
 from hpc_rl.config.train_rules import notes as train_notes
 from hpc_rl.config.unavailable import unavailable
 from hpc_rl.config.values import ABSENT, replaced, value_of
-from hpc_rl.errors import ConfigError, NotBuilt
+from hpc_rl.errors import ConfigError
 from hpc_rl.trial import check_name
 
 DEFAULT_RECOVER_SECS = 600
@@ -36,7 +36,6 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
     Raises NotBuilt, ConfigError: one line for each refusal.
     """
     config, notes = adapt(loaded.config, loaded.explicit)
-    _refuse_layout(config)
     refusals = [refusal for rule in RULES for refusal in rule(config, loaded.explicit)]
     if files:
         refusals += [refusal for rule in (*FILE_RULES, model_rules) for refusal in rule(config, loaded.explicit)]
@@ -95,12 +94,6 @@ def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 # -- rules without files
-
-
-def _refuse_layout(config: Config) -> None:
-    layout = config.launcher.slurm.layout
-    if layout != "allocation":
-        raise NotBuilt(f"launcher.slurm.layout {layout} is not built; use allocation: one job, every role in it.")
 
 
 def names(config: Config, explicit: Collection[str]) -> Iterator[str]:

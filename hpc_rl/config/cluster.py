@@ -60,6 +60,42 @@ class ClusterSpecConfig:
 
 
 @dataclass(kw_only=True)
+class ServerJobsConfig:
+    """What is asked of Slurm for the nodes of the generation servers, in the layouts that ask for them apart.
+
+    Where it is null, an option is as `launcher.slurm` has it.
+
+    Args:
+        partition: Partition; a preemptible one costs the trial nothing but speed.
+        account: Account to charge.
+        qos: Quality of service.
+        time: Time limit of each server node, in Slurm's grammar.
+        constraint: Node features.
+        reservation: Reservation.
+        nodelist: Nodes to use.
+        exclude: Nodes to avoid.
+        gpu_type: Type of GPU.
+        gres: Generic resources per node.
+        max_running: At most so many server nodes at once, in layout `jobs`; null means all of them.
+        idle_s: Servers end after so many seconds in which no supervisor of their trial ran, in layout `jobs`: they hold their
+            nodes for nothing. A trainer job that starts later submits them again.
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: SlurmTime | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    gpu_type: GpuType | None = None
+    gres: str | None = None
+    max_running: PositiveInt | None = None
+    idle_s: PositiveInt = 900
+
+
+@dataclass(kw_only=True)
 class SlurmLauncherConfig:
     """What is asked of Slurm. `null` means that the option is not emitted; `derived` that the plan says the number.
 
@@ -104,7 +140,13 @@ class SlurmLauncherConfig:
             `launcher.inference_server_python` names another.
         container_program: What `container_type apptainer` starts; a path, or `singularity`, works too.
         container_args: Further options of `apptainer exec` (or of pyxis, `--container-…`), one per item, as they stand.
-        layout: How the trial is laid out as jobs; only `allocation` (one job, every role in it) is built.
+        layout: How the trial is laid out as jobs. `allocation`: one job, every role in it. `hetjob`: one heterogeneous job, the
+            nodes of the servers as a component of their own. `jobs`: a trainer job and an array of server nodes, which may be
+            preempted, may come and may go.
+        servers: What is different for the nodes of the servers, in the layouts `hetjob` and `jobs`.
+        continue_by: How a job that stopped with its state saved goes on. `requeue`: by `scontrol requeue`, and where Slurm
+            refuses that by a successor; `successor`: always by a new job that depends on the end of this one (`--no-requeue`).
+        backend: Who calls sbatch: we ourselves (`sbatch`), or `submitit` (the extra of that name), with the same script inside.
     """
 
     partition: str | None = None
@@ -145,6 +187,9 @@ class SlurmLauncherConfig:
     container_program: Executable = "apptainer"
     container_args: list[str] = field(default_factory=list)
     layout: Literal["allocation", "hetjob", "jobs"] = "allocation"
+    servers: ServerJobsConfig = field(default_factory=ServerJobsConfig)
+    continue_by: Literal["requeue", "successor"] = "requeue"
+    backend: Literal["sbatch", "submitit"] = "sbatch"
 
 
 @dataclass(kw_only=True)

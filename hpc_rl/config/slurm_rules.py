@@ -11,7 +11,8 @@ import shlex
 from collections.abc import Collection, Iterator
 
 from hpc_rl.config.cluster import SlurmLauncherConfig
-from hpc_rl.config.root import Config
+from hpc_rl.config.root import Config, GRPOConfig
+from hpc_rl.config.values import value_of
 
 DERIVED = "derived"  # the value of an option that the plan decides
 
@@ -31,7 +32,8 @@ OURS = {
 }
 _SHORT = {"-c": "cpus_per_task", "-t": "time", "-p": "partition", "-A": "account", "-q": "qos", "-C": "constraint"}
 _SHORT |= {"-w": "nodelist", "-x": "exclude", "-d": "dependency", "-L": "licenses"}
-_NOT_SBATCH = ("extra_args", "srun_additional_args", "container_type", "mount", "layout", "gpus_by", "gpu_type")
+_NOT_SBATCH = ("extra_args", "srun_additional_args", "container_type", "mount", "gpus_by", "gpu_type")
+_LAYOUT = ("layout", "servers", "continue_by", "backend")
 
 
 def asks_for_gpus(gres: str | None) -> bool:
@@ -49,8 +51,42 @@ def scheduler_options(config: Config, explicit: Collection[str]) -> Iterator[str
                 yield f"launcher.slurm.{field.name}: {text!r} holds a line break or control character."
             elif text == "" and field.name not in ("srun_additional_args", "mount"):
                 yield f"launcher.slurm.{field.name}: empty; use null to leave the option out."
+    for name, value in vars(slurm.servers).items():
+        if value == "" or (isinstance(value, str) and any(ord(char) < 32 or ord(char) == 127 for char in value)):
+            yield f"launcher.slurm.servers.{name}: {value!r} can't be given to sbatch; null means as in launcher.slurm."
     yield from _conflicts(config, explicit)
     yield from _extra_args(slurm)
+    yield from _layouts(config, explicit)
+
+
+def _layouts(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """What the layouts and backends can't do, and options that would have no effect in the one that was chosen."""
+    slurm = config.launcher.slurm
+    if slurm.backend == "submitit" and slurm.layout != "allocation":
+        yield (
+            f"launcher.slurm.backend submitit can't be used with layout {slurm.layout}: submitit submits single jobs and arrays "
+            "of one function, no heterogeneous jobs; use backend sbatch, or layout allocation."
+        )
+    if slurm.backend == "submitit" and slurm.continue_by == "successor":
+        yield (
+            "launcher.slurm.backend submitit can't be used with continue_by successor: submitit goes on by requeueing its job; "
+            "use backend sbatch, or continue_by requeue."
+        )
+    if slurm.layout != "allocation" and not isinstance(config, GRPOConfig):
+        yield f"launcher.slurm.layout {slurm.layout} is about servers; a {config.trainer} trial has none: use allocation."
+    if slurm.layout != "allocation" and config.launcher.type == "local":
+        yield f"launcher.slurm.layout {slurm.layout} needs Slurm, but launcher.type is local: use slurm, or layout allocation."
+    if slurm.layout == "hetjob" and slurm.switches is not None:
+        yield "launcher.slurm.switches can't be used with layout hetjob: Slurm counts switches for each component alone."
+    given = sorted(name for name in explicit if name.startswith("launcher.slurm.servers."))
+    given = [name for name in given if value_of(config, name) is not None]
+    elastic = [name for name in given if name.rpartition(".")[2] in ("max_running", "idle_s")]
+    if slurm.layout == "allocation" and given:
+        yield f"{given[0]} has no effect in layout allocation, where servers share the job: use layout jobs or hetjob."
+    elif slurm.layout == "hetjob" and elastic:
+        yield f"{elastic[0]} has no effect in layout hetjob, whose servers come and go with the job: use layout jobs."
+    if slurm.layout == "hetjob" and slurm.servers.time is not None:
+        yield "launcher.slurm.servers.time can't be used in layout hetjob: its components end together; use launcher.slurm.time."
 
 
 def _conflicts(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -114,5 +150,5 @@ def _extra_args(slurm: SlurmLauncherConfig) -> Iterator[str]:
         for name in names:
             if name in OURS:
                 yield f"launcher.slurm.extra_args: {name} can't be given here: {OURS[name]}."
-            elif name in own and own[name] not in _NOT_SBATCH:
+            elif name in own and own[name] not in (*_NOT_SBATCH, *_LAYOUT):
                 yield f"launcher.slurm.extra_args: {name} has an option of its own here: launcher.slurm.{own[name]}."

@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hpc_rl.errors import RoleFailed
 from hpc_rl.net import reachable_address
 
 SIOCGIFADDR = 0x8915  # ask Linux for an interface's IPv4 address
@@ -24,11 +25,13 @@ def init_ranks(
     publish: Callable[[str, int], None] | None = None,
     find: Callable[[], tuple[str, int]] | None = None,
     timeout_s: float = 600.0,
+    join_timeout_s: float | None = None,
 ) -> None:
     """Join the process group: gloo on CPU, NCCL on CUDA. One rank alone needs none, and gets none.
 
     Rank 0 starts the store on a port that the system chooses and calls `publish(address, port)`; each other rank calls `find()`,
-    which waits for that. Raises TimeoutError from `find`, RuntimeError (DistStoreError) where ranks stay away.
+    which waits for that. `timeout_s` is a collective's; ranks that are not there within `join_timeout_s` (by default the same)
+    raise RoleFailed in those that are. Raises TimeoutError from `find`, RuntimeError (DistStoreError) without the store.
     """
     if num_ranks == 1:
         return
@@ -42,6 +45,7 @@ def init_ranks(
         assert find is not None, "ranks above 0 need a way to find the store"
         address, port = find()
         store = dist.TCPStore(address, port, num_ranks, is_master=False, timeout=timeout, wait_for_workers=False)
+    _wait_for_all(store, num_ranks, timeout_s if join_timeout_s is None else join_timeout_s)
     _join(store, rank, num_ranks, torch.device(device), timeout, address)
 
 
@@ -54,6 +58,17 @@ def shutdown() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _wait_for_all(store: dist.Store, num_ranks: int, timeout_s: float) -> None:
+    """A rank that hangs before it joins must not cost the hours that a collective may take."""
+    if store.add("joined", 1) == num_ranks:
+        store.set("all joined", "")
+    try:
+        store.wait(["all joined"], timedelta(seconds=timeout_s))
+    except dist.DistStoreError as error:
+        joined = store.add("joined", 0)
+        raise RoleFailed(f"{joined} of {num_ranks} ranks came within {timeout_s:g} s; the logs of the others say why") from error
 
 
 def _join(store: dist.Store, rank: int, num_ranks: int, device: torch.device, timeout: timedelta, address: str) -> None:

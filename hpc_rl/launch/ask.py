@@ -71,19 +71,19 @@ def ask_all(trials: Iterable[Trial], newer_than: float = 0.0, patience_s: float 
                 owner = _owner(trial)
                 together.setdefault((jobs[-1].scheduler, owner), (scheduler, []))[1].append((trial, jobs))
             else:
-                states = scheduler.states([job.job_id for job in jobs])
+                states = scheduler.states([job.native_id for job in jobs])
                 answers[trial.dir] = _answer(jobs, Seen(states, time.time()))
         except SchedulerError as error:
             answers[trial.dir] = Answer(complaint=str(error))
     for (_, owner), (scheduler, asked) in together.items():
-        wanted = {job.job_id: job.time for _, jobs in asked for job in jobs}
+        wanted = {job.native_id: job.time for _, jobs in asked for job in jobs}
         seen = Poller(scheduler).look(wanted, owner, newer_than, patience_s)
         answers |= {trial.dir: _answer(jobs, seen) for trial, jobs in asked}
     return answers
 
 
 def _answer(jobs: list[Job], seen: Seen) -> Answer:
-    states = {job.job_id: seen.states[job.job_id] for job in jobs if job.job_id in seen.states}
+    states = {job.job_id: seen.states[job.native_id] for job in jobs if job.native_id in seen.states}
     return Answer(states, states.get(jobs[-1].job_id), seen.asked_at, seen.complaint)
 
 

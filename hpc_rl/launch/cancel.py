@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from hpc_rl.errors import CannotWrite, SchedulerError
 from hpc_rl.launch.ask import Watcher, scheduler_of
+from hpc_rl.launch.server_array import read_arrays, successors
 from hpc_rl.launch.story import Job, read_jobs
 from hpc_rl.schedulers.base import JobState, Scheduler, State
 from hpc_rl.trial import Trial, account, write_json
@@ -23,6 +24,7 @@ class Outcome(enum.StrEnum):
     REMOVED = "removed"  # it waited, and was taken out of the queue
     DRAINING = "draining"  # it saves its state and ends
     KILLED = "killed"  # the scheduler ends it: TERM, its grace, KILL
+    SERVERS = "servers"  # of layout jobs: the scheduler ends them now, they hold no state
     UNSURE = "unsure"  # the scheduler does not know it; the wish stands
 
 
@@ -42,13 +44,29 @@ def cancel(trial: Trial, now: bool = False) -> list[Cancelled]:
     Raises CannotWrite, or SchedulerError where the wish is written and the scheduler did not take its part.
     """
     jobs = read_jobs(trial)
-    return [_cancel(trial, job, now) for job in jobs if job.event != "ended" or job is jobs[-1]]
+    done = [_cancel(trial, job, now) for job in jobs if job.event != "ended" or job is jobs[-1]]
+    return [*_cancel_servers(trial), *done]
+
+
+def _cancel_servers(trial: Trial) -> list[Cancelled]:
+    """Take the server arrays away, those of earlier submissions too. They hold nothing that could be lost; the wish that they
+    see is the trial's. Raises SchedulerError."""
+    done = []
+    for array in read_arrays(trial):
+        job = Job(array.job_id, native_id=array.job_id, scheduler="slurm")
+        if all(task.state == "ended" for task in array.tasks) and array.tasks:
+            continue
+        scheduler = scheduler_of(trial, job)
+        for job_id in (array.job_id, *successors(trial, array.job_id)):
+            scheduler.cancel(job_id)
+        done.append(Cancelled(job, Outcome.SERVERS, None))
+    return done
 
 
 def _cancel(trial: Trial, job: Job, now: bool) -> Cancelled:
     scheduler = scheduler_of(trial, job)
     try:
-        state = scheduler.states([job.job_id]).get(job.job_id, JobState(job.job_id, State.UNKNOWN))
+        state = scheduler.states([job.native_id]).get(job.native_id, JobState(job.native_id, State.UNKNOWN))
     except SchedulerError as error:
         _wish(trial, job, now)
         raise SchedulerError(f"{error}\nThe wish to cancel is written down; the supervisor obeys it once it sees it.") from error
@@ -62,14 +80,14 @@ def _cancel(trial: Trial, job: Job, now: bool) -> Cancelled:
 
 def _tell(scheduler: Scheduler, job: Job, state: JobState, now: bool) -> Outcome:
     if state.state is State.PENDING:
-        scheduler.cancel(job.job_id)
+        scheduler.cancel(job.native_id)
         return Outcome.REMOVED
     if state.state is State.UNKNOWN:
         return Outcome.UNSURE
     if now:
-        scheduler.cancel(job.job_id)
+        scheduler.cancel(job.native_id)
         return Outcome.KILLED
-    scheduler.nudge(job.job_id)
+    scheduler.nudge(job.native_id)
     return Outcome.DRAINING
 
 

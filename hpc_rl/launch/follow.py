@@ -5,6 +5,7 @@ Reads files; asks the scheduler rarely, and only to learn of a death that left n
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -66,7 +67,7 @@ class Narrator:
         for attempt in story.attempts:
             lines += self._attempt(attempt)
         for trouble in troubles(story.rollout, story.live is not None) if story.rollout else []:
-            if self._first("trouble", *trouble.split()[:4]):
+            if self._first("trouble", re.sub(r"\d+", "", trouble)):  # once, not at every count
                 lines.append(f"rollout: {trouble}")
         name, values = story.history.held_out
         for step, value in values:

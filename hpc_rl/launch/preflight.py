@@ -7,7 +7,7 @@ shellcheck and our own linter, the request against sinfo, and Slurm's own opinio
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from hpc_rl.config.root import Config
@@ -15,6 +15,7 @@ from hpc_rl.config.slurm_rules import DERIVED, asks_for_gpus
 from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import lint
+from hpc_rl.render.layouts import servers_of
 from hpc_rl.render.slurm_time import seconds
 from hpc_rl.schedulers.capacity import Finding, Node, Request, judge
 
@@ -121,8 +122,25 @@ def capacity(config: Config, plan: Plan, cluster: Cluster) -> list[Check]:
     nodes = cluster.nodes()
     if not nodes:
         return [Check("sinfo", "skipped", "it showed no nodes")]
-    findings = judge(request_of(config, plan), nodes)
+    findings = [finding for part in parts(config, plan) for finding in judge(request_of(*part), nodes)]
     return [_check(finding) for finding in findings] or [Check("sinfo", "ok")]
+
+
+def parts(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
+    """What is asked for together: the trial, or in the layouts with nodes of servers alone each of the two."""
+    if not plan.groups:
+        return [(config, plan)]
+    found = []
+    for group in plan.groups:
+        slurm = servers_of(config.launcher.slurm) if group.name == "servers" else config.launcher.slurm
+        launcher = replace(config.launcher, slurm=slurm)
+        # Each server node of layout jobs is asked for alone.
+        n_nodes = 1 if plan.layout == "jobs" and group.name == "servers" else len(group.nodes)
+        units = [unit for unit in plan.units if set(unit.nodes) & set(group.nodes)]
+        cpus, mem_mb = group.cpus_per_node, group.mem_mb_per_node
+        part = replace(plan, units=units, n_nodes=n_nodes, cpus_per_node=cpus, mem_mb_per_node=mem_mb)
+        found.append((replace(config, launcher=launcher), part))
+    return found
 
 
 def _check(finding: Finding) -> Check:
@@ -143,8 +161,8 @@ def everything(config: Config, plan: Plan, scripts: Mapping[str, str], cluster: 
     """All checks of rendered scripts; without a cluster only those that need none."""
     checks = []
     for name, text in scripts.items():
-        if name.startswith("hook."):
-            continue  # somebody else's, in whatever language
+        if name.startswith("hook.") or name.endswith(".json"):
+            continue  # somebody else's, in whatever language, and what is passed to submitit
         checks.append(_said(f"{name}: directives", lint.directive_problems(text)))
         checks.append(_said(f"{name}: bash -n", lint.bash_problems(text)))
         checks.append(_said(f"{name}: shellcheck", lint.shellcheck_problems(text)))

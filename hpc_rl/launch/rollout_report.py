@@ -10,6 +10,7 @@ from hpc_rl.launch.words import span
 from hpc_rl.trial import Attempt, read_json
 
 HANGING_S = 60.0  # a prompt that runs for longer is worth a word where nothing else has finished meanwhile
+NO_SERVER_S = 20.0  # that a prompt may wait for the first server
 WORRYING_IN_A_ROW = 4
 
 
@@ -96,7 +97,7 @@ def troubles(rollout: Rollout, live: bool) -> list[str]:
         lines.append(f"the last {rollout.rejected_in_a_row} prompts were rejected: {rollout.last_reason or 'no reason known'}")
     if rollout.last_error:
         lines.append(f"last exception: {rollout.last_error}")
-    if live and rollout.servers == 0:
+    if live and rollout.servers == 0 and (rollout.oldest_running_s or 0.0) > NO_SERVER_S:
         lines.append("no generation server is alive: nothing is generated until one is")
     oldest, quiet = rollout.oldest_running_s, rollout.quiet_s
     if live and oldest is not None and oldest > HANGING_S and (quiet is None or quiet > HANGING_S):

@@ -218,23 +218,29 @@ class SrunSteps:
         hosts: Node names of the job, in Slurm's order.
         with_gpus: Whether the job has GPUs; only then may a step speak of them.
         environ: Environment to start from.
+        components: Of which component of a heterogeneous job each host is; None for a job of one kind.
     """
 
     hosts: list[str]
     with_gpus: bool
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    components: list[int] | None = None
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> SrunHandle:
         own_log = attempt.log(unit.role, unit.index, incarnation)
         env = {name: value for name, value in self.environ.items() if name not in UNWANTED} | common_env(unit, "srun")
         env |= _search_path(self.environ, unit)
+        component = None if self.components is None else self.components[unit.nodes[0]]
         wrapped = wrap(unit, argv, env, common_env(unit, "srun"), attempt.trial.dir, Path.cwd())
-        command = [*srun_argv(unit, self.hosts, self.with_gpus, own_log, incarnation), *wrapped.srun_args, *wrapped.argv]
+        step = srun_argv(unit, self.hosts, self.with_gpus, own_log, incarnation, component)
+        command = [*step, *wrapped.srun_args, *wrapped.argv]
         logger.info("%s %d.%d: %s", unit.role, unit.index, incarnation, " ".join(command))
         return SrunHandle(command, wrapped.env, own_log, attempt.processes)
 
 
-def srun_argv(unit: Unit, hosts: list[str], with_gpus: bool, log: Path, incarnation: int) -> list[str]:
+def srun_argv(
+    unit: Unit, hosts: list[str], with_gpus: bool, log: Path, incarnation: int, component: int | None = None
+) -> list[str]:
     """The srun of a unit, up to its program.
 
     `--exact` with stated CPUs and GPUs gives steps of one node disjoint parts of it, so that none waits for another;
@@ -243,6 +249,7 @@ def srun_argv(unit: Unit, hosts: list[str], with_gpus: bool, log: Path, incarnat
     """
     nodes = [hosts[index] for index in unit.nodes]
     flags = [
+        *([f"--het-group={component}"] if component is not None else []),
         f"--job-name={unit.role}-{unit.index}.{incarnation}",
         f"--nodes={len(nodes)}",
         f"--nodelist={','.join(nodes)}",
@@ -324,7 +331,11 @@ def open_steps(kind: str, plan: Plan) -> Steps:
     if kind == "process":
         return ProcessSteps()
     with_gpus = plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
-    return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]), with_gpus)
+    if plan.layout != "hetjob":
+        return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]), with_gpus)
+    parts = [job_hosts(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]) for number in range(len(plan.groups))]
+    components = [number for number, hosts in enumerate(parts) for _ in hosts]
+    return SrunSteps([host for hosts in parts for host in hosts], with_gpus, components=components)
 
 
 def job_hosts(nodelist: str) -> list[str]:

@@ -13,12 +13,15 @@ from typing import Any
 
 from hpc_rl.launch.incarnations import EventFiles, RoleStory, roles_of
 from hpc_rl.launch.rollout_report import Rollout, read_rollout
+from hpc_rl.launch.server_array import KIND, ServerArray, read_arrays
 from hpc_rl.launch.verdict import describe_end, verdict
+from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobState
 from hpc_rl.stats.read import History, JsonLines, Lineage, MetricsReader, Row, lineages
 from hpc_rl.trial import Trial, read_json
 
 ENDING_EVENTS = ("stopping", "failing", "abandoning")  # after which an attempt only ends
+TAKEN_BACK = "left no word: preempted, or killed together with its node; the scheduler starts the job again"
 RATE_STEPS = 50  # steps over which the rate is taken
 
 
@@ -32,6 +35,7 @@ class Job:
     start_mode: str = ""
     cancelled: bool = False  # a person's intent lies there
     event: str = ""  # started | requeued | supervisor_killed | ended
+    native_id: str = ""  # the scheduler's id of its newest job, where a successor went on; else job_id
     code: int | None = None  # of its end
     reason: str = ""  # of its end, in the script's words
 
@@ -74,6 +78,7 @@ class Story:
     generation: int | None  # newest committed
     exports: list[str]
     plan: dict[str, Any] = field(default_factory=dict)
+    servers: list[ServerArray] = field(default_factory=list)  # of layout jobs, oldest first
     last_sign: float | None = None  # Unix seconds, by the file server's clock
     ends_at: float | None = None  # when the scheduler ends the newest job, Unix seconds
     rollout: Rollout | None = None  # of the newest attempt
@@ -125,6 +130,7 @@ class Story:
             "exports": self.exports,
             "lineages": [asdict(line) for line in self.lineages],
             "jobs": [asdict(job) for job in self.jobs],
+            "servers": [asdict(array) for array in self.servers],
             "attempts": [asdict(attempt) for attempt in self.attempts],
             "metrics": self.history.steps[-1] if self.history.steps else None,
             "evaluations": self.history.evaluations,
@@ -152,7 +158,9 @@ class Reader:
         own = attempts[-1] if attempts and (job is None or attempts[-1].job_id == job.job_id) else None
         state, reason = ("done", "") if isinstance(done, dict) else verdict(job, own, job_state, asked_at, last_sign)
         if attempts and attempts[-1].state == "running" and state not in ("running", "stopping", "unknown"):
-            attempts[-1].state, attempts[-1].cause = ("done", "") if state == "done" else ("killed", reason)
+            attempts[-1].state, attempts[-1].cause = state if state in ("done", "cancelled") else "killed", reason
+            if state == "pending":  # what it waits for now is no reason of that end
+                attempts[-1].cause = TAKEN_BACK
         step = max(history.last_step, lines[-1].from_step if lines else 0)
         plan = read_json(self.trial.plan_json)
         return Story(
@@ -169,6 +177,7 @@ class Reader:
             generation=newest_generation(self.trial),
             exports=sorted(path.name for path in self.trial.exports.glob("*") if path.is_dir() and not path.name.startswith(".")),
             plan=plan if isinstance(plan, dict) else {},
+            servers=read_arrays(self.trial),
             last_sign=last_sign,
             ends_at=self._ends_at(attempts, job_state) if state in ("running", "stopping") else None,
             rollout=read_rollout(self.trial.attempt(attempts[-1].id)) if attempts else None,
@@ -216,7 +225,7 @@ def read_jobs(trial: Trial) -> list[Job]:
     jobs = []
     for path in trial.jobs.glob("*.json"):
         data = read_json(path)
-        if isinstance(data, dict):
+        if isinstance(data, dict) and data.get("kind") != KIND and "_" not in path.stem:
             when = data.get("time")
             jobs.append(
                 Job(
@@ -225,6 +234,7 @@ def read_jobs(trial: Trial) -> list[Job]:
                     scheduler=str(data.get("scheduler") or ""),
                     start_mode=str(data.get("start_mode") or ""),
                     cancelled=trial.cancel_intent(path.stem).exists(),
+                    native_id=record.current(trial, path.stem),
                     **_last_word(path.with_suffix(".state")),
                 )
             )

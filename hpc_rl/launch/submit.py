@@ -25,15 +25,17 @@ from hpc_rl.config.changes import Change, changes, refuse_unsafe
 from hpc_rl.config.load import Loaded, from_dict, to_dict, trainer_of
 from hpc_rl.config.root import Config
 from hpc_rl.config.site import site_dirs
-from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, TrialBusy
+from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, SchedulerError, TrialBusy
 from hpc_rl.launch import bad_nodes, index, provenance
 from hpc_rl.launch.claim import Claim
+from hpc_rl.launch.server_array import KIND, submit_servers
 from hpc_rl.launch.story import newest_generation
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import wheel
 from hpc_rl.render.scripts import Stamp, job_name, render, script_name
 from hpc_rl.schedulers import make_scheduler, pick, record
 from hpc_rl.schedulers.base import JobSpec, Scheduler
+from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.trial import Trial, account, read_json, write_json
 
 ENDS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")  # what says when a trial is at its end
@@ -48,6 +50,7 @@ class Submission:
     scheduler: str
     job_id: str = ""
     output: Path | None = None  # where the script's own words go
+    server_job_id: str = ""  # of layout jobs
     changes: tuple[Change, ...] = ()  # what differs from the configuration that the trial had; all safe
     allocation_was: str = ""  # of the plan before, where there was one
     from_step: int | None = None  # the generation that a person named
@@ -95,6 +98,8 @@ def submit(
     """
     trial = trial or trial_of(loaded.config)
     scheduler = scheduler or make_scheduler(loaded.config.launcher.type, trial)
+    if loaded.config.launcher.slurm.backend == "submitit" and scheduler.name == "slurm":
+        scheduler = SubmititScheduler()
     check(trial, loaded.config.recover.mode, recovery)
     if scheduler.name == "local":
         check_programs(plan, loaded)
@@ -110,13 +115,25 @@ def submit(
         made = _prepare(claim, loaded, plan, list(command), start, scheduler.name)
         claim.remove(trial.done)  # where it was at its end, it goes on
         job_id = scheduler.submit(JobSpec(job_name(trial), made.script, made.tag))
+        servers = ""
+        if plan.layout == "jobs":
+            servers = _servers(trial, plan, job_id, made.tag, scheduler)
         claim.keep()
         job = {"job_id": job_id, "scheduler": scheduler.name, "time": time.time(), "command": list(command), "tag": made.tag}
         job |= {"start_mode": made.start_mode, "lineage_parent": recovery.parent if recovery else None}
         write_json(trial.job(job_id), job | {"from_step": from_step, "changed": [str(change) for change in changed]})
     index.record(trial)
     output = trial.jobs / f"{job_id}.out"
-    return Submission(trial, made.script, scheduler.name, job_id, output, tuple(changed), allocation_was, from_step)
+    return Submission(trial, made.script, scheduler.name, job_id, output, servers, tuple(changed), allocation_was, from_step)
+
+
+def _servers(trial: Trial, plan: Plan, job_id: str, tag: str, scheduler: Scheduler) -> str:
+    """The second job of layout `jobs`; where it is refused, the first one goes too."""
+    try:
+        return submit_servers(trial, plan, job_id, tag, job_name(trial), scheduler)
+    except SchedulerError as error:
+        scheduler.cancel(job_id)
+        raise SchedulerError(f"the servers' job: {error} The trial's job {job_id} was cancelled.") from error
 
 
 def render_to(loaded: Loaded, plan: Plan, directory: Path | None = None, *, command: Sequence[str]) -> Submission:
@@ -224,8 +241,8 @@ def check_idle(trial: Trial) -> None:
     for path in sorted(trial.jobs.glob("*.json")):
         job = read_json(path)
         ended = [event for event in record.read(trial, path.stem)[-1:] if event["event"] == "ended"]
-        if isinstance(job, dict) and not ended:
-            jobs.setdefault(str(job.get("scheduler", "")), []).append(path.stem)
+        if isinstance(job, dict) and not ended and job.get("kind") != KIND and "_" not in path.stem:
+            jobs.setdefault(str(job.get("scheduler", "")), []).append(record.current(trial, path.stem))
     for name, job_ids in jobs.items():
         for job_id, state in make_scheduler(name, trial).states(job_ids).items():
             if state.state.alive:

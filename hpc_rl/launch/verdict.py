@@ -90,6 +90,8 @@ def verdict(
     if job is None and own is None:
         return "rendered", "never submitted"
     if job_state is not None and job_state.state is State.PENDING and not _has_started_since(own, asked_at):
+        if job is not None and job.cancelled:
+            return "stopping", "a person cancelled it; the scheduler has not confirmed it yet"
         return "pending", _waiting(job_state, again=own is not None)
     if own is None:
         return _unstarted(job, job_state) if job else ("unknown", "")
@@ -159,6 +161,8 @@ def _unended(job: JobFacts | None, own: AttemptFacts, job_state: JobState | None
 def _scheduler_words(job_state: JobState) -> str:
     if job_state.native == GONE:
         return f"the scheduler {job_state.reason}"
+    if job_state.state is State.CANCELLED:
+        return f"cancelled by a person: the scheduler says {job_state.native or job_state.state.value}"
     said = " ".join(word for word in (job_state.native or job_state.state.value, job_state.reason) if word and word != "None")
     known = find(job_state.native)
     return f"the scheduler says {said}" + (f": it {known.meaning}" if known and known.failure else "")

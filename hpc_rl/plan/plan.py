@@ -15,7 +15,7 @@ from hpc_rl.config.slurm_rules import asks_for_gpus
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan import containers
 from hpc_rl.plan.placement import Demand, Placement, nearest, place
-from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.plan.schema import Group, Plan, Unit
 
 MAX_UNITS = 100_000  # beyond every cluster, and still quick to count through
 SUPERVISOR_CPUS = 1
@@ -45,7 +45,9 @@ def make_plan(config: Config, explicit: Collection[str], *, interpreter: str, sc
     knows_gpus = scheduler != "slurm" or slurm_knows_gpus(config)
     if not knows_gpus:
         units = [_with_visible_gpus(unit) for unit in units]
-    cpus, mem_mb = _largest_node(config, units)
+    layout = config.launcher.slurm.layout if scheduler == "slurm" else "allocation"
+    groups = _groups(config, layout, units)
+    cpus, mem_mb = _largest_node(units, list(range(config.cluster.n_nodes)))
     return Plan(
         experiment_name=config.experiment_name,
         trial_name=config.trial_name,
@@ -61,13 +63,18 @@ def make_plan(config: Config, explicit: Collection[str], *, interpreter: str, sc
         recover_mode=config.recover.mode,
         recover_retries=config.recover.retries,
         python=config.launcher.python or interpreter,
+        layout=layout,
+        groups=groups,
         slurm_knows_gpus=knows_gpus,
         notes=[*notes, *_notes_on_defaults(config, explicit)],
     )
 
 
 def refuse_scheduler(config: Config, scheduler: str) -> None:
-    """One machine can't play several nodes."""
+    """One machine can't play several nodes or jobs."""
+    layout = config.launcher.slurm.layout
+    if layout != "allocation" and scheduler == "local":
+        raise ConfigError(f"launcher.slurm.layout {layout} needs Slurm, and the trial would run on this machine: use allocation.")
     if config.cluster.n_nodes == 1 or scheduler != "local":
         return
     nodes = f"cluster.n_nodes is {config.cluster.n_nodes}"
@@ -277,15 +284,35 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
     return [*replicas, rollout, trainer]
 
 
-def _largest_node(config: Config, units: list[Unit]) -> tuple[int, int]:
-    """CPUs and memory of the node that needs most of each: all nodes of one allocation get the same."""
-    cpus, mem_mb = [0] * config.cluster.n_nodes, [0] * config.cluster.n_nodes
-    cpus[0], mem_mb[0] = SUPERVISOR_CPUS, SUPERVISOR_MEM_MB
+def _largest_node(units: list[Unit], nodes: list[int]) -> tuple[int, int]:
+    """CPUs and memory of that node of these that needs most of each: all nodes of one allocation or component get the same."""
+    cpus = {node: SUPERVISOR_CPUS if node == 0 else 0 for node in nodes}
+    mem_mb = {node: SUPERVISOR_MEM_MB if node == 0 else 0 for node in nodes}
     for unit in units:
-        for node in unit.nodes:
+        for node in set(unit.nodes) & set(nodes):
             cpus[node] += unit.tasks_per_node * unit.cpus_per_task
             mem_mb[node] += unit.tasks_per_node * unit.mem_mb_per_task
-    return max(cpus), max(mem_mb)
+    return max(cpus.values()), max(mem_mb.values())
+
+
+def _groups(config: Config, layout: str, units: list[Unit]) -> list[Group]:
+    """Nodes with the supervisor, rollout or trainer, and nodes of servers alone. Raises DoesNotFit where none are."""
+    if layout == "allocation":
+        return []
+    of_trial = {node for unit in units if unit.role != "server" for node in unit.nodes}
+    of_servers = [node for node in range(config.cluster.n_nodes) if node not in of_trial]
+    if not of_servers:
+        raise DoesNotFit(
+            f"launcher.slurm.layout {layout} asks for the nodes of the servers apart, but the trainer is on all "
+            f"{config.cluster.n_nodes} node(s): use more nodes, fewer trainer ranks, or layout allocation."
+        )
+    # In layout jobs each server node has a supervisor of its own.
+    own_cpus, own_mem_mb = (SUPERVISOR_CPUS, SUPERVISOR_MEM_MB) if layout == "jobs" else (0, 0)
+    first, second = _largest_node(units, sorted(of_trial)), _largest_node(units, of_servers)
+    return [
+        Group(name="trial", nodes=sorted(of_trial), cpus_per_node=first[0], mem_mb_per_node=first[1]),
+        Group(name="servers", nodes=of_servers, cpus_per_node=second[0] + own_cpus, mem_mb_per_node=second[1] + own_mem_mb),
+    ]
 
 
 def _notes_on_defaults(config: Config, explicit: Collection[str]) -> list[str]:

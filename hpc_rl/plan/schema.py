@@ -66,6 +66,23 @@ class Unit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Group:
+    """Nodes that are asked for together, all alike.
+
+    Args:
+        name: `trial`: what the supervisor runs on, and the trainer. `servers`: nodes of servers alone.
+        nodes: Their indexes, as units have them.
+        cpus_per_node: Largest demand of any of them; of the first node of a trial the supervisor's share included.
+        mem_mb_per_node: The same for memory, in MB.
+    """
+
+    name: Literal["trial", "servers"]
+    nodes: list[int]
+    cpus_per_node: int
+    mem_mb_per_node: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything that was decided before anything was written."""
 
@@ -83,6 +100,8 @@ class Plan:
     recover_mode: str
     recover_retries: int
     python: str
+    layout: Literal["allocation", "hetjob", "jobs"] = "allocation"
+    groups: list[Group] = field(default_factory=list)  # of the layouts hetjob and jobs: the nodes of the trial, then the servers'
     slurm_knows_gpus: bool = True  # false: steps say nothing of GPUs, and the units' environment deals them out
     notes: list[str] = field(default_factory=list)  # what was derived or adapted, in words; printed by submit
 
@@ -91,7 +110,17 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        return cls(**{**data, "units": [_unit(unit) for unit in data["units"]]})
+        units = [_unit(unit) for unit in data["units"]]
+        return cls(**{**data, "units": units, "groups": [Group(**group) for group in data.get("groups", [])]})
+
+    def units_on(self, nodes: list[int]) -> list[Unit]:
+        """The units that run on these nodes, which are those of a job by itself: their indexes count from 0 there."""
+        place = {node: index for index, node in enumerate(nodes)}
+        return [
+            dataclasses.replace(unit, nodes=[place[node] for node in unit.nodes])
+            for unit in self.units
+            if set(unit.nodes) <= set(nodes)
+        ]
 
 
 def _unit(data: dict[str, Any]) -> Unit:

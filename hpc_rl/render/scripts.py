@@ -10,18 +10,17 @@ from typing import Any
 
 import jinja2
 
-from hpc_rl.config.cluster import SlurmLauncherConfig
 from hpc_rl.config.root import Config
-from hpc_rl.errors import ConfigError, NotBuilt
+from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Plan
-from hpc_rl.render import container
-from hpc_rl.render.directives import Ask, directives
+from hpc_rl.render import container, layouts, submitit
 from hpc_rl.render.environment import LINE_BREAK, environment
 from hpc_rl.render.hooks import EVENTS, Hook, gather
 from hpc_rl.render.layers import Layers
-from hpc_rl.render.slurm_time import signal_lead_s
+from hpc_rl.schedulers.submitit import PARAMETERS
 from hpc_rl.trial import Trial
 
+SERVERS = ("sbatch/servers.sbatch.j2", "servers.sbatch")  # of layout jobs, beside the trial's own
 TEMPLATES = {"slurm": ("sbatch/trial.sbatch.j2", "trial.sbatch"), "local": ("templates/local.sh.j2", "local.sh")}
 
 
@@ -70,22 +69,34 @@ def render(config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: st
         scheduler: `slurm` or `local`.
         site: The site's directories, highest precedence first.
     """
-    template, name = TEMPLATES[scheduler]
-    values = _common(plan, trial, stamp) | {"script_path": str(trial.scripts / name)}
+    wanted: list[tuple[str, str, dict[str, Any]]] = [(*TEMPLATES[scheduler], {})]
     if scheduler == "slurm":
-        values |= _slurm(config.launcher.slurm, plan, trial, stamp)
+        asks = layouts.Asks(config.launcher.slurm, plan, job_name(trial), stamp.tag, str(stamp.workdir), trial.jobs)
+        wanted = [(*TEMPLATES[scheduler], layouts.trial_values(asks))]
+        wanted += [(*SERVERS, layouts.server_values(asks))] if plan.layout == "jobs" else []
     hooks = gather(config.launcher.hooks, site)
-    values |= _hook_values(config, hooks)
     jinja = environment(template_layers(config, site))
+    common = _common(plan, trial, stamp) | _hook_values(config, hooks)
+    layouts.refuse_hooks(plan, {hook.event for hook in hooks})
+    texts = {hook.name: hook.text for hook in hooks}
+    texts |= {
+        name: _text(jinja, template, common | {"script_path": str(trial.scripts / name), "script_name": name} | values)
+        for template, name, values in wanted
+    }
+    if scheduler == "slurm" and config.launcher.slurm.backend == "submitit":
+        texts[PARAMETERS] = submitit.text(layouts.submitit_values(asks))
+    return texts
+
+
+def _text(jinja: jinja2.Environment, template: str, values: dict[str, Any]) -> str:
     overrides = jinja.loader.overrides(template) if isinstance(jinja.loader, Layers) else []
     try:
-        text = jinja.get_template(template).render(values | {"overrides": [str(path) for path in overrides]})
+        return jinja.get_template(template).render(values | {"overrides": [str(path) for path in overrides]})
     except jinja2.TemplateError as error:
         changed = f" (changed by {', '.join(map(str, overrides))})" if overrides else ""
         raise ConfigError(f"the template {template}{changed} does not render ({type(error).__name__}): {error}") from error
     except RecursionError as error:
         raise ConfigError(f"the template {template} extends itself: write `below/{template}` in {overrides[0]}.") from error
-    return {name: text} | {hook.name: hook.text for hook in hooks}
 
 
 def _hook_values(config: Config, hooks: list[Hook]) -> dict[str, Any]:
@@ -114,6 +125,7 @@ def _common(plan: Plan, trial: Trial, stamp: Stamp) -> dict[str, Any]:
     return {
         "version": stamp.version,
         "trial_dir": str(trial.dir),
+        "attempts": "attempts",
         "config_sha256": stamp.config_sha256,
         "command": shlex.join(stamp.command),
         "workdir": str(stamp.workdir),
@@ -123,25 +135,3 @@ def _common(plan: Plan, trial: Trial, stamp: Stamp) -> dict[str, Any]:
         "start_mode": stamp.start_mode,
         "from_step": stamp.from_step,
     }
-
-
-def _slurm(slurm: SlurmLauncherConfig, plan: Plan, trial: Trial, stamp: Stamp) -> dict[str, Any]:
-    if slurm.layout != "allocation":
-        raise NotBuilt(f"launcher.slurm.layout: {slurm.layout!r} is not built yet; allowed: allocation.")
-    ask = Ask(
-        n_nodes=plan.n_nodes,
-        cpus_per_node=plan.cpus_per_node,
-        mem_mb_per_node=plan.mem_mb_per_node,
-        n_gpus_per_node=plan.n_gpus_per_node if any(unit.gpus_per_task for unit in plan.units) else 0,
-        job_name=job_name(trial),
-        tag=stamp.tag,
-        workdir=str(stamp.workdir),
-        output=f"{_no_patterns(trial.jobs)}/%j.out",
-        requeue=plan.recover_mode != "disabled",
-        signal="" if plan.recover_mode == "disabled" else f"B:USR1@{signal_lead_s(slurm.time)}",
-    )
-    return {"n_nodes": plan.n_nodes, "directives": directives(slurm, ask)}
-
-
-def _no_patterns(path: Path) -> str:
-    return str(path).replace("%", "%%")

@@ -29,11 +29,25 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One submission: a rendered script and where its early output goes."""
+    """One submission: a rendered script, and what is said of it beside the script.
+
+    Args:
+        name: Name of the job.
+        script: The script.
+        tag: Unique; the job is found again by it after a submission whose answer was lost.
+        arguments: What the script is called with.
+        after: Job that must have ended, however, before this one starts; empty for none.
+        array: Tasks of the array instead of those that the script names; empty leaves it to the script.
+        known_as: Whether `tag` is the one that the script carries; otherwise it is said beside it.
+    """
 
     name: str
     script: Path
-    tag: str  # unique; found again in the scheduler after a submission whose answer was lost
+    tag: str
+    arguments: tuple[str, ...] = ()
+    after: str = ""
+    array: str = ""
+    known_as: bool = True
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """`jobs/<job id>.state`: what the batch script itself wrote of a job, one JSON object a line.
 
+A submission that goes on by successors keeps its id and its file; `<job id>.next-<restart>` names each of them.
+
 Events: started (restart, host, pid, start_ticks), supervisor_killed (code), requeued (code), ended (code, reason).
 A job that started and never ended was killed, or runs.
 """
@@ -10,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.trial import Trial
+from hpc_rl.trial import Trial, read_json
 
 
 def path(trial: Trial, job_id: str) -> Path:
@@ -32,3 +34,10 @@ def read(trial: Trial, job_id: str) -> list[dict[str, Any]]:
         if isinstance(event, dict) and isinstance(event.get("event"), str):
             events.append(event)
     return events
+
+
+def current(trial: Trial, job_id: str) -> str:
+    """The scheduler's id of a submission's newest job: its own, or that of the last successor. Reads one directory."""
+    newest = max(trial.jobs.glob(f"{job_id}.next-*"), default=None, key=lambda path: path.name)
+    data = read_json(newest) if newest is not None else None
+    return str(data["job_id"]) if isinstance(data, dict) and data.get("job_id") else job_id

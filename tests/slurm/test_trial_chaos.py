@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(900)
 FOUR_NODES = {"cluster.n_nodes": 4, "allocation_mode": "embedded:d2+fsdp:d2"}
 ONE_NODE = {"allocation_mode": "embedded:d2+fsdp:d2"}
 OFTEN = {"recover.freq_steps": 4, "recover.keep": 50}
-NUM_STEPS = 36
+NUM_STEPS = 30
 SOAK_S = 30 * 60.0
 
 

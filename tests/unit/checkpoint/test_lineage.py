@@ -166,6 +166,18 @@ def test_starts_that_led_to_no_generation_are_counted_over_requeues_whatever_end
     assert look(trial, attempt(trial, "7.4")).history == fruitless_starts(trial, "7") == ()
 
 
+def test_failures_before_the_start_that_made_the_newest_generation_are_over(trial):
+    """Nobody saw that progress: the supervisor was killed together with its trainer."""
+    one = attempt(trial, "7.0")
+    for incarnation in range(3):
+        next_lineage(trial, one, incarnation, FRESH)
+        event(one, event="exited", role="trainer", incarnation=incarnation, code=70, failure=True)
+    assert len(look(trial, one, 3).history) == 3
+    next_lineage(trial, one, 3, FRESH)
+    commit(trial, 4, "7.0", lineage=3)
+    assert look(trial, one, 4).history == ()
+
+
 def test_the_start_that_runs_is_no_past_one(trial):
     one = attempt(trial, "7.0")
     next_lineage(trial, one, 0, FRESH)

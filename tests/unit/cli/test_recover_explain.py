@@ -20,7 +20,6 @@ from hpc_rl.cli.__main__ import main
 from hpc_rl.config.load import from_dict
 from hpc_rl.errors import GivenUp, HpcRlError, NothingToResume
 from hpc_rl.launch import index
-from hpc_rl.launch.recover import End, after_trainer, unit_end
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import State
 from hpc_rl.trainers.start import Start, begin
@@ -116,10 +115,6 @@ def test_starts_that_come_to_nothing_end_the_trial_for_good(trial, capsys):
         GivenUp, match=r"3 starts in a row without a new generation; recover\.retries allows 2: .*job-2\.2 ran into"
     ):
         begin(last)
-    end = unit_end([{"code": 70, "reason": "3 starts in a row", "final": True}], 70)
-    verdict = after_trainer(end, "auto", failures=1, retries=2)
-    assert end == End(70, "3 starts in a row", final=True)
-    assert (verdict.restart, verdict.exit_code, verdict.reason) == (False, 70, "trainer: 3 starts in a row")
 
 
 def test_of_two_recovers_at_once_one_wins_and_the_other_says_busy(trial, tmp_path):

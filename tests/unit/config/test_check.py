@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from hpc_rl.config.check import check, file_system
 from hpc_rl.config.load import Loaded, load
-from hpc_rl.errors import ConfigError, NotBuilt
+from hpc_rl.errors import ConfigError
 
 GRPO = [
     "experiment_name=toy",
@@ -118,9 +119,31 @@ def test_what_is_fine_passes():
     assert checked(base=SFT).config.trainer == "sft"
 
 
-def test_layouts_that_are_not_built():
-    with pytest.raises(NotBuilt, match=r"launcher\.slurm\.layout hetjob is not built; use allocation"):
-        checked("launcher.slurm.layout=hetjob")
+SUBMITIT, JOBS, HETJOB = (f"launcher.slurm.{what}" for what in ("backend=submitit", "layout=jobs", "layout=hetjob"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([SUBMITIT, HETJOB], "backend submitit can't be used with layout hetjob: submitit submits single jobs"),
+        ([SUBMITIT, JOBS], "backend submitit can't be used with layout jobs"),
+        ([SUBMITIT, "launcher.slurm.continue_by=successor"], "use backend sbatch, or continue_by requeue"),
+        ([JOBS, "launcher.type=local"], "layout jobs needs Slurm, but launcher.type is local"),
+        (["launcher.slurm.servers.partition=spare"], "servers.partition has no effect in layout allocation"),
+        ([HETJOB, "launcher.slurm.servers.idle_s=60"], "servers.idle_s has no effect in layout hetjob"),
+        ([HETJOB, "launcher.slurm.servers.time=1-0"], "its components end together; use launcher.slurm.time"),
+        ([HETJOB, "launcher.slurm.switches=1"], "Slurm counts switches for each component alone"),
+        ([JOBS, "launcher.slurm.servers.qos=''"], "null means as in launcher.slurm"),
+    ],
+)
+def test_layouts_and_backends_that_contradict_are_refused(options, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        checked("cluster.n_nodes=2", *options)
+
+
+def test_layouts_are_about_servers():
+    with pytest.raises(ConfigError, match="a sft trial has none: use allocation"):
+        checked("launcher.slurm.layout=jobs", base=SFT)
 
 
 def test_defaults_adapt_to_a_plan_without_gpus_and_say_so():

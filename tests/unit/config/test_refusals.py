@@ -63,7 +63,7 @@ def outside(hint) -> list:
             elif isinstance(extra, Grammar):
                 found += ["24 hours", "1;2"]
             elif isinstance(extra, Place):
-                found += ["/a\nb", "/" + "x" * 300]
+                found += ["/" + "x" * 300] if extra.or_script else ["/a\nb", "/" + "x" * 300]
     return found if type(None) not in alternatives(hint) else [one for one in found if one is not None]
 
 

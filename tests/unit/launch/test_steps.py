@@ -261,3 +261,9 @@ def test_incarnations_go_on_from_every_trace(attempt):
     attempt.exit_record("rollout", 0, 0).touch()
     write_json(attempt.processes / "client-server-1.5-rank0.json", {})
     assert next_incarnations(attempt) == {("trainer", 0): 3, ("server", 1): 6, ("rollout", 0): 1}
+
+
+def test_a_step_of_a_heterogeneous_job_names_its_component(tmp_path):
+    argv = srun_argv(unit(nodes=(2,)), ["a1", "a2", "b7"], True, tmp_path / "x.log", 0, 1)
+    assert "--het-group=1" in argv and "--nodelist=b7" in argv
+    assert not any(flag.startswith("--het-group") for flag in srun_argv(unit(), ["a"], True, tmp_path / "x.log", 0))

@@ -171,6 +171,15 @@ def test_a_job_that_the_scheduler_does_not_list_any_more_was_killed(fake_trial):
     assert (story.state, story.reason) == ("killed", "left no word of its end; the scheduler does not list the job any more")
 
 
+def test_a_job_that_slurm_took_back_waits_and_its_attempt_says_why_it_ended(fake_trial):
+    fake_trial.run_to(5)
+    story = tell(fake_trial.trial, JobState("7", State.PENDING, "PENDING", "BeginTime"), asked_at=time.time())
+    assert (story.state, story.reason) == ("pending", "waits to be started again (BeginTime)")
+    assert story.attempts[0].state == "killed"
+    assert "killed together with its node" in story.attempts[0].cause
+    assert story.last_end.startswith("attempt 7.0: left no word")
+
+
 def test_an_old_pending_does_not_hide_that_it_has_started(fake_trial):
     fake_trial.run_to(5)
     pending = JobState("7", State.PENDING, "PENDING", "Resources")
@@ -213,6 +222,16 @@ def test_a_cancelled_job_that_never_started(fake_trial):
     fake_trial.job("7")
     fake_trial.cancel_wish("7")
     assert tell(fake_trial.trial).state == "cancelled"
+
+
+def test_a_wish_hides_that_the_scheduler_was_asked_before_it(fake_trial):
+    fake_trial.run_to(5)
+    fake_trial.cancel_wish("7")
+    story = tell(fake_trial.trial, JobState("7", State.PENDING, "PENDING", "BeginTime"), asked_at=time.time())
+    assert (story.state, story.reason) == ("stopping", "a person cancelled it; the scheduler has not confirmed it yet")
+    story = tell(fake_trial.trial, JobState("7", State.CANCELLED, "CANCELLED", "BeginTime"))
+    assert (story.state, story.reason) == ("cancelled", "cancelled by a person: the scheduler says CANCELLED")
+    assert story.attempts[0].state == "cancelled"
 
 
 def test_a_wish_makes_a_running_trial_stopping(fake_trial):

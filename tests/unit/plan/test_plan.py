@@ -179,3 +179,32 @@ def test_gpus_that_slurm_does_not_know_are_dealt_out_by_the_plan():
     assert seen["rollout-0"] == "" and not made.slurm_knows_gpus
     assert plan(*gpus, "launcher.slurm.gpus_by=null", "launcher.slurm.gres=gpu:4").slurm_knows_gpus
     assert not any("CUDA_VISIBLE_DEVICES" in unit.env for unit in plan(*gpus).units)
+
+
+@pytest.mark.parametrize("layout", ["hetjob", "jobs"])
+def test_nodes_of_servers_alone_are_a_group(layout):
+    made = plan(f"launcher.slurm.layout={layout}", "--n_nodes=3", "allocation_mode=embedded:d4+fsdp:d1")
+    trial, servers = made.groups
+    assert (trial.name, trial.nodes, servers.name, servers.nodes) == ("trial", [0], "servers", [1, 2])
+    own = 1 if layout == "jobs" else 0  # each server node has a supervisor of its own
+    assert (trial.cpus_per_node, servers.cpus_per_node) == (1 + 4 + 4, 2 * 4 + own)
+    assert Plan.from_json(made.to_json()) == made
+    assert [(unit.index, unit.nodes) for unit in made.units_on([2])] == [(2, [0]), (3, [0])]
+    assert [unit.role for unit in made.units_on([0])] == ["rollout", "trainer"]
+
+
+def test_gpus_beside_the_trainer_stay_in_its_job():
+    made = plan("launcher.slurm.layout=jobs", "--n_nodes=2", "allocation_mode=sglang:d12+fsdp:d4", "cluster.n_gpus_per_node=8")
+    assert [group.nodes for group in made.groups] == [[0], [1]]
+    assert sum(unit.role == "server" for unit in made.units_on([0])) == 4
+
+
+@pytest.mark.parametrize("layout", ["hetjob", "jobs"])
+def test_a_layout_without_nodes_for_servers_does_not_fit(layout):
+    with pytest.raises(DoesNotFit, match=f"layout {layout} asks for the nodes of the servers apart, but the trainer is on all 1"):
+        plan(f"launcher.slurm.layout={layout}")
+
+
+def test_one_machine_plays_no_jobs():
+    with pytest.raises(ConfigError, match="layout jobs needs Slurm, and the trial would run on this machine"):
+        plan("launcher.slurm.layout=jobs", scheduler="local")

@@ -1,0 +1,204 @@
+"""The supervisor of one task of a server array: keeps its replicas alive while the trial wants them, and not a minute longer.
+
+It owns nothing of the trial: no lease, no lineage, no batch. It ends when the trial is over, was cancelled, belongs to another
+submission, or has had no supervisor for `launcher.slurm.servers.idle_s`; a task whose time is nearly over ends with code 75
+and is started again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from hpc_rl.checkpoint.lineage import submission_of
+from hpc_rl.errors import ExitCode
+from hpc_rl.launch import takeover
+from hpc_rl.launch.failures import End
+from hpc_rl.launch.recover import unit_end
+from hpc_rl.launch.steps import Handle, Steps
+from hpc_rl.launch.supervisor import Action, AskToStop, Finish, Key, Kill, Record, Start, Supervisor
+from hpc_rl.name_resolve import keys
+from hpc_rl.name_resolve.base import NameResolve
+from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.schedulers import record
+from hpc_rl.trial import Attempt, read_json, write_json
+
+logger = logging.getLogger(__name__)
+TICK_S = 0.2
+LOOK_EVERY_S = 2.0
+END_TIME_EVERY_S = 600.0
+LEAD_S = 90.0  # a server has nothing to save; Slurm may end a job a minute early
+SAME_TERM_S = 2.0
+
+
+class ServerJob:
+    """Args:
+    attempt: `<array>_<task>.<restart>`.
+    plan: The trial's plan.
+    units: The replicas of this task, with nodes of this job.
+    steps: How processes are started.
+    names: The trial's names.
+    serves: The submission whose servers these are; empty where the script was handed in by hand.
+    idle_s: Seconds without a supervisor of the trial after which the servers end.
+    end_time: When Slurm ends this job, Unix seconds, or None; asked rarely.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        plan: Plan,
+        units: list[Unit],
+        steps: Steps,
+        names: NameResolve,
+        serves: str,
+        idle_s: float,
+        end_time: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self.attempt, self.trial, self.plan, self.steps, self.names = attempt, attempt.trial, plan, steps, names
+        self.serves, self.idle_s, self._end_time = serves, idle_s, end_time
+        self._machine = Supervisor(units, "auto", 0, 0, takeover.next_incarnations(attempt) if attempt.dir.is_dir() else {})
+        self._handles: dict[Key, tuple[Handle, int]] = {}
+        self._finish: Finish | None = None
+        self._wishes: list[str] = []
+        self._why = ""  # the stop that was asked for
+        self._over = ""  # why the trial needs these servers no more
+        self._owned_at = time.monotonic()
+        self._look_at = self._ask_at = float("-inf")
+        self._ends_at: float | None = None
+
+    def run(self) -> int:
+        """Until the trial is over (0), the time is (75), or no replica can be kept alive (70). Raises OSError."""
+        self._obey_signals()
+        self.attempt.make_dirs()
+        self._event("supervisor_started", {"role": "supervisor", "pid": os.getpid(), "serves": self.serves})
+        self._look()
+        if self._over:
+            self._finish = Finish(ExitCode.DONE, self._over)
+        else:
+            self._do(self._machine.start(time.monotonic()))
+        while self._finish is None:
+            self._round()
+            time.sleep(TICK_S)
+        code, reason = self._finish.code, self._finish.reason
+        if code == ExitCode.STOPPED:
+            code, reason = (ExitCode.DONE, self._over) if self._over else (ExitCode.STOPPED, self._why)
+        self._event("ended", {"role": "supervisor", "code": int(code), "reason": reason})
+        with suppress(OSError):  # the exit code tells too
+            write_json(self.attempt.ended, {"exit_code": int(code), "reason": reason, "time": time.time()})
+        return code
+
+    def _round(self) -> None:
+        now = time.monotonic()
+        if now - self._look_at >= LOOK_EVERY_S:
+            self._look()
+        why = self._over or (self._wishes[0] if self._wishes else "") or self._time_over(now)
+        if why and not self._why:
+            self._why = why
+            self._do(self._machine.stop(now, why))
+        for key, (handle, incarnation) in list(self._handles.items()):
+            code = handle.poll()
+            if code is not None:
+                self._ended(key, incarnation, code)
+        self._do(self._machine.tick(time.monotonic()))
+
+    def _look(self) -> None:
+        self._look_at = time.monotonic()
+        try:
+            self._over = self._over or self._trial_over()
+        except OSError as error:  # a shared file system may fail for a moment
+            logger.warning("looking at the trial: %s", error)
+
+    def _trial_over(self) -> str:
+        """Why the trial needs no servers of this task any more; "" while it does. Raises OSError."""
+        done: Any = read_json(self.trial.done)
+        if isinstance(done, dict) and self.serves in ("", done.get("job_id")):
+            return "the trial has reached its end"
+        array = submission_of(self.attempt.id).partition("_")[0]
+        if any(self.trial.cancel_intent(job).exists() for job in (self.serves, array) if job):
+            return "cancelled by a person"
+        said = record.read(self.trial, self.serves)[-1:] if self.serves else []
+        if said and said[0]["event"] == "ended":
+            return f"job {self.serves} has ended: {said[0].get('reason') or 'without a reason'}"
+        owner = self.names.leases(keys.OWNER).get(keys.OWNER)
+        now = time.monotonic()
+        if owner is None or not owner.alive:
+            gone = f"the trial has had no supervisor for {self.idle_s:g} s (launcher.slurm.servers.idle_s)"
+            return gone if now - self._owned_at >= self.idle_s else ""
+        self._owned_at = now
+        other = submission_of(str(owner.value.get("attempt") or ""))
+        return f"job {other} runs the trial now, with servers of its own" if self.serves not in ("", other) else ""
+
+    def _time_over(self, now: float) -> str:
+        if now - self._ask_at >= END_TIME_EVERY_S:
+            self._ask_at, self._ends_at = now, self._end_time()
+        late = self._ends_at is not None and time.time() >= self._ends_at - LEAD_S
+        return "the job's time is nearly over" if late and self._lived_s() > LEAD_S else ""
+
+    def _lived_s(self) -> float:
+        """How long the replicas have run: a limit that is too short must not make them start and stop for ever."""
+        slots = self._machine.slots.values()
+        return max((time.monotonic() - slot.started_at for slot in slots), default=0.0)
+
+    def _ended(self, key: Key, incarnation: int, raw_code: int) -> None:
+        del self._handles[key]
+        with suppress(OSError):
+            os.listdir(self.attempt.dir / "exits")  # drops what NFS remembers of names that were not there
+        end = unit_end([read_json(self.attempt.exit_record(*key, incarnation))], raw_code)
+        self._do(self._machine.exited(time.monotonic(), key, incarnation, end))
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start():
+                    self._start(action)
+                case AskToStop(key) if key in self._handles:
+                    self._handles[key][0].ask_to_stop()
+                case Kill(key) if key in self._handles:
+                    self._handles[key][0].kill()
+                case Record(event, details):
+                    self._event(event, details)
+                case Finish():
+                    self._finish = action
+
+    def _start(self, action: Start) -> None:
+        unit, incarnation = action.unit, action.incarnation
+        flags = ["--trial_dir", str(self.trial.dir), "--attempt", self.attempt.id]
+        flags += ["--index", str(unit.index), "--incarnation", str(incarnation)]
+        try:
+            handle = self.steps.start(unit, [self.plan.python, "-m", unit.module, *flags], self.attempt, incarnation)
+        except OSError as error:
+            end = End(ExitCode.FAILED, f"can't be started: {error}")
+            self._do(self._machine.exited(time.monotonic(), (unit.role, unit.index), incarnation, end))
+            return
+        self._handles[unit.role, unit.index] = (handle, incarnation)
+        with suppress(OSError):
+            takeover.leave_client_records(self.attempt, unit, incarnation, handle.children)
+
+    def _obey_signals(self) -> None:
+        terms: list[float] = []
+
+        def on_signal(number: int, _frame: object) -> None:
+            if number == signal.SIGTERM:
+                terms.append(time.monotonic())
+                if terms[-1] - terms[0] > SAME_TERM_S:
+                    os._exit(ExitCode.KILLED_BY_SYSTEM)  # the replicas end by their pipes
+            self._look_at = float("-inf")  # a signal may tell of a wish
+            self._wishes.append(signal.Signals(number).name)
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, on_signal)
+
+    def _event(self, event: str, details: dict[str, Any]) -> None:
+        line = json.dumps({"time": time.time(), "event": event, **details}) + "\n"
+        logger.info("%s %s", event, details)
+        try:
+            with self.attempt.events.open("a") as file:
+                file.write(line)
+        except OSError as error:
+            logger.error("writing an event: %s", error)

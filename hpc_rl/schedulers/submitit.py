@@ -1,0 +1,58 @@
+"""Slurm by way of submitit: its executor writes and submits the batch script; everything else is as with our own sbatch.
+
+submitit's pickle lies in the trial directory, which nobody else can read or write. Its job states are never asked for: they
+need accounting, and the trial's own files say more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+from hpc_rl.errors import ConfigError, SchedulerError
+from hpc_rl.schedulers.base import JobSpec
+from hpc_rl.schedulers.slurm import SlurmScheduler, clean_environment
+from hpc_rl.schedulers.submitit_task import TrialTask
+
+PARAMETERS = "submitit.json"  # beside the script: what is passed to submitit's executor
+
+
+class SubmititScheduler(SlurmScheduler):
+    """A Slurm cluster whose sbatch is called by submitit."""
+
+    def submit(self, spec: JobSpec) -> str:
+        """One call of submitit's executor. Raises ConfigError where submitit is missing, SchedulerError."""
+        try:
+            from submitit import SlurmExecutor
+        except ImportError as error:
+            raise ConfigError(
+                "launcher.slurm.backend submitit: the package is missing; pip install 'hpc-rl[submitit]'."
+            ) from error
+        try:
+            parameters = json.loads((spec.script.parent / PARAMETERS).read_text())
+            folder = spec.script.parent.parent / "submitit"
+            folder.mkdir(exist_ok=True, mode=0o700)
+            with _clean():
+                # The trial decides how often it goes on, not submitit.
+                executor = SlurmExecutor(folder=folder, max_num_timeout=1_000_000, python=sys.executable)
+                executor.update_parameters(**parameters)
+                task = TrialTask(str(spec.script), str(spec.script.parent.parent / "jobs"))
+                return str(executor.submit(task).job_id)
+        except Exception as error:  # submitit's own kinds of failure, told in its words
+            raise SchedulerError(f"submitit could not submit the job: {' '.join(str(error).split())}") from error
+
+
+@contextlib.contextmanager
+def _clean() -> Iterator[None]:
+    """submitit gives sbatch the environment of this process: without what a surrounding job left there."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(clean_environment(before))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
