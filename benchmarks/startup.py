@@ -3,9 +3,9 @@
     python benchmarks/startup.py [--cluster] [--scheduler slurm|local] [--runs 3] [--out benchmarks/results/startup.json]
 
 Submits toy GRPO trials one after the other and reads, for each, when the job started (jobs/<id>.state), when the server's log
-says that it is up and that it serves, when the first batch was sealed, when the first step was logged. All times are of this one
-host's clock. The toy's model loads in no time: what is seen is the start of processes, imports and rendezvous. `--cluster`
-starts the tests' private Slurm.
+says that it is up and that it serves, when the trainer had its first batch, when its first step was logged, all by the
+clock of this one host. The toy's model loads in no time: what is seen is the start of processes, imports and
+rendezvous. `--cluster` starts the tests' private Slurm.
 """
 
 from __future__ import annotations
@@ -82,24 +82,26 @@ def private_cluster(wanted: bool) -> Iterator[None]:
 
 
 def measure(folder: Path, name: str, options: dict, scheduler: str) -> dict[str, float]:
-    """Run one trial of a single step; seconds of each stage, each counted from the end of the one before, and in total."""
+    """Run one trial of two steps; seconds of each stage, each counted from the end of the one before, and in total."""
     from kill_anything import Killed
 
     submitted = time.time()
-    trial = Killed(folder, name, options, scheduler=scheduler, total_steps=1).submit()
+    trial = Killed(folder, name, options, scheduler=scheduler, total_steps=2).submit()
     returned = time.time()
     trial.finish()
     attempt = trial.trial.attempt(f"{trial.job_id}.0")
     job = next(event for event in record.read(trial.trial, trial.job_id) if event["event"] == "started")
     supervisor = next(row["time"] for row in JsonLines(attempt.events).poll() if row["event"] == "supervisor_started")
-    seal = min((trial.trial.rollout / "batches").glob("*.seal"), key=lambda path: path.name).stat().st_mtime
-    step = min(row["time"] for path in attempt.dir.glob("metrics.*.jsonl") for row in JsonLines(path).poll() if "step_s" in row)
+    rows = [row for path in attempt.dir.glob("metrics.*.jsonl") for row in JsonLines(path).poll() if "step_s" in row]
+    first = min(rows, key=lambda row: row["step"])
+    step = first["time"]
+    batch = step - first["train_s"] - first["publish_s"]
     marks = {
         "queue (submit to script, whole seconds)": float(job["time"]),
         "start (script to supervisor)": supervisor,
         "server up (listening, no weights yet)": said(attempt.log("server", 0, 0), " at http"),
         "server ready (first weights published)": said(attempt.log("server", 0, 0), "serving weights"),
-        "first batch (sealed)": seal,
+        "first batch (in the trainer's hands)": batch,
         "first step (logged)": step,
     }
     split, before = {"hpc-rl submit returns": returned - submitted}, submitted

@@ -93,15 +93,20 @@ def test_the_end_of_the_pipe_ends_it(start):
 def test_it_says_where_it_is(start, tmp_path, how, by):
     path = tmp_path / "stacks.txt"
     role = start(how)
-    if by == "line":
-        role.stdin.write(b"stacks\n")
-        role.stdin.flush()
-    else:
-        if "stopped" in by:
-            role.send_signal(signal.SIGSTOP)
-        role.send_signal(signal.SIGUSR1)
-        role.send_signal(signal.SIGCONT)
-    wait_for(lambda: "a_place_to_be_found_at" in path.read_text())
+
+    def ask() -> bool:
+        """Again and again: it has said `up` a moment before it is where it will be found."""
+        if by == "line":
+            role.stdin.write(b"stacks\n")
+            role.stdin.flush()
+        else:
+            if "stopped" in by:
+                role.send_signal(signal.SIGSTOP)
+            role.send_signal(signal.SIGUSR1)
+            role.send_signal(signal.SIGCONT)
+        return "a_place_to_be_found_at" in path.read_text()
+
+    wait_for(ask)
 
 
 def test_the_lines():
