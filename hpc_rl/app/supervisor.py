@@ -41,6 +41,7 @@ def main() -> int:
         if plan_data is None or config_data is None:
             raise ConfigError(f"{trial.plan_json} or {trial.config_json} can't be read; submit the trial again")
         plan = Plan.from_json(plan_data)
+        plan.refuse_unbuilt()
         config = from_dict(config_data)
         names = open_names(trial, config)
         if "_" in attempt.id:

@@ -36,7 +36,8 @@ class Planned:
 
     @property
     def notes(self) -> list[str]:
-        return [*self.loaded.notes, *self.plan.notes]
+        refused = [f"submit refuses this trial: {self.plan.not_built}"] if self.plan.not_built else []
+        return [*self.loaded.notes, *self.plan.notes, *refused]
 
 
 def run(argv: list[str]) -> int:
@@ -192,6 +193,7 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
 
 
 def _dry_run(planned: Planned, json: bool) -> int:
+    planned.plan.refuse_unbuilt()
     trial = submission.trial_of(planned.loaded.config)
     submission.check(trial, planned.loaded.config.recover.mode)
     changes = submission.changed_options(trial, planned.loaded.config)

@@ -111,7 +111,7 @@ class TrainEngineConfig:
         pad_to_maximum: Every micro-batch has `mb_spec.max_tokens_per_mb` tokens: no fragmented memory, but more to compute.
         dtype: Type of parameters and compute; the default becomes float32 where the planned device is a CPU.
         grad_reduce_dtype: Type in which gradients are summed over ranks.
-        backend: `fsdp`; empty means fsdp. `megatron` is not built.
+        backend: `fsdp`; empty means fsdp. `megatron` is planned and rendered, but not built: submit refuses it.
         fsdp: Settings of the fsdp backend.
         ds_auto_tp: Settings of a backend that is not built.
         gradient_checkpointing: Recompute activations in the backward pass.

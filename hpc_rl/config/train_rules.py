@@ -161,8 +161,6 @@ def devices(config: Config, explicit: Collection[str]) -> Iterator[str]:
 def engines(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """What this engine can't do."""
     for section, engine in models(config):
-        if engine.backend == "megatron":
-            yield f"{section}.backend megatron is not built; use fsdp, or leave it out."
         if engine.ds_auto_tp.autotp_size != 1:
             yield (
                 f"{section}.ds_auto_tp.autotp_size {engine.ds_auto_tp.autotp_size}: the DeepSpeed backend and tensor parallelism "

@@ -96,6 +96,7 @@ def submit(
     Raises:
         TrialBusy, NothingToResume, CannotWrite, SchedulerError, ConfigError. A directory that was not there before is gone then.
     """
+    plan.refuse_unbuilt()
     trial = trial or trial_of(loaded.config)
     scheduler = scheduler or make_scheduler(loaded.config.launcher.type, trial)
     if loaded.config.launcher.slurm.backend == "submitit" and scheduler.name == "slurm":

@@ -12,6 +12,7 @@ from hpc_rl.config.cluster import environment_of
 from hpc_rl.config.load import trainer_of
 from hpc_rl.config.root import Config, GRPOConfig
 from hpc_rl.config.slurm_rules import asks_for_gpus
+from hpc_rl.config.train_rules import models
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan import containers
 from hpc_rl.plan.placement import Demand, Placement, nearest, place
@@ -25,7 +26,9 @@ SUPERVISOR_MEM_MB = 1024
 def make_plan(config: Config, explicit: Collection[str], *, interpreter: str, scheduler: Literal["slurm", "local"]) -> Plan:
     """Decide everything. `interpreter` is the Python that submits; `explicit` names the options that somebody wrote.
 
-    Raises NotBuilt for what this version can't do, DoesNotFit (with the nearest allocation that does), ConfigError.
+    What only waits for a backend is planned, and said in `not_built`.
+
+    Raises NotBuilt for what else this version can't do, DoesNotFit (with the nearest allocation that does), ConfigError.
     """
     refuse_scheduler(config, scheduler)
     containers.refuse_scheduler(config, scheduler)
@@ -36,7 +39,7 @@ def make_plan(config: Config, explicit: Collection[str], *, interpreter: str, sc
     if demand.units > MAX_UNITS:
         raise DoesNotFit(f"allocation_mode {allocation} asks for {demand.units} units; a trial has at most {MAX_UNITS}.")
     placement = _placement(config, allocation, demand)
-    _refuse_idle_ranks(config, demand.ranks)
+    _refuse_idle_ranks(config, demand.ranks // (allocation.train.units_per_replica if allocation.train else 1))
     extra = shlex.split(config.launcher.slurm.srun_additional_args)
     units = [
         replace(unit, srun_args=extra, container=containers.container_of(config, unit.role))
@@ -67,6 +70,7 @@ def make_plan(config: Config, explicit: Collection[str], *, interpreter: str, sc
         groups=groups,
         slurm_knows_gpus=knows_gpus,
         notes=[*notes, *_notes_on_defaults(config, explicit)],
+        not_built=_awaited(config, allocation),
     )
 
 
@@ -135,9 +139,7 @@ def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
         raise NotBuilt(f"{name}: sharing units between servers and training ('|') is not built; use '+': {servers}+{train}.")
     if servers and not train:
         raise NotBuilt(f"{name}: a trial of servers alone is not built; add a trainer: {servers}+fsdp:d1.")
-    if train and train.backend == "megatron":
-        raise NotBuilt(f"{name}: the megatron backend is not built; use fsdp with d only, as fsdp:d{train.num_units or '*'}.")
-    if train and train.units_per_replica > 1:
+    if train and train.backend == "fsdp" and train.units_per_replica > 1:
         raise NotBuilt(f"{name}: fsdp with t or c is not built; use d only, as fsdp:d{train.num_units or '*'}.")
     if needs_servers and not servers:
         raise NotBuilt(f"{name}: generation in the trainer's units is not built; name servers, as {_usual(config)}:d1+{train}.")
@@ -145,6 +147,20 @@ def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
         raise ConfigError(f"{name}: an {config.trainer} trial has no generation servers; use {train}.")
     if servers:
         _refuse_servers(config, servers, name)
+
+
+def _awaited(config: Config, allocation: Allocation) -> str:
+    """Why nothing of this plan can be started yet; empty where it can. Raises ConfigError for two engines at once."""
+    named = [f"{section}.backend megatron" for section, engine in models(config) if engine.backend == "megatron"]
+    train = allocation.train
+    if train and train.backend == "megatron":
+        named.insert(0, f"allocation_mode {allocation}")
+    elif named and config.allocation_mode.strip():
+        raise ConfigError(f"{named[0]}, but allocation_mode {allocation} trains with fsdp; make them agree.")
+    if not named:
+        return ""
+    count = (train.num_units if train else None) or "*"
+    return f"{', '.join(named)}: the megatron backend is not built; use fsdp with d only, as fsdp:d{count}."
 
 
 def _usual(config: Config) -> str:

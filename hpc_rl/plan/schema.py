@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hpc_rl.errors import NotBuilt
+
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
@@ -104,6 +106,12 @@ class Plan:
     groups: list[Group] = field(default_factory=list)  # of the layouts hetjob and jobs: the nodes of the trial, then the servers'
     slurm_knows_gpus: bool = True  # false: steps say nothing of GPUs, and the units' environment deals them out
     notes: list[str] = field(default_factory=list)  # what was derived or adapted, in words; printed by submit
+    not_built: str = ""  # what the trial needs and this version has not: it can be planned and rendered, not started
+
+    def refuse_unbuilt(self) -> None:
+        """Raises NotBuilt for a plan that can be looked at but not started."""
+        if self.not_built:
+            raise NotBuilt(self.not_built)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

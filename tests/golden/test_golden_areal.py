@@ -12,7 +12,6 @@ import pytest
 
 from hpc_rl.config.check import check
 from hpc_rl.config.load import load
-from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render.scripts import Stamp, render
 from hpc_rl.trial import Trial
@@ -20,7 +19,6 @@ from hpc_rl.trial import Trial
 FILES = Path(__file__).resolve().parents[1] / "unit" / "config" / "areal"
 GOLDEN = Path(__file__).parent / "areal"
 NAMES = sorted(path.stem for path in FILES.glob("*.yaml"))
-MEGATRON = "gsm8k_grpo_megatron"  # loads; it waits for the backend
 
 
 def made(name: str, folder: Path) -> dict[str, str]:
@@ -43,7 +41,7 @@ def made(name: str, folder: Path) -> dict[str, str]:
     return {file: text.replace(str(folder), "/WORKDIR") for file, text in texts.items()}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != MEGATRON])
+@pytest.mark.parametrize("name", NAMES)
 def test_plan_and_script_are_as_they_were(name, tmp_path, monkeypatch, update_golden):
     monkeypatch.chdir(tmp_path)
     texts = made(name, tmp_path)
@@ -55,8 +53,5 @@ def test_plan_and_script_are_as_they_were(name, tmp_path, monkeypatch, update_go
     assert texts == known
 
 
-def test_megatron_is_the_only_one_that_waits(tmp_path):
-    with pytest.raises(ConfigError, match=r"actor.backend megatron is not built"):
-        made(MEGATRON, tmp_path)
-    golden = {path.name.partition(".")[0] for path in GOLDEN.iterdir()}
-    assert golden == set(NAMES) - {MEGATRON}
+def test_no_golden_file_is_left_over():
+    assert {path.name.partition(".")[0] for path in GOLDEN.iterdir()} == set(NAMES)

@@ -16,13 +16,14 @@ import yaml
 from hpc_rl.config.check import check
 from hpc_rl.config.load import load
 from hpc_rl.errors import ConfigError, NotBuilt
+from hpc_rl.launch.submit import submit
 from hpc_rl.plan.plan import make_plan
 
 FOLDER = Path(__file__).parent / "areal"
 FILES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 WAITING: dict[str, set[str]] = {  # refused as not built
     "gsm8k_grpo": set(),
-    "gsm8k_grpo_megatron": {"actor.backend", "ref.backend"},
+    "gsm8k_grpo_megatron": set(),
     "gsm8k_dr_grpo": set(),
     "gsm8k_dapo": set(),
     "gsm8k_sft": set(),
@@ -57,11 +58,13 @@ def test_the_rest_loads_and_plans_unmodified(name, tmp_path):
     loaded = check(load([path], profiles=[]), files=False)
     config = loaded.config
     assert config.tokenizer_path == "/storage/models/Qwen2.5-1.5B-Instruct"
-    if name == "gsm8k_grpo_megatron":
-        with pytest.raises(NotBuilt, match="the megatron backend is not built"):
-            make_plan(config, loaded.explicit, interpreter="python", scheduler="slurm")
-        return
     plan = make_plan(config, loaded.explicit, interpreter="python", scheduler="slurm")
+    if name == "gsm8k_grpo_megatron":
+        assert (plan.allocation, plan.units[-1].num_tasks) == ("sglang:d4+megatron:d2p2", 4)
+        with pytest.raises(NotBuilt, match=r"actor\.backend megatron, ref\.backend megatron: the megatron backend is not built"):
+            submit(loaded, plan, command=[])
+        return
+    assert not plan.not_built
     assert plan.allocation == ("sglang:d4+fsdp:d4" if config.trainer == "grpo" else "fsdp:d8")
     if config.trainer == "grpo":
         assert (config.rollout.consumer_batch_size, config.actor.group_size, config.sglang.model_path) == (

@@ -49,7 +49,6 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["actor.optimizer.offload=true"], "actor.optimizer.offload has no effect without GPUs"),
         (["actor.experiment_name=other"], "actor.experiment_name other must equal experiment_name toy"),
         (["ref.path=/m", "ref.trial_name=other"], "ref.trial_name other must equal trial_name t1"),
-        (["actor.backend=megatron"], "actor.backend megatron is not built; use fsdp"),
         (["actor.ds_auto_tp.autotp_size=2"], "the DeepSpeed backend and tensor parallelism are not built; use 1"),
         (["actor.fsdp.offload_params=true"], "actor.fsdp.offload_params is not built; use actor.optimizer.offload"),
         (["actor.pad_to_maximum=true"], "has no effect without actor.mb_spec.max_tokens_per_mb"),

@@ -24,6 +24,7 @@ from hpc_rl.config.load import load
 from hpc_rl.config.root import CONFIGS
 from hpc_rl.config.show import default_of
 from hpc_rl.errors import ConfigError
+from hpc_rl.plan.plan import make_plan
 
 NUM_TODO = {"areal": 0, "atlas": 0}
 FOLDER = Path(__file__).parent
@@ -106,7 +107,8 @@ def test_refused_rows_are_refused_in_these_words(row):
     trainer = SECTIONS[row.section][0] if row.section in SECTIONS else "grpo"
     check(load([], BASE[trainer]), files=False)  # without it nothing is wrong
     with pytest.raises(ConfigError) as caught:
-        check(load([], [*BASE[trainer], override]), files=False)
+        found = check(load([], [*BASE[trainer], override]), files=False)
+        make_plan(found.config, found.explicit, interpreter="python", scheduler="slurm").refuse_unbuilt()
     assert words in str(caught.value)
     assert override.partition("=")[0] in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -53,7 +53,7 @@ ONLY_RULES = {  # pattern -> why no role reads it: a rule holds it to the one va
     r"actor\.(reward|adv)_norm\.group_size": "must equal gconfig.n_samples (train_rules)",
     r"actor\.log_agent_stats": "must agree with log_agent_stats_keys, which is read (train_rules)",
     r"(actor|model|ref)\.(fsdp\.offload_params|ds_auto_tp\.autotp_size)": "refused when set (train_rules)",
-    r"(actor|model|ref)\.backend": "empty or fsdp; megatron is refused (train_rules)",
+    r"(actor|model|ref)\.backend": "empty or fsdp; with megatron there is a plan, and nothing is started (plan._awaited)",
     r"(actor|model|ref)\.optimizer\.type": "adam where there is training, empty where there is none (train_rules)",
 }
 BY_NAME = {  # pattern -> a dict of the product that has each such option's name as a key or value, for getattr

@@ -128,11 +128,22 @@ def test_sft_that_does_not_fit():
         plan("--n_nodes=2", "allocation_mode=fsdp:d3", base=SFT)
 
 
+def test_megatron_is_planned_with_all_its_ranks_and_refused_at_the_start():
+    made = plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d4+megatron:d2t2", "train_dataset.batch_size=2")
+    assert (made.allocation, made.units[-1].role, made.units[-1].num_tasks) == ("sglang:d4+megatron:d2t2", "trainer", 4)
+    with pytest.raises(NotBuilt, match=r"allocation_mode .*: the megatron backend is not built; .* as fsdp:d4"):
+        made.refuse_unbuilt()
+    with pytest.raises(NotBuilt, match=r"^actor\.backend megatron: the megatron backend is not built"):
+        plan("actor.backend=megatron").refuse_unbuilt()
+    with pytest.raises(ConfigError, match=r"actor\.backend megatron, but allocation_mode .* make them agree"):
+        plan("actor.backend=megatron", "allocation_mode=embedded:d1+fsdp:d1")
+    plan().refuse_unbuilt()
+
+
 @pytest.mark.parametrize(
     ("allocation", "words"),
     [
         ("vllm:d1+fsdp:d1", "use sglang, or embedded"),
-        ("sglang:d1+megatron:d2t2", "use fsdp with d only, as fsdp:d4"),
         ("sglang:d1+fsdp:d2t2", "use d only, as fsdp:d4"),
         ("sglang:d1+fsdp:d2c2", "use d only, as fsdp:d4"),
         ("sglang:d4|fsdp:d4", "use '+': sglang:d4+fsdp:d4"),
