@@ -29,6 +29,16 @@ JOBS = {
 }
 
 
+HELD_REWARD = """
+import os, time
+
+def score(prompt, completion, **columns):
+    if not os.path.exists({path!r}):
+        time.sleep(0.2)
+    return sum(map(ord, completion)) % 7 / 7
+"""
+
+
 @pytest.fixture
 def trials(cluster, tmp_path, request) -> Iterator[Trials]:
     trials = Trials(make_toy(tmp_path), short_name(request.node.name))
@@ -54,8 +64,11 @@ def current(one: Killed) -> str:
     return (read_json(one.trial.current_weights) or {"label": ""})["label"]
 
 
-def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trials, cluster, until):
-    one = trials.start(JOBS, scheduler="slurm", total_steps=80)
+def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trials, cluster, until, tmp_path):
+    (tmp_path / "some_reward.py").write_text(
+        HELD_REWARD.format(path=str(tmp_path / "hurry"))
+    )  # the server must be back before the end
+    one = trials.start(JOBS, scheduler="slurm", total_steps=120)
     [array] = read_arrays(one.trial)
     one.until(lambda: len(serving(one)) == 2 and one.num_rows() >= 5)
     assert {line.split()[0] for line in queue(cluster)} == {one.job_id, f"{array.job_id}_0", f"{array.job_id}_1"}
@@ -76,6 +89,7 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
     one.until(lambda: "server/1" in serving(one))
     enough = one.num_rows() + 5
     one.until(lambda: one.num_rows() >= enough or one.over)
+    (tmp_path / "hurry").touch()
     log = (one.trial.attempt(f"{array.job_id}_1.1").dir / "logs" / "server-1.0.log").read_text()
     first = re.findall(r"serving with weights '([^']+)'", log)[0]
     assert not is_older(first, before), f"it came back with {first} while {before} was current"
