@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The tests pin PyTorch's CPU build; on a GPU machine: make TORCH='torch>=2.9'
 TORCH ?= torch==2.13.0
+# processes that run tests; those with a Slurm share one of them, so that it is started once, and so do those with a SGLang
+WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
@@ -40,12 +42,12 @@ check: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/unit tests/golden
+	$(BIN)/python -m pytest -q -n $(WORKERS) tests/unit tests/golden
 
 test: check
 	$(BIN)/python tests/slurm/packages.py
 	tests/sglang/install.sh
-	$(BIN)/python -m pytest tests/integration tests/faults tests/slurm tests/sglang -m "not soak"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/slurm tests/sglang tests/integration tests/faults -m "not soak"
 
 soak: $(VENV)/dev
 	$(BIN)/python tests/slurm/packages.py

@@ -162,16 +162,25 @@ def test_kill_9_at_random_instants_leaves_one_writer_and_goes_on(fake, seed):
     """Nobody of an older start is alive when somebody of the next one writes, and the trial comes to its end."""
     fake.write({"trainer": ["train"], "total": 25}, retries=20, units=[unit("server"), unit("rollout"), unit("trainer", tasks=2)])
     luck = random.Random(seed)
-    for _ in range(6):
+    writes = fake.trial.dir / "writes.log"
+
+    def writers() -> set[str]:
+        lines = writes.read_text().splitlines() if writes.exists() else []
+        return {line.split()[2] for line in lines if line.split()[1].startswith("trainer-0.")}
+
+    for number in range(6):
         supervisor = fake.start()
-        time.sleep(luck.uniform(0.3, 2.0))
+        if number < 2:  # else a slow machine would have only one life that writes
+            known = writers()
+            fake.until(lambda known=known: writers() > known)
+        time.sleep(luck.uniform(0, 2.0))
         supervisor.kill()
         if supervisor.wait() == 0:
             break
     assert fake.run(60) == 0, fake.story()
     assert not fake.alive()
     spans: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
-    for line in (fake.trial.dir / "writes.log").read_text().splitlines():
+    for line in writes.read_text().splitlines():
         when, name, pid = line.split()
         role, _, rest = name.partition(".")
         rank = rest.partition("-")[2]

@@ -114,7 +114,7 @@ def scenario_train(folder: Path, rank: int, num_ranks: int) -> None:
 def scenario_resume(folder: Path, rank: int, num_ranks: int) -> None:
     """Load the state of 1 rank, go on for two steps."""
     engine = engine_of(folder, rank, num_ranks)
-    engine.load(folder / "state-1", saved_num_ranks=1)
+    engine.load(folder / "moved-1", saved_num_ranks=1)
     engine.export(folder / f"loaded-{num_ranks}")
     write_json(folder / f"resume-{num_ranks}-{rank}.json", train(engine, range(2, 4)))
     engine.export(folder / f"resumed-{num_ranks}")
