@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -21,7 +22,7 @@ from hpc_rl import net
 from hpc_rl.doctor.filesystem import FileSystem, look
 from hpc_rl.trial import state_home
 
-NEEDED_HERE = ("jsonargparse", "PyYAML", "jinja2", "omegaconf", "aiohttp", "numpy", "tokenizers", "msgpack", "xxhash", "rich")
+DISTRIBUTION = re.compile(r"[A-Za-z0-9._-]+")
 LIBRARIES = ("torch", "transformers", "safetensors", "tensorboard", "sglang", "megatron-core")
 UNLIMITED = -1
 OURS = b"HPC_RL_STEPS="
@@ -105,7 +106,7 @@ def gather(root: Path, trainer_python: str = "", server_python: str = "") -> Fac
         host=socket.gethostname(), node=os.environ.get("SLURMD_NODENAME", ""), job_id=os.environ.get("SLURM_JOB_ID", "")
     )
     facts.python = ".".join(map(str, sys.version_info[:3]))
-    facts.packages = {name: _version(name) for name in NEEDED_HERE}
+    facts.packages = {name: _version(name) for name in _needed_here()}
     facts.trainer = versions(trainer_python or sys.executable)
     facts.server = versions(server_python or trainer_python or sys.executable)
     _environment(facts)
@@ -140,6 +141,16 @@ def _json_object(text: str) -> dict[str, str]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _needed_here() -> list[str]:
+    """The dependencies that this installation of hpc-rl names, without its extras; hpc-rl alone where it isn't installed."""
+    try:
+        requirements = importlib.metadata.requires("hpc-rl") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ["hpc-rl"]
+    names = (DISTRIBUTION.match(one) for one in requirements if "extra ==" not in one)
+    return [name.group() for name in names if name]
 
 
 def _version(name: str) -> str:

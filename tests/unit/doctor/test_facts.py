@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,12 @@ def test_this_machine_tells_all_and_survives_json(tmp_path, state_home):
     assert facts.cpus > 0 and facts.mem_bytes > 0 and facts.port > 0 and facts.nofile[0] != 0
     assert isinstance(facts.trainer, dict) and facts.trainer["torch"]
     assert Facts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+
+
+def test_the_packages_asked_for_are_those_that_the_project_names(tmp_path):
+    project = tomllib.loads((Path(__file__).resolve().parents[3] / "pyproject.toml").read_text())["project"]
+    named = {re.match(r"[\w-]+", one).group() for one in project["dependencies"]}
+    assert set(gather(tmp_path).packages) == named
 
 
 def test_an_interpreter_that_is_none():
