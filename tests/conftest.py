@@ -28,6 +28,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[OWN], ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         kind, *rest = item.path.relative_to(HERE).parts

@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--name", required=True, help="job name")
     parser.add_argument("--script", required=True, help="file name below scripts/")
     parser.add_argument("--array", default="", help="task that goes on alone")
+    parser.add_argument("--exclude", default="", help="nodes to avoid instead of those that the script names")
     parser.add_argument("arguments", nargs="*", help="what else the script is called with")
     args = parser.parse_args()
     trial = Trial(args.trial_dir)
@@ -34,6 +35,7 @@ def main() -> int:
             name=args.name,
             script=trial.scripts / args.script,
             array=args.array,
+            exclude=args.exclude,
             arguments=tuple(args.arguments),
         )
     except (HpcRlError, OSError) as error:

@@ -29,6 +29,7 @@ def go_on(
     name: str,
     script: Path,
     array: str = "",
+    exclude: str = "",
     arguments: tuple[str, ...] = (),
     scheduler: SlurmScheduler | None = None,
 ) -> str:
@@ -42,6 +43,7 @@ def go_on(
         name: Job name.
         script: The script, as it was submitted.
         array: Task of an array that goes on alone; empty for a job that is none.
+        exclude: Nodes to avoid instead of those that the script names; empty leaves it to the script.
         arguments: What the script is called with, after the submission and the number of the start.
         scheduler: Whom to ask.
 
@@ -55,7 +57,7 @@ def go_on(
         return str(known["job_id"])
     refuse_cancelled(trial, job_id)
     tag = f"hpc-rl:{trial}:{job_id}.{restart}"
-    spec = JobSpec(name, script, tag, arguments=(job_id, str(restart), *arguments), after=after, array=array, known_as=False)
+    spec = JobSpec(name, script, tag, arguments=(job_id, str(restart), *arguments), after=after, array=array, exclude=exclude, known_as=False)
     found = scheduler.find(spec)  # of a start of this very job that died before it could write the record
     if found:
         logger.warning("job %s goes on with job %s already", job_id, found)

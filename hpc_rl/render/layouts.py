@@ -93,6 +93,7 @@ def trial_values(asks: Asks) -> dict[str, Any]:
         "layout": plan.layout,
         "backend": slurm.backend,
         "continue_by": slurm.continue_by,
+        "exclude": slurm.exclude or "",
         "directives": directives(slurm, ask),
         "component": _component(asks, ask) if plan.layout == "hetjob" else None,
     }
@@ -132,6 +133,7 @@ def server_values(asks: Asks) -> dict[str, Any]:
         "layout": "jobs",
         "backend": "sbatch",
         "continue_by": slurm.continue_by,
+        "exclude": slurm.exclude or "",
         "directives": directives(alone, ask),
     }
     return values | {"mode": "auto", "start_mode": "auto", "attempts": "server_attempts"}

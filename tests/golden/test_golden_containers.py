@@ -1,7 +1,8 @@
-"""The steps of a trial in each kind of container, as the supervisor starts them on Slurm: srun, container, command, environment.
+"""The steps of a trial in each layout and kind of container, as supervisors start them on Slurm: srun, container, command,
+environment.
 
-Beside the scripts (test_golden_scripts.py), which are the same for all of them: the supervisor is never in a container. One
-file a kind in tests/golden/containers, in the shell's syntax; `pytest tests/golden --update-golden` rewrites them.
+Beside the scripts (test_golden_scripts.py), which are the same for all kinds: the supervisor is never in a container. One file
+a layout and kind in tests/golden/containers, in the shell's syntax; `pytest tests/golden --update-golden` rewrites them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hpc_rl.config.check import check
 from hpc_rl.config.load import load
 from hpc_rl.launch.steps import common_env, srun_argv
 from hpc_rl.plan.plan import make_plan
+from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.render.container import wrap
 from hpc_rl.render.scripts import Stamp, render
 from hpc_rl.trial import Trial
@@ -25,6 +27,7 @@ from hpc_rl.trial import Trial
 CHECKOUT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "containers"
 IMAGES = ["launcher.slurm.mount=/storage:/storage", "launcher.trainer_env_vars={NCCL_DEBUG: WARN, NOTE: 'a b, $(c)'}"]
+LAYOUTS = ("allocation", "hetjob", "jobs")
 KINDS = {
     "none": [],
     "apptainer": [
@@ -43,26 +46,38 @@ KINDS = {
 }
 
 
-def planned(kind: str, n_nodes: int = 4):
-    overrides = [f"cluster.n_nodes={n_nodes}", "launcher.type=slurm", *KINDS[kind]]
+def planned(layout: str, kind: str):
+    overrides = ["cluster.n_nodes=4", "launcher.type=slurm", f"launcher.slurm.layout={layout}", *KINDS[kind]]
     loaded = check(load([CHECKOUT / "configs" / "grpo_sglang.yaml"], overrides), files=False)
     return loaded, make_plan(loaded.config, loaded.explicit, interpreter="/PYTHON", scheduler="slurm")
 
 
-def steps_of(kind: str, tmp_path: Path) -> str:
+def on_its_job(plan: Plan, unit: Unit) -> tuple[Unit, list[str], int | None]:
+    """The unit as the supervisor of its job sees it, the nodes of that job, and the component that it belongs to."""
+    hosts = [f"n{index}" for index in range(plan.n_nodes)]
+    if plan.layout == "allocation":
+        return unit, hosts, None
+    if plan.layout == "hetjob":
+        return unit, hosts, next(number for number, group in enumerate(plan.groups) if unit.nodes[0] in group.nodes)
+    nodes = unit.nodes[:1] if unit.role == "server" else plan.groups[0].nodes
+    [unit] = [one for one in plan.units_on(nodes) if (one.role, one.index) == (unit.role, unit.index)]
+    return unit, [hosts[index] for index in nodes], None
+
+
+def steps_of(layout: str, kind: str, tmp_path: Path) -> str:
     """The step of one unit of each role as a command of bash, with the variables that are its own in front."""
-    loaded, plan = planned(kind)
+    loaded, plan = planned(layout, kind)
     config = loaded.config
     trial = Trial.of(config.cluster.fileroot, "user", config.experiment_name, config.trial_name)
     attempt = trial.attempt("7.0")
-    hosts = [f"n{index}" for index in range(plan.n_nodes)]
     lines = ["#!/bin/bash"]
     for unit in {unit.role: unit for unit in plan.units}.values():
+        unit, hosts, component = on_its_job(plan, unit)
         argv = [plan.python, "-m", unit.module, "--trial_dir", str(trial.dir), "--attempt", "7.0", "--index", str(unit.index)]
         own = common_env(unit, "srun")
         inherited = {"PYTHONPATH": f"{trial.scripts}/WHEEL.zip:{tmp_path}:/opt/module/lib", "TMPDIR": "/scratch"}
         wrapped = wrap(unit, argv, inherited | own, own, trial.dir, tmp_path)
-        srun = srun_argv(unit, hosts, True, attempt.log(unit.role, unit.index, 0), 0)
+        srun = srun_argv(unit, hosts, True, attempt.log(unit.role, unit.index, 0), 0, component)
         env = [shlex.join(["env", *(f"{name}={value}" for name, value in sorted(wrapped.env.items()))])]
         lines += [
             "",
@@ -75,7 +90,7 @@ def steps_of(kind: str, tmp_path: Path) -> str:
 @pytest.fixture
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.chdir(tmp_path)
-    return {f"{kind}.sh": steps_of(kind, tmp_path) for kind in KINDS}
+    return {f"{layout}.{kind}.sh": steps_of(layout, kind, tmp_path) for layout in LAYOUTS for kind in KINDS}
 
 
 def test_steps_are_as_they_were(texts, update_golden):
@@ -99,16 +114,18 @@ def test_bash_and_shellcheck_read_them(texts, tmp_path):
         assert done.returncode == 0, done.stdout
 
 
-def test_the_script_is_the_same_in_all_of_them(tmp_path, monkeypatch):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_scripts_are_the_same_in_all_of_them(layout, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = set()
     for kind in KINDS:
-        loaded, plan = planned(kind)
+        loaded, plan = planned(layout, kind)
         trial = Trial.of(loaded.config.cluster.fileroot, "user", loaded.config.experiment_name, loaded.config.trial_name)
         stamp = Stamp(
             version="V", config_sha256="S", command=["c"], tag="T", wheel="W", workdir=tmp_path, start_mode=plan.recover_mode
         )
-        [text] = render(loaded.config, plan, trial, stamp, "slurm").values()
-        found.add(text)
-        assert "sif" not in text and "sqsh" not in text
+        texts = render(loaded.config, plan, trial, stamp, "slurm")
+        assert set(texts) == ({"trial.sbatch", "servers.sbatch"} if layout == "jobs" else {"trial.sbatch"})
+        found.add("".join(texts.values()))
+        assert not any(word in text for text in texts.values() for word in ("sif", "sqsh"))
     assert len(found) == 1

@@ -8,6 +8,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACKAGES = [
     "slurmctld",
@@ -56,18 +58,17 @@ def find_or_fetch(cache: Path | None = None, debs: Path | None = None) -> Slurm:
         return Slurm(None)
     cache = cache or CHECKOUT / ".cache" / "slurm"
     root = cache / "root"
-    if not root.is_dir():
-        for tool in ("dpkg", *(() if debs else ("apt-get",))):
-            if not shutil.which(tool):
-                raise NoSlurm(f"Slurm is not installed, and without {tool} its packages can't be had")
-        cache.mkdir(parents=True, exist_ok=True)
-        unpacked = cache / f"root.{os.getpid()}"
-        for package in sorted((debs or _download(cache)).glob("*.deb")):
-            _run(["dpkg", "-x", str(package), str(unpacked)], cache)
-        try:
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / "lock"):  # tests in several processes may be the first to ask
+        if not root.is_dir():
+            for tool in ("dpkg", *(() if debs else ("apt-get",))):
+                if not shutil.which(tool):
+                    raise NoSlurm(f"Slurm is not installed, and without {tool} its packages can't be had")
+            unpacked = cache / "unpacked"
+            shutil.rmtree(unpacked, ignore_errors=True)
+            for package in sorted((debs or _download(cache)).glob("*.deb")):
+                _run(["dpkg", "-x", str(package), str(unpacked)], cache)
             unpacked.rename(root)
-        except OSError:  # another run was first
-            shutil.rmtree(unpacked)
     return Slurm(root)
 
 
@@ -93,3 +94,7 @@ def _run(argv: list[str], folder: Path) -> None:
         raise NoSlurm(f"{' '.join(argv[:2])} took longer than 300 s") from error
     if done.returncode != 0:
         raise NoSlurm(f"{' '.join(argv)}: {done.stderr.strip()[-500:]}")
+
+
+if __name__ == "__main__":
+    print(find_or_fetch())
