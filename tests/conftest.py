@@ -9,13 +9,12 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 HERE = Path(__file__).parent
 STARTED_ONCE = ("slurm", "sglang")
-SPREAD = ("unit", "golden")  # short, and nothing is started for them
-
 OWN = pytest.StashKey[Path]()
 
 
@@ -28,9 +27,19 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[OWN], ignore_errors=True)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        kind, *rest = item.path.relative_to(HERE).parts
-        if kind not in SPREAD:
-            item.add_marker(pytest.mark.xdist_group(kind if kind in STARTED_ONCE else "/".join([kind, *rest])))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n 2 --dist loadscope`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByWhatIsStarted(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return process_of(nodeid)
+
+    return ByWhatIsStarted(config, log) if config.getoption("dist") == "loadscope" else None
+
+
+def process_of(nodeid: str) -> str:
+    """Tests with the same answer run in one process."""
+    path = Path(nodeid.partition("::")[0])
+    return next((kind for kind in STARTED_ONCE if kind in path.parts), str(path))

@@ -57,7 +57,9 @@ def go_on(
         return str(known["job_id"])
     refuse_cancelled(trial, job_id)
     tag = f"hpc-rl:{trial}:{job_id}.{restart}"
-    spec = JobSpec(name, script, tag, arguments=(job_id, str(restart), *arguments), after=after, array=array, exclude=exclude, known_as=False)
+    spec = JobSpec(
+        name, script, tag, arguments=(job_id, str(restart), *arguments), after=after, array=array, exclude=exclude, known_as=False
+    )
     found = scheduler.find(spec)  # of a start of this very job that died before it could write the record
     if found:
         logger.warning("job %s goes on with job %s already", job_id, found)
