@@ -132,6 +132,8 @@ class Damaged(RoleFailed):
 class GivenUp(RoleFailed):
     """A role that ends for good: the supervisor does not start it again."""
 
+    failure = FailureClass.USER
+
 
 class ServerUnavailable(RoleFailed):
     """A generation server can't be reached, or can't serve now; another one may."""

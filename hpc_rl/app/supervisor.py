@@ -68,7 +68,7 @@ def _server_job(attempt: Attempt, plan: Plan, config: Config, names: NameResolve
     node = plan.groups[1].nodes[int(os.environ["HPC_RL_ARRAY_TASK"])]
     serves, idle_s = os.environ.get("HPC_RL_TRIAL_JOB", ""), config.launcher.slurm.servers.idle_s
     steps = open_steps(kind, plan)
-    return ServerJob(attempt, plan, plan.units_on([node]), steps, names, serves, idle_s, JobEndTime()).run()
+    return ServerJob(attempt, plan, plan.units_on([node]), steps, names, serves, idle_s, config.recover, JobEndTime()).run()
 
 
 if __name__ == "__main__":

@@ -11,18 +11,21 @@ import json
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from hpc_rl.checkpoint.lineage import submission_of
+from hpc_rl.config.service import RecoverConfig
 from hpc_rl.errors import ExitCode
 from hpc_rl.launch import takeover
 from hpc_rl.launch.ends import end_of
 from hpc_rl.launch.failures import End
+from hpc_rl.launch.liveness import Liveness
 from hpc_rl.launch.steps import Handle, Steps
-from hpc_rl.launch.supervisor import Action, AskToStop, Finish, Key, Kill, Record, Start, Supervisor
+from hpc_rl.launch.supervisor import Action, AskToStop, DumpStacks, Finish, Key, Kill, Phase, Record, Start, Supervisor
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.base import NameResolve
 from hpc_rl.plan.schema import Plan, Unit
@@ -35,6 +38,8 @@ LOOK_EVERY_S = 2.0
 END_TIME_EVERY_S = 600.0
 LEAD_S = 90.0  # a server has nothing to save; Slurm may end a job a minute early
 SAME_TERM_S = 2.0
+UNLIMITED = sys.maxsize  # no generation would give retries back; ends in a row are what ends a task
+SUSPENDED_S = 30.0  # a round that took so long: the job was suspended, and its replicas did not run either
 
 
 class ServerJob:
@@ -46,6 +51,7 @@ class ServerJob:
     names: The trial's names.
     serves: The submission whose servers these are; empty where the script was handed in by hand.
     idle_s: Seconds without a supervisor of the trial after which the servers end.
+    rules: Section `recover` of the configuration: when a replica counts as hanging.
     end_time: When Slurm ends this job, Unix seconds, or None; asked rarely.
     """
 
@@ -58,17 +64,20 @@ class ServerJob:
         names: NameResolve,
         serves: str,
         idle_s: float,
+        rules: RecoverConfig,
         end_time: Callable[[], float | None] = lambda: None,
     ) -> None:
         self.attempt, self.trial, self.plan, self.steps, self.names = attempt, attempt.trial, plan, steps, names
         self.serves, self.idle_s, self._end_time = serves, idle_s, end_time
-        self._machine = Supervisor(units, "auto", 0, 0, takeover.next_incarnations(attempt) if attempt.dir.is_dir() else {})
+        incarnations = takeover.next_incarnations(attempt) if attempt.dir.is_dir() else {}
+        self._machine = Supervisor(units, "auto", UNLIMITED, 0, incarnations)
+        self._liveness = Liveness(rules.hang_factor, rules.hang_min_s, rules.hang_max_s)
         self._handles: dict[Key, tuple[Handle, int]] = {}
         self._finish: Finish | None = None
         self._wishes: list[str] = []
         self._why = ""  # the stop that was asked for
         self._over = ""  # why the trial needs these servers no more
-        self._owned_at = time.monotonic()
+        self._owned_at = self._last_round = time.monotonic()
         self._look_at = self._ask_at = float("-inf")
         self._ends_at: float | None = None
 
@@ -95,6 +104,9 @@ class ServerJob:
 
     def _round(self) -> None:
         now = time.monotonic()
+        if now - self._last_round > SUSPENDED_S:
+            self._liveness.skip(now)
+        self._last_round = now
         if now - self._look_at >= LOOK_EVERY_S:
             self._look()
         why = self._over or (self._wishes[0] if self._wishes else "") or self._time_over(now)
@@ -111,8 +123,17 @@ class ServerJob:
         self._look_at = time.monotonic()
         try:
             self._over = self._over or self._trial_over()
+            self._look_for_hangs(self._look_at)
         except OSError as error:  # a shared file system may fail for a moment
             logger.warning("looking at the trial: %s", error)
+
+    def _look_for_hangs(self, now: float) -> None:
+        for name, seen in self.names.leases(keys.SERVERS).items():
+            if seen.alive and seen.value.get("attempt") == self.attempt.id:
+                self._liveness.observe(("server", int(name.rpartition("/")[2])), now, now)
+        if self._machine.phase is Phase.RUNNING:
+            for key, why in self._liveness.hung(now, 0.0, list(self._handles)):
+                self._do(self._machine.hung(now, key, why))
 
     def _trial_over(self) -> str:
         """Why the trial needs no servers of this task any more; "" while it does. Raises OSError."""
@@ -147,6 +168,7 @@ class ServerJob:
 
     def _ended(self, key: Key, incarnation: int, raw_code: int) -> None:
         del self._handles[key]
+        self._liveness.ended(key)
         with suppress(OSError):
             os.listdir(self.attempt.dir / "exits")  # drops what NFS remembers of names that were not there
         end = end_of(self.attempt, self._machine.slots[key].unit, incarnation, raw_code)
@@ -161,6 +183,9 @@ class ServerJob:
                     self._handles[key][0].ask_to_stop()
                 case Kill(key) if key in self._handles:
                     self._handles[key][0].kill()
+                case DumpStacks(key, hangs) if hangs and key in self._handles:
+                    with suppress(OSError):  # the kill follows all the same
+                        self._handles[key][0].dump_stacks()
                 case Record(event, details):
                     self._event(event, details)
                 case Finish():
@@ -177,6 +202,7 @@ class ServerJob:
             self._do(self._machine.exited(time.monotonic(), (unit.role, unit.index), incarnation, end))
             return
         self._handles[unit.role, unit.index] = (handle, incarnation)
+        self._liveness.started((unit.role, unit.index), time.monotonic())
         with suppress(OSError):
             takeover.leave_client_records(self.attempt, unit, incarnation, handle.children)
 

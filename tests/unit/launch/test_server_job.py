@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from hpc_rl.launch import server_job
+from hpc_rl.config.service import RecoverConfig
+from hpc_rl.launch import server_job, supervisor
 from hpc_rl.launch.server_array import array_line, ensure, read_arrays
 from hpc_rl.launch.server_job import ServerJob
 from hpc_rl.name_resolve import keys
@@ -56,6 +57,9 @@ class FakeHandle:
     def kill(self) -> None:
         self.code = -9
 
+    def dump_stacks(self) -> None:
+        self.dumped = self.code is None
+
 
 class FakeSteps:
     def __init__(self) -> None:
@@ -69,11 +73,11 @@ class FakeSteps:
 class Running:
     """A server job in a thread, with an owner of its trial whose lease is renewed while `owned`."""
 
-    def __init__(self, trial: Trial, serves: str = "100", idle_s: float = 60.0, end_time=lambda: None) -> None:
+    def __init__(self, trial: Trial, serves: str = "100", idle_s: float = 60.0, end_time=lambda: None, **rules) -> None:
         self.trial, self.steps, self.names = trial, FakeSteps(), MemoryNames()
         self.owner = self.names.lease(keys.OWNER, {"attempt": "100.0"}, 60.0)
         attempt = trial.attempt("150_0.0")
-        self.job = ServerJob(attempt, PLAN, [SERVER], self.steps, self.names, serves, idle_s, end_time)
+        self.job = ServerJob(attempt, PLAN, [SERVER], self.steps, self.names, serves, idle_s, RecoverConfig(**rules), end_time)
         self.job._obey_signals = lambda: None  # not in a thread
         self.code = None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -118,6 +122,22 @@ def test_a_replica_that_dies_is_started_again(trial):
     assert running.ended() == (0, "the trial has reached its end")
     assert running.steps.started[1].code == 75
     assert trial.attempt("150_0.0").dir.parent == trial.server_attempts, "no attempt of the trial"
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["that served", "that never came up"])
+def test_a_replica_that_hangs_leaves_its_stacks_and_is_started_again(trial, monkeypatch, seen):
+    monkeypatch.setattr(supervisor, "STACKS_S", 0.05)
+    running = Running(trial, hang_min_s=0.3 if seen else 60.0, hang_max_s=60.0 if seen else 0.3)
+    if seen:
+        running.names.lease("server/1", {"attempt": "150_0.0", "state": "serving"}, 0.2)
+    started(running)
+    running.until(lambda: len(running.steps.started) == 2)
+    assert running.steps.started[0].dumped and running.steps.started[0].code == -9
+    events = [json.loads(line) for line in trial.attempt("150_0.0").events.read_text().splitlines()]
+    [reason] = [row["reason"] for row in events if row["event"] == "hung"]
+    assert reason.startswith("server 1 hangs: nothing moved for 0 s") and ("after its start" in reason) is not seen
+    write_json(trial.done, {"job_id": "100"})
+    running.ended()
 
 
 @pytest.mark.parametrize(
