@@ -17,9 +17,13 @@ def open_names(where: Trial | str | Path, config: Any = None) -> NameResolve:
         where: The trial, or its directory.
         config: The trial's configuration; its `cluster.name_resolve.nfs_record_root` puts the records elsewhere.
     """
-    trial = where if isinstance(where, Trial) else Trial(Path(where))
+    return SharedFsNames(names_dir(where if isinstance(where, Trial) else Trial(Path(where)), config))
+
+
+def names_dir(trial: Trial, config: Any = None) -> Path:
+    """Where the records of a trial are."""
     root = config.cluster.name_resolve.nfs_record_root if config is not None else ""
     if not root:
-        return SharedFsNames(trial.names)
+        return trial.names
     user, experiment, name = trial.dir.absolute().parts[-3:]
-    return SharedFsNames(Path(root).expanduser().absolute() / user / experiment / name)
+    return Path(root).expanduser().absolute() / user / experiment / name

@@ -12,6 +12,7 @@ import jinja2
 
 from hpc_rl.config.root import Config
 from hpc_rl.errors import ConfigError
+from hpc_rl.name_resolve import keys, names_dir
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import container, layouts, submitit
 from hpc_rl.render.environment import LINE_BREAK, environment
@@ -77,6 +78,7 @@ def render(config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: st
     hooks = gather(config.launcher.hooks, site)
     jinja = environment(template_layers(config, site))
     common = _common(plan, trial, stamp) | _hook_values(config, hooks)
+    common["owner_lease"] = str(names_dir(trial, config) / keys.OWNER)
     layouts.refuse_hooks(plan, {hook.event for hook in hooks})
     texts = {hook.name: hook.text for hook in hooks}
     texts |= {

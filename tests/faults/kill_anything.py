@@ -30,7 +30,16 @@ ROLES = {"sequencer": "rollout", "worker": "rollout"}
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 400.0
 MOST_SUPERVISOR_KILLS = 4  # of one attempt: the batch script starts it again five times
-REWARD = "def score(prompt, completion, **columns):\n    return sum(map(ord, completion)) % 7 / 7\n"
+REWARD = """import os, time
+
+HELD = os.path.join(os.path.dirname(__file__), "held")
+
+
+def score(prompt, completion, **columns):
+    if os.path.exists(HELD):
+        time.sleep(0.3)
+    return sum(map(ord, completion)) % 7 / 7
+"""
 
 OPTIONS = {
     "experiment_name": "faults",
@@ -122,6 +131,7 @@ class Killed:
         scheduler: `local` or `slurm`.
         batch_size: Prompts per batch.
         total_steps: Of the trial.
+        held: Its steps take their time until `release` or `finish`, so that whatever is to be done to it is done before its end.
     """
 
     folder: Path
@@ -130,6 +140,7 @@ class Killed:
     scheduler: str = "local"
     batch_size: int = 4
     total_steps: int = 24
+    held: bool = False
     job_id: str = ""
     kills: list[tuple[str, int]] = field(default_factory=list)  # who, at which step
 
@@ -139,7 +150,12 @@ class Killed:
         eta = int(str(self.options.get("rollout.max_head_offpolicyness", 0)))
         self.promises = Promises(self.trial, self.batch_size, self.total_steps, in_order, eta)
 
+    def release(self) -> None:
+        (self.folder / "held").unlink(missing_ok=True)
+
     def submit(self) -> Killed:
+        if self.held:
+            (self.folder / "held").touch()
         where = {
             "trial_name": self.name,
             "total_train_steps": self.total_steps,
@@ -215,6 +231,7 @@ class Killed:
 
     def finish(self) -> Killed:
         """Wait until the trial has ended by itself, and see that it is done and nobody of it is left."""
+        self.release()
         self.until(lambda: self.over)
         end = record.read(self.trial, self.job_id)[-1]
         assert (end["event"], end["code"]) == ("ended", 0), f"{end}\n{story(self.trial)}"
@@ -229,6 +246,7 @@ class Killed:
 
     def close(self) -> None:
         """End what a failed test leaves."""
+        self.release()
         if self.job_id and not self.over:
             scheduler = make_scheduler(self.scheduler, self.trial)
             scheduler.cancel(self.job_id)

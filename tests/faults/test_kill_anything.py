@@ -29,7 +29,7 @@ def trials(folder: Path, request) -> Iterator[Trials]:
 
 def test_each_process_killed_once(trials):
     luck = new_luck()
-    one = trials.start(IN_ORDER)
+    one = trials.start(IN_ORDER, held=True)
     one.kill_each(shuffled(luck), luck)
     assert len(one.kills) == 5
     one.finish().promises.check()
@@ -37,7 +37,7 @@ def test_each_process_killed_once(trials):
 
 def three_epochs(trials, folder: Path, options: dict, luck) -> Killed:
     data = {"train_dataset.path": folder / "task" / "few.jsonl", "recover.freq_steps": 3, "recover.retries": 200, **KEPT}
-    one = trials.start({**options, **data}, total_steps=3 * NUM_ROWS // 4)
+    one = trials.start({**options, **data}, total_steps=3 * NUM_ROWS // 4, held=True)
     one.until(lambda: one.find("supervisor"))
     return one
 
@@ -69,7 +69,7 @@ def test_in_order_and_synchronous_the_weights_are_those_of_a_run_that_was_never_
     luck = new_luck()
     whole = trials.start(EXACT, "-whole").finish()
     whole.promises.check()
-    killed = trials.start(EXACT)
+    killed = trials.start(EXACT, held=True)
     killed.kill_each([*shuffled(luck), "server+trainer"], luck)
     assert len(killed.kills) == 6
     killed.finish().promises.check()
@@ -96,7 +96,7 @@ ORDERS = {"ready": READY, "hard": {**READY, **KEPT, "rollout.staleness_bound": "
 @pytest.mark.parametrize("order", ORDERS)
 def test_each_process_killed_again_and_again(trials, order, number):
     luck = new_luck()
-    one = trials.start(ORDERS[order], total_steps=60)
+    one = trials.start(ORDERS[order], total_steps=60, held=True)
     one.kill_each(shuffled(luck, 3), luck)
     assert len(one.kills) >= 10
     one.finish().promises.check()
@@ -116,7 +116,7 @@ def test_the_same_weights_whatever_is_killed_ten_times(trials, long_whole, victi
     luck = new_luck()
     count = 5 if victim == "supervisor" else 10  # the batch script starts it again five times
     often = {"recover.freq_steps": 1} if "+" in victim else {}  # five deaths of the server without progress are the end
-    one = trials.start({**EXACT, **often}, total_steps=60)
+    one = trials.start({**EXACT, **often}, total_steps=60, held=True)
     one.kill_each(shuffled(luck, 2) if victim == "any" else [victim] * count, luck)
     assert len(one.kills) == count
     one.finish().promises.check()

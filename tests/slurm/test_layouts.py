@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from cluster import Cluster
 from kill_anything import READY, Killed, Trials, make_toy, short_name
 from toy_trials import hpc_rl
 
+from hpc_rl.launch import bad_nodes
 from hpc_rl.launch.server_array import read_arrays
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import SharedFsNames
@@ -27,16 +29,6 @@ JOBS = {
     "launcher.slurm.layout": "jobs",
     "launcher.slurm.exclusive": True,  # small jobs would share a node, and none could be preempted alone
 }
-
-
-HELD_REWARD = """
-import os, time
-
-def score(prompt, completion, **columns):
-    if not os.path.exists({path!r}):
-        time.sleep(0.2)
-    return sum(map(ord, completion)) % 7 / 7
-"""
 
 
 @pytest.fixture
@@ -64,11 +56,8 @@ def current(one: Killed) -> str:
     return (read_json(one.trial.current_weights) or {"label": ""})["label"]
 
 
-def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trials, cluster, until, tmp_path):
-    (tmp_path / "some_reward.py").write_text(
-        HELD_REWARD.format(path=str(tmp_path / "hurry"))
-    )  # the server must be back before the end
-    one = trials.start(JOBS, scheduler="slurm", total_steps=120)
+def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trials, cluster, until):
+    one = trials.start(JOBS, scheduler="slurm", total_steps=120, held=True)
     [array] = read_arrays(one.trial)
     one.until(lambda: len(serving(one)) == 2 and one.num_rows() >= 5)
     assert {line.split()[0] for line in queue(cluster)} == {one.job_id, f"{array.job_id}_0", f"{array.job_id}_1"}
@@ -89,7 +78,7 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
     one.until(lambda: "server/1" in serving(one))
     enough = one.num_rows() + 5
     one.until(lambda: one.num_rows() >= enough or one.over)
-    (tmp_path / "hurry").touch()
+    one.release()
     log = (one.trial.attempt(f"{array.job_id}_1.1").dir / "logs" / "server-1.0.log").read_text()
     first = re.findall(r"serving with weights '([^']+)'", log)[0]
     assert not is_older(first, before), f"it came back with {first} while {before} was current"
@@ -102,7 +91,7 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
 
 
 def test_one_heterogeneous_job(trials, cluster, until):
-    one = trials.start(JOBS | {"launcher.slurm.layout": "hetjob"}, scheduler="slurm", total_steps=8)
+    one = trials.start(JOBS | {"launcher.slurm.layout": "hetjob"}, scheduler="slurm", total_steps=60, held=True)
     one.until(lambda: len(serving(one)) == 2 and one.num_rows() >= 2)
     steps = dict(line.split()[:2] for line in cluster.run("squeue", "--steps", "--noheader", "--format=%j %N").splitlines())
     components = {line.split()[0]: line.split()[3] for line in queue(cluster)}
@@ -114,13 +103,16 @@ def test_one_heterogeneous_job(trials, cluster, until):
 
 
 def test_where_requeue_is_refused_a_successor_goes_on(trials, cluster, until):
-    one = trials.start(READY | {"allocation_mode": "embedded:d1+fsdp:d1"}, scheduler="slurm", total_steps=24)
+    one = trials.start(READY | {"allocation_mode": "embedded:d1+fsdp:d1"}, scheduler="slurm", total_steps=24, held=True)
     one.until(lambda: one.num_rows() >= 3)
+    bad_nodes.add(one.trial, f"{one.job_id}.0", ["n4"], "lost", time.time(), hours=1)
+    bad_nodes.tell_script(one.trial, one.job_id, time.time())
     cluster.run("scontrol", "update", f"jobid={one.job_id}", "Requeue=0")
     cluster.run("scancel", "--batch", "--signal=USR1", one.job_id)
     one.until(lambda: (one.trial.jobs / f"{one.job_id}.next-0001").exists(), 120)
     successor = read_json(one.trial.successor(one.job_id, 1))["job_id"]
     assert successor != one.job_id
+    assert " ExcNodeList=n4 " in cluster.run("scontrol", "show", "job", "-o", successor), "a bad node is avoided"
     one.until(lambda: one.trial.attempt(f"{one.job_id}.1").events.exists(), 120)
     said = hpc_rl("status", one.trial.dir, cwd=trials.folder).stdout
     assert f"{one.job_id} (slurm), goes on as job {successor}" in said
@@ -134,7 +126,7 @@ def test_where_requeue_is_refused_a_successor_goes_on(trials, cluster, until):
 def test_submitit_submits_saves_and_requeues(trials, cluster, until):
     pytest.importorskip("submitit")
     options = {"allocation_mode": "embedded:d1+fsdp:d1", "launcher.slurm.backend": "submitit", "launcher.slurm.time": "'1:00:00'"}
-    one = trials.start(READY | options, scheduler="slurm", total_steps=30)
+    one = trials.start(READY | options, scheduler="slurm", total_steps=30, held=True)
     one.until(lambda: one.num_rows() >= 5)
     cluster.run("scancel", "--signal=USR2", one.job_id)  # what submitit asks Slurm for before the end, and on preemption
     one.until(lambda: any("PENDING" in line for line in queue(cluster)), 120)

@@ -83,6 +83,7 @@ def test_units_start_side_by_side_and_a_killed_supervisor_takes_them_with_it(fak
     fake.until(everybody_up(fake, 7), 30)
     first = {one.pid for one in fake.alive()}
     assert "up server-0.0-rank0 n1" in fake.log("server-0.0") and "up server-1.0-rank0 n4" in fake.log("server-1.0")
+    fake.until(lambda: all(fake.log(f"trainer-0.0-rank{rank}") for rank in range(4)), 30)
     nodes = [fake.log(f"trainer-0.0-rank{rank}").split()[2] for rank in range(4)]
     assert nodes == ["n2", "n2", "n3", "n3"]
     gpus = {name: fake.log(name).split()[3:4] for name in ("server-0.0", "rollout-0.0", "trainer-0.0-rank3")}

@@ -12,6 +12,7 @@ from chaos import EVENTS, Chaos
 from kill_anything import EXACT, READY, Killed, Trials, make_toy, new_luck, short_name
 
 from hpc_rl.launch.story import tell
+from hpc_rl.schedulers import record
 
 pytestmark = pytest.mark.timeout(900)
 FOUR_NODES = {"cluster.n_nodes": 4, "allocation_mode": "embedded:d2+fsdp:d2"}
@@ -34,7 +35,7 @@ def start(cluster, folder, request, monkeypatch) -> Iterator:
     def start(options: dict, total_steps: int, quiet: bool = False) -> Killed:
         if quiet:
             return trials.start({**options, **ONE_NODE}, "-quiet", total_steps=total_steps)
-        one = Chaos(folder, trials.name, {**options, **FOUR_NODES}, total_steps=total_steps, cluster=cluster)
+        one = Chaos(folder, trials.name, {**options, **FOUR_NODES}, total_steps=total_steps, held=True, cluster=cluster)
         trials.started.append(one)
         one.submit()
         return one
@@ -63,6 +64,17 @@ def test_chaos_for_two_minutes_changes_no_bit(start):
     check(one)
     quiet = start(options, NUM_STEPS, quiet=True).finish()
     assert one.weights() == quiet.weights() != one.base_weights()
+
+
+def test_the_first_node_dies_after_a_requeue_from_a_dead_node(start):
+    """Slurm 22.05 then goes on listing the node that died last as the job's."""
+    luck = new_luck()
+    one = start(READY, NUM_STEPS)
+    for event in ("server node", "requeue", "first node"):
+        one.between(luck, 2)
+        one.strike(event, luck)
+    check(one)
+    assert [row["event"] for row in record.read(one.trial, one.job_id)].count("first_node_lost") >= 1
 
 
 @pytest.mark.soak

@@ -63,7 +63,8 @@ def restarts(one: Killed) -> list[int]:
 
 def test_a_job_whose_time_is_nearly_over_saves_is_requeued_and_goes_on(trials, monkeypatch):
     monkeypatch.setenv(SITE_END, str(int(time.time()) + WINDOW_S))
-    one = trials.start(READY, scheduler="slurm", total_steps=60)
+    one = trials.start(READY, scheduler="slurm", total_steps=120, held=True)
+    one.until(lambda: one.trial.attempt(f"{one.job_id}.0").ended.exists())
     one.finish().promises.check()
     attempts = restarts(one)
     assert len(attempts) >= 2 and attempts == list(range(len(attempts))), "one that comes back before that time stops once more"
