@@ -98,7 +98,9 @@ def start(cluster, tmp_path, monkeypatch) -> Callable[..., Job]:
     return lambda **script: submit_to(cluster, tmp_path, monkeypatch, script)
 
 
-def submit_to(cluster: Cluster, folder: Path, monkeypatch, script: dict, slurm: dict | None = None) -> Job:
+def submit_to(
+    cluster: Cluster, folder: Path, monkeypatch, script: dict, slurm: dict | None = None, hooks: dict | None = None
+) -> Job:
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     monkeypatch.chdir(HERE)  # the roles import the fakes from the directory of the submission
     data = {
@@ -108,7 +110,7 @@ def submit_to(cluster: Cluster, folder: Path, monkeypatch, script: dict, slurm: 
         "train_dataset": {"path": "/data"},
         "model": {"path": "/model"},
         "recover": {"mode": "auto"},
-        "launcher": {"type": "slurm", "slurm": slurm or {}},
+        "launcher": {"type": "slurm", "slurm": slurm or {}, "hooks": hooks or {}},
     }
     plan = Plan(
         experiment_name="exp",
@@ -133,8 +135,11 @@ def submit_to(cluster: Cluster, folder: Path, monkeypatch, script: dict, slurm: 
     return Job(cluster, trial, made.job_id, scheduler)
 
 
-def test_a_preempted_trial_comes_back_by_itself_and_saves_first(cluster, start, until):
-    job = start(trainer=["serve", "train"])
+TELL = '#!/bin/bash\necho "$HPC_RL_HOOK of $HPC_RL_ATTEMPT" >>"$HPC_RL_TRIAL_DIR"/told\n'
+
+
+def test_a_preempted_trial_comes_back_by_itself_and_saves_first(cluster, tmp_path, monkeypatch, until):
+    job = submit_to(cluster, tmp_path, monkeypatch, {"trainer": ["serve", "train"]}, hooks={"on_preempt": TELL})
     until(job.is_up, 60)
     high = cluster.run("sbatch", "--parsable", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2").strip()
     until(lambda: job.scheduler.states([high])[high].state is State.DONE, 60)
@@ -144,6 +149,7 @@ def test_a_preempted_trial_comes_back_by_itself_and_saves_first(cluster, start, 
     assert story.state == "done" and [one.state for one in story.attempts][-1] == "done", job.said()
     assert "SIGTERM" in story.attempts[0].cause and "preemption" in story.attempts[0].cause
     assert len(record.read(job.trial, job.id)) >= 3
+    assert (job.trial.dir / "told").read_text() == f"on_preempt of {job.id}.0\n"
 
 
 def test_a_trainer_whose_node_dies_goes_on_elsewhere(cluster, start, until):
