@@ -7,7 +7,8 @@ back by retention's scan); DCP fsyncs its files itself; safetensors' file is fsy
 files is dropped before), into the tensors that exist; ours checks every block on the way, the peers check nothing.
 Stall: how long an asynchronous save holds the training thread up, against a plain copy of the state into a buffer that is
 used again, and against DCP's async_save. A ratio is ours / peer of rates (stall: of seconds), taken within a round;
-the median over the rounds counts. The disk of a virtual machine varies threefold: read the ranges too.
+the median over the rounds counts. Torch has one thread, on all sides. The disk of a virtual machine varies threefold: read
+the ranges too.
 """
 
 from __future__ import annotations
@@ -273,6 +274,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.filterwarnings("ignore", module=r"torch\.distributed.*")
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save wants one
     with (
         tempfile.TemporaryDirectory(dir=args.dir, prefix="checkpoint-benchmark-") as folder,
