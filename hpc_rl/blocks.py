@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import xxhash
 
 from hpc_rl.errors import Damaged
+
+if TYPE_CHECKING:  # imported where bytes are moved: a command that only looks at generations does not wait for it
+    import numpy as np
 
 BLOCK_BYTES = 8 << 20
 NUM_WRITERS = 2  # one block is hashed while another is written; more would wait for the inode's lock
@@ -155,12 +157,16 @@ class Reader:
         """A few bytes. Raises Damaged where the file ends before."""
         if end > self.size or start > end:
             raise Damaged(f"{self.path.name} has {self.size} bytes, and bytes {start} to {end} are asked for")
+        import numpy as np
+
         target = np.empty(end - start, np.uint8)
         self.fill([(start, target)])
         return target.tobytes()
 
     def fill(self, wanted: Sequence[tuple[int, np.ndarray]]) -> None:
         """Read several ranges, each into its flat uint8 array, which says how many bytes from the start offset on."""
+        import numpy as np
+
         by_block: dict[int, list[tuple[int, np.ndarray]]] = {}
         for start, target in wanted:
             if start + len(target) > self.size:
@@ -212,6 +218,8 @@ def _write_block(fd: int, offset: int, pieces: list[memoryview]) -> str:
 
 def _write_direct(fd: int, staging: memoryview, offset: int, pieces: list[memoryview]) -> str:
     """Like _write_block, past the page cache: by way of memory that is aligned, in whole units."""
+    import numpy as np
+
     size = 0
     for piece in pieces:
         np.frombuffer(staging, np.uint8)[size : size + len(piece)] = np.frombuffer(piece, np.uint8)
@@ -249,6 +257,8 @@ def _open_direct(path: Path, flags: int) -> int | None:
 
 def _cached_blocks(fd: int, size: int) -> list[bool]:
     """For each block of a file whether the page cache has all of it. (A read that must not wait would start a read-ahead.)"""
+    import numpy as np
+
     pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
     with mmap.mmap(fd, size, access=mmap.ACCESS_COPY) as mapped:
         start = ctypes.c_char.from_buffer(mapped)

@@ -125,7 +125,7 @@ except SystemExit:
     pass
 heavy = [name for name in {HEAVY!r} if name in sys.modules]
 if {argv[0]!r} != "submit":
-    heavy += [name for name in ("jinja2", "rich", "hpc_rl.config.load") if name in sys.modules]
+    heavy += [name for name in ("jinja2", "rich", "numpy", "hpc_rl.config.load") if name in sys.modules]
 sys.exit(f"imported {{heavy}}" if heavy else 0)
 """
     done = python(code, XDG_STATE_HOME=str(tmp_path))
