@@ -10,12 +10,12 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_rl.datasets.encode import Prompts
-from hpc_rl.errors import DataUnusable, HpcRlError, Stale
+from hpc_rl.errors import DataUnusable, HpcRlError, RoleFailed, Stale
 from hpc_rl.rollout.batches import Batches, Seal
 from hpc_rl.rollout.evaluation import Evaluation
 from hpc_rl.rollout.last_call import LastCall
@@ -44,6 +44,10 @@ class OutOfTime(HpcRlError):
 
 class OutOfStep(HpcRlError):
     """The batch after the next, or one that the batch log can't know."""
+
+
+class RoleEnds(RoleFailed):
+    """The role ends because the disk failed it; the next one knows more."""
 
 
 class Runner(Protocol):
@@ -202,7 +206,7 @@ class Driver:
         if self.core.untouched and not self.core.running and step > 1:
             await self._skip_to(step)
         if step > self.core.top + 1:
-            async with self._cutting:
+            async with self._cutting, self._or_end():
                 self._adopt()  # another incarnation may have cut batches that we did not see
         if step > self.core.top + 1:
             raise OutOfStep(f"batch {step} was asked for, but the newest is {self.core.top}: is a part of the ledger gone?")
@@ -240,12 +244,13 @@ class Driver:
             places = {index: self.core.ready[index].place for index in indexes}
             ages = self.core.ages(step, indexes)
             counters = {"older_lineage": float(self.core.num_of_older_lineage(indexes))}
-            seal, body, ours = await asyncio.to_thread(self.batches.seal, step, self.core.lineage, places, ages, counters)
-            if ours:
-                self.core.sealed(seal)
-            else:
-                logger.warning("batch %d had been cut by another incarnation: its batch counts", step)
-                self._adopt()
+            async with self._or_end():
+                seal, body, ours = await asyncio.to_thread(self.batches.seal, step, self.core.lineage, places, ages, counters)
+                if ours:
+                    self.core.sealed(seal)
+                else:
+                    logger.warning("batch %d had been cut by another incarnation: its batch counts", step)
+                    self._adopt()
             self._pump()
             self._changed.set()
             return self._keep(step, body)
@@ -268,16 +273,17 @@ class Driver:
 
     async def _skip_to(self, step: int) -> None:
         logger.warning("the ledger is empty, but batch %d is asked for: beginning there", step)
-        self.core.skip_to(step)
-        self.ledger.append_base(self.core.base(step - 1))
-        await asyncio.to_thread(self.ledger.commit)
+        async with self._or_end():
+            self.core.skip_to(step)
+            self.ledger.append_base(self.core.base(step - 1))
+            await asyncio.to_thread(self.ledger.commit)
 
     async def retain(self, step: int) -> None:
         """Batches up to `step` are not needed any more: delete their seals, and segments that nothing else needs."""
         step = min(step, self.core.top)
         if step <= self.core.trimmed:
             return
-        async with self._cutting:
+        async with self._cutting, self._or_end():
             self.ledger.append_base(self.core.base(step))
             gone, needed = self.core.trim(step)
             needed |= {self.ledger.segment}
@@ -290,8 +296,21 @@ class Driver:
         for step in steps:
             self.batches.delete(step)
         for number in segments(self._folder):
-            if number not in needed:
+            if number not in needed and number < max(needed):  # later ones were begun meanwhile, by us or by another incarnation
                 self.ledger.drop_segment(number)
+
+    @contextlib.asynccontextmanager
+    async def _or_end(self) -> AsyncIterator[None]:
+        """After a write that failed nobody knows what the ledger has: the role ends, and the next one reads it from disk.
+
+        Raises RoleEnds.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not self._failed.done():
+                self._failed.set_exception(error)
+            raise RoleEnds(f"the rollout role ends: {error}") from error
 
     async def evaluate(self, label: str, wait_s: float | None) -> EvalResult | None:
         """The evaluation of these weights, begun now if it was not; None while it takes longer. Raises Stale, RoleFailed."""

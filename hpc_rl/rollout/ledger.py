@@ -20,6 +20,7 @@ import re
 import struct
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,7 @@ class Ledger:
                 while view:
                     view = view[os.write(fd, view) :]
                 os.fsync(fd)
-            for number in [number for number in self._write_fds if number != current]:
+            for number in [number for number in list(self._write_fds) if number < current]:  # a later one may be open by now
                 os.close(self._write_fds.pop(number))
 
     def read_group(self, place: Place) -> bytes:
@@ -221,7 +222,11 @@ class Ledger:
 
     def size_bytes(self) -> int:
         """Bytes of all segments on disk."""
-        return sum(segment_path(self.folder, number).stat().st_size for number in segments(self.folder))
+        size = 0
+        for number in segments(self.folder):
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                size += segment_path(self.folder, number).stat().st_size
+        return size
 
     def close(self) -> None:
         self.commit()

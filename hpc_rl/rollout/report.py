@@ -38,11 +38,11 @@ async def _keep_writing(
     last: dict[str, Any] = {}
     written_at = float("-inf")
     while True:
-        now = {**status(), **await asyncio.to_thread(slow)}
-        if now != last or time.monotonic() - written_at >= AT_LEAST_S:
-            last, written_at = now, time.monotonic()
-            try:
+        try:
+            now = {**status(), **await asyncio.to_thread(slow)}
+            if now != last or time.monotonic() - written_at >= AT_LEAST_S:
+                last, written_at = now, time.monotonic()
                 await asyncio.to_thread(write_json, path, {"time": time.time(), **now})
-            except OSError as error:
-                logger.warning("the report for status can't be written: %s", error)
+        except OSError as error:
+            logger.warning("the report for status can't be written: %s", error)
         await asyncio.sleep(every_s)

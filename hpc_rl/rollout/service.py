@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from aiohttp import web
 
 from hpc_rl.errors import RoleFailed, Stale
-from hpc_rl.rollout.driver import Driver, OutOfStep, OutOfTime, Trimmed
+from hpc_rl.rollout.driver import Driver, OutOfStep, OutOfTime, RoleEnds, Trimmed
 from hpc_rl.types import encode
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ def routes(driver: Driver, num_servers: Callable[[], int] = lambda: 0) -> list[w
         except OutOfTime as error:
             logger.info("%s", error)
             return web.Response(status=205)
+        except RoleEnds as error:
+            raise web.HTTPServiceUnavailable(text=str(error)) from None
         return web.Response(status=204) if body is None else web.Response(body=body)
 
     async def evaluate(request: web.Request) -> web.Response:
@@ -64,7 +66,10 @@ def routes(driver: Driver, num_servers: Callable[[], int] = lambda: 0) -> list[w
         return web.json_response({**driver.status(), "servers": num_servers()})
 
     async def retain(request: web.Request) -> web.Response:
-        await driver.retain(int((await request.json())["step"]))
+        try:
+            await driver.retain(int((await request.json())["step"]))
+        except RoleEnds as error:
+            raise web.HTTPServiceUnavailable(text=str(error)) from None
         return web.json_response({"trimmed": driver.core.trimmed})
 
     return [

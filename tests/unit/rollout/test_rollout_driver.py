@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 
 import pytest
 
 from hpc_rl.datasets.encode import Prompt
 from hpc_rl.errors import RoleFailed, Stale
-from hpc_rl.rollout.driver import Driver, OutOfStep, OutOfTime, Trimmed
+from hpc_rl.rollout.driver import Driver, OutOfStep, OutOfTime, RoleEnds, Trimmed
 from hpc_rl.rollout.ledger import segments
 from hpc_rl.rollout.restore import read_state
 from hpc_rl.rollout.sequencer import Rules, Sequencer
@@ -173,6 +174,47 @@ async def test_segments_that_nothing_needs_are_deleted(tmp_path):
     assert await again.batch(5, 0, 5) == kept
     assert min(group.index for group in decode(await again.batch(7, 0, 5)).groups) == 12
     await again.close()
+
+
+async def test_a_segment_that_is_begun_while_others_are_deleted_stays(tmp_path):
+    driver = make(tmp_path)
+    driver.ledger.segment_bytes = 150
+    for step in range(1, 8):
+        await driver.batch(step, 0, 5)
+    commit, begun = driver.ledger.commit, []
+
+    def commit_and_go_on() -> None:
+        commit()
+        while not begun or begun[-1].segment == begun[0].segment:
+            begun.append(driver.ledger.append_base(driver.core.base(1)))
+
+    driver.ledger.commit = commit_and_go_on
+    await driver.retain(5)
+    driver.ledger.commit = commit
+    assert begun[-1].segment in segments(tmp_path) and 0 not in segments(tmp_path)
+    await driver.close()
+
+
+async def test_a_disk_that_fails_while_a_batch_is_sealed_ends_the_role_and_the_next_one_cuts_the_same_batch(
+    tmp_path, monkeypatch
+):
+    driver = make(tmp_path)
+    whole = await driver.batch(1, 0, 5)
+    running = asyncio.create_task(driver.run())
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hpc_rl.rollout.ledger.os.write", full)
+        with pytest.raises(RoleEnds, match="No space left"):
+            await driver.batch(2, 0, 5)
+        with pytest.raises(OSError, match="No space left"):
+            await asyncio.wait_for(running, 5)
+    after = make(tmp_path)
+    assert await after.batch(1, 0, 5) == whole
+    assert decode(await after.batch(2, 0, 5)).step == 2
+    await after.close()
 
 
 async def test_prompts_that_fail_are_tried_again_then_rejected_with_the_reason(tmp_path):

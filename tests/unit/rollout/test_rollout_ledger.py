@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -77,6 +78,25 @@ def test_each_incarnation_has_its_own_segment_and_a_full_one_is_followed(tmp_pat
     assert segments(tmp_path) == list(range(max(place.segment for place in places) + 1))
     first.close()
     second.close()
+
+
+def test_a_segment_that_is_begun_while_another_is_synced_can_still_be_written(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path, segment_bytes=100)
+    ledger.append_group(record(0), b"x" * 100)
+    sync, later = os.fsync, []
+
+    def slow_sync(fd: int) -> None:
+        if not later:
+            later.append(None)
+            later[0] = ledger.append_group(record(1), b"later")  # full: begins the next segment
+        sync(fd)
+
+    monkeypatch.setattr("hpc_rl.rollout.ledger.os.fsync", slow_sync)
+    ledger.commit()
+    assert later[0].segment == 1
+    ledger.commit()
+    assert ledger.read_group(later[0]) == b"later"
+    ledger.close()
 
 
 def test_a_damaged_group_is_never_given_out(tmp_path):
