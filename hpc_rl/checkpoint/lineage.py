@@ -206,7 +206,8 @@ def _verified(found: list[Found], only: frozenset[str] | None, wanted: int | Non
         submission = one.manifest.submission if one.manifest else ""
         eligible = one.step == wanted if wanted is not None else only is None or submission in only
         if looking and eligible:
-            one = generation.verify(one, generation.LIGHT_BYTES)
+            # large files are checked while they are loaded; of the one asked for before later ones are set aside for it
+            one = generation.verify(one, None if wanted is not None else generation.LIGHT_BYTES)
             if one.problem:
                 damaged.append(one)
         lineage = one.manifest.lineage if one.manifest else -1

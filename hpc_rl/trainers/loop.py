@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from hpc_rl.errors import ExitCode
+from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.trainers.run import Run
 
 
@@ -40,8 +40,16 @@ class Recipe(Protocol):
 
 
 def train(run: Run, recipe: Recipe) -> ExitCode:
-    """Train from the run's step to the end, or to the boundary after a stop; returns the exit code of the role."""
+    """Train from the run's step to the end, or to the boundary after a stop; returns the exit code of the role.
+
+    Raises ConfigError where the end lies before the state that was loaded.
+    """
     total = run.total_steps = recipe.total_steps
+    if run.step > total:
+        raise ConfigError(
+            f"the training ends after step {total}, and the state that was loaded is of step {run.step}: raise total_train_steps "
+            "(or total_train_epochs, total_train_n_seqs), or go on from an earlier generation by `hpc-rl recover --from`."
+        )
     if run.is_done(total):
         return ExitCode.DONE
     if run.step < total or run.owes_evaluation:

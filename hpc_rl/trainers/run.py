@@ -82,6 +82,7 @@ class Run:
     stats: Tracker = field(default_factory=Tracker)
     total_steps: int | None = None  # that training takes, once the loop knows
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation, and its step; rank 0 only
+    loaded: str = ""  # version of the generation that was loaded
     owes_evaluation: bool = False  # due, and put off because the trainer was told to stop
     activity: Activity | None = None  # rank 0's
     _line_at: float = field(default_factory=time.monotonic)
@@ -102,6 +103,7 @@ class Run:
         for name, timer in self.timers.items():
             timer.restore(manifest["timers"].get(name, {}))
         self.owes_evaluation = bool(manifest["timers"].get("owes_evaluation"))
+        self.loaded = manifest["version"]
         self.saving.newest = self.step
 
     def version(self, step: int) -> WeightVersion:
@@ -229,9 +231,10 @@ class Run:
         logger.info("the final export is the best model, of step %d", best["step"])
 
     def is_done(self, total: int) -> bool:
-        """Whether an earlier start came to the end of these very `total` steps."""
+        """Whether an earlier start came to the end of these very `total` steps: its export is of the state that was loaded."""
         record = read_json(self.trial.exports / "final" / EXPORT_RECORD) or {}
-        return self.step >= total and self.any_rank(self.ranks.rank == 0 and record.get("step") == total)
+        exported = record.get("step") == total and record.get("version") == self.loaded
+        return self.step >= total and self.any_rank(self.ranks.rank == 0 and exported)
 
     def _export(self, folder: Path, step: int, said: dict[str, Any] | None = None) -> None:
         self.does("export", step)
@@ -242,7 +245,8 @@ class Run:
         self._say("step %d exported to %s", step, folder)
 
     def _name_export(self, temporary: Path, folder: Path, step: int, said: dict[str, Any]) -> None:
-        record = {"step": step, "version": str(self.version(step)), "trial": str(self.trial), **said}
+        version = self.loaded if step == self.step and self.loaded else str(self.version(step))
+        record = {"step": step, "version": version, "trial": str(self.trial), **said}
         write_json(temporary / EXPORT_RECORD, record)
         if folder.exists():
             shutil.rmtree(folder)

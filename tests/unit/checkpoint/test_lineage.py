@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Cause, Decision
 from hpc_rl.checkpoint.generation import Commit, set_aside
 from hpc_rl.checkpoint.lineage import (
@@ -211,11 +212,14 @@ def test_from_an_older_generation_the_later_ones_are_set_aside_and_the_record_sa
     assert (again.action, again.step) == ("load", 3) and "as asked" not in again.reason
 
 
-def test_a_named_generation_is_read_to_its_last_byte(trial):
+def test_a_named_generation_is_read_to_its_last_byte(trial, monkeypatch):
+    monkeypatch.setattr(generation, "LIGHT_BYTES", 0)  # also a large file, before later generations are set aside
     commit(trial, 3, "1.0")
+    commit(trial, 5, "1.0")
     (trial.generation(3) / "state").write_text("state of 4")
     decision, unwanted = decide_start(trial, attempt(trial, "2.0"), 0, "auto", "resume", 3, wanted=3)
     assert decision.action == "refuse" and decision.exit_code == 3 and unwanted == []
+    assert [found.step for found in generation.scan(trial)] == [5, 3]
 
 
 def test_the_batch_log_says_from_where_it_can_replay(trial):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -131,6 +132,30 @@ def test_killed_before_the_final_export_it_makes_up_for_it(starter, monkeypatch)
     code, recipe = starter(4)
     assert code == ExitCode.DONE and recipe.calls == []
     assert json.loads((starter.trial.exports / "final" / "model.json").read_text()) == 10
+
+
+def test_the_export_of_a_lost_lineage_is_not_taken_for_the_end(starter, monkeypatch):
+    """A finished trial is taken back to an earlier generation, trained again, and killed before its export."""
+    starter(4)
+    shutil.rmtree(starter.trial.generation(4))
+    starter.end(137)
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "export_final", lambda *_: kill())
+        with pytest.raises(Killed):
+            starter(4)
+    starter.end(137)
+    assert read_json(starter.trial.exports / "final" / "hpc_rl.json")["version"] == "0.4"
+    assert starter(4)[0] == ExitCode.DONE
+    assert read_json(starter.trial.exports / "final" / "hpc_rl.json")["version"] == "1.4"
+
+
+def test_an_end_before_the_loaded_state_is_refused(starter):
+    with pytest.raises(Killed):
+        starter(10, {8: kill})
+    starter.end(137)
+    with pytest.raises(ConfigError, match="ends after step 5, and the state that was loaded is of step 6"):
+        starter(5)
+    assert not (starter.trial.exports / "final").exists()
 
 
 def test_an_evaluation_that_a_stop_cut_short_is_made_up_for(starter):
