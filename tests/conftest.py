@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
 STARTED_ONCE = ("slurm", "sglang")
 OWN = pytest.StashKey[Path]()
 

@@ -50,7 +50,6 @@ TICK_S = 0.1
 LOOK_EVERY_S = 1.0
 CLOCK_EVERY_S = 10.0
 LIVE_EVERY_S = 2.0
-SUSPENDED_S = 30.0  # a round that took so long: the supervisor itself did not run, so nobody is told to have done nothing
 CANCELLED = "cancelled by a person"
 WARNING_S = 450.0  # before the end of a job: where its batch script asks for a signal, at the earliest
 LAST_CALL_S = 3600.0  # before the stop: a trainer that ends by itself earlier does it for another reason
@@ -89,7 +88,6 @@ class Driver:
         self._wall = WallTime(end_time)
         self._measured = Measured(attempt)
         self._liveness = Liveness(rules.hang_factor, rules.hang_min_s, rules.hang_max_s)
-        self._last_round = self._clock()
         self._handles: dict[Key, tuple[Handle, int]] = {}
         self._machine = Supervisor([], plan.recover_mode, plan.recover_retries)
         self._finish: Finish | None = None
@@ -161,9 +159,7 @@ class Driver:
 
     def _round(self, lease: Lease) -> None:
         now = self._clock()
-        if now - self._last_round > SUSPENDED_S:
-            self._liveness.skip(now)
-        self._last_round = now
+        self._liveness.round(now)
         with _tolerant("looking around"):
             if self._look.due(now):
                 self._read_intents()
@@ -346,10 +342,7 @@ class Driver:
                 words = str(doing.get("doing", "")) if isinstance(doing, dict) else ""
                 self._liveness.observe((role, index), doing and json.dumps(doing), now, words)
         for prefix in (keys.SERVERS, keys.ROLLOUT):
-            for name, seen in self.names.leases(prefix).items():
-                key = (name.split("/")[0], int(name.rpartition("/")[2]))
-                if seen.alive and seen.value.get("attempt") == self.attempt.id:
-                    self._liveness.observe(key, now, now)
+            self._liveness.observe_leases(self.names.leases(prefix), self.attempt.id, now)
         if self._machine.phase is Phase.RUNNING:
             for key, why in self._liveness.hung(now, self._measured.step_s, list(self._handles)):
                 self._do(self._machine.hung(now, key, why))

@@ -7,11 +7,14 @@ rollout role is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_rl.name_resolve.base import Seen
+
 Key = tuple[str, int]
+SUSPENDED_S = 30.0  # a round of the watcher that took so long: the job was suspended, so nobody is told to have done nothing
 SERVED = ("wait", "evaluate")  # what the trainer does while others work for it
 
 
@@ -33,6 +36,13 @@ class Liveness:
     def __init__(self, factor: float, min_s: float, max_s: float) -> None:
         self.factor, self.min_s, self.max_s = factor, min_s, max_s
         self._watched: dict[Key, _Watched] = {}
+        self._last_round: float | None = None
+
+    def round(self, now: float) -> None:
+        """The watcher runs: to be called in each of its rounds."""
+        if self._last_round is not None and now - self._last_round > SUSPENDED_S:
+            self.skip(now)
+        self._last_round = now
 
     def started(self, key: Key, now: float) -> None:
         """Also everybody else begins anew: they may have waited for this one."""
@@ -48,6 +58,13 @@ class Liveness:
         one = self._watched.get(key)
         if one is not None and mark is not None and (not one.seen or mark != one.mark):
             self._watched[key] = _Watched(now, mark, doing, seen=True)
+
+    def observe_leases(self, leases: Mapping[str, Seen], attempt_id: str, now: float) -> None:
+        """Of those that this attempt holds, by their keys, `<role>/<index>`, each that is alive moved."""
+        for name, seen in leases.items():
+            if seen.alive and seen.value.get("attempt") == attempt_id:
+                role, _, index = name.rpartition("/")
+                self.observe((role, int(index)), now, now)
 
     def skip(self, now: float) -> None:
         """The watcher itself did not run (the job was suspended): nobody else did either."""

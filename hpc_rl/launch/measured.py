@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
+from hpc_rl.stats.percentile import p95
 from hpc_rl.stats.read import JsonLines
 from hpc_rl.trial import Attempt
 
 LATEST = 200  # values that count, of each kind: what was slow long ago is no measure
-
-
-def p95(values: list[float]) -> float:
-    """The 95th percentile (the value that at least 95 of 100 do not exceed); 0 where there are none."""
-    return sorted(values)[-(-95 * len(values) // 100) - 1] if values else 0.0
 
 
 class Measured:
@@ -37,9 +33,9 @@ class Measured:
     @property
     def step_s(self) -> float:
         """95th percentile of a step, everything included; 0 before the first."""
-        return p95(list(self._values["step_s"]))
+        return p95(self._values["step_s"])
 
     @property
     def save_s(self) -> float:
         """95th percentile of a save; 0 before the first."""
-        return p95(list(self._values["save_s"]))
+        return p95(self._values["save_s"])

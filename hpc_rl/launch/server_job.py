@@ -39,7 +39,6 @@ END_TIME_EVERY_S = 600.0
 LEAD_S = 90.0  # a server has nothing to save; Slurm may end a job a minute early
 SAME_TERM_S = 2.0
 UNLIMITED = sys.maxsize  # no generation would give retries back; ends in a row are what ends a task
-SUSPENDED_S = 30.0  # a round that took so long: the job was suspended, and its replicas did not run either
 
 
 class ServerJob:
@@ -77,7 +76,7 @@ class ServerJob:
         self._wishes: list[str] = []
         self._why = ""  # the stop that was asked for
         self._over = ""  # why the trial needs these servers no more
-        self._owned_at = self._last_round = time.monotonic()
+        self._owned_at = time.monotonic()
         self._look_at = self._ask_at = float("-inf")
         self._ends_at: float | None = None
 
@@ -104,9 +103,7 @@ class ServerJob:
 
     def _round(self) -> None:
         now = time.monotonic()
-        if now - self._last_round > SUSPENDED_S:
-            self._liveness.skip(now)
-        self._last_round = now
+        self._liveness.round(now)
         if now - self._look_at >= LOOK_EVERY_S:
             self._look()
         why = self._over or (self._wishes[0] if self._wishes else "") or self._time_over(now)
@@ -128,9 +125,7 @@ class ServerJob:
             logger.warning("looking at the trial: %s", error)
 
     def _look_for_hangs(self, now: float) -> None:
-        for name, seen in self.names.leases(keys.SERVERS).items():
-            if seen.alive and seen.value.get("attempt") == self.attempt.id:
-                self._liveness.observe(("server", int(name.rpartition("/")[2])), now, now)
+        self._liveness.observe_leases(self.names.leases(keys.SERVERS), self.attempt.id, now)
         if self._machine.phase is Phase.RUNNING:
             for key, why in self._liveness.hung(now, 0.0, list(self._handles)):
                 self._do(self._machine.hung(now, key, why))

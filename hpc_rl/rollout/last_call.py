@@ -10,6 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from hpc_rl.stats.percentile import p95
+
 logger = logging.getLogger(__name__)
 LATEST = 200  # durations that count
 
@@ -40,8 +42,7 @@ class LastCall:
     @property
     def usual_s(self) -> float:
         """95th percentile of what a prompt takes from issue to result; 0 before the first."""
-        known = sorted(self._durations)
-        return known[-(-95 * len(known) // 100) - 1] if known else 0.0
+        return p95(self._durations)
 
     def holds(self) -> bool:
         """Whether nothing is to be issued now."""

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from hpc_rl.launch.measured import Measured, p95
+from hpc_rl.launch.measured import Measured
 from hpc_rl.launch.recover import MARGIN_S, drain_grace_s, lead_s
 from hpc_rl.launch.wall_time import ASK_EVERY_S, SITE_END, JobEndTime, WallTime
+from hpc_rl.stats.percentile import p95
 from hpc_rl.trial import Trial
 
 
