@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterator
 
+from hpc_rl.config.generation import SGLangConfig
 from hpc_rl.config.root import Config, GRPOConfig
 from hpc_rl.config.sglang_versions import DROPPED
 from hpc_rl.config.values import ABSENT, value_of
@@ -39,7 +40,9 @@ def consumer(config: Config, explicit: Collection[str]) -> Iterator[str]:
 def servers(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """Options of generation that only some servers have."""
     if not isinstance(config, GRPOConfig):
+        usual = SGLangConfig()  # said at its default, as `config show` prints it, an option changes nothing
         named = sorted(name for name in explicit if name.startswith("sglang."))
+        named = [name for name in named if value_of(config, name) != getattr(usual, name.rpartition(".")[2])]
         if named:
             yield f"{named[0]} has no effect: a {config.trainer} trial has no generation servers; leave the section sglang out."
         return

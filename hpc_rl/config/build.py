@@ -12,7 +12,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -87,11 +87,19 @@ def options(cls: type, prefix: str = "") -> dict[str, Any]:
 class Builder:
     """Collects settings and the refusals they meet; one instance for one configuration."""
 
-    def __init__(self, root: type, others: Mapping[str, type] | None = None, aliases: Mapping[str, str] | None = None) -> None:
-        """`others` (configurations of other trainers, by name) and `aliases` (short names of arguments) make better refusals."""
+    def __init__(
+        self,
+        root: type,
+        others: Mapping[str, type] | None = None,
+        aliases: Mapping[str, str] | None = None,
+        further: Collection[str] = (),
+    ) -> None:
+        """What makes better refusals: `others` (configurations of other trainers, by name), `aliases` (short names of arguments)
+        and `further` (names that stand at the top level and were translated before)."""
         self.root = root
         self.others = others or {}
         self.aliases = aliases or {}
+        self.further = further
         self.known = options(root)
         self.settings: dict[str, Given] = {}
         self.refusals: list[str] = []
@@ -141,7 +149,9 @@ class Builder:
     def _unknown(self, name: str, item: Given) -> str:
         parent, _, leaf = name.rpartition(".")
         siblings = {n.rpartition(".")[2]: n for n in self.known if n.rpartition(".")[0] == parent}
-        near = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
+        near = difflib.get_close_matches(leaf.lower(), siblings, n=1, cutoff=0.6)
+        short = [] if parent else [*self.aliases, *self.further]
+        alias = difflib.get_close_matches(leaf.lower(), [*siblings, *short], n=1, cutoff=0.6)
         alike = {n: difflib.SequenceMatcher(None, name, n).ratio() for n in self.known if n.rpartition(".")[2] == leaf}
         same = [n for n, ratio in alike.items() if ratio > max(alike.values()) - 0.1]
         elsewhere = [trainer for trainer, cls in self.others.items() if name in options(cls)]
@@ -149,11 +159,15 @@ class Builder:
             hint = f"in a file its name is {self.aliases[name]}; {name} is short for it on the command line."
         elif elsewhere:
             hint = f"only a trial with trainer: {' or '.join(elsewhere)} has it."
+        elif alias and alias[0] in short:
+            hint = f"did you mean {alias[0]}?"
+        elif leaf in self.further:
+            hint = f"{leaf} stands at the top level, without {parent}."
+        elif same and difflib.SequenceMatcher(None, leaf, near[0] if near else "").ratio() < 0.8:
+            hint = f"did you mean {' or '.join(same[:3])}?"
         elif near:
             self.suggested.add(siblings[near[0]])
             hint = f"did you mean {siblings[near[0]]}?"
-        elif same:
-            hint = f"did you mean {' or '.join(same[:3])}?"
         else:
             far = difflib.get_close_matches(name, self.known, n=1, cutoff=0.6)
             hint = f"did you mean {far[0]}?" if far else f"known here: {', '.join(sorted(siblings)) or 'nothing'}."
@@ -195,11 +209,13 @@ class Builder:
         refusal = ""
         if self.refusals and isinstance(item.value, str) and "${" in item.value:
             return None  # nothing was interpolated, for something else is wrong
-        for kind in alternatives(hint):
-            try:
-                return _convert(kind, item)
-            except ValueError as error:
-                refusal = str(error) or refusal
+        empty = [Given("", item.origin, "", is_argument=True)] if item.is_argument and not item.text else []
+        for came in [item, *empty]:  # `tokenizer_path=` is null where null can stand, else empty text
+            for kind in alternatives(hint):
+                try:
+                    return _convert(kind, came)
+                except ValueError as error:
+                    refusal = str(error) or refusal
         allowed = " or ".join(describe(kind) for kind in alternatives(hint))
         self.refusals.append(f"{name} ({item.origin}): {_say(item)} can't be used; allowed: {allowed}. {refusal}".strip())
         return None

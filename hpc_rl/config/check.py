@@ -54,7 +54,7 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
         wanted |= {"train_dataset.type": "sft", "valid_dataset.type": "sft"}
     reasons = adapted(config)
     quiet = set(wanted) | {name for name, (_, reason) in reasons.items() if not reason}
-    if not config.cluster.n_gpus_per_node:
+    if isinstance(config, GRPOConfig) and not config.cluster.n_gpus_per_node:
         sglang: dict[str, Any] = {"sglang.dtype": "float32", "sglang.attention_backend": "torch_native"}
         sglang |= dict.fromkeys(("sglang.mem_fraction_static", "sglang.chunked_prefill_size", "sglang.max_prefill_tokens"))
         wanted |= sglang
@@ -175,7 +175,7 @@ def lengths(config: Config, explicit: Collection[str]) -> Iterator[str]:
         yield f"gconfig.max_new_tokens {g.max_new_tokens} leaves no prompt: gconfig.max_tokens {g.max_tokens} is for both."
     if limit is not None and limit <= g.max_new_tokens:
         yield f"actor.mb_spec.max_tokens_per_mb {limit} can't hold gconfig.max_new_tokens {g.max_new_tokens} and a prompt."
-    if config.allocation_mode.strip().startswith("sglang") and context is not None and g.max_new_tokens >= context:
+    if not agreement.is_embedded(config) and context is not None and g.max_new_tokens >= context:
         yield f"gconfig.max_new_tokens {g.max_new_tokens} leaves no prompt: sglang.context_length is {context}."
 
 

@@ -8,6 +8,7 @@ What can't hold together is check.py's to refuse.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
 import typing
@@ -68,8 +69,9 @@ def load(
     arguments = [Given({name: item}, item.origin) for name, item in read_overrides(list(overrides), aliases)]
     profile, notes = _profile([*files, *arguments], profiles)
     sources = [*profile, *files, *arguments]
-    trainer = pick_trainer(sources)
-    builder = Builder(CONFIGS[trainer], {name: cls for name, cls in CONFIGS.items() if name != trainer}, aliases)
+    trainer = pick_trainer(sources, atlas_names="atlas" in presets)
+    others = {name: cls for name, cls in CONFIGS.items() if name != trainer}
+    builder = Builder(CONFIGS[trainer], others, aliases, atlas.ALIASES)
     model = "actor" if "actor" in builder.known else "model"
     translated = atlas.translate(sources, model, builder.known)
     builder.refusals += translated.refusals
@@ -146,13 +148,16 @@ def trainer_of(config: Config) -> Literal["grpo", "sft", "rw"]:
     return "rw" if isinstance(config, RWConfig) else "sft" if isinstance(config, SFTConfig) else "grpo"
 
 
-def pick_trainer(sources: Sequence[Given]) -> str:
-    """By the key `trainer`, else by the section that only one trainer has. Raises ConfigError."""
+def pick_trainer(sources: Sequence[Given], atlas_names: bool = False) -> str:
+    """By the key `trainer`, else by the section that only one trainer has, else grpo for a file in ATLAS names.
+
+    `atlas_names`: it is said that they are ATLAS names. Raises ConfigError.
+    """
     top = {name: item for source in sources for name, item in source.value.items()}
     named = top.get("trainer")
     if named is not None and named.value is not None:
-        if named.value not in CONFIGS:
-            raise ConfigError(f"trainer ({named.origin}): {named.value!r} can't be used; allowed: {', '.join(CONFIGS)}.")
+        if not isinstance(named.value, str) or named.value not in CONFIGS:
+            raise ConfigError(f"trainer ({named.origin}): {named.plain()!r} can't be used; allowed: {', '.join(CONFIGS)}.")
         return named.value
     sections = {"actor": "grpo", "model": "sft"}
     given_sections = {name.partition(".")[0] for name, item in top.items() if item.value is not None}
@@ -161,13 +166,27 @@ def pick_trainer(sources: Sequence[Given]) -> str:
         return "rw" if found == ["model"] and _has_pairs(sources) else sections[found[0]]
     if found:
         raise ConfigError("both actor and model are given: a grpo trial has a section actor, an sft trial a section model.")
+    if atlas_names or any(alias.to.startswith(("actor.", "gconfig.")) for name, alias in atlas.ALIASES.items() if name in top):
+        return "grpo"
     files = (source.origin for source in sources if not source.origin.startswith("command line"))
     where = ", ".join(dict.fromkeys(origin.rpartition(":")[0] or origin for origin in files))
     raise ConfigError(
         f"neither actor nor model is given{f' in {where}' if where else ''}: "
-        "a grpo trial has a section actor, an sft trial a section model."
+        "a grpo trial has a section actor, an sft trial a section model; or say it: trainer: grpo, sft or rw."
         + ("" if where else " Give a configuration with --config FILE.")
+        + "".join(f"\n{line}" for line in _unknown_at_top(top))
     )
+
+
+def _unknown_at_top(top: Mapping[str, Given]) -> list[str]:
+    """A refusal for each name that no trainer has; a section that is misspelt is one."""
+    known = {name for cls in CONFIGS.values() for name in hints(cls)} | set(atlas.ALIASES)
+    lines = []
+    for name, item in top.items():
+        if name.partition(".")[0] not in known:
+            near = difflib.get_close_matches(name.lower(), known, n=1)
+            lines.append(f"unknown key {name} ({item.origin}){f': did you mean {near[0]}?' if near else '.'}")
+    return lines
 
 
 def _has_pairs(sources: Sequence[Given]) -> bool:
@@ -187,6 +206,9 @@ def _finish(builder: Builder) -> Config:
     return dataclasses.replace(config, trainer=trainer_of(config))
 
 
+_LITERAL = "; where no reference is meant, write \\${ for ${"
+
+
 def _interpolate(builder: Builder) -> None:
     """Resolve `${a.b}` against everything that is set, defaults included. Raises ConfigError."""
     wanted = {name: item for name, item in builder.settings.items() if "${" in repr(item.plain())}
@@ -200,14 +222,16 @@ def _interpolate(builder: Builder) -> None:
     try:
         whole = omegaconf.OmegaConf.create(tree)
     except omegaconf.errors.GrammarParseError as error:
-        raise ConfigError(f"{error.full_key}: the ${{…}} in it can't be read; a reference is ${{section.option}}.") from error
+        raise ConfigError(
+            f"{error.full_key}: the ${{…}} in it can't be read; a reference is ${{section.option}}{_LITERAL}."
+        ) from error
     for name, item in wanted.items():
         try:
             value = omegaconf.OmegaConf.select(whole, name)
             value = omegaconf.OmegaConf.to_container(value, resolve=True) if omegaconf.OmegaConf.is_config(value) else value
         except (omegaconf.errors.OmegaConfBaseException, ValueError) as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"{name} ({item.origin}): {item.plain()!r} can't be resolved: {reason}.") from error
+            raise ConfigError(f"{name} ({item.origin}): {item.plain()!r} can't be resolved: {reason}{_LITERAL}.") from error
         builder.settings[name] = given(value, item.origin)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from hpc_rl.config.build import hints, section_of
 from hpc_rl.config.load import Loaded
 from hpc_rl.config.root import Config, GRPOConfig
+from hpc_rl.config.source import literal
 
 REDACTED = "***"
 _SECRET = re.compile(r"(^|_)(api_?key|token|secret|password)($|_)", re.IGNORECASE)
@@ -62,7 +63,15 @@ def default_of(field: dataclasses.Field) -> Any:
 def _redact(name: str, value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _redact(key, item) for key, item in value.items()}
+    if isinstance(value, str) and name.endswith("_env_vars"):  # as text: A=b,C=d
+        pairs = [part.partition("=") for part in value.split(",")]
+        return ",".join(f"{key}{equals}{_redact(key.strip(), item)}" for key, equals, item in pairs)
     return REDACTED if isinstance(value, str) and value and is_secret(name) else value
+
+
+def redacted(data: Any) -> Any:
+    """A configuration as plain data with its secrets starred."""
+    return {name: _redact(name, value) for name, value in data.items()} if isinstance(data, dict) else data
 
 
 def is_secret(name: str) -> bool:
@@ -99,7 +108,7 @@ def as_yaml(shown: Mapping[str, Shown]) -> str:
         )
         rows += [(f"{'  ' * depth}{sections[depth]}:", "") for depth in range(common, len(sections))]
         above = sections
-        rows.append((f"{'  ' * len(sections)}{leaf}: {scalar(item.value)}", item.origin))
+        rows.append((f"{'  ' * len(sections)}{leaf}: {scalar(literal(item.value))}", item.origin))
     width = min(max((len(text) for text, origin in rows if origin), default=0), 60)
     return "".join(f"{text:<{width}}  # {_line(origin)}\n" if origin else f"{text}\n" for text, origin in rows)
 

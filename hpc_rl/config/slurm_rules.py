@@ -101,7 +101,7 @@ def _conflicts(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if slurm.mem_per_cpu and slurm.cpus_per_task is None:
         yield "launcher.slurm.mem_per_cpu needs launcher.slurm.cpus_per_task, which is null: Slurm multiplies the two."
     if asks_for_gpus(slurm.gres):
-        yield from _gpus_in_gres(config, explicit)
+        yield from _gpus_in_gres(config)
     elif slurm.gpu_type is not None and slurm.gpus_by is None:
         yield "launcher.slurm.gpu_type has no effect, for launcher.slurm.gpus_by is null: no GPUs are asked of Slurm."
     if (slurm.mail_user is None) != (slurm.mail_type is None):
@@ -110,10 +110,10 @@ def _conflicts(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"launcher.slurm.{have} has no effect without launcher.slurm.{lack}: say when, as END,FAIL."
 
 
-def _gpus_in_gres(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def _gpus_in_gres(config: Config) -> Iterator[str]:
     slurm, per_node = config.launcher.slurm, config.cluster.n_gpus_per_node
     for name in ("gpus_by", "gpu_type"):
-        if f"launcher.slurm.{name}" in explicit and getattr(slurm, name) is not None:
+        if getattr(slurm, name) not in (None, getattr(SlurmLauncherConfig(), name)):
             yield (
                 f"launcher.slurm.gres {slurm.gres} names GPUs, and launcher.slurm.{name} too: Slurm would take both without a "
                 "word, and one would count. Leave one out."

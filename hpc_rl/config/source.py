@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,6 +25,7 @@ class Yaml12(yaml.SafeLoader):
     }
 
 
+_REFERENCE = re.compile(r"(\\*)\$\{")
 _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")}
 _FLOAT = (
     r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
@@ -52,12 +54,23 @@ def read_yaml(path: Path) -> Given:
     return tree
 
 
+def literal(value: Any) -> Any:
+    """Plain data as it must be written to be read as itself: `${` would begin a reference."""
+    if isinstance(value, dict):
+        return {key: literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [literal(item) for item in value]
+    return _REFERENCE.sub(lambda found: 2 * found[1] + r"\${", value) if isinstance(value, str) else value
+
+
 def read_argument(text: str, origin: str) -> Given:
     """The value of one option on the command line: YAML as far as it is YAML, else text."""
     try:
         value = _parse(text, origin).value
     except ConfigError:
         value = text
+    if value is None and text.strip() not in ("", "~", "null", "Null", "NULL"):
+        value = text  # as '#1': on the command line there are no comments
     quoted = isinstance(value, str) and text[:1] in ("'", '"')
     return Given(value, origin, value if quoted else text, is_argument=True)
 
@@ -76,7 +89,7 @@ def read_overrides(tokens: list[str], aliases: Mapping[str, str]) -> list[tuple[
                     raise ConfigError(f"{token} needs a value: {token} VALUE, or {token}=VALUE.")
         elif token.startswith(("-", "~")) or not equals or not name:
             raise ConfigError(f"argument {token!r} is not understood: an option is set with --a.b VALUE or a.b=VALUE.")
-        name = name.removeprefix("+")
+        name = name.lstrip("+")
         full = aliases.get(name) or aliases.get(name.replace("-", "_")) or name
         found.append((full, read_argument(value, f"command line: {token.partition('=')[0]}")))
     return found

@@ -49,6 +49,10 @@ def adapted(config: Config) -> dict[str, tuple[Any, str]]:
         wanted |= {f"{section}.type": ("rw", "") for section in ("train_dataset", "valid_dataset")}
     if isinstance(config, GRPOConfig) and config.ref is None and config.actor.compat is None:
         wanted["actor.kl_ctl"] = (0.0, "there is no section ref, so no reference model")
+    elif isinstance(config, GRPOConfig) and config.actor.beta:
+        wanted["actor.kl_ctl"] = (0.0, "actor.beta is the KL term, in the loss")
+    if isinstance(config, GRPOConfig) and config.actor.use_decoupled_loss:
+        wanted["actor.recompute_logprob"] = (True, "")
     return wanted
 
 
@@ -59,6 +63,8 @@ def notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     yield from _actor_notes(config)
     if config.ref is None:
         return
+    if config.actor.kl_ctl and config.actor.beta:
+        yield "actor.kl_ctl and actor.beta are both set: the KL term counts twice, in the reward and in the loss."
     if not (config.actor.kl_ctl or config.actor.beta):
         yield "ref has no effect, and the reference model is not loaded: actor.kl_ctl and actor.beta are 0."
     idle = [f"ref.{name}" for name in _ONLY_FOR_TRAINING if name in changed(config.ref)]

@@ -25,6 +25,7 @@ from hpc_rl.config.changes import Change, changes, refuse_unsafe
 from hpc_rl.config.load import Loaded, from_dict, to_dict, trainer_of
 from hpc_rl.config.root import Config
 from hpc_rl.config.site import site_dirs
+from hpc_rl.config.source import literal
 from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, SchedulerError, TrialBusy
 from hpc_rl.launch import bad_nodes, index, provenance
 from hpc_rl.launch.claim import Claim
@@ -280,7 +281,7 @@ def _prepare(
         trial.make_secret()
     except OSError as error:
         raise CannotWrite(f"{trial.secret} can't be written: {error.strerror or error}") from error
-    claim.write(trial.config_yaml, yaml.safe_dump(given(loaded), sort_keys=False, allow_unicode=True))
+    claim.write(trial.config_yaml, yaml.safe_dump(literal(given(loaded)), sort_keys=False, allow_unicode=True))
     claim.write(trial.config_json, config_json)
     claim.write(trial.plan_json, plan_json)
     claim.write(trial.provenance_json, _json(provenance.collect(command, stamp.workdir, hashes)))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.root import GRPOConfig, RWConfig, SFTConfig
+from hpc_rl.config.show import redacted
 from hpc_rl.config.train import TrainEngineConfig
 from hpc_rl.datasets.encode import Prompts, load_pairs, load_sequences
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -89,7 +90,7 @@ def _sinks(start: Start, step: int) -> Sinks:
     config, attempt = start.config, start.attempt
     logger = config.stats_logger
     folder = Path(logger.tensorboard.path).expanduser() if logger.tensorboard.path else attempt.tensorboard
-    who = RunIdentity(config.experiment_name, config.trial_name, attempt.dir, read_json(start.trial.config_json) or {})
+    who = RunIdentity(config.experiment_name, config.trial_name, attempt.dir, redacted(read_json(start.trial.config_json) or {}))
     return open_sinks(attempt.metrics(start.incarnation), folder, step, who, logger.wandb, logger.swanlab)
 
 

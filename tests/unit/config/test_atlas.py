@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_rl.config.check import check
 from hpc_rl.config.load import load
 from hpc_rl.config.values import value_of
 from hpc_rl.errors import ConfigError
@@ -99,6 +100,25 @@ def test_one_thing_given_twice_with_different_values(given):
 def test_one_thing_given_twice_with_one_value():
     assert load([], [*BASE, "num_generations=8", "gconfig.n_samples=8"]).config.gconfig.n_samples == 8
     assert load([], [*BASE, "num_generations=8", "num_generations=4"]).config.gconfig.n_samples == 4  # the last one wins
+
+
+def test_a_file_in_these_names_alone_is_a_grpo_trial(tmp_path):
+    lines = ["experiment_name: e", "trial_name: t", "model_name_or_path: /m", "train_dataset: {path: /d}"]
+    (tmp_path / "a.yaml").write_text("\n".join([*lines, "num_generations: 4"]) + "\n")
+    assert load([tmp_path / "a.yaml"]).config.gconfig.n_samples == 4
+    (tmp_path / "b.yaml").write_text("\n".join([*lines, "learning_rate: 1e-6"]) + "\n")
+    assert load([tmp_path / "b.yaml"], presets=["atlas"]).config.actor.optimizer.lr == 1e-6
+    with pytest.raises(ConfigError, match="or say it: trainer: grpo, sft or rw"):
+        load([tmp_path / "b.yaml"])
+
+
+def test_beta_is_the_only_kl_term_unless_both_are_said(tmp_path):
+    words = ["experiment_name=e", "trial_name=t", "actor.path=/m", "ref.path=/m", "train_dataset.path=/d", "beta=0.04"]
+    words += ["actor.ppo_n_minibatches=1"]
+    loaded = check(load([], words), files=False)
+    assert loaded.config.actor.kl_ctl == 0 and any("actor.beta is the KL term" in note for note in loaded.notes)
+    loaded = check(load([], [*words, "actor.kl_ctl=0.1"]), files=False)
+    assert loaded.config.actor.kl_ctl == 0.1 and any("the KL term counts twice" in note for note in loaded.notes)
 
 
 def test_wrong_values_name_the_alias():

@@ -7,8 +7,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hpc_rl.config.load import Loaded, from_dict, load, to_dict
+from hpc_rl.config.source import literal
 from hpc_rl.errors import ConfigError
 
 BASE = """\
@@ -146,6 +148,12 @@ def test_relative_paths_are_taken_from_the_working_directory(files, tmp_path, mo
         ("cluster.n_node=4", ["unknown key cluster.n_node ", "command line", "did you mean cluster.n_nodes?"]),
         ("n_sample=4", ["unknown key n_sample", "did you mean gconfig.n_samples"]),
         ("lr=1", ["did you mean actor.optimizer.lr"]),
+        ("learning_rat=1", ["did you mean learning_rate?"]),
+        ("n_node=2", ["did you mean n_nodes?"]),
+        ("actor.learning_rate=1", ["learning_rate stands at the top level, without actor."]),
+        ("actor.optimizer.LR=3", ["did you mean actor.optimizer.lr?"]),
+        ("trainer=[grpo]", ["trainer (command line: trainer)", "['grpo'] can't be used; allowed: grpo, sft, rw"]),
+        ("trial_name=${oops", ["the ${…} in it can't be read", "where no reference is meant, write \\${ for ${"]),
         ("cluster.n_nodes=four", ["cluster.n_nodes", "four", "an integer, at least 1"]),
         ("cluster.n_nodes=0", ["cluster.n_nodes", "at least 1"]),
         ("cluster.n_nodes=1.5", ["cluster.n_nodes", "an integer"]),
@@ -233,6 +241,26 @@ def test_round_trip_through_json(model):
 def test_an_unknown_key_is_not_drowned_in_values_that_were_not_interpolated(files):
     message = files.refusal(more="sead: 1\ngconfig: {n_samples: '${seed}'}\n")
     assert message.startswith("unknown key sead") and "\n" not in message
+
+
+@pytest.mark.parametrize(("text", "value"), [("", ""), ("#1 try", "#1 try")])
+def test_text_on_the_command_line_is_text(files, text, value):
+    assert files.load(f"tokenizer_path={text}").config.tokenizer_path in (value, str(Path(value).absolute()))
+    assert files.load(f"launcher.slurm.comment={text}").config.launcher.slurm.comment == (text if text == "#1 try" else None)
+    assert files.load("++seed=4", "allocation_mode=").config.seed == 4
+
+
+def test_a_misspelt_section_of_the_model_is_named(files):
+    message = files.refusal(base=BASE.replace("actor:", "acotr:"))
+    assert "neither actor nor model is given" in message and "trainer: grpo, sft or rw" in message
+    assert "unknown key acotr (base.yaml:6): did you mean actor?" in message
+
+
+def test_what_is_no_reference_stays_as_it_is(files):
+    loaded = files.load(more="launcher: {slurm: {comment: 'echo \\${SLURM_JOB_ID} ${trial_name}'}}\n")
+    assert loaded.config.launcher.slurm.comment == "echo ${SLURM_JOB_ID} t1"
+    stored = files.path("config.yaml", yaml.safe_dump(literal(to_dict(loaded.config))))
+    assert load([stored]).config == loaded.config
 
 
 def test_a_character_that_yaml_does_not_allow_is_a_refusal(files):

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from hpc_rl.config.build import alternatives, options, section_of
 from hpc_rl.config.check import check
 from hpc_rl.config.limits import Grammar, Limits, Place
-from hpc_rl.config.load import load
+from hpc_rl.config.load import load, to_dict
 from hpc_rl.config.reference import reference
 from hpc_rl.config.root import CONFIGS
 from hpc_rl.config.schema import DRAFT, schema
-from hpc_rl.config.show import REDACTED, as_yaml, derived_values, diff, scalar, show
+from hpc_rl.config.show import REDACTED, as_yaml, derived_values, diff, redacted, scalar, show
+from hpc_rl.config.source import literal
 from hpc_rl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -92,8 +93,9 @@ ODD = [
     "=",
     "<<",
 ]
+ODD += ["${a.b}", "\\${a}", "\\\\${", "${", "$", "echo ${X:-y}"]
 ODD += ["a: b", "- y", "\u2028", "\ufeff"]
-ANY = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12).filter(lambda text: "${" not in text)
+ANY = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12)
 TEXT = ANY | st.sampled_from(ODD)
 
 
@@ -108,7 +110,7 @@ def test_what_loads_survives_show(trainer, data, tmp_path):
         tree.setdefault("valid_dataset.path", "/v")
     if any(name.startswith("ref.") for name in tree) and "ref.path" in known:
         tree.setdefault("ref.path", "/r")
-    (tmp_path / "a.yaml").write_text("".join(f"{name}: {scalar(value)}\n" for name, value in tree.items()))
+    (tmp_path / "a.yaml").write_text("".join(f"{name}: {scalar(literal(value))}\n" for name, value in tree.items()))
     required = [word for word in [*BASE, MODEL[trainer], f"trainer={trainer}"] if word.partition("=")[0] not in tree]
     loaded = load([tmp_path / "a.yaml"], required, profiles=[])
     shown = show(loaded)
@@ -121,12 +123,15 @@ def test_what_loads_survives_show(trainer, data, tmp_path):
 SHIPPED = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "configs").rglob("*.yaml") if p.parent.name != "cluster")
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+CHANGED = {"configs/grpo_sglang.yaml": ["ref.path=/m", "actor.use_decoupled_loss=true", "launcher.slurm.gres=gpu:8"]}
+
+
+@pytest.mark.parametrize("name", [*SHIPPED, *sorted((ROOT / "tests/unit/config/areal").glob("*.yaml"))], ids=str)
 def test_a_shipped_configuration_survives_show_with_what_is_derived(name, tmp_path):
-    loaded = check(load([ROOT / name]), files=False)
+    loaded = check(load([ROOT / name], CHANGED.get(name, [])), files=False)
     shown = show(loaded, derived_values(loaded.config, "embedded:d1+fsdp:d1"))
     (tmp_path / "again.yaml").write_text(as_yaml(shown))
-    again = load([tmp_path / "again.yaml"])
+    again = check(load([tmp_path / "again.yaml"]), files=False)
     assert {name: item.value for name, item in show(again).items()} == {name: item.value for name, item in shown.items()}
     assert set(shown) == {n for n in shown if n in options(type(loaded.config))}
 
@@ -142,6 +147,16 @@ def test_each_value_says_where_it_came_from(tmp_path):
     assert (shown["actor.group_size"].value, shown["actor.group_size"].origin) == (1, "derived: gconfig.n_samples")
     assert (shown["allocation_mode"].value, shown["tokenizer_path"].value) == ("embedded:d1+fsdp:d1", "/m")
     assert shown["valid_dataset"].value is None
+
+
+def test_secrets_in_environment_variables_are_not_shown_and_not_sent():
+    for text in (
+        "launcher.trainer_env_vars=A=1,WANDB_API_KEY=wk,HF_TOKEN=hf",
+        "launcher.trainer_env_vars={A: '1', HF_TOKEN: hf}",
+    ):
+        loaded = load([], [*BASE, MODEL["grpo"], text])
+        for shown in (show(loaded)["launcher.trainer_env_vars"].value, redacted(to_dict(loaded.config))):
+            assert "wk" not in str(shown) and "hf" not in str(shown).replace("/hf", "") and REDACTED in str(shown)
 
 
 def test_secrets_are_not_shown():

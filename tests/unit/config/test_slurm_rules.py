@@ -27,7 +27,7 @@ def refusals(tmp_path):
         (["mem=10G", "mem_per_cpu=1G"], "launcher.slurm.mem and launcher.slurm.mem_per_cpu exclude each other"),
         (["mem_per_gpu=10G", "mem_per_cpu=1G"], "exclude each other"),
         (["mem_per_cpu=1G", "cpus_per_task=null"], "needs launcher.slurm.cpus_per_task"),
-        (["gres=gpu:8", "gpus_by=gpus-per-node"], "Leave one out"),
+        (["gres=gpu:8", "gpus_by=gres"], "Leave one out"),
         (["gres=gpu:8", "gpu_type=h100"], "Leave one out"),
         (["gres=gpu:a100:4"], "asks for 4 GPUs a node, but cluster.n_gpus_per_node is 8"),
         (["gres=gpu"], "asks for 1 GPUs"),
