@@ -3,10 +3,7 @@ table of failures, and the story of the trial says in words what happened."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
-from cluster import Cluster
+from cluster import Cluster, speak_to
 from supervised import HERE, unit
 
 from hpc_rl.config.load import Loaded, from_dict
@@ -69,11 +66,7 @@ class Job:
 
     def hurry(self) -> bool:
         """Spare a requeued job Slurm's two minutes; true once it has started again."""
-        seen = self.scheduler.states([self.id])[self.id]
-        if seen.native == "PENDING" and seen.reason == "BeginTime":
-            time.sleep(1.1)
-            with contextlib.suppress(subprocess.CalledProcessError):
-                self.cluster.run("scontrol", "update", f"jobid={self.id}", "StartTime=now")
+        self.cluster.hurry(self.id)
         return any(event["event"] == "started" and event["restart"] == 1 for event in record.read(self.trial, self.id))
 
     def said(self) -> str:
@@ -190,23 +183,10 @@ def test_a_plain_scancel_stays_dead_and_is_told(cluster, start, until):
 @pytest.fixture
 def memory_cluster(running_cluster, tmp_path_factory, monkeypatch) -> Iterator[Cluster]:
     """A cluster that measures the memory of steps, and kills those that use more than they have."""
-    import shutil
-    import tempfile
-
-    here = Path(tempfile.mkdtemp(prefix="hpcrl-", dir="/tmp"))
     gather = "JobAcctGatherType=jobacct_gather/linux\nJobAcctGatherFrequency=task=1\nJobAcctGatherParams=OverMemoryKill\n"
-    one = Cluster(here, running_cluster.slurm, 2, extra_conf=gather, without=("JobAcctGather",))
-    try:
-        one.up()
-        for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
-            monkeypatch.delenv(name)
-        for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH"):
-            if name in one.env:
-                monkeypatch.setenv(name, one.env[name])
+    with Cluster.private(running_cluster.slurm, 2, extra_conf=gather, without=("JobAcctGather",)) as one:
+        speak_to(one, monkeypatch)
         yield one
-    finally:
-        one.down()
-        shutil.rmtree(here, ignore_errors=True)
 
 
 def test_a_step_killed_for_memory_says_so_though_the_job_does_not(memory_cluster, tmp_path, monkeypatch, until):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, speak_to
 from kill_anything import READY, Killed, Trials, make_toy, short_name
 from toy_trials import hpc_rl
 
@@ -151,18 +148,10 @@ def score(prompt, completion, **columns):
 @pytest.fixture
 def short_cluster(running_cluster, monkeypatch) -> Iterator[Cluster]:
     """A cluster of its own whose partition gives a job three minutes."""
-    here = Path(tempfile.mkdtemp(prefix="hpcrl-", dir="/tmp"))
     partition = "PartitionName=tight Nodes=ALL MaxTime=3 DefaultTime=3 State=UP PriorityTier=1"
-    cluster = Cluster(here, running_cluster.slurm, 4, extra_conf=partition)
-    try:
-        cluster.up()
-        for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH"):
-            if name in cluster.env:
-                monkeypatch.setenv(name, cluster.env[name])
+    with Cluster.private(running_cluster.slurm, extra_conf=partition) as cluster:
+        speak_to(cluster, monkeypatch)
         yield cluster
-    finally:
-        cluster.down()
-        shutil.rmtree(here, ignore_errors=True)
 
 
 @pytest.mark.soak

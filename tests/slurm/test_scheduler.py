@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
 import stat
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -144,11 +142,7 @@ def rerun(cluster, job: Job, until) -> None:
     """Slurm makes a requeued job wait for two minutes; the test does not. Returns when the job has started again."""
 
     def again() -> bool:
-        seen = job.scheduler.states([job.id])[job.id]
-        if seen.native == "PENDING" and seen.reason == "BeginTime":
-            time.sleep(1.1)  # a start in the second in which the nodes revoked the job's credential fails, and is put off again
-            with contextlib.suppress(subprocess.CalledProcessError):  # it started meanwhile
-                cluster.run("scontrol", "update", f"jobid={job.id}", "StartTime=now")
+        cluster.hurry(job.id)
         return any(not start.endswith(".0") for start in job.starts)
 
     until(again, 180)
