@@ -19,12 +19,14 @@ from supervised import HERE, unit
 
 from hpc_rl.config.load import Loaded, from_dict
 from hpc_rl.launch import bad_nodes
+from hpc_rl.launch.cancel import Outcome, cancel
 from hpc_rl.launch.story import Story, tell
 from hpc_rl.launch.submit import submit
 from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.slurm import SlurmScheduler
+from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.stats.read import JsonLines
 from hpc_rl.trial import Trial, read_json, write_json
 
@@ -124,6 +126,8 @@ def submit_to(
     trial = Trial.of(folder, "me", "exp", "one")
     scheduler = SlurmScheduler(retry_wait_s=0.1)
     ours = _WithScript(scheduler, trial, script)
+    through_submitit = _WithScript(SubmititScheduler(), trial, script)
+    monkeypatch.setattr("hpc_rl.launch.submit.SubmititScheduler", lambda: through_submitit)
     made = submit(Loaded(from_dict(data), {}), plan, command=["hpc-rl", "submit"], trial=trial, scheduler=ours)
     return Job(cluster, trial, made.job_id, scheduler)
 
@@ -178,6 +182,20 @@ def test_a_plain_scancel_stays_dead_and_is_told(cluster, start, until):
     story = job.story
     assert story.state != "done" and story.over
     assert "SIGTERM of the scheduler: a cancel" in story.reason or "CANCELLED" in story.reason
+
+
+def test_cancel_saves_first_where_submitit_submitted(cluster, tmp_path, monkeypatch, until):
+    """The nudge of `hpc-rl cancel` goes to the batch shell, which is submitit's: it must neither die of it, nor start again."""
+    pytest.importorskip("submitit")
+    slurm = {"backend": "submitit", "time": "0:30:00"}
+    job = submit_to(cluster, tmp_path, monkeypatch, {"trainer": ["save 8"]}, slurm)  # longer than Slurm waits after a TERM
+    until(job.is_up, 60)
+    assert [one.outcome for one in cancel(job.trial)] == [Outcome.DRAINING]
+    until(lambda: not job.state.alive, 60)
+    assert [row["code"] for row in job.events("exited") if row["role"] == "trainer"] == [75], job.said()
+    last = record.read(job.trial, job.id)[-1]
+    assert (last["event"], last["reason"]) == ("ended", "cancelled by a person")
+    assert "Restarts=0" in job.shown() and job.story.state == "cancelled"
 
 
 @pytest.fixture
