@@ -73,6 +73,12 @@ def successors(trial: Trial, array: str) -> list[str]:
     return sorted(record.current(trial, task) for task in tasks)
 
 
+def attempts_of(trial: Trial, task: str) -> list[str]:
+    """The attempts of one task, oldest first."""
+    restarts = [path.name.rpartition(".")[2] for path in trial.server_attempts.glob(f"{task}.*")]
+    return [f"{task}.{restart}" for restart in sorted(int(restart) for restart in restarts if restart.isdigit())]
+
+
 def read_arrays(trial: Trial) -> list[ServerArray]:
     """The server arrays of a trial, oldest first."""
     arrays = []

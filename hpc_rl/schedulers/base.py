@@ -39,7 +39,8 @@ class JobSpec:
         after: Job that must have ended, however, before this one starts; empty for none.
         array: Tasks of the array instead of those that the script names; empty leaves it to the script.
         exclude: Nodes to avoid instead of those that the script names; empty leaves it to the script.
-        known_as: Whether `tag` is the one that the script carries; otherwise it is said beside it.
+        known_as: Whether `tag` is the one that the script carries; otherwise it is said beside it, and replaces its comment.
+        comment: The user's own words, which follow the tag where that is said beside the script.
     """
 
     name: str
@@ -50,6 +51,7 @@ class JobSpec:
     array: str = ""
     exclude: str = ""
     known_as: bool = True
+    comment: str = ""
 
 
 @dataclass(frozen=True)

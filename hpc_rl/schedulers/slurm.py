@@ -162,7 +162,7 @@ def _beside(spec: JobSpec) -> list[str]:
         *([f"--dependency=afterany:{spec.after}"] if spec.after else []),
         *([f"--array={spec.array}"] if spec.array else []),
         *([f"--exclude={spec.exclude}"] if spec.exclude else []),
-        *([] if spec.known_as else [f"--comment={spec.tag}"]),
+        *([] if spec.known_as else [f"--comment={spec.tag} {spec.comment}".rstrip()]),
     ]
 
 
