@@ -140,12 +140,19 @@ class Driver:
         return submission_of(self.attempt.id)
 
     def _is_done(self) -> bool:
-        """A trial that this very job has finished is not started again; the mark of an earlier job is taken down."""
+        """A trial that this job or a later one has finished is not started again; the mark of an earlier one is taken down."""
         done = read_json(self.trial.done)
-        if isinstance(done, dict) and done.get("job_id") == self._job_id:
-            return True
+        if isinstance(done, dict) and (by := str(done.get("job_id"))):
+            own, other = self._submitted_at(self._job_id), self._submitted_at(by)
+            if by == self._job_id or (own is not None and other is not None and other > own):
+                return True
         self.trial.done.unlink(missing_ok=True)
         return False
+
+    def _submitted_at(self, job_id: str) -> float | None:
+        job = read_json(self.trial.job(job_id))
+        when = job.get("time") if isinstance(job, dict) else None
+        return when if isinstance(when, int | float) else None
 
     def _take_over(self) -> Lease:
         number = takeover.next_incarnations(self.attempt).get(("supervisor", 0), 0)

@@ -38,6 +38,12 @@ class Job:
     native_id: str = ""  # the scheduler's id of its newest job, where a successor went on; else job_id
     code: int | None = None  # of its end
     reason: str = ""  # of its end, in the script's words
+    by_signal: bool = False  # it ended for a TERM, which a cancel, a preemption and an administrator's requeue send alike
+
+    @property
+    def over(self) -> bool:
+        """Its script has ended for good. After a TERM that no `hpc-rl cancel` asked for, only the scheduler knows that."""
+        return self.event == "ended" and (self.cancelled or not self.by_signal)
 
 
 @dataclass
@@ -247,7 +253,12 @@ def _last_word(path: Path) -> dict[str, Any]:
         return {}
     last = said[-1]
     code = last["code"] if isinstance(last.get("code"), int) else None
-    return {"event": last["event"], "code": code, "reason": str(last.get("reason") or "")}
+    return {
+        "event": last["event"],
+        "code": code,
+        "reason": str(last.get("reason") or ""),
+        "by_signal": last.get("cancelled") is True,
+    }
 
 
 def newest_generation(trial: Trial) -> int | None:

@@ -29,12 +29,12 @@ from hpc_rl.config.source import literal
 from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, SchedulerError, TrialBusy
 from hpc_rl.launch import bad_nodes, index, provenance
 from hpc_rl.launch.claim import Claim
-from hpc_rl.launch.server_array import KIND, submit_servers
-from hpc_rl.launch.story import newest_generation
+from hpc_rl.launch.server_array import submit_servers
+from hpc_rl.launch.story import newest_generation, read_jobs
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import wheel
 from hpc_rl.render.scripts import Stamp, job_name, render, script_name
-from hpc_rl.schedulers import make_scheduler, pick, record
+from hpc_rl.schedulers import make_scheduler, pick
 from hpc_rl.schedulers.base import JobSpec, Scheduler
 from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.trial import Trial, account, read_json, write_json
@@ -240,11 +240,9 @@ def check_programs(plan: Plan, loaded: Loaded) -> None:
 def check_idle(trial: Trial) -> None:
     """Raises TrialBusy while a job of the trial waits or runs."""
     jobs: dict[str, list[str]] = {}
-    for path in sorted(trial.jobs.glob("*.json")):
-        job = read_json(path)
-        ended = [event for event in record.read(trial, path.stem)[-1:] if event["event"] == "ended"]
-        if isinstance(job, dict) and not ended and job.get("kind") != KIND and "_" not in path.stem:
-            jobs.setdefault(str(job.get("scheduler", "")), []).append(record.current(trial, path.stem))
+    for job in read_jobs(trial):
+        if not job.over:
+            jobs.setdefault(job.scheduler, []).append(job.native_id)
     for name, job_ids in jobs.items():
         for job_id, state in make_scheduler(name, trial).states(job_ids).items():
             if state.state.alive:

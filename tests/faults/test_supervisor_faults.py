@@ -43,6 +43,19 @@ def test_the_end_of_training_ends_everything_and_says_done(fake):
     assert len(fake.events("started", "trainer")) == 1
 
 
+def test_what_a_later_job_finished_is_not_started_again_and_an_earlier_ones_mark_goes(fake):
+    fake.write({"trainer": ["train"]})
+    write_json(fake.trial.job(JOB), {"time": 100.0})
+    write_json(fake.trial.job("later"), {"time": 200.0})
+    write_json(fake.trial.job("earlier"), {"time": 50.0})
+    write_json(fake.trial.done, {"job_id": "later"})
+    assert fake.run() == 0
+    assert not fake.events("started") and read_json(fake.trial.done)["job_id"] == "later"
+    write_json(fake.trial.done, {"job_id": "earlier"})
+    assert fake.run() == 0
+    assert fake.events("started") and read_json(fake.trial.done)["job_id"] == JOB
+
+
 def test_a_trainer_that_dies_is_started_again_as_a_whole(fake):
     fake.write({"trainer": ["die", "exit 70", "train"]}, units=[unit("trainer", tasks=2)])
     assert fake.run() == 0, fake.story()
