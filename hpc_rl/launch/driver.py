@@ -21,7 +21,7 @@ from hpc_rl.errors import ExitCode, FailureClass, Stale
 from hpc_rl.launch import bad_nodes, recover, takeover
 from hpc_rl.launch.ends import end_of
 from hpc_rl.launch.failures import End
-from hpc_rl.launch.liveness import Liveness
+from hpc_rl.launch.liveness import Liveness, serving
 from hpc_rl.launch.measured import Measured
 from hpc_rl.launch.steps import STACKS, Handle, Steps
 from hpc_rl.launch.supervisor import (
@@ -71,6 +71,7 @@ class Driver:
     names: The trial's names.
     end_time: When the scheduler will end the job, Unix seconds, or None; asked rarely.
     rules: Section `recover` of the configuration.
+    servers_away_s: So long a trial whose servers are all away is no trial that hangs; 0 where it has none.
     """
 
     def __init__(
@@ -81,13 +82,14 @@ class Driver:
         names: NameResolve,
         end_time: Callable[[], float | None],
         rules: RecoverConfig,
+        servers_away_s: float = 0.0,
     ) -> None:
         self.attempt, self.trial, self.plan, self.steps, self.names = attempt, attempt.trial, plan, steps, names
         self.rules = rules
         self._clock = time.monotonic
         self._wall = WallTime(end_time)
         self._measured = Measured(attempt)
-        self._liveness = Liveness(rules.hang_factor, rules.hang_min_s, rules.hang_max_s)
+        self._liveness = Liveness(rules.hang_factor, rules.hang_min_s, rules.hang_max_s, servers_away_s)
         self._handles: dict[Key, tuple[Handle, int]] = {}
         self._machine = Supervisor([], plan.recover_mode, plan.recover_retries)
         self._finish: Finish | None = None
@@ -276,7 +278,8 @@ class Driver:
 
     def _grant_wishes(self) -> None:
         if self._wishes:
-            self._read_intents()  # a signal may tell of an intent, whose words say more than the signal's name
+            with _tolerant("reading intents"):
+                self._read_intents()  # a signal may tell of an intent, whose words say more than the signal's name
             self._wishes.sort(key=lambda why: why != CANCELLED)
         while self._wishes:
             why = self._wishes.pop(0)
@@ -348,8 +351,12 @@ class Driver:
                 doing = read_json(self.attempt.activity(role, index, incarnation))
                 words = str(doing.get("doing", "")) if isinstance(doing, dict) else ""
                 self._liveness.observe((role, index), doing and json.dumps(doing), now, words)
-        for prefix in (keys.SERVERS, keys.ROLLOUT):
-            self._liveness.observe_leases(self.names.leases(prefix), self.attempt.id, now)
+        servers = self.names.leases(keys.SERVERS)
+        for leases in (servers, self.names.leases(keys.ROLLOUT)):
+            self._liveness.observe_leases(leases, self.attempt.id, now)
+        self._liveness.observe_servers(servers, now)
+        for key, incarnation in serving(servers, self.attempt.id):
+            self._machine.served(now, key, incarnation)
         if self._machine.phase is Phase.RUNNING:
             for key, why in self._liveness.hung(now, self._measured.step_s, list(self._handles)):
                 self._do(self._machine.hung(now, key, why))

@@ -23,7 +23,7 @@ from hpc_rl.errors import ExitCode
 from hpc_rl.launch import takeover
 from hpc_rl.launch.ends import end_of
 from hpc_rl.launch.failures import End
-from hpc_rl.launch.liveness import Liveness
+from hpc_rl.launch.liveness import Liveness, serving
 from hpc_rl.launch.steps import Handle, Steps
 from hpc_rl.launch.supervisor import Action, AskToStop, DumpStacks, Finish, Key, Kill, Phase, Record, Start, Supervisor
 from hpc_rl.name_resolve import keys
@@ -125,7 +125,10 @@ class ServerJob:
             logger.warning("looking at the trial: %s", error)
 
     def _look_for_hangs(self, now: float) -> None:
-        self._liveness.observe_leases(self.names.leases(keys.SERVERS), self.attempt.id, now)
+        leases = self.names.leases(keys.SERVERS)
+        self._liveness.observe_leases(leases, self.attempt.id, now)
+        for key, incarnation in serving(leases, self.attempt.id):
+            self._machine.served(now, key, incarnation)
         if self._machine.phase is Phase.RUNNING:
             for key, why in self._liveness.hung(now, 0.0, list(self._handles)):
                 self._do(self._machine.hung(now, key, why))
