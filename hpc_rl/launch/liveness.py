@@ -49,7 +49,7 @@ class Liveness:
         self._last_round = now
 
     def started(self, key: Key, now: float) -> None:
-        """Whoever waited for it begins anew. For a server nobody does as long as others serve, and one may come and go for ever."""
+        """Whoever waited for it begins anew. Nobody waits for one server among others, and one may come and go for ever."""
         if key[0] != "server":
             self._away_since = None
             self._excuse(SERVED, now)

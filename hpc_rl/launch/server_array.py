@@ -21,7 +21,8 @@ from hpc_rl.trial import Trial, create_exclusive, read_json
 KIND = "servers"
 SCRIPT = "servers.sbatch"  # as render names it; importing that would bring jinja2 to every `status`
 TASK = re.compile(r"(?P<array>\d+)_(?P<task>\d+)")
-STARTS_AS_ONE = 60.0  # seconds; the job was submitted just now, and Slurm may not know it yet
+SUBMITTING_S = 60.0  # that a trainer job which starts at once waits for whoever is about to submit its servers
+POLL_S = 0.5
 
 
 @dataclass
@@ -44,9 +45,14 @@ class ServerArray:
     tasks: list[ServerTask] = field(default_factory=list)
 
 
-def submit_servers(trial: Trial, plan: Plan, serves: str, tag: str, name: str, scheduler: Scheduler) -> str:
-    """Hand the array in and put it on record; returns its id. Raises SchedulerError, OSError."""
-    spec = JobSpec(f"{name}.servers", trial.scripts / SCRIPT, f"{tag}:servers", arguments=("", "0", serves))
+def submit_servers(
+    trial: Trial, plan: Plan, serves: str, tag: str, name: str, scheduler: Scheduler, known_as: bool = True
+) -> str:
+    """Hand the array in and put it on record; returns its id. `known_as`: the script carries `<tag>:servers`.
+
+    Raises SchedulerError, OSError.
+    """
+    spec = JobSpec(f"{name}.servers", trial.scripts / SCRIPT, f"{tag}:servers", arguments=("", "0", serves), known_as=known_as)
     job_id = scheduler.submit(spec)
     made = {"job_id": job_id, "kind": KIND, "serves": serves, "scheduler": scheduler.name, "time": time.time(), "tag": spec.tag}
     num_tasks = len(next(group for group in plan.groups if group.name == "servers").nodes)
@@ -59,12 +65,20 @@ def ensure(trial: Trial, plan: Plan, serves: str, tag: str, name: str, scheduler
 
     One question to the scheduler. Raises SchedulerError, OSError.
     """
+    _wait_for_submitter(trial)
     own = [array for array in read_arrays(trial) if array.serves == serves]
     ids = {array.job_id for array in own} | {current for array in own for current in successors(trial, array.job_id)}
     states = scheduler.states(sorted(ids)) if ids else {}
     if any(state.state.alive for state in states.values()):
         return ""
-    return submit_servers(trial, plan, serves, f"{tag}:{len(own)}", name, scheduler)
+    return submit_servers(trial, plan, serves, f"{tag}:{len(own)}", name, scheduler, known_as=False)
+
+
+def _wait_for_submitter(trial: Trial) -> None:
+    """The trial's job is handed in first, and may start before its servers are; the claim goes once they are on record."""
+    deadline = time.monotonic() + SUBMITTING_S  # of a submitter that died there is left its claim alone
+    while trial.submitting.exists() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
 
 
 def successors(trial: Trial, array: str) -> list[str]:

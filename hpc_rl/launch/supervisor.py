@@ -172,7 +172,7 @@ class Supervisor:
         return [Record("stopping", {"reason": why, "class": failure.value}), *self._drain(now)]
 
     def served(self, now: float, key: Key, incarnation: int) -> None:
-        """A server serves: only from then on it lives, for it may load a large model for long before it fails at the first request."""
+        """A server serves: only from then on it lives. It may load for long before it fails at the first request."""
         slot = self.slots.get(key)
         if slot is not None and slot.incarnation == incarnation and slot.served_at is None:
             slot.served_at = now
