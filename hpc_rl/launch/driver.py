@@ -115,6 +115,7 @@ class Driver:
         self._look_for_the_script()
         self._grant_wishes()
         self._look_for_barren_attempts()
+        self._tell_script()
         if self._finish is None:
             self._do(self._machine.start(self._clock()))
         while self._finish is None:
@@ -246,9 +247,12 @@ class Driver:
     def _avoid(self, nodes: tuple[str, ...], reason: str) -> None:
         self._event("bad_nodes", {"nodes": list(nodes), "hours": self.rules.avoid_hours, "reason": reason})
         with _tolerant("recording bad nodes"):
-            now = time.time()
-            bad_nodes.add(self.trial, self.attempt.id, nodes, reason, now, self.rules.avoid_hours)
-            bad_nodes.tell_script(self.trial, self._job_id, now)
+            bad_nodes.add(self.trial, self.attempt.id, nodes, reason, time.time(), self.rules.avoid_hours)
+        self._tell_script()
+
+    def _tell_script(self) -> None:
+        with _tolerant("telling the script of bad nodes"):
+            bad_nodes.tell_script(self.trial, self._job_id, time.time())
 
     def _obey_signals(self) -> None:
         terms: list[float] = []
@@ -364,6 +368,7 @@ class Driver:
     def _leave(self, lease: Lease, finish: Finish) -> int:
         record = {"exit_code": finish.code, "reason": finish.reason, "time": time.time()}
         self._event("ended", {"role": "supervisor", "code": finish.code, "reason": finish.reason})
+        self._tell_script()
         with _tolerant("writing how it ended"):  # the exit code tells too, and the script has that
             write_json(self.attempt.ended, record)
             if finish.code == ExitCode.DONE:

@@ -83,6 +83,7 @@ def submit(
     trial: Trial | None = None,
     recovery: Recovery | None = None,
     scheduler: Scheduler | None = None,
+    avoid: Sequence[str] | None = None,
 ) -> Submission:
     """Hand the trial in.
 
@@ -93,6 +94,7 @@ def submit(
         trial: Where it lies; by default as the configuration says.
         recovery: Of `hpc-rl recover`.
         scheduler: Whom to ask; by default as `launcher.type` says.
+        avoid: Nodes to avoid besides; by default those that failed the trial lately.
 
     Raises:
         TrialBusy, NothingToResume, CannotWrite, SchedulerError, ConfigError. A directory that was not there before is gone then.
@@ -114,7 +116,7 @@ def submit(
             refuse_finished(trial, changed)
         allocation_was = str((read_json(trial.plan_json) or {}).get("allocation") or "")
         start = ("resume" if recovery else plan.recover_mode, from_step)
-        made = _prepare(claim, loaded, plan, list(command), start, scheduler.name)
+        made = _prepare(claim, loaded, plan, list(command), start, scheduler.name, avoid)
         claim.remove(trial.done)  # where it was at its end, it goes on
         job_id = scheduler.submit(JobSpec(job_name(trial), made.script, made.tag))
         servers = ""
@@ -260,15 +262,22 @@ class _Prepared:
 
 
 def _prepare(
-    claim: Claim, loaded: Loaded, plan: Plan, command: list[str], start: tuple[str, int | None], scheduler: str
+    claim: Claim,
+    loaded: Loaded,
+    plan: Plan,
+    command: list[str],
+    start: tuple[str, int | None],
+    scheduler: str,
+    avoid: Sequence[str] | None = None,
 ) -> _Prepared:
     """Write everything that the job reads. `start`: mode and generation of the first start."""
     trial, config = claim.trial, loaded.config
     config_json = _json(to_dict(config))
     zip_name, zip_bytes = wheel.build()
-    stamp = _stamp(trial, config_json, zip_name, *start)
+    bad = tuple(bad_nodes.current(trial, time.time()) if avoid is None else avoid)
+    stamp = dataclasses.replace(_stamp(trial, config_json, zip_name, *start), avoid=bad)
     plan_json = _json(plan.to_json())
-    scripts = render(_without_bad_nodes(config, trial), plan, trial, stamp, scheduler, site_dirs())
+    scripts = render(config, plan, trial, stamp, scheduler, site_dirs())
     hashes = {
         "config.json": stamp.config_sha256,
         "plan.json": provenance.sha256(plan_json),
@@ -306,13 +315,6 @@ def scripts_of(loaded: Loaded, plan: Plan, trial: Trial, scheduler: str) -> dict
     """The scripts of a submission, without one: file name below scripts/ -> text. Writes nothing. Raises ConfigError."""
     stamp = _stamp(trial, _json(to_dict(loaded.config)), wheel.build()[0], plan.recover_mode)
     return render(loaded.config, plan, trial, stamp, scheduler, site_dirs())
-
-
-def _without_bad_nodes(config: Config, trial: Trial) -> Config:
-    """The configuration as this one submission needs it: it avoids the nodes that failed the trial lately."""
-    slurm = config.launcher.slurm
-    avoiding = dataclasses.replace(slurm, exclude=bad_nodes.merged(slurm.exclude, trial, time.time()))
-    return dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, slurm=avoiding))
 
 
 def given(loaded: Loaded) -> dict[str, Any]:

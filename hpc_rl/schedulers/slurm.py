@@ -77,7 +77,7 @@ class SlurmScheduler:
         return "", problem, any(words in problem.lower() for words in TRANSIENT)
 
     def _look_up(self, spec: JobSpec, problem: str) -> str:
-        """The job of an sbatch whose answer was lost; "" where it is not there. Raises SchedulerError where that can't be told."""
+        """The job of an sbatch whose answer was lost; "" where there is none. Raises SchedulerError where that can't be told."""
         for attempt in range(1, TRIES + 1):
             time.sleep(self.retry_wait_s * attempt)
             try:

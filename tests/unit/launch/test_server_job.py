@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hpc_rl.config.service import RecoverConfig
-from hpc_rl.launch import server_array, server_job, supervisor
+from hpc_rl.launch import bad_nodes, server_array, server_job, supervisor
 from hpc_rl.launch.server_array import array_line, ensure, read_arrays
 from hpc_rl.launch.server_job import ServerJob
 from hpc_rl.name_resolve import keys
@@ -178,6 +178,16 @@ def test_near_its_end_it_stops_to_be_started_again(trial, monkeypatch):
     monkeypatch.setattr(server_job, "LEAD_S", 0.1)
     running = started(Running(trial, end_time=lambda: time.time() + 0.05))
     assert running.ended() == (75, "the job's time is nearly over")
+
+
+def test_a_replica_that_can_not_be_launched_gives_its_node_back_and_names_it(trial):
+    running = started(Running(trial))
+    trial.attempt("150_0.0").log("server", 1, 0).write_text("srun: error: launch of step 150.0 failed on node n3: no\n")
+    running.steps.started[0].code = 1
+    code, reason = running.ended()
+    assert code == 75 and reason.endswith("other nodes are needed")
+    assert list(bad_nodes.current(trial, time.time())) == ["n3"] and not trial.bad_nodes.exists()
+    assert trial.exclude("150_0").read_text() == "n3\n", "its own script is told"
 
 
 def test_what_is_over_already_starts_nothing(trial):
