@@ -27,7 +27,7 @@ POLL_S = 0.5
 
 @dataclass
 class ServerTask:
-    """One server node of an array. `state` is running | waiting | ended | unknown; `starts` counts from 1."""
+    """One server node of an array. `state` is running | waiting | signalled | ended | unknown; `starts` counts from 1."""
 
     id: str
     state: str
@@ -109,7 +109,8 @@ def _task(trial: Trial, task: str) -> ServerTask:
     if last["event"] != "ended":
         return ServerTask(task, "running", starts)
     # After a TERM the script can't know whether Slurm starts it again.
-    return ServerTask(task, "ended", starts, _words(trial, task, last))
+    state = "signalled" if last.get("cancelled") is True else "ended"
+    return ServerTask(task, state, starts, _words(trial, task, last))
 
 
 def _words(trial: Trial, task: str, last: dict[str, Any]) -> str:
@@ -122,6 +123,7 @@ def _words(trial: Trial, task: str, last: dict[str, Any]) -> str:
 def array_line(array: ServerArray, state: JobState | None = None) -> str:
     """One line of status."""
     words = {"running": "run", "waiting": "wait to be started again", "ended": "ended", "unknown": "not started"}
+    words["signalled"] = "told to end by Slurm, which starts them again after a preemption"
     counts = {kind: sum(task.state == kind for task in array.tasks) for kind in words}
     said = ", ".join(f"{count} {words[kind]}" for kind, count in counts.items() if count)
     again = sum(max(0, task.starts - 1) for task in array.tasks)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from hpc_rl.errors import ExitCode
 from hpc_rl.launch.words import clock
+from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.polling import GONE
 from hpc_rl.schedulers.slurm_states import find, why_pending
@@ -63,6 +64,11 @@ def describe_end(code: int | None, reason: str, cancelled: bool) -> tuple[str, s
     return state, f"{words}: {reason}" if reason and reason not in words else words
 
 
+FIRST_NODE_LOST = (
+    "its first node died, and what was left of the job was ended; where it may not be requeued (launcher.slurm.continue_by "
+    "successor, recover.mode disabled) nothing starts it again by itself"
+)
+
 DEAD_JOBS = {
     State.CANCELLED: "cancelled",
     State.FAILED: "failed",
@@ -97,6 +103,8 @@ def verdict(
             return "stopping", "a person cancelled it; the scheduler has not confirmed it yet"
         return "pending", _waiting(job_state, again=own is not None)
     dead = job_state is not None and (job_state.native == GONE or job_state.state in DEAD_JOBS)
+    if dead and job is not None and job.event == record.FIRST_NODE_LOST and not job.cancelled:
+        return "killed", FIRST_NODE_LOST
     doubt = ""
     if job is not None and job.event == "ended" and not job.over and not dead:
         doubt = "; only the scheduler knows whether it starts the job again"
