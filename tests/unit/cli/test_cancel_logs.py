@@ -80,7 +80,7 @@ def test_servers_that_were_preempted_are_taken_out_of_the_queue_too(trial, sched
         line = {"event": "ended", "code": 143, "cancelled": signalled, "reason": "told to end by a signal"}
         (trial.jobs / f"150_{task}.state").write_text(json.dumps(line) + "\n")
     assert main(["cancel", "t1"]) == 0
-    assert scheduler.calls == [("cancel", "150"), ("nudge", "7")]
+    assert scheduler.calls == [("nudge", "7"), ("cancel", "150")]
     (trial.jobs / "150_1.state").write_text(json.dumps(line | {"cancelled": False}) + "\n")
     assert main(["cancel", "t1"]) == 0
     assert scheduler.calls[2:] == [("nudge", "7")]
