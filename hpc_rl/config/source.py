@@ -19,12 +19,14 @@ from hpc_rl.errors import ConfigError
 class Yaml12(yaml.SafeLoader):
     """PyYAML with the scalars of YAML 1.2's core schema, octal and hexadecimal left out."""
 
+    num_values = 0
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own class attribute
         first: [(tag, rx) for tag, rx in pairs if tag.rsplit(":", 1)[1] not in {"bool", "int", "float", "timestamp"}]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
+MOST_VALUES = 100_000  # in one file, aliases counted wherever they stand
 _REFERENCE = re.compile(r"(\\*)\$\{")
 _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")}
 _FLOAT = (
@@ -116,6 +118,9 @@ def _parse(text: str, name: str) -> Given:
 
 def _convert(loader: Yaml12, node: yaml.Node, name: str) -> Given:
     origin = f"{name}:{node.start_mark.line + 1}"
+    loader.num_values += 1
+    if loader.num_values > MOST_VALUES:
+        raise ConfigError(f"{origin}: more than {MOST_VALUES} values; aliases (*name) that hold aliases multiply.")
     if node.tag not in _TAGS:
         raise ConfigError(f"{origin}: the YAML tag {node.tag.replace('tag:yaml.org,2002:', '!!')} can't be used here.")
     if isinstance(node, yaml.MappingNode):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -58,15 +60,40 @@ def test_a_preset_for_a_machine_without_gpus(capsys):
     assert (shown["cluster.n_nodes"]["value"], shown["cluster.n_nodes"]["origin"]) == (1, "preset cpu")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_is_a_script_that_completes(capsys, shell):
-    assert main(["config", "completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert "bashcompinit" in script or shell == "bash"
-    if shell == "bash":
-        tail = 'COMP_WORDS=(hpc-rl submit --gconfig.n_s) COMP_CWORD=2; _hpc_rl; printf "%s\\n" "${COMPREPLY[@]}"'
-        done = subprocess.run(["bash", "-c", f"{script}\n{tail}"], capture_output=True, text=True, check=True)
-        assert done.stdout.split() == ["--gconfig.n_samples"]
+@pytest.fixture(scope="module")
+def completion():
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(["config", "completion", "bash"]) == 0
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("submit --gconfig.n_s", ["--gconfig.n_samples"]),
+        ("submit --dry", ["--dry_run"]),
+        ("recover first --fro", ["--from"]),
+        ("status first --of", ["--offline"]),
+        ("checkpoint ver", ["verify"]),
+        ("checkpoint export --to", ["--to"]),
+        ("config show --actor.eps_clip_", ["--actor.eps_clip_higher"]),
+        ("config sch", ["schema"]),
+        ("submit --preset a", ["atlas"]),
+        ("can", ["cancel"]),
+        ("status --gconfig", []),
+    ],
+)
+def test_completion_is_a_script_that_completes(completion, typed, offered, tmp_path):
+    words = ["hpc-rl", *typed.split()]
+    tail = f'COMP_WORDS=({" ".join(words)}) COMP_CWORD={len(words) - 1}; _hpc_rl; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", f"{completion}\n{tail}"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.split() == offered
+
+
+def test_zsh_runs_the_completion_of_bash(capsys, completion):
+    assert main(["config", "completion", "zsh"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "autoload -U +X bashcompinit && bashcompinit"
 
 
 def test_no_torch_and_no_interpolation_library():
