@@ -5,6 +5,7 @@ YAML is read as YAML 1.2: `24:00:00`, `0123`, `no` and `1_0` are text, `1e-6` is
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +43,10 @@ for _tag, _regex, _first in (
 
 
 def read_yaml(path: Path) -> Given:
-    """The mapping in a file. Raises ConfigError: missing, not YAML, a key twice, not a mapping."""
+    """The mapping in a file; a .json file, as a trial's own, holds no references: `${` is itself there.
+
+    Raises ConfigError: missing, not YAML, a key twice, not a mapping.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -53,7 +57,15 @@ def read_yaml(path: Path) -> Given:
         return Given({}, str(path))
     if not isinstance(tree.value, dict):
         raise ConfigError(f"config file {path} must hold a mapping of options (key: value), not {type(tree.value).__name__}.")
-    return tree
+    return _without_references(tree) if path.suffix == ".json" else tree
+
+
+def _without_references(tree: Given) -> Given:
+    if isinstance(tree.value, dict):
+        return dataclasses.replace(tree, value={key: _without_references(item) for key, item in tree.value.items()})
+    if isinstance(tree.value, list):
+        return dataclasses.replace(tree, value=[_without_references(item) for item in tree.value])
+    return dataclasses.replace(tree, value=literal(tree.value))
 
 
 def literal(value: Any) -> Any:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.cli.__main__ import main
+from hpc_rl.config.check import check
+from hpc_rl.config.load import load, to_dict
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 GRPO = str(CONFIGS / "grpo.yaml")
@@ -22,8 +24,17 @@ def test_show_prints_yaml_that_loads_again(capsys, tmp_path):
     first = capsys.readouterr().out
     assert "  n_samples: 4" in first and "# command line: gconfig.n_samples" in first
     (tmp_path / "again.yaml").write_text(first)
-    assert main(["config", "diff", GRPO, str(tmp_path / "again.yaml")]) == 1  # n_samples, and what is derived is there
-    assert "gconfig.n_samples: 8 (" in capsys.readouterr().out
+    assert main(["config", "diff", GRPO, str(tmp_path / "again.yaml"), "--json"]) == 1
+    differ = json.loads(capsys.readouterr().out)  # what is derived is compared too, not told as new
+    assert differ.keys() == {"gconfig.n_samples", "actor.group_size", "actor.reward_norm.group_size"}
+
+
+def test_diff_takes_the_configuration_of_a_trial_in_which_nothing_is_a_reference(capsys, tmp_path):
+    config = check(load([GRPO], ["launcher.slurm.comment=a \\${x} b"]), files=False).config
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
+    assert main(["config", "diff", str(tmp_path / "config.json"), GRPO, "--json"]) == 1
+    differ = json.loads(capsys.readouterr().out)
+    assert differ.keys() == {"launcher.slurm.comment"} and differ["launcher.slurm.comment"]["a"]["value"] == "a ${x} b"
 
 
 def test_show_as_json_is_one_object_by_dotted_name(capsys):
