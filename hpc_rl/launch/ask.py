@@ -16,7 +16,7 @@ from hpc_rl.errors import SchedulerError
 from hpc_rl.launch.story import Job, read_jobs
 from hpc_rl.schedulers import make_scheduler
 from hpc_rl.schedulers.base import JobState, Scheduler
-from hpc_rl.schedulers.polling import Poller, Seen
+from hpc_rl.schedulers.polling import Poller, Seen, cluster_name
 from hpc_rl.trial import Trial
 
 PATIENCE_S = 5.0  # for another command's query, by one that would know nothing otherwise
@@ -45,7 +45,13 @@ class Answer:
 
 
 def scheduler_of(trial: Trial, job: Job) -> Scheduler:
-    """The scheduler that a job was handed to. Raises SchedulerError."""
+    """The scheduler that a job was handed to. Raises SchedulerError, also on another cluster, where its id means another job."""
+    here = cluster_name() if job.cluster else ""
+    if here and here != job.cluster:
+        raise SchedulerError(
+            f"job {job.job_id} of {trial} was handed to the cluster {job.cluster}, and Slurm's commands here speak to {here}: "
+            "give this command on a login node of that cluster."
+        )
     return make_scheduler(job.scheduler, trial)
 
 

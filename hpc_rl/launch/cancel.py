@@ -64,8 +64,8 @@ def _cancel_servers(trial: Trial) -> list[Cancelled]:
 
 
 def _cancel(trial: Trial, job: Job, now: bool) -> Cancelled:
-    scheduler = scheduler_of(trial, job)
     try:
+        scheduler = scheduler_of(trial, job)
         state = scheduler.states([job.native_id]).get(job.native_id, JobState(job.native_id, State.UNKNOWN))
     except SchedulerError as error:
         _wish(trial, job, now)

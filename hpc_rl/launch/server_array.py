@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_rl.errors import ExitCode
+from hpc_rl.launch.successor import users_comment
 from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobSpec, JobState, Scheduler, State
@@ -46,13 +47,15 @@ class ServerArray:
 
 
 def submit_servers(
-    trial: Trial, plan: Plan, serves: str, tag: str, name: str, scheduler: Scheduler, known_as: bool = True
+    trial: Trial, plan: Plan, serves: str, tag: str, name: str, scheduler: Scheduler, *, again: bool = False
 ) -> str:
-    """Hand the array in and put it on record; returns its id. `known_as`: the script carries `<tag>:servers`.
+    """Hand the array in and put it on record; returns its id. `again`: its tag is not the one that the script carries.
 
     Raises SchedulerError, OSError.
     """
-    spec = JobSpec(f"{name}.servers", trial.scripts / SCRIPT, f"{tag}:servers", arguments=("", "0", serves), known_as=known_as)
+    spec = JobSpec(f"{name}.servers", trial.scripts / SCRIPT, f"{tag}:servers", arguments=("", "0", serves))
+    if again:
+        spec = replace(spec, known_as=False, comment=users_comment(trial))
     job_id = scheduler.submit(spec)
     made = {"job_id": job_id, "kind": KIND, "serves": serves, "scheduler": scheduler.name, "time": time.time(), "tag": spec.tag}
     num_tasks = len(next(group for group in plan.groups if group.name == "servers").nodes)
@@ -71,7 +74,7 @@ def ensure(trial: Trial, plan: Plan, serves: str, tag: str, name: str, scheduler
     states = scheduler.states(sorted(ids)) if ids else {}
     if any(state.state.alive for state in states.values()):
         return ""
-    return submit_servers(trial, plan, serves, f"{tag}:{len(own)}", name, scheduler, known_as=False)
+    return submit_servers(trial, plan, serves, f"{tag}:{len(own)}", name, scheduler, again=True)
 
 
 def _wait_for_submitter(trial: Trial) -> None:
@@ -85,6 +88,12 @@ def successors(trial: Trial, array: str) -> list[str]:
     """Ids of the jobs that go on with single tasks of an array, where requeue is refused."""
     tasks = {path.name.partition(".")[0] for path in trial.jobs.glob(f"{array}_*.next-*")}
     return sorted(record.current(trial, task) for task in tasks)
+
+
+def attempts_of(trial: Trial, task: str) -> list[str]:
+    """The attempts of one task, oldest first."""
+    restarts = [path.name.rpartition(".")[2] for path in trial.server_attempts.glob(f"{task}.*")]
+    return [f"{task}.{restart}" for restart in sorted(int(restart) for restart in restarts if restart.isdigit())]
 
 
 def read_arrays(trial: Trial) -> list[ServerArray]:

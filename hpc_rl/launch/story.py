@@ -38,6 +38,7 @@ class Job:
     native_id: str = ""  # the scheduler's id of its newest job, where a successor went on; else job_id
     code: int | None = None  # of its end
     reason: str = ""  # of its end, in the script's words
+    cluster: str = ""  # the Slurm cluster that it was handed to; empty where that is not known
     by_signal: bool = False  # it ended for a TERM, which a cancel, a preemption and an administrator's requeue send alike
 
     @property
@@ -238,6 +239,7 @@ def read_jobs(trial: Trial) -> list[Job]:
                     job_id=path.stem,
                     time=float(when) if isinstance(when, (int, float)) else 0.0,
                     scheduler=str(data.get("scheduler") or ""),
+                    cluster=str(data.get("cluster") or ""),
                     start_mode=str(data.get("start_mode") or ""),
                     cancelled=trial.cancel_intent(path.stem).exists(),
                     native_id=record.current(trial, path.stem),

@@ -37,6 +37,7 @@ from hpc_rl.render import wheel
 from hpc_rl.render.scripts import Stamp, job_name, render, script_name
 from hpc_rl.schedulers import make_scheduler, pick
 from hpc_rl.schedulers.base import JobSpec, Scheduler
+from hpc_rl.schedulers.polling import cluster_name
 from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.trial import Trial, account, read_json, write_json
 
@@ -124,6 +125,7 @@ def submit(
         claim.keep()
         job = {"job_id": job_id, "scheduler": scheduler.name, "time": time.time(), "command": list(command), "tag": made.tag}
         job |= {"start_mode": made.start_mode, "lineage_parent": recovery.parent if recovery else None}
+        job |= {"cluster": cluster_name()} if scheduler.name == "slurm" else {}
         write_json(trial.job(job_id), job | {"from_step": from_step, "changed": [str(change) for change in changed]})
     index.record(trial)
     output = trial.jobs / f"{job_id}.out"

@@ -39,6 +39,16 @@ def read(trial: Trial, job_id: str) -> list[dict[str, Any]]:
     return events
 
 
+def followers(trial: Trial, job_id: str) -> dict[int, str]:
+    """The scheduler's ids of the jobs that went on with a submission, oldest first, by the number of the start of each."""
+    found = {}
+    for path in sorted(trial.jobs.glob(f"{job_id}.next-*")):
+        data, restart = read_json(path), path.name.rpartition("-")[2]
+        if restart.isdigit() and isinstance(data, dict) and data.get("job_id"):
+            found[int(restart)] = str(data["job_id"])
+    return found
+
+
 def current(trial: Trial, job_id: str) -> str:
     """The scheduler's id of a submission's newest job: its own, or that of the last successor. Reads one directory."""
     newest = max(trial.jobs.glob(f"{job_id}.next-*"), default=None, key=lambda path: path.name)

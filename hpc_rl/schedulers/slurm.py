@@ -179,8 +179,8 @@ def _beside(spec: JobSpec) -> list[str]:
     return [
         *([f"--dependency=afterany:{spec.after}"] if spec.after else []),
         *([f"--array={spec.array}"] if spec.array else []),
-        *([f"--exclude={spec.exclude}"] if spec.exclude else []),
-        *([] if spec.known_as else [f"--comment={spec.tag}"]),
+        *([f"--exclude={spec.exclude}"] if spec.exclude is not None else []),
+        *([] if spec.known_as else [f"--comment={spec.tag} {spec.comment}".rstrip()]),
     ]
 
 

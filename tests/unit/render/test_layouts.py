@@ -73,7 +73,7 @@ def test_a_component_says_only_what_is_its_own():
 def test_where_requeue_is_refused_nothing_asks_for_it(how, line, calls):
     for text in scripts("layout=jobs", f"continue_by={how}").values():
         assert line in directives(text)[0]
-        assert text.count('scontrol requeue "$SLURM_JOB_ID"') == calls
+        assert text.count('scontrol requeue "$slurm_job"') == calls
         assert "hpc_rl.app.successor" in text
 
 
@@ -98,7 +98,8 @@ def test_what_submitit_is_told():
     assert (told["time"], told["wckey"], options["time"], options["partition"]) == (120, "w", "2:00:00", "p")
     assert options["signal"] == "USR2@300" and options["requeue"] is True and options["hint"] == "nomultithread"
     assert "--overlap" in told["srun_args"], "its step leaves the job to the roles"
-    assert "submitit requeues" in texts["trial.sbatch"] and 'scontrol requeue "$SLURM_JOB_ID"' not in texts["trial.sbatch"]
+    assert told["setup"] == ["trap '' USR1"], "the nudge of a cancel does not kill the batch shell, which is submitit's"
+    assert "submitit requeues" in texts["trial.sbatch"] and 'scontrol requeue "$' not in texts["trial.sbatch"]
 
 
 @pytest.mark.parametrize(
