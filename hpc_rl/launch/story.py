@@ -39,6 +39,12 @@ class Job:
     code: int | None = None  # of its end
     reason: str = ""  # of its end, in the script's words
     cluster: str = ""  # the Slurm cluster that it was handed to; empty where that is not known
+    by_signal: bool = False  # it ended for a TERM, which a cancel, a preemption and an administrator's requeue send alike
+
+    @property
+    def over(self) -> bool:
+        """Its script has ended for good. After a TERM that no `hpc-rl cancel` asked for, only the scheduler knows that."""
+        return self.event == "ended" and (self.cancelled or not self.by_signal)
 
 
 @dataclass
@@ -249,7 +255,12 @@ def _last_word(path: Path) -> dict[str, Any]:
         return {}
     last = said[-1]
     code = last["code"] if isinstance(last.get("code"), int) else None
-    return {"event": last["event"], "code": code, "reason": str(last.get("reason") or "")}
+    return {
+        "event": last["event"],
+        "code": code,
+        "reason": str(last.get("reason") or ""),
+        "by_signal": last.get("cancelled") is True,
+    }
 
 
 def newest_generation(trial: Trial) -> int | None:

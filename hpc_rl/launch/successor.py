@@ -29,7 +29,7 @@ def go_on(
     name: str,
     script: Path,
     array: str = "",
-    exclude: str = "",
+    exclude: str | None = None,
     arguments: tuple[str, ...] = (),
     scheduler: SlurmScheduler | None = None,
 ) -> str:
@@ -43,7 +43,7 @@ def go_on(
         name: Job name.
         script: The script, as it was submitted.
         array: Task of an array that goes on alone; empty for a job that is none.
-        exclude: Nodes to avoid instead of those that the script names; empty leaves it to the script.
+        exclude: Nodes to avoid instead of those that the script names, empty for none; None leaves it to the script.
         arguments: What the script is called with, after the submission and the number of the start.
         scheduler: Whom to ask.
 

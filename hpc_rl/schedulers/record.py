@@ -2,7 +2,8 @@
 
 A submission that goes on by successors keeps its id and its file; `<job id>.next-<restart>` names each of them.
 
-Events: started (restart, host, pid, start_ticks), supervisor_killed (code), requeued (code), ended (code, reason).
+Events: started (restart, host, pid, start_ticks), supervisor_killed (code), requeued (code), ended (code, reason, cancelled:
+whether for a signal), first_node_lost (by a step on another node, which then requeues or cancels the job).
 A job that started and never ended was killed, or runs.
 """
 
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.trial import Trial, read_json
+
+FIRST_NODE_LOST = "first_node_lost"
 
 
 def path(trial: Trial, job_id: str) -> Path:

@@ -18,10 +18,12 @@ from cluster import Cluster, speak_to
 from supervised import HERE, unit
 
 from hpc_rl.config.load import Loaded, from_dict
+from hpc_rl.errors import TrialBusy
 from hpc_rl.launch import bad_nodes
+from hpc_rl.launch.ask import ask
 from hpc_rl.launch.cancel import Outcome, cancel
 from hpc_rl.launch.story import Story, tell
-from hpc_rl.launch.submit import submit
+from hpc_rl.launch.submit import check_idle, submit
 from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobSpec, State
@@ -140,6 +142,10 @@ def test_a_preempted_trial_comes_back_by_itself_and_saves_first(cluster, tmp_pat
     until(job.is_up, 60)
     high = cluster.run("sbatch", "--parsable", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2").strip()
     until(lambda: job.scheduler.states([high])[high].state is State.DONE, 60)
+    until(lambda: record.read(job.trial, job.id)[-1]["event"] == "ended" and job.state is State.PENDING, 60)
+    until(lambda: tell(job.trial, ask(job.trial, newer_than=time.time() - 1).newest, time.time()).state == "pending", 60)
+    with pytest.raises(TrialBusy, match=f"is pending as job {job.id}"):
+        check_idle(job.trial)
     until(job.hurry, 180)
     until(lambda: job.state is State.DONE, 60)
     story = job.story

@@ -86,6 +86,18 @@ def test_waiting_is_bounded_and_tells(trial, scheduler, capsys):
     assert "is over" in capsys.readouterr().out
 
 
+def test_servers_that_were_preempted_are_taken_out_of_the_queue_too(trial, scheduler):
+    write_json(trial.job("150"), {"kind": "servers", "serves": "7", "num_tasks": 2, "time": 1.0})
+    for task, signalled in ((0, False), (1, True)):
+        line = {"event": "ended", "code": 143, "cancelled": signalled, "reason": "told to end by a signal"}
+        (trial.jobs / f"150_{task}.state").write_text(json.dumps(line) + "\n")
+    assert main(["cancel", "t1"]) == 0
+    assert scheduler.calls == [("nudge", "7"), ("cancel", "150")]
+    (trial.jobs / "150_1.state").write_text(json.dumps(line | {"cancelled": False}) + "\n")
+    assert main(["cancel", "t1"]) == 0
+    assert scheduler.calls[2:] == [("nudge", "7")]
+
+
 def test_cancel_of_what_was_never_submitted(fake_trial, scheduler, capsys):
     assert main(["cancel", str(fake_trial.trial.dir)]) == 0
     assert "never submitted" in capsys.readouterr().out

@@ -26,9 +26,10 @@ def made(*options: str):
     return loaded.config, make_plan(loaded.config, loaded.explicit, interpreter="/python", scheduler="slurm")
 
 
-def scripts(*options: str) -> dict[str, str]:
+def scripts(*options: str, avoid: tuple[str, ...] = ()) -> dict[str, str]:
     config, plan = made(*options)
-    stamp = Stamp(version="1", config_sha256="0", command=["x"], tag="TAG", wheel="w.zip", workdir=Path("/w"), start_mode="auto")
+    where = {"wheel": "w.zip", "workdir": Path("/w")}
+    stamp = Stamp(version="1", config_sha256="0", command=["x"], tag="TAG", start_mode="auto", avoid=avoid, **where)
     return render(config, plan, Trial(Path("/r/e/t")), stamp, "slurm")
 
 
@@ -49,6 +50,16 @@ def test_the_servers_array_has_options_of_its_own_and_the_others_from_the_sectio
     assert {"--partition=spare", "--qos=preemptible", "--time=4:00:00", "--account=lab", "--array=0-1%1"} <= set(servers)
     assert {"--nodes=1", "--requeue"} <= set(servers)
     assert not any(line.startswith("--dependency") for line in servers), "only the trial waits for other jobs"
+
+
+@pytest.mark.parametrize("layout", ["jobs", "hetjob"])
+def test_bad_nodes_are_avoided_by_every_part_and_only_by_this_submission(layout):
+    texts = scripts(f"layout={layout}", "exclude=n1", "servers.exclude=n2", avoid=("n7", "n8"))
+    first, second = directives(texts["trial.sbatch"])
+    parts = [first, second if layout == "hetjob" else directives(texts["servers.sbatch"])[0]]
+    assert ["--exclude=n1,n7,n8" in parts[0], "--exclude=n2,n7,n8" in parts[1]] == [True, True]
+    after = [line for text in texts.values() for line in text.splitlines() if not line.startswith("#SBATCH")]
+    assert not [line for line in after if "n7" in line], "later starts are told what is bad then"
 
 
 def test_a_component_says_only_what_is_its_own():
