@@ -9,14 +9,16 @@ from collections.abc import Collection
 
 from hpc_rl.cli import checkpoint, templates
 from hpc_rl.cli.__main__ import COMMANDS, main
+from hpc_rl.config.root import CONFIGS
 
-_OPTION = re.compile(r"^  (?:-\w(?: \w+)?, )?(--[a-z][\w.]*)", re.MULTILINE)
+_LINE = re.compile(r"^  (-.*?)(?:  |$)", re.MULTILINE)  # of an option, without what it means
+_OPTION = re.compile(r"--[a-z][\w.]*(?![\w.-])")
 
 
 def script(shell: str, actions_of_config: Collection[str]) -> str:
     """For `bash` or `zsh` (which runs the bash one)."""
     groups = {"config": actions_of_config, "checkpoint": checkpoint.ACTIONS, "templates": templates.ACTIONS}
-    of_a_configuration = {option for option in options_of("submit") if "." in option}
+    of_a_configuration = options_of("submit") - options_of("status") - {"--dry_run", "--no_check", "--parsable"}
     cases = []
     for command in COMMANDS:
         for action in groups.get(command, ("",)):
@@ -38,6 +40,10 @@ _hpc_rl() {{
     words="{" ".join(COMMANDS)}"
   elif [[ $before == --preset ]]; then
     words="atlas cpu"
+  elif [[ $before == --trainer ]]; then
+    words="{" ".join(CONFIGS)}"
+  elif [[ "$command $action" == "config completion" ]]; then
+    words="bash zsh"
   elif [[ -z $words ]] || ((COMP_CWORD > 2)); then
     words=""
   fi
@@ -63,4 +69,4 @@ def options_of(command: str) -> set[str]:
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
         main([*command.split(), "--help"])
-    return set(_OPTION.findall(said.getvalue()))
+    return {option for line in _LINE.findall(said.getvalue()) for option in _OPTION.findall(line)} - {"--a.b"}

@@ -209,8 +209,9 @@ def _one(
     except ValueError as error:
         done.refusals.append(f"{name} ({item.origin}): {value} can't be used: {error}.")
         return None
-    text = item.text if made == value else str(made)
-    return target, Given(made, f"{item.origin} ({name})", text, item.is_argument)
+    if made == value:
+        return target, Given(item.value, f"{item.origin} ({name})", item.text, item.is_argument)
+    return target, Given(made, f"{item.origin} ({name})", str(made), item.is_argument)
 
 
 def _twice(name: str, item: Given, other: str, native: Given) -> str:

@@ -6,6 +6,7 @@ jsonargparse is not used here: it reports neither the line of a YAML file, nor t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -70,6 +71,11 @@ def section_of(hint: Any) -> type | None:
 
 def is_optional(hint: Any) -> bool:
     return types.NoneType in alternatives(hint)
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """The default of an option; dataclasses.MISSING where it has none."""
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
 @cache
@@ -174,7 +180,37 @@ class Builder:
         else:
             far = difflib.get_close_matches(name, self.known, n=1, cutoff=0.6)
             hint = f"did you mean {far[0]}?" if far else f"known here: {', '.join(sorted(siblings)) or 'nothing'}."
-        return f"unknown key {name} ({item.origin}): {hint}"
+        return f"unknown key {name if name.isprintable() else repr(name)} ({item.origin}): {hint}"
+
+    def typed(self, name: str, item: Given) -> Any:
+        """A setting as its option has it: text stays as it was written. What does not fit, or refers, as it came."""
+        plain = item.plain()
+        if section_of(self.known[name]) is None and "${" not in repr(plain):
+            for kind in alternatives(self.known[name]):
+                with contextlib.suppress(ValueError):
+                    return _convert(kind, item)
+        return plain
+
+    def follows_a_default(self, name: str, written: Given) -> bool:
+        """Whether one reference was written to an option at its default, and says what this option's own default says.
+
+        Then nothing was said: the default may still adapt.
+        """
+        reference = re.fullmatch(r"\$\{([\w.]+)\}", written.value) if isinstance(written.value, str) else None
+        if reference is None or reference[1] in self.settings or self.settings[name].value != self._default(name):
+            return False
+        return self._default(reference[1]) is not dataclasses.MISSING
+
+    def _default(self, name: str) -> Any:
+        """The default of an option; dataclasses.MISSING where it has none, or is no option."""
+        cls: Any = self.root
+        *sections, leaf = name.split(".")
+        for section in sections:
+            cls = section_of(hints(cls).get(section))
+            if cls is None:
+                return dataclasses.MISSING
+        field = next((field for field in dataclasses.fields(cls) if field.name == leaf), None)
+        return dataclasses.MISSING if field is None or section_of(hints(cls)[leaf]) else default_of(field)
 
     def build(self) -> Any | None:
         """The configuration; None if there are refusals."""
@@ -212,6 +248,9 @@ class Builder:
         refusal = ""
         if self.refusals and isinstance(item.value, str) and "${" in item.value:
             return None  # nothing was interpolated, for something else is wrong
+        if item.value == "???":
+            self.refusals.append(f"{name} ({item.origin}): ??? stands for a value that is missing; set it.")
+            return None
         empty = [Given("", item.origin, "", is_argument=True)] if item.is_argument and not item.text else []
         for came in [item, *empty]:  # `tokenizer_path=` is null where null can stand, else empty text
             for kind in alternatives(hint):
@@ -281,6 +320,8 @@ def _convert(kind: Any, item: Given) -> Any:
         return _text(item.text)  # `account: 1234`: the digits as they were written
     if kind is str and isinstance(value, str):
         return _text(value)
+    if kind is str and isinstance(value, bool) and item.is_argument and item.text is not None:
+        return _text(item.text)  # `notes=true`
     raise ValueError
 
 

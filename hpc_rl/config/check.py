@@ -18,6 +18,7 @@ from hpc_rl.config.cluster import environment_of
 from hpc_rl.config.load import Loaded
 from hpc_rl.config.model_rules import model_rules
 from hpc_rl.config.root import Config, GRPOConfig, SFTConfig
+from hpc_rl.config.show import REDACTED, is_secret
 from hpc_rl.config.slurm_rules import scheduler_options
 from hpc_rl.config.train_rules import TRAIN_RULES, adapted
 from hpc_rl.config.train_rules import notes as train_notes
@@ -225,9 +226,13 @@ def without_effect(config: Config, explicit: Collection[str]) -> Iterator[str]:
 def environments(config: Config, explicit: Collection[str]) -> Iterator[str]:
     for name in ("inference_server_env_vars", "trainer_env_vars"):
         try:
-            environment_of(f"launcher.{name}", getattr(config.launcher, name))
+            found = environment_of(f"launcher.{name}", getattr(config.launcher, name))
         except ConfigError as error:
             yield str(error)
+            continue
+        for variable, value in found.items():
+            if value == REDACTED and is_secret(variable):
+                yield f"launcher.{name}: {variable} is {REDACTED}, as config show stars a secret; write the value itself."
 
 
 # -- rules that look at files

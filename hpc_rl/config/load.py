@@ -108,6 +108,11 @@ def _profile(sources: Sequence[Given], profiles: Sequence[Path]) -> tuple[list[G
     """The file of the cluster that `cluster.cluster_name` names. Raises ConfigError where that file can't be read."""
     found = [item for source in sources if (item := atlas.find(source, "cluster.cluster_name")) is not None]
     name = found[-1].plain() if found else None
+    if isinstance(name, str) and "${" in name:
+        raise ConfigError(
+            f"cluster.cluster_name ({found[-1].origin}): {name} can't be used: its profile is read before references are "
+            "resolved; write the name, or give --cluster NAME."
+        )
     if not isinstance(name, str) or name == "local" or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         return [], []
     for folder in profiles:
@@ -165,7 +170,10 @@ def pick_trainer(sources: Sequence[Given], atlas_names: bool = False) -> str:
     if len(found) == 1:
         return "rw" if found == ["model"] and _has_pairs(sources) else sections[found[0]]
     if found:
-        raise ConfigError("both actor and model are given: a grpo trial has a section actor, an sft trial a section model.")
+        where = " and ".join(item.origin for name, item in top.items() if name.partition(".")[0] in sections)
+        raise ConfigError(
+            f"both actor and model are given ({where}): a grpo trial has a section actor, an sft trial a section model."
+        )
     if atlas_names or any(alias.to.startswith(("actor.", "gconfig.")) for name, alias in atlas.ALIASES.items() if name in top):
         return "grpo"
     files = (source.origin for source in sources if not source.origin.startswith("command line"))
@@ -174,6 +182,7 @@ def pick_trainer(sources: Sequence[Given], atlas_names: bool = False) -> str:
         f"neither actor nor model is given{f' in {where}' if where else ''}: "
         "a grpo trial has a section actor, an sft trial a section model; or say it: trainer: grpo, sft or rw."
         + ("" if where else " Give a configuration with --config FILE.")
+        + "".join(f" {name} ({top[name].origin}) is null." for name in sections if name in top)
         + "".join(f"\n{line}" for line in _unknown_at_top(top))
     )
 
@@ -210,19 +219,24 @@ _LITERAL = "; where no reference is meant, write \\${ for ${"
 
 def _interpolate(builder: Builder) -> None:
     """Resolve `${a.b}` against everything that is set, defaults included. Raises ConfigError."""
-    wanted = {name: item for name, item in builder.settings.items() if "${" in repr(item.plain())}
+    _resolve(builder, "${oc.env:")  # first: what refers to such an option takes its type
+    _resolve(builder, "${")
+
+
+def _resolve(builder: Builder, mark: str) -> None:
+    wanted = {name: item for name, item in builder.settings.items() if mark in repr(item.plain())}
     if not wanted:
         return
     import omegaconf  # a tenth of a second that most configurations need not spend
 
     tree = _defaults(builder.root)
     for name, item in sorted(builder.settings.items()):
-        _put(tree, name.split("."), item.plain())
+        _put(tree, name.split("."), builder.typed(name, item))
     try:
         whole = omegaconf.OmegaConf.create(tree)
     except omegaconf.errors.GrammarParseError as error:
         broken = str(error.full_key).partition("[")[0]
-        where = f" ({wanted[broken].origin})" if broken in wanted else ""
+        where = f" ({builder.settings[broken].origin})" if broken in builder.settings else ""
         raise ConfigError(
             f"{error.full_key}{where}: the ${{…}} in it can't be read; a reference is ${{section.option}}{_LITERAL}."
         ) from error
@@ -237,6 +251,9 @@ def _interpolate(builder: Builder) -> None:
             builder.settings[name] = read_argument(value, item.origin)
         else:
             builder.settings[name] = given(value, item.origin)
+    for name, item in wanted.items():
+        if builder.follows_a_default(name, item):
+            del builder.settings[name]
 
 
 def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:

@@ -8,10 +8,10 @@ import typing
 from typing import Any, Literal
 
 from hpc_rl.config.arguments import docstring_texts
-from hpc_rl.config.build import alternatives, hints, is_optional, section_of
+from hpc_rl.config.atlas import ALIASES
+from hpc_rl.config.build import alternatives, default_of, hints, is_optional, section_of
 from hpc_rl.config.limits import Grammar, Limits
 from hpc_rl.config.root import CONFIGS
-from hpc_rl.config.show import default_of
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _BOUNDS = {"at_least": "minimum", "at_most": "maximum", "above": "exclusiveMinimum", "below": "exclusiveMaximum"}
@@ -25,6 +25,10 @@ def schema(trainer: str | None = None) -> dict[str, Any]:
     }
     chosen = [trainer] if trainer else list(CONFIGS)
     refs = [_define(CONFIGS[name], defs) for name in chosen]
+    for name in chosen:  # other names stand at the top level, and options by their whole dotted names
+        top = defs[CONFIGS[name].__name__]
+        top["properties"] |= {alias: {"description": f"ATLAS: {what.describe()}"} for alias, what in ALIASES.items()}
+        top["patternProperties"] = {r"^[a-z0-9_]+\.[a-z0-9_.]+$": {}}
     whole = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"$schema": DRAFT, "title": "hpc-rl configuration", **whole, "$defs": defs}
 
@@ -77,7 +81,7 @@ def _kind(kind: Any) -> dict[str, Any]:
     if origin is Literal:
         return {"enum": list(typing.get_args(kind))}
     if origin is list:
-        return {"type": "array", "items": _kind(typing.get_args(kind)[0])}
+        return {"type": "array", "items": {"anyOf": [_kind(typing.get_args(kind)[0]), {"$ref": "#/$defs/interpolation"}]}}
     if origin is dict:
         return {"type": "object", "additionalProperties": _kind(typing.get_args(kind)[1])}
     if kind is str:

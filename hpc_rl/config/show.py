@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.config.build import hints, section_of
+from hpc_rl.config.build import default_of, hints, section_of
 from hpc_rl.config.load import Loaded
 from hpc_rl.config.root import Config, GRPOConfig
 from hpc_rl.config.source import literal
@@ -55,11 +55,6 @@ def _options(section: Any, cls: type, prefix: str) -> Iterator[tuple[str, Any, A
             yield name, value, value
         else:
             yield name, value, default_of(field)
-
-
-def default_of(field: dataclasses.Field) -> Any:
-    """The default of an option; dataclasses.MISSING where it has none."""
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
 def _redact(name: str, value: Any) -> Any:

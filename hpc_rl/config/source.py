@@ -50,7 +50,11 @@ def read_yaml(path: Path) -> Given:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        if isinstance(error, OSError):
+            reason = error.strerror
+        else:
+            line = error.object[: error.start].count(b"\n") + 1
+            reason = f"line {line} is not UTF-8 text"
         raise ConfigError(f"config file {path} can't be read: {reason}.") from error
     tree = _parse(text, str(path))
     if tree.value is None:
@@ -121,6 +125,9 @@ def _parse(text: str, name: str) -> Given:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
         raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}.") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{name}:{line}: not valid YAML: {error.reason}.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {str(error).splitlines()[0]}.") from error
     finally:

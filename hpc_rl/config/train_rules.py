@@ -100,6 +100,10 @@ def notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 def _actor_notes(config: GRPOConfig) -> Iterator[str]:
     actor = config.actor
+    for name, norm in (("reward_norm", actor.reward_norm), ("adv_norm", actor.adv_norm)):
+        idle = [one for one in ("std_unbiased", "eps") if one in changed(norm)] if norm and norm.std_level is None else []
+        if idle:
+            yield f"actor.{name}.{', '.join(idle)}: no effect, for std_level is null."
     if not actor.overlong_reward_penalty:
         for name in ("overlong_tokens", "overlong_penalty_factor"):
             if getattr(actor, name) is not None:
@@ -130,10 +134,6 @@ def rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"actor.{name}.group_size {norm.group_size} must equal gconfig.n_samples {n_samples}; {follows}."
         if norm and norm.mean_leave1out and norm.mean_level is None:
             yield f"actor.{name}.mean_leave1out has no effect: mean_level is null."
-        if norm and norm.std_level is None:
-            idle = [n for n in ("std_unbiased", "eps") if n in changed(norm)]
-            if idle:
-                yield f"actor.{name}.{idle[0]} has no effect: std_level is null."
     if actor.log_agent_stats != bool(actor.log_agent_stats_keys):
         have, lack = ("log_agent_stats", "log_agent_stats_keys")[:: 1 if actor.log_agent_stats else -1]
         yield f"actor.{have} has no effect without actor.{lack}: set both, or neither."

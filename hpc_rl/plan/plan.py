@@ -12,7 +12,7 @@ from hpc_rl.config.cluster import environment_of
 from hpc_rl.config.load import trainer_of
 from hpc_rl.config.root import Config, GRPOConfig
 from hpc_rl.config.slurm_rules import asks_for_gpus
-from hpc_rl.config.train_rules import models
+from hpc_rl.config.train_rules import models, trained
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan import containers
 from hpc_rl.plan.placement import Demand, Placement, nearest, place
@@ -115,18 +115,19 @@ def _allocation(config: Config) -> tuple[Allocation, list[str]]:
 
 def _derive(config: Config) -> Allocation:
     n_nodes, n_gpus = config.cluster.n_nodes, config.cluster.n_gpus_per_node
+    backend = trained(config)[1].backend or "fsdp"
     if not isinstance(config, GRPOConfig):
-        return Allocation(train=Train("fsdp", d=n_nodes * max(n_gpus, 1)))
+        return Allocation(train=Train(backend, d=n_nodes * max(n_gpus, 1)))
     if not n_gpus:
         trainers = max(n_nodes // 2, 1)
-        return Allocation(servers=Servers("embedded", d=max(n_nodes - trainers, 1)), train=Train("fsdp", d=trainers))
+        return Allocation(servers=Servers("embedded", d=max(n_nodes - trainers, 1)), train=Train(backend, d=trainers))
     if n_nodes * n_gpus == 1:
         raise DoesNotFit(
             "one GPU can't hold a server and a trainer at once: use cluster.n_gpus_per_node 2 or more, "
             "or 0 to run everything as processes without a GPU."
         )
     trainers = n_gpus // 2 if n_nodes == 1 else (n_nodes // 2) * n_gpus
-    return Allocation(servers=Servers("sglang", d=n_nodes * n_gpus - trainers), train=Train("fsdp", d=trainers))
+    return Allocation(servers=Servers("sglang", d=n_nodes * n_gpus - trainers), train=Train(backend, d=trainers))
 
 
 def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
@@ -155,7 +156,7 @@ def _awaited(config: Config, allocation: Allocation) -> str:
     train = allocation.train
     if train and train.backend == "megatron":
         named.insert(0, f"allocation_mode {allocation}")
-    elif named and config.allocation_mode.strip():
+    elif trained(config)[1].backend == "megatron":
         raise ConfigError(f"{named[0]}, but allocation_mode {allocation} trains with fsdp; make them agree.")
     if not named:
         return ""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.check import check
 from hpc_rl.config.load import load, to_dict
 from hpc_rl.examples import toy
 from hpc_rl.plan.schema import Plan, Unit
@@ -45,7 +46,7 @@ def make_trial(folder: Path, name: str, kind: str, overrides: list[str]) -> Tria
     trial = Trial.of(folder / "runs", "user", "toy", name)
     trial.make_dirs()
     trial.make_secret()
-    write_json(trial.config_json, to_dict(load([], [*common, *overrides]).config))
+    write_json(trial.config_json, to_dict(check(load([], [*common, *overrides])).config))
     return trial
 
 

@@ -89,7 +89,6 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         ),
         (["actor.adv_norm.group_size=1"], "actor.adv_norm.group_size 1 must equal gconfig.n_samples 4"),
         (["actor.adv_norm.mean_level=null", "actor.adv_norm.mean_leave1out=true"], "mean_leave1out has no effect"),
-        (["actor.adv_norm.std_level=null", "actor.adv_norm.eps=1"], "actor.adv_norm.eps has no effect: std_level is null"),
         (["actor.log_agent_stats=true"], "actor.log_agent_stats has no effect without actor.log_agent_stats_keys"),
         (["actor.log_agent_stats_keys=[a]"], "actor.log_agent_stats_keys has no effect without actor.log_agent_stats"),
         (["actor.compat=areal", "actor.loss_aggregation=sequence_mean"], "is not AReaL's"),
@@ -104,6 +103,10 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["launcher.slurm.extra_args=[--nodes=3]"], "set cluster.n_nodes"),
         (["launcher.slurm.extra_args=[--ntasks=3]"], "the plan decides it"),
         (["launcher.slurm.comment=a\nb"], "line break"),
+        (
+            ["launcher.trainer_env_vars={HF_TOKEN: '***'}"],
+            "HF_TOKEN is ***, as config show stars a secret; write the value itself",
+        ),
         (["launcher.trainer_env_vars=A"], "'A' is no NAME=value"),
         (["launcher.trainer_env_vars={A-B: c}"], "'A-B' is no name of an environment variable"),
     ],
@@ -145,6 +148,11 @@ def test_no_sequence_is_longer_than_a_micro_batch(overrides, base, option, value
     loaded = checked(*overrides, base=base)
     assert value_of(loaded.config, option) == value
     assert value == 65536 or any(note.startswith(f"{option} is {value} instead of the default") for note in loaded.notes)
+
+
+def test_what_has_no_effect_in_a_norm_is_told():
+    notes = checked("actor.adv_norm.std_level=null", "actor.adv_norm.eps=1").notes
+    assert any("actor.adv_norm.eps: no effect, for std_level is null" in note for note in notes)
 
 
 def test_the_ends_of_a_trial():

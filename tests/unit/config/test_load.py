@@ -140,6 +140,26 @@ def test_what_comes_from_the_environment_has_the_type_of_its_option(files, monke
         files.load(more='seed: "${oc.env:HPC_RL_NONE}"')
 
 
+def test_a_reference_takes_the_type_and_the_text_of_what_it_names(files, monkeypatch):
+    monkeypatch.setenv("HPC_RL_TEST_SEED", "7")
+    more = """\
+        seed: "${oc.env:HPC_RL_TEST_SEED}"
+        sglang: {random_seed: "${seed}"}
+        trial_name: 1.10
+        saver: {trial_name: "${trial_name}"}
+        tokenizer_path: "/x/${trial_name}"
+        """
+    config = files.load(more=more).config
+    assert config.sglang.random_seed == 7
+    assert (config.saver.trial_name, config.tokenizer_path) == ("1.10", "/x/1.10")
+
+
+def test_a_reference_to_a_default_says_nothing_of_its_own(files):
+    loaded = files.load(more='ref: {path: /m, dtype: "${actor.dtype}"}\nsglang: {context_length: "${gconfig.max_tokens}"}')
+    assert "ref.dtype" not in loaded.explicit and "sglang.context_length" in loaded.explicit
+    assert "ref.dtype" in files.load("actor.dtype=float32", more='ref: {path: /m, dtype: "${actor.dtype}"}').explicit
+
+
 def test_a_reward_model_whose_type_is_a_reference(tmp_path):
     text = "experiment_name: e\ntrial_name: t\nmodel: {path: /m}\ntrain_dataset: {path: /d, type: '${valid_dataset.type}'}\n"
     (tmp_path / "a.yaml").write_text(text + "valid_dataset: {path: /v, type: rw}\n")
@@ -178,6 +198,9 @@ def test_relative_paths_are_taken_from_the_working_directory(files, tmp_path, mo
         ("actor.learning_rate=1", ["learning_rate stands at the top level, without actor."]),
         ("actor.optimizer.LR=3", ["did you mean actor.optimizer.lr?"]),
         ("trainer=[grpo]", ["trainer (command line: trainer)", "['grpo'] can't be used; allowed: grpo, sft, rw"]),
+        ("actor.path=???", ["actor.path (command line: actor.path): ??? stands for a value that is missing; set it."]),
+        ("cluster.cluster_name=${oc.env:C}", ["its profile is read before references are resolved; write the name"]),
+        ("top_k=[1]", ["gconfig.top_k (command line: top_k (top_k)): [1] (a list) can't be used"]),
         ("actor.mb_spec=${actor.optimizer}", ["a reference stands for one option: give each key of the section its own"]),
         (
             "trial_name=${oops",
@@ -297,4 +320,4 @@ def test_what_is_no_reference_stays_as_it_is(files):
 
 
 def test_a_character_that_yaml_does_not_allow_is_a_refusal(files):
-    assert "base.yaml: not valid YAML" in files.refusal(base='trial_name: "\ufffe"\n')
+    assert "base.yaml:1: not valid YAML" in files.refusal(base='trial_name: "\ufffe"\n')

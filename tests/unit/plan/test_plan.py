@@ -133,8 +133,9 @@ def test_megatron_is_planned_with_all_its_ranks_and_refused_at_the_start():
     assert (made.allocation, made.units[-1].role, made.units[-1].num_tasks) == ("sglang:d4+megatron:d2t2", "trainer", 4)
     with pytest.raises(NotBuilt, match=r"allocation_mode .*: the megatron backend is not built; .* as fsdp:d4"):
         made.refuse_unbuilt()
-    with pytest.raises(NotBuilt, match=r"^actor\.backend megatron: the megatron backend is not built"):
+    with pytest.raises(NotBuilt, match=r"actor\.backend megatron: the megatron backend is not built; .* as fsdp:d1"):
         plan("actor.backend=megatron").refuse_unbuilt()
+    assert plan("actor.backend=megatron").allocation == "embedded:d1+megatron:d1"  # what config show says loads again
     with pytest.raises(ConfigError, match=r"actor\.backend megatron, but allocation_mode .* make them agree"):
         plan("actor.backend=megatron", "allocation_mode=embedded:d1+fsdp:d1")
     plan().refuse_unbuilt()
