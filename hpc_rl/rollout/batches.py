@@ -67,7 +67,7 @@ class Batches:
         body = batch_bytes(step, [self.ledger.read_group(place) for place in places.values()])
         seal = Seal(step, lineage, places, dict(Counter(ages)), len(body), xxhash.xxh3_64_hexdigest(body), counters)
         self.ledger.check_owned({place.segment for place in places.values()})
-        if create_exclusive(self._path(step), _to_json(seal)):
+        if self.ledger.room.write(f"batch {step}", lambda: create_exclusive(self._path(step), _to_json(seal))):
             fsync_dir(self.folder)
             return seal, body, True
         won = self.read(step)

@@ -213,7 +213,9 @@ class Driver:
         self.observe(lineage, step - 1)
         deadline = time.monotonic() + wait_s
         while True:
-            body = self._bodies.get(step) or await self._sealed(step) or await self._cut(step)
+            body = self._bodies.get(step) or await self._sealed(step)
+            if body is None and not self.ledger.room.waiting:  # else whoever asks would hang as long as there is no room
+                body = await self._cut(step)
             if body is not None:
                 return body
             if self.last_call.holding and not self.core.running:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from hpc_rl.engines.packing import balance
 from hpc_rl.errors import DataUnusable
 from hpc_rl.rollout.client import RolloutClient
 from hpc_rl.trainers import evaluate
-from hpc_rl.trainers.run import Run, tokenizer_folder, total_steps
+from hpc_rl.trainers.run import Run, total_steps
 from hpc_rl.types import Batch, Trajectory, decode
 from hpc_rl.weights import disk
 from hpc_rl.weights.publish import Publisher
@@ -108,10 +109,15 @@ class GRPO:
         version = self.run.version(step)
         trial = self.run.trial
         first = self.run.ranks.rank == 0
-        folder = disk.begin(trial, version) if first else trial.published(str(version))
-        self.run.engine.export(folder, tokenizer_folder(self.config), durable=False)
+        folder, begin, finish = (
+            trial.published(str(version)),
+            partial(disk.begin, trial, version),
+            partial(disk.finish, trial, version),
+        )
+        if not self.run.writer.weights(f"weights {version}", folder, begin, finish, durable=False):
+            return  # told to stop while there was no room: whoever goes on publishes first of all
         if first and self.publisher is not None:
-            result = self.publisher.publish(version, disk.finish(trial, version), self.run.stopping)
+            result = self.publisher.publish(version, folder, self.run.stopping)
             self.run.stats.value("publish_servers", len(result.acknowledged))
             if step == self.run.step:
                 logger.info("start: weights %s are published to %d servers", version, len(result.acknowledged))

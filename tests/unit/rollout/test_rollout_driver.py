@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 
 import pytest
 
@@ -202,18 +203,47 @@ async def test_a_disk_that_fails_while_a_batch_is_sealed_ends_the_role_and_the_n
     whole = await driver.batch(1, 0, 5)
     running = asyncio.create_task(driver.run())
 
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr("hpc_rl.rollout.ledger.os.write", full)
-        with pytest.raises(RoleEnds, match="No space left"):
+        patched.setattr("hpc_rl.rollout.ledger.os.write", broken)
+        with pytest.raises(RoleEnds, match="Input/output error"):
             await driver.batch(2, 0, 5)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="Input/output error"):
             await asyncio.wait_for(running, 5)
     after = make(tmp_path)
     assert await after.batch(1, 0, 5) == whole
     assert decode(await after.batch(2, 0, 5)).step == 2
+    await after.close()
+
+
+async def test_on_a_full_disk_the_batch_waits_for_room_and_who_asks_hears_that_it_is_not_there_yet(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("hpc_rl.room.PAUSE_S", (0.01, 0.01))
+    driver = make(tmp_path)
+    await driver.batch(1, 0, 5)
+    running = asyncio.create_task(driver.run())
+
+    room, write = False, os.write
+
+    def perhaps(*what):
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*what)
+
+    monkeypatch.setattr("hpc_rl.rollout.ledger.os.write", perhaps)
+    first = asyncio.create_task(driver.batch(2, 0, 5))
+    while not driver.ledger.room.waiting:
+        await asyncio.sleep(0.01)
+    told = await driver.batch(2, 0, 0.05)
+    room = True
+    body = await asyncio.wait_for(first, 30)
+    assert told is None and "DISK FULL: " in caplog.text  # a second ask was answered: the role lives
+    assert decode(body).step == 2 and not running.done() and not driver.ledger.room.waiting
+    running.cancel()
+    await driver.close()
+    after = make(tmp_path)
+    assert await after.batch(2, 0, 5) == body
     await after.close()
 
 
