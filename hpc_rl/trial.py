@@ -235,6 +235,11 @@ class Trial:
         return self.rollout / "batches"
 
     @property
+    def trimmed(self) -> Path:
+        """`{"step"}`: batches up to this one are gone from the batch log, or are about to be."""
+        return self.rollout / "trimmed.json"
+
+    @property
     def weights(self) -> Path:
         return self.dir / "weights"
 

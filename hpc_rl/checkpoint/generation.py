@@ -151,7 +151,7 @@ def check(path: Path) -> Found:
     match = _FOLDER.fullmatch(path.name)
     step = int(match[1]) if match else -1
     try:
-        manifest = _unsealed((path / manifests.NAME).read_bytes())
+        manifest = _unsealed(blocks.twice((path / manifests.NAME).read_bytes))
     except FileNotFoundError:
         return Found(step, path, None, "has no manifest")
     except (OSError, ValueError) as error:

@@ -47,9 +47,9 @@ def run(argv: list[str]) -> int:
 
 
 def _step(text: str) -> int:
-    """`40` or `gen-00000040`."""
+    """`40` or `gen-00000040`; 0 is a generation that was imported."""
     match = re.fullmatch(r"(?:gen-)?(\d+)", text)
-    if match is None or not int(match[1]):
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no generation: give its step, as 40 or gen-00000040")
     return int(match[1])
 

@@ -85,6 +85,7 @@ class Driver:
         self.ledger = Ledger(folder)
         self.batches = Batches(folder, self.ledger)
         state = read_state(folder)
+        self.batches.drop_trimmed(state.trimmed)
         sequencer.restore(state)
         self._folder = folder
         self._bodies: dict[int, bytes] = {}
@@ -295,6 +296,7 @@ class Driver:
 
     def _delete(self, steps: list[int], needed: set[int]) -> None:
         self.ledger.commit()
+        self.batches.note_trimmed(self.core.trimmed)
         for step in steps:
             self.batches.delete(step)
         for number in segments(self._folder):

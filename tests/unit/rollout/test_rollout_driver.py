@@ -8,12 +8,14 @@ import os
 
 import pytest
 
+from hpc_rl.checkpoint.lineage import seals_of, trimmed
 from hpc_rl.datasets.encode import Prompt
 from hpc_rl.errors import RoleFailed, Stale
 from hpc_rl.rollout.driver import Driver, OutOfStep, OutOfTime, RoleEnds, Trimmed
 from hpc_rl.rollout.ledger import segments
 from hpc_rl.rollout.restore import read_state
 from hpc_rl.rollout.sequencer import Rules, Sequencer
+from hpc_rl.trial import Trial
 from hpc_rl.types import TrajectoryGroup, decode, encode
 
 
@@ -139,6 +141,26 @@ async def test_an_older_lineage_a_skipped_step_and_a_trimmed_batch_are_refused(t
     with pytest.raises(Stale):
         await later.batch(4, 0, 5)
     assert decode(await later.batch(3, 2, 5)).step == 3
+    await later.close()
+
+
+async def test_what_a_trim_that_was_killed_left_goes_and_the_log_says_from_where_it_replays(tmp_path, monkeypatch):
+    trial = Trial(tmp_path)
+    monkeypatch.setattr("hpc_rl.rollout.ledger.Ledger.drop_segment", lambda *_: None)
+    driver = make(trial.rollout)
+    for step in (1, 2, 3):
+        await driver.batch(step, 0, 5)
+    with monkeypatch.context() as patched:
+        patched.setattr("hpc_rl.rollout.batches.Batches.delete", lambda self, step: None)  # killed before
+        await driver.retain(2)
+    await driver.close()
+    assert trimmed(trial) == 2 and sorted(seals_of(trial)) == [1, 2, 3]
+    later = make(trial.rollout)
+    assert seals_of(trial) == [3]
+    await later.batch(3, 0, 5)
+    await later.retain(3)
+    assert seals_of(trial) == [] and trimmed(trial) == 3
+    assert decode(await later.batch(4, 0, 5)).step == 4
     await later.close()
 
 
