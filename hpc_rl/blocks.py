@@ -128,6 +128,7 @@ class Reader:
         self._direct = _open_direct(path, os.O_RDONLY) if self.size >= DIRECT_BYTES else None
         self._cached = _cached_blocks(self._fd, self.size) if self._direct is not None else []
         self._staging = _Staging()
+        self._kept: dict[int, np.ndarray] = {}  # blocks that `read` took: what it is followed by is mostly in them too
         if expected is not None and expected.size != self.size:
             self.__exit__()
             raise Damaged(f"{path.name} has {self.size} bytes, {expected.size} were written")
@@ -188,6 +189,9 @@ class Reader:
             raise Damaged(f"{self.path.name} has {self.size} bytes, and bytes {start} to {end} are asked for")
         import numpy as np
 
+        for index in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            if index not in self._kept:
+                self._kept[index] = np.frombuffer(self.block(index), np.uint8).copy()
         target = np.empty(end - start, np.uint8)
         self.fill([(start, target)])
         return target.tobytes()
@@ -204,7 +208,7 @@ class Reader:
                 by_block.setdefault(index, []).append((start, target))
 
         def one(index: int) -> None:
-            block = np.frombuffer(self.block(index), np.uint8)
+            block = self._kept[index] if index in self._kept else np.frombuffer(self.block(index), np.uint8)
             first, last = index * BLOCK_BYTES, index * BLOCK_BYTES + len(block)
             for start, target in by_block[index]:
                 begin, end = max(start, first), min(start + len(target), last)

@@ -1,34 +1,53 @@
-"""Static completion scripts: commands, own options, and every option of a configuration. Nothing is started at TAB."""
+"""Static completion scripts: commands, their actions, and every option that their `--help` has. Nothing is started at TAB."""
 
 from __future__ import annotations
 
-from hpc_rl.cli.__main__ import COMMANDS
-from hpc_rl.config.build import options, section_of
-from hpc_rl.config.load import ALIASES
-from hpc_rl.config.root import CONFIGS
+import contextlib
+import io
+import re
 
-WITH_CONFIG = ("submit", "render", "recover")
-_OWN = ("--config", "--preset", "--help")
+from hpc_rl.cli import checkpoint, config, templates
+from hpc_rl.cli.__main__ import COMMANDS, main
+
+ACTIONS = {"config": tuple(config.ACTIONS), "checkpoint": tuple(checkpoint.ACTIONS), "templates": tuple(templates.ACTIONS)}
+_OPTION = re.compile(r"^  (?:-\w(?: \w+)?, )?(--[a-z][\w.]*)", re.MULTILINE)
 
 
 def script(shell: str) -> str:
     """For `bash` or `zsh` (which runs the bash one)."""
-    known = {name for cls in CONFIGS.values() for name, hint in options(cls).items() if not section_of(hint)}
-    flags = " ".join(f"--{name}" for name in sorted({*known, *ALIASES}))
+    of_a_configuration = {option for option in options_of("submit") if "." in option}
+    cases = []
+    for command in COMMANDS:
+        for action in ACTIONS.get(command, ("",)):
+            options = options_of(f"{command} {action}".strip())
+            if (command, action) == ("config", "show"):
+                options |= of_a_configuration
+            cases.append(f'    "{command} {action}") options="{" ".join(sorted(options))}" ;;')
+    of_actions = "\n".join(f'    {command}) words="{" ".join(actions)}" ;;' for command, actions in ACTIONS.items())
     body = f"""# made by `hpc-rl config completion {shell}`
 _hpc_rl() {{
   local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} command=${{COMP_WORDS[1]}}
+  local action="" words="" options=""
   COMPREPLY=()
+  case $command in
+{of_actions}
+  esac
+  if [[ -n $words ]] && ((COMP_CWORD > 2)); then action=${{COMP_WORDS[2]}}; fi
   if ((COMP_CWORD == 1)); then
-    COMPREPLY=($(compgen -W "{" ".join(COMMANDS)}" -- "$word"))
-  elif [[ $before == --config ]]; then
-    COMPREPLY=($(compgen -f -- "$word"))
+    words="{" ".join(COMMANDS)}"
   elif [[ $before == --preset ]]; then
-    COMPREPLY=($(compgen -W "atlas cpu" -- "$word"))
-  elif [[ $command == config && COMP_CWORD -eq 2 ]]; then
-    COMPREPLY=($(compgen -W "show diff schema reference completion" -- "$word"))
-  elif [[ $word == --* && ( {" || ".join(f"$command == {name}" for name in (*WITH_CONFIG, "config"))} ) ]]; then
-    COMPREPLY=($(compgen -W "{" ".join(_OWN)} {flags}" -- "$word"))
+    words="atlas cpu"
+  elif [[ -z $words ]] || ((COMP_CWORD > 2)); then
+    words=""
+  fi
+  if [[ $word == --* ]]; then
+    case "$command $action" in
+{chr(10).join(cases)}
+    esac
+    words=$options
+  fi
+  if [[ -n $words ]]; then
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
   else
     COMPREPLY=($(compgen -f -- "$word"))
   fi
@@ -36,3 +55,11 @@ _hpc_rl() {{
 complete -F _hpc_rl hpc-rl
 """
     return "autoload -U +X bashcompinit && bashcompinit\n" + body if shell == "zsh" else body
+
+
+def options_of(command: str) -> set[str]:
+    """The options that the help of a command lists, those of the configuration among them."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        main([*command.split(), "--help"])
+    return set(_OPTION.findall(said.getvalue()))

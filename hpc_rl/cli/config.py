@@ -61,7 +61,7 @@ def _diff(argv: list[str]) -> int:
     made.add_argument("b", help="the same")
     made.add_argument("--json", action="store_true", help="one object: dotted option -> {a, b}")
     args = made.parse_args(argv)
-    found = diff(*(show(check(load([path]), files=False)) for path in (args.a, args.b)))
+    found = diff(*(resolved(check(load([path]), files=False)) for path in (args.a, args.b)))
     if args.json:
         print_json({name: {"a": a and vars(a), "b": b and vars(b)} for name, (a, b) in found.items()})
     else:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 
 from hpc_rl.config.generation import SGLangConfig
 from hpc_rl.config.root import Config, GRPOConfig
-from hpc_rl.config.sglang_versions import DROPPED
+from hpc_rl.config.sglang_versions import ALSO, DROPPED, FLAGS, SET_BY_THE_TRIAL
 from hpc_rl.config.values import ABSENT, value_of
 
 _SECTIONS = ("saver", "evaluator", "recover", "stats_logger", "rollout", "actor", "ref", "model")
@@ -53,6 +53,7 @@ def servers(config: Config, explicit: Collection[str]) -> Iterator[str]:
         value = getattr(sglang, name)
         if value:
             yield f"sglang.{name} {str(value).lower()} can't be used: SGLang {sglang.version} has no such option; {why}."
+    yield from _sglang_extra_args(sglang)
     if g.stop and sglang.skip_tokenizer_init:
         yield "gconfig.stop needs the server's tokenizer: set sglang.skip_tokenizer_init to false, or use gconfig.stop_token_ids."
     if is_embedded(config):
@@ -66,6 +67,19 @@ def servers(config: Config, explicit: Collection[str]) -> Iterator[str]:
             if getattr(g, name) not in values:
                 instead = "use gconfig.stop_token_ids, or sglang servers" if name == "stop" else "use sglang servers"
                 yield f"gconfig.{name} {getattr(g, name)} can't be used with embedded servers; {instead}."
+
+
+def _sglang_extra_args(sglang: SGLangConfig) -> Iterator[str]:
+    """No flag that the trial or an option of the section gives already: the later one would win."""
+    named = {flag: name for name, flag in FLAGS[sglang.version].items() if isinstance(flag, str)}
+    for word in sglang.extra_args:
+        came = word.partition("=")[0]
+        flag = ALSO.get(came, came)
+        name = named.get(flag)
+        if flag in SET_BY_THE_TRIAL or (name and not hasattr(sglang, name)) or name == "model_path":
+            yield f"sglang.extra_args: {came} is derived from the plan and can't be given."
+        elif name and getattr(sglang, name) not in (None, False):
+            yield f"sglang.extra_args: {came} has an option of its own: sglang.{name}."
 
 
 def is_embedded(config: Config) -> bool:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -152,9 +153,12 @@ class Translated:
 
 
 def translate(sources: Sequence[Given], model: str, known: Mapping[str, Any]) -> Translated:
-    """Replace ATLAS names at the top level of each source. One thing given by both names with different values is refused."""
+    """Replace ATLAS names at the top level of each source.
+
+    One thing given by both names with different values is refused, in files as in arguments; arguments lie over files.
+    """
     done = Translated([], [], [])
-    by_alias: dict[str, tuple[str, Given]] = {}
+    by_alias: dict[tuple[bool, str], tuple[str, Given]] = {}
     for source in sources:
         tree: dict[str, Given] = {}
         for name, item in source.value.items():
@@ -165,16 +169,16 @@ def translate(sources: Sequence[Given], model: str, known: Mapping[str, Any]) ->
             if found is None:
                 continue
             target, value = found
-            tree[target] = value
-            other = by_alias.get(target)
-            if other and other[0] != name and other[1].plain() != value.plain():
-                done.refusals.append(_twice(name, item, other[0], other[1]))
-            by_alias[target] = (name, value)
-        done.sources.append(Given(tree, source.origin))
+            if find(source, target) is None:  # else it has the same value, or is refused below
+                tree[target] = value
+            by_alias[source.is_argument, target] = (name, value)
+        done.sources.append(dataclasses.replace(source, value=tree))
     for source in sources:
-        for target, (name, value) in by_alias.items():
+        for (is_argument, target), (name, value) in by_alias.items():
             native = find(source, target)
-            if native is not None and native.plain() != value.plain() and "${" not in str(native.plain()):
+            if native is None or source.is_argument != is_argument:
+                continue  # an argument counts more than a file, by either name
+            if native.plain() != value.plain() and "${" not in str(native.plain()):
                 done.refusals.append(_twice(name, value, target, native))
     done.notes = list(dict.fromkeys(done.notes))
     return done

@@ -131,8 +131,11 @@ class Builder:
                 self.settings[name] = item
             else:
                 came = "null" if item.value is None else _say(item)
+                hint = "it is a section with keys of its own"
+                if isinstance(item.value, str) and "${" in item.value:
+                    hint = "a reference stands for one option: give each key of the section its own"
                 self.refused.add(name)
-                self.refusals.append(f"{name} ({item.origin}): {came} can't stand here; it is a section with keys of its own.")
+                self.refusals.append(f"{name} ({item.origin}): {came} can't stand here; {hint}.")
 
     def _reveal(self, name: str) -> None:
         """A key inside a section that an earlier source set to null brings the section back."""
@@ -267,7 +270,7 @@ def _convert(kind: Any, item: Given) -> Any:
     if origin is list and isinstance(value, list):
         return [_convert(typing.get_args(kind)[0], part) for part in value]
     if origin is dict and isinstance(value, dict):
-        return {key: _convert(typing.get_args(kind)[1], part) for key, part in value.items()}
+        return {key: _member(key, typing.get_args(kind)[1], part) for key, part in value.items()}
     if kind is types.NoneType and value is None:
         return None
     if kind is bool and isinstance(value, bool):
@@ -279,6 +282,13 @@ def _convert(kind: Any, item: Given) -> Any:
     if kind is str and isinstance(value, str):
         return _text(value)
     raise ValueError
+
+
+def _member(key: str, kind: Any, part: Given) -> Any:
+    try:
+        return _convert(kind, part)
+    except ValueError as error:
+        raise ValueError(str(error) or f"{key} is {_say(part)}.") from None
 
 
 def _text(value: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from hpc_rl.errors import ConfigError
 from hpc_rl.trial import check_name
 
 DEFAULT_RECOVER_SECS = 600
+ENDS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")  # what says when a trial is at its end
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+_DISK_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay")
 
 
 def check(loaded: Loaded, *, files: bool = True) -> Loaded:
@@ -40,8 +42,16 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
     if files:
         refusals += [refusal for rule in (*FILE_RULES, model_rules) for refusal in rule(config, loaded.explicit)]
     if refusals:
-        raise ConfigError("\n".join(dict.fromkeys(refusals)))
-    return Loaded(config, loaded.origins, [*loaded.notes, *notes, *_notes(config, loaded.explicit)])
+        raise ConfigError("\n".join(_with_origins(refusal, loaded.origins) for refusal in dict.fromkeys(refusals)))
+    told = [*notes, *_notes(config, loaded.explicit), *(_notes_on_places(config) if files else [])]
+    return Loaded(config, loaded.origins, [*loaded.notes, *told])
+
+
+def _with_origins(refusal: str, origins: Mapping[str, str]) -> str:
+    """The refusal, and where the options that it names were written."""
+    named = dict.fromkeys(word for word in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", refusal) if word in origins)
+    places = list(dict.fromkeys(origins[name] for name in named))
+    return f"{refusal} ({', '.join(places[:3])})" if places else refusal
 
 
 # -- defaults that adapt
@@ -72,7 +82,7 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
         if name == "recover.freq_secs":
             notes.append(f"recover: saves every {value} s, for none of recover.freq_epochs, freq_steps, freq_secs is set.")
         elif name not in quiet:
-            value = "null" if value is None else value
+            old, value = ("null" if one is None else one for one in (old, value))
             reason = reasons[name][1] if name in reasons else "the plan has no GPUs"
             notes.append(f"{name} is {value} instead of the default {old}: {reason}.")
     return config, notes
@@ -84,8 +94,9 @@ def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     recover = config.recover
     if recover.mode == "disabled" and any(f"recover.freq_{unit}" in explicit for unit in ("epochs", "steps", "secs")):
         yield "recover.freq_* has no effect: recover.mode is disabled, so nothing is saved and nothing can be resumed."
-    if config.total_train_steps is not None and "total_train_epochs" in explicit:
-        yield f"total_train_epochs has no effect: total_train_steps {config.total_train_steps} says when the trial ends."
+    ends = {name: getattr(config, name) for name in ENDS if getattr(config, name) is not None}
+    if len(ends) > 1:
+        yield f"the trial ends at the earliest of {', '.join(f'{name} {value}' for name, value in ends.items())}."
     evaluator = config.evaluator
     if config.saver.keep_best is not None and evaluator.freq_epochs is evaluator.freq_steps is evaluator.freq_secs is None:
         yield "saver.keep_best has little choice: no evaluator.freq_* is set, so only first and last weights are evaluated."
@@ -102,6 +113,11 @@ def names(config: Config, explicit: Collection[str]) -> Iterator[str]:
             check_name(what, getattr(config, what))
         except ConfigError as error:
             yield str(error)
+
+
+def ends(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    if all(getattr(config, name) is None for name in ENDS):
+        yield f"{', '.join(ENDS)} are all null: nothing would end the trial; set one of them."
 
 
 def datasets(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -146,8 +162,6 @@ def policy_loss(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if not isinstance(config, GRPOConfig):
         return
     actor = config.actor
-    if actor.eps_clip >= 1:
-        yield f"actor.eps_clip {actor.eps_clip} must be below 1: the ratio is clipped from below at 1 - eps_clip."
     if actor.use_decoupled_loss and "actor.recompute_logprob" in explicit and not actor.recompute_logprob:
         yield "actor.use_decoupled_loss needs recomputed log-probabilities, but actor.recompute_logprob is false; leave that out."
     if actor.behav_imp_weight_cap is not None and not actor.use_decoupled_loss:
@@ -265,16 +279,30 @@ def fileroot(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 def shared_places(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """What several nodes read and write must not lie in the memory of one."""
-    if config.cluster.n_nodes == 1:
-        return
+    for name, place, kind in _places(config):
+        if kind in _MEMORY_FILE_SYSTEMS:
+            yield f"{name} {place} is on {kind}, which only this node sees, but the trial has {config.cluster.n_nodes} nodes."
+
+
+def _notes_on_places(config: Config) -> Iterator[str]:
+    """A disk may be exported from here to all nodes: only they can tell."""
+    for name, place, kind in _places(config):
+        if kind in _DISK_FILE_SYSTEMS:
+            yield (
+                f"{name} {place} is on {kind}, a disk of this machine: do all nodes see it there? "
+                "`hpc-rl doctor --allocation` asks them."
+            )
+
+
+def _places(config: Config) -> Iterator[tuple[str, str, str]]:
+    """(Option, directory, type of its file system) of what all nodes share; nothing where there is one node."""
     places = {
         "cluster.fileroot": config.cluster.fileroot,
         "cluster.name_resolve.nfs_record_root": config.cluster.name_resolve.nfs_record_root,
     }
-    for name, place in places.items():
-        kind = file_system(Path(place)) if place else ""
-        if kind in _MEMORY_FILE_SYSTEMS:
-            yield f"{name} {place} is on {kind}, which only this node sees, but the trial has {config.cluster.n_nodes} nodes."
+    for name, place in places.items() if config.cluster.n_nodes > 1 else ():
+        if place:
+            yield name, place, file_system(Path(place))
 
 
 def file_system(path: Path, mounts: str = "/proc/self/mounts") -> str:
@@ -297,6 +325,7 @@ def file_system(path: Path, mounts: str = "/proc/self/mounts") -> str:
 Rule = Callable[[Config, Collection[str]], Iterator[str]]
 RULES: list[Rule] = [
     names,
+    ends,
     datasets,
     devices,
     groups,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hpc_rl.config.limits import (
+    ChunkTokens,
     NonNegativeFloat,
     NonNegativeInt,
     PathText,
@@ -99,9 +100,23 @@ class InferenceEngineConfig:
     prompt_retries: NonNegativeInt = 2
 
 
+# What version 0.5.23 accepts; a further backend, of a plug-in: null here, and its flag in extra_args.
+AttentionBackend = Literal[
+    "aiter", "ascend", "compressed", "cutedsl_mla", "dsa", "dsv4", "fa3", "fa4", "flashinfer", "flashmla", "flex_attention",
+    "hpc_ops", "intel_amx", "intel_xpu", "llada2_cfg_flashinfer", "minicpm_flashattn", "minicpm_flashinfer", "nsa", "qsa",
+    "tokenspeed_mla", "torch_native", "triton", "trtllm_mha", "trtllm_mla", "wave",
+]  # fmt: skip
+SamplingBackend = Literal["ascend", "flashinfer", "intel_xpu", "pytorch"]
+KVCacheDtype = Literal["auto", "bf16", "bfloat16", "fp4_mx_block16", "fp8_e4m3", "fp8_e5m2", "mxfp8", "nvfp4"]
+SchedulePolicy = Literal[
+    "lpm", "dfs-weight", "fcfs", "hrrn", "lof", "priority", "random", "routing-key", "shortest-prefill-first",
+]  # fmt: skip
+LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
+
+
 @dataclass(kw_only=True)
 class SGLangConfig:
-    """One SGLang server; `servers/sglang_flags.py` has the flags by version. What is not here goes into `extra_args`.
+    """One SGLang server; `config/sglang_versions.py` has the flags by version. What is not here goes into `extra_args`.
 
     Args:
         version: Version of SGLang that the servers have; its table of flags is used (ours).
@@ -185,24 +200,24 @@ class SGLangConfig:
     num_continuous_decode_steps: PositiveInt = 1
     enable_memory_saver: bool = False
     allow_auto_truncate: bool = False
-    attention_backend: str | None = "fa3"
+    attention_backend: AttentionBackend | None = "fa3"
     enable_multimodal: bool = False
-    sampling_backend: str | None = None
+    sampling_backend: SamplingBackend | None = None
     context_length: PositiveInt | None = 32768
     mem_fraction_static: PositiveShare | None = 0.9
     max_running_requests: PositiveInt | None = None
     max_total_tokens: PositiveInt | None = None
-    chunked_prefill_size: int | None = -1
+    chunked_prefill_size: ChunkTokens | None = -1
     max_prefill_tokens: PositiveInt | None = 32768
-    schedule_policy: str = "lpm"
+    schedule_policy: SchedulePolicy = "lpm"
     schedule_conservativeness: PositiveFloat = 1.0
     cpu_offload_gb: NonNegativeInt = 0
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
     dp_size: PositiveInt = 1
     ep_size: PositiveInt = 1
-    log_level: str = "warning"
-    log_level_http: str | None = "warning"
+    log_level: LogLevel = "warning"
+    log_level_http: LogLevel | None = "warning"
     log_requests: bool = False
     log_requests_level: Literal[0, 1, 2, 3] = 0
     show_time_cost: bool = False

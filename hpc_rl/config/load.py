@@ -23,7 +23,7 @@ from hpc_rl.config.build import Builder, Given, alternatives, given, hints, is_o
 from hpc_rl.config.limits import Place
 from hpc_rl.config.root import CONFIGS, Config, RWConfig, SFTConfig
 from hpc_rl.config.site import SHIPPED_PROFILES, known_profiles, profile_dirs
-from hpc_rl.config.source import read_overrides, read_yaml
+from hpc_rl.config.source import read_argument, read_overrides, read_yaml
 from hpc_rl.errors import ConfigError
 
 ALIASES = {
@@ -66,7 +66,7 @@ def load(
     if cluster is not None:
         _require_profile(cluster, list(profiles))
         overrides = [f"cluster.cluster_name={cluster}", *overrides]
-    arguments = [Given({name: item}, item.origin) for name, item in read_overrides(list(overrides), aliases)]
+    arguments = [Given({name: item}, item.origin, is_argument=True) for name, item in read_overrides(list(overrides), aliases)]
     profile, notes = _profile([*files, *arguments], profiles)
     sources = [*profile, *files, *arguments]
     trainer = pick_trainer(sources, atlas_names="atlas" in presets)
@@ -190,13 +190,12 @@ def _unknown_at_top(top: Mapping[str, Given]) -> list[str]:
 
 
 def _has_pairs(sources: Sequence[Given]) -> bool:
-    """Whether `train_dataset.type` is rw: what tells a reward-model file of AReaL's from a supervised one."""
-    kind = None
-    for source in sources:
-        section = source.value.get("train_dataset")
-        inside = section.value.get("type") if section is not None and isinstance(section.value, dict) else None
-        kind = inside or source.value.get("train_dataset.type") or kind
-    return kind is not None and kind.value == "rw"
+    """Whether a dataset's type is rw: what tells a reward-model file of AReaL's from a supervised one."""
+    for name in ("train_dataset.type", "valid_dataset.type"):  # the one may refer to the other
+        kinds = [item.value for source in sources if (item := atlas.find(source, name)) is not None]
+        if kinds and kinds[-1] == "rw":
+            return True
+    return False
 
 
 def _finish(builder: Builder) -> Config:
@@ -222,8 +221,10 @@ def _interpolate(builder: Builder) -> None:
     try:
         whole = omegaconf.OmegaConf.create(tree)
     except omegaconf.errors.GrammarParseError as error:
+        broken = str(error.full_key).partition("[")[0]
+        where = f" ({wanted[broken].origin})" if broken in wanted else ""
         raise ConfigError(
-            f"{error.full_key}: the ${{…}} in it can't be read; a reference is ${{section.option}}{_LITERAL}."
+            f"{error.full_key}{where}: the ${{…}} in it can't be read; a reference is ${{section.option}}{_LITERAL}."
         ) from error
     for name, item in wanted.items():
         try:
@@ -232,7 +233,10 @@ def _interpolate(builder: Builder) -> None:
         except (omegaconf.errors.OmegaConfBaseException, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"{name} ({item.origin}): {item.plain()!r} can't be resolved: {reason}{_LITERAL}.") from error
-        builder.settings[name] = given(value, item.origin)
+        if isinstance(value, str) and "${oc.env:" in str(item.value):  # the environment has text only
+            builder.settings[name] = read_argument(value, item.origin)
+        else:
+            builder.settings[name] = given(value, item.origin)
 
 
 def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:

@@ -24,9 +24,11 @@ class BaseExperimentConfig:
             train_dataset.type rw, else sft.
         seed: Seed of everything.
         allocation_mode: Who gets how many units, as `sglang:d4+fsdp:d4` or `embedded:d1+fsdp:d1`; empty means derived.
-        total_train_epochs: Passes over the training data.
-        total_train_steps: Stop after so many steps, whatever the epochs; null means by epochs.
-        total_train_n_seqs: Stop after so many sequences (prompts times samples for grpo); the earlier of two ends counts.
+        total_train_epochs: Passes over the training data; null, the default where one of the next two is set, means as many as
+            that takes.
+        total_train_steps: Stop after so many steps; null means by epochs.
+        total_train_n_seqs: Stop after so many sequences (prompts times samples for grpo); of all ends that are set the
+            earliest counts.
         tokenizer_path: Directory of the tokenizer; empty means the model's.
         cluster: The machines.
         train_dataset: Training data.
@@ -45,7 +47,7 @@ class BaseExperimentConfig:
     trainer: Literal["grpo", "sft", "rw"] | None = None
     seed: NonNegativeInt = 1
     allocation_mode: str = ""
-    total_train_epochs: PositiveInt = 1
+    total_train_epochs: PositiveInt | None = 1
     total_train_steps: PositiveInt | None = None
     total_train_n_seqs: PositiveInt | None = None
     tokenizer_path: PathText = ""

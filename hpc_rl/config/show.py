@@ -37,6 +37,8 @@ def show(loaded: Loaded, derived: Mapping[str, Shown] | None = None) -> dict[str
     found: dict[str, Shown] = {}
     for name, value, default in _options(loaded.config, type(loaded.config), ""):
         without = "default" if value == default else "adapted"
+        if name == "trainer":
+            without = "derived: the section of the model"
         found[name] = Shown(_redact(name, value), loaded.origins.get(name, without))
     for name, shown in (derived or {}).items():
         if name in found and found[name].value in (None, ""):
@@ -90,6 +92,12 @@ def derived_values(config: Config, allocation: str = "") -> dict[str, Shown]:
         batch_size = config.train_dataset.batch_size
         found |= {
             "actor.group_size": Shown(config.gconfig.n_samples, "derived: gconfig.n_samples"),
+            **{
+                f"actor.{norm}.group_size": Shown(config.gconfig.n_samples, "derived: gconfig.n_samples")
+                for norm in ("reward_norm", "adv_norm")
+            },
+            "actor.max_new_tokens": Shown(config.gconfig.max_new_tokens, "derived: gconfig.max_new_tokens"),
+            "sglang.model_path": Shown(model.path, "derived: actor.path"),
             "actor.temperature": Shown(config.gconfig.temperature, "derived: gconfig.temperature"),
             "rollout.consumer_batch_size": Shown(batch_size, "derived: train_dataset.batch_size"),
             "rollout.max_concurrent_rollouts": Shown(2 * batch_size, "derived: twice train_dataset.batch_size"),

@@ -5,6 +5,7 @@ YAML is read as YAML 1.2: `24:00:00`, `0123`, `no` and `1_0` are text, `1e-6` is
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +20,14 @@ from hpc_rl.errors import ConfigError
 class Yaml12(yaml.SafeLoader):
     """PyYAML with the scalars of YAML 1.2's core schema, octal and hexadecimal left out."""
 
+    num_values = 0
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own class attribute
         first: [(tag, rx) for tag, rx in pairs if tag.rsplit(":", 1)[1] not in {"bool", "int", "float", "timestamp"}]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
+MOST_VALUES = 100_000  # in one file, aliases counted wherever they stand
 _REFERENCE = re.compile(r"(\\*)\$\{")
 _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")}
 _FLOAT = (
@@ -40,7 +43,10 @@ for _tag, _regex, _first in (
 
 
 def read_yaml(path: Path) -> Given:
-    """The mapping in a file. Raises ConfigError: missing, not YAML, a key twice, not a mapping."""
+    """The mapping in a file; a .json file, as a trial's own, holds no references: `${` is itself there.
+
+    Raises ConfigError: missing, not YAML, a key twice, not a mapping.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -51,7 +57,15 @@ def read_yaml(path: Path) -> Given:
         return Given({}, str(path))
     if not isinstance(tree.value, dict):
         raise ConfigError(f"config file {path} must hold a mapping of options (key: value), not {type(tree.value).__name__}.")
-    return tree
+    return _without_references(tree) if path.suffix == ".json" else tree
+
+
+def _without_references(tree: Given) -> Given:
+    if isinstance(tree.value, dict):
+        return dataclasses.replace(tree, value={key: _without_references(item) for key, item in tree.value.items()})
+    if isinstance(tree.value, list):
+        return dataclasses.replace(tree, value=[_without_references(item) for item in tree.value])
+    return dataclasses.replace(tree, value=literal(tree.value))
 
 
 def literal(value: Any) -> Any:
@@ -116,6 +130,9 @@ def _parse(text: str, name: str) -> Given:
 
 def _convert(loader: Yaml12, node: yaml.Node, name: str) -> Given:
     origin = f"{name}:{node.start_mark.line + 1}"
+    loader.num_values += 1
+    if loader.num_values > MOST_VALUES:
+        raise ConfigError(f"{origin}: more than {MOST_VALUES} values; aliases (*name) that hold aliases multiply.")
     if node.tag not in _TAGS:
         raise ConfigError(f"{origin}: the YAML tag {node.tag.replace('tag:yaml.org,2002:', '!!')} can't be used here.")
     if isinstance(node, yaml.MappingNode):

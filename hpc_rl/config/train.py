@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpc_rl.config.limits import AboveOne, NonNegativeFloat, PathText, PositiveFloat, PositiveInt, Share, ShareBelowOne
+from hpc_rl.config.limits import (
+    AboveOne,
+    NonNegativeFloat,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    ShareBelowOne,
+    ShareInside,
+)
 
 
 @dataclass(kw_only=True)
@@ -201,7 +210,7 @@ class PPOActorConfig(TrainEngineConfig):
 
     group_size: PositiveInt | None = None
     ppo_n_minibatches: PositiveInt = 4
-    eps_clip: PositiveFloat = 0.2
+    eps_clip: ShareInside = 0.2
     eps_clip_higher: PositiveFloat | None = None
     c_clip: AboveOne | None = None
     temperature: PositiveFloat | None = None

@@ -47,6 +47,9 @@ def adapted(config: Config) -> dict[str, tuple[Any, str]]:
     if isinstance(config, RWConfig):
         wanted |= {"model.is_critic": (True, ""), "model.mb_spec.granularity": (2, "")}
         wanted |= {f"{section}.type": ("rw", "") for section in ("train_dataset", "valid_dataset")}
+    wanted |= {name: (bound, f"{limit} holds no more") for name, bound, limit in sorted(too_long(config), key=_largest_first)}
+    if config.total_train_steps is not None or config.total_train_n_seqs is not None:
+        wanted["total_train_epochs"] = (None, "")
     if isinstance(config, GRPOConfig) and config.ref is None and config.actor.compat is None:
         wanted["actor.kl_ctl"] = (0.0, "there is no section ref, so no reference model")
     elif isinstance(config, GRPOConfig) and config.actor.beta:
@@ -54,6 +57,29 @@ def adapted(config: Config) -> dict[str, tuple[Any, str]]:
     if isinstance(config, GRPOConfig) and config.actor.use_decoupled_loss:
         wanted["actor.recompute_logprob"] = (True, "")
     return wanted
+
+
+def _largest_first(one: tuple[str, int, str]) -> int:
+    return -one[1]
+
+
+def too_long(config: Config) -> Iterator[tuple[str, int, str]]:
+    """(Option, what it can be at most, the option that bounds it) where a sequence could be longer than a micro-batch."""
+    for section, engine in models(config):
+        name, limit = f"{section}.mb_spec.max_tokens_per_mb", engine.mb_spec.max_tokens_per_mb
+        if limit is None:
+            continue
+        if isinstance(config, GRPOConfig):
+            g, prompt = config.gconfig, config.train_dataset.max_length
+            longest = g.max_tokens if prompt is None else min(g.max_tokens, prompt + g.max_new_tokens)
+            if longest > limit > g.max_new_tokens:  # where not even a completion fits, `lengths` says so
+                yield "gconfig.max_tokens", limit, name
+            continue
+        bound = limit // 2 if isinstance(config, RWConfig) else limit  # a pair stays together
+        for dataset in ("train_dataset", "valid_dataset"):
+            rows = getattr(config, dataset)
+            if rows is not None and (rows.max_length is None or rows.max_length > bound) and bound:
+                yield f"{dataset}.max_length", bound, name
 
 
 def notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -115,6 +141,14 @@ def rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
         yield f"actor.loss_aggregation {actor.loss_aggregation} is not AReaL's: with actor.compat areal use token_mean."
     if actor.dynamic_sampling and n_samples < 2:
         yield f"gconfig.n_samples {n_samples}: actor.dynamic_sampling would drop every group of one; use at least 2."
+
+
+def micro_batches(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """The longest sequence fits into a micro-batch: a step would end the training there."""
+    for name, bound, limit in too_long(config):
+        section, option = name.split(".")
+        value = getattr(getattr(config, section), option)
+        yield f"{name} {value}: {limit} holds at most {bound} tokens of a sequence; lower the one, or raise the other."
 
 
 def reference_model(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -195,4 +229,4 @@ def _critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator
         yield f"{section}.mb_spec.granularity {granularity}: only a reward model has sequences that belong together; use 1."
 
 
-TRAIN_RULES = [engines, rewards, reference_model, reference_micro_batches, optimizers, devices]
+TRAIN_RULES = [engines, rewards, micro_batches, reference_model, reference_micro_batches, optimizers, devices]

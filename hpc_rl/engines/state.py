@@ -137,9 +137,9 @@ def load(
             header = Header.read(reader, saved_rank, saved_num_ranks)
             header.check_shapes({shard.name: list(shard.global_shape) for shard in shards}, folder)
             counters = header.state["counters"]
-            _fill(reader, header, targets, missing)
             if saved_rank == rank and saved_num_ranks == num_ranks:
                 _restore_rng(reader, header)
+            _fill(reader, header, targets, missing)
     lacking = [name for name, rows in missing.items() if rows]
     if lacking:
         raise Damaged(f"{folder.name} lacks rows of {', '.join(lacking[:5])}")

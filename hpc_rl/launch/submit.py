@@ -22,6 +22,7 @@ import yaml
 import hpc_rl
 from hpc_rl.checkpoint.lineage import trimmed
 from hpc_rl.config.changes import Change, changes, refuse_unsafe
+from hpc_rl.config.check import ENDS
 from hpc_rl.config.load import Loaded, from_dict, to_dict, trainer_of
 from hpc_rl.config.root import Config
 from hpc_rl.config.site import site_dirs
@@ -38,8 +39,6 @@ from hpc_rl.schedulers import make_scheduler, pick, record
 from hpc_rl.schedulers.base import JobSpec, Scheduler
 from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.trial import Trial, account, read_json, write_json
-
-ENDS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")  # what says when a trial is at its end
 
 
 @dataclass(frozen=True)
@@ -218,8 +217,10 @@ def option_changes(trial: Trial, config: Config) -> list[Change]:
 def refuse_finished(trial: Trial, changed: Sequence[Change]) -> None:
     """Raises NothingToResume where the trial is at its end and nothing makes it longer: the job would end at once."""
     if trial.done.exists() and not any(change.name in ENDS for change in changed):
+        by_epochs = (read_json(trial.config_json) or {}).get("total_train_epochs") is not None
         raise NothingToResume(
-            f"{trial} has reached its end. To train it longer: hpc-rl recover {index.handle(trial)} total_train_steps=N; "
+            f"{trial} has reached its end. To train it longer: hpc-rl recover {index.handle(trial)} "
+            f"{'total_train_epochs' if by_epochs else 'total_train_steps'}=N; "
             f"what it made is in {trial.exports}. For a fresh start give another trial_name."
         )
 

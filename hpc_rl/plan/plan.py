@@ -182,6 +182,8 @@ def _refuse_servers(config: Config, servers: Servers, name: str) -> None:
         raise NotBuilt(f"{name}: t needs GPUs, but cluster.n_gpus_per_node is 0; use d, as sglang:d{servers.t}.")
     if servers.t > max(n_gpus, 1):
         raise NotBuilt(f"{name}: a server that spans nodes is not built; t can be at most cluster.n_gpus_per_node, {n_gpus}.")
+    if isinstance(config, GRPOConfig) and servers.backend == "sglang" and servers.t % config.sglang.ep_size:
+        raise ConfigError(f"sglang.ep_size {config.sglang.ep_size} must divide the GPUs of a server: {name} has t {servers.t}.")
 
 
 def _fill_stars(config: Config, allocation: Allocation) -> Allocation:

@@ -308,13 +308,13 @@ def versions(trial: Trial) -> dict[str, str]:
 
 
 def total_steps(config: Config, num_rows: int) -> int:
-    """The earlier of `total_train_steps` and `total_train_n_seqs`, else batches of `total_train_epochs` passes: whole ones,
-    or with `drop_last` false one more for the rest. Raises ConfigError where that is none."""
+    """The earliest of `total_train_steps`, `total_train_n_seqs` and the batches of `total_train_epochs` passes: whole ones, or
+    with `drop_last` false one more for the rest. Raises ConfigError where the passes make none."""
     size = config.train_dataset.batch_size
     ends = [config.total_train_steps] if config.total_train_steps is not None else []
     if config.total_train_n_seqs is not None:
         ends.append(-(-config.total_train_n_seqs // (size * (config.gconfig.n_samples if hasattr(config, "gconfig") else 1))))
-    if ends:
+    if config.total_train_epochs is None:
         return min(ends)
     rows = config.total_train_epochs * num_rows
     steps = rows // size if config.train_dataset.drop_last else -(-rows // size)
@@ -323,7 +323,7 @@ def total_steps(config: Config, num_rows: int) -> int:
             f"train_dataset.batch_size {size}: {config.total_train_epochs} epoch(s) of {num_rows} rows make no whole batch. "
             "Lower it, raise total_train_epochs, or set total_train_steps."
         )
-    return steps
+    return min([*ends, steps])
 
 
 def tokenizer_folder(config: Config) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.servers.sglang_flags import FLAGS
+from hpc_rl.config.sglang_versions import FLAGS
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -10,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.cli.__main__ import main
+from hpc_rl.config.check import check
+from hpc_rl.config.load import load, to_dict
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 GRPO = str(CONFIGS / "grpo.yaml")
@@ -20,8 +24,17 @@ def test_show_prints_yaml_that_loads_again(capsys, tmp_path):
     first = capsys.readouterr().out
     assert "  n_samples: 4" in first and "# command line: gconfig.n_samples" in first
     (tmp_path / "again.yaml").write_text(first)
-    assert main(["config", "diff", GRPO, str(tmp_path / "again.yaml")]) == 1  # n_samples, and what is derived is there
-    assert "gconfig.n_samples: 8 (" in capsys.readouterr().out
+    assert main(["config", "diff", GRPO, str(tmp_path / "again.yaml"), "--json"]) == 1
+    differ = json.loads(capsys.readouterr().out)  # what is derived is compared too, not told as new
+    assert differ.keys() == {"gconfig.n_samples", "actor.group_size", "actor.reward_norm.group_size"}
+
+
+def test_diff_takes_the_configuration_of_a_trial_in_which_nothing_is_a_reference(capsys, tmp_path):
+    config = check(load([GRPO], ["launcher.slurm.comment=a \\${x} b"]), files=False).config
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
+    assert main(["config", "diff", str(tmp_path / "config.json"), GRPO, "--json"]) == 1
+    differ = json.loads(capsys.readouterr().out)
+    assert differ.keys() == {"launcher.slurm.comment"} and differ["launcher.slurm.comment"]["a"]["value"] == "a ${x} b"
 
 
 def test_show_as_json_is_one_object_by_dotted_name(capsys):
@@ -58,15 +71,40 @@ def test_a_preset_for_a_machine_without_gpus(capsys):
     assert (shown["cluster.n_nodes"]["value"], shown["cluster.n_nodes"]["origin"]) == (1, "preset cpu")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_is_a_script_that_completes(capsys, shell):
-    assert main(["config", "completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert "bashcompinit" in script or shell == "bash"
-    if shell == "bash":
-        tail = 'COMP_WORDS=(hpc-rl submit --gconfig.n_s) COMP_CWORD=2; _hpc_rl; printf "%s\\n" "${COMPREPLY[@]}"'
-        done = subprocess.run(["bash", "-c", f"{script}\n{tail}"], capture_output=True, text=True, check=True)
-        assert done.stdout.split() == ["--gconfig.n_samples"]
+@pytest.fixture(scope="module")
+def completion():
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(["config", "completion", "bash"]) == 0
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("submit --gconfig.n_s", ["--gconfig.n_samples"]),
+        ("submit --dry", ["--dry_run"]),
+        ("recover first --fro", ["--from"]),
+        ("status first --of", ["--offline"]),
+        ("checkpoint ver", ["verify"]),
+        ("checkpoint export --to", ["--to"]),
+        ("config show --actor.eps_clip_", ["--actor.eps_clip_higher"]),
+        ("config sch", ["schema"]),
+        ("submit --preset a", ["atlas"]),
+        ("can", ["cancel"]),
+        ("status --gconfig", []),
+    ],
+)
+def test_completion_is_a_script_that_completes(completion, typed, offered, tmp_path):
+    words = ["hpc-rl", *typed.split()]
+    tail = f'COMP_WORDS=({" ".join(words)}) COMP_CWORD={len(words) - 1}; _hpc_rl; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", f"{completion}\n{tail}"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.split() == offered
+
+
+def test_zsh_runs_the_completion_of_bash(capsys, completion):
+    assert main(["config", "completion", "zsh"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "autoload -U +X bashcompinit && bashcompinit"
 
 
 def test_no_torch_and_no_interpolation_library():

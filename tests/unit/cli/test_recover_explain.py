@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import subprocess
 import sys
 import threading
@@ -118,14 +119,18 @@ def test_starts_that_come_to_nothing_end_the_trial_for_good(trial, capsys):
 
 
 def test_of_two_recovers_at_once_one_wins_and_the_other_says_busy(trial, tmp_path):
-    """Real processes and a real local runner, whose job ends at once: its Python is none."""
+    """Real processes and a real local runner, whose job lasts until both have spoken: its Python is a script that waits."""
     env = {"XDG_STATE_HOME": str(tmp_path / "state"), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[3])}
     write_json(trial.job("job-1"), {**read_json(trial.job("job-1")), "scheduler": "local"})
     trial.job("job-1").with_suffix(".state").write_text('{"event": "started"}\n{"event": "ended", "code": 75}\n')
-    command = [sys.executable, "-m", "hpc_rl.cli", "recover", str(trial.dir), "--no_check", "launcher.python=/bin/false"]
+    spoken, waits = tmp_path / "spoken", tmp_path / "waits"
+    waits.write_text(f"#!/bin/bash\nwhile [[ ! -e {shlex.quote(str(spoken))} ]]; do sleep 0.1; done\nexit 1\n")
+    waits.chmod(0o755)
+    command = [sys.executable, "-m", "hpc_rl.cli", "recover", str(trial.dir), "--no_check", f"launcher.python={waits}"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     both = [subprocess.Popen(command, env=env, cwd=tmp_path, **pipes) for _ in range(2)]
     said = [process.communicate(timeout=50) for process in both]
+    spoken.touch()
     assert sorted(process.returncode for process in both) == [0, 75], said
     busy = next(err for process, (_, err) in zip(both, said, strict=True) if process.returncode == 75)
     assert "being submitted by process" in busy or "is running as job" in busy or "is pending as job" in busy, busy

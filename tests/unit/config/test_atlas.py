@@ -102,6 +102,26 @@ def test_one_thing_given_twice_with_one_value():
     assert load([], [*BASE, "num_generations=8", "num_generations=4"]).config.gconfig.n_samples == 4  # the last one wins
 
 
+def test_one_thing_given_twice_in_a_file(tmp_path):
+    (tmp_path / "a.yaml").write_text("num_generations: 8\ngconfig: {n_samples: 8}\n")
+    assert load([tmp_path / "a.yaml"], BASE).config.gconfig.n_samples == 8
+    (tmp_path / "b.yaml").write_text("num_generations: 8\ngconfig: {n_samples: 4}\n")
+    with pytest.raises(
+        ConfigError, match=r"num_generations \(.*b.yaml:1 .*\) 8 and gconfig.n_samples \(.*b.yaml:2\) 4 are the same"
+    ):
+        load([tmp_path / "b.yaml"], BASE)
+
+
+@pytest.mark.parametrize(
+    ("line", "override"), [("gconfig: {n_samples: 8}", "num_generations=4"), ("num_generations: 8", "gconfig.n_samples=4")]
+)
+def test_an_argument_lies_over_a_file_by_either_name(tmp_path, line, override):
+    (tmp_path / "a.yaml").write_text(line + "\n")
+    loaded = load([tmp_path / "a.yaml"], [*BASE, override])
+    assert loaded.config.gconfig.n_samples == 4
+    assert loaded.origins["gconfig.n_samples"].startswith("command line")
+
+
 def test_a_file_in_these_names_alone_is_a_grpo_trial(tmp_path):
     lines = ["experiment_name: e", "trial_name: t", "model_name_or_path: /m", "train_dataset: {path: /d}"]
     (tmp_path / "a.yaml").write_text("\n".join([*lines, "num_generations: 4"]) + "\n")

@@ -10,6 +10,7 @@ import pytest
 
 from hpc_rl.config.check import check, file_system
 from hpc_rl.config.load import Loaded, load
+from hpc_rl.config.values import value_of
 from hpc_rl.errors import ConfigError
 
 GRPO = [
@@ -47,6 +48,13 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["actor.dtype=float16", "actor.optimizer.initial_loss_scale=2", "actor.optimizer.min_loss_scale=4"], "is above"),
         (["actor.optimizer.type=empty"], "actor.optimizer.type empty: nothing would be trained; use type adam"),
         (["actor.optimizer.offload=true"], "actor.optimizer.offload has no effect without GPUs"),
+        (
+            ["sglang.schedule_policy=lmp"],
+            "sglang.schedule_policy (command line: sglang.schedule_policy): lmp (text) can't be used",
+        ),
+        (["sglang.attention_backend=fa5"], "Did you mean fa4?"),
+        (["sglang.kv_cache_dtype=int3"], "allowed: auto, bf16"),
+        (["sglang.chunked_prefill_size=-77"], "allowed: an integer, at least -1"),
         (["actor.experiment_name=other"], "actor.experiment_name other must equal experiment_name toy"),
         (["ref.path=/m", "ref.trial_name=other"], "ref.trial_name other must equal trial_name t1"),
         (["actor.ds_auto_tp.autotp_size=2"], "the DeepSpeed backend and tensor parallelism are not built; use 1"),
@@ -58,7 +66,7 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["actor.group_size=2"], "actor.group_size 2 must equal gconfig.n_samples 4"),
         (["gconfig.n_samples=1", "actor.adv_norm.mean_level=group"], "use at least 2"),
         (["actor.ppo_n_minibatches=5"], "32 rows; the nearest that does is 4"),
-        (["actor.eps_clip=1.5"], "must be below 1"),
+        (["actor.eps_clip=1.5"], r"allowed: a number, above 0 and below 1"),
         (["actor.use_decoupled_loss=true", "actor.recompute_logprob=false"], "actor.recompute_logprob is false"),
         (["actor.behav_imp_weight_cap=2"], "has no effect without actor.use_decoupled_loss"),
         (["gconfig.greedy=true"], "gconfig.greedy: all 4 samples"),
@@ -105,6 +113,72 @@ def test_refusals(overrides, words):
         checked(*overrides)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+LIMIT = "actor.mb_spec.max_tokens_per_mb=100"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "base", "option", "value"),
+    [
+        ([LIMIT], GRPO, "gconfig.max_tokens", 100),
+        ([LIMIT, "ref.path=/m", "ref.mb_spec.max_tokens_per_mb=80"], GRPO, "gconfig.max_tokens", 80),
+        ([LIMIT, "train_dataset.max_length=84"], GRPO, "gconfig.max_tokens", 65536),  # nothing is longer
+        ([LIMIT, "train_dataset.max_length=85"], GRPO, "gconfig.max_tokens", 100),
+        ([LIMIT, "gconfig.max_tokens=101"], GRPO, "refused", "gconfig.max_tokens 101: actor.mb_spec.max_tokens_per_mb holds"),
+        (["model.mb_spec.max_tokens_per_mb=100"], SFT, "train_dataset.max_length", 100),
+        (["model.mb_spec.max_tokens_per_mb=100", "trainer=rw"], SFT, "train_dataset.max_length", 50),  # a pair stays together
+        (
+            ["model.mb_spec.max_tokens_per_mb=9", "valid_dataset={path: /v, max_length: 10}"],
+            SFT,
+            "refused",
+            "valid_dataset.max_l",
+        ),
+    ],
+)
+def test_no_sequence_is_longer_than_a_micro_batch(overrides, base, option, value):
+    """In the trainer it would end the trial, at whatever step it comes."""
+    if option == "refused":
+        with pytest.raises(ConfigError, match=value):
+            checked(*overrides, base=base)
+        return
+    loaded = checked(*overrides, base=base)
+    assert value_of(loaded.config, option) == value
+    assert value == 65536 or any(note.startswith(f"{option} is {value} instead of the default") for note in loaded.notes)
+
+
+def test_the_ends_of_a_trial():
+    assert checked().config.total_train_epochs == 1
+    assert checked("total_train_steps=9").config.total_train_epochs is None
+    both = checked("total_train_steps=9", "total_train_epochs=2")
+    assert both.config.total_train_epochs == 2
+    assert any("ends at the earliest of total_train_steps 9, total_train_epochs 2" in note for note in both.notes)
+    with pytest.raises(ConfigError, match="nothing would end the trial"):
+        checked("total_train_epochs=null")
+
+
+def test_a_refusal_says_where_its_options_were_written(tmp_path):
+    (tmp_path / "a.yaml").write_text("gconfig:\n  max_new_tokens: 8\n  min_new_tokens: 9\n")
+    with pytest.raises(ConfigError, match=r"min_new_tokens 9 is above .*max_new_tokens 8\. \(.*a\.yaml:3, .*a\.yaml:2\)$"):
+        check(load([tmp_path / "a.yaml"], [one for one in GRPO if "new_tokens" not in one]), files=False)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ("--port=1", "--port is derived from the plan"),
+        ("--model-path", "--model-path is derived from the plan"),
+        ("--tp", "--tp is derived from the plan"),
+        ("--api-key", "--api-key is derived from the plan"),
+        ("--context-length", "--context-length has an option of its own: sglang.context_length"),
+    ],
+)
+def test_sglangs_extra_arguments(extra, words):
+    servers = "allocation_mode=sglang:d1+fsdp:d1"
+    with pytest.raises(ConfigError, match=words):
+        checked(servers, f"sglang.extra_args=[{extra}, '7']")
+    assert checked(servers, "sglang.extra_args=[--attention-backend, mine]", "sglang.attention_backend=null")
+    assert checked(servers, "sglang.extra_args=[--enable-deterministic-inference]")
 
 
 def test_what_is_fine_passes():
@@ -311,3 +385,6 @@ def test_a_fileroot_in_the_memory_of_one_node(tmp_path, model, monkeypatch):
     ):
         on_disk(model, "--n_nodes=2")
     assert on_disk(model, "--n_nodes=1").config.cluster.n_nodes == 1
+    monkeypatch.setattr("hpc_rl.config.check.file_system", lambda path: "xfs")
+    assert any("is on xfs, a disk of this machine" in note for note in on_disk(model, "--n_nodes=2").notes)
+    assert not any("xfs" in note for note in on_disk(model, "--n_nodes=1").notes)

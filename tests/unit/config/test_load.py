@@ -121,6 +121,31 @@ def test_anchors_and_merge_keys(files):
     assert (config.valid_dataset.path, config.valid_dataset.batch_size) == ("/x", 3)
 
 
+def test_a_value_within_a_mapping_is_named(files):
+    assert "allowed: a mapping (text) or text. A is [1] (a list)." in files.refusal(more="launcher: {trainer_env_vars: {A: [1]}}")
+
+
+def test_aliases_that_multiply_are_refused(files):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
+    with pytest.raises(ConfigError, match="more than 100000 values; aliases"):
+        files.load(more="\n".join(lines))
+
+
+def test_what_comes_from_the_environment_has_the_type_of_its_option(files, monkeypatch):
+    monkeypatch.setenv("HPC_RL_TEST_SEED", "7")
+    config = files.load(more='seed: "${oc.env:HPC_RL_TEST_SEED}"\ntrial_name: "${oc.env:HPC_RL_TEST_SEED}"').config
+    assert (config.seed, config.trial_name) == (7, "7")
+    with pytest.raises(ConfigError, match=r"seed \(.*\): '\$\{oc.env:HPC_RL_NONE\}' can't be resolved: .*not found"):
+        files.load(more='seed: "${oc.env:HPC_RL_NONE}"')
+
+
+def test_a_reward_model_whose_type_is_a_reference(tmp_path):
+    text = "experiment_name: e\ntrial_name: t\nmodel: {path: /m}\ntrain_dataset: {path: /d, type: '${valid_dataset.type}'}\n"
+    (tmp_path / "a.yaml").write_text(text + "valid_dataset: {path: /v, type: rw}\n")
+    assert load([tmp_path / "a.yaml"]).config.trainer == "rw"
+
+
 def test_interpolation_sees_overrides_and_defaults(files):
     more = """\
         train_dataset: {path: "${cluster.fileroot}/d.jsonl"}
@@ -153,7 +178,15 @@ def test_relative_paths_are_taken_from_the_working_directory(files, tmp_path, mo
         ("actor.learning_rate=1", ["learning_rate stands at the top level, without actor."]),
         ("actor.optimizer.LR=3", ["did you mean actor.optimizer.lr?"]),
         ("trainer=[grpo]", ["trainer (command line: trainer)", "['grpo'] can't be used; allowed: grpo, sft, rw"]),
-        ("trial_name=${oops", ["the ${…} in it can't be read", "where no reference is meant, write \\${ for ${"]),
+        ("actor.mb_spec=${actor.optimizer}", ["a reference stands for one option: give each key of the section its own"]),
+        (
+            "trial_name=${oops",
+            [
+                "trial_name (command line: trial_name): ",
+                "the ${…} in it can't be read",
+                "where no reference is meant, write \\${ for ${",
+            ],
+        ),
         ("cluster.n_nodes=four", ["cluster.n_nodes", "four", "an integer, at least 1"]),
         ("cluster.n_nodes=0", ["cluster.n_nodes", "at least 1"]),
         ("cluster.n_nodes=1.5", ["cluster.n_nodes", "an integer"]),

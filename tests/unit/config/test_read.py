@@ -19,10 +19,9 @@ from hpc_rl.config import unavailable
 from hpc_rl.config.build import hints, options, section_of
 from hpc_rl.config.containers import OPTION
 from hpc_rl.config.root import CONFIGS
-from hpc_rl.config.sglang_versions import DROPPED
+from hpc_rl.config.sglang_versions import DROPPED, FLAGS
 from hpc_rl.plan.containers import PYTHONS
 from hpc_rl.render.hooks import EVENTS
-from hpc_rl.servers.sglang_flags import FLAGS
 
 ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = {name: hint for cls in CONFIGS.values() for name, hint in options(cls).items() if not section_of(hint)}

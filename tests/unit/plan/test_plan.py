@@ -165,6 +165,8 @@ def test_servers_that_can_not_be_on_gpus_or_span_nodes():
         plan("cluster.n_gpus_per_node=8", "allocation_mode=embedded:d4+fsdp:d4")
     with pytest.raises(NotBuilt, match=r"spans nodes is not built; t can be at most cluster\.n_gpus_per_node, 8"):
         plan("cluster.n_gpus_per_node=8", "--n_nodes=4", "allocation_mode=sglang:t16+fsdp:d16")
+    with pytest.raises(ConfigError, match=r"sglang\.ep_size 3 must divide the GPUs of a server: .* has t 4"):
+        plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:t4+fsdp:d4", "sglang.ep_size=3")
     with pytest.raises(ConfigError, match="an sft trial has no generation servers; use fsdp:d1"):
         plan("allocation_mode=embedded:d1+fsdp:d1", base=SFT)
 

@@ -9,8 +9,8 @@ import pytest
 from hpc_rl.config.check import check
 from hpc_rl.config.generation import SGLangConfig
 from hpc_rl.config.load import load
-from hpc_rl.config.sglang_versions import DROPPED
-from hpc_rl.servers.sglang_flags import FLAGS, NOT_FLAGS, arguments, settings_of, table_for
+from hpc_rl.config.sglang_versions import DROPPED, FLAGS
+from hpc_rl.servers.sglang_flags import NOT_FLAGS, arguments, settings_of, table_for
 
 
 def flags_of(device, config=None, index=0, tensor_parallel_size=1):

@@ -455,7 +455,10 @@ def test_total_steps(tmp_path):
     assert total_steps(config, 11) == 16  # 33 rows, 2 a batch
     config.total_train_steps = 4
     assert total_steps(config, 11) == 4
-    config.total_train_steps = None
+    config.total_train_steps = 40
+    assert total_steps(config, 11) == 16  # the earlier end
+    config.total_train_epochs = None
+    assert total_steps(config, 11) == 40
     with pytest.raises(ConfigError, match="no whole batch"):
         total_steps(make_config(tmp_path), 1)
 
