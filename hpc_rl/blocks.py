@@ -92,7 +92,7 @@ def record(path: Path) -> FileRecord:
 
 
 def twice(work: Callable[[], Any]) -> Any:
-    """Read something; once more after a moment where the medium reports an error: a shared file system may fail for an instant."""
+    """Read something; once more after a moment where the medium reports an error: a shared one may fail for an instant."""
     try:
         return work()
     except OSError as error:

@@ -18,7 +18,6 @@ import xxhash
 from hpc_rl.rollout.ledger import Ledger, LedgerDamaged, Place
 from hpc_rl.trial import create_exclusive, fsync_dir, read_json, write_json
 
-
 TRIMMED = "trimmed.json"
 
 
@@ -93,7 +92,7 @@ class Batches:
         self._path(step).unlink(missing_ok=True)
 
     def note_trimmed(self, step: int) -> None:
-        """For who asks what the log can replay and does not read it (checkpoint/lineage.py); seals tell only while one is left."""
+        """For who asks what the log can replay without reading it (checkpoint/lineage.py); seals tell only while one is left."""
         path = self.folder.parent / TRIMMED
         self.ledger.room.write(TRIMMED, lambda: write_json(path, {"step": step}))
 

@@ -52,6 +52,7 @@ def remove(folder: Path) -> None:
     gone = beside(folder, "gone")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(folder, gone)
+    fsync_dir(folder.parent)  # a power failure must not bring the name back to a half
     shutil.rmtree(gone, ignore_errors=True)
 
 

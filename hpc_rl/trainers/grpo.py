@@ -329,6 +329,11 @@ def num_updates(config: GRPOConfig, num_prompts: int) -> int:
     return total_steps(config, num_prompts) * updates_per_step(config)
 
 
+def place_schedule(engine: Engine, step: int, config: GRPOConfig) -> None:
+    """Put the learning-rate schedule where `step` lies now: it counts updates, and `ppo_n_minibatches` may have changed since."""
+    engine.pass_updates(step * updates_per_step(config) - engine.counters()["updates"])
+
+
 def updates_per_step(config: GRPOConfig) -> int:
     return min(config.actor.ppo_n_minibatches, config.train_dataset.batch_size * config.gconfig.n_samples)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl import __version__
+from hpc_rl.checkpoint.generation import scan
 from hpc_rl.checkpoint.lineage import submission_of
 from hpc_rl.checkpoint.manifest import Manifest, config_hash
 from hpc_rl.checkpoint.retention import Policy
@@ -40,6 +41,7 @@ from hpc_rl.types import WeightVersion
 logger = logging.getLogger(__name__)
 SAID = ("reward", "loss", "grad_norm", "lr", "staleness_mean", "step_s")  # of a step's metrics, in the log
 DEFAULT_SAVE_SECS = 600
+TRIM_EVERY_STEPS = 10  # of the batch log, where no generation is saved
 EXPORT_RECORD = "hpc_rl.json"
 LIBRARIES = ("torch", "transformers", "numpy", "safetensors")
 
@@ -128,6 +130,7 @@ class Run:
         epochs = recipe.position(step)[0] - recipe.position(step - 1)[0]
         fired = {name: timer.check(epochs) and self.ranks.rank == 0 for name, timer in self.timers.items()}
         self.settle(recipe)
+        self._trim_unsaved(recipe, step)
         saves = (fired["save"] and self.config.recover.mode != "disabled") or self.saving.owed
         return Due(*self.ranks.any(self.stopping.is_set(), saves, fired["evaluate"], fired["export"]))
 
@@ -180,6 +183,11 @@ class Run:
         oldest = self.saving.settle(wait)
         if oldest is not None and self.ranks.rank == 0:
             recipe.retain(oldest)
+
+    def _trim_unsaved(self, recipe: Any, step: int) -> None:
+        """Where nothing is saved nothing goes back: trained batches may go, save those after a generation of before."""
+        if self.config.recover.mode == "disabled" and self.ranks.rank == 0 and step % TRIM_EVERY_STEPS == 0:
+            recipe.retain(min((found.step for found in scan(self.trial)), default=step))
 
     def manifest(self, recipe: Any, step: int) -> Manifest:
         epoch, cursor = recipe.position(step)

@@ -180,6 +180,20 @@ def test_mode_disabled_never_saves(tmp_path):
     assert starter.generations() == []
 
 
+def test_mode_disabled_trims_the_batch_log_too_but_not_below_a_generation_of_before(tmp_path):
+    starter = Starter(tmp_path, recover=RecoverConfig(mode="disabled"))
+    _, recipe = starter(25)
+    assert [call for call in recipe.calls if call.startswith("retain")] == ["retain 10", "retain 20"]
+    starter = Starter(tmp_path / "other", recover=RecoverConfig(mode="auto", freq_steps=4))
+    starter(4)
+    starter.end(0)
+    starter.config.recover = RecoverConfig(mode="disabled")
+    write_json(starter.trial.job("8"), {"start_mode": "resume"})
+    starter.attempt_id = "8.0"
+    _, recipe = starter(12)
+    assert recipe.trained[0] == 5 and "retain 4" in recipe.calls and "retain 10" not in recipe.calls
+
+
 def test_a_drain_saves_although_no_frequency_is_set(tmp_path):
     starter = Starter(tmp_path, recover=RecoverConfig(mode="fault"))
     starter(10, {"during 2": stop(lambda: starter.last)})
