@@ -116,16 +116,9 @@ def run(args: argparse.Namespace) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory(prefix="hpcrl-", dir="/tmp") as here:
         if args.scheduler == "local":
             return measure(Path(here), "local", args.kills)
-        cluster = Cluster(Path(here) / "slurm", find_or_fetch(), 4)
-        cluster.dir.mkdir()
-        try:
-            cluster.up()
-            os.environ.update(
-                {name: cluster.env[name] for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH") if name in cluster.env}
-            )
+        with Cluster.private(find_or_fetch()) as cluster:
+            os.environ.update(cluster.client_env)
             return measure(Path(here), "slurm", args.kills)
-        finally:
-            cluster.down()
 
 
 def main() -> None:

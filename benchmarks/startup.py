@@ -20,7 +20,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -41,9 +40,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "startup.json")
     args = parser.parse_args()
+    from cluster import Cluster
     from kill_anything import READY, make_toy
+    from packages import find_or_fetch
 
-    with tempfile.TemporaryDirectory(prefix="hpcrl-startup-") as folder, private_cluster(args.cluster):
+    with tempfile.TemporaryDirectory(prefix="hpcrl-startup-") as folder, contextlib.ExitStack() as stack:
+        if args.cluster:
+            os.environ.update(stack.enter_context(Cluster.private(find_or_fetch())).client_env)
         make_toy(Path(folder))
         options: dict[str, object] = {**READY, "allocation_mode": "embedded:d1+fsdp:d1", "cluster.n_nodes": args.nodes}
         runs = [measure(Path(folder), f"run-{number}", options, args.scheduler) for number in range(args.runs)]
@@ -61,24 +64,6 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result["median"], indent=2))
-
-
-@contextlib.contextmanager
-def private_cluster(wanted: bool) -> Iterator[None]:
-    """The Slurm of the tests, for this process and what it starts."""
-    if not wanted:
-        yield
-        return
-    from cluster import Cluster
-    from packages import find_or_fetch
-
-    cluster = Cluster(Path(tempfile.mkdtemp(prefix="hpcrl-", dir="/tmp")), find_or_fetch(), 4)
-    try:
-        cluster.up()
-        os.environ.update({name: cluster.env[name] for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH") if name in cluster.env})
-        yield
-    finally:
-        cluster.down()
 
 
 def measure(folder: Path, name: str, options: dict, scheduler: str) -> dict[str, float]:

@@ -260,6 +260,11 @@ class Trial:
         """The run-complete marker, written by the supervisor when the trial has reached its end."""
         return self.dir / "done.json"
 
+    @property
+    def submitting(self) -> Path:
+        """There while a submission is being prepared and handed in."""
+        return self.dir / ".submitting"
+
     def has_state(self) -> bool:
         """Whether a fresh start would mix with something that lies here."""
         return any(p.is_dir() and any(p.iterdir()) for p in (self.recover, self.rollout, self.attempts, self.weights))

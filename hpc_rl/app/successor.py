@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--name", required=True, help="job name")
     parser.add_argument("--script", required=True, help="file name below scripts/")
     parser.add_argument("--array", default="", help="task that goes on alone")
-    parser.add_argument("--exclude", default="", help="nodes to avoid instead of those that the script names")
+    parser.add_argument("--exclude", help="nodes to avoid instead of those that the script names; empty for none")
     parser.add_argument("arguments", nargs="*", help="what else the script is called with")
     args = parser.parse_args()
     trial = Trial(args.trial_dir)

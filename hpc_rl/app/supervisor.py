@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpc_rl import log
 from hpc_rl.config.load import from_dict
-from hpc_rl.config.root import Config
+from hpc_rl.config.root import Config, GRPOConfig
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialBusy
 from hpc_rl.launch.driver import Driver
 from hpc_rl.launch.server_job import ServerJob
@@ -48,7 +48,8 @@ def main() -> int:
             return _server_job(attempt, plan, config, names, args.steps)
         if plan.layout == "jobs":  # the rest runs in jobs of its own
             plan = replace(plan, units=plan.units_on(plan.groups[0].nodes))
-        return Driver(attempt, plan, open_steps(args.steps, plan), names, JobEndTime(), config.recover).run()
+        away_s = config.rollout.setup_timeout if isinstance(config, GRPOConfig) else 0.0
+        return Driver(attempt, plan, open_steps(args.steps, plan), names, JobEndTime(), config.recover, away_s).run()
     except HpcRlError as error:
         logger.error("%s", error)
         # 75 would have the job start again, and again find the trial busy

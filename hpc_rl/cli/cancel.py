@@ -12,7 +12,7 @@ from hpc_rl.trial import Trial
 
 WORDS = {
     Outcome.OVER: "is over already ({was})",
-    Outcome.REMOVED: "had not started; it is taken out of the queue",
+    Outcome.REMOVED: "waited to be started; it is taken out of the queue",
     Outcome.DRAINING: "finishes its step, saves its state and ends; nothing starts it again",
     Outcome.KILLED: "is being ended by the scheduler: it saves its state if that fits the scheduler's grace, then it is killed",
     Outcome.SERVERS: "(servers) is taken away by the scheduler; servers hold no state",

@@ -5,25 +5,26 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from collections.abc import Collection
 
-from hpc_rl.cli import checkpoint, config, templates
+from hpc_rl.cli import checkpoint, templates
 from hpc_rl.cli.__main__ import COMMANDS, main
 
-ACTIONS = {"config": tuple(config.ACTIONS), "checkpoint": tuple(checkpoint.ACTIONS), "templates": tuple(templates.ACTIONS)}
 _OPTION = re.compile(r"^  (?:-\w(?: \w+)?, )?(--[a-z][\w.]*)", re.MULTILINE)
 
 
-def script(shell: str) -> str:
+def script(shell: str, actions_of_config: Collection[str]) -> str:
     """For `bash` or `zsh` (which runs the bash one)."""
+    groups = {"config": actions_of_config, "checkpoint": checkpoint.ACTIONS, "templates": templates.ACTIONS}
     of_a_configuration = {option for option in options_of("submit") if "." in option}
     cases = []
     for command in COMMANDS:
-        for action in ACTIONS.get(command, ("",)):
+        for action in groups.get(command, ("",)):
             options = options_of(f"{command} {action}".strip())
             if (command, action) == ("config", "show"):
                 options |= of_a_configuration
             cases.append(f'    "{command} {action}") options="{" ".join(sorted(options))}" ;;')
-    of_actions = "\n".join(f'    {command}) words="{" ".join(actions)}" ;;' for command, actions in ACTIONS.items())
+    of_actions = "\n".join(f'    {command}) words="{" ".join(actions)}" ;;' for command, actions in groups.items())
     body = f"""# made by `hpc-rl config completion {shell}`
 _hpc_rl() {{
   local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} command=${{COMP_WORDS[1]}}

@@ -97,5 +97,5 @@ def _completion(argv: list[str]) -> int:
     made = new_parser("config completion", 'Print a completion script: eval "$(hpc-rl config completion bash)".')
     made.add_argument("shell", choices=["bash", "zsh"])
     args: argparse.Namespace = made.parse_args(argv)
-    print(script(args.shell), end="")
+    print(script(args.shell, ACTIONS), end="")
     return 0

@@ -13,10 +13,12 @@ from hpc_rl.errors import ConfigError, TrialStateError
 from hpc_rl.launch import index
 from hpc_rl.launch.ask import ask
 from hpc_rl.launch.incarnations import log_files
+from hpc_rl.launch.server_array import attempts_of
 from hpc_rl.launch.story import tell
 from hpc_rl.launch.tail import Tail, last_lines
 from hpc_rl.launch.watch import Watch
 from hpc_rl.launch.words import clock
+from hpc_rl.schedulers.record import followers
 from hpc_rl.trial import Trial
 
 ROLES = ("trainer", "rollout", "server", "sglang", "supervisor", "job")
@@ -93,19 +95,37 @@ def _rank(text: str) -> int | str:
 
 
 def collect(trial: Trial) -> list[Log]:
-    """Every log of a trial: attempts in their order, and the batch scripts' outputs."""
+    """Every log of a trial: attempts in their order, those of server jobs too, and the batch scripts' outputs."""
     story = tell(trial)
-    found = [Log(path, job.job_id, "job") for job in story.jobs if (path := trial.jobs / f"{job.job_id}.out").exists()]
-    for attempt in story.attempts:
-        logs = log_files(trial.attempt(attempt.id).dir)
-        found += [Log(log.path, attempt.id, log.role, log.index, log.incarnation, log.rank) for log in logs]
+    tasks = [task.id for array in story.servers for task in array.tasks]
+    found = [log for job_id in (*tasks, *(job.job_id for job in story.jobs)) for log in _outputs(trial, job_id)]
+    number = {job.job_id: number for number, job in enumerate(story.jobs)}
+    attempts = [
+        (number.get(array.serves, -1), name)
+        for array in story.servers
+        for task in array.tasks
+        for name in attempts_of(trial, task.id)
+    ]
+    attempts += [(number.get(attempt.job_id, len(number)), attempt.id) for attempt in story.attempts]
+    for _, name in sorted(attempts, key=lambda pair: pair[0]):  # of one submission the servers come first
+        logs = log_files(trial.attempt(name).dir)
+        found += [Log(log.path, name, log.role, log.index, log.incarnation, log.rank) for log in logs]
     return found
+
+
+def _outputs(trial: Trial, job_id: str) -> list[Log]:
+    """What the batch script of a submission, or of a task of a server array, said; then its successors."""
+    _, underscore, task = job_id.partition("_")
+    names = {job_id: job_id}
+    names |= {f"{job_id}.{restart}": f"{new}{underscore}{task}" for restart, new in followers(trial, job_id).items()}
+    return [Log(path, attempt, "job") for attempt, name in names.items() if (path := trial.jobs / f"{name}.out").exists()]
 
 
 def choose(trial: Trial, found: list[Log], args: argparse.Namespace) -> list[Log]:
     """What the options ask for. Raises TrialStateError that says which files there are."""
     if not any(log.role == "supervisor" for log in found):  # then it writes where the batch script does
-        found = [replace(log, role="supervisor") if log.role == "job" and args.role != "job" else log for log in found]
+        own = [log.role == "job" and args.role != "job" and "_" not in log.attempt for log in found]  # not that of servers
+        found = [replace(log, role="supervisor") if is_own else log for log, is_own in zip(found, own, strict=True)]
     matching = [log for log in found if _matches(log, args)]
     if not matching:
         if not found:
@@ -139,12 +159,17 @@ def _first_rank(logs: list[Log]) -> list[Log]:
 
 
 def _newest(logs: list[Log]) -> list[Log]:
-    """Of each role, index and rank the newest incarnation, all of the newest attempt among them."""
+    """Of each role, index and rank the newest incarnation, all of the newest attempt among them. Tasks of one server array
+    are attempts side by side."""
     if not logs:
         return []
-    attempt = logs[-1].attempt
-    newest = {(log.role, log.index, log.rank): log for log in logs if log.attempt == attempt}
+    newest = {(log.role, log.index, log.rank): log for log in logs if _array(log.attempt) == _array(logs[-1].attempt)}
     return list(newest.values())
+
+
+def _array(attempt: str) -> str:
+    """The array of an attempt of a server task; any other as it is."""
+    return attempt.partition("_")[0]
 
 
 def _list(trial: Trial, found: list[Log], as_json: bool) -> int:

@@ -39,11 +39,11 @@ def run(argv: list[str]) -> int:
     if args.explain:
         return explain(trial, loaded, args)
     submission.check_idle(trial)
-    planned = compared(plan_of(loaded), args.no_check)
+    planned = compared(plan_of(loaded), trial, args.no_check)
     parent = next((record.submission for record in reversed(read_lineages(trial))), None)
     recovery = submission.Recovery(from_step=args.from_step, parent=parent)
     command = ["hpc-rl", "recover", *argv]
-    done = submission.submit(planned.loaded, planned.plan, command=command, trial=trial, recovery=recovery)
+    done = submission.submit(planned.loaded, planned.plan, command=command, trial=trial, recovery=recovery, avoid=planned.avoid)
     return announce(done, planned, args)
 
 

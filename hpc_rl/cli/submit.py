@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from hpc_rl.config.changes import Change
 from hpc_rl.config.check import check
 from hpc_rl.config.load import Loaded, load
 from hpc_rl.errors import ExitCode, HpcRlError
-from hpc_rl.launch import index, preflight
+from hpc_rl.launch import bad_nodes, index, preflight
 from hpc_rl.launch import submit as submission
 from hpc_rl.launch.story import newest_generation
 from hpc_rl.launch.submit import Submission
@@ -33,6 +34,7 @@ class Planned:
 
     loaded: Loaded
     plan: Plan
+    avoid: tuple[str, ...] | None = None  # nodes that failed the trial lately; None where the cluster was not asked
 
     @property
     def notes(self) -> list[str]:
@@ -45,8 +47,8 @@ def run(argv: list[str]) -> int:
     planned = plan_of(load(args.config, overrides, presets=args.preset, cluster=args.cluster))
     if args.dry_run:
         return _dry_run(planned, args.json)
-    planned = compared(planned, args.no_check)
-    made = submission.submit(planned.loaded, planned.plan, command=["hpc-rl", "submit", *argv])
+    planned = compared(planned, submission.trial_of(planned.loaded.config), args.no_check)
+    made = submission.submit(planned.loaded, planned.plan, command=["hpc-rl", "submit", *argv], avoid=planned.avoid)
     return announce(made, planned, args)
 
 
@@ -98,13 +100,14 @@ def plan_of(loaded: Loaded) -> Planned:
     return Planned(checked, plan)
 
 
-def compared(planned: Planned, no_check: bool) -> Planned:
+def compared(planned: Planned, trial: Trial, no_check: bool) -> Planned:
     """With what the cluster has to say. Raises ConfigError for a request that can never run there."""
     config = planned.loaded.config
     if no_check or pick(config.launcher.type) != "slurm":
         return planned
-    said = preflight.quick(config, planned.plan, SlurmScheduler())
-    return dataclasses.replace(planned, loaded=dataclasses.replace(planned.loaded, notes=[*planned.loaded.notes, *said]))
+    said = preflight.quick(config, planned.plan, SlurmScheduler(), list(bad_nodes.current(trial, time.time())))
+    loaded = dataclasses.replace(planned.loaded, notes=[*planned.loaded.notes, *said.notes])
+    return dataclasses.replace(planned, loaded=loaded, avoid=said.avoid)
 
 
 def checked_scripts(planned: Planned, trial: Trial) -> preflight.Report:

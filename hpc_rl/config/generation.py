@@ -73,7 +73,7 @@ class InferenceEngineConfig:
         reward_fn: `exact_match`, `contains`, or `package.module:name` of your own.
         reward_timeout_s: Seconds that one reward call may take; a trajectory whose reward takes longer is a rejected prompt.
         num_workers: Executor processes.
-        setup_timeout: Seconds to wait for the first server.
+        setup_timeout: Seconds to wait for a server while none serves; in layout jobs as long as all of them may be away.
         request_timeout: Seconds that one generation may take, weight updates included.
         request_retries: Times that a request is sent again to another server after a failure.
         prompt_retries: Times that a prompt is issued again after an exception before it is rejected.

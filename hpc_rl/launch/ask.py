@@ -16,7 +16,7 @@ from hpc_rl.errors import SchedulerError
 from hpc_rl.launch.story import Job, read_jobs
 from hpc_rl.schedulers import make_scheduler
 from hpc_rl.schedulers.base import JobState, Scheduler
-from hpc_rl.schedulers.polling import Poller, Seen
+from hpc_rl.schedulers.polling import Poller, Seen, cluster_name
 from hpc_rl.trial import Trial
 
 PATIENCE_S = 5.0  # for another command's query, by one that would know nothing otherwise
@@ -45,12 +45,18 @@ class Answer:
 
 
 def scheduler_of(trial: Trial, job: Job) -> Scheduler:
-    """The scheduler that a job was handed to. Raises SchedulerError."""
+    """The scheduler that a job was handed to. Raises SchedulerError, also on another cluster, where its id means another job."""
+    here = cluster_name() if job.cluster else ""
+    if here and here != job.cluster:
+        raise SchedulerError(
+            f"job {job.job_id} of {trial} was handed to the cluster {job.cluster}, and Slurm's commands here speak to {here}: "
+            "give this command on a login node of that cluster."
+        )
     return make_scheduler(job.scheduler, trial)
 
 
 def ask(trial: Trial, newer_than: float = 0.0, patience_s: float = PATIENCE_S) -> Answer:
-    """What the scheduler says of a trial's jobs that left no word of their end: one query, or none where the last is recent.
+    """What the scheduler says of a trial's jobs that may go on: one query, or none where the last is recent.
 
     An answer from before `newer_than` (Unix seconds) is of little use: it is asked again soon, but not at once.
     """
@@ -60,31 +66,32 @@ def ask(trial: Trial, newer_than: float = 0.0, patience_s: float = PATIENCE_S) -
 def ask_all(trials: Iterable[Trial], newer_than: float = 0.0, patience_s: float = PATIENCE_S) -> dict[Path, Answer]:
     """The same for many trials, by trial directory; the jobs of one account are asked for together."""
     answers: dict[Path, Answer] = {}
-    together: dict[tuple[str, int], tuple[Any, list[tuple[Trial, list[Job]]]]] = {}
+    together: dict[tuple[str, int], tuple[Any, list[tuple[Trial, list[Job], str]]]] = {}
     for trial in trials:
-        jobs = [job for job in read_jobs(trial) if job.event != "ended"]
+        every = read_jobs(trial)
+        jobs = [job for job in every if not job.over]
         if not jobs or trial.done.exists():
             continue  # files tell how it ended
         try:
             scheduler = scheduler_of(trial, jobs[-1])
             if hasattr(scheduler, "survey"):
                 owner = _owner(trial)
-                together.setdefault((jobs[-1].scheduler, owner), (scheduler, []))[1].append((trial, jobs))
+                together.setdefault((jobs[-1].scheduler, owner), (scheduler, []))[1].append((trial, jobs, every[-1].job_id))
             else:
                 states = scheduler.states([job.native_id for job in jobs])
-                answers[trial.dir] = _answer(jobs, Seen(states, time.time()))
+                answers[trial.dir] = _answer(jobs, every[-1].job_id, Seen(states, time.time()))
         except SchedulerError as error:
             answers[trial.dir] = Answer(complaint=str(error))
     for (_, owner), (scheduler, asked) in together.items():
-        wanted = {job.native_id: job.time for _, jobs in asked for job in jobs}
+        wanted = {job.native_id: job.time for _, jobs, _ in asked for job in jobs}
         seen = Poller(scheduler).look(wanted, owner, newer_than, patience_s)
-        answers |= {trial.dir: _answer(jobs, seen) for trial, jobs in asked}
+        answers |= {trial.dir: _answer(jobs, newest, seen) for trial, jobs, newest in asked}
     return answers
 
 
-def _answer(jobs: list[Job], seen: Seen) -> Answer:
+def _answer(jobs: list[Job], newest: str, seen: Seen) -> Answer:
     states = {job.job_id: seen.states[job.native_id] for job in jobs if job.native_id in seen.states}
-    return Answer(states, states.get(jobs[-1].job_id), seen.asked_at, seen.complaint)
+    return Answer(states, states.get(newest), seen.asked_at, seen.complaint)
 
 
 def _owner(trial: Trial) -> int:

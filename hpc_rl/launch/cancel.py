@@ -44,7 +44,7 @@ def cancel(trial: Trial, now: bool = False) -> list[Cancelled]:
     Raises CannotWrite, or SchedulerError where the wish is written and the scheduler did not take its part.
     """
     jobs = read_jobs(trial)
-    done = [_cancel(trial, job, now) for job in jobs if job.event != "ended" or job is jobs[-1]]
+    done = [_cancel(trial, job, now) for job in jobs if not job.over or job is jobs[-1]]
     return [*_cancel_servers(trial), *done]
 
 
@@ -64,8 +64,8 @@ def _cancel_servers(trial: Trial) -> list[Cancelled]:
 
 
 def _cancel(trial: Trial, job: Job, now: bool) -> Cancelled:
-    scheduler = scheduler_of(trial, job)
     try:
+        scheduler = scheduler_of(trial, job)
         state = scheduler.states([job.native_id]).get(job.native_id, JobState(job.native_id, State.UNKNOWN))
     except SchedulerError as error:
         _wish(trial, job, now)
@@ -79,7 +79,7 @@ def _cancel(trial: Trial, job: Job, now: bool) -> Cancelled:
 
 
 def _tell(scheduler: Scheduler, job: Job, state: JobState, now: bool) -> Outcome:
-    if state.state is State.PENDING:
+    if state.state is State.PENDING or job.event == "ended":  # no script is there to be told
         scheduler.cancel(job.native_id)
         return Outcome.REMOVED
     if state.state is State.UNKNOWN:
@@ -106,7 +106,7 @@ def wait(trial: Trial, job: Job, timeout_s: float) -> JobState | None:
     deadline, since = time.monotonic() + timeout_s, time.time()
     watcher = Watcher(trial)
     while True:
-        if any(now.job_id == job.job_id and now.event == "ended" for now in read_jobs(trial)):
+        if any(now.job_id == job.job_id and now.over for now in read_jobs(trial)):
             return JobState(job.job_id, State.UNKNOWN, reason="its script said so")
         answer = watcher.look(since)
         state = answer.states.get(job.job_id)

@@ -31,7 +31,7 @@ class Claim:
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
-        self._lock = trial.dir / ".submitting"
+        self._lock = trial.submitting
         self._missing: list[Path] = []  # directories that were not there, outermost first
         self._fresh = False  # nothing but our lock lies in the trial directory
         self._old: dict[Path, bytes | None] = {}

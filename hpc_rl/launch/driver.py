@@ -21,7 +21,7 @@ from hpc_rl.errors import ExitCode, FailureClass, Stale
 from hpc_rl.launch import bad_nodes, recover, takeover
 from hpc_rl.launch.ends import end_of
 from hpc_rl.launch.failures import End
-from hpc_rl.launch.liveness import Liveness
+from hpc_rl.launch.liveness import Liveness, serving
 from hpc_rl.launch.measured import Measured
 from hpc_rl.launch.steps import STACKS, Handle, Steps
 from hpc_rl.launch.supervisor import (
@@ -71,6 +71,7 @@ class Driver:
     names: The trial's names.
     end_time: When the scheduler will end the job, Unix seconds, or None; asked rarely.
     rules: Section `recover` of the configuration.
+    servers_away_s: So long a trial whose servers are all away is no trial that hangs; 0 where it has none.
     """
 
     def __init__(
@@ -81,13 +82,14 @@ class Driver:
         names: NameResolve,
         end_time: Callable[[], float | None],
         rules: RecoverConfig,
+        servers_away_s: float = 0.0,
     ) -> None:
         self.attempt, self.trial, self.plan, self.steps, self.names = attempt, attempt.trial, plan, steps, names
         self.rules = rules
         self._clock = time.monotonic
         self._wall = WallTime(end_time)
         self._measured = Measured(attempt)
-        self._liveness = Liveness(rules.hang_factor, rules.hang_min_s, rules.hang_max_s)
+        self._liveness = Liveness(rules.hang_factor, rules.hang_min_s, rules.hang_max_s, servers_away_s)
         self._handles: dict[Key, tuple[Handle, int]] = {}
         self._machine = Supervisor([], plan.recover_mode, plan.recover_retries)
         self._finish: Finish | None = None
@@ -113,6 +115,7 @@ class Driver:
         self._look_for_the_script()
         self._grant_wishes()
         self._look_for_barren_attempts()
+        self._tell_script()
         if self._finish is None:
             self._do(self._machine.start(self._clock()))
         while self._finish is None:
@@ -140,12 +143,19 @@ class Driver:
         return submission_of(self.attempt.id)
 
     def _is_done(self) -> bool:
-        """A trial that this very job has finished is not started again; the mark of an earlier job is taken down."""
+        """A trial that this job or a later one has finished is not started again; the mark of an earlier one is taken down."""
         done = read_json(self.trial.done)
-        if isinstance(done, dict) and done.get("job_id") == self._job_id:
-            return True
+        if isinstance(done, dict) and (by := str(done.get("job_id"))):
+            own, other = self._submitted_at(self._job_id), self._submitted_at(by)
+            if by == self._job_id or (own is not None and other is not None and other > own):
+                return True
         self.trial.done.unlink(missing_ok=True)
         return False
+
+    def _submitted_at(self, job_id: str) -> float | None:
+        job = read_json(self.trial.job(job_id))
+        when = job.get("time") if isinstance(job, dict) else None
+        return when if isinstance(when, int | float) else None
 
     def _take_over(self) -> Lease:
         number = takeover.next_incarnations(self.attempt).get(("supervisor", 0), 0)
@@ -237,9 +247,12 @@ class Driver:
     def _avoid(self, nodes: tuple[str, ...], reason: str) -> None:
         self._event("bad_nodes", {"nodes": list(nodes), "hours": self.rules.avoid_hours, "reason": reason})
         with _tolerant("recording bad nodes"):
-            now = time.time()
-            bad_nodes.add(self.trial, self.attempt.id, nodes, reason, now, self.rules.avoid_hours)
-            bad_nodes.tell_script(self.trial, self._job_id, now)
+            bad_nodes.add(self.trial, self.attempt.id, nodes, reason, time.time(), self.rules.avoid_hours)
+        self._tell_script()
+
+    def _tell_script(self) -> None:
+        with _tolerant("telling the script of bad nodes"):
+            bad_nodes.tell_script(self.trial, self._job_id, time.time())
 
     def _obey_signals(self) -> None:
         terms: list[float] = []
@@ -269,7 +282,8 @@ class Driver:
 
     def _grant_wishes(self) -> None:
         if self._wishes:
-            self._read_intents()  # a signal may tell of an intent, whose words say more than the signal's name
+            with _tolerant("reading intents"):
+                self._read_intents()  # a signal may tell of an intent, whose words say more than the signal's name
             self._wishes.sort(key=lambda why: why != CANCELLED)
         while self._wishes:
             why = self._wishes.pop(0)
@@ -341,8 +355,12 @@ class Driver:
                 doing = read_json(self.attempt.activity(role, index, incarnation))
                 words = str(doing.get("doing", "")) if isinstance(doing, dict) else ""
                 self._liveness.observe((role, index), doing and json.dumps(doing), now, words)
-        for prefix in (keys.SERVERS, keys.ROLLOUT):
-            self._liveness.observe_leases(self.names.leases(prefix), self.attempt.id, now)
+        servers = self.names.leases(keys.SERVERS)
+        for leases in (servers, self.names.leases(keys.ROLLOUT)):
+            self._liveness.observe_leases(leases, self.attempt.id, now)
+        self._liveness.observe_servers(servers, now)
+        for key, incarnation in serving(servers, self.attempt.id):
+            self._machine.served(now, key, incarnation)
         if self._machine.phase is Phase.RUNNING:
             for key, why in self._liveness.hung(now, self._measured.step_s, list(self._handles)):
                 self._do(self._machine.hung(now, key, why))
@@ -350,6 +368,7 @@ class Driver:
     def _leave(self, lease: Lease, finish: Finish) -> int:
         record = {"exit_code": finish.code, "reason": finish.reason, "time": time.time()}
         self._event("ended", {"role": "supervisor", "code": finish.code, "reason": finish.reason})
+        self._tell_script()
         with _tolerant("writing how it ended"):  # the exit code tells too, and the script has that
             write_json(self.attempt.ended, record)
             if finish.code == ExitCode.DONE:

@@ -6,7 +6,7 @@ shellcheck and our own linter, the request against sinfo, and Slurm's own opinio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from hpc_rl.config.slurm_rules import DERIVED, asks_for_gpus
 from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import lint
-from hpc_rl.render.layouts import servers_of
+from hpc_rl.render.layouts import servers_of, without
 from hpc_rl.render.slurm_time import seconds
 from hpc_rl.schedulers.capacity import Finding, Node, Request, judge
 
@@ -119,7 +119,10 @@ def _gpu_type(gres: str | None) -> str | None:
 
 def capacity(config: Config, plan: Plan, cluster: Cluster) -> list[Check]:
     """The request against one sinfo. Raises SchedulerError where that can't be had."""
-    nodes = cluster.nodes()
+    return _compare(config, plan, cluster.nodes())
+
+
+def _compare(config: Config, plan: Plan, nodes: list[Node]) -> list[Check]:
     if not nodes:
         return [Check("sinfo", "skipped", "it showed no nodes")]
     findings = [finding for part in parts(config, plan) for finding in judge(request_of(*part), nodes)]
@@ -147,14 +150,38 @@ def _check(finding: Finding) -> Check:
     return Check(f"sinfo: {finding.limit}", "refused" if finding.certain else "note", finding.message, finding.nearest)
 
 
-def quick(config: Config, plan: Plan, cluster: Cluster) -> list[str]:
-    """Notes for a submission, by one sinfo; where that gives no answer, sbatch will. Raises ConfigError for what can't run."""
+@dataclass(frozen=True)
+class Quick:
+    """What a submission is told, and which of the nodes that failed the trial it avoids."""
+
+    notes: list[str]
+    avoid: tuple[str, ...] = ()
+
+
+def quick(config: Config, plan: Plan, cluster: Cluster, bad: Sequence[str] = ()) -> Quick:
+    """By one sinfo; where that gives no answer, sbatch will. Raises ConfigError for what can't run.
+
+    Args:
+        config: The checked configuration.
+        plan: Its plan.
+        cluster: Whom to ask.
+        bad: Nodes that failed the trial lately; they are avoided where enough others are left.
+    """
+    words_of_bad = f"{', '.join(bad)} failed this trial lately: "
+    avoided = [words_of_bad + "avoided"] if bad else []
     try:
-        report = Report(capacity(config, plan, cluster))
+        nodes = cluster.nodes()
     except SchedulerError as error:
-        return [f"not compared with the cluster: {error}"]
+        return Quick([f"not compared with the cluster: {error}", *avoided], tuple(bad))
+    report = Report(_compare(config, plan, nodes))
     report.raise_for()
-    return [words(check) for check in report.checks if check.state == "note"]
+    notes = [words(check) for check in report.checks if check.state == "note"]
+    if not bad:
+        return Quick(notes)
+    launcher = replace(config.launcher, slurm=without(config.launcher.slurm, bad))
+    if Report(_compare(replace(config, launcher=launcher), plan, nodes)).refused:
+        return Quick([*notes, words_of_bad + "not avoided, or too few nodes would be left"])
+    return Quick([*notes, *avoided], tuple(bad))
 
 
 def everything(config: Config, plan: Plan, scripts: Mapping[str, str], cluster: Cluster | None) -> Report:

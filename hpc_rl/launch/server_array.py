@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_rl.errors import ExitCode
+from hpc_rl.launch.successor import users_comment
 from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobSpec, JobState, Scheduler, State
@@ -21,12 +22,13 @@ from hpc_rl.trial import Trial, create_exclusive, read_json
 KIND = "servers"
 SCRIPT = "servers.sbatch"  # as render names it; importing that would bring jinja2 to every `status`
 TASK = re.compile(r"(?P<array>\d+)_(?P<task>\d+)")
-STARTS_AS_ONE = 60.0  # seconds; the job was submitted just now, and Slurm may not know it yet
+SUBMITTING_S = 60.0  # that a trainer job which starts at once waits for whoever is about to submit its servers
+POLL_S = 0.5
 
 
 @dataclass
 class ServerTask:
-    """One server node of an array. `state` is running | waiting | ended | unknown; `starts` counts from 1."""
+    """One server node of an array. `state` is running | waiting | signalled | ended | unknown; `starts` counts from 1."""
 
     id: str
     state: str
@@ -44,9 +46,16 @@ class ServerArray:
     tasks: list[ServerTask] = field(default_factory=list)
 
 
-def submit_servers(trial: Trial, plan: Plan, serves: str, tag: str, name: str, scheduler: Scheduler) -> str:
-    """Hand the array in and put it on record; returns its id. Raises SchedulerError, OSError."""
+def submit_servers(
+    trial: Trial, plan: Plan, serves: str, tag: str, name: str, scheduler: Scheduler, *, again: bool = False
+) -> str:
+    """Hand the array in and put it on record; returns its id. `again`: its tag is not the one that the script carries.
+
+    Raises SchedulerError, OSError.
+    """
     spec = JobSpec(f"{name}.servers", trial.scripts / SCRIPT, f"{tag}:servers", arguments=("", "0", serves))
+    if again:
+        spec = replace(spec, known_as=False, comment=users_comment(trial))
     job_id = scheduler.submit(spec)
     made = {"job_id": job_id, "kind": KIND, "serves": serves, "scheduler": scheduler.name, "time": time.time(), "tag": spec.tag}
     num_tasks = len(next(group for group in plan.groups if group.name == "servers").nodes)
@@ -59,18 +68,32 @@ def ensure(trial: Trial, plan: Plan, serves: str, tag: str, name: str, scheduler
 
     One question to the scheduler. Raises SchedulerError, OSError.
     """
+    _wait_for_submitter(trial)
     own = [array for array in read_arrays(trial) if array.serves == serves]
     ids = {array.job_id for array in own} | {current for array in own for current in successors(trial, array.job_id)}
     states = scheduler.states(sorted(ids)) if ids else {}
     if any(state.state.alive for state in states.values()):
         return ""
-    return submit_servers(trial, plan, serves, f"{tag}:{len(own)}", name, scheduler)
+    return submit_servers(trial, plan, serves, f"{tag}:{len(own)}", name, scheduler, again=True)
+
+
+def _wait_for_submitter(trial: Trial) -> None:
+    """The trial's job is handed in first, and may start before its servers are; the claim goes once they are on record."""
+    deadline = time.monotonic() + SUBMITTING_S  # of a submitter that died there is left its claim alone
+    while trial.submitting.exists() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
 
 
 def successors(trial: Trial, array: str) -> list[str]:
     """Ids of the jobs that go on with single tasks of an array, where requeue is refused."""
     tasks = {path.name.partition(".")[0] for path in trial.jobs.glob(f"{array}_*.next-*")}
     return sorted(record.current(trial, task) for task in tasks)
+
+
+def attempts_of(trial: Trial, task: str) -> list[str]:
+    """The attempts of one task, oldest first."""
+    restarts = [path.name.rpartition(".")[2] for path in trial.server_attempts.glob(f"{task}.*")]
+    return [f"{task}.{restart}" for restart in sorted(int(restart) for restart in restarts if restart.isdigit())]
 
 
 def read_arrays(trial: Trial) -> list[ServerArray]:
@@ -95,7 +118,8 @@ def _task(trial: Trial, task: str) -> ServerTask:
     if last["event"] != "ended":
         return ServerTask(task, "running", starts)
     # After a TERM the script can't know whether Slurm starts it again.
-    return ServerTask(task, "ended", starts, _words(trial, task, last))
+    state = "signalled" if last.get("cancelled") is True else "ended"
+    return ServerTask(task, state, starts, _words(trial, task, last))
 
 
 def _words(trial: Trial, task: str, last: dict[str, Any]) -> str:
@@ -108,6 +132,7 @@ def _words(trial: Trial, task: str, last: dict[str, Any]) -> str:
 def array_line(array: ServerArray, state: JobState | None = None) -> str:
     """One line of status."""
     words = {"running": "run", "waiting": "wait to be started again", "ended": "ended", "unknown": "not started"}
+    words["signalled"] = "told to end by Slurm, which starts them again after a preemption"
     counts = {kind: sum(task.state == kind for task in array.tasks) for kind in words}
     said = ", ".join(f"{count} {words[kind]}" for kind, count in counts.items() if count)
     again = sum(max(0, task.starts - 1) for task in array.tasks)

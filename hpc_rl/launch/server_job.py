@@ -20,12 +20,12 @@ from typing import Any
 from hpc_rl.checkpoint.lineage import submission_of
 from hpc_rl.config.service import RecoverConfig
 from hpc_rl.errors import ExitCode
-from hpc_rl.launch import takeover
+from hpc_rl.launch import bad_nodes, takeover
 from hpc_rl.launch.ends import end_of
 from hpc_rl.launch.failures import End
-from hpc_rl.launch.liveness import Liveness
+from hpc_rl.launch.liveness import Liveness, serving
 from hpc_rl.launch.steps import Handle, Steps
-from hpc_rl.launch.supervisor import Action, AskToStop, DumpStacks, Finish, Key, Kill, Phase, Record, Start, Supervisor
+from hpc_rl.launch.supervisor import Action, AskToStop, Avoid, DumpStacks, Finish, Key, Kill, Phase, Record, Start, Supervisor
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.base import NameResolve
 from hpc_rl.plan.schema import Plan, Unit
@@ -71,6 +71,7 @@ class ServerJob:
         incarnations = takeover.next_incarnations(attempt) if attempt.dir.is_dir() else {}
         self._machine = Supervisor(units, "auto", UNLIMITED, 0, incarnations)
         self._liveness = Liveness(rules.hang_factor, rules.hang_min_s, rules.hang_max_s)
+        self._avoid_hours = rules.avoid_hours
         self._handles: dict[Key, tuple[Handle, int]] = {}
         self._finish: Finish | None = None
         self._wishes: list[str] = []
@@ -85,6 +86,7 @@ class ServerJob:
         self._obey_signals()
         self.attempt.make_dirs()
         self._event("supervisor_started", {"role": "supervisor", "pid": os.getpid(), "serves": self.serves})
+        self._tell_script()
         self._look()
         if self._over:
             self._finish = Finish(ExitCode.DONE, self._over)
@@ -95,7 +97,8 @@ class ServerJob:
             time.sleep(TICK_S)
         code, reason = self._finish.code, self._finish.reason
         if code == ExitCode.STOPPED:
-            code, reason = (ExitCode.DONE, self._over) if self._over else (ExitCode.STOPPED, self._why)
+            code, reason = (ExitCode.DONE, self._over) if self._over else (ExitCode.STOPPED, self._why or reason)
+        self._tell_script()
         self._event("ended", {"role": "supervisor", "code": int(code), "reason": reason})
         with suppress(OSError):  # the exit code tells too
             write_json(self.attempt.ended, {"exit_code": int(code), "reason": reason, "time": time.time()})
@@ -125,7 +128,10 @@ class ServerJob:
             logger.warning("looking at the trial: %s", error)
 
     def _look_for_hangs(self, now: float) -> None:
-        self._liveness.observe_leases(self.names.leases(keys.SERVERS), self.attempt.id, now)
+        leases = self.names.leases(keys.SERVERS)
+        self._liveness.observe_leases(leases, self.attempt.id, now)
+        for key, incarnation in serving(leases, self.attempt.id):
+            self._machine.served(now, key, incarnation)
         if self._machine.phase is Phase.RUNNING:
             for key, why in self._liveness.hung(now, 0.0, list(self._handles)):
                 self._do(self._machine.hung(now, key, why))
@@ -181,10 +187,22 @@ class ServerJob:
                 case DumpStacks(key, hangs) if hangs and key in self._handles:
                     with suppress(OSError):  # the kill follows all the same
                         self._handles[key][0].dump_stacks()
+                case Avoid(nodes, reason):
+                    self._avoid(nodes, reason)
                 case Record(event, details):
                     self._event(event, details)
                 case Finish():
                     self._finish = action
+
+    def _avoid(self, nodes: tuple[str, ...], reason: str) -> None:
+        self._event("bad_nodes", {"nodes": list(nodes), "hours": self._avoid_hours, "reason": reason})
+        with suppress(OSError):  # then the task may get the node again, and tell of it again
+            bad_nodes.add(self.trial, self.attempt.id, nodes, reason, time.time(), self._avoid_hours)
+        self._tell_script()
+
+    def _tell_script(self) -> None:
+        with suppress(OSError):
+            bad_nodes.tell_script(self.trial, submission_of(self.attempt.id), time.time())
 
     def _start(self, action: Start) -> None:
         unit, incarnation = action.unit, action.incarnation

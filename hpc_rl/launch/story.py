@@ -38,6 +38,13 @@ class Job:
     native_id: str = ""  # the scheduler's id of its newest job, where a successor went on; else job_id
     code: int | None = None  # of its end
     reason: str = ""  # of its end, in the script's words
+    cluster: str = ""  # the Slurm cluster that it was handed to; empty where that is not known
+    by_signal: bool = False  # it ended for a TERM, which a cancel, a preemption and an administrator's requeue send alike
+
+    @property
+    def over(self) -> bool:
+        """Its script has ended for good. After a TERM that no `hpc-rl cancel` asked for, only the scheduler knows that."""
+        return self.event == "ended" and (self.cancelled or not self.by_signal)
 
 
 @dataclass
@@ -232,6 +239,7 @@ def read_jobs(trial: Trial) -> list[Job]:
                     job_id=path.stem,
                     time=float(when) if isinstance(when, (int, float)) else 0.0,
                     scheduler=str(data.get("scheduler") or ""),
+                    cluster=str(data.get("cluster") or ""),
                     start_mode=str(data.get("start_mode") or ""),
                     cancelled=trial.cancel_intent(path.stem).exists(),
                     native_id=record.current(trial, path.stem),
@@ -247,7 +255,12 @@ def _last_word(path: Path) -> dict[str, Any]:
         return {}
     last = said[-1]
     code = last["code"] if isinstance(last.get("code"), int) else None
-    return {"event": last["event"], "code": code, "reason": str(last.get("reason") or "")}
+    return {
+        "event": last["event"],
+        "code": code,
+        "reason": str(last.get("reason") or ""),
+        "by_signal": last.get("cancelled") is True,
+    }
 
 
 def newest_generation(trial: Trial) -> int | None:

@@ -30,13 +30,14 @@ from hpc_rl.config.source import literal
 from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, SchedulerError, TrialBusy
 from hpc_rl.launch import bad_nodes, index, provenance
 from hpc_rl.launch.claim import Claim
-from hpc_rl.launch.server_array import KIND, submit_servers
-from hpc_rl.launch.story import newest_generation
+from hpc_rl.launch.server_array import submit_servers
+from hpc_rl.launch.story import newest_generation, read_jobs
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import wheel
 from hpc_rl.render.scripts import Stamp, job_name, render, script_name
-from hpc_rl.schedulers import make_scheduler, pick, record
+from hpc_rl.schedulers import make_scheduler, pick
 from hpc_rl.schedulers.base import JobSpec, Scheduler
+from hpc_rl.schedulers.polling import cluster_name
 from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.trial import Trial, account, read_json, write_json
 
@@ -82,6 +83,7 @@ def submit(
     trial: Trial | None = None,
     recovery: Recovery | None = None,
     scheduler: Scheduler | None = None,
+    avoid: Sequence[str] | None = None,
 ) -> Submission:
     """Hand the trial in.
 
@@ -92,6 +94,7 @@ def submit(
         trial: Where it lies; by default as the configuration says.
         recovery: Of `hpc-rl recover`.
         scheduler: Whom to ask; by default as `launcher.type` says.
+        avoid: Nodes to avoid besides; by default those that failed the trial lately.
 
     Raises:
         TrialBusy, NothingToResume, CannotWrite, SchedulerError, ConfigError. A directory that was not there before is gone then.
@@ -113,7 +116,7 @@ def submit(
             refuse_finished(trial, changed)
         allocation_was = str((read_json(trial.plan_json) or {}).get("allocation") or "")
         start = ("resume" if recovery else plan.recover_mode, from_step)
-        made = _prepare(claim, loaded, plan, list(command), start, scheduler.name)
+        made = _prepare(claim, loaded, plan, list(command), start, scheduler.name, avoid)
         claim.remove(trial.done)  # where it was at its end, it goes on
         job_id = scheduler.submit(JobSpec(job_name(trial), made.script, made.tag))
         servers = ""
@@ -122,6 +125,7 @@ def submit(
         claim.keep()
         job = {"job_id": job_id, "scheduler": scheduler.name, "time": time.time(), "command": list(command), "tag": made.tag}
         job |= {"start_mode": made.start_mode, "lineage_parent": recovery.parent if recovery else None}
+        job |= {"cluster": cluster_name()} if scheduler.name == "slurm" else {}
         write_json(trial.job(job_id), job | {"from_step": from_step, "changed": [str(change) for change in changed]})
     index.record(trial)
     output = trial.jobs / f"{job_id}.out"
@@ -241,11 +245,9 @@ def check_programs(plan: Plan, loaded: Loaded) -> None:
 def check_idle(trial: Trial) -> None:
     """Raises TrialBusy while a job of the trial waits or runs."""
     jobs: dict[str, list[str]] = {}
-    for path in sorted(trial.jobs.glob("*.json")):
-        job = read_json(path)
-        ended = [event for event in record.read(trial, path.stem)[-1:] if event["event"] == "ended"]
-        if isinstance(job, dict) and not ended and job.get("kind") != KIND and "_" not in path.stem:
-            jobs.setdefault(str(job.get("scheduler", "")), []).append(record.current(trial, path.stem))
+    for job in read_jobs(trial):
+        if not job.over:
+            jobs.setdefault(job.scheduler, []).append(job.native_id)
     for name, job_ids in jobs.items():
         for job_id, state in make_scheduler(name, trial).states(job_ids).items():
             if state.state.alive:
@@ -263,15 +265,22 @@ class _Prepared:
 
 
 def _prepare(
-    claim: Claim, loaded: Loaded, plan: Plan, command: list[str], start: tuple[str, int | None], scheduler: str
+    claim: Claim,
+    loaded: Loaded,
+    plan: Plan,
+    command: list[str],
+    start: tuple[str, int | None],
+    scheduler: str,
+    avoid: Sequence[str] | None = None,
 ) -> _Prepared:
     """Write everything that the job reads. `start`: mode and generation of the first start."""
     trial, config = claim.trial, loaded.config
     config_json = _json(to_dict(config))
     zip_name, zip_bytes = wheel.build()
-    stamp = _stamp(trial, config_json, zip_name, *start)
+    bad = tuple(bad_nodes.current(trial, time.time()) if avoid is None else avoid)
+    stamp = dataclasses.replace(_stamp(trial, config_json, zip_name, *start), avoid=bad)
     plan_json = _json(plan.to_json())
-    scripts = render(_without_bad_nodes(config, trial), plan, trial, stamp, scheduler, site_dirs())
+    scripts = render(config, plan, trial, stamp, scheduler, site_dirs())
     hashes = {
         "config.json": stamp.config_sha256,
         "plan.json": provenance.sha256(plan_json),
@@ -309,13 +318,6 @@ def scripts_of(loaded: Loaded, plan: Plan, trial: Trial, scheduler: str) -> dict
     """The scripts of a submission, without one: file name below scripts/ -> text. Writes nothing. Raises ConfigError."""
     stamp = _stamp(trial, _json(to_dict(loaded.config)), wheel.build()[0], plan.recover_mode)
     return render(loaded.config, plan, trial, stamp, scheduler, site_dirs())
-
-
-def _without_bad_nodes(config: Config, trial: Trial) -> Config:
-    """The configuration as this one submission needs it: it avoids the nodes that failed the trial lately."""
-    slurm = config.launcher.slurm
-    avoiding = dataclasses.replace(slurm, exclude=bad_nodes.merged(slurm.exclude, trial, time.time()))
-    return dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, slurm=avoiding))
 
 
 def given(loaded: Loaded) -> dict[str, Any]:

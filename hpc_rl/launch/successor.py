@@ -29,7 +29,7 @@ def go_on(
     name: str,
     script: Path,
     array: str = "",
-    exclude: str = "",
+    exclude: str | None = None,
     arguments: tuple[str, ...] = (),
     scheduler: SlurmScheduler | None = None,
 ) -> str:
@@ -43,7 +43,7 @@ def go_on(
         name: Job name.
         script: The script, as it was submitted.
         array: Task of an array that goes on alone; empty for a job that is none.
-        exclude: Nodes to avoid instead of those that the script names; empty leaves it to the script.
+        exclude: Nodes to avoid instead of those that the script names, empty for none; None leaves it to the script.
         arguments: What the script is called with, after the submission and the number of the start.
         scheduler: Whom to ask.
 
@@ -58,7 +58,15 @@ def go_on(
     refuse_cancelled(trial, job_id)
     tag = f"hpc-rl:{trial}:{job_id}.{restart}"
     spec = JobSpec(
-        name, script, tag, arguments=(job_id, str(restart), *arguments), after=after, array=array, exclude=exclude, known_as=False
+        name,
+        script,
+        tag,
+        arguments=(job_id, str(restart), *arguments),
+        after=after,
+        array=array,
+        exclude=exclude,
+        known_as=False,
+        comment=users_comment(trial),
     )
     found = scheduler.find(spec)  # of a start of this very job that died before it could write the record
     if found:
@@ -76,6 +84,13 @@ def go_on(
         scheduler.cancel(new)
         raise
     return new
+
+
+def users_comment(trial: Trial) -> str:
+    """`launcher.slurm.comment` of the trial, by which a site may route or bill its jobs; empty where there is none."""
+    config = read_json(trial.config_json)
+    slurm = config.get("launcher", {}).get("slurm", {}) if isinstance(config, dict) else {}
+    return str(slurm.get("comment") or "")
 
 
 def refuse_cancelled(trial: Trial, job_id: str) -> None:

@@ -103,6 +103,7 @@ class Slot:
     incarnation: int  # of the next start
     standing: Standing = Standing.IDLE
     started_at: float = 0.0
+    served_at: float | None = None  # when this incarnation of a server first served
     restart_at: float = 0.0
     ends_in_a_row: int = 0
     hung: str = ""  # why it is being killed
@@ -112,6 +113,11 @@ class Slot:
     @property
     def key(self) -> Key:
         return self.unit.role, self.unit.index
+
+    def was_healthy(self, now: float) -> bool:
+        """Whether an incarnation that ends now was part of no crash loop."""
+        since = self.served_at if self.unit.role == "server" else self.started_at
+        return since is not None and now - since >= recover.HEALTHY_LIFE_S
 
 
 class Supervisor:
@@ -165,6 +171,12 @@ class Supervisor:
         self._asked = why
         return [Record("stopping", {"reason": why, "class": failure.value}), *self._drain(now)]
 
+    def served(self, now: float, key: Key, incarnation: int) -> None:
+        """A server serves: only from then on it lives. It may load for long before it fails at the first request."""
+        slot = self.slots.get(key)
+        if slot is not None and slot.incarnation == incarnation and slot.served_at is None:
+            slot.served_at = now
+
     def last_call(self, why: str) -> None:
         """From now on a trainer without work stops by itself: that is no rollout role that went dry, but for this reason."""
         self._last_call = why
@@ -193,7 +205,7 @@ class Supervisor:
         if slot.hung:
             end, slot.hung = recover.hung(slot.hung), ""
         lived_s = now - slot.started_at
-        slot.ends_in_a_row = 1 if lived_s >= recover.HEALTHY_LIFE_S else slot.ends_in_a_row + 1
+        slot.ends_in_a_row = 1 if slot.was_healthy(now) else slot.ends_in_a_row + 1
         is_trainer = slot.unit.role == "trainer"
         failure = self._is_failure(slot, end)
         self.failures += failure
@@ -240,7 +252,7 @@ class Supervisor:
 
     def _start(self, slot: Slot, now: float) -> list[Action]:
         slot.standing = Standing.RUNNING
-        slot.started_at = now
+        slot.started_at, slot.served_at = now, None
         return [_started(slot), Start(slot.unit, slot.incarnation)]
 
     def _trainer_ended(self, slot: Slot, end: End, now: float) -> list[Action]:

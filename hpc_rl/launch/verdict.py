@@ -10,6 +10,7 @@ from typing import Protocol
 
 from hpc_rl.errors import ExitCode
 from hpc_rl.launch.words import clock
+from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.polling import GONE
 from hpc_rl.schedulers.slurm_states import find, why_pending
@@ -27,6 +28,9 @@ class JobFacts(Protocol):
     event: str
     code: int | None
     reason: str
+
+    @property
+    def over(self) -> bool: ...
 
 
 class AttemptFacts(Protocol):
@@ -59,6 +63,11 @@ def describe_end(code: int | None, reason: str, cancelled: bool) -> tuple[str, s
         state, words = "cancelled", "cancelled by a person" + (", state saved" if code == ExitCode.STOPPED else "")
     return state, f"{words}: {reason}" if reason and reason not in words else words
 
+
+FIRST_NODE_LOST = (
+    "its first node died, and what was left of the job was ended; where it may not be requeued (launcher.slurm.continue_by "
+    "successor, recover.mode disabled) nothing starts it again by itself"
+)
 
 DEAD_JOBS = {
     State.CANCELLED: "cancelled",
@@ -93,13 +102,28 @@ def verdict(
         if job is not None and job.cancelled:
             return "stopping", "a person cancelled it; the scheduler has not confirmed it yet"
         return "pending", _waiting(job_state, again=own is not None)
+    dead = job_state is not None and (job_state.native == GONE or job_state.state in DEAD_JOBS)
+    if dead and job is not None and job.event == record.FIRST_NODE_LOST and not job.cancelled:
+        return "killed", FIRST_NODE_LOST
+    doubt = ""
+    if job is not None and job.event == "ended" and not job.over and not dead:
+        doubt = "; only the scheduler knows whether it starts the job again"
+        if job_state is not None and job_state.state is State.RUNNING:  # as it calls one that it cleans up
+            return "stopping", f"{job.reason}{doubt}, and it has not said yet"
+    state, reason = _by_files(job, own, job_state, last_sign, dead)
+    return state, reason + doubt
+
+
+def _by_files(
+    job: JobFacts | None, own: AttemptFacts | None, job_state: JobState | None, last_sign: float | None, dead: bool
+) -> tuple[str, str]:
+    """What the files say, where the scheduler does not say that the job waits. `dead`: it says that the job is over."""
     if own is None:
         return _unstarted(job, job_state) if job else ("unknown", "")
     if own.state == "running":
         return _unended(job, own, job_state, last_sign)
     job_ended = job is not None and job.event == "ended"
-    dead = job_ended or (job_state is not None and (job_state.native == GONE or job_state.state in DEAD_JOBS))
-    if dead or own.state in ("done", "failed", "cancelled"):
+    if dead or job_ended or own.state in ("done", "failed", "cancelled"):
         # A job that did not go on after a stop says why in its own last words.
         more = f" ({job.reason})" if own.state == "stopped" and job is not None and job_ended and job.reason else ""
         return own.state, "" if own.state == "done" else own.cause + more
@@ -108,7 +132,7 @@ def verdict(
 
 def _has_started_since(own: AttemptFacts | None, asked_at: float | None) -> bool:
     """Whether an attempt began after the scheduler called its job pending: the answer is an old one then."""
-    return own is not None and own.state == "running" and asked_at is not None and (own.started or 0.0) > asked_at - SKEW_S
+    return own is not None and asked_at is not None and (own.started or 0.0) > asked_at - SKEW_S
 
 
 def _waiting(job_state: JobState, again: bool) -> str:

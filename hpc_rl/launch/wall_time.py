@@ -87,7 +87,9 @@ class JobEndTime:
     def __init__(self) -> None:
         given = os.environ.get("SLURM_JOB_END_TIME", "")
         self._given = float(given) if given.isdigit() else None
-        self._job_id = os.environ.get("SLURM_JOB_ID")
+        array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+        # Slurm lists a task by these two, and of one task of every array SLURM_JOB_ID is the id of the whole array.
+        self._job_id = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
         self._asked = False
 
     def __call__(self) -> float | None:

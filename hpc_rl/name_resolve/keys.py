@@ -5,6 +5,7 @@ from __future__ import annotations
 OWNER = "owner"  # lease: the supervisor that runs the trial
 ROLLOUT = "rollout/0"  # lease: {"url", "attempt", "pid", "host"}
 SERVERS = "server"  # prefix of server leases
+ROUTABLE = ("serving", "paused")  # states of a server that gets requests: a paused one holds them until its new weights are in
 EVALUATION = "evaluation"  # reserved for the newest evaluation record
 
 

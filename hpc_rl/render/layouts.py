@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ class Asks:
     tag: Unique word of the submission.
     workdir: Where the scripts start.
     jobs: Folder for the scripts' own words.
+    avoid: Nodes that this submission avoids besides.
     """
 
     slurm: SlurmLauncherConfig
@@ -35,6 +36,7 @@ class Asks:
     tag: str
     workdir: str
     jobs: Path
+    avoid: tuple[str, ...] = ()
 
     @property
     def saves(self) -> bool:
@@ -42,6 +44,10 @@ class Asks:
 
     def group(self, name: str) -> Group:
         return next(group for group in self.plan.groups if group.name == name)
+
+    def directives(self, slurm: SlurmLauncherConfig, ask: Ask) -> Directives:
+        """What sbatch is told of a part; the script itself names only what the section excludes, for bad nodes get well."""
+        return directives(without(slurm, self.avoid), ask)
 
     def ask(self, group: Group, output: str, **more: Any) -> Ask:
         """A part of the trial as Slurm is asked for it."""
@@ -62,6 +68,16 @@ def servers_of(slurm: SlurmLauncherConfig) -> SlurmLauncherConfig:
     if "gres" not in given and "gpu_type" in given:
         given["gres"] = None
     return replace(slurm, **given)
+
+
+def without(slurm: SlurmLauncherConfig, nodes: Sequence[str]) -> SlurmLauncherConfig:
+    """The section of a submission that avoids these nodes, too."""
+    if not nodes:
+        return slurm
+    servers = slurm.servers
+    if servers.exclude:
+        servers = replace(servers, exclude=",".join([servers.exclude, *nodes]))
+    return replace(slurm, exclude=",".join([*([slurm.exclude] if slurm.exclude else []), *nodes]), servers=servers)
 
 
 def refuse_hooks(plan: Plan, events: Collection[str]) -> None:
@@ -94,7 +110,7 @@ def trial_values(asks: Asks) -> dict[str, Any]:
         "backend": slurm.backend,
         "continue_by": slurm.continue_by,
         "exclude": slurm.exclude or "",
-        "directives": directives(slurm, ask),
+        "directives": asks.directives(slurm, ask),
         "component": _component(asks, ask) if plan.layout == "hetjob" else None,
     }
 
@@ -108,7 +124,7 @@ def submitit_values(asks: Asks) -> dict[str, Any]:
 def _component(asks: Asks, first: Ask) -> Directives:
     """The second component: what it asks for itself, everything else is said once."""
     slurm = servers_of(asks.slurm)
-    asked = directives(slurm, replace(asks.ask(asks.group("servers"), "%j.out", requeue=first.requeue), signal=""))
+    asked = asks.directives(slurm, replace(asks.ask(asks.group("servers"), "%j.out", requeue=first.requeue), signal=""))
     own = [(name, value) for name, value in asked.accounting if name in PER_COMPONENT]
     return replace(asked, accounting=own, output=[], policy=[], extra=[])
 
@@ -134,6 +150,6 @@ def server_values(asks: Asks) -> dict[str, Any]:
         "backend": "sbatch",
         "continue_by": slurm.continue_by,
         "exclude": slurm.exclude or "",
-        "directives": directives(alone, ask),
+        "directives": asks.directives(alone, ask),
     }
     return values | {"mode": "auto", "start_mode": "auto", "attempts": "server_attempts"}

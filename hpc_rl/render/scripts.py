@@ -38,6 +38,7 @@ class Stamp:
         workdir: Directory of the submission; the processes start there.
         start_mode: Recover mode of the first start: the stored one, or `resume` for `hpc-rl recover`.
         from_step: The generation of the first start, where a person named it.
+        avoid: Nodes that failed the trial lately.
     """
 
     version: str
@@ -48,6 +49,7 @@ class Stamp:
     workdir: Path
     start_mode: str
     from_step: int | None = None
+    avoid: tuple[str, ...] = ()
 
 
 def job_name(trial: Trial) -> str:
@@ -72,7 +74,7 @@ def render(config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: st
     """
     wanted: list[tuple[str, str, dict[str, Any]]] = [(*TEMPLATES[scheduler], {})]
     if scheduler == "slurm":
-        asks = layouts.Asks(config.launcher.slurm, plan, job_name(trial), stamp.tag, str(stamp.workdir), trial.jobs)
+        asks = layouts.Asks(config.launcher.slurm, plan, job_name(trial), stamp.tag, str(stamp.workdir), trial.jobs, stamp.avoid)
         wanted = [(*TEMPLATES[scheduler], layouts.trial_values(asks))]
         wanted += [(*SERVERS, layouts.server_values(asks))] if plan.layout == "jobs" else []
     hooks = gather(config.launcher.hooks, site)

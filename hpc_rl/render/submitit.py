@@ -32,6 +32,8 @@ def parameters(slurm: SlurmLauncherConfig, asked: Directives, *, with_gpus: bool
     # To the steps, where submitit's handler is; without B: the batch shell hears nothing of it.
     options["signal"] = f"USR2@{signal_lead_s(slurm.time)}"
     return {
+        # `hpc-rl cancel` sends USR1 to the batch script, which is submitit's and would die of it; the supervisor sees the wish.
+        "setup": ["trap '' USR1"],
         "job_name": job_name,
         "time": UNLIMITED_MIN if limit_s is None else max(1, limit_s // 60),  # submitit's own idea of it; the option below counts
         "wckey": slurm.wckey,  # submitit names one otherwise

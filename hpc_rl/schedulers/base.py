@@ -38,8 +38,9 @@ class JobSpec:
         arguments: What the script is called with.
         after: Job that must have ended, however, before this one starts; empty for none.
         array: Tasks of the array instead of those that the script names; empty leaves it to the script.
-        exclude: Nodes to avoid instead of those that the script names; empty leaves it to the script.
-        known_as: Whether `tag` is the one that the script carries; otherwise it is said beside it.
+        exclude: Nodes to avoid instead of those that the script names, empty for none; None leaves it to the script.
+        known_as: Whether `tag` is the one that the script carries; otherwise it is said beside it, and replaces its comment.
+        comment: The user's own words, which follow the tag where that is said beside the script.
     """
 
     name: str
@@ -48,8 +49,9 @@ class JobSpec:
     arguments: tuple[str, ...] = ()
     after: str = ""
     array: str = ""
-    exclude: str = ""
+    exclude: str | None = None
     known_as: bool = True
+    comment: str = ""
 
 
 @dataclass(frozen=True)

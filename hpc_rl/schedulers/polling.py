@@ -235,10 +235,19 @@ def _state(row: list[Any]) -> JobState:
 
 def cluster_key() -> str:
     """A name for the cluster that commands here talk to: two clusters may share a home directory and number their jobs alike."""
-    conf = os.environ.get("SLURM_CONF") or "/etc/slurm/slurm.conf"
+    where = cluster_name() or socket.gethostname()
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', where)[:40]}-{hashlib.sha256(_conf().encode()).hexdigest()[:8]}"
+
+
+def cluster_name() -> str:
+    """What Slurm calls the cluster that commands here talk to; empty where its configuration can't be read."""
     try:
-        named = re.search(r"^\s*ClusterName\s*=\s*(\S+)", Path(conf).read_text(errors="replace"), re.MULTILINE | re.IGNORECASE)
+        text = Path(_conf()).read_text(errors="replace")
     except OSError:
-        named = None
-    where = named[1] if named else socket.gethostname()
-    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', where)[:40]}-{hashlib.sha256(conf.encode()).hexdigest()[:8]}"
+        return ""
+    named = re.search(r"^\s*ClusterName\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
+    return named[1].lower() if named else ""
+
+
+def _conf() -> str:
+    return os.environ.get("SLURM_CONF") or "/etc/slurm/slurm.conf"

@@ -2,7 +2,8 @@
 
 A submission that goes on by successors keeps its id and its file; `<job id>.next-<restart>` names each of them.
 
-Events: started (restart, host, pid, start_ticks), supervisor_killed (code), requeued (code), ended (code, reason).
+Events: started (restart, host, pid, start_ticks), supervisor_killed (code), requeued (code), ended (code, reason, cancelled:
+whether for a signal), first_node_lost (by a step on another node, which then requeues or cancels the job).
 A job that started and never ended was killed, or runs.
 """
 
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.trial import Trial, read_json
+
+FIRST_NODE_LOST = "first_node_lost"
 
 
 def path(trial: Trial, job_id: str) -> Path:
@@ -34,6 +37,16 @@ def read(trial: Trial, job_id: str) -> list[dict[str, Any]]:
         if isinstance(event, dict) and isinstance(event.get("event"), str):
             events.append(event)
     return events
+
+
+def followers(trial: Trial, job_id: str) -> dict[int, str]:
+    """The scheduler's ids of the jobs that went on with a submission, oldest first, by the number of the start of each."""
+    found = {}
+    for path in sorted(trial.jobs.glob(f"{job_id}.next-*")):
+        data, restart = read_json(path), path.name.rpartition("-")[2]
+        if restart.isdigit() and isinstance(data, dict) and data.get("job_id"):
+            found[int(restart)] = str(data["job_id"])
+    return found
 
 
 def current(trial: Trial, job_id: str) -> str:

@@ -6,6 +6,7 @@ import datetime
 import logging
 import os
 import re
+import shlex
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ LEAKS = (
 TRANSIENT = ("socket timed out", "unable to contact slurm controller", "resource temporarily unavailable", "connection refused")
 JOB_ID = re.compile(r"^(\d+)(?:;\S+)?$", re.MULTILINE)
 SUBMIT_TIMEOUT_S = 30.0
+TRIES = 3  # of sbatch, and of the look for a job whose sbatch gave no answer
 CALL_TIMEOUT_S = 15.0
 
 
@@ -51,25 +53,39 @@ class SlurmScheduler:
         ignored = sorted(name for name in os.environ if name.startswith("SBATCH_"))
         if ignored:
             logger.warning("not passed on to sbatch, the script says what is wanted: %s", ", ".join(ignored))
-        problem = ""
-        for attempt in range(3):
-            if attempt:
-                time.sleep(self.retry_wait_s * attempt)
-                job_id = self.find(spec)
-                if job_id:
-                    return job_id
-            try:
-                done = _call(["sbatch", "--parsable", *_beside(spec), str(spec.script), *spec.arguments], SUBMIT_TIMEOUT_S)
-            except _TimedOut as error:
-                problem = str(error)
-                continue
-            found = JOB_ID.findall(done.stdout)
-            if done.returncode == 0 and found:
-                return found[-1]  # a site's banner comes before it
-            problem = _words(done)
-            if not any(words in problem.lower() for words in TRANSIENT):
+        job_id, problem = "", ""
+        for _ in range(TRIES):
+            job_id, problem, lost = self._sbatch(spec)
+            job_id = job_id or (self._look_up(spec, problem) if lost else "")
+            if job_id or not lost:
                 break
-        raise SchedulerError(f"sbatch refused the job: {problem}")
+        if not job_id:
+            raise SchedulerError(f"sbatch refused the job: {problem}")
+        return job_id
+
+    @staticmethod
+    def _sbatch(spec: JobSpec) -> tuple[str, str, bool]:
+        """Id of the job; else what went wrong, and whether the job may be there all the same."""
+        try:
+            done = _call(["sbatch", "--parsable", *_beside(spec), str(spec.script), *spec.arguments], SUBMIT_TIMEOUT_S)
+        except _TimedOut as error:
+            return "", str(error), True
+        found = JOB_ID.findall(done.stdout)
+        if done.returncode == 0 and found:
+            return found[-1], "", False  # a site's banner comes before it
+        problem = _words(done)
+        return "", problem, any(words in problem.lower() for words in TRANSIENT)
+
+    def _look_up(self, spec: JobSpec, problem: str) -> str:
+        """The job of an sbatch whose answer was lost; "" where there is none. Raises SchedulerError where that can't be told."""
+        for attempt in range(1, TRIES + 1):
+            time.sleep(self.retry_wait_s * attempt)
+            try:
+                return self.find(spec) or ""
+            except SchedulerError as error:
+                unknown = error
+        look = f"Before it is submitted again, look: squeue --me -n {shlex.quote(spec.name)}"
+        raise SchedulerError(f"{problem}; whether Slurm has the job can't be told: {unknown}. {look}") from unknown
 
     def states(self, job_ids: list[str]) -> dict[str, JobState]:
         """One squeue; sacct only for the jobs that squeue has forgotten. Works without accounting."""
@@ -118,6 +134,8 @@ class SlurmScheduler:
     def find(self, spec: JobSpec) -> str | None:
         """The job that carries this tag, where Slurm knows one. Raises SchedulerError."""
         done = _call(["squeue", "-h", "-t", "all", "--me", "-n", spec.name, "-o", "%i|%k"], CALL_TIMEOUT_S)
+        if done.returncode != 0:
+            raise SchedulerError(f"squeue: {_words(done)}")
         for line in done.stdout.splitlines():
             job_id, _, comment = line.partition("|")
             if spec.tag in comment.split():
@@ -161,8 +179,8 @@ def _beside(spec: JobSpec) -> list[str]:
     return [
         *([f"--dependency=afterany:{spec.after}"] if spec.after else []),
         *([f"--array={spec.array}"] if spec.array else []),
-        *([f"--exclude={spec.exclude}"] if spec.exclude else []),
-        *([] if spec.known_as else [f"--comment={spec.tag}"]),
+        *([f"--exclude={spec.exclude}"] if spec.exclude is not None else []),
+        *([] if spec.known_as else [f"--comment={spec.tag} {spec.comment}".rstrip()]),
     ]
 
 

@@ -59,7 +59,7 @@ _FLAGS = [
     Word("REQUEUE_HOLD", "RH", State.PENDING, "was requeued and is held: `scontrol release` lets it go on", _F.INFRASTRUCTURE),
     Word("SPECIAL_EXIT", "SE", State.PENDING, "was requeued and is held by a rule of the site", _F.INFRASTRUCTURE),
     Word("REQUEUE_FED", "RF", State.PENDING, "is being requeued in the federation", _F.INFRASTRUCTURE),
-    Word("REVOKED", "RV", State.CANCELLED, "runs on another cluster of the federation", _F.INFRASTRUCTURE),
+    Word("REVOKED", "RV", State.UNKNOWN, "runs on another cluster of the federation", _F.INFRASTRUCTURE),
     Word("RESV_DEL_HOLD", "RD", State.PENDING, "is held: its reservation was deleted", _F.INFRASTRUCTURE),
     Word("EXPEDITING", "", State.PENDING, "was requeued, and comes first"),
     Word("RESIZING", "RS", State.RUNNING, "is being resized"),

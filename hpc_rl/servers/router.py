@@ -24,8 +24,6 @@ from hpc_rl.types import Turn, WeightVersion
 
 logger = logging.getLogger(__name__)
 
-ROUTABLE = ("serving", "paused")  # a paused server holds requests until its new weights are in
-
 
 def is_older(version: str, minimum: str) -> bool:
     """Whether label `version` comes before label `minimum`; "" is older than any label."""
@@ -146,7 +144,7 @@ class Router:
         deadline = time.monotonic() + self.setup_timeout_s
         said = time.monotonic() + 5.0
         while True:
-            live = [s for s in self._servers.values() if s.state in ROUTABLE and not s.suspect]
+            live = [s for s in self._servers.values() if s.state in keys.ROUTABLE and not s.suspect]
             if live:
                 fresh = [s for s in live if not is_older(s.version, min_version)]
                 return self._choose(fresh or live)
@@ -202,4 +200,4 @@ class Router:
     async def _probe(self, server: Server) -> None:
         with contextlib.suppress(ServerUnavailable, ServerStale, HpcRlError):
             health = await server.client.health(timeout_s=2.0)
-            server.suspect = health.get("state") not in ROUTABLE
+            server.suspect = health.get("state") not in keys.ROUTABLE

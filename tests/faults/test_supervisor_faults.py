@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.launch import bad_nodes
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.trial import read_json, write_json
 
@@ -41,6 +42,27 @@ def test_the_end_of_training_ends_everything_and_says_done(fake):
     assert not fake.alive()
     assert fake.run() == 0  # done is done: nothing is started again
     assert len(fake.events("started", "trainer")) == 1
+
+
+def test_what_a_later_job_finished_is_not_started_again_and_an_earlier_ones_mark_goes(fake):
+    fake.write({"trainer": ["train"]})
+    write_json(fake.trial.job(JOB), {"time": 100.0})
+    write_json(fake.trial.job("later"), {"time": 200.0})
+    write_json(fake.trial.job("earlier"), {"time": 50.0})
+    write_json(fake.trial.done, {"job_id": "later"})
+    assert fake.run() == 0
+    assert not fake.events("started") and read_json(fake.trial.done)["job_id"] == "later"
+    write_json(fake.trial.done, {"job_id": "earlier"})
+    assert fake.run() == 0
+    assert fake.events("started") and read_json(fake.trial.done)["job_id"] == JOB
+
+
+def test_the_script_is_told_which_nodes_are_bad_now_where_an_attempt_begins_and_where_it_ends(fake):
+    fake.write({"trainer": ["train"]})
+    bad_nodes.add(fake.trial, "earlier.0", ["n1"], "lost", now=time.time() - 7200, hours=1)
+    fake.trial.exclude(JOB).write_text("n1\n")
+    assert fake.run() == 0, fake.story()
+    assert fake.trial.exclude(JOB).read_text() == "\n"
 
 
 def test_a_trainer_that_dies_is_started_again_as_a_whole(fake):

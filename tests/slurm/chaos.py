@@ -99,9 +99,7 @@ class Chaos(Killed):
             self._down.clear()
             self.cluster.up()
         if seen.native == "PENDING" and seen.reason == "BeginTime":
-            time.sleep(1.1)  # a start in the second in which the nodes revoked the job's credential is put off again
-            with contextlib.suppress(subprocess.CalledProcessError):  # it started meanwhile
-                self.cluster.run("scontrol", "update", f"jobid={self.job_id}", "StartTime=now")
+            self.cluster.hurry(self.job_id)
             self._seen = None
 
     def _when_running(self, act: Callable[[], object]) -> None:

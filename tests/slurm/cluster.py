@@ -20,10 +20,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from packages import Slurm, find_or_fetch
 
@@ -52,6 +54,22 @@ class Cluster:
         """The environment of clients."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith(LEAKS)}
         return clean | self.slurm.env | {"SLURM_CONF": str(self.conf)}
+
+    @property
+    def client_env(self) -> dict[str, str]:
+        """Of `env` what makes a process a client of this cluster."""
+        return {name: self.env[name] for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH") if name in self.env}
+
+    @classmethod
+    @contextlib.contextmanager
+    def private(cls, slurm: Slurm, num_nodes: int = 4, **more: Any) -> Iterator[Cluster]:
+        """A running cluster in a new directory below /tmp, gone at the end."""
+        cluster = cls(Path(tempfile.mkdtemp(prefix="hpcrl-", dir="/tmp")), slurm, num_nodes, **more)
+        try:
+            cluster.up()
+            yield cluster
+        finally:
+            cluster.down()
 
     @property
     def nodes(self) -> list[str]:
@@ -98,6 +116,17 @@ class Cluster:
             deadline = time.monotonic() + timeout_s
             while self.run("squeue", "-h") and time.monotonic() < deadline:
                 time.sleep(0.1)
+
+    def hurry(self, job_id: str = "") -> None:
+        """Spare that job, or every one, Slurm's two minutes after a requeue."""
+        for line in self.run("squeue", "-h", "-t", "pending", *(["-j", job_id] if job_id else []), "-o", "%i %r").splitlines():
+            waiting, _, reason = line.partition(" ")
+            if reason == "BeginTime":
+                time.sleep(
+                    1.1
+                )  # a start in the second in which the nodes revoked the job's credential fails, and is put off again
+                with contextlib.suppress(subprocess.CalledProcessError):  # it started meanwhile
+                    self.run("scontrol", "update", f"jobid={waiting.partition('+')[0]}", "StartTime=now")
 
     def kill_node(self, node: str) -> None:
         """Power loss: the node's slurmd, its steps and all that runs below them, at once."""
@@ -254,6 +283,14 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE DefaultTime=60 State=UP PriorityTi
 {self.extra_conf}"""
 
 
+def speak_to(cluster: Cluster, monkeypatch: Any) -> None:
+    """Make this process a client of the cluster until the test ends."""
+    for name in [name for name in os.environ if name.startswith(LEAKS)]:
+        monkeypatch.delenv(name)
+    for name, value in cluster.client_env.items():
+        monkeypatch.setenv(name, value)
+
+
 def _user() -> str:
     import pwd
 
@@ -331,9 +368,9 @@ def main() -> None:
     cluster = Cluster(args.dir.absolute(), find_or_fetch(debs=args.debs), args.nodes)
     if args.command == "up":
         cluster.up()
-        for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH"):
-            if name in cluster.env and cluster.env[name] != os.environ.get(name):
-                print(f"export {name}={shlex.quote(cluster.env[name])}")
+        for name, value in cluster.client_env.items():
+            if value != os.environ.get(name):
+                print(f"export {name}={shlex.quote(value)}")
     elif args.command == "down":
         cluster.down()
     elif args.command == "guard":  # whoever has the other end of our input died, or says that it takes it down itself

@@ -16,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # cluster.py is a program of its own, too
 
-from cluster import Cluster
+from cluster import Cluster, speak_to
 from packages import NoSlurm, find_or_fetch
 
 NUM_NODES = 4
@@ -75,11 +75,7 @@ def guarded(here: Path) -> Iterator[None]:
 def cluster(running_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """The cluster with an empty queue and all its nodes; this process is its client."""
     running_cluster.up()
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
-        monkeypatch.delenv(name)
-    for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH"):
-        if name in running_cluster.env:
-            monkeypatch.setenv(name, running_cluster.env[name])
+    speak_to(running_cluster, monkeypatch)
     yield running_cluster
     running_cluster.cancel_all()
 

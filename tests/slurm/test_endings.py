@@ -3,10 +3,7 @@ table of failures, and the story of the trial says in words what happened."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,17 +14,21 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
-from cluster import Cluster
+from cluster import Cluster, speak_to
 from supervised import HERE, unit
 
 from hpc_rl.config.load import Loaded, from_dict
+from hpc_rl.errors import TrialBusy
 from hpc_rl.launch import bad_nodes
+from hpc_rl.launch.ask import ask
+from hpc_rl.launch.cancel import Outcome, cancel
 from hpc_rl.launch.story import Story, tell
-from hpc_rl.launch.submit import submit
+from hpc_rl.launch.submit import check_idle, submit
 from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.slurm import SlurmScheduler
+from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.stats.read import JsonLines
 from hpc_rl.trial import Trial, read_json, write_json
 
@@ -69,11 +70,7 @@ class Job:
 
     def hurry(self) -> bool:
         """Spare a requeued job Slurm's two minutes; true once it has started again."""
-        seen = self.scheduler.states([self.id])[self.id]
-        if seen.native == "PENDING" and seen.reason == "BeginTime":
-            time.sleep(1.1)
-            with contextlib.suppress(subprocess.CalledProcessError):
-                self.cluster.run("scontrol", "update", f"jobid={self.id}", "StartTime=now")
+        self.cluster.hurry(self.id)
         return any(event["event"] == "started" and event["restart"] == 1 for event in record.read(self.trial, self.id))
 
     def said(self) -> str:
@@ -131,6 +128,8 @@ def submit_to(
     trial = Trial.of(folder, "me", "exp", "one")
     scheduler = SlurmScheduler(retry_wait_s=0.1)
     ours = _WithScript(scheduler, trial, script)
+    through_submitit = _WithScript(SubmititScheduler(), trial, script)
+    monkeypatch.setattr("hpc_rl.launch.submit.SubmititScheduler", lambda: through_submitit)
     made = submit(Loaded(from_dict(data), {}), plan, command=["hpc-rl", "submit"], trial=trial, scheduler=ours)
     return Job(cluster, trial, made.job_id, scheduler)
 
@@ -143,6 +142,10 @@ def test_a_preempted_trial_comes_back_by_itself_and_saves_first(cluster, tmp_pat
     until(job.is_up, 60)
     high = cluster.run("sbatch", "--parsable", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2").strip()
     until(lambda: job.scheduler.states([high])[high].state is State.DONE, 60)
+    until(lambda: record.read(job.trial, job.id)[-1]["event"] == "ended" and job.state is State.PENDING, 60)
+    until(lambda: tell(job.trial, ask(job.trial, newer_than=time.time() - 1).newest, time.time()).state == "pending", 60)
+    with pytest.raises(TrialBusy, match=f"is pending as job {job.id}"):
+        check_idle(job.trial)
     until(job.hurry, 180)
     until(lambda: job.state is State.DONE, 60)
     story = job.story
@@ -187,26 +190,27 @@ def test_a_plain_scancel_stays_dead_and_is_told(cluster, start, until):
     assert "SIGTERM of the scheduler: a cancel" in story.reason or "CANCELLED" in story.reason
 
 
+def test_cancel_saves_first_where_submitit_submitted(cluster, tmp_path, monkeypatch, until):
+    """The nudge of `hpc-rl cancel` goes to the batch shell, which is submitit's: it must neither die of it, nor start again."""
+    pytest.importorskip("submitit")
+    slurm = {"backend": "submitit", "time": "0:30:00"}
+    job = submit_to(cluster, tmp_path, monkeypatch, {"trainer": ["save 8"]}, slurm)  # longer than Slurm waits after a TERM
+    until(job.is_up, 60)
+    assert [one.outcome for one in cancel(job.trial)] == [Outcome.DRAINING]
+    until(lambda: not job.state.alive, 60)
+    assert [row["code"] for row in job.events("exited") if row["role"] == "trainer"] == [75], job.said()
+    last = record.read(job.trial, job.id)[-1]
+    assert (last["event"], last["reason"]) == ("ended", "cancelled by a person")
+    assert "Restarts=0" in job.shown() and job.story.state == "cancelled"
+
+
 @pytest.fixture
 def memory_cluster(running_cluster, tmp_path_factory, monkeypatch) -> Iterator[Cluster]:
     """A cluster that measures the memory of steps, and kills those that use more than they have."""
-    import shutil
-    import tempfile
-
-    here = Path(tempfile.mkdtemp(prefix="hpcrl-", dir="/tmp"))
     gather = "JobAcctGatherType=jobacct_gather/linux\nJobAcctGatherFrequency=task=1\nJobAcctGatherParams=OverMemoryKill\n"
-    one = Cluster(here, running_cluster.slurm, 2, extra_conf=gather, without=("JobAcctGather",))
-    try:
-        one.up()
-        for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
-            monkeypatch.delenv(name)
-        for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH"):
-            if name in one.env:
-                monkeypatch.setenv(name, one.env[name])
+    with Cluster.private(running_cluster.slurm, 2, extra_conf=gather, without=("JobAcctGather",)) as one:
+        speak_to(one, monkeypatch)
         yield one
-    finally:
-        one.down()
-        shutil.rmtree(here, ignore_errors=True)
 
 
 def test_a_step_killed_for_memory_says_so_though_the_job_does_not(memory_cluster, tmp_path, monkeypatch, until):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, speak_to
 from kill_anything import READY, Killed, Trials, make_toy, short_name
 from toy_trials import hpc_rl
 
@@ -52,6 +49,12 @@ def serving(one: Killed) -> dict[str, str]:
     }
 
 
+def node_by_attach(one: Killed, role: str, number: int) -> str:
+    """Where `hpc-rl attach` gets to."""
+    which = ("--role", role, "--index", str(number))
+    return hpc_rl("attach", one.trial.dir, *which, "--exec", "--", "printenv", "SLURMD_NODENAME", cwd=one.folder).stdout.strip()
+
+
 def current(one: Killed) -> str:
     return (read_json(one.trial.current_weights) or {"label": ""})["label"]
 
@@ -60,6 +63,8 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
     one = trials.start(JOBS, scheduler="slurm", total_steps=120, held=True)
     [array] = read_arrays(one.trial)
     one.until(lambda: len(serving(one)) == 2 and one.num_rows() >= 5)
+    assert node_by_attach(one, "server", 1) == next(line.split()[3] for line in queue(cluster) if f"{array.job_id}_1" in line)
+    assert "serving weights" in hpc_rl("logs", one.trial.dir, "--role", "server", "--index", "1", cwd=one.folder).stdout
     assert {line.split()[0] for line in queue(cluster)} == {one.job_id, f"{array.job_id}_0", f"{array.job_id}_1"}
     node = next(line.split()[3] for line in queue(cluster) if line.startswith(f"{array.job_id}_1 "))
 
@@ -98,12 +103,14 @@ def test_one_heterogeneous_job(trials, cluster, until):
     assert set(components) == {f"{one.job_id}+0", f"{one.job_id}+1"}
     assert steps["trainer-0.0"] == components[f"{one.job_id}+0"]
     assert len({steps["server-0.0"], steps["server-1.0"], steps["trainer-0.0"]}) == 3
+    assert node_by_attach(one, "server", 1) == steps["server-1.0"] and node_by_attach(one, "trainer", 0) == steps["trainer-0.0"]
     one.finish().promises.check()
     until(lambda: not queue(cluster), 60)
 
 
 def test_where_requeue_is_refused_a_successor_goes_on(trials, cluster, until):
-    one = trials.start(READY | {"allocation_mode": "embedded:d1+fsdp:d1"}, scheduler="slurm", total_steps=24, held=True)
+    options = READY | {"allocation_mode": "embedded:d1+fsdp:d1", "launcher.slurm.comment": "project-7"}
+    one = trials.start(options, scheduler="slurm", total_steps=24, held=True)
     one.until(lambda: one.num_rows() >= 3)
     bad_nodes.add(one.trial, f"{one.job_id}.0", ["n4"], "lost", time.time(), hours=1)
     bad_nodes.tell_script(one.trial, one.job_id, time.time())
@@ -112,6 +119,7 @@ def test_where_requeue_is_refused_a_successor_goes_on(trials, cluster, until):
     one.until(lambda: (one.trial.jobs / f"{one.job_id}.next-0001").exists(), 120)
     successor = read_json(one.trial.successor(one.job_id, 1))["job_id"]
     assert successor != one.job_id
+    assert cluster.run("squeue", "-h", "-t", "all", "-j", successor, "-o", "%k").split()[1:] == ["project-7"]
     assert " ExcNodeList=n4 " in cluster.run("scontrol", "show", "job", "-o", successor), "a bad node is avoided"
     one.until(lambda: one.trial.attempt(f"{one.job_id}.1").events.exists(), 120)
     said = hpc_rl("status", one.trial.dir, cwd=trials.folder).stdout
@@ -151,18 +159,10 @@ def score(prompt, completion, **columns):
 @pytest.fixture
 def short_cluster(running_cluster, monkeypatch) -> Iterator[Cluster]:
     """A cluster of its own whose partition gives a job three minutes."""
-    here = Path(tempfile.mkdtemp(prefix="hpcrl-", dir="/tmp"))
     partition = "PartitionName=tight Nodes=ALL MaxTime=3 DefaultTime=3 State=UP PriorityTier=1"
-    cluster = Cluster(here, running_cluster.slurm, 4, extra_conf=partition)
-    try:
-        cluster.up()
-        for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH"):
-            if name in cluster.env:
-                monkeypatch.setenv(name, cluster.env[name])
+    with Cluster.private(running_cluster.slurm, extra_conf=partition) as cluster:
+        speak_to(cluster, monkeypatch)
         yield cluster
-    finally:
-        cluster.down()
-        shutil.rmtree(here, ignore_errors=True)
 
 
 @pytest.mark.soak

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
 import stat
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -87,7 +85,7 @@ def start(cluster, tmp_path, monkeypatch):
     root = tmp_path / "a $(touch pwned) 'b' ü"
     python = root / "python"
 
-    def start(*acts: str, mode: str = "auto", slurm: dict | None = None, wait: bool = True) -> Job:
+    def start(*acts: str, mode: str = "auto", slurm: dict | None = None, n_nodes: int = 2) -> Job:
         data = {
             "experiment_name": "exp",
             "trial_name": "one",
@@ -103,7 +101,7 @@ def start(cluster, tmp_path, monkeypatch):
             trial_name="one",
             trainer="sft",
             allocation="fsdp:d1",
-            n_nodes=2,
+            n_nodes=n_nodes,
             n_gpus_per_node=0,
             cpus_per_node=2,
             mem_mb_per_node=500,
@@ -144,11 +142,7 @@ def rerun(cluster, job: Job, until) -> None:
     """Slurm makes a requeued job wait for two minutes; the test does not. Returns when the job has started again."""
 
     def again() -> bool:
-        seen = job.scheduler.states([job.id])[job.id]
-        if seen.native == "PENDING" and seen.reason == "BeginTime":
-            time.sleep(1.1)  # a start in the second in which the nodes revoked the job's credential fails, and is put off again
-            with contextlib.suppress(subprocess.CalledProcessError):  # it started meanwhile
-                cluster.run("scontrol", "update", f"jobid={job.id}", "StartTime=now")
+        cluster.hurry(job.id)
         return any(not start.endswith(".0") for start in job.starts)
 
     until(again, 180)
@@ -305,16 +299,27 @@ def test_a_lost_answer_is_looked_up_before_anything_is_submitted_again(cluster, 
     assert [path.stem for path in job.trial.jobs.glob("*.json")] == [job.id]
 
 
-def test_the_death_of_the_first_node_brings_the_job_back(cluster, start, until, monkeypatch):
+def test_the_death_of_a_watch_with_the_first_node_brings_the_job_back(cluster, start, until, monkeypatch):
     """--no-kill alone would leave the job running without its batch script until the time limit."""
     monkeypatch.setenv("HPC_RL_WATCH_S", "1")
-    job = start("hang", "0")
-    until(lambda: "act hang" in job.log and "watch" in cluster.run("squeue", "-h", "-s", "-j", job.id, "-o", "%j"))
-    cluster.kill_node(batch_node(cluster, job))
+    job = start("hang", "0", n_nodes=3)
+    until(lambda: "act hang" in job.log and len(watches(cluster, job)) == 2)
+    first, [near, far] = batch_node(cluster, job), [watches(cluster, job)[f"watch-{number}"] for number in (0, 1)]
+    assert len({first, near, far}) == 3
+    for node in (first, near):
+        cluster.kill_node(node)
+    until(lambda: job.scheduler.states([job.id])[job.id].native == "PENDING", 120)
+    cluster.up()
     rerun(cluster, job, until)
     until(lambda: job.state is State.DONE)
     assert job.events == ["started", "first_node_lost", "started", "ended"]
     assert job.starts == [f"{job.id}.0", f"{job.id}.1"]
+
+
+def watches(cluster, job: Job) -> dict[str, str]:
+    """Node of each step that watches the first node."""
+    lines = cluster.run("squeue", "-h", "-s", "-j", job.id, "-o", "%j %N").splitlines()
+    return dict(line.split() for line in lines if line.startswith("watch"))
 
 
 def test_the_death_of_another_node_leaves_the_job_alone(cluster, start, until):

@@ -18,7 +18,7 @@ def shell(cluster, tmp_path: Path) -> Shell:
     (model / "model.safetensors").write_bytes(b"")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     shell = Shell(tmp_path)
-    shell.env |= {name: cluster.env[name] for name in ("SLURM_CONF", "LD_LIBRARY_PATH") if name in cluster.env}
+    shell.env |= {name: value for name, value in cluster.client_env.items() if name != "PATH"}
     (shell.here / "grpo.yaml").write_text(
         f"""experiment_name: sums
 trial_name: small

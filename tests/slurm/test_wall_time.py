@@ -42,11 +42,7 @@ def hurrying(cluster) -> Iterator[None]:
     def hurry() -> None:
         while not over.wait(1.0):
             with contextlib.suppress(subprocess.SubprocessError):
-                for line in cluster.run("squeue", "-h", "-t", "pending", "-o", "%i %r").splitlines():
-                    job_id, reason = line.split()
-                    if reason == "BeginTime":
-                        time.sleep(1.1)  # in the second of the revoked credential a start fails, and is put off again
-                        cluster.run("scontrol", "update", f"jobid={job_id}", "StartTime=now")
+                cluster.hurry()
 
     thread = threading.Thread(target=hurry, daemon=True)
     thread.start()

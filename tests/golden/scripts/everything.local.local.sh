@@ -84,6 +84,7 @@ run_hooks() { # EVENT here|nodes LIMIT_S SCRIPT...: fails where one of them fail
   wait_for "$hook_pid"
   hook_pid=''
   while read -r node code script; do
+    if [[ $code != +([0-9]) ]]; then continue; fi # words of a site's TaskProlog
     if [[ -z ${seen[$node]:-} ]]; then num_seen=$((num_seen + 1)); fi
     seen[$node]=1
     if ((code == 124)); then
@@ -107,9 +108,11 @@ before_attempt() { # fails where the attempt must not begin
 }
 
 after_attempt() { # after every attempt that began, also where it is about to start again
-  local failure=$hook_failure code=$rc
+  local failure=$hook_failure code=$rc # waiting for a hook leaves the code of that hook in `rc`
   if [[ -n $preempt_pid ]]; then wait_for "$preempt_pid"; fi
+  rc=$code
   run_hooks post_node nodes 60 "$trial_dir"/scripts/hook.post_node.0 || true
+  rc=$code
   run_hooks post_job here 60 "$trial_dir"/scripts/hook.post_job.0 || true
   hook_failure=$failure rc=$code
 }

@@ -11,6 +11,7 @@ import pytest
 from hpc_rl.cli.__main__ import main
 from hpc_rl.launch import index
 from hpc_rl.schedulers.base import State
+from hpc_rl.trial import write_json
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -57,6 +58,18 @@ def test_a_scheduler_that_cannot_be_reached_leaves_the_wish(trial, scheduler, ca
     assert "The wish to cancel is written down" in capsys.readouterr().err
 
 
+def test_on_another_cluster_no_job_of_that_number_is_touched(trial, fake_trial, scheduler, capsys, tmp_path, monkeypatch):
+    (tmp_path / "slurm.conf").write_text("# x\nClusterName=East\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    fake_trial.job("7", cluster="west")
+    assert main(["cancel", "t1"]) == 69
+    assert scheduler.calls == [] and scheduler.num_questions == 0 and trial.cancel_intent("7").exists()
+    assert "handed to the cluster west, and Slurm's commands here speak to east" in capsys.readouterr().err
+    assert main(["status", "t1"]) == 0 and scheduler.num_questions == 0
+    fake_trial.job("7", cluster="east")
+    assert main(["cancel", "t1"]) == 0 and scheduler.calls == [("nudge", "7")]
+
+
 def test_a_finished_job_gets_no_wish(trial, fake_trial, scheduler):
     fake_trial.script_said("7", "ended", code=0)
     scheduler.answers["7"] = State.DONE
@@ -71,6 +84,18 @@ def test_waiting_is_bounded_and_tells(trial, scheduler, capsys):
     scheduler.on_call = lambda: scheduler.answers.update({"7": State.CANCELLED})
     assert main(["cancel", "t1", "--wait_s", "5"]) == 0
     assert "is over" in capsys.readouterr().out
+
+
+def test_servers_that_were_preempted_are_taken_out_of_the_queue_too(trial, scheduler):
+    write_json(trial.job("150"), {"kind": "servers", "serves": "7", "num_tasks": 2, "time": 1.0})
+    for task, signalled in ((0, False), (1, True)):
+        line = {"event": "ended", "code": 143, "cancelled": signalled, "reason": "told to end by a signal"}
+        (trial.jobs / f"150_{task}.state").write_text(json.dumps(line) + "\n")
+    assert main(["cancel", "t1"]) == 0
+    assert scheduler.calls == [("nudge", "7"), ("cancel", "150")]
+    (trial.jobs / "150_1.state").write_text(json.dumps(line | {"cancelled": False}) + "\n")
+    assert main(["cancel", "t1"]) == 0
+    assert scheduler.calls[2:] == [("nudge", "7")]
 
 
 def test_cancel_of_what_was_never_submitted(fake_trial, scheduler, capsys):
@@ -113,6 +138,47 @@ def test_what_is_asked_for(trial, fake_trial, capsys, more, text):
     (trial.jobs / "7.out").write_text("the script's own words\n")
     assert main(["logs", "t1", *more]) == 0
     assert capsys.readouterr().out == text
+
+
+@pytest.fixture
+def with_servers(trial, fake_trial):
+    """Two tasks of a server array, one started twice; the trial goes on as job 30, the second task as task 1 of array 31."""
+    write_json(trial.job("8"), {"job_id": "8", "kind": "servers", "serves": "7", "num_tasks": 2, "time": 1.0})
+    for attempt, number in (("8_0.0", 3), ("8_1.0", 4), ("8_1.1", 4)):
+        fake_trial.started(attempt, "server", index=number)
+        trial.attempt(attempt).log("server", number, 0).write_text(f"{attempt} of server {number}\n")
+    for name in ("7", "8_0", "8_1", "30", "31_1"):
+        (trial.jobs / f"{name}.out").write_text(f"words of {name}\n")
+    write_json(trial.successor("7", 1), {"job_id": "30"})
+    write_json(trial.successor("8_1", 1), {"job_id": "31"})
+    for role in ("server", "supervisor"):  # those of layout allocation come with the trial's attempt
+        for path in trial.attempt("7.0").dir.glob(f"logs/{role}-*"):
+            path.unlink()
+    return trial
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (["--role", "server", "--index", "4"], "8_1.1 of server 4\n"),
+        (["--role", "server", "--attempt", "8_1.0"], "8_1.0 of server 4\n"),
+        (["--role", "job"], "words of 30\n"),
+        (["--role", "job", "--attempt", "7.1"], "words of 30\n"),
+        (["--role", "job", "--attempt", "7.0"], "words of 7\n"),
+        (["--role", "job", "--attempt", "8_0"], "words of 8_0\n"),
+        (["--role", "job", "--attempt", "8_1.1"], "words of 31_1\n"),
+        ([], "==> attempts/7.0/logs/trainer-0.0.log <==\ntrainer-0.0 line\n\n==> jobs/30.out <==\nwords of 30\n"),
+    ],
+)
+def test_servers_of_their_own_and_successors(with_servers, capsys, more, text):
+    assert main(["logs", "t1", *more]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_the_newest_start_of_every_server_task(with_servers, capsys):
+    assert main(["logs", "t1", "--role", "server"]) == 0
+    out = capsys.readouterr().out
+    assert "8_0.0 of server 3" in out and "8_1.1 of server 4" in out and "8_1.0 of" not in out
 
 
 def test_ranks_with_files_of_their_own(trial, capsys):

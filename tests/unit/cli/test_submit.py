@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from types import SimpleNamespace
 
 import pytest
 
+from hpc_rl.cli import submit as submitting
 from hpc_rl.cli.__main__ import main
-from hpc_rl.launch import index
+from hpc_rl.launch import bad_nodes, index
 from hpc_rl.schedulers.base import State
+from hpc_rl.schedulers.capacity import Node
 from hpc_rl.trial import read_json
 
 pytestmark = pytest.mark.usefixtures("state_home")
@@ -91,6 +95,22 @@ def test_a_scheduler_that_refuses_leaves_nothing(config, scheduler, tmp_path, ca
     assert "invalid partition" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
     assert index.entries() == []
+
+
+def test_nodes_that_failed_the_trial_are_avoided_where_enough_others_are_left(config, scheduler, monkeypatch, capsys):
+    nodes = [Node("main", name, 64, 256_000, is_default=True) for name in ("n1", "n2")]
+    monkeypatch.setattr(submitting, "SlurmScheduler", lambda: SimpleNamespace(nodes=lambda: nodes))
+    scheduler.name = "slurm"
+    assert submitted(config, "launcher.type=slurm") == 0
+    trial = index.resolve("small")
+    bad_nodes.add(trial, "job-1.0", ["n1"], "lost", time.time(), hours=1)
+    for left, excluded, words in ((nodes[1], True, "avoided"), (None, False, "not avoided, or too few")):
+        nodes[1:] = [left] if left else []
+        scheduler.answers.clear()
+        capsys.readouterr()
+        assert submitted(config, "launcher.type=slurm") == 0
+        assert f"note: n1 failed this trial lately: {words}" in capsys.readouterr().out
+        assert ("--exclude=n1" in (trial.scripts / "trial.sbatch").read_text()) is excluded
 
 
 def test_a_trial_that_runs_is_busy(config, scheduler, capsys):

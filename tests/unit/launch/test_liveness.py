@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_rl.launch.liveness import Liveness
+from hpc_rl.launch.liveness import Liveness, serving
+from hpc_rl.name_resolve.base import Seen
 
 TRAINER, ROLLOUT, SERVER = ("trainer", 0), ("rollout", 0), ("server", 0)
 ALL = [TRAINER, ROLLOUT, SERVER]
@@ -43,11 +44,63 @@ def test_a_trainer_that_waits_blames_the_rollout_role_where_there_is_one(life):
     assert blamed(life, 300, 1, running=[TRAINER]) == [TRAINER]
 
 
-def test_whoever_is_started_gives_everybody_new_time(life):
+def test_a_rollout_role_that_is_started_gives_the_trainer_that_waits_for_it_new_time(life):
     life.observe(TRAINER, "a", 10, "wait")
     life.started(ROLLOUT, 300)
     assert not blamed(life, 399, 1)
     assert blamed(life, 401, 1) == [ROLLOUT]
+
+
+@pytest.mark.parametrize(("doing", "to_blame"), [("train", TRAINER), ("wait", ROLLOUT)])
+def test_a_server_that_comes_and_goes_hides_no_hang_of_others(life, doing, to_blame):
+    life.observe(TRAINER, "a", 10, doing)
+    for now in range(15, 111, 5):
+        life.started(SERVER, now)
+        life.observe_servers(servers(serving=1), now)
+        assert not blamed(life, now, 1)
+    assert blamed(life, 111, 1) == [to_blame]
+
+
+def servers(**states: int) -> dict[str, Seen]:
+    found = [state for state, count in states.items() for _ in range(count)]
+    return {
+        f"server/{i}": Seen(f"server/{i}", {"state": state, "attempt": f"9_{i}.0", "incarnation": 2}, 0, state != "dead", 0.0)
+        for i, state in enumerate(found)
+    }
+
+
+@pytest.mark.parametrize("doing", ["wait", "evaluate", "publish"])
+@pytest.mark.parametrize("away", [{}, {"dead": 2}, {"loading": 1, "waiting": 1}])
+def test_while_no_server_serves_nobody_is_blamed_for_waiting(doing, away):
+    life = Liveness(factor=10, min_s=100, max_s=1000, away_s=3600)
+    for key in (TRAINER, ROLLOUT):
+        life.started(key, 0)
+    life.observe(TRAINER, "a", 10, doing)
+    for now in range(10, 3611, 50):
+        life.observe_servers(servers(**away), now)
+        life.observe(ROLLOUT, now, now)
+        assert not blamed(life, now, 1)
+    life.observe_servers(servers(serving=1, **away), 3650)
+    life.observe(ROLLOUT, 3711, 3711)
+    assert not blamed(life, 3710, 1), "once one is back there is the usual time"
+    assert blamed(life, 3711, 1) == [TRAINER if doing == "publish" else ROLLOUT]
+
+
+def test_servers_that_stay_away_too_long_are_a_hang_and_so_is_work_that_needs_none():
+    for doing, until in (("wait", 500), ("train", 0)):
+        life = Liveness(factor=10, min_s=100, max_s=1000, away_s=500)
+        life.started(TRAINER, 0)
+        life.observe(TRAINER, "a", 0, doing)
+        for now in range(0, until + 100, 10):
+            life.observe_servers({}, now)
+            assert not blamed(life, now, 1)
+        [(key, words)] = life.hung(until + 110, 1, [TRAINER])
+        assert key == TRAINER and ("no server has served for 610 s" in words) is (doing == "wait")
+
+
+def test_which_servers_of_an_attempt_serve():
+    assert serving(servers(serving=1, dead=1, paused=1, loading=1), "9_2.0") == [(("server", 2), 2)]
+    assert serving(servers(dead=1, loading=1), "9_0.0") == []
 
 
 def test_a_server_hangs_once_its_lease_has_rested(life):

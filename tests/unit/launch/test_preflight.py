@@ -62,8 +62,19 @@ def test_a_submission_asks_once_and_refuses_what_can_never_run():
 
 
 def test_a_submission_goes_on_where_sinfo_does_not_answer():
-    [note] = preflight.quick(*planned(), FakeCluster(broken="sinfo: no"))
-    assert note == "not compared with the cluster: sinfo: no"
+    said = preflight.quick(*planned(), FakeCluster(broken="sinfo: no"), ["n1"])
+    assert said.notes[0] == "not compared with the cluster: sinfo: no" and said.avoid == ("n1",)
+
+
+def test_bad_nodes_are_avoided_only_where_enough_others_are_left():
+    small = "launcher.trainer_mem_per_gpu=1000"
+    said = preflight.quick(*planned(small), FakeCluster(), ["n1"])
+    assert (said.avoid, said.notes) == (("n1",), ["n1 failed this trial lately: avoided"])
+    said = preflight.quick(*planned(small, "--n_nodes=2"), FakeCluster(), ["n1"])
+    assert (said.avoid, said.notes) == ((), ["n1 failed this trial lately: not avoided, or too few nodes would be left"])
+    said = preflight.quick(*planned(small, "launcher.slurm.exclude=n2"), FakeCluster(), ["n1"])
+    assert said.avoid == (), "what the configuration excludes stays excluded"
+    assert preflight.quick(*planned(small), FakeCluster()).notes == []
 
 
 def test_all_checks():

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hpc_rl.config.service import RecoverConfig
-from hpc_rl.launch import server_job, supervisor
+from hpc_rl.launch import bad_nodes, server_array, server_job, supervisor
 from hpc_rl.launch.server_array import array_line, ensure, read_arrays
 from hpc_rl.launch.server_job import ServerJob
 from hpc_rl.name_resolve import keys
@@ -180,6 +180,16 @@ def test_near_its_end_it_stops_to_be_started_again(trial, monkeypatch):
     assert running.ended() == (75, "the job's time is nearly over")
 
 
+def test_a_replica_that_can_not_be_launched_gives_its_node_back_and_names_it(trial):
+    running = started(Running(trial))
+    trial.attempt("150_0.0").log("server", 1, 0).write_text("srun: error: launch of step 150.0 failed on node n3: no\n")
+    running.steps.started[0].code = 1
+    code, reason = running.ended()
+    assert code == 75 and reason.endswith("other nodes are needed")
+    assert list(bad_nodes.current(trial, time.time())) == ["n3"] and not trial.bad_nodes.exists()
+    assert trial.exclude("150_0").read_text() == "n3\n", "its own script is told"
+
+
 def test_what_is_over_already_starts_nothing(trial):
     write_json(trial.cancel_intent("100"), {})
     running = Running(trial)
@@ -219,6 +229,28 @@ def test_a_trainer_job_that_finds_no_servers_asks_for_them_again(trial, states, 
     assert ensure(trial, PLAN, "100", "tag", "name", slurm) == made
     assert [spec.arguments for spec in slurm.specs] == ([("", "0", "100")] if made else [])
     assert [array.job_id for array in read_arrays(trial)] == ["140", "150", *([made] if made else [])]
+
+
+def test_a_trainer_job_that_starts_at_once_leaves_its_servers_to_whoever_submits_them(trial, monkeypatch):
+    monkeypatch.setattr(server_array, "POLL_S", 0.01)
+    trial.submitting.touch()
+    slurm, made = FakeSlurm({"150": State.PENDING}), []
+    starting = threading.Thread(target=lambda: made.append(ensure(trial, PLAN, "100", "tag", "name", slurm)))
+    starting.start()
+    time.sleep(0.1)
+    write_json(trial.job("150"), {"kind": "servers", "serves": "100", "num_tasks": 2, "time": 1.0})
+    trial.submitting.unlink()
+    starting.join()
+    assert made == [""] and slurm.specs == []
+
+
+def test_of_a_submitter_that_died_the_trainer_job_takes_over_and_its_array_can_be_found(trial, monkeypatch):
+    monkeypatch.setattr(server_array, "SUBMITTING_S", 0.1)
+    trial.submitting.touch()
+    slurm = FakeSlurm({})
+    assert ensure(trial, PLAN, "100", "tag", "name", slurm) == "301"
+    [spec] = slurm.specs
+    assert spec.tag == "tag:0:servers" and not spec.known_as, "the script knows another tag"
 
 
 def test_status_tells_of_every_server_node(trial):

@@ -181,6 +181,17 @@ def test_a_job_that_slurm_took_back_waits_and_its_attempt_says_why_it_ended(fake
     assert story.last_end.startswith("attempt 7.0: left no word")
 
 
+@pytest.mark.parametrize("said", [JobState("7", State.CANCELLED, "CANCELLED by 1000"), JobState("7", State.UNKNOWN, GONE)])
+def test_a_job_that_ended_because_its_first_node_died_was_cancelled_by_nobody(fake_trial, said):
+    fake_trial.run_to(5)
+    fake_trial.script_said("7", "started")
+    fake_trial.script_said("7", "first_node_lost", at=40)
+    story = tell(fake_trial.trial, said)
+    assert story.state == "killed" and story.reason.startswith("its first node died") and "by a person" not in story.reason
+    assert story.attempts[-1].cause == story.reason
+    assert tell(fake_trial.trial, JobState("7", State.PENDING)).state == "pending", "where it may be requeued it goes on"
+
+
 def test_an_old_pending_does_not_hide_that_it_has_started(fake_trial):
     fake_trial.run_to(5)
     pending = JobState("7", State.PENDING, "PENDING", "Resources")

@@ -10,6 +10,7 @@ from hpc_rl.launch.story import read_jobs
 from hpc_rl.launch.successor import go_on
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobSpec
+from hpc_rl.schedulers.slurm import _beside
 from hpc_rl.trial import Trial, write_json
 
 
@@ -59,6 +60,13 @@ def test_it_depends_on_the_end_of_the_one_before_and_knows_what_it_goes_on_with(
     assert slurm.jobs["201"].after == "200"
     [job] = read_jobs(trial)
     assert (job.job_id, job.native_id) == ("100", "201"), "one submission, however many jobs of Slurm's it takes"
+
+
+def test_it_keeps_the_users_comment_and_carries_its_own_tag(trial):
+    slurm = FakeSlurm()
+    write_json(trial.config_json, {"launcher": {"slurm": {"comment": "project:42 urgent"}}})
+    call(trial, slurm)
+    assert "--comment=hpc-rl:exp/one:100.1 project:42 urgent" in _beside(slurm.jobs["200"])
 
 
 def test_again_gives_the_same_job(trial):

@@ -178,6 +178,7 @@ def test_a_server_that_was_given_up_is_tried_again_much_later(world):
     world.pass_time(30)
     assert SERVER_0 not in world.running  # once, not five times
     world.pass_time(600)
+    world.machine.served(world.now, SERVER_0, world.running[SERVER_0])
     world.end(SERVER_0, 1, after_s=70)  # it has lived: an end is an accident again
     world.pass_time(1)
     assert SERVER_0 in world.running
@@ -190,6 +191,17 @@ def test_a_long_life_makes_earlier_ends_forgotten(world):
         world.end(ROLLOUT, 1, after_s=61)
         world.pass_time(0.6)
     assert world.running[ROLLOUT] == 10
+
+
+def test_a_server_that_loads_for_long_and_never_serves_for_long_is_in_a_crash_loop(world):
+    for _ in range(5):
+        assert SERVER_0 in world.running
+        world.pass_time(300)
+        world.machine.served(world.now, SERVER_0, world.running[SERVER_0] - 1)  # the lease of the one before, which rests
+        world.machine.served(world.now, SERVER_0, world.running[SERVER_0])
+        world.end(SERVER_0, 1, after_s=10)
+        world.pass_time(30)
+    assert world.machine.slots[SERVER_0].standing is Standing.GAVE_UP
 
 
 def test_progress_shows_that_a_helper_without_a_peer_is_in_no_crash_loop(world):

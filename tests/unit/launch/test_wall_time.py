@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,6 +77,16 @@ def test_the_first_answer_is_the_environments(monkeypatch):
     assert ask() == ask() == 1234.0
     monkeypatch.delenv("SLURM_JOB_END_TIME")
     assert JobEndTime()() is None
+
+
+def test_a_task_of_an_array_asks_for_itself(monkeypatch):
+    """Whatever its SLURM_JOB_ID is: Slurm lists a task as `<array>_<task>`."""
+    ends = {"12_0": 1000.0, "12_1": 2000.0}
+    monkeypatch.setattr("hpc_rl.launch.wall_time.SlurmScheduler", lambda: SimpleNamespace(end_time=ends.get))
+    for name, value in {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    assert JobEndTime()() == 2000.0
 
 
 @pytest.mark.parametrize(

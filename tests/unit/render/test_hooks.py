@@ -36,22 +36,22 @@ class Runner:
     def notes(self) -> Path:
         return self.here / "notes"
 
-    def start(self, hooks: dict, site: Path | None = None) -> subprocess.Popen[str]:
+    def start(self, hooks: dict, site: Path | None = None, scheduler: str = "local") -> subprocess.Popen[str]:
         python = self.here / "python"
         python.write_text(SUPERVISOR)
         python.chmod(0o755)
         self.trial.make_dirs()
         self.trial.scripts.mkdir(exist_ok=True)
-        texts = self.make("local", python=str(python), workdir=self.here, hooks=hooks, site=[site] if site else [])
+        texts = self.make(scheduler, python=str(python), workdir=self.here, hooks=hooks, site=[site] if site else [])
         for name, text in texts.items():
             (self.trial.scripts / name).write_text(text)
             (self.trial.scripts / name).chmod(0o755)
         env = os.environ | {"NOTES": str(self.notes)}
-        argv = ["bash", str(self.trial.scripts / "local.sh"), "job"]
+        argv = ["bash", str(self.trial.scripts / {"local": "local.sh", "slurm": "trial.sbatch"}[scheduler]), "job"]
         return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    def run(self, hooks: dict, site: Path | None = None) -> tuple[int, str]:
-        process = self.start(hooks, site)
+    def run(self, hooks: dict, site: Path | None = None, scheduler: str = "local") -> tuple[int, str]:
+        process = self.start(hooks, site, scheduler)
         said, _ = process.communicate(timeout=60)
         return process.returncode, said
 
@@ -87,6 +87,31 @@ def test_they_run_around_every_attempt(runner):
     again = 'if [[ $HPC_RL_ATTEMPT == job.1 ]]; then echo 0 >"$NOTES.code"; fi\n'
     assert runner.run({"pre_job": note("pre", "$HPC_RL_ATTEMPT") + again, "post_job": note("post", "$HPC_RL_CODE")})[0] == 0
     assert runner.noted() == ["pre job.0", "supervisor", "post 75", "pre job.1", "supervisor", "post 0"]
+
+
+def test_what_runs_afterwards_is_told_the_code_of_the_attempt(runner):
+    (runner.here / "notes.code").write_text("70")
+    told = {event: note(event, "$HPC_RL_CODE") for event in ("post_node", "post_job")}
+    assert runner.run(told)[0] == 70
+    assert runner.noted() == ["supervisor", "post_node 70", "post_job 70"]
+
+
+SRUN = """#!/bin/bash
+printf '%s\n' "Welcome to the cluster" "quota: 3% used" word "" # what a TaskProlog of the site prints
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+
+
+def test_words_of_a_sites_task_prolog_are_no_answers(runner, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").write_text(SRUN)
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    for name, value in {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    code, said = runner.run({"pre_node": note("pre_node"), "post_node": "#!/bin/bash\nexit 5\n"}, scheduler="slurm")
+    assert code == 0 and "hook.post_node.0 ended with code 5" in said, said
+    assert runner.noted() == ["pre_node", "supervisor"] and "Welcome" not in said and "answers came" not in said
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,10 @@ def made(*options: str):
     return loaded.config, make_plan(loaded.config, loaded.explicit, interpreter="/python", scheduler="slurm")
 
 
-def scripts(*options: str) -> dict[str, str]:
+def scripts(*options: str, avoid: tuple[str, ...] = ()) -> dict[str, str]:
     config, plan = made(*options)
-    stamp = Stamp(version="1", config_sha256="0", command=["x"], tag="TAG", wheel="w.zip", workdir=Path("/w"), start_mode="auto")
+    where = {"wheel": "w.zip", "workdir": Path("/w")}
+    stamp = Stamp(version="1", config_sha256="0", command=["x"], tag="TAG", start_mode="auto", avoid=avoid, **where)
     return render(config, plan, Trial(Path("/r/e/t")), stamp, "slurm")
 
 
@@ -51,6 +52,16 @@ def test_the_servers_array_has_options_of_its_own_and_the_others_from_the_sectio
     assert not any(line.startswith("--dependency") for line in servers), "only the trial waits for other jobs"
 
 
+@pytest.mark.parametrize("layout", ["jobs", "hetjob"])
+def test_bad_nodes_are_avoided_by_every_part_and_only_by_this_submission(layout):
+    texts = scripts(f"layout={layout}", "exclude=n1", "servers.exclude=n2", avoid=("n7", "n8"))
+    first, second = directives(texts["trial.sbatch"])
+    parts = [first, second if layout == "hetjob" else directives(texts["servers.sbatch"])[0]]
+    assert ["--exclude=n1,n7,n8" in parts[0], "--exclude=n2,n7,n8" in parts[1]] == [True, True]
+    after = [line for text in texts.values() for line in text.splitlines() if not line.startswith("#SBATCH")]
+    assert not [line for line in after if "n7" in line], "later starts are told what is bad then"
+
+
 def test_a_component_says_only_what_is_its_own():
     first, second = directives(scripts("layout=hetjob", *SPARE, "mail_type=END", "mail_user=me")["trial.sbatch"])
     assert {"--nodes=1", "--partition=normal", "--mail-type=END"} <= set(first)
@@ -62,7 +73,7 @@ def test_a_component_says_only_what_is_its_own():
 def test_where_requeue_is_refused_nothing_asks_for_it(how, line, calls):
     for text in scripts("layout=jobs", f"continue_by={how}").values():
         assert line in directives(text)[0]
-        assert text.count('scontrol requeue "$SLURM_JOB_ID"') == calls
+        assert text.count('scontrol requeue "$slurm_job"') == calls
         assert "hpc_rl.app.successor" in text
 
 
@@ -87,7 +98,8 @@ def test_what_submitit_is_told():
     assert (told["time"], told["wckey"], options["time"], options["partition"]) == (120, "w", "2:00:00", "p")
     assert options["signal"] == "USR2@300" and options["requeue"] is True and options["hint"] == "nomultithread"
     assert "--overlap" in told["srun_args"], "its step leaves the job to the roles"
-    assert "submitit requeues" in texts["trial.sbatch"] and 'scontrol requeue "$SLURM_JOB_ID"' not in texts["trial.sbatch"]
+    assert told["setup"] == ["trap '' USR1"], "the nudge of a cancel does not kill the batch shell, which is submitit's"
+    assert "submitit requeues" in texts["trial.sbatch"] and 'scontrol requeue "$' not in texts["trial.sbatch"]
 
 
 @pytest.mark.parametrize(

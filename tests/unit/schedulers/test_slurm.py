@@ -71,6 +71,28 @@ def test_a_silent_controller_is_given_up(programs, scheduler, monkeypatch):
         scheduler.submit(SPEC)
 
 
+def test_the_last_answer_that_is_lost_is_looked_up_too(programs, scheduler):
+    programs(
+        sbatch="echo 'Socket timed out on send/recv operation' >&2; exit 1", squeue="if ((n == 3)); then echo '9|the:tag'; fi"
+    )
+    assert scheduler.submit(SPEC) == "9"
+    assert [call.split()[0] for call in programs.calls()] == ["sbatch", "squeue"] * 3
+
+
+def test_nothing_is_submitted_again_before_squeue_has_answered(programs, scheduler):
+    down = "echo 'slurm_load_jobs error: Socket timed out on send/recv operation' >&2; exit 1"
+    programs(
+        sbatch="echo 'Socket timed out on send/recv operation' >&2; exit 1",
+        squeue=f"if ((n < 3)); then {down}; fi; echo '9|the:tag'",
+    )
+    assert scheduler.submit(SPEC) == "9"
+    assert [call.split()[0] for call in programs.calls()] == ["sbatch", "squeue", "squeue", "squeue"]
+    programs(squeue=down)
+    with pytest.raises(SchedulerError, match=r"can't be told: squeue: .* look: squeue --me -n name"):
+        scheduler.submit(SPEC)
+    assert [call.split()[0] for call in programs.calls()].count("sbatch") == 2
+
+
 def test_one_question_for_all_and_accounting_only_for_the_forgotten(programs, scheduler):
     programs(
         squeue="echo '1|RUNNING|None|2026-01-01T00:00:00+0000|n[1-2]'; echo '2|PENDING|Priority|N/A|'",

@@ -1,0 +1,99 @@
+"""A trial that Slurm took off its nodes and starts again waits meanwhile: its script could only say that a signal ended it."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from hpc_rl.cli.__main__ import main
+from hpc_rl.errors import TrialBusy
+from hpc_rl.launch import ask as asking
+from hpc_rl.launch import index
+from hpc_rl.launch.ask import Answer
+from hpc_rl.launch.story import tell
+from hpc_rl.launch.submit import check_idle
+from hpc_rl.launch.watch import Watch
+from hpc_rl.schedulers.base import JobState, State
+
+pytestmark = pytest.mark.usefixtures("state_home")
+
+
+@pytest.fixture
+def trial(fake_trial, scheduler):
+    """Told to end by TERM, saved, and in the queue again; nobody has cancelled it."""
+    fake_trial.run_to(5)
+    fake_trial.generation(5)
+    fake_trial.ended("7.0", 75, "SIGTERM of the scheduler", at=20)
+    fake_trial.script_said("7", "ended", code=143, cancelled=True, reason="told to end by a signal")
+    scheduler.answers["7"] = State.PENDING
+    index.record(fake_trial.trial)
+    return fake_trial.trial
+
+
+def test_status_says_that_it_waits(trial, capsys):
+    assert main(["status", "t1", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["state"], said["reason"]) == ("pending", "waits to be started again")
+
+
+def test_submit_and_recover_are_refused_meanwhile(trial, scheduler, config):
+    with pytest.raises(TrialBusy, match=r"is pending as job 7.*hpc-rl cancel"):
+        check_idle(trial)
+    trial.config_yaml.write_text(config.read_text())
+    assert main(["recover", "t1"]) == 75
+    scheduler.answers["7"] = State.CANCELLED
+    check_idle(trial)
+
+
+def test_cancel_takes_it_out_of_the_queue(trial, scheduler, fake_trial, capsys):
+    fake_trial.job("8", at=500)  # whoever submitted beside it: both go
+    scheduler.answers["8"] = State.RUNNING
+    assert main(["cancel", "t1"]) == 0
+    assert scheduler.calls == [("cancel", "7"), ("nudge", "8")]
+    assert trial.cancel_intent("7").exists()
+    assert "job 7 of exp/t1 waited to be started; it is taken out of the queue" in capsys.readouterr().out
+
+
+def test_while_slurm_cleans_up_it_is_not_over_and_cancel_does_not_talk_to_a_script_that_is_gone(trial, scheduler):
+    story = tell(trial, JobState("7", State.RUNNING, "COMPLETING"), asked_at=time.time())
+    assert not story.over and "only the scheduler knows whether it starts the job again" in story.reason
+    scheduler.answers["7"] = State.RUNNING
+    assert main(["cancel", "t1"]) == 0
+    assert scheduler.calls == [("cancel", "7")]
+
+
+@pytest.mark.parametrize("dead", [State.CANCELLED, State.PREEMPTED])
+def test_once_slurm_calls_it_dead_it_is_over(trial, dead):
+    story = tell(trial, JobState("7", dead, dead.value.upper()))
+    assert (story.state, story.over) == ("stopped", True) and "only the scheduler" not in story.reason
+
+
+def test_without_the_schedulers_word_the_doubt_is_told(trial):
+    story = tell(trial)
+    assert story.state == "stopped" and story.reason.endswith("only the scheduler knows whether it starts the job again")
+
+
+def test_a_wish_to_cancel_leaves_no_doubt(trial, fake_trial, scheduler):
+    fake_trial.cancel_wish("7")
+    check_idle(trial)
+    assert (story := tell(trial)).state == "cancelled" and "only the scheduler" not in story.reason
+
+
+def test_a_follower_waits_for_the_schedulers_word(trial, monkeypatch):
+    answers = [Answer(asked_at=1.0), Answer(newest=JobState("7", State.PENDING), asked_at=time.time() + 60)]
+    monkeypatch.setattr(asking, "ask", lambda *_, **__: answers.pop(0))
+    watch = Watch(trial)
+    assert watch.look().state == "unknown"
+    assert watch.look().state == "pending"
+
+
+def test_an_answer_about_an_older_job_is_none_about_the_newest(trial, fake_trial, scheduler):
+    fake_trial.job("8", at=500)
+    fake_trial.event("8.0", "started", at=501, role="trainer", index=0, incarnation=0)
+    fake_trial.ended("8.0", 70, "gave up", at=510)
+    fake_trial.script_said("8", "ended", code=70, reason="gave up")
+    answer = asking.ask(trial)
+    assert answer.states["7"].state is State.PENDING and answer.newest is None
+    assert tell(trial, answer.newest, answer.asked_at).state == "failed"
