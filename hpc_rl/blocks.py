@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,12 +28,14 @@ from hpc_rl.errors import Damaged
 if TYPE_CHECKING:  # imported where bytes are moved: a command that only looks at generations does not wait for it
     import numpy as np
 
+logger = logging.getLogger(__name__)
 BLOCK_BYTES = 8 << 20
 NUM_WRITERS = 2  # one block is hashed while another is written; more would wait for the inode's lock
 NUM_READERS = 4
 NUM_READ_AHEAD = 4  # blocks
 MAX_PARTS = 512  # of one pwritev; Linux takes 1024
 DIRECT_BYTES = 64 << 20  # files from this size on go past the page cache
+AGAIN_S = 1.0  # before the second try of a read that failed
 _ALIGN_BYTES = 4096  # of addresses, offsets and sizes past the page cache
 _DIGITS = 16  # of one block's xxh3 (64 bits), in hex
 _SYNC_FILE_RANGE_WRITE = 2
@@ -87,6 +91,28 @@ def record(path: Path) -> FileRecord:
         return FileRecord(path.name, reader.size, "".join(digests) or _digest(b""))
 
 
+def twice(work: Callable[[], Any]) -> Any:
+    """Read something; once more after a moment where the medium reports an error: a shared one may fail for an instant."""
+    try:
+        return work()
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        logger.warning("a read failed and is tried once more: %s", error)
+    time.sleep(AGAIN_S)
+    return work()
+
+
+def _or_damaged(what: str, work: Callable[[], Any]) -> Any:
+    """What the medium does not give back at the second try either is lost. Raises Damaged for that, OSError for anything else."""
+    try:
+        return twice(work)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise Damaged(f"{what} can't be read: {error.strerror}") from error
+
+
 class Reader:
     """One file, read in whole blocks that are checked against a record; without one nothing is checked.
 
@@ -96,7 +122,7 @@ class Reader:
     def __init__(self, path: Path, expected: FileRecord | None = None) -> None:
         self.path = path
         self.expected = expected
-        self._fd = os.open(path, os.O_RDONLY)
+        self._fd: int = _or_damaged(path.name, lambda: os.open(path, os.O_RDONLY))
         self.size = os.fstat(self._fd).st_size
         self.num_blocks = -(-self.size // BLOCK_BYTES)
         self._direct = _open_direct(path, os.O_RDONLY) if self.size >= DIRECT_BYTES else None
@@ -120,14 +146,17 @@ class Reader:
         start = index * BLOCK_BYTES
         size = min(BLOCK_BYTES, self.size - start)
         view = self._staging.view()
-        if self._direct is None or self._cached[index]:
-            self._read_cached(view[:size], start)
-        else:
-            self._read_direct(self._direct, view, size, start)
+        _or_damaged(f"{self.path.name}: bytes {start} to {start + size}", lambda: self._read(index, view, size, start))
         view = view[:size]
         if self.expected is not None and self.expected.xxh3[index * _DIGITS : (index + 1) * _DIGITS] != _digest(view):
             raise Damaged(f"{self.path.name}: bytes {start} to {start + size} are not what was written (checksum)")
         return view
+
+    def _read(self, index: int, view: memoryview, size: int, start: int) -> None:
+        if self._direct is None or self._cached[index]:
+            self._read_cached(view[:size], start)
+        else:
+            self._read_direct(self._direct, view, size, start)
 
     def _read_cached(self, view: memoryview, start: int) -> None:
         os.posix_fadvise(self._fd, start + NUM_READ_AHEAD * BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)

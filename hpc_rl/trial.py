@@ -72,6 +72,19 @@ def create_exclusive(path: Path, data: bytes | str, mode: int = 0o644) -> bool:
         temp.unlink(missing_ok=True)
 
 
+def overwrite(path: Path, data: str) -> None:
+    """New content where the old lies, filled up with blanks: on a full disk the only way. Readers may see a mixture for a moment.
+
+    For small JSON with one writer. Raises OSError.
+    """
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        os.pwrite(fd, data.encode().ljust(os.fstat(fd).st_size), 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def _write_synced(path: Path, raw: bytes, mode: int) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -220,6 +233,11 @@ class Trial:
     def batches(self) -> Path:
         """Seals of the batch log, `<step>.seal`."""
         return self.rollout / "batches"
+
+    @property
+    def trimmed(self) -> Path:
+        """`{"step"}`: batches up to this one are gone from the batch log, or are about to be."""
+        return self.rollout / "trimmed.json"
 
     @property
     def weights(self) -> Path:

@@ -14,15 +14,13 @@ from hpc_rl.blocks import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Commit
 from hpc_rl.checkpoint.holds import hold
-from hpc_rl.checkpoint.manifest import Manifest, config_hash
+from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE, Manifest, config_hash
 from hpc_rl.config.load import from_dict
 from hpc_rl.config.root import GRPOConfig
 from hpc_rl.errors import ConfigError, Damaged, HpcRlError
 from hpc_rl.trainers.grpo import updates_per_step
 from hpc_rl.trainers.run import EXPORT_RECORD, tokenizer_folder, versions
 from hpc_rl.trial import Trial, fsync_dir, read_json, write_json
-
-IMPORTED = "import"  # in place of an attempt and a submission
 
 
 def export(trial: Trial, step: int, out: Path) -> None:
@@ -60,7 +58,7 @@ def import_(trial: Trial, step: int, source: Path) -> None:
         commit.commit(
             Manifest(
                 step=step,
-                lineage=-1,
+                lineage=IMPORTED_LINEAGE,
                 attempt=f"{IMPORTED}.0",
                 incarnation=0,
                 submission=IMPORTED,

@@ -8,6 +8,7 @@ nobody writes behind the back of the next incarnation. What comes through it, an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import logging
@@ -82,7 +83,8 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
         logger.error("the exit record can't be written: %s", error)
     stacks.close()
     logging.shutdown()
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # of a full disk
+        sys.stdout.flush()
     os._exit(int(code))  # threads of engines and HTTP servers must not hold the exit
 
 

@@ -34,6 +34,7 @@ from hpc_rl.trial import Trial, fsync_dir, read_json, write_atomic, write_json
 
 logger = logging.getLogger(__name__)
 MARGIN_BYTES = 64 << 20  # of free space that a save leaves for logs, metrics and the batch log
+WEIGHTS_SHARE = 3  # of a generation one part in so many is the model: a save leaves room for it to be published or exported
 LIGHT_BYTES = 64 << 20  # files of this size are cheap to read twice
 CONFIG_NAME = "config.json"
 _FOLDER = re.compile(r"gen-(\d{8,})")
@@ -150,7 +151,7 @@ def check(path: Path) -> Found:
     match = _FOLDER.fullmatch(path.name)
     step = int(match[1]) if match else -1
     try:
-        manifest = _unsealed((path / manifests.NAME).read_bytes())
+        manifest = _unsealed(blocks.twice((path / manifests.NAME).read_bytes))
     except FileNotFoundError:
         return Found(step, path, None, "has no manifest")
     except (OSError, ValueError) as error:
@@ -175,10 +176,10 @@ def room_problem(trial: Trial, size: int) -> str:
     """Why a generation of so many bytes does not fit, or ''. The file system's word; a quota is met when space is reserved."""
     there = os.statvfs(trial.recover)
     free = there.f_bavail * there.f_frsize
-    if there.f_blocks and free < size + MARGIN_BYTES:
-        return (
-            f"it takes {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free (a margin of {MARGIN_BYTES / 1e6:.0f} MB stays free)"
-        )
+    margin = MARGIN_BYTES + size // WEIGHTS_SHARE
+    if there.f_blocks and free < size + margin:
+        kept = f"{margin / 1e9:.3g} GB stay free for publishing, the batch log and metrics"
+        return f"it takes {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free ({kept})"
     if there.f_files and there.f_favail < 16:
         return "no inodes are left"
     return ""

@@ -16,6 +16,7 @@ from typing import Any
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Cause, Decision, GenerationInfo, PastStart, Situation, decide
 from hpc_rl.checkpoint.generation import Found
+from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE
 from hpc_rl.errors import ExitCode
 from hpc_rl.stats.read import JsonLines, Row
 from hpc_rl.trial import Attempt, Trial, create_exclusive, fsync_dir, read_json
@@ -151,12 +152,19 @@ def fruitless_starts(trial: Trial, submission: str, running: str = "") -> tuple[
 
 
 def trimmed(trial: Trial) -> int:
-    """The step up to which batches are gone from the batch log, by the oldest seal; 0 where there is none."""
+    """The step up to which batches are gone from the batch log: by its own word, or by its oldest seal; 0 where all are there."""
+    said: Any = read_json(trial.trimmed)
+    word = said["step"] if isinstance(said, dict) and isinstance(said.get("step"), int) else 0
+    return max(word, min(seals_of(trial), default=1) - 1)
+
+
+def seals_of(trial: Trial) -> list[int]:
+    """Steps of the batches that are cut and kept, in no order."""
     try:
         names = [entry.name for entry in os.scandir(trial.batches)]
     except FileNotFoundError:
-        return 0
-    return min((int(match[1]) for match in map(_SEAL.fullmatch, names) if match), default=1) - 1
+        return []
+    return [int(match[1]) for match in map(_SEAL.fullmatch, names) if match]
 
 
 def submission_of(attempt_id: str) -> str:
@@ -186,7 +194,7 @@ def failures_without_progress(events: list[Row]) -> int:
 
 
 def _ancestors(records: list[LineageRecord], own: list[LineageRecord]) -> frozenset[str]:
-    """Submissions whose lineages those of `own` go on from, step by step."""
+    """Submissions whose lineages those of `own` go on from, step by step, and the import that one of them began with."""
     by_number = {record.lineage: record for record in records}
     found: set[int] = set()
     todo = [record.lineage for record in own]
@@ -196,7 +204,9 @@ def _ancestors(records: list[LineageRecord], own: list[LineageRecord]) -> frozen
             found.add(number)
             parent = by_number[number].from_lineage
             todo += [] if parent is None else [parent]
-    return frozenset(by_number[number].submission for number in found)
+    began = {by_number[number].from_lineage for number in found}
+    imports = {IMPORTED} if IMPORTED_LINEAGE in began else set()
+    return frozenset(imports | {by_number[number].submission for number in found})
 
 
 def _verified(found: list[Found], only: frozenset[str] | None, wanted: int | None) -> tuple[list[GenerationInfo], list[Found]]:

@@ -19,6 +19,8 @@ from hpc_rl.errors import Damaged
 
 SCHEMA = 2
 NAME = "manifest.json"
+IMPORTED = "import"  # in place of an attempt and a submission, of a generation that a person made of other weights
+IMPORTED_LINEAGE = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,7 @@ def record(folder: Path, names: list[str]) -> list[FileRecord]:
 def check_sizes(folder: Path, files: list[FileRecord]) -> str:
     """What is wrong with the files as far as a listing shows, or ''."""
     try:
-        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
+        sizes = blocks.twice(lambda: {entry.name: entry.stat().st_size for entry in os.scandir(folder)})
     except OSError as error:
         return f"can't be listed: {error}"
     for file in files:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from hpc_rl.checkpoint.generation import Found, scan
 from hpc_rl.checkpoint.holds import Holds
-from hpc_rl.trial import Trial
+from hpc_rl.trial import Trial, fsync_dir
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ def retain(trial: Trial, policy: Policy, holds: Holds | None = None) -> int:
         gone = one.path.with_name(f".{one.path.name}.gone")
         shutil.rmtree(gone, ignore_errors=True)
         os.rename(one.path, gone)  # first out of sight: half a generation would be reported as damaged
+        fsync_dir(one.path.parent)  # a power failure must not bring the name back to a half
         if one.step in holds.steps():  # taken up between the look and the rename
             os.rename(gone, one.path)
             continue

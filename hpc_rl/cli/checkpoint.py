@@ -15,6 +15,7 @@ from typing import Any
 from hpc_rl.checkpoint import generation, manifest
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.holds import hold
+from hpc_rl.checkpoint.lineage import seals_of, trimmed
 from hpc_rl.checkpoint.retention import best
 from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, TrialStateError
@@ -178,16 +179,30 @@ def _import(argv: list[str]) -> int:
     if not (source / "config.json").is_file():
         raise ConfigError(f"{source} is not a Hugging Face checkpoint: config.json is missing")
     submission.check_idle(trial)
-    newer = [one.step for one in generation.scan(trial) if one.step >= args.step]
-    if newer:
-        raise TrialStateError(
-            f"{trial} has generation {newer[0]}, which would be taken instead of one of step {args.step}. "
-            "Import as a later step, or into another trial."
-        )
+    _check_step(trial, args.step)
     code = _hand_over("import", trial, args.step, "--source", str(source))
     if code == 0:
         print(f"{source} is generation {args.step} of {trial}; to go on from it: hpc-rl recover {index.handle(trial)}")
     return code
+
+
+def _check_step(trial: Trial, step: int) -> None:
+    """Raises TrialStateError where a start would not take an imported generation of this step, or could not go on from it."""
+    found, cut = generation.scan(trial), seals_of(trial)
+    first = max([trimmed(trial), *(one.step + 1 for one in found)])
+    last = max(cut, default=None if not trimmed(trial) else trimmed(trial))
+    if first <= step and (last is None or step <= last):
+        return
+    if last is None:
+        rest = f"Import as step {first} or later, or into another trial."
+    elif first <= last:
+        rest = f"Import as a step from {first} to {last}, or into another trial."
+    else:
+        rest = "Import into another trial, or set actor.path of a new one to the folder."
+    if newer := [one.step for one in found if one.step >= step]:
+        raise TrialStateError(f"{trial} has generation {newer[0]}, which would be taken instead of one of step {step}. {rest}")
+    kept = f"of the batch log batches {trimmed(trial) + 1} to {last} are there"
+    raise TrialStateError(f"{trial} can't go on from step {step}: {kept}. {rest}")
 
 
 def _chosen(trial: Trial, step: int | None = None, metric: str | None = None) -> Found:

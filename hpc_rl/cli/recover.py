@@ -7,6 +7,7 @@ import dataclasses
 import re
 from typing import Any
 
+from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision, Situation, decide
 from hpc_rl.checkpoint.lineage import gather, read_lineages
 from hpc_rl.cli.options import add_trial, new_parser, print_json
@@ -47,9 +48,9 @@ def run(argv: list[str]) -> int:
 
 
 def _step(text: str) -> int:
-    """`40` or `gen-00000040`."""
+    """`40` or `gen-00000040`; 0 is a generation that was imported."""
     match = re.fullmatch(r"(?:gen-)?(\d+)", text)
-    if match is None or not int(match[1]):
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no generation: give its step, as 40 or gen-00000040")
     return int(match[1])
 
@@ -79,11 +80,25 @@ def explain(trial: Trial, loaded: Loaded, args: argparse.Namespace) -> int:
             "reason": decision.reason,
         }
         said |= {"exit_code": int(decision.exit_code), "set_aside": decision.set_aside}
+        said |= {"read_while_loading": [] if args.from_step is not None else unread(trial, decision)}
         said |= {"generations": [dataclasses.asdict(one) for one in situation.generations]}
         print_json(said | {"changes": [dataclasses.asdict(change) for change in changed]})
     else:
-        print("\n".join([*explanation(trial, situation, decision), *changed_lines(changed)]))
+        lines = explanation(trial, situation, decision)
+        if args.from_step is None and (names := unread(trial, decision)):
+            lines.append(
+                f"not read     {', '.join(names)}: large, so a start checks it while it loads, and takes the generation "
+                f"before where it is damaged. Read it now: hpc-rl checkpoint verify {index.handle(trial)} --step {decision.step}"
+            )
+        print("\n".join([*lines, *changed_lines(changed)]))
     return ExitCode(decision.exit_code)
+
+
+def unread(trial: Trial, decision: Decision) -> list[str]:
+    """Files of the generation to load that are read neither here nor for the decision of a start, but while they are loaded."""
+    found = generation.check(trial.generation(decision.step or 0)) if decision.action == "load" else None
+    files = found.manifest.files if found and found.manifest else []
+    return [file.name for file in files if file.size > generation.LIGHT_BYTES]
 
 
 def explanation(trial: Trial, situation: Situation, decision: Decision) -> list[str]:

@@ -54,6 +54,7 @@ SAFE = (  # options and whole sections, without what stands in UNSAFE
 )  # fmt: skip
 REMARKS = {  # what a safe change does not do
     "rollout.reward_fn": "finished groups keep the rewards that they have",
+    "actor.ppo_n_minibatches": "the learning-rate schedule goes on at the same share of the training",
     "gconfig": "finished groups were sampled as before",
     "valid_dataset": "held-out rewards before and after do not compare",
 }

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hpc_rl.trial import fsync_dir
@@ -79,19 +81,29 @@ def fsync_file(path: Path) -> None:
 def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> list[Path]:
     parts = _cut(tensors)
     if len(parts) == 1:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        _save(tensors, folder / "model.safetensors")
         return [folder / "model.safetensors"]
     written: list[Path] = []
     weight_map: dict[str, str] = {}
     for number, names in enumerate(parts, 1):
         path = folder / f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        save_file({name: tensors[name] for name in names}, path, metadata={"format": "pt"})
+        _save({name: tensors[name] for name in names}, path)
         weight_map |= dict.fromkeys(names, path.name)
         written.append(path)
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
     return [*written, index]
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """One file. What safetensors says of the file system is raised as the OSError that it was."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if code := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+        raise
 
 
 def _cut(tensors: dict[str, torch.Tensor]) -> list[list[str]]:

@@ -126,7 +126,7 @@ def load(
     was written; OSError; ValueError for the state of another model.
     """
     targets = {
-        f"{kind}/{shard.name}": (tensor, shard)
+        f"{kind}/{shard.name}": (_rows(tensor), shard)
         for shard in shards
         for kind, tensor in zip(KINDS, (shard.local, *optimizer.moments[shard.name]), strict=True)
     }
@@ -151,7 +151,8 @@ def load_model(
     folder: Path, saved_num_ranks: int, tensors: dict[str, torch.Tensor], files: Mapping[str, FileRecord] | None = None
 ) -> None:
     """Fill whole tensors on the CPU, by their Hugging Face names, with the model of a saved state. Raises as load does."""
-    targets = {f"model/{name}": (tensor, Shard(name, None, tensor, tuple(tensor.shape), 0)) for name, tensor in tensors.items()}  # type: ignore[arg-type]
+    shards = {name: Shard(name, None, tensor, tuple(tensor.shape), 0) for name, tensor in tensors.items()}  # type: ignore[arg-type]
+    targets = {f"model/{name}": (_rows(tensor), shards[name]) for name, tensor in tensors.items()}
     missing = {name: len(tensor) for name, (tensor, _) in targets.items()}
     for saved_rank in range(saved_num_ranks):
         with _open(folder / file_name(saved_rank), files) as reader:
@@ -206,7 +207,7 @@ class Header:
         """(Where in the file row `first` of a tensor begins, its type)."""
         tensor = self.tensors[name]
         start, end = tensor["data_offsets"]
-        num_rows = max(1, tensor["shape"][0])
+        num_rows = max(1, _num_rows(tensor))
         return self.begin + start + first * ((end - start) // num_rows), _dtype(tensor["dtype"])
 
 
@@ -216,7 +217,7 @@ def _fill(reader: Reader, header: Header, targets: Mapping[str, tuple[torch.Tens
     for name, (target, shard) in targets.items():
         saved_offset = header.state["shards"][shard.name]["offset"]
         start = max(saved_offset, shard.offset)
-        end = min(saved_offset + header.tensors[name]["shape"][0], shard.offset + len(target))
+        end = min(saved_offset + _num_rows(header.tensors[name]), shard.offset + len(target))
         if end <= start:
             continue
         missing[name] -= end - start
@@ -229,6 +230,15 @@ def _fill(reader: Reader, header: Header, targets: Mapping[str, tuple[torch.Tens
         for _, rows, here in group:
             if here is not rows:
                 rows.copy_(here)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, in rows: a number without dimensions is one row."""
+    return tensor if tensor.ndim else tensor.detach().reshape(1)
+
+
+def _num_rows(entry: dict[str, Any]) -> int:
+    return entry["shape"][0] if entry["shape"] else 1
 
 
 def _grouped(wanted: list[tuple[int, torch.Tensor, torch.Tensor]]) -> Iterator[list[tuple[int, torch.Tensor, torch.Tensor]]]:

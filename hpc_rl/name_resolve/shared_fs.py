@@ -26,7 +26,8 @@ from typing import Any
 from hpc_rl.errors import Stale
 from hpc_rl.name_resolve.base import Seen
 from hpc_rl.name_resolve.polling import Polling, components
-from hpc_rl.trial import create_exclusive, write_atomic
+from hpc_rl.room import is_full
+from hpc_rl.trial import create_exclusive, overwrite, write_atomic
 
 READ_TRIES = 4
 READ_PAUSE_S = 0.02
@@ -154,14 +155,24 @@ class SharedFsLease:
             raise Stale(f"lease {self.key!r}: epoch {self.epoch} was released or is older than epoch {highest}")
         self._value = self._value if value is None else value
         self._counter += 1
-        _replace(self.path, self.content())
+        self._write()
 
     def release(self) -> None:
         """Leaves a tombstone, so that the next epoch still counts on."""
         if not self._released:
             self._released = True
             self._counter += 1
-            _replace(self.path, self.content())
+            self._write()
+
+    def _write(self) -> None:
+        """On a full disk the old content is overwritten: who waits for room still lives."""
+        text = self.content()
+        try:
+            _replace(self.path, text)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            overwrite(self.path, text)
 
 
 def _highest_epoch(base: Path) -> int:

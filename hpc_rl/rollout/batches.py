@@ -7,6 +7,7 @@ place of each group in the ledger and the checksum of the batch's bytes.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,9 @@ import msgpack
 import xxhash
 
 from hpc_rl.rollout.ledger import Ledger, LedgerDamaged, Place
-from hpc_rl.trial import create_exclusive, fsync_dir, read_json
+from hpc_rl.trial import create_exclusive, fsync_dir, read_json, write_json
+
+TRIMMED = "trimmed.json"
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Batches:
         body = batch_bytes(step, [self.ledger.read_group(place) for place in places.values()])
         seal = Seal(step, lineage, places, dict(Counter(ages)), len(body), xxhash.xxh3_64_hexdigest(body), counters)
         self.ledger.check_owned({place.segment for place in places.values()})
-        if create_exclusive(self._path(step), _to_json(seal)):
+        if self.ledger.room.write(f"batch {step}", lambda: create_exclusive(self._path(step), _to_json(seal))):
             fsync_dir(self.folder)
             return seal, body, True
         won = self.read(step)
@@ -87,6 +90,20 @@ class Batches:
 
     def delete(self, step: int) -> None:
         self._path(step).unlink(missing_ok=True)
+
+    def note_trimmed(self, step: int) -> None:
+        """For who asks what the log can replay without reading it (checkpoint/lineage.py); seals tell only while one is left."""
+        path = self.folder.parent / TRIMMED
+        self.ledger.room.write(TRIMMED, lambda: write_json(path, {"step": step}))
+
+    def drop_trimmed(self, step: int) -> None:
+        """Delete what a trim that was killed left of the batches up to this one."""
+        if not step:
+            return
+        self.note_trimmed(step)
+        for name in os.listdir(self.folder):
+            if name.endswith(".seal") and name.removesuffix(".seal").isdigit() and int(name.removesuffix(".seal")) <= step:
+                (self.folder / name).unlink(missing_ok=True)
 
     def _path(self, step: int) -> Path:
         return self.folder / f"{step:08d}.seal"

@@ -85,6 +85,7 @@ class Driver:
         self.ledger = Ledger(folder)
         self.batches = Batches(folder, self.ledger)
         state = read_state(folder)
+        self.batches.drop_trimmed(state.trimmed)
         sequencer.restore(state)
         self._folder = folder
         self._bodies: dict[int, bytes] = {}
@@ -213,7 +214,9 @@ class Driver:
         self.observe(lineage, step - 1)
         deadline = time.monotonic() + wait_s
         while True:
-            body = self._bodies.get(step) or await self._sealed(step) or await self._cut(step)
+            body = self._bodies.get(step) or await self._sealed(step)
+            if body is None and not self.ledger.room.waiting:  # else whoever asks would hang as long as there is no room
+                body = await self._cut(step)
             if body is not None:
                 return body
             if self.last_call.holding and not self.core.running:
@@ -293,6 +296,7 @@ class Driver:
 
     def _delete(self, steps: list[int], needed: set[int]) -> None:
         self.ledger.commit()
+        self.batches.note_trimmed(self.core.trimmed)
         for step in steps:
             self.batches.delete(step)
         for number in segments(self._folder):

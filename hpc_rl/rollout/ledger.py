@@ -22,12 +22,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import xxhash
 
+from hpc_rl.room import Room, is_full
 from hpc_rl.trial import fsync_dir
 
 logger = logging.getLogger(__name__)
@@ -141,6 +143,7 @@ class Ledger:
     """One incarnation's writer, and the reader of all segments.
 
     `append_*` only buffer; `commit` writes and fsyncs all that was appended before it. Append from one thread, commit from any.
+    On a full disk a commit waits for room until `close` is called.
 
     Args:
         folder: The trial's `rollout/`.
@@ -150,13 +153,14 @@ class Ledger:
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.folder = folder
         self.segment_bytes = segment_bytes
+        self.room = Room(folder)
         self.bytes_written = 0
         self._appending = threading.Lock()  # buffer and place of the next record
         self._committing = threading.Lock()
         self._fds: dict[int, int] = {}  # of segments that groups were read from
         self._waiting: list[tuple[int, bytes]] = []  # segment, bytes
         self._write_fds: dict[int, int] = {}
-        self.segment = self._create_segment()
+        self.segment = self.room.write("the batch log", self._create_segment)
 
     def append_group(self, record: GroupRecord, encoded: bytes) -> Place:
         r = record
@@ -173,12 +177,20 @@ class Ledger:
         data = FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
         with self._appending:
             if self._size >= self.segment_bytes:
-                self.segment = self._create_segment()
+                self._next_segment()
             place = Place(self.segment, self._size)
             self._waiting.append((self.segment, data))
             self._size += len(data)
             self.bytes_written += len(data)
         return place
+
+    def _next_segment(self) -> None:
+        """On a full disk this one just gets longer: the thread that appends must not wait."""
+        try:
+            self.segment = self._create_segment()
+        except OSError as error:
+            if not is_full(error):
+                raise
 
     @property
     def uncommitted(self) -> bool:
@@ -194,7 +206,7 @@ class Ledger:
                 fd = self._write_fds[number]
                 view = memoryview(b"".join(data for owner, data in waiting if owner == number))
                 while view:
-                    view = view[os.write(fd, view) :]
+                    view = view[self.room.write("the batch log", partial(os.write, fd, view)) :]
                 os.fsync(fd)
             for number in [number for number in list(self._write_fds) if number < current]:  # a later one may be open by now
                 os.close(self._write_fds.pop(number))
@@ -229,6 +241,7 @@ class Ledger:
         return size
 
     def close(self) -> None:
+        self.room.closing.set()
         self.commit()
         for fd in (*self._fds.values(), *self._write_fds.values()):
             os.close(fd)
@@ -243,9 +256,14 @@ class Ledger:
                 break
             except FileExistsError:
                 number += 1
-        os.write(fd, MAGIC)
-        os.fsync(fd)
-        fsync_dir(self.folder)
+        try:
+            os.write(fd, MAGIC)
+            os.fsync(fd)
+            fsync_dir(self.folder)
+        except OSError:
+            os.close(fd)
+            segment_path(self.folder, number).unlink()  # nothing is in it
+            raise
         self._write_fds[number] = fd
         self._size = len(MAGIC)
         return number

@@ -10,12 +10,13 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_rl.errors import ConfigError
+from hpc_rl.room import is_full
 
 logger = logging.getLogger(__name__)
 
@@ -34,22 +35,47 @@ class StatsSink(Protocol):
 
 
 class JsonlSink:
-    """One JSON object a line, `step` first. A number that JSON has no word for (NaN, infinity) becomes null."""
+    """One JSON object a line, `step` first. A number that JSON has no word for (NaN, infinity) becomes null.
+
+    On a full disk lines wait in memory, in their order, for the next call.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+        self._told = False
 
     def log(self, step: int, scalars: Scalars) -> None:
         row = {"step": step, **{name: _finite(value) for name, value in scalars.items()}}
-        self._file.write(json.dumps(row).encode() + b"\n")
+        self._waiting += json.dumps(row).encode() + b"\n"
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) or 0 :]
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if not self._told:
+                logger.error("DISK FULL: metrics wait in memory until there is room in %s (%s)", self.path.parent, error)
+            self._told = True
+        else:
+            self._told = False
 
     def close(self) -> None:
-        self._file.close()
+        if not self._file.closed:
+            self._write()
+            self._file.close()
 
     def state(self) -> dict[str, Any]:
-        return {"file": self.path.name, "bytes": 0 if self._file.closed else self._file.tell()}
+        """Before a generation is committed, so that lines that wait go first."""
+        if self._file.closed:
+            return {"file": self.path.name, "bytes": 0}
+        self._write()
+        return {"file": self.path.name, "bytes": self._file.tell()}
 
 
 def _finite(value: float | int | str) -> float | int | str | None:
@@ -57,7 +83,10 @@ def _finite(value: float | int | str) -> float | int | str | None:
 
 
 class TensorBoardSink:
-    """Event files by TensorBoard's own writer, which needs neither TensorFlow nor torch."""
+    """Event files by TensorBoard's own writer, which needs neither TensorFlow nor torch.
+
+    What a full disk keeps out of them is lost to them (the JSON lines have it); a new file is begun once there is room.
+    """
 
     def __init__(self, folder: Path, start_step: int = 0) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -65,18 +94,40 @@ class TensorBoardSink:
 
         self.folder = folder
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writer = EventFileWriter(str(folder), flush_secs=5)
+        self._open: Callable[[], Any] = lambda: EventFileWriter(str(folder), flush_secs=5)
+        self._writer: Any = None
+        self._told = False
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # what lies beyond it from before is dropped by readers
-        self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=start))
+        self._add(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=start))
+
+    def _add(self, event: Any) -> None:
+        """The writer's own thread may have failed since the last event: it says so now, and is of no use any more."""
+        try:
+            self._writer = self._writer or self._open()
+            self._writer.add_event(event)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if not self._told:
+                logger.error("DISK FULL: TensorBoard's files in %s miss numbers until there is room (%s)", self.folder, error)
+            self._told, self._writer = True, None
+        else:
+            self._told = False
 
     def log(self, step: int, scalars: Scalars) -> None:
         numbers = {name: float(value) for name, value in scalars.items() if isinstance(value, (int, float)) and name != "time"}
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         when = scalars.get("time", 0.0)
-        self._writer.add_event(self._event(wall_time=float(when), step=step, summary=self._summary(value=values)))
+        self._add(self._event(wall_time=float(when), step=step, summary=self._summary(value=values)))
 
     def close(self) -> None:
-        self._writer.close()
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except OSError as error:
+            if not is_full(error):
+                raise
+            logger.error("DISK FULL: TensorBoard's files in %s miss the last numbers (%s)", self.folder, error)
 
     def state(self) -> dict[str, Any]:
         return {"folder": str(self.folder)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
-from hpc_rl.trial import write_json
+from hpc_rl.room import is_full
+from hpc_rl.trial import overwrite, write_json
 
 logger = logging.getLogger(__name__)
 PERIOD_S = 2.0
@@ -27,13 +30,21 @@ class Activity:
         self._now = (what, step)
         self._changes += 1
 
+    def _write(self, value: dict[str, Any]) -> None:
+        try:
+            write_json(self._path, value)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            overwrite(self._path, json.dumps(value))  # a trainer that waits for room is no trainer that hangs
+
     def _show(self) -> None:
         shown = -1
         while True:
             changes, (what, step) = self._changes, self._now
             if changes != shown:
                 try:
-                    write_json(self._path, {"doing": what, "step": step, "changes": changes, "time": time.time()})
+                    self._write({"doing": what, "step": step, "changes": changes, "time": time.time()})
                     shown = changes
                 except OSError as error:  # what can't be shown now is shown in the next round
                     logger.warning("can't show what the trainer does: %s", error)

@@ -17,7 +17,7 @@ from hpc_rl.engines.base import Engine
 from hpc_rl.rollout.client import RolloutClient
 from hpc_rl.stats.sinks import RunIdentity, Sinks, open_sinks
 from hpc_rl.trainers.activity import Activity
-from hpc_rl.trainers.grpo import GRPO, num_updates
+from hpc_rl.trainers.grpo import GRPO, num_updates, place_schedule
 from hpc_rl.trainers.loop import Recipe
 from hpc_rl.trainers.reward_model import RewardModel
 from hpc_rl.trainers.run import Run, tokenizer_folder, total_steps
@@ -36,6 +36,7 @@ def compose_grpo(start: Start, begun: dict[str, Any], stack: ExitStack) -> Compo
     num_prompts = start.ranks.from_rank0(lambda: _num_prompts(config))
     reference = _reference(start, config)
     run = _run(start, begun, config.actor, num_updates(config, num_prompts), stack)
+    place_schedule(run.engine, run.step, config)
     rollout = RolloutClient(start.names, start.tokens)
     stack.callback(rollout.close)
     publisher = None

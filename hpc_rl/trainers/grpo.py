@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from hpc_rl.engines.packing import balance
 from hpc_rl.errors import DataUnusable
 from hpc_rl.rollout.client import RolloutClient
 from hpc_rl.trainers import evaluate
-from hpc_rl.trainers.run import Run, tokenizer_folder, total_steps
+from hpc_rl.trainers.run import Run, total_steps
 from hpc_rl.types import Batch, Trajectory, decode
 from hpc_rl.weights import disk
 from hpc_rl.weights.publish import Publisher
@@ -108,10 +109,15 @@ class GRPO:
         version = self.run.version(step)
         trial = self.run.trial
         first = self.run.ranks.rank == 0
-        folder = disk.begin(trial, version) if first else trial.published(str(version))
-        self.run.engine.export(folder, tokenizer_folder(self.config), durable=False)
+        folder, begin, finish = (
+            trial.published(str(version)),
+            partial(disk.begin, trial, version),
+            partial(disk.finish, trial, version),
+        )
+        if not self.run.writer.weights(f"weights {version}", folder, begin, finish, durable=False):
+            return  # told to stop while there was no room: whoever goes on publishes first of all
         if first and self.publisher is not None:
-            result = self.publisher.publish(version, disk.finish(trial, version), self.run.stopping)
+            result = self.publisher.publish(version, folder, self.run.stopping)
             self.run.stats.value("publish_servers", len(result.acknowledged))
             if step == self.run.step:
                 logger.info("start: weights %s are published to %d servers", version, len(result.acknowledged))
@@ -321,6 +327,11 @@ class GRPO:
 def num_updates(config: GRPOConfig, num_prompts: int) -> int:
     """Optimizer updates of the whole trial: what the learning-rate schedule runs over."""
     return total_steps(config, num_prompts) * updates_per_step(config)
+
+
+def place_schedule(engine: Engine, step: int, config: GRPOConfig) -> None:
+    """Put the learning-rate schedule where `step` lies now: it counts updates, and `ppo_n_minibatches` may have changed since."""
+    engine.pass_updates(step * updates_per_step(config) - engine.counters()["updates"])
 
 
 def updates_per_step(config: GRPOConfig) -> int:

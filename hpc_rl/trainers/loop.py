@@ -76,12 +76,12 @@ def train(run: Run, recipe: Recipe) -> ExitCode:
         if due.export:
             run.export(step)
         run.log(step)
-        if due.save or due.stop or step == total:
+        stops = due.stop or run.owes_evaluation  # told to stop meanwhile: it is owed of this very state
+        if due.save or stops or step == total:
             run.save(recipe, step, last=step == total)
-        if due.stop and step < total:
+        if stops and step < total:
             return run.stop(recipe, step)
 
-    if run.owes_evaluation:
+    if run.owes_evaluation or not run.export_final(total):
         return run.stop(recipe, total)
-    run.export_final(total)
     return ExitCode.DONE

@@ -7,37 +7,41 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import platform
 import shutil
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from hpc_rl import __version__
+from hpc_rl.checkpoint.generation import scan
 from hpc_rl.checkpoint.lineage import submission_of
 from hpc_rl.checkpoint.manifest import Manifest, config_hash
 from hpc_rl.checkpoint.retention import Policy
 from hpc_rl.config.root import Config
 from hpc_rl.config.service import FrequencyConfig
 from hpc_rl.engines.base import Engine
+from hpc_rl.engines.hf_io import fsync_file
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.stats.tracker import Tracker
+from hpc_rl.trainers import exports
 from hpc_rl.trainers.activity import Activity
 from hpc_rl.trainers.best import Best, measured_by
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.saving import Saving
 from hpc_rl.trainers.timers import Timer
-from hpc_rl.trial import Attempt, Trial, fsync_dir, read_json, write_json
+from hpc_rl.trial import Attempt, Trial, read_json, write_json
 from hpc_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 SAID = ("reward", "loss", "grad_norm", "lr", "staleness_mean", "step_s")  # of a step's metrics, in the log
 DEFAULT_SAVE_SECS = 600
+TRIM_EVERY_STEPS = 10  # of the batch log, where no generation is saved
 EXPORT_RECORD = "hpc_rl.json"
 LIBRARIES = ("torch", "transformers", "numpy", "safetensors")
 
@@ -92,6 +96,10 @@ class Run:
         metric, higher = measured_by(self.config)
         policy = Policy(recover.keep, recover.keep_every_steps, recover.keep_best, metric, higher)
         self.saving = Saving(self.trial, self.attempt.id, self.incarnation, self.engine, self.ranks, policy)
+        tokenizer = tokenizer_folder(self.config)
+        self.writer = exports.Writer(
+            self.engine, self.ranks, self.stopping, tokenizer, lambda: self.does("wait for room", self.step)
+        )
         self.timers = {
             "save": Timer(save_frequency(self.config.recover, self.ranks.rank == 0)),
             "evaluate": Timer(self.config.evaluator),
@@ -122,6 +130,7 @@ class Run:
         epochs = recipe.position(step)[0] - recipe.position(step - 1)[0]
         fired = {name: timer.check(epochs) and self.ranks.rank == 0 for name, timer in self.timers.items()}
         self.settle(recipe)
+        self._trim_unsaved(recipe, step)
         saves = (fired["save"] and self.config.recover.mode != "disabled") or self.saving.owed
         return Due(*self.ranks.any(self.stopping.is_set(), saves, fired["evaluate"], fired["export"]))
 
@@ -132,8 +141,8 @@ class Run:
             numbers = recipe.evaluate(step)
         if numbers:
             self.metrics = {name: value for name, value in numbers.items() if isinstance(value, int | float)} | {"step": step}
-        self.owes_evaluation = self.any_rank(numbers is None)
-        self._keep_best(numbers, step)
+        kept = self._keep_best(numbers, step)
+        self.owes_evaluation = self.any_rank(numbers is None or not kept)
 
     def log(self, step: int) -> None:
         """One line of metrics for the step, from what was tracked since the line before."""
@@ -175,6 +184,11 @@ class Run:
         if oldest is not None and self.ranks.rank == 0:
             recipe.retain(oldest)
 
+    def _trim_unsaved(self, recipe: Any, step: int) -> None:
+        """Where nothing is saved nothing goes back: trained batches may go, save those after a generation of before."""
+        if self.config.recover.mode == "disabled" and self.ranks.rank == 0 and step % TRIM_EVERY_STEPS == 0:
+            recipe.retain(min((found.step for found in scan(self.trial)), default=step))
+
     def manifest(self, recipe: Any, step: int) -> Manifest:
         epoch, cursor = recipe.position(step)
         timers = {name: timer.state() for name, timer in self.timers.items()}
@@ -198,36 +212,44 @@ class Run:
         )
 
     def export(self, step: int) -> None:
-        """Write the weights for people, as `exports/step-<step>`."""
-        self._export(self.trial.exports / f"step-{step:08d}", step)
+        """Write the weights for people, as `exports/step-<step>`; where the disk is full there is none of this step."""
+        folder = self.trial.exports / f"step-{step:08d}"
+        if not self._export(folder, step, patient=False) and self.ranks.rank == 0:
+            logger.error("EXPORT FAILED: no room for %s. Training goes on; make room in %s", folder.name, folder.parent)
 
-    def export_final(self, step: int) -> None:
-        """Write `exports/final`, the last thing that a trial does: the last weights, or the best where that was asked for."""
+    def export_final(self, step: int) -> bool:
+        """Write `exports/final`, the last thing that a trial does: the last weights, or the best where that was asked for.
+
+        False where the trainer was told to stop while it waited for room.
+        """
+        folder = self.trial.exports / "final"
         keep, best = self.config.saver.keep_best, read_json(self._best_record)
-        if self.any_rank(self.ranks.rank == 0 and keep is not None and keep.as_final and best is not None):
-            self._rank0(lambda: self._best_as_final(step, best or {}))
-        else:
-            self._export(self.trial.exports / "final", step)
+        if not self.any_rank(self.ranks.rank == 0 and keep is not None and keep.as_final and best is not None):
+            return self._export(folder, step)
+        copy = [lambda: self._best_as_final(folder, step, best or {}) if self.ranks.rank == 0 else None]
+        return self.writer.until_room("exports/final", folder.parent, copy, exports.beside(folder, "tmp"))
 
     @property
     def _best_record(self) -> Path:
         return self.trial.exports / "best" / EXPORT_RECORD
 
-    def _keep_best(self, numbers: dict[str, Any] | None, step: int) -> None:
-        """Write `exports/best` where these numbers beat what stands there; rank 0 has them."""
+    def _keep_best(self, numbers: dict[str, Any] | None, step: int) -> bool:
+        """Write `exports/best` where these numbers (rank 0's) beat what stands there. False where a stop kept it from that."""
         best = Best.of(self.config, self._best_record)
         found = best.improvement(numbers) if best is not None and self.ranks.rank == 0 else None
-        if self.any_rank(found is not None):
-            self._export(self._best_record.parent, step, found or {})
-            if found:
-                self._say("step %d is the best so far: %s %.4g", step, found["metric"], found["value"])
+        if not self.any_rank(found is not None):
+            return True
+        if not self._export(self._best_record.parent, step, found or {}):
+            return False
+        if found:
+            self._say("step %d is the best so far: %s %.4g", step, found["metric"], found["value"])
+        return True
 
-    def _best_as_final(self, step: int, best: dict[str, Any]) -> None:
-        folder = self.trial.exports / "final"
-        temporary = folder.with_name(f".{folder.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.copytree(self._best_record.parent, temporary)
-        self._name_export(temporary, folder, step, {"version": best["version"], "best": best})
+    def _best_as_final(self, folder: Path, step: int, best: dict[str, Any]) -> None:
+        temporary = exports.begin(folder)
+        for source in sorted(self._best_record.parent.iterdir()):
+            fsync_file(Path(shutil.copyfile(source, temporary / source.name)))
+        self._name_export(folder, step, {"version": best["version"], "best": best})
         logger.info("the final export is the best model, of step %d", best["step"])
 
     def is_done(self, total: int) -> bool:
@@ -236,29 +258,26 @@ class Run:
         exported = record.get("step") == total and record.get("version") == self.loaded
         return self.step >= total and self.any_rank(self.ranks.rank == 0 and exported)
 
-    def _export(self, folder: Path, step: int, said: dict[str, Any] | None = None) -> None:
+    def _export(self, folder: Path, step: int, said: dict[str, Any] | None = None, patient: bool = True) -> bool:
         self.does("export", step)
-        temporary = folder.with_name(f".{folder.name}.tmp")
-        self._rank0(lambda: _empty(temporary))
-        self.engine.export(temporary, tokenizer_folder(self.config), durable=True)
-        self._rank0(lambda: self._name_export(temporary, folder, step, said or {}))
-        self._say("step %d exported to %s", step, folder)
+        begin, finish = partial(exports.begin, folder), partial(self._name_export, folder, step, said or {})
+        done = self.writer.weights(f"exports/{folder.name}", folder, begin, finish, durable=True, patient=patient)
+        if done:
+            self._say("step %d exported to %s", step, folder)
+        return done
 
-    def _name_export(self, temporary: Path, folder: Path, step: int, said: dict[str, Any]) -> None:
+    def _name_export(self, folder: Path, step: int, said: dict[str, Any]) -> None:
         version = self.loaded if step == self.step and self.loaded else str(self.version(step))
         record = {"step": step, "version": version, "trial": str(self.trial), **said}
-        write_json(temporary / EXPORT_RECORD, record)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.rename(temporary, folder)
-        fsync_dir(folder.parent)
+        write_json(exports.beside(folder, "tmp") / EXPORT_RECORD, record)
+        exports.put(folder)
         self._drop_old_exports()
 
     def _drop_old_exports(self) -> None:
         """Keep the newest `saver.keep_last` exports, the final and the best one not counted."""
         keep = self.config.saver.keep_last
         for folder in sorted(self.trial.exports.glob("step-[0-9]*"))[:-keep] if keep else []:
-            shutil.rmtree(folder)
+            exports.remove(folder)
 
     def stop(self, recipe: Any, step: int) -> ExitCode:
         """End at the boundary after `step`, its state saved."""
@@ -272,10 +291,6 @@ class Run:
     def _say(self, words: str, *values: object) -> None:
         if self.ranks.rank == 0:
             logger.info(words, *values)
-
-    def _rank0(self, work: Any) -> None:
-        """Rank 0 does it; then every rank goes on, or fails with it."""
-        self.ranks.together(lambda: work() if self.ranks.rank == 0 else None)
 
 
 def save_frequency(recover: Any, tell: bool = True) -> FrequencyConfig:
@@ -322,9 +337,3 @@ def total_steps(config: Config, num_rows: int) -> int:
 def tokenizer_folder(config: Config) -> Path:
     model = config.model if hasattr(config, "model") else config.actor
     return Path(config.tokenizer_path or model.path).expanduser()
-
-
-def _empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)

@@ -18,6 +18,7 @@ from hpc_rl.config.service import RecoverConfig
 from hpc_rl.engines.base import Engine
 from hpc_rl.errors import ConfigError, Damaged, ExitCode, GivenUp, HpcRlError, NothingToResume, RoleFailed
 from hpc_rl.name_resolve.base import NameResolve
+from hpc_rl.trainers import exports
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trial import Attempt, Trial, read_json
 from hpc_rl.weights import disk
@@ -57,6 +58,7 @@ def begin(start: Start) -> dict[str, Any]:
         generation.set_aside(found.path, found.problem)
     generation.clear_leftovers(trial)
     disk.clear_leftovers(trial)
+    exports.repair(trial.exports)
     record = next_lineage(trial, attempt, start.incarnation, decision)
     return {"lineage": record.lineage, "step": record.from_step, "manifest": _manifest(trial, decision)}
 

@@ -2,7 +2,9 @@
 
 The child saves generation 3 of two ranks over generations 1 and 2, of which retention keeps the newest two. Before its n-th
 call that changes the disk it dies: as it stands (`before`), with half of a write done (`torn`), or with whatever was not
-fsynced gone (`lossy`, as after a power failure). The parent then loads what a trainer would load, and saves once more.
+fsynced gone (`lossy`, as after a power failure): contents of files, and names given by renames of which the folder was not
+fsynced. With `threads` the save of one rank is the trainer's own (saving.py), and its thread is cut. The parent then loads what a
+trainer would load, and saves once more.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import shutil
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +31,8 @@ from hpc_rl.checkpoint.retention import Policy, retain
 from hpc_rl.config.train import OptimizerConfig
 from hpc_rl.engines import state
 from hpc_rl.engines.optimizer import Optimizer, Shard
+from hpc_rl.trainers.ranks import Ranks
+from hpc_rl.trainers.saving import Saving
 from hpc_rl.trial import Trial, write_json
 
 CUT = 9  # exit code of a child that was cut
@@ -41,7 +46,8 @@ class Shim:
     def __init__(self, cut_at: int, how: str) -> None:
         self.left, self.how, self.lock = cut_at, how, threading.Lock()
         self.unsynced: dict[int, str] = {}  # descriptor -> path of what was written and not fsynced
-        self.real_open = os.open
+        self.renamed: list[tuple[str, str]] = []  # (old, new) of renames whose folder was not fsynced since
+        self.real_open, self.real_rename = os.open, os.rename
         for name in CALLS:
             setattr(os, name, self.wrapped(name, getattr(os, name)))
         blocks._libc = self  # type: ignore[assignment]
@@ -61,6 +67,9 @@ class Shim:
             elif name == "fsync":
                 path = os.readlink(f"/proc/self/fd/{args[0]}")  # also what went through another descriptor
                 self.unsynced = {fd: other for fd, other in self.unsynced.items() if other != path}
+                self.renamed = [(old, new) for old, new in self.renamed if os.path.dirname(new) != path]
+            elif name in ("rename", "replace"):
+                self.renamed.append((os.fspath(args[0]), os.fspath(args[1])))
             return result
 
         return call
@@ -79,6 +88,9 @@ class Shim:
                 for path in set(self.unsynced.values()):
                     if os.path.exists(path):
                         os.truncate(path, 0)
+                for old, new in reversed(self.renamed):
+                    if os.path.exists(new):
+                        self.real_rename(new, old)
             os._exit(CUT)
 
 
@@ -106,6 +118,19 @@ def save(trial: Trial, step: int) -> None:
     retain(trial, Policy(2))
 
 
+def save_by_thread(trial: Trial, step: int) -> None:
+    """As the trainer does it while training goes on."""
+    rank = Rank(0, 1, float(step))
+    engine = SimpleNamespace(
+        state_bytes=lambda: state.size_bytes(rank.shards, rank.optimizer),
+        snapshot=lambda copied: state.take(0, 1, rank.shards, rank.optimizer, {"updates": 1}, state.Buffer() if copied else None),
+    )
+    saving = Saving(trial, "7.0", 0, engine, Ranks(), Policy(2))  # type: ignore[arg-type]
+    who = {"attempt": "7.0", "incarnation": 0, "submission": "7", "version": f"0.{step}", "config_hash": ""}
+    saving.start(step, lambda: Manifest(step=step, lineage=0, num_ranks=1, **who), copied=True)
+    assert saving.settle(wait=True) is not None, saving.problem
+
+
 def loaded(trial: Trial) -> list[tuple[int, float, str]]:
     """(step, what its numbers are, problem) of every generation that a start would look at, by one rank."""
     out = []
@@ -113,7 +138,7 @@ def loaded(trial: Trial) -> list[tuple[int, float, str]]:
         one, value = Rank(0, 1, -1.0), -1.0
         if not found.problem and found.manifest is not None:
             files = {file.name: file for file in found.manifest.files}
-            state.load(found.path, NUM_RANKS, 0, 1, one.shards, one.optimizer, files)
+            state.load(found.path, found.manifest.num_ranks, 0, 1, one.shards, one.optimizer, files)
             numbers = one.shards[0].local.unique().tolist()
             value = numbers[0] if len(numbers) == 1 else -2.0
         out.append((found.step, value, found.problem))
@@ -127,7 +152,7 @@ def cut_once(folder: Path, template: Path, cut_at: int, how: str) -> dict[str, A
     if child == 0:
         try:
             Shim(cut_at, how)
-            save(trial, 3)
+            (save_by_thread if how == "threads" else save)(trial, 3)
             os._exit(0)
         except BaseException as error:  # told by the exit code; a forked child must not run the parent's ends
             print(repr(error), file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-HOWS = ("before", "torn", "lossy")
+HOWS = ("before", "torn", "lossy", "threads")
 
 
 def cut_saves(folder: Path, stride: int) -> list[dict]:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from hpc_rl.algorithms.losses import supervised_loss
+from hpc_rl.checkpoint import generation
+from hpc_rl.checkpoint.manifest import Manifest
+from hpc_rl.checkpoint.retention import Policy
+from hpc_rl.config.service import RecoverConfig
 from hpc_rl.config.train import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from hpc_rl.engines import ENGINES
+from hpc_rl.engines import ENGINES, state
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.distributed import init_ranks, shutdown
 from hpc_rl.engines.packing import balance
 from hpc_rl.errors import Stale
 from hpc_rl.trainers import ranks as ranks_module
 from hpc_rl.trainers.ranks import Ranks
-from hpc_rl.trial import read_json, write_json
+from hpc_rl.trainers.saving import Saving
+from hpc_rl.trainers.start import Start, begin, load_state
+from hpc_rl.trial import Trial, read_json, write_json
 
 LENGTHS = (9, 3, 30, 1, 12, 2, 30, 17)
 WEIGHT = 80.0
@@ -118,6 +126,44 @@ def scenario_resume(folder: Path, rank: int, num_ranks: int) -> None:
     engine.export(folder / f"loaded-{num_ranks}")
     write_json(folder / f"resume-{num_ranks}-{rank}.json", train(engine, range(2, 4)))
     engine.export(folder / f"resumed-{num_ranks}")
+
+
+def scenario_walk_back(folder: Path, rank: int, num_ranks: int) -> None:
+    """Start from the newest of two generations, of which a file that only the last rank reads is damaged: all take the other."""
+    engine, trial = engine_of(folder, rank, num_ranks), Trial(folder / "trial")
+    ranks = Ranks()
+    if rank == 0:
+        trial.make_dirs()
+        trial.attempt("7.0").make_dirs()
+    ranks.barrier()
+    saving = Saving(trial, "7.0", 0, engine, ranks, Policy(9))
+    sums = {}
+    for step in (1, 2):
+        train(engine, [step - 1])
+        sums[step] = [float(shard.local.sum()) for shard in engine.shards]
+        who = {
+            "attempt": "7.0",
+            "incarnation": 0,
+            "submission": "7",
+            "version": f"0.{step}",
+            "config_hash": "",
+            "num_ranks": num_ranks,
+        }
+        counters = engine.counters()
+        saving.start(step, lambda step=step, who=who: Manifest(step=step, lineage=0, counters=counters, **who), copied=False)  # noqa: B023
+        assert saving.settle(wait=True) is not None, saving.problem
+    path = trial.generation(2) / state.file_name(num_ranks - 1)
+    if rank == 0:
+        content = bytearray(path.read_bytes())
+        content[-9] ^= 1  # of the last tensor: rank 0 does not read it
+        path.write_bytes(content)
+    generation.LIGHT_BYTES = 0  # so that it is not found before the load
+    fresh = engine_of(folder, rank, num_ranks)
+    config = SimpleNamespace(recover=RecoverConfig(mode="auto"))
+    given = Start(trial, trial.attempt("7.0"), 1, config, {}, None, "cpu", ranks, threading.Event())  # type: ignore[arg-type]
+    begun = load_state(given, ranks.from_rank0(lambda: begin(given)), fresh)
+    same = [float(shard.local.sum()) for shard in fresh.shards] == sums[1]
+    write_json(folder / f"walk_back-{rank}.json", {"step": begun["step"], "same": same, "updates": fresh.counters()["updates"]})
 
 
 def main() -> None:

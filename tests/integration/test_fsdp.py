@@ -128,3 +128,11 @@ def test_state_moves_from_two_ranks_to_one_to_three(folder: Path) -> None:
     for mine, theirs in zip(resumed, went_on, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     assert_close(folder / "resumed-3", folder / "uninterrupted", atol=2e-5)
+
+
+def test_damage_that_one_rank_meets_while_it_loads_makes_all_ranks_take_the_generation_before(folder):
+    run_ranks("walk_back", 2, folder)
+    answers = [json.loads((folder / f"walk_back-{rank}.json").read_text()) for rank in (0, 1)]
+    assert answers == [{"step": 1, "same": True, "updates": 1}] * 2
+    aside = [path.name.partition(".")[0] for path in (folder / "trial" / "recover" / "set-aside").iterdir()]
+    assert aside == ["gen-00000002"]

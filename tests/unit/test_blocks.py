@@ -122,3 +122,31 @@ def test_a_write_that_is_called_off_ends(tmp_path):
     cancel.set()
     with pytest.raises(Abandoned):
         blocks.write(tmp_path / "file", [memoryview(bytes(100))], cancel)
+
+
+def failing(monkeypatch, times: int) -> None:
+    """The medium fails so many reads."""
+    left, read = [times], os.preadv
+    monkeypatch.setattr(blocks, "AGAIN_S", 0.0)
+
+    def preadv(*what):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(*what)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+
+def test_a_read_that_fails_for_an_instant_is_read_again(tmp_path, monkeypatch):
+    record = write(tmp_path / "file", b"0123456789abc")
+    failing(monkeypatch, 1)
+    with Reader(tmp_path / "file", record) as reader:
+        assert reader.read(0, 13) == b"0123456789abc"
+
+
+def test_what_the_medium_does_not_give_back_is_named_as_damage(tmp_path, monkeypatch):
+    record = write(tmp_path / "file", b"0123456789abc")
+    failing(monkeypatch, 2)
+    with Reader(tmp_path / "file", record) as reader, pytest.raises(Damaged, match=r"^file: bytes 0 to 10 can't be read: Input/"):
+        reader.read(0, 5)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
+from pathlib import Path
 
 import pytest
 
+from hpc_rl import blocks
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Cause, Decision
 from hpc_rl.checkpoint.generation import Commit, set_aside
@@ -228,3 +231,48 @@ def test_the_batch_log_says_from_where_it_can_replay(trial):
     for step in (7, 8):
         (trial.batches / f"{step:08d}.seal").write_text("{}")
     assert trimmed(trial) == 6 == look(trial, attempt(trial, "2.0")).trimmed
+    assert trimmed(trial) == 6
+    write_json(trial.trimmed, {"step": 7})  # a trim that was killed left a seal
+    assert trimmed(trial) == 7
+    for path in trial.batches.iterdir():
+        path.unlink()
+    assert trimmed(trial) == 7  # the oldest generation kept is that of the newest batch: no seal is left
+    decision, _ = decide_start(trial, attempt(trial, "2.0"), 0, "auto", "auto", 3)
+    assert decision.action == "refuse" and "batches 1 to 7 were trimmed" in decision.reason
+
+
+def test_mode_fault_takes_the_imported_generation_that_its_submission_began_with(trial):
+    commit(trial, 4, "import.0", lineage=-1)
+    one = attempt(trial, "7.0")
+    first, _ = decide_start(trial, one, 0, "fault", "resume", 3)
+    assert (first.action, first.step, first.lineage) == ("load", 4, -1)
+    next_lineage(trial, one, 0, first)
+    event(one, event="exited", role="trainer", incarnation=0, code=70)
+    again, _ = decide_start(trial, one, 1, "fault", "resume", 3)
+    assert (again.action, again.step) == ("load", 4), again.reason
+
+
+def test_mode_fault_passes_over_an_import_that_is_none_of_its_own(trial):
+    one = attempt(trial, "7.0")
+    next_lineage(trial, one, 0, FRESH)
+    commit(trial, 3, "7.0")
+    commit(trial, 4, "import.0", lineage=-1)
+    assert decide_start(trial, one, 1, "fault", "fault", 3)[0].step == 3
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_manifest_that_fails_to_be_read_for_an_instant_is_no_reason_to_set_aside(trial, monkeypatch, failures):
+    monkeypatch.setattr(blocks, "AGAIN_S", 0.0)
+    commit(trial, 3, "7.0")
+    commit(trial, 5, "7.0")
+    left, read = [failures], Path.read_bytes
+
+    def read_bytes(path):
+        if path == trial.generation(5) / "manifest.json" and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    decision, damaged = decide_start(trial, attempt(trial, "8.0"), 0, "auto", "auto", 3)
+    assert (decision.step, [one.step for one in damaged]) == ((5, []) if failures == 1 else (3, [5]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision
 from hpc_rl.checkpoint.generation import Commit, scan
 from hpc_rl.checkpoint.lineage import next_lineage, read_lineages
@@ -98,6 +100,48 @@ def test_from_an_older_generation_the_later_ones_are_kept_aside(trial, capsys):
     assert all((path / "manifest.json").exists() for path in (trial.recover / "set-aside").iterdir())
     assert read_lineages(trial)[-1].set_aside == (6, 9)
     assert read_lineages(trial)[-1].lineage == 1  # a label of a step that is made again is another one
+
+
+def test_explain_says_what_it_did_not_read(trial, capsys, monkeypatch):
+    assert main(["recover", "small", "--explain"]) == 0
+    assert "not read" not in capsys.readouterr().out
+    monkeypatch.setattr(generation, "LIGHT_BYTES", 8)
+    assert main(["recover", "small", "--explain"]) == 0
+    said = capsys.readouterr().out
+    assert "not read     " in said and "state" in said and "hpc-rl checkpoint verify" in said and "--step 9" in said
+    assert main(["recover", "small", "--from", "6", "--explain"]) == 0  # read whole
+    assert "not read" not in capsys.readouterr().out
+
+
+def test_an_imported_generation_of_step_0_can_be_named(trial, capsys):
+    assert main(["recover", "small", "--from", "0", "--explain"]) == 3
+    assert "from generation 0 as asked: it does not lie there; there are 3, 6, 9" in capsys.readouterr().out
+    commit(trial, 0)
+    assert main(["recover", "small", "--from", "gen-00000000"]) == 0
+    assert begin(start(trial, "job-2"))["step"] == 0
+    assert [found.step for found in scan(trial)] == [0]
+
+
+@pytest.mark.parametrize(
+    ("seals", "step", "words"),
+    [
+        ((), 9, r"generation 9, which would be taken instead of one of step 9\. Import as step 10 or later"),
+        (
+            (8, 9, 10, 11),
+            12,
+            r"can't go on from step 12: of the batch log batches 8 to 11 are there\. Import as a step from 10 to 11",
+        ),
+        ((8, 9), 10, r"can't go on from step 10: .*Import into another trial, or set actor\.path of a new one"),
+    ],
+)
+def test_an_import_that_no_start_could_go_on_from_is_refused(trial, tmp_path, capsys, seals, step, words):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    trial.batches.mkdir(exist_ok=True)
+    for number in seals:
+        (trial.batches / f"{number:08d}.seal").write_text("{}")
+    assert main(["checkpoint", "import", "small", str(tmp_path / "hf"), "--step", str(step)]) != 0
+    assert re.search(words, capsys.readouterr().err)
 
 
 def test_starts_that_come_to_nothing_end_the_trial_for_good(trial, capsys):

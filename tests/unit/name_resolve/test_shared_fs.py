@@ -194,3 +194,21 @@ def test_open_names_by_trial_path_and_root(tmp_path):
     elsewhere = SimpleNamespace(nfs_record_root=str(tmp_path / "records"))
     config = SimpleNamespace(cluster=SimpleNamespace(name_resolve=elsewhere))
     assert open_names(trial, config).root == tmp_path / "records" / "me" / "exp" / "one"
+
+
+def test_on_a_full_disk_a_lease_is_still_renewed(tmp_path, monkeypatch):
+    names = SharedFsNames(tmp_path)
+    lease = names.lease("rollout", {"url": "http://somewhere:1"}, 10.0)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("hpc_rl.name_resolve.shared_fs.write_atomic", full)
+    before = lease.path.read_text()
+    for _ in range(12):  # the count gets longer
+        lease.renew()
+    assert lease.path.read_text() != before
+    seen = names.leases("rollout")["rollout"]
+    assert seen.alive and seen.value == {"url": "http://somewhere:1"}
+    lease.release()
+    assert names.leases("rollout") == {}

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 
 import pytest
 
+from hpc_rl.checkpoint.lineage import seals_of, trimmed
 from hpc_rl.datasets.encode import Prompt
 from hpc_rl.errors import RoleFailed, Stale
 from hpc_rl.rollout.driver import Driver, OutOfStep, OutOfTime, RoleEnds, Trimmed
 from hpc_rl.rollout.ledger import segments
 from hpc_rl.rollout.restore import read_state
 from hpc_rl.rollout.sequencer import Rules, Sequencer
+from hpc_rl.trial import Trial
 from hpc_rl.types import TrajectoryGroup, decode, encode
 
 
@@ -141,6 +144,26 @@ async def test_an_older_lineage_a_skipped_step_and_a_trimmed_batch_are_refused(t
     await later.close()
 
 
+async def test_what_a_trim_that_was_killed_left_goes_and_the_log_says_from_where_it_replays(tmp_path, monkeypatch):
+    trial = Trial(tmp_path)
+    monkeypatch.setattr("hpc_rl.rollout.ledger.Ledger.drop_segment", lambda *_: None)
+    driver = make(trial.rollout)
+    for step in (1, 2, 3):
+        await driver.batch(step, 0, 5)
+    with monkeypatch.context() as patched:
+        patched.setattr("hpc_rl.rollout.batches.Batches.delete", lambda self, step: None)  # killed before
+        await driver.retain(2)
+    await driver.close()
+    assert trimmed(trial) == 2 and sorted(seals_of(trial)) == [1, 2, 3]
+    later = make(trial.rollout)
+    assert seals_of(trial) == [3]
+    await later.batch(3, 0, 5)
+    await later.retain(3)
+    assert seals_of(trial) == [] and trimmed(trial) == 3
+    assert decode(await later.batch(4, 0, 5)).step == 4
+    await later.close()
+
+
 async def test_two_owners_of_one_ledger_agree_on_every_batch(tmp_path):
     one, two = make(tmp_path), make(tmp_path)
     bodies = {}
@@ -202,18 +225,47 @@ async def test_a_disk_that_fails_while_a_batch_is_sealed_ends_the_role_and_the_n
     whole = await driver.batch(1, 0, 5)
     running = asyncio.create_task(driver.run())
 
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr("hpc_rl.rollout.ledger.os.write", full)
-        with pytest.raises(RoleEnds, match="No space left"):
+        patched.setattr("hpc_rl.rollout.ledger.os.write", broken)
+        with pytest.raises(RoleEnds, match="Input/output error"):
             await driver.batch(2, 0, 5)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="Input/output error"):
             await asyncio.wait_for(running, 5)
     after = make(tmp_path)
     assert await after.batch(1, 0, 5) == whole
     assert decode(await after.batch(2, 0, 5)).step == 2
+    await after.close()
+
+
+async def test_on_a_full_disk_the_batch_waits_for_room_and_who_asks_hears_that_it_is_not_there_yet(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("hpc_rl.room.PAUSE_S", (0.01, 0.01))
+    driver = make(tmp_path)
+    await driver.batch(1, 0, 5)
+    running = asyncio.create_task(driver.run())
+
+    room, write = False, os.write
+
+    def perhaps(*what):
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*what)
+
+    monkeypatch.setattr("hpc_rl.rollout.ledger.os.write", perhaps)
+    first = asyncio.create_task(driver.batch(2, 0, 5))
+    while not driver.ledger.room.waiting:
+        await asyncio.sleep(0.01)
+    told = await driver.batch(2, 0, 0.05)
+    room = True
+    body = await asyncio.wait_for(first, 30)
+    assert told is None and "DISK FULL: " in caplog.text  # a second ask was answered: the role lives
+    assert decode(body).step == 2 and not running.done() and not driver.ledger.room.waiting
+    running.cancel()
+    await driver.close()
+    after = make(tmp_path)
+    assert await after.batch(2, 0, 5) == body
     await after.close()
 
 

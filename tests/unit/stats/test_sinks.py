@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 
 from hpc_rl.config.service import SwanlabConfig, WandBConfig
 from hpc_rl.errors import ConfigError
-from hpc_rl.stats.sinks import JsonlSink, RunIdentity, open_sinks
+from hpc_rl.stats.sinks import JsonlSink, RunIdentity, TensorBoardSink, open_sinks
 from hpc_rl.stats.tracker import Tracker
 
 
@@ -49,6 +50,59 @@ def test_a_line_is_on_disk_when_log_returns_and_is_strict_json(tmp_path):
     }
     assert sink.state() == {"file": "metrics.0.jsonl", "bytes": len(text)}
     sink.close()
+
+
+class Full:
+    """A file on a disk with room for so many bytes more."""
+
+    def __init__(self, file, room: int) -> None:
+        self.file, self.room, self.closed = file, room, False
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = self.file.write(data[: self.room])
+        self.room -= count
+        return count
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def close(self) -> None:
+        self.closed = True
+        self.file.close()
+
+
+def test_on_a_full_disk_no_line_is_lost_or_torn(tmp_path, caplog):
+    sink = JsonlSink(tmp_path / "metrics.0.jsonl")
+    sink.log(1, {"loss": 0.5})
+    sink._file = Full(sink._file, room=7)
+    sink.log(2, {"loss": 0.25})
+    sink.log(3, {"loss": 0.125})
+    assert caplog.text.count("DISK FULL: metrics wait in memory") == 1
+    sink._file.room = 10**6
+    sink.state()  # as before a generation is committed
+    assert [json.loads(line)["step"] for line in sink.path.read_text().splitlines()] == [1, 2, 3]
+    sink.log(4, {})
+    sink.close()
+    assert [json.loads(line)["step"] for line in sink.path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_tensorboard_goes_on_in_a_new_file_once_there_is_room(tmp_path, caplog):
+    sink = TensorBoardSink(tmp_path)
+
+    class Writer:
+        def add_event(self, _event) -> None:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    working, sink._open, sink._writer = sink._open, Writer, Writer()
+    sink.log(1, {"loss": 0.5})
+    sink.log(2, {"loss": 0.5})
+    assert caplog.text.count("DISK FULL: TensorBoard's files") == 1
+    sink._open = working
+    sink.log(3, {"loss": 0.5})
+    sink.close()
+    assert sum(path.stat().st_size > 0 for path in tmp_path.iterdir()) >= 1
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from training import Starter
+from training import FakeEngine, Starter
 
 from hpc_rl.config.check import check
 from hpc_rl.config.load import load
 from hpc_rl.config.service import EvaluatorConfig, KeepBestConfig, RecoverConfig, SaverConfig
-from hpc_rl.errors import ConfigError
+from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.trial import read_json
 
 LOSSES = {2: {"eval_loss": 0.5}, 4: {"eval_loss": 0.2}, 6: {"eval_loss": 0.9}}
@@ -67,6 +67,25 @@ def test_a_restart_remembers_the_best(tmp_path):
     start.attempt_id = "8.0"
     start(8, numbers={6: {"eval_loss": 0.3}, 8: {"eval_loss": 0.4}})
     assert (record(start, "best")["step"], model(start, "final")) == (4, 10)
+
+
+def test_told_to_stop_while_the_best_waits_for_room_it_is_measured_and_kept_by_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("hpc_rl.room.PAUSE_S", (0.001, 0.001))
+    start = starter(tmp_path)
+    start.config.saver.freq_steps = None
+
+    def full(*_args, **_kwargs):
+        start.last.stopping.set()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeEngine, "export", full)
+        assert start(4, numbers=LOSSES)[0] == ExitCode.STOPPED
+    assert list(start.trial.exports.iterdir()) == []
+    start.end(75)
+    start(4, numbers=LOSSES)
+    assert [record(start, "best")["step"], model(start, "best")] == [4, 10]
+    assert read_json(start.trial.lineages / "0001.json")["from_step"] == 2
 
 
 def test_another_metric_starts_anew(tmp_path):

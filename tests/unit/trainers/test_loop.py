@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from types import SimpleNamespace
 
 import pytest
 from training import FakeEngine, FakeSnapshot, Starter, make_config
@@ -175,6 +174,20 @@ def test_mode_disabled_never_saves(tmp_path):
     code, _ = starter(10, {"during 4": stop(lambda: starter.last)})
     assert code == ExitCode.STOPPED
     assert starter.generations() == []
+
+
+def test_mode_disabled_trims_the_batch_log_too_but_not_below_a_generation_of_before(tmp_path):
+    starter = Starter(tmp_path, recover=RecoverConfig(mode="disabled"))
+    _, recipe = starter(25)
+    assert [call for call in recipe.calls if call.startswith("retain")] == ["retain 10", "retain 20"]
+    starter = Starter(tmp_path / "other", recover=RecoverConfig(mode="auto", freq_steps=4))
+    starter(4)
+    starter.end(0)
+    starter.config.recover = RecoverConfig(mode="disabled")
+    write_json(starter.trial.job("8"), {"start_mode": "resume"})
+    starter.attempt_id = "8.0"
+    _, recipe = starter(12)
+    assert recipe.trained[0] == 5 and "retain 4" in recipe.calls and "retain 10" not in recipe.calls
 
 
 def test_a_drain_saves_although_no_frequency_is_set(tmp_path):
@@ -364,17 +377,3 @@ def test_sequences_and_the_rest_of_the_last_pass_count_in_the_end_of_a_trial(tmp
     config.total_train_steps = config.total_train_n_seqs = None
     config.train_dataset.drop_last = False
     assert total_steps(config, 11) == 6  # 11 rows, 2 a batch, the last one filled up
-
-
-def test_the_newest_exports_are_kept(tmp_path):
-    config = make_config(tmp_path)
-    config.saver.keep_last = 2
-    exports = tmp_path / "exports"
-    for name in ("step-00000001", "step-00000002", "step-00000010", "final"):
-        (exports / name).mkdir(parents=True)
-    run = SimpleNamespace(config=config, trial=SimpleNamespace(exports=exports))
-    Run._drop_old_exports(run)
-    assert sorted(path.name for path in exports.iterdir()) == ["final", "step-00000002", "step-00000010"]
-    config.saver.keep_last = None
-    Run._drop_old_exports(run)
-    assert len(list(exports.iterdir())) == 3

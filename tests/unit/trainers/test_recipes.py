@@ -17,7 +17,7 @@ from hpc_rl.config.train import NormConfig, PPOActorConfig, TrainEngineConfig
 from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.errors import RoleFailed
 from hpc_rl.stats.sinks import Sinks
-from hpc_rl.trainers.grpo import GRPO, Cut, num_updates, shares
+from hpc_rl.trainers.grpo import GRPO, Cut, num_updates, place_schedule, shares
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.reward_model import RewardModel
 from hpc_rl.trainers.run import Run
@@ -382,3 +382,17 @@ def test_a_reward_model_trains_on_the_last_tokens_of_pairs(tmp_path):
     assert numbers["loss"] == pytest.approx(np.log(2)) and numbers["accuracy"] == 0 and numbers["num_tokens"] == 15
     assert recipe.evaluate(0) == {}
     assert recipe.evaluate(1) == pytest.approx({"eval_loss": np.log(2), "eval_accuracy": 0.0})
+
+
+def test_after_another_number_of_mini_batches_the_schedule_stands_at_the_same_share(tmp_path):
+    """Loaded: step 5 of 10 with 4 updates each. Now a step has 2."""
+    config = GRPOConfig(
+        experiment_name="e", trial_name="t", train_dataset=DatasetConfig(path="rows.jsonl", batch_size=4),
+        actor=PPOActorConfig(path=str(tmp_path), ppo_n_minibatches=2), total_train_steps=10,
+    )  # fmt: skip
+    engine = RecordingEngine()
+    engine.counters = lambda: {"updates": 20 + engine.passed}
+    place_schedule(engine, 5, config)
+    assert engine.counters()["updates"] == 10 == num_updates(config, 100) // 2
+    place_schedule(engine, 5, config)
+    assert engine.counters()["updates"] == 10

@@ -1,0 +1,89 @@
+"""Publishing on a full disk: the recipe waits for room, loses no step, and gives way to a stop."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from hpc_rl.engines import hf_io
+from hpc_rl.trainers import exports
+from hpc_rl.trainers.grpo import GRPO
+from hpc_rl.trainers.ranks import Ranks
+from hpc_rl.trial import Trial, read_json
+from hpc_rl.types import WeightVersion
+
+
+class Engine:
+    """Its writer finds no room `full` times."""
+
+    full = 0
+
+    def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
+        (folder / "model.safetensors").write_bytes(b"x")
+        self.full -= 1
+        if self.full >= 0:
+            raise OSError(28, "No space left on device")
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.setattr("hpc_rl.room.PAUSE_S", (0.001, 0.001))
+    trial, engine, stopping, published = Trial(tmp_path / "trial"), Engine(), threading.Event(), []
+    trial.make_dirs()
+    waited = []
+    writer = exports.Writer(engine, Ranks(), stopping, tmp_path, lambda: waited.append(1))
+    publisher = SimpleNamespace(publish=lambda *what: published.append(what) or SimpleNamespace(acknowledged=["s"]))
+    stats = SimpleNamespace(value=lambda *_: None)
+    run = SimpleNamespace(
+        trial=trial, ranks=Ranks(), writer=writer, engine=engine, stopping=stopping, step=0, stats=stats,
+        version=lambda step: WeightVersion(0, step),
+    )  # fmt: skip
+    return SimpleNamespace(
+        publish=lambda step: GRPO.publish(SimpleNamespace(run=run, publisher=publisher), step),  # type: ignore[arg-type]
+        engine=engine,
+        stopping=stopping,
+        published=published,
+        trial=trial,
+        waited=waited,
+    )
+
+
+def test_it_waits_for_room_and_goes_on(recipe, caplog):
+    recipe.engine.full = 3
+    recipe.publish(1)
+    assert [str(version) for version, *_ in recipe.published] == ["0.1"]
+    assert read_json(recipe.trial.current_weights)["label"] == "0.1"
+    assert caplog.text.count("DISK FULL: weights 0.1 can't be written") == 1 and "there is room again" in caplog.text
+    assert len(recipe.waited) == 3  # whoever watches sees that it is alive
+    assert not [path for path in recipe.trial.weights.iterdir() if path.name.startswith(".")]
+
+
+def test_told_to_stop_meanwhile_it_returns_without_having_published(recipe):
+    recipe.engine.full = 10**9
+    threading.Timer(0.05, recipe.stopping.set).start()
+    recipe.publish(1)
+    assert recipe.published == [] and not list(recipe.trial.weights.iterdir())
+
+
+def test_what_else_is_wrong_with_the_disk_is_raised(recipe, monkeypatch):
+    def broken(*_args: object, **_more: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Engine, "export", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        recipe.publish(1)
+
+
+def test_what_safetensors_says_of_a_full_disk_is_an_error_of_the_file_system(tmp_path, monkeypatch):
+    def full(*_args: object, **_more: object) -> None:  # its words for a write to a full tmpfs
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(hf_io, "save_file", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        hf_io.write_checkpoint(tmp_path, {"w": torch.zeros(2)}, "{}", [], durable=False)
+    assert caught.value.errno == 28
