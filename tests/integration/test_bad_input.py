@@ -75,7 +75,7 @@ def test_the_configuration_itself_is_good(shell):
         (["trial_name=a..b"], ["trial_name 'a..b' can't be used"]),
         (["trial_name=-rf"], ["trial_name '-rf' can't be used"]),
         (["trial_name=a\n"], ["trial_name 'a\\n' can't be used"]),
-        (["trial_name="], ["trial_name", "nothing can't be used"]),
+        (["trial_name="], ["trial_name '' can't be used"]),
         (["trial_name=null"], ["trial_name", "null can't be used"]),
         ([b"trial_name=\xff"], ["trial_name"]),
         (["experiment_name=a/b"], ["experiment_name 'a/b' can't be used"]),
