@@ -4,11 +4,12 @@
 
 Save: until the state is durable. Ours is a whole generation (space reserved, shards hashed, fsynced, manifest, rename, read
 back by retention's scan); DCP fsyncs its files itself; safetensors' file is fsynced by us. Load: cold (the page cache of the
-files is dropped before), into the tensors that exist; ours checks every block on the way, the peers check nothing.
+files is dropped before, some seconds after the saves: a disk goes on writing after an fsync), into the tensors that exist; ours
+checks every block on the way, the peers check nothing.
 Stall: how long an asynchronous save holds the training thread up, against a plain copy of the state into a buffer that is
 used again, and against DCP's async_save. A ratio is ours / peer of rates (stall: of seconds), taken within a round;
-the median over the rounds counts. Torch has one thread, on all sides. The disk of a virtual machine varies threefold: read
-the ranges too.
+the median over the rounds counts. Torch has as many threads as torchrun gives a rank, on all sides: one. The disk of a virtual
+machine varies threefold: read the ranges too.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from hpc_rl.trainers.saving import Saving
 from hpc_rl.trial import Trial
 
 TENSOR_BYTES = 8 << 20
+SETTLE_S = 5.0
 
 
 class Subject:
@@ -181,22 +183,26 @@ def wipe(subject: Subject) -> None:
         tensor.zero_()
 
 
-def save_and_load(side: Any, subject: Subject, sums: list[float]) -> dict[str, float]:
-    os.sync()
-    save_s, save_cpu_s = timed(side.save)
-    wipe(subject)
-    drop_cache(side.folder())
-    load_s, load_cpu_s = timed(side.load)
-    found = [float(tensor.double().sum()) for tensor in subject.tensors().values()]
-    assert found == sums, "what was loaded is not what was saved"
-    side.clear()
+def one_round(sides: dict[str, Any], order: list[str], subject: Subject, sums: list[float]) -> dict[str, dict[str, float]]:
+    """Every side saves, then every side loads."""
     gb = subject.num_bytes() / 1e9
-    return {
-        "save_gb_s": gb / save_s,
-        "load_gb_s": gb / load_s,
-        "save_cpu_s_per_gb": save_cpu_s / gb,
-        "load_cpu_s_per_gb": load_cpu_s / gb,
-    }
+    rows: dict[str, dict[str, float]] = {name: {} for name in order}
+    for name in order:
+        os.sync()
+        save_s, cpu_s = timed(sides[name].save)
+        rows[name] |= {"save_gb_s": gb / save_s, "save_cpu_s_per_gb": cpu_s / gb}
+    os.sync()
+    time.sleep(SETTLE_S)
+    for name in order:
+        wipe(subject)
+        drop_cache(sides[name].folder())
+        load_s, cpu_s = timed(sides[name].load)
+        rows[name] |= {"load_gb_s": gb / load_s, "load_cpu_s_per_gb": cpu_s / gb}
+        found = [float(tensor.double().sum()) for tensor in subject.tensors().values()]
+        assert found == sums, "what was loaded is not what was saved"
+    for side in sides.values():
+        side.clear()
+    return rows
 
 
 class Stall:
@@ -242,7 +248,7 @@ def measure(folder: Path, gb: float, rounds: int) -> dict[str, Any]:
     rows: list[dict[str, dict[str, float]]] = []
     for number in range(rounds):
         order = list(sides)[number % 3 :] + list(sides)[: number % 3]
-        rows.append({name: save_and_load(sides[name], subject, sums) for name in order})
+        rows.append(one_round(sides, order, subject, sums))
         gc.collect()
         print(number, {name: {key: round(value, 2) for key, value in row.items()} for name, row in rows[-1].items()}, flush=True)
     result: dict[str, Any] = {name: {key: spread([row[name][key] for row in rows]) for key in rows[0][name]} for name in sides}
@@ -271,10 +277,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="rounds; each has one run of ours and of every peer")
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where the files go: the disk to measure")
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.filterwarnings("ignore", module=r"torch\.distributed.*")
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save wants one
     with (
         tempfile.TemporaryDirectory(dir=args.dir, prefix="checkpoint-benchmark-") as folder,
@@ -282,7 +289,12 @@ def main() -> None:
     ):
         result = measure(Path(folder), args.gb, args.pairs)
         versions = {name: metadata.version(name) for name in ("torch", "safetensors", "xxhash")}
-        machine = {"cpu": platform.machine(), "cores": os.cpu_count(), "load_1m": os.getloadavg()[0]}
+        machine = {
+            "cpu": platform.machine(),
+            "cores": os.cpu_count(),
+            "torch_threads": args.threads,
+            "load_1m": os.getloadavg()[0],
+        }
         result |= {"pairs": args.pairs, "machine": machine, "versions": {"python": platform.python_version(), **versions}}
         print(json.dumps(result, indent=2))
         if args.out:
