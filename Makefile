@@ -47,7 +47,7 @@ check: $(VENV)/dev
 test: check
 	$(BIN)/python tests/slurm/packages.py
 	tests/sglang/install.sh
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope tests/slurm tests/sglang tests/integration tests/faults -m "not soak"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope tests/slurm tests/sglang tests/integration tests/faults -m "not soak" --durations 15
 
 soak: $(VENV)/dev
 	$(BIN)/python tests/slurm/packages.py

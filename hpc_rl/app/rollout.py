@@ -71,11 +71,13 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     await runner.setup()
     listener = net.bind()
     await web.SockSite(runner, listener).start()
-    lease = await asyncio.to_thread(names.lease, keys.ROLLOUT, _record(context, listener.getsockname()[1]), LEASE_TTL_S)
+    record = _record(context, listener.getsockname()[1])
+    lease = await asyncio.to_thread(names.lease, keys.ROLLOUT, record, LEASE_TTL_S)
     logger.info("serving batches, epoch %d", lease.epoch)
     report_to = context.attempt.rollout_report(context.incarnation)
     report = keep_reporting(report_to, driver.report, lambda: {"servers": num_servers()})
-    duties = {asyncio.create_task(duty) for duty in (driver.run(), executor.failure(), _renew(lease), _stopping(context), report)}
+    renewing = _renew(lease, record, driver)
+    duties = {asyncio.create_task(duty) for duty in (driver.run(), executor.failure(), renewing, _stopping(context), report)}
     try:
         done, _ = await asyncio.wait(duties, return_when=asyncio.FIRST_COMPLETED)
         for duty in done:
@@ -100,12 +102,12 @@ def _record(context: role.Context, port: int) -> dict:
     return {"url": url, "attempt": context.attempt.id, "pid": os.getpid(), "host": socket.gethostname()}
 
 
-async def _renew(lease: Lease) -> None:
+async def _renew(lease: Lease, record: dict, driver: Driver) -> None:
     """Raises Stale once another incarnation has taken over."""
     while True:
         await asyncio.sleep(1.0)
         try:
-            await asyncio.to_thread(lease.renew)
+            await asyncio.to_thread(lease.renew, {**record, keys.WAITS_FOR_ROOM: driver.ledger.room.waiting})
         except OSError as error:  # a shared file system may fail for a while; the ledger's own writes decide whether we live
             logger.warning("can't renew the lease: %s", error)
 

@@ -41,19 +41,32 @@ def cancel(trial: Trial, now: bool = False) -> list[Cancelled]:
     """End every job of the trial that may be alive; the newest last. Doing it again does no harm.
 
     With `now` the scheduler ends running jobs at once, otherwise their supervisors save and stop.
-    Raises CannotWrite, or SchedulerError where the wish is written and the scheduler did not take its part.
+    Raises CannotWrite, or SchedulerError where a scheduler did not take its part; every wish is written then.
     """
     jobs = read_jobs(trial)
-    done = [_cancel(trial, job, now) for job in jobs if not job.over or job is jobs[-1]]
-    return [*_cancel_servers(trial), *done]
+    done: list[Cancelled] = []
+    problems: list[str] = []
+    for job in jobs:  # each is told, whatever comes of another
+        if not job.over or job is jobs[-1]:
+            try:
+                done.append(_cancel(trial, job, now))
+            except SchedulerError as error:
+                problems.append(str(error))
+    try:
+        done = [*_cancel_servers(trial, jobs[-1].cluster if jobs else ""), *done]
+    except SchedulerError as error:
+        problems.append(str(error))
+    if problems:
+        raise SchedulerError("\n".join(problems))
+    return done
 
 
-def _cancel_servers(trial: Trial) -> list[Cancelled]:
+def _cancel_servers(trial: Trial, cluster: str) -> list[Cancelled]:
     """Take the server arrays away, those of earlier submissions too. They hold nothing that could be lost; the wish that they
     see is the trial's. Raises SchedulerError."""
     done = []
     for array in read_arrays(trial):
-        job = Job(array.job_id, native_id=array.job_id, scheduler="slurm")
+        job = Job(array.job_id, native_id=array.job_id, scheduler="slurm", cluster=cluster)
         if all(task.state == "ended" for task in array.tasks) and array.tasks:
             continue
         scheduler = scheduler_of(trial, job)

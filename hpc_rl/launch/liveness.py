@@ -41,6 +41,7 @@ class Liveness:
         self._watched: dict[Key, _Watched] = {}
         self._away_since: float | None = None  # since when no server serves
         self._last_round: float | None = None
+        self._rollout_ended = False  # and has not started again
 
     def round(self, now: float) -> None:
         """The watcher runs: to be called in each of its rounds."""
@@ -50,6 +51,8 @@ class Liveness:
 
     def started(self, key: Key, now: float) -> None:
         """Whoever waited for it begins anew. Nobody waits for one server among others, and one may come and go for ever."""
+        if key == ("rollout", 0):
+            self._rollout_ended = False
         if key[0] != "server":
             self._away_since = None
             self._excuse(SERVED, now)
@@ -57,6 +60,7 @@ class Liveness:
 
     def ended(self, key: Key) -> None:
         self._watched.pop(key, None)
+        self._rollout_ended = self._rollout_ended or key == ("rollout", 0)
 
     def observe(self, key: Key, mark: Any, now: float, doing: str = "") -> None:
         """What was seen of a unit; it moved where the mark is another than before."""
@@ -70,6 +74,8 @@ class Liveness:
             if seen.alive and seen.value.get("attempt") == attempt_id:
                 role, _, index = name.rpartition("/")
                 self.observe((role, int(index)), now, now)
+                if seen.value.get(keys.WAITS_FOR_ROOM):  # on a full disk, as it says itself: whoever waits for it is not served
+                    self._excuse(SERVED, now)
 
     def observe_servers(self, leases: Mapping[str, Seen], now: float) -> None:
         """Of all servers, whichever job they run in: a trainer that needs one waits for the first, up to `away_s`."""
@@ -108,6 +114,8 @@ class Liveness:
                 continue
             words = f"{role} {index} hangs: nothing moved for {silent_s:.0f} s"
             words += f" while it did '{one.doing}'" if one.doing else "" if one.seen else " after its start"
+            if role == "trainer" and one.doing in SERVED and self._rollout_ended:
+                continue  # it is about to start again
             if role == "trainer" and one.doing in SERVED and ("rollout", 0) in there:
                 key = ("rollout", 0)
                 words = f"rollout 0 hangs: the trainer has waited for it for {silent_s:.0f} s ({one.doing})"

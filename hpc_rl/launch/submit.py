@@ -29,9 +29,10 @@ from hpc_rl.config.site import site_dirs
 from hpc_rl.config.source import literal
 from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, SchedulerError, TrialBusy
 from hpc_rl.launch import bad_nodes, index, provenance
+from hpc_rl.launch.ask import scheduler_of
 from hpc_rl.launch.claim import Claim
 from hpc_rl.launch.server_array import submit_servers
-from hpc_rl.launch.story import newest_generation, read_jobs
+from hpc_rl.launch.story import Job, newest_generation, read_jobs
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import wheel
 from hpc_rl.render.scripts import Stamp, job_name, render, script_name
@@ -243,13 +244,14 @@ def check_programs(plan: Plan, loaded: Loaded) -> None:
 
 
 def check_idle(trial: Trial) -> None:
-    """Raises TrialBusy while a job of the trial waits or runs."""
-    jobs: dict[str, list[str]] = {}
+    """Raises TrialBusy while a job of the trial waits or runs; SchedulerError where only another cluster can tell."""
+    jobs: dict[tuple[str, str], list[Job]] = {}
     for job in read_jobs(trial):
         if not job.over:
-            jobs.setdefault(job.scheduler, []).append(job.native_id)
-    for name, job_ids in jobs.items():
-        for job_id, state in make_scheduler(name, trial).states(job_ids).items():
+            jobs.setdefault((job.scheduler, job.cluster), []).append(job)
+    for together in jobs.values():
+        states = scheduler_of(trial, together[0]).states([job.native_id for job in together])
+        for job_id, state in states.items():
             if state.state.alive:
                 raise TrialBusy(
                     f"trial {trial} is {state.state} as job {job_id}. "

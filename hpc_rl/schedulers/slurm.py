@@ -78,14 +78,12 @@ class SlurmScheduler:
 
     def _look_up(self, spec: JobSpec, problem: str) -> str:
         """The job of an sbatch whose answer was lost; "" where there is none. Raises SchedulerError where that can't be told."""
-        for attempt in range(1, TRIES + 1):
-            time.sleep(self.retry_wait_s * attempt)
-            try:
-                return self.find(spec) or ""
-            except SchedulerError as error:
-                unknown = error
-        look = f"Before it is submitted again, look: squeue --me -n {shlex.quote(spec.name)}"
-        raise SchedulerError(f"{problem}; whether Slurm has the job can't be told: {unknown}. {look}") from unknown
+        time.sleep(self.retry_wait_s)
+        try:
+            return self.find(spec) or ""
+        except SchedulerError as error:
+            look = f"Before it is submitted again, look: squeue --me -n {shlex.quote(spec.name)}"
+            raise SchedulerError(f"{problem}; whether Slurm has the job can't be told: {error}. {look}") from error
 
     def states(self, job_ids: list[str]) -> dict[str, JobState]:
         """One squeue; sacct only for the jobs that squeue has forgotten. Works without accounting."""
@@ -132,7 +130,16 @@ class SlurmScheduler:
         return done.returncode == 0, said
 
     def find(self, spec: JobSpec) -> str | None:
-        """The job that carries this tag, where Slurm knows one. Raises SchedulerError."""
+        """The job that carries this tag, where Slurm knows one. Raises SchedulerError where it does not answer, asked again."""
+        for attempt in range(1, TRIES):
+            try:
+                return self._find(spec)
+            except SchedulerError as error:
+                logger.warning("asking again: %s", error)
+                time.sleep(self.retry_wait_s * attempt)
+        return self._find(spec)
+
+    def _find(self, spec: JobSpec) -> str | None:
         done = _call(["squeue", "-h", "-t", "all", "--me", "-n", spec.name, "-o", "%i|%k"], CALL_TIMEOUT_S)
         if done.returncode != 0:
             raise SchedulerError(f"squeue: {_words(done)}")

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hpc_rl.cli.__main__ import main
-from hpc_rl.errors import TrialBusy
+from hpc_rl.errors import SchedulerError, TrialBusy
 from hpc_rl.launch import ask as asking
 from hpc_rl.launch import index
 from hpc_rl.launch.ask import Answer
@@ -54,6 +54,18 @@ def test_cancel_takes_it_out_of_the_queue(trial, scheduler, fake_trial, capsys):
     assert scheduler.calls == [("cancel", "7"), ("nudge", "8")]
     assert trial.cancel_intent("7").exists()
     assert "job 7 of exp/t1 waited to be started; it is taken out of the queue" in capsys.readouterr().out
+
+
+def test_a_job_of_another_cluster_hides_none_from_a_cancel_and_starts_no_second(trial, scheduler, fake_trial, monkeypatch):
+    monkeypatch.setattr(asking, "cluster_name", lambda: "beta")
+    fake_trial.job("6", at=-500, cluster="alpha")  # it may wait there: its id says nothing here
+    fake_trial.job("8", at=500, cluster="beta")
+    scheduler.answers["8"] = State.RUNNING
+    with pytest.raises(SchedulerError, match="handed to the cluster alpha"):
+        check_idle(trial)
+    assert main(["cancel", "t1"]) == 69
+    assert ("nudge", "8") in scheduler.calls
+    assert trial.cancel_intent("6").exists() and trial.cancel_intent("8").exists()
 
 
 def test_while_slurm_cleans_up_it_is_not_over_and_cancel_does_not_talk_to_a_script_that_is_gone(trial, scheduler):

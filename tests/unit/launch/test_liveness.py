@@ -51,6 +51,24 @@ def test_a_rollout_role_that_is_started_gives_the_trainer_that_waits_for_it_new_
     assert blamed(life, 401, 1) == [ROLLOUT]
 
 
+def test_a_rollout_role_that_waits_for_room_on_a_full_disk_is_not_blamed(life):
+    life.observe(TRAINER, "a", 10, "wait")
+    for now in range(15, 900, 5):
+        lease = Seen("rollout/0", {"attempt": "9.0", "waits_for_room": now < 600}, 0, True, 0.0)
+        life.observe_leases({"rollout/0": lease}, "9.0", now)
+        assert blamed(life, now, 1) == ([ROLLOUT] if now - 595 > 100 else []), now
+
+
+def test_a_trainer_is_not_blamed_while_the_rollout_role_that_hung_starts_again(life):
+    life.observe(TRAINER, "a", 10, "wait")
+    assert blamed(life, 300, 1) == [ROLLOUT]
+    life.ended(ROLLOUT)
+    assert not blamed(life, 302, 1, running=[TRAINER])
+    life.started(ROLLOUT, 303)
+    assert not blamed(life, 400, 1)
+    assert blamed(life, 404, 1) == [ROLLOUT]
+
+
 @pytest.mark.parametrize(("doing", "to_blame"), [("train", TRAINER), ("wait", ROLLOUT)])
 def test_a_server_that_comes_and_goes_hides_no_hang_of_others(life, doing, to_blame):
     life.observe(TRAINER, "a", 10, doing)

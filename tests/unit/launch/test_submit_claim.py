@@ -14,6 +14,7 @@ import yaml
 
 from hpc_rl.config.load import Loaded, from_dict, load
 from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, SchedulerError, TrialBusy
+from hpc_rl.launch import ask as asking
 from hpc_rl.launch import submit as submission
 from hpc_rl.launch.claim import Claim
 from hpc_rl.plan.schema import Plan
@@ -43,7 +44,8 @@ class FakeScheduler:
 @pytest.fixture
 def world(tmp_path, monkeypatch, state_home):
     """`world(mode=…, scheduler=…)` submits one trial below tmp_path/root."""
-    monkeypatch.setattr(submission, "make_scheduler", lambda kind, trial: FakeScheduler())
+    for module in (submission, asking):
+        monkeypatch.setattr(module, "make_scheduler", lambda kind, trial: FakeScheduler())
 
     def go(mode: str = "auto", scheduler: FakeScheduler | None = None, root: Path = tmp_path / "root", **options):
         return submission.submit(

@@ -4,6 +4,7 @@ wait where the test says so. A cancel must count whenever it comes."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -60,7 +61,12 @@ class Script:
         with (self.here / "said").open("wb") as said:
             self.processes.append(
                 subprocess.Popen(
-                    ["bash", str(self.here / "trial.sbatch")], env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=said
+                    ["bash", str(self.here / "trial.sbatch")],
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=said,
+                    stderr=said,
+                    start_new_session=True,
                 )
             )
         return self.processes[-1]
@@ -76,9 +82,9 @@ class Script:
             time.sleep(0.02)
 
     def tell_to_end_in(self, process: subprocess.Popen[bytes], words: str) -> None:
-        """TERM while that call is being made, which then comes to its end."""
+        """TERM to every process, as Slurm sends it, while that call is being made."""
         self.wait_for_call(words)
-        process.terminate()
+        os.killpg(process.pid, signal.SIGTERM)
         (self.here / "go").touch()
         process.wait(60)
 

@@ -119,6 +119,13 @@ def test_a_controller_that_is_down_is_an_error_not_a_state(programs, scheduler):
         scheduler.states(["1"])
 
 
+def test_the_search_for_a_job_outlives_a_short_outage(programs, scheduler):
+    down = "if ((n < 3)); then echo 'Unable to contact slurm controller' >&2; exit 1; fi"
+    programs(squeue=f"{down}; echo '9|the:tag'")
+    spec = JobSpec("name", Path("x"), "the:tag")
+    assert scheduler.find(spec) == "9" and len(programs.calls()) == 3
+
+
 def test_nothing_of_a_surrounding_job_is_passed_on(programs, scheduler, monkeypatch, caplog):
     monkeypatch.setenv("SBATCH_PARTITION", "wrong")
     monkeypatch.setenv("SLURM_NTASKS", "4")
