@@ -79,8 +79,7 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
 
     cluster.run("scancel", high)
     before = current(one)
-    cluster.run("scontrol", "update", f"jobid={array.job_id}_1", "StartTime=now")
-    one.until(lambda: "server/1" in serving(one))
+    one.until(lambda: cluster.hurry(f"{array.job_id}_1") or "server/1" in serving(one))
     enough = one.num_rows() + 5
     one.until(lambda: one.num_rows() >= enough or one.over)
     one.release()
@@ -140,7 +139,8 @@ def test_submitit_submits_saves_and_requeues(trials, cluster, until):
     one.until(lambda: any("PENDING" in line for line in queue(cluster)), 120)
     until(lambda: set(cluster.run("sinfo", "-h", "-p", "main", "-o", "%T").split()) == {"idle"}, 60)  # the first start is gone
     assert (read_json(one.trial.attempt(f"{one.job_id}.0").ended) or {}).get("exit_code") == 75, "saved before it was requeued"
-    cluster.run("scontrol", "update", f"jobid={one.job_id}", "StartTime=now")
+    again = one.trial.attempt(f"{one.job_id}.1").dir
+    one.until(lambda: cluster.hurry(one.job_id) or again.exists(), 300)
     one.finish().promises.check()
     assert sorted(path.name for path in one.trial.attempts.iterdir()) == [f"{one.job_id}.0", f"{one.job_id}.1"]
     assert (one.trial.dir / "submitit").stat().st_mode & 0o077 == 0
