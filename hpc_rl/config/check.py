@@ -95,9 +95,9 @@ def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     recover = config.recover
     if recover.mode == "disabled" and any(f"recover.freq_{unit}" in explicit for unit in ("epochs", "steps", "secs")):
         yield "recover.freq_* has no effect: recover.mode is disabled, so nothing is saved and nothing can be resumed."
-    ends = {name: getattr(config, name) for name in ENDS if getattr(config, name) is not None}
-    if len(ends) > 1:
-        yield f"the trial ends at the earliest of {', '.join(f'{name} {value}' for name, value in ends.items())}."
+    given = [f"{name} {getattr(config, name)}" for name in ENDS if getattr(config, name) is not None]
+    if len(given) > 1:
+        yield f"the trial ends at the earliest of {', '.join(given)}."
     evaluator = config.evaluator
     if config.saver.keep_best is not None and evaluator.freq_epochs is evaluator.freq_steps is evaluator.freq_secs is None:
         yield "saver.keep_best has little choice: no evaluator.freq_* is set, so only first and last weights are evaluated."

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from hpc_rl.config import atlas
 from hpc_rl.config import presets as presets_of
-from hpc_rl.config.build import Builder, Given, alternatives, given, hints, is_optional, section_of
+from hpc_rl.config.build import Builder, Given, alternatives, default_of, given, hints, is_optional, section_of
 from hpc_rl.config.limits import Place
 from hpc_rl.config.root import CONFIGS, Config, RWConfig, SFTConfig
 from hpc_rl.config.site import SHIPPED_PROFILES, known_profiles, profile_dirs
@@ -272,10 +272,8 @@ def _defaults(cls: type) -> dict[str, Any]:
         section = section_of(hints(cls)[item.name])
         if section and item.default is not None:
             found[item.name] = _defaults(section)
-        elif item.default is not dataclasses.MISSING:
-            found[item.name] = item.default
-        elif item.default_factory is not dataclasses.MISSING:
-            found[item.name] = item.default_factory()
+        elif (default := default_of(item)) is not dataclasses.MISSING:
+            found[item.name] = default
     return found
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from hpc_rl.config.build import default_of
 from hpc_rl.config.root import Config, GRPOConfig, RWConfig
 from hpc_rl.config.train import TrainEngineConfig
 
@@ -29,7 +30,7 @@ def changed(section: Any) -> list[str]:
     """Options of a section that are not at their default. Not what somebody wrote: a file may spell every default out."""
     found = []
     for field in dataclasses.fields(section):
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = default_of(field)
         if default is not dataclasses.MISSING and getattr(section, field.name) != default:
             found.append(field.name)
     return found
@@ -47,7 +48,9 @@ def adapted(config: Config) -> dict[str, tuple[Any, str]]:
     if isinstance(config, RWConfig):
         wanted |= {"model.is_critic": (True, ""), "model.mb_spec.granularity": (2, "")}
         wanted |= {f"{section}.type": ("rw", "") for section in ("train_dataset", "valid_dataset")}
-    wanted |= {name: (bound, f"{limit} holds no more") for name, bound, limit in sorted(too_long(config), key=_largest_first)}
+    wanted |= {
+        name: (bound, f"{limit} holds no more") for name, bound, limit in sorted(too_long(config), key=lambda one: -one[1])
+    }
     if config.total_train_steps is not None or config.total_train_n_seqs is not None:
         wanted["total_train_epochs"] = (None, "")
     if isinstance(config, GRPOConfig) and config.ref is None and config.actor.compat is None:
@@ -57,10 +60,6 @@ def adapted(config: Config) -> dict[str, tuple[Any, str]]:
     if isinstance(config, GRPOConfig) and config.actor.use_decoupled_loss:
         wanted["actor.recompute_logprob"] = (True, "")
     return wanted
-
-
-def _largest_first(one: tuple[str, int, str]) -> int:
-    return -one[1]
 
 
 def too_long(config: Config) -> Iterator[tuple[str, int, str]]:
