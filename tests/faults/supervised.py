@@ -8,8 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+from toy_plans import toy_plan
+
 from hpc_rl.launch.takeover import ProcessRecord
-from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import is_alive
 from hpc_rl.stats.read import JsonLines
 from hpc_rl.trial import Trial, read_json, write_json
@@ -45,22 +47,8 @@ class Fake:
     def write(
         self, script: dict, mode: str = "auto", retries: int = 3, units: list[Unit] | None = None, rules: dict | None = None
     ) -> None:
-        plan = Plan(
-            experiment_name="e",
-            trial_name="t",
-            trainer="grpo",
-            allocation="embedded:d1+fsdp:d1",
-            n_nodes=1,
-            n_gpus_per_node=0,
-            cpus_per_node=4,
-            mem_mb_per_node=1000,
-            device="cpu",
-            server_backend="embedded",
-            units=units or [unit("server"), unit("rollout"), unit("trainer")],
-            recover_mode=mode,
-            recover_retries=retries,
-            python=sys.executable,
-        )
+        units = units or [unit("server"), unit("rollout"), unit("trainer")]
+        plan = toy_plan(units, sys.executable, recover_mode=mode, recover_retries=retries)
         write_json(self.trial.plan_json, plan.to_json())
         config = {"experiment_name": "e", "trial_name": "t", "train_dataset": {"path": "/x"}, "actor": {"path": "/m"}}
         write_json(self.trial.config_json, config | {"recover": {"mode": mode, **(rules or {})}})

@@ -6,6 +6,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from toy_plans import toy_plan
 
 from hpc_rl.app import supervisor as app
 from hpc_rl.config.load import from_dict
@@ -14,27 +15,12 @@ from hpc_rl.launch import driver as driving
 from hpc_rl.launch.driver import Driver
 from hpc_rl.launch.supervisor import Supervisor
 from hpc_rl.name_resolve.memory import MemoryNames
-from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.plan.schema import Unit
 from hpc_rl.trial import Trial, write_json
 
 TRAINER, ROLLOUT, SERVER = ("trainer", 0), ("rollout", 0), ("server", 0)
 UNIT = Unit(role="", index=0, nodes=[0], tasks_per_node=1, cpus_per_task=1, mem_mb_per_task=1, gpus_per_task=0, module="none")
-PLAN = Plan(
-    experiment_name="e",
-    trial_name="t",
-    trainer="grpo",
-    allocation="embedded:d1+fsdp:d1",
-    n_nodes=1,
-    n_gpus_per_node=0,
-    cpus_per_node=1,
-    mem_mb_per_node=1,
-    device="cpu",
-    server_backend="embedded",
-    units=[dataclasses.replace(UNIT, role=role) for role in ("server", "rollout", "trainer")],
-    recover_mode="auto",
-    recover_retries=3,
-    python="/python",
-)
+PLAN = toy_plan([dataclasses.replace(UNIT, role=role) for role in ("server", "rollout", "trainer")], "/python")
 
 
 @pytest.fixture

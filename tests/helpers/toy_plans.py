@@ -1,0 +1,26 @@
+"""A small plan, for what reads a plan and starts nothing that it names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpc_rl.plan.schema import Plan, Unit
+
+
+def toy_plan(units: list[Unit], python: str, **more: Any) -> Plan:
+    """A GRPO trial on one node without GPUs; `more` replaces any field."""
+    fields: dict[str, Any] = {
+        "experiment_name": "e",
+        "trial_name": "t",
+        "trainer": "grpo",
+        "allocation": "embedded:d1+fsdp:d1",
+        "n_nodes": 1,
+        "n_gpus_per_node": 0,
+        "cpus_per_node": 4,
+        "mem_mb_per_node": 1000,
+        "device": "cpu",
+        "server_backend": "embedded",
+        "recover_mode": "auto",
+        "recover_retries": 3,
+    }
+    return Plan(units=units, python=python, **{**fields, **more})
