@@ -50,6 +50,7 @@ class FailureClass(enum.StrEnum):
     OUT_OF_MEMORY = "out of memory"
     NODE = "node"
     INFRASTRUCTURE = "infrastructure"
+    DISK_FULL = "disk full"
     PREEMPTION = "preemption"
     WALL_TIME = "wall time"
     UNKNOWN = "unknown"  # nobody left a word that tells

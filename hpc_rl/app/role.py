@@ -29,10 +29,11 @@ from hpc_rl.config.root import Config
 from hpc_rl.errors import ConfigError, ExitCode, FailureClass, GivenUp, HpcRlError, TrialBusy
 from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import start_ticks
+from hpc_rl.room import FULL, is_full
 from hpc_rl.trial import Attempt, Trial, write_json
 
 logger = logging.getLogger(__name__)
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+CANNOT_WRITE = (*FULL, errno.EROFS)
 
 
 @dataclass
@@ -111,8 +112,8 @@ def _guarded(start: Callable[[], int | None]) -> tuple[int, str, FailureClass, b
         return error.exit_code, str(error), error.failure, isinstance(error, GivenUp)
     except BaseException as error:
         logger.error("%s", traceback.format_exc())
-        no_room = isinstance(error, OSError) and error.errno in NO_ROOM
-        code = ExitCode.CANNOT_WRITE if no_room else ExitCode.FAILED
+        cannot_write = isinstance(error, OSError) and error.errno in CANNOT_WRITE
+        code = ExitCode.CANNOT_WRITE if cannot_write else ExitCode.FAILED
         return code, f"{type(error).__name__}: {error}", _class_of(error), False
 
 
@@ -120,6 +121,8 @@ def _class_of(error: BaseException) -> FailureClass:
     """PyTorch's own error for a full GPU is known by its name: not every role may import it."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return FailureClass.OUT_OF_MEMORY
+    if is_full(error):
+        return FailureClass.DISK_FULL
     return FailureClass.INFRASTRUCTURE if isinstance(error, OSError) else FailureClass.UNKNOWN
 
 

@@ -22,9 +22,11 @@ from hpc_rl.launch.wall_time import JobEndTime
 from hpc_rl.name_resolve import open_names
 from hpc_rl.name_resolve.base import NameResolve
 from hpc_rl.plan.schema import Plan
+from hpc_rl.room import Room
 from hpc_rl.trial import Attempt, Trial, read_json, write_json
 
 logger = logging.getLogger(__name__)
+ROOM_BYTES = 64 << 10  # more than all that is written before the first role starts
 
 
 def main() -> int:
@@ -43,6 +45,7 @@ def main() -> int:
         plan = Plan.from_json(plan_data)
         plan.refuse_unbuilt()
         config = from_dict(config_data)
+        _wait_for_room(attempt)
         names = open_names(trial, config)
         if "_" in attempt.id:
             return _server_job(attempt, plan, config, names, args.steps)
@@ -62,6 +65,23 @@ def main() -> int:
     except OSError as error:
         logger.error("the trial directory can't be used: %s", error)
         return ExitCode.CANNOT_WRITE
+
+
+def _wait_for_room(attempt: Attempt) -> None:
+    """On a full disk nothing is begun: what a supervisor writes first decides who owns the trial. A signal ends the waiting."""
+
+    def try_it() -> None:
+        attempt.make_dirs()
+        probe = attempt.dir / ".room"
+        try:
+            with probe.open("wb") as file:
+                file.write(bytes(ROOM_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+
+    Room(attempt.trial.dir).write("what a supervisor leaves behind", try_it)
 
 
 def _server_job(attempt: Attempt, plan: Plan, config: Config, names: NameResolve, kind: str) -> int:

@@ -19,7 +19,7 @@ from hpc_rl.checkpoint.lineage import TIME_IS_OVER, attempts_of, failures_withou
 from hpc_rl.config.service import RecoverConfig
 from hpc_rl.errors import ExitCode, FailureClass, Stale
 from hpc_rl.launch import bad_nodes, recover, takeover
-from hpc_rl.launch.ends import end_of
+from hpc_rl.launch.ends import end_of, not_started
 from hpc_rl.launch.failures import End
 from hpc_rl.launch.liveness import Liveness, serving
 from hpc_rl.launch.measured import Measured
@@ -227,9 +227,7 @@ class Driver:
         try:
             handle = self.steps.start(unit, [self.plan.python, "-m", unit.module, *flags], self.attempt, incarnation)
         except OSError as error:
-            missing = isinstance(error, FileNotFoundError | PermissionError)
-            end = End(ExitCode.BAD_CONFIG if missing else ExitCode.FAILED, f"can't be started: {error}")
-            self._failed_starts.append((key, incarnation, end))
+            self._failed_starts.append((key, incarnation, not_started(error)))
             return
         self._handles[key] = (handle, incarnation)
         self._liveness.started(key, self._clock())
@@ -361,6 +359,9 @@ class Driver:
         self._liveness.observe_servers(servers, now)
         for key, incarnation in serving(servers, self.attempt.id):
             self._machine.served(now, key, incarnation)
+        for key in self._liveness.unseen(now):
+            if key in self._handles and (said := self._handles[key][0].unplaced()):
+                self._do(self._machine.unplaced(key, f"Slurm starts no step of {key[0]} {key[1]} on its nodes ({said})"))
         if self._machine.phase is Phase.RUNNING:
             for key, why in self._liveness.hung(now, self._measured.step_s, list(self._handles)):
                 self._do(self._machine.hung(now, key, why))

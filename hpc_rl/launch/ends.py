@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hpc_rl.errors import ExitCode, FailureClass
 from hpc_rl.launch.failures import End, classify
 from hpc_rl.launch.recover import unit_end
 from hpc_rl.launch.tail import last_lines
 from hpc_rl.plan.schema import Unit
+from hpc_rl.room import is_full
 from hpc_rl.trial import Attempt, read_json
 
 LAST_WORDS = 200  # characters
@@ -25,3 +27,10 @@ def end_of(attempt: Attempt, unit: Unit, incarnation: int, raw_code: int) -> End
         words = next(filter(None, last), "")
         end = replace(end, reason=f"{end.reason}; its log ends: {words}") if words else end
     return classify(end, [] if all(records) else [line for log in logs for line in last_lines(log, LOG_LINES)])
+
+
+def not_started(error: OSError) -> End:
+    """The end of an incarnation that could not even be started."""
+    missing = isinstance(error, FileNotFoundError | PermissionError)
+    failure = FailureClass.DISK_FULL if is_full(error) else FailureClass.UNKNOWN
+    return End(ExitCode.BAD_CONFIG if missing else ExitCode.FAILED, f"can't be started: {error}", failure)

@@ -25,6 +25,7 @@ class Policy:
         counts: It uses up `recover.retries`; a new generation gives them all back.
         most: Tries at most without a new generation, where `recover.retries` allows more.
         exclude_nodes: The nodes that it happened on are avoided for a while.
+        pause_s: Before each restart in place; null: the longer the more failures there were.
         advice: What a person has to do once it has come to that.
     """
 
@@ -33,6 +34,7 @@ class Policy:
     advice: str
     most: int | None = None
     exclude_nodes: bool = False
+    pause_s: float | None = None
 
 
 _GO_ON = "then `hpc-rl recover` goes on from the newest generation"
@@ -46,6 +48,7 @@ POLICIES: dict[FailureClass, Policy] = {
     ),
     FailureClass.NODE: Policy("requeue", True, f"ask the administrators about the nodes, {_GO_ON}", exclude_nodes=True),
     FailureClass.INFRASTRUCTURE: Policy("restart", True, f"look for the cause in the logs, {_GO_ON}"),
+    FailureClass.DISK_FULL: Policy("restart", False, f"make room where the trial lies, {_GO_ON}", pause_s=20.0),
     FailureClass.PREEMPTION: Policy("requeue", False, "nothing: the scheduler starts it again"),
     FailureClass.WALL_TIME: Policy("requeue", False, "nothing: it goes on where it stopped"),
     FailureClass.UNKNOWN: Policy("restart", True, f"look for the cause in the logs, {_GO_ON}"),
@@ -103,7 +106,7 @@ def classify(end: End, said: Sequence[str]) -> End:
             nodes = tuple(name for name in found.groups() if name)
             return End(end.code, f"lost its node ({line.strip()})", FailureClass.NODE, nodes)
     if end.code == ExitCode.CANNOT_WRITE:
-        return End(end.code, end.reason, FailureClass.INFRASTRUCTURE)
+        return End(end.code, end.reason, FailureClass.DISK_FULL)
     return end
 
 

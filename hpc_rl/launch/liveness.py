@@ -15,6 +15,7 @@ from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.base import Seen
 
 Key = tuple[str, int]
+PLACED_S = 120.0  # for the scheduler to start a process: a step that ended may keep its place until it can be killed (60 s)
 SUSPENDED_S = 30.0  # a round of the watcher that took so long: the job was suspended, so nobody is told to have done nothing
 SERVED = ("wait", "evaluate")  # what the trainer does while the rollout role works for it
 NEEDS_SERVERS = (*SERVED, "publish")  # and what it does that takes a server
@@ -86,6 +87,10 @@ class Liveness:
             self._away_since = now
         if now - self._away_since <= self.away_s:
             self._excuse(NEEDS_SERVERS, now)
+
+    def unseen(self, now: float) -> list[Key]:
+        """Who was started long ago and has not shown yet that it runs: the scheduler may have given it no place."""
+        return [key for key, one in self._watched.items() if not one.seen and now - one.since > PLACED_S]
 
     def skip(self, now: float) -> None:
         """The watcher itself did not run (the job was suspended): nobody else did either."""

@@ -139,6 +139,11 @@ def hung(why: str) -> End:
     return End(128 + signal.SIGKILL, why, FailureClass.INFRASTRUCTURE)
 
 
+def unplaced(why: str) -> End:
+    """The end of a unit that the scheduler gives no place on the nodes of its job: others are needed, and none is to blame."""
+    return End(128 + signal.SIGKILL, why, FailureClass.NODE)
+
+
 def barren(attempts: Sequence[Sequence[dict[str, Any]]]) -> int:
     """Attempts in a row, the newest last, that came to no new generation; each is its events.
 

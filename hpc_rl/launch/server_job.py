@@ -21,8 +21,7 @@ from hpc_rl.checkpoint.lineage import submission_of
 from hpc_rl.config.service import RecoverConfig
 from hpc_rl.errors import ExitCode
 from hpc_rl.launch import bad_nodes, takeover
-from hpc_rl.launch.ends import end_of
-from hpc_rl.launch.failures import End
+from hpc_rl.launch.ends import end_of, not_started
 from hpc_rl.launch.liveness import Liveness, serving
 from hpc_rl.launch.steps import Handle, Steps
 from hpc_rl.launch.supervisor import Action, AskToStop, Avoid, DumpStacks, Finish, Key, Kill, Phase, Record, Start, Supervisor
@@ -211,8 +210,7 @@ class ServerJob:
         try:
             handle = self.steps.start(unit, [self.plan.python, "-m", unit.module, *flags], self.attempt, incarnation)
         except OSError as error:
-            end = End(ExitCode.FAILED, f"can't be started: {error}")
-            self._do(self._machine.exited(time.monotonic(), (unit.role, unit.index), incarnation, end))
+            self._do(self._machine.exited(time.monotonic(), (unit.role, unit.index), incarnation, not_started(error)))
             return
         self._handles[unit.role, unit.index] = (handle, incarnation)
         self._liveness.started((unit.role, unit.index), time.monotonic())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hpc_rl.errors import ConfigError, SchedulerError
+from hpc_rl.launch.tail import last_lines
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.proc import start_ticks
 from hpc_rl.render.container import wrap
@@ -30,6 +32,7 @@ AFTER_FAILURE_S = 5.0  # enough for peers to put their own failure on record
 KILL_STEP_S = 10.0  # for srun to end its step, before the client itself is killed
 STOP, STACKS = "stop", "stacks"  # what the pipe says; see app/control.py
 CLEAN = (0, 75)
+_WAITS = re.compile(r"step creation (?:temporarily|still) disabled, retrying")  # srun's words
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,9 @@ class Handle(Protocol):
 
     def tell(self, words: str) -> None:
         """A line to every process of it."""
+
+    def unplaced(self) -> str:
+        """What the scheduler says while it starts no process of it; empty where it does, or is not asked."""
 
     def dump_stacks(self) -> None:
         """Every process writes down where it is, though it may neither listen nor run."""
@@ -161,6 +167,9 @@ class ProcessHandle:
 
     def tell(self, words: str) -> None:
         _write(self._pipes, words)
+
+    def unplaced(self) -> str:
+        return ""
 
     def dump_stacks(self) -> None:
         """The tasks alone, not their children, which may not expect the signal; one that was stopped runs on to obey it."""
@@ -285,7 +294,7 @@ class SrunHandle:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._processes, self._records = processes, f"{log.stem}-rank*.json"
+        self._log, self._processes, self._records = log, processes, f"{log.stem}-rank*.json"
         self._client, pipe = _spawn(command, env, log)
         self._pipes = [pipe]
         self.children = [Child(self._client.pid, start_ticks(self._client.pid), 0)]
@@ -304,6 +313,11 @@ class SrunHandle:
 
     def tell(self, words: str) -> None:
         _write(self._pipes, words)
+
+    def unplaced(self) -> str:
+        """A job that has lost a node may wait for ever: Slurm does not take back what its earlier steps held (22.05)."""
+        last = "".join(last_lines(self._log, 1)).strip()
+        return last if _WAITS.search(last) and not any(self._processes.glob(self._records)) else ""
 
     def dump_stacks(self) -> None:
         """srun brings USR1 to its tasks. Those that were stopped need a CONT, which srun keeps to itself."""

@@ -106,7 +106,7 @@ class Slot:
     served_at: float | None = None  # when this incarnation of a server first served
     restart_at: float = 0.0
     ends_in_a_row: int = 0
-    hung: str = ""  # why it is being killed
+    killed_as: End | None = None  # what counts once it is gone
     kill_at: float = 0.0
     lost_node: bool = False
 
@@ -184,11 +184,20 @@ class Supervisor:
     def hung(self, now: float, key: Key, why: str) -> list[Action]:
         """Nothing moves in a unit: everybody writes down where they are, then it is killed and its policy decides."""
         slot = self.slots[key]
-        if self.phase is not Phase.RUNNING or slot.standing is not Standing.RUNNING or slot.hung:
+        if self.phase is not Phase.RUNNING or slot.standing is not Standing.RUNNING or slot.killed_as:
             return []
-        slot.hung, slot.kill_at = why, now + STACKS_S
+        slot.killed_as, slot.kill_at = recover.hung(why), now + STACKS_S
         details = {"role": slot.unit.role, "index": slot.unit.index, "incarnation": slot.incarnation, "reason": why}
         return [Record("hung", details), *(DumpStacks(one.key, one is slot) for one in self._running())]
+
+    def unplaced(self, key: Key, why: str) -> list[Action]:
+        """The scheduler starts no process of a unit on its nodes."""
+        slot = self.slots[key]
+        if self.phase is not Phase.RUNNING or slot.standing is not Standing.RUNNING or slot.killed_as:
+            return []
+        slot.killed_as, slot.kill_at = recover.unplaced(why), float("inf")
+        details = {"role": slot.unit.role, "index": slot.unit.index, "incarnation": slot.incarnation, "reason": why}
+        return [Record("unplaced", details), Kill(key)]
 
     def abandon(self, now: float, code: int, why: str) -> list[Action]:
         """End everything without saving: somebody else owns the trial."""
@@ -202,8 +211,8 @@ class Supervisor:
         if slot.standing is not Standing.RUNNING or slot.incarnation != incarnation:
             return []
         slot.standing = Standing.IDLE
-        if slot.hung:
-            end, slot.hung = recover.hung(slot.hung), ""
+        if slot.killed_as:
+            end, slot.killed_as = slot.killed_as, None
         lived_s = now - slot.started_at
         slot.ends_in_a_row = 1 if slot.was_healthy(now) else slot.ends_in_a_row + 1
         is_trainer = slot.unit.role == "trainer"
@@ -225,7 +234,7 @@ class Supervisor:
 
     def tick(self, now: float) -> list[Action]:
         """Whatever is due."""
-        hanging: list[Action] = [Kill(slot.key) for slot in self._running() if slot.hung and now >= slot.kill_at]
+        hanging: list[Action] = [Kill(slot.key) for slot in self._running() if slot.killed_as and now >= slot.kill_at]
         return hanging + self._tick(now)
 
     def _tick(self, now: float) -> list[Action]:
@@ -263,7 +272,7 @@ class Supervisor:
         verdict = recover.after_trainer(end, self.mode, self.failures, self.retries)
         avoid = self._avoid(end)
         if verdict.restart:
-            return avoid + self._pause(slot, now, recover.pause_s(self.failures), verdict.reason)
+            return avoid + self._pause(slot, now, end.policy.pause_s or recover.pause_s(self.failures), verdict.reason)
         return avoid + self._end_all(now, verdict)
 
     def _avoid(self, end: End) -> list[Action]:
@@ -284,6 +293,9 @@ class Supervisor:
             return avoid + self._give_up(slot, now, spent, even_alone=True)
         if slot.lost_node:
             return avoid + self._give_up(slot, now, f"{name}: {end.reason}")
+        if end.policy.pause_s:
+            slot.ends_in_a_row = 0  # that is no crash loop
+            return avoid + self._pause(slot, now, end.policy.pause_s, end.reason)
         if slot.ends_in_a_row < recover.ENDS_IN_A_ROW:
             return avoid + self._pause(slot, now, recover.pause_s(slot.ends_in_a_row), end.reason)
         why = f"{name} ended {slot.ends_in_a_row} times in a row, last: {end.reason or f'code {end.code}'}"

@@ -139,6 +139,21 @@ def _unpack(payload: bytes) -> Record:
     return BaseRecord(msgpack.unpackb(payload[1:], strict_map_key=False))
 
 
+def _write_durably(fd: int, data: bytes) -> None:
+    """All of it behind what is there, or, as far as the file's own position goes, nothing: then it can be called again.
+
+    A network file system may tell only at the fsync that there is no room, and forget the bytes: they are written once more then.
+    """
+    start, view = os.lseek(fd, 0, os.SEEK_CUR), memoryview(data)
+    try:
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    except OSError:
+        os.lseek(fd, start, os.SEEK_SET)
+        raise
+
+
 class Ledger:
     """One incarnation's writer, and the reader of all segments.
 
@@ -203,11 +218,8 @@ class Ledger:
                 waiting, self._waiting = self._waiting, []
                 current = self.segment
             for number in dict.fromkeys(number for number, _ in waiting):
-                fd = self._write_fds[number]
-                view = memoryview(b"".join(data for owner, data in waiting if owner == number))
-                while view:
-                    view = view[self.room.write("the batch log", partial(os.write, fd, view)) :]
-                os.fsync(fd)
+                data = b"".join(data for owner, data in waiting if owner == number)
+                self.room.write("the batch log", partial(_write_durably, self._write_fds[number], data))
             for number in [number for number in list(self._write_fds) if number < current]:  # a later one may be open by now
                 os.close(self._write_fds.pop(number))
 

@@ -13,6 +13,7 @@ from kill_anything import EXACT, READY, Killed, Trials, make_toy, new_luck, shor
 
 from hpc_rl.launch.story import tell
 from hpc_rl.schedulers import record
+from hpc_rl.stats.read import JsonLines
 
 pytestmark = pytest.mark.timeout(900)
 FOUR_NODES = {"cluster.n_nodes": 4, "allocation_mode": "embedded:d2+fsdp:d2"}
@@ -75,6 +76,19 @@ def test_the_first_node_dies_after_a_requeue_from_a_dead_node(start):
         one.strike(event, luck)
     check(one)
     assert [row["event"] for row in record.read(one.trial, one.job_id)].count("first_node_lost") >= 1
+
+
+@pytest.mark.soak
+def test_a_job_that_lost_a_node_and_gives_no_place_to_new_steps_is_exchanged_for_another(start):
+    """Slurm 22.05 does not take back the cores of steps that ran when the job lost a node: sooner or later no step starts."""
+    luck = new_luck()
+    one = start(READY, NUM_STEPS)
+    for event in ("server node", "trainer", "trainer", "trainer"):
+        one.between(luck, 2)
+        one.strike(event, luck)
+    check(one)
+    events = [row["event"] for attempt in one.trial_attempts() for row in JsonLines(one.trial.attempt(attempt).events).poll()]
+    assert "unplaced" in events and "hung" not in events
 
 
 @pytest.mark.soak

@@ -13,7 +13,9 @@ from hpc_rl.config.load import from_dict
 from hpc_rl.config.service import RecoverConfig
 from hpc_rl.launch import driver as driving
 from hpc_rl.launch.driver import Driver
-from hpc_rl.launch.supervisor import Supervisor
+from hpc_rl.launch.failures import End
+from hpc_rl.launch.liveness import PLACED_S
+from hpc_rl.launch.supervisor import Phase, Record, Supervisor
 from hpc_rl.name_resolve.memory import MemoryNames
 from hpc_rl.plan.schema import Unit
 from hpc_rl.trial import Trial, write_json
@@ -34,7 +36,7 @@ def make(tmp_path):
         made = Driver(attempt, PLAN, None, MemoryNames(), lambda: None, RecoverConfig(), **more)
         made._machine = Supervisor(PLAN.units, "auto", 3)
         made._machine.start(0)
-        made._handles = {key: (SimpleNamespace(), 0) for key in (TRAINER, ROLLOUT, SERVER)}
+        made._handles = {key: (SimpleNamespace(unplaced=lambda: ""), 0) for key in (TRAINER, ROLLOUT, SERVER)}
         for key in made._handles:
             made._liveness.started(key, 0.0)
         return made
@@ -61,6 +63,19 @@ def test_the_trainer_may_wait_as_long_as_no_server_serves(make, state, to_blame)
     driver.names.lease("server/0", {"attempt": "7.0", "incarnation": 0, "state": state}, 1e9)
     assert sorted(set(hung(driver, 1200))) == to_blame
     assert (driver._machine.slots[SERVER].served_at is not None) is (state == "serving")
+
+
+def test_a_unit_that_slurm_starts_nowhere_is_ended_for_other_nodes(make):
+    driver, killed = make(), []
+    said = "srun: Job 7 step creation still disabled, retrying (Requested nodes are busy)"
+    driver._handles[TRAINER] = (SimpleNamespace(unplaced=lambda: said, kill=lambda: killed.append(TRAINER)), 0)
+    driver._watch_liveness(PLACED_S)
+    assert not killed
+    driver._watch_liveness(PLACED_S + 1)
+    assert killed == [TRAINER]
+    actions = driver._machine.exited(PLACED_S + 2, TRAINER, 0, End(1, ""))
+    assert any(isinstance(action, Record) and action.details.get("class") == "node" for action in actions)
+    assert driver._machine.phase is Phase.ENDING, "the job is requeued"
 
 
 def test_how_long_servers_may_be_away_is_what_the_configuration_says(tmp_path, monkeypatch):

@@ -48,6 +48,7 @@ def test_ends_on_purpose_and_recorded_classes_are_left_alone():
     assert classify(End(75, ""), oom).failure is F.UNKNOWN and classify(End(0, ""), oom).failure is F.UNKNOWN
     assert classify(End(70, "x", F.DATA), oom).failure is F.DATA
     assert classify(End(78, "x"), oom).failure is F.USER
+    assert classify(End(73, "not even its exit record"), []).failure is F.DISK_FULL
     assert class_of({"class": "data"}) is F.DATA and class_of({"class": "of a later version"}) is F.UNKNOWN
     assert unit_end([{"code": 70, "reason": "x", "class": "out of memory"}], 70).failure is F.OUT_OF_MEMORY
 
@@ -75,6 +76,7 @@ def test_a_step_that_was_killed_for_memory_says_so_though_its_job_does_not(tmp_p
         (F.OUT_OF_MEMORY, (True, 70), (False, 70), (False, 70)),
         (F.NODE, (False, 75), (False, 75), (False, 70)),
         (F.INFRASTRUCTURE, (True, 70), (True, 70), (False, 70)),
+        (F.DISK_FULL, (True, 70), (True, 70), (True, 70)),
         (F.PREEMPTION, (False, 75), (False, 75), (False, 75)),
         (F.WALL_TIME, (False, 75), (False, 75), (False, 75)),
         (F.UNKNOWN, (True, 70), (True, 70), (False, 70)),

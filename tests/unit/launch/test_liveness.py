@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_rl.launch.liveness import Liveness, serving
+from hpc_rl.launch.liveness import PLACED_S, Liveness, serving
 from hpc_rl.name_resolve.base import Seen
 
 TRAINER, ROLLOUT, SERVER = ("trainer", 0), ("rollout", 0), ("server", 0)
@@ -132,6 +132,14 @@ def test_nobody_is_blamed_for_the_time_that_the_watcher_itself_was_stopped(life)
     life.observe(TRAINER, "a", 10, "train")
     life.skip(5000)
     assert not blamed(life, 5050, 1)
+
+
+def test_who_never_showed_that_it_runs_is_asked_for(life):
+    life.observe(TRAINER, "a", 10, "train")
+    assert life.unseen(PLACED_S) == [] and life.unseen(PLACED_S + 1) == [ROLLOUT, SERVER]
+    life.ended(SERVER)
+    life.started(ROLLOUT, PLACED_S)
+    assert life.unseen(PLACED_S + 2) == []
 
 
 def test_one_that_ended_is_not_watched(life):

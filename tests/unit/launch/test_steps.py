@@ -198,6 +198,19 @@ def test_one_srun_is_asked_by_its_pipe_and_killed_by_term(attempt, fake_srun):
     assert "SLURM_MEM_PER_NODE" not in env and "SLURM_CPUS_PER_TASK" not in env
 
 
+def test_a_step_that_slurm_does_not_make_says_so_until_a_process_runs(attempt, fake_srun):
+    handle = srun_start(attempt, fake_srun)
+    assert handle.unplaced() == "", "nothing was said"
+    said = "srun: Job 7 step creation still disabled, retrying (Requested nodes are busy)"
+    with attempt.log("trainer", 0, 0).open("a") as log:
+        log.write(f"{said}\n")
+    assert handle.unplaced() == said
+    write_json(attempt.processes / "trainer-0.0-rank0.json", {"pid": 1})
+    assert handle.unplaced() == ""
+    handle.kill()
+    wait(handle)
+
+
 def test_a_client_that_does_not_end_is_killed(attempt, fake_srun, monkeypatch):
     monkeypatch.setattr(steps, "KILL_STEP_S", 0.3)
     handle = srun_start(attempt, fake_srun, STUBBORN="1")

@@ -145,6 +145,17 @@ def test_the_budget_counts_failures_without_a_generation(world):
     assert world.finish.code == 70 and "boom" in world.finish.reason and "3 failures in a row" in world.finish.reason
 
 
+@pytest.mark.parametrize("key", [TRAINER, ROLLOUT, SERVER_0])
+def test_a_full_disk_uses_up_nothing_however_long_it_lasts(world, key):
+    for _ in range(20):
+        world.end(key, 73, failure=FailureClass.DISK_FULL)
+        world.pass_time(15)
+        assert key not in world.running
+        world.pass_time(6)
+        assert key in world.running
+    assert world.machine.phase is Phase.RUNNING and world.machine.failures == 0
+
+
 @pytest.mark.parametrize("mode", ["disabled", "resume"])
 def test_modes_that_do_not_start_again(mode):
     world = World(mode).begin()
@@ -317,6 +328,22 @@ def test_who_hangs_is_killed_once_everybody_has_written_down_where_it_is(world):
     assert world.running[TRAINER] == 1 and world.machine.failures == 1
     [ended] = [record for record in world.records if record.event == "exited"]
     assert ended.details["reason"] == "nothing moved for 300 s" and ended.details["class"] == "infrastructure"
+
+
+@pytest.mark.parametrize("key", [TRAINER, ROLLOUT])
+def test_who_gets_no_place_on_its_nodes_needs_others(world, key):
+    world.do(world.machine.unplaced(key, "Requested nodes are busy"))
+    assert world.killed == [key] and not world.dumped and not world.avoided
+    world.end(key, 1)
+    world.all_end()
+    assert world.finish.code == 75 and "Requested nodes are busy" in world.finish.reason
+
+
+def test_servers_go_on_without_one_that_gets_no_place(world):
+    world.do(world.machine.unplaced(SERVER_0, "Requested nodes are busy"))
+    world.end(SERVER_0, 1)
+    world.pass_time(10_000)
+    assert SERVER_0 not in world.running and world.machine.phase is Phase.RUNNING
 
 
 @pytest.mark.parametrize("key", [TRAINER, ROLLOUT])

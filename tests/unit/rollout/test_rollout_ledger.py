@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 
@@ -97,6 +98,31 @@ def test_a_segment_that_is_begun_while_another_is_synced_can_still_be_written(tm
     ledger.commit()
     assert ledger.read_group(later[0]) == b"later"
     ledger.close()
+
+
+def test_what_a_sync_finds_no_room_for_is_written_once_more_and_only_once(tmp_path, monkeypatch):
+    """As network file systems have it: the bytes seem to be written, the sync tells of the quota, and forgets them."""
+    monkeypatch.setattr("hpc_rl.room.PAUSE_S", (0.01, 0.01))
+    ledger = Ledger(tmp_path)
+    ledger.append_group(record(0), b"before")
+    ledger.commit()
+    size, sync, tries = segment_path(tmp_path, 0).stat().st_size, os.fsync, []
+
+    def no_room(fd: int) -> None:
+        if len(tries) < 2:
+            tries.append(fd)
+            os.ftruncate(fd, size + 3 * len(tries))
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        sync(fd)
+
+    monkeypatch.setattr("hpc_rl.rollout.ledger.os.fsync", no_room)
+    place = ledger.append_group(record(1), b"x" * 100)
+    ledger.commit()
+    ledger.append_group(record(2), b"after")
+    ledger.close()
+    assert len(tries) == 2 and not ledger.room.waiting
+    written = [(there.offset, r.index) for there, r in read_segment(tmp_path, 0)]
+    assert [index for _, index in written] == [0, 1, 2] and written[1][0] == place.offset
 
 
 def test_a_damaged_group_is_never_given_out(tmp_path):

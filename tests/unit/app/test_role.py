@@ -1,0 +1,43 @@
+"""What every role leaves when it ends: its code, and a record that says why."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from toy_plans import toy_plan
+
+from hpc_rl.launch.ends import end_of
+from hpc_rl.plan.schema import Unit
+from hpc_rl.trial import Trial, write_json
+
+ROLE = """
+import sys
+from hpc_rl.app import role
+
+def body(context):
+    with open("/dev/full", "w", buffering=1) as file:
+        file.write("something\\n")
+
+role.run("trainer", body)
+"""
+UNIT = Unit(role="trainer", index=0, nodes=[0], tasks_per_node=1, cpus_per_task=1, mem_mb_per_task=1, gpus_per_task=0, module="m")
+
+
+def test_a_role_that_finds_the_disk_full_says_so_and_costs_no_retry(tmp_path: Path):
+    trial = Trial(tmp_path / "u" / "e" / "t")
+    trial.make_dirs()
+    attempt = trial.attempt("7.0")
+    attempt.make_dirs()
+    write_json(trial.secret, {"control": "one-token", "data": "another-token"})
+    write_json(trial.plan_json, toy_plan([UNIT], sys.executable).to_json())
+    config = {"experiment_name": "e", "trial_name": "t", "train_dataset": {"path": "/x"}, "actor": {"path": "/m"}}
+    write_json(trial.config_json, config)
+    command = [sys.executable, "-c", ROLE, "--trial_dir", str(trial.dir), "--attempt", attempt.id]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        code = process.wait(60)
+        assert process.stderr is not None and "No space left" in process.stderr.read()
+    end = end_of(attempt, UNIT, 0, code)
+    assert code == end.code == 73 and "No space left" in end.reason
+    assert end.failure == "disk full" and not end.policy.counts and end.policy.then == "restart"
