@@ -14,7 +14,8 @@ names the generation of a first start: that one, or exit 3. A step whose later b
 step to start from, 0 included.
 
 The loop guard comes before the table: starts in a row that led to no new generation. Those that failed, or used up their whole
-time, may be `recover.retries`; those that were ended from outside are nobody's fault, and may be ten times as many.
+time, may be `recover.retries`; those that were ended from outside, or found the disk full, are nobody's fault, and may be ten
+times as many.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Cause(enum.StrEnum):
     WALLTIME = "ran into its time limit"
     NODE = "was ended from outside, without a word: node failure, preemption or requeue"
     SUPERVISOR = "was left by its supervisor"
+    DISK_FULL = "found the disk full"
     FAILED = "failed"
 
 

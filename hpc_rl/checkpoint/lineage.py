@@ -17,7 +17,7 @@ from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Cause, Decision, GenerationInfo, PastStart, Situation, decide
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE
-from hpc_rl.errors import ExitCode
+from hpc_rl.errors import ExitCode, FailureClass
 from hpc_rl.stats.read import JsonLines, Row
 from hpc_rl.trial import Attempt, Trial, create_exclusive, fsync_dir, read_json
 
@@ -259,8 +259,10 @@ def _end(trial: Trial, record: LineageRecord, now: str) -> tuple[Cause, str]:
     attempt = trial.attempt(record.attempt)
     seen = _trainer_end(attempt, record.incarnation)
     if seen is not None:
-        code, reason = seen
-        return _stop(attempt) if code in (ExitCode.STOPPED, ExitCode.DONE) else (Cause.FAILED, reason)
+        if seen.get("code") in (ExitCode.STOPPED, ExitCode.DONE):
+            return _stop(attempt)
+        cause = Cause.DISK_FULL if seen.get("class") == FailureClass.DISK_FULL else Cause.FAILED
+        return cause, str(seen.get("reason") or "")
     if record.attempt == now:
         return Cause.SUPERVISOR, ""
     ended: Any = read_json(attempt.ended)
@@ -279,12 +281,11 @@ def _stop(attempt: Attempt) -> tuple[Cause, str]:
     return (Cause.PREEMPTED, words) if words.startswith("SIGTERM") else (Cause.STOPPED, words)
 
 
-def _trainer_end(attempt: Attempt, incarnation: int) -> tuple[int, str] | None:
-    """(code, reason) as the supervisor saw one trainer incarnation end; None where it did not."""
+def _trainer_end(attempt: Attempt, incarnation: int) -> Row | None:
+    """How the supervisor saw one trainer incarnation end; None where it did not."""
     for row in reversed(JsonLines(attempt.events).poll()):
         if row.get("event") == "exited" and row.get("role") == "trainer" and row.get("incarnation") == incarnation:
-            code = row["code"] if isinstance(row.get("code"), int) else ExitCode.FAILED
-            return int(code), str(row.get("reason") or "")
+            return row
     return None
 
 

@@ -37,7 +37,7 @@ HISTORIES = {
     "none": (),
     "as many failures as allowed": past(*[Cause.FAILED] * RETRIES),
     "one too many": past(Cause.FAILED, Cause.NODE, Cause.WALLTIME, Cause.FAILED),
-    "ended from outside, often": past(*[Cause.NODE, Cause.PREEMPTED, Cause.SUPERVISOR] * (OUTSIDE_FACTOR * (RETRIES + 1) // 3)),
+    "ended from outside, often": past(*[Cause.NODE, Cause.DISK_FULL, Cause.SUPERVISOR] * (OUTSIDE_FACTOR * (RETRIES + 1) // 3)),
     "ended from outside, too often": past(*[Cause.NODE] * (OUTSIDE_FACTOR * (RETRIES + 1) + 1)),
 }
 ANCESTRIES = (frozenset({OURS}), frozenset({OURS, THEIRS}))
@@ -92,7 +92,7 @@ def test_every_combination(mode):
         later = {one.step for one in STATES[state] if decision.step and one.step > decision.step}
         assert set(decision.set_aside) == (later if cause is None and wanted and decision.action == "load" else set())
         count += 1
-    assert count == 2 * 7 * 6 * 5 * 2 * 2 * 4 * 2
+    assert count == 2 * 8 * 6 * 5 * 2 * 2 * 4 * 2
 
 
 def situation(mode: str, start: str, generations: tuple[GenerationInfo, ...] = (), **more) -> Situation:

@@ -103,6 +103,8 @@ def test_the_cause_of_the_last_end(trial):
     assert look(trial, two).cause is Cause.STOPPED
     event(one, event="exited", role="trainer", incarnation=0, code=137)
     assert look(trial, two).cause is Cause.FAILED
+    event(one, **{"event": "exited", "role": "trainer", "incarnation": 0, "code": 73, "class": "disk full"})
+    assert look(trial, two).cause is Cause.DISK_FULL
 
 
 def test_ancestry_follows_the_lineages_and_nothing_else(trial):
