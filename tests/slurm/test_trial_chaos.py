@@ -80,10 +80,10 @@ def test_the_first_node_dies_after_a_requeue_from_a_dead_node(start):
 
 @pytest.mark.soak
 def test_a_job_that_lost_a_node_and_gives_no_place_to_new_steps_is_exchanged_for_another(start):
-    """Slurm 22.05 does not take back the cores of steps that ran when the job lost a node: sooner or later no step starts."""
+    """Slurm 22.05 does not take back the cores of steps that ran when the job lost a node: they can't be started again."""
     luck = new_luck()
     one = start(READY, NUM_STEPS)
-    for event in ("server node", "trainer", "trainer", "trainer"):
+    for event in ("server node", "supervisor", "trainer"):
         one.between(luck, 2)
         one.strike(event, luck)
     check(one)
