@@ -67,6 +67,7 @@ def test_chaos_for_two_minutes_changes_no_bit(start):
     assert one.weights() == quiet.weights() != one.base_weights()
 
 
+@pytest.mark.soak
 def test_the_first_node_dies_after_a_requeue_from_a_dead_node(start):
     """Slurm 22.05 then goes on listing the node that died last as the job's."""
     luck = new_luck()
