@@ -9,21 +9,19 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 from hpc_rl.checkpoint.lineage import TIME_IS_OVER, attempts_of, failures_without_progress, submission_of
 from hpc_rl.config.service import RecoverConfig
 from hpc_rl.errors import ExitCode, FailureClass, Stale
-from hpc_rl.launch import bad_nodes, recover, takeover
+from hpc_rl.launch import recover, takeover
 from hpc_rl.launch.ends import end_of, not_started
 from hpc_rl.launch.failures import End
 from hpc_rl.launch.liveness import Liveness, serving
 from hpc_rl.launch.measured import Measured
 from hpc_rl.launch.steps import STACKS, Handle, Steps
+from hpc_rl.launch.supervision import Events, avoid, obey_signals, start_unit, tell_script, tolerant
 from hpc_rl.launch.supervisor import (
     DRAIN_GRACE_S,
     Action,
@@ -60,7 +58,6 @@ WORDS = {  # of signals, and what such a stop comes of
     "SIGINT": ("SIGINT: interrupted by a person", FailureClass.USER),
     TIME_IS_OVER: (TIME_IS_OVER, FailureClass.WALL_TIME),
 }
-SAME_TERM_S = 2.0  # the scheduler and the batch script both bring the same TERM
 
 
 class Driver:
@@ -89,6 +86,7 @@ class Driver:
         self._clock = time.monotonic
         self._wall = WallTime(end_time)
         self._measured = Measured(attempt)
+        self._events = Events(attempt)
         self._liveness = Liveness(rules.hang_factor, rules.hang_min_s, rules.hang_max_s, servers_away_s)
         self._handles: dict[Key, tuple[Handle, int]] = {}
         self._machine = Supervisor([], plan.recover_mode, plan.recover_retries)
@@ -97,7 +95,6 @@ class Driver:
         self._wishes: list[str] = []
         self._parent = int(os.environ.get("HPC_RL_SCRIPT_PID") or os.getppid())  # it may be dead already
         self._granted: set[str] = set()
-        self._wrote_events = False
         self._generations: set[tuple[str, int]] = set()
         self._look, self._renew, self._watch_clock, self._watch_life = map(
             _Every, (LOOK_EVERY_S, takeover.RENEW_EVERY_S, CLOCK_EVERY_S, LIVE_EVERY_S)
@@ -105,7 +102,7 @@ class Driver:
 
     def run(self) -> int:
         """Drive the attempt to its end; returns the exit code. Raises OSError when it can't even begin."""
-        self._obey_signals()
+        obey_signals(self._wishes.append)
         self.attempt.make_dirs()
         if self._is_done():
             return ExitCode.DONE
@@ -115,7 +112,7 @@ class Driver:
         self._look_for_the_script()
         self._grant_wishes()
         self._look_for_barren_attempts()
-        self._tell_script()
+        tell_script(self.attempt)
         if self._finish is None:
             self._do(self._machine.start(self._clock()))
         while self._finish is None:
@@ -160,17 +157,17 @@ class Driver:
     def _take_over(self) -> Lease:
         number = takeover.next_incarnations(self.attempt).get(("supervisor", 0), 0)
         takeover.leave_record(self.attempt, "supervisor", 0, number)
-        self._event("supervisor_started", {"role": "supervisor", "number": number, "pid": os.getpid()})
+        self._events.write("supervisor_started", {"role": "supervisor", "number": number, "pid": os.getpid()})
         lease = takeover.take_ownership(self.names, self.attempt)
         for record in takeover.end_leftovers(self.trial):
             reason = "a process of an earlier start can't be ended"
-            self._event("left_behind", {"role": record.role, "pid": record.pid, "reason": reason})
+            self._events.write("left_behind", {"role": record.role, "pid": record.pid, "reason": reason})
         return lease
 
     def _round(self, lease: Lease) -> None:
         now = self._clock()
         self._liveness.round(now)
-        with _tolerant("looking around"):
+        with tolerant("looking around"):
             if self._look.due(now):
                 self._read_intents()
                 self._look_for_the_script()
@@ -194,10 +191,10 @@ class Driver:
         del self._handles[key]
         self._liveness.ended(key)
         unit = self._machine.slots[key].unit
-        with _tolerant("listing the exit records"):
+        with tolerant("listing the exit records"):
             os.listdir(self.attempt.dir / "exits")  # drops what NFS remembers of names that were not there
         end = end_of(self.attempt, unit, incarnation, raw_code)
-        with _tolerant("looking for generations"):
+        with tolerant("looking for generations"):
             self._look_for_progress()  # before the end counts as one without progress
         self._do(self._machine.exited(self._clock(), key, incarnation, end))
 
@@ -213,57 +210,29 @@ class Driver:
                 case DumpStacks(key, hangs) if key in self._handles:
                     self._dump_stacks(self._handles[key][0], hangs)
                 case Avoid(nodes, reason):
-                    self._avoid(nodes, reason)
+                    avoid(self.attempt, self._events, nodes, reason, self.rules.avoid_hours)
                 case Record(event, details):
-                    self._event(event, details)
+                    self._events.write(event, details)
                 case Finish():
                     self._finish = action
 
     def _start(self, action: Start) -> None:
-        unit, incarnation = action.unit, action.incarnation
-        flags = ["--trial_dir", str(self.trial.dir), "--attempt", self.attempt.id]
-        flags += ["--index", str(unit.index), "--incarnation", str(incarnation)]
-        key = (unit.role, unit.index)
+        key = (action.unit.role, action.unit.index)
         try:
-            handle = self.steps.start(unit, [self.plan.python, "-m", unit.module, *flags], self.attempt, incarnation)
+            handle = start_unit(self.steps, self.plan, self.attempt, action.unit, action.incarnation)
         except OSError as error:
-            self._failed_starts.append((key, incarnation, not_started(error)))
+            self._failed_starts.append((key, action.incarnation, not_started(error)))
             return
-        self._handles[key] = (handle, incarnation)
+        self._handles[key] = (handle, action.incarnation)
         self._liveness.started(key, self._clock())
         self._tell_rollout()
-        with _tolerant("recording processes"):
-            takeover.leave_client_records(self.attempt, unit, incarnation, handle.children)
 
     def _dump_stacks(self, handle: Handle, hangs: bool) -> None:
-        with _tolerant("asking for stacks"):
+        with tolerant("asking for stacks"):
             if hangs:
                 handle.dump_stacks()
             else:
                 handle.tell(STACKS)
-
-    def _avoid(self, nodes: tuple[str, ...], reason: str) -> None:
-        self._event("bad_nodes", {"nodes": list(nodes), "hours": self.rules.avoid_hours, "reason": reason})
-        with _tolerant("recording bad nodes"):
-            bad_nodes.add(self.trial, self.attempt.id, nodes, reason, time.time(), self.rules.avoid_hours)
-        self._tell_script()
-
-    def _tell_script(self) -> None:
-        with _tolerant("telling the script of bad nodes"):
-            bad_nodes.tell_script(self.trial, self._job_id, time.time())
-
-    def _obey_signals(self) -> None:
-        terms: list[float] = []
-
-        def on_signal(number: int, _frame: object) -> None:
-            if number == signal.SIGTERM:
-                terms.append(time.monotonic())
-                if terms[-1] - terms[0] > SAME_TERM_S:
-                    os._exit(ExitCode.KILLED_BY_SYSTEM)  # the roles end by their pipes
-            self._wishes.append(signal.Signals(number).name)
-
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, on_signal)
 
     def _read_intents(self) -> None:
         there = set(os.listdir(self.trial.intent)) if self.trial.intent.is_dir() else set()
@@ -280,7 +249,7 @@ class Driver:
 
     def _grant_wishes(self) -> None:
         if self._wishes:
-            with _tolerant("reading intents"):
+            with tolerant("reading intents"):
                 self._read_intents()  # a signal may tell of an intent, whose words say more than the signal's name
             self._wishes.sort(key=lambda why: why != CANCELLED)
         while self._wishes:
@@ -289,7 +258,7 @@ class Driver:
                 continue
             self._granted.add(why)
             if self._is_reminder(why):
-                self._event("reminded", {"left_s": self._wall.left_s, "until_stop_s": self._wall.until_drain_s})
+                self._events.write("reminded", {"left_s": self._wall.left_s, "until_stop_s": self._wall.until_drain_s})
             else:
                 self._stop(why)
 
@@ -302,7 +271,7 @@ class Driver:
         """The wish is made durable first: a supervisor that is killed from here on does not start everything again."""
         words, failure = WORDS.get(why, (why, FailureClass.USER))
         if self._machine.phase is Phase.RUNNING and why != CANCELLED:
-            with _tolerant("writing the wish to stop"):
+            with tolerant("writing the wish to stop"):
                 write_json(self.trial.drain_intent(self.attempt.id), {"reason": why, "time": time.time()})
         grace_s = recover.drain_grace_s(DRAIN_GRACE_S, self._measured.step_s, self._measured.save_s)
         self._machine.drain_grace_s = max(1.0, min(grace_s, self._wall.left_s)) if self._wall.left_s > 0 else grace_s
@@ -332,7 +301,7 @@ class Driver:
         if self._watch_clock.due(now):
             self._measured.poll()
             if self._wall.look(self._measured.step_s, self._measured.save_s):
-                self._event("end_time", {"ends_at": self._wall.ends_at, "reason": "the scheduler ends the job then"})
+                self._events.write("end_time", {"ends_at": self._wall.ends_at, "reason": "the scheduler ends the job then"})
             self._tell_rollout()
         if self._machine.phase is Phase.RUNNING and self._wall.is_up(self._measured.step_s, self._measured.save_s):
             self._wishes.append(TIME_IS_OVER)
@@ -368,24 +337,14 @@ class Driver:
 
     def _leave(self, lease: Lease, finish: Finish) -> int:
         record = {"exit_code": finish.code, "reason": finish.reason, "time": time.time()}
-        self._event("ended", {"role": "supervisor", "code": finish.code, "reason": finish.reason})
-        self._tell_script()
-        with _tolerant("writing how it ended"):  # the exit code tells too, and the script has that
+        self._events.ended(finish.code, finish.reason)
+        tell_script(self.attempt)
+        with tolerant("writing how it ended"):  # the exit code tells too, and the script has that
             write_json(self.attempt.ended, record)
             if finish.code == ExitCode.DONE:
                 write_json(self.trial.done, {"attempt": self.attempt.id, "job_id": self._job_id, "time": time.time()})
             lease.release()
         return finish.code
-
-    def _event(self, event: str, details: dict[str, Any]) -> None:
-        """One line, opened and closed each time so that readers on other nodes see it. Never ends the supervisor."""
-        line = json.dumps({"time": time.time(), "event": event, **details}) + "\n"
-        logger.info("%s %s", event, details)
-        with _tolerant("writing an event"), self.attempt.events.open("a+b") as file:
-            if file.seek(0, os.SEEK_END) and not self._wrote_events:
-                line = "\n" + line  # whatever a killed supervisor left of its last line
-            self._wrote_events = True
-            file.write(line.encode())
 
 
 class _Every:
@@ -400,12 +359,3 @@ class _Every:
             return False
         self._next = now + self._period_s
         return True
-
-
-@contextmanager
-def _tolerant(doing: str) -> Iterator[None]:
-    """A shared file system that fails for a moment must not end a trial: said loudly, tried again in the next round."""
-    try:
-        yield
-    except OSError as error:
-        logger.error("%s: %s", doing, error)

@@ -7,10 +7,8 @@ and is started again.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -20,10 +18,11 @@ from typing import Any
 from hpc_rl.checkpoint.lineage import submission_of
 from hpc_rl.config.service import RecoverConfig
 from hpc_rl.errors import ExitCode
-from hpc_rl.launch import bad_nodes, takeover
+from hpc_rl.launch import takeover
 from hpc_rl.launch.ends import end_of, not_started
 from hpc_rl.launch.liveness import Liveness, serving
 from hpc_rl.launch.steps import Handle, Steps
+from hpc_rl.launch.supervision import Events, avoid, obey_signals, start_unit, tell_script
 from hpc_rl.launch.supervisor import Action, AskToStop, Avoid, DumpStacks, Finish, Key, Kill, Phase, Record, Start, Supervisor
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.base import NameResolve
@@ -36,7 +35,6 @@ TICK_S = 0.2
 LOOK_EVERY_S = 2.0
 END_TIME_EVERY_S = 600.0
 LEAD_S = 90.0  # a server has nothing to save; Slurm may end a job a minute early
-SAME_TERM_S = 2.0
 UNLIMITED = sys.maxsize  # no generation would give retries back; ends in a row are what ends a task
 
 
@@ -71,6 +69,7 @@ class ServerJob:
         self._machine = Supervisor(units, "auto", UNLIMITED, 0, incarnations)
         self._liveness = Liveness(rules.hang_factor, rules.hang_min_s, rules.hang_max_s)
         self._avoid_hours = rules.avoid_hours
+        self._events = Events(attempt)
         self._handles: dict[Key, tuple[Handle, int]] = {}
         self._finish: Finish | None = None
         self._wishes: list[str] = []
@@ -82,10 +81,10 @@ class ServerJob:
 
     def run(self) -> int:
         """Until the trial is over (0), the time is (75), or no replica can be kept alive (70). Raises OSError."""
-        self._obey_signals()
+        obey_signals(self._wish)
         self.attempt.make_dirs()
-        self._event("supervisor_started", {"role": "supervisor", "pid": os.getpid(), "serves": self.serves})
-        self._tell_script()
+        self._events.write("supervisor_started", {"role": "supervisor", "pid": os.getpid(), "serves": self.serves})
+        tell_script(self.attempt)
         self._look()
         if self._over:
             self._finish = Finish(ExitCode.DONE, self._over)
@@ -97,8 +96,8 @@ class ServerJob:
         code, reason = self._finish.code, self._finish.reason
         if code == ExitCode.STOPPED:
             code, reason = (ExitCode.DONE, self._over) if self._over else (ExitCode.STOPPED, self._why or reason)
-        self._tell_script()
-        self._event("ended", {"role": "supervisor", "code": int(code), "reason": reason})
+        tell_script(self.attempt)
+        self._events.ended(code, reason)
         with suppress(OSError):  # the exit code tells too
             write_json(self.attempt.ended, {"exit_code": int(code), "reason": reason, "time": time.time()})
         return code
@@ -187,55 +186,22 @@ class ServerJob:
                     with suppress(OSError):  # the kill follows all the same
                         self._handles[key][0].dump_stacks()
                 case Avoid(nodes, reason):
-                    self._avoid(nodes, reason)
+                    avoid(self.attempt, self._events, nodes, reason, self._avoid_hours)
                 case Record(event, details):
-                    self._event(event, details)
+                    self._events.write(event, details)
                 case Finish():
                     self._finish = action
 
-    def _avoid(self, nodes: tuple[str, ...], reason: str) -> None:
-        self._event("bad_nodes", {"nodes": list(nodes), "hours": self._avoid_hours, "reason": reason})
-        with suppress(OSError):  # then the task may get the node again, and tell of it again
-            bad_nodes.add(self.trial, self.attempt.id, nodes, reason, time.time(), self._avoid_hours)
-        self._tell_script()
-
-    def _tell_script(self) -> None:
-        with suppress(OSError):
-            bad_nodes.tell_script(self.trial, submission_of(self.attempt.id), time.time())
-
     def _start(self, action: Start) -> None:
-        unit, incarnation = action.unit, action.incarnation
-        flags = ["--trial_dir", str(self.trial.dir), "--attempt", self.attempt.id]
-        flags += ["--index", str(unit.index), "--incarnation", str(incarnation)]
+        key = (action.unit.role, action.unit.index)
         try:
-            handle = self.steps.start(unit, [self.plan.python, "-m", unit.module, *flags], self.attempt, incarnation)
+            handle = start_unit(self.steps, self.plan, self.attempt, action.unit, action.incarnation)
         except OSError as error:
-            self._do(self._machine.exited(time.monotonic(), (unit.role, unit.index), incarnation, not_started(error)))
+            self._do(self._machine.exited(time.monotonic(), key, action.incarnation, not_started(error)))
             return
-        self._handles[unit.role, unit.index] = (handle, incarnation)
-        self._liveness.started((unit.role, unit.index), time.monotonic())
-        with suppress(OSError):
-            takeover.leave_client_records(self.attempt, unit, incarnation, handle.children)
+        self._handles[key] = (handle, action.incarnation)
+        self._liveness.started(key, time.monotonic())
 
-    def _obey_signals(self) -> None:
-        terms: list[float] = []
-
-        def on_signal(number: int, _frame: object) -> None:
-            if number == signal.SIGTERM:
-                terms.append(time.monotonic())
-                if terms[-1] - terms[0] > SAME_TERM_S:
-                    os._exit(ExitCode.KILLED_BY_SYSTEM)  # the replicas end by their pipes
-            self._look_at = float("-inf")  # a signal may tell of a wish
-            self._wishes.append(signal.Signals(number).name)
-
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, on_signal)
-
-    def _event(self, event: str, details: dict[str, Any]) -> None:
-        line = json.dumps({"time": time.time(), "event": event, **details}) + "\n"
-        logger.info("%s %s", event, details)
-        try:
-            with self.attempt.events.open("a") as file:
-                file.write(line)
-        except OSError as error:
-            logger.error("writing an event: %s", error)
+    def _wish(self, signal_name: str) -> None:
+        self._look_at = float("-inf")  # a signal may tell of a wish
+        self._wishes.append(signal_name)

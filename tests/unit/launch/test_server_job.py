@@ -70,6 +70,12 @@ class FakeSteps:
         return self.started[-1]
 
 
+@pytest.fixture(autouse=True)
+def no_signals(monkeypatch) -> None:
+    """They can't be caught in a thread."""
+    monkeypatch.setattr("hpc_rl.launch.server_job.obey_signals", lambda wish: None)
+
+
 class Running:
     """A server job in a thread, with an owner of its trial whose lease is renewed while `owned`."""
 
@@ -78,7 +84,6 @@ class Running:
         self.owner = self.names.lease(keys.OWNER, {"attempt": "100.0"}, 60.0)
         attempt = trial.attempt("150_0.0")
         self.job = ServerJob(attempt, PLAN, [SERVER], self.steps, self.names, serves, idle_s, RecoverConfig(**rules), end_time)
-        self.job._obey_signals = lambda: None  # not in a thread
         self.code = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
