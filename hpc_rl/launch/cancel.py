@@ -11,6 +11,7 @@ from hpc_rl.errors import CannotWrite, SchedulerError
 from hpc_rl.launch.ask import Watcher, scheduler_of
 from hpc_rl.launch.server_array import read_arrays, successors
 from hpc_rl.launch.story import Job, read_jobs
+from hpc_rl.room import is_full
 from hpc_rl.schedulers.base import JobState, Scheduler, State
 from hpc_rl.trial import Trial, account, write_json
 
@@ -111,7 +112,9 @@ def _wish(trial: Trial, job: Job, now: bool) -> None:
         path.parent.mkdir(exist_ok=True)
         write_json(path, wish)
     except OSError as error:
-        raise CannotWrite(f"{path} can't be written: {error.strerror or error}. Nothing was cancelled.") from error
+        otherwise = f" Make room, or: scancel {job.native_id}" if job.scheduler == "slurm" and is_full(error) else ""
+        words = f"{path} can't be written: {error.strerror or error}. Nothing was cancelled.{otherwise}"
+        raise CannotWrite(words) from error
 
 
 def wait(trial: Trial, job: Job, timeout_s: float) -> JobState | None:
