@@ -23,7 +23,7 @@ from hpc_rl.name_resolve import open_names
 from hpc_rl.name_resolve.base import NameResolve
 from hpc_rl.plan.schema import Plan
 from hpc_rl.room import Room
-from hpc_rl.trial import Attempt, Trial, read_json, write_json
+from hpc_rl.trial import Attempt, Trial, read_json, write_atomic, write_json
 
 logger = logging.getLogger(__name__)
 ROOM_BYTES = 64 << 10  # more than all that is written before the first role starts
@@ -73,13 +73,8 @@ def _wait_for_room(attempt: Attempt) -> None:
     def try_it() -> None:
         attempt.make_dirs()
         probe = attempt.dir / ".room"
-        try:
-            with probe.open("wb") as file:
-                file.write(bytes(ROOM_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            probe.unlink(missing_ok=True)
+        write_atomic(probe, bytes(ROOM_BYTES))
+        probe.unlink()
 
     Room(attempt.trial.dir).write("what a supervisor leaves behind", try_it)
 
