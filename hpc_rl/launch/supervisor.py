@@ -184,20 +184,22 @@ class Supervisor:
     def hung(self, now: float, key: Key, why: str) -> list[Action]:
         """Nothing moves in a unit: everybody writes down where they are, then it is killed and its policy decides."""
         slot = self.slots[key]
-        if self.phase is not Phase.RUNNING or slot.standing is not Standing.RUNNING or slot.killed_as:
+        if not self._may_be_killed(slot):
             return []
         slot.killed_as, slot.kill_at = recover.hung(why), now + STACKS_S
-        details = {"role": slot.unit.role, "index": slot.unit.index, "incarnation": slot.incarnation, "reason": why}
-        return [Record("hung", details), *(DumpStacks(one.key, one is slot) for one in self._running())]
+        told = Record("hung", _about(slot) | {"reason": why})
+        return [told, *(DumpStacks(one.key, one is slot) for one in self._running())]
 
     def unplaced(self, key: Key, why: str) -> list[Action]:
         """The scheduler starts no process of a unit on its nodes."""
         slot = self.slots[key]
-        if self.phase is not Phase.RUNNING or slot.standing is not Standing.RUNNING or slot.killed_as:
+        if not self._may_be_killed(slot):
             return []
         slot.killed_as, slot.kill_at = recover.unplaced(why), float("inf")
-        details = {"role": slot.unit.role, "index": slot.unit.index, "incarnation": slot.incarnation, "reason": why}
-        return [Record("unplaced", details), Kill(key)]
+        return [Record("unplaced", _about(slot) | {"reason": why}), Kill(key)]
+
+    def _may_be_killed(self, slot: Slot) -> bool:
+        return self.phase is Phase.RUNNING and slot.standing is Standing.RUNNING and slot.killed_as is None
 
     def abandon(self, now: float, code: int, why: str) -> list[Action]:
         """End everything without saving: somebody else owns the trial."""
@@ -362,20 +364,17 @@ class Supervisor:
         return [slot for slot in self.slots.values() if slot.standing is Standing.RUNNING]
 
 
+def _about(slot: Slot) -> dict[str, Any]:
+    """Which incarnation of which unit, as events name it."""
+    return {"role": slot.unit.role, "index": slot.unit.index, "incarnation": slot.incarnation}
+
+
 def _started(slot: Slot) -> Record:
-    details = {"role": slot.unit.role, "index": slot.unit.index, "incarnation": slot.incarnation}
-    return Record("started", details)
+    return Record("started", _about(slot))
 
 
 def _exited(slot: Slot, end: End, lived_s: float, failure: bool) -> Record:
-    details: dict[str, Any] = {
-        "role": slot.unit.role,
-        "index": slot.unit.index,
-        "incarnation": slot.incarnation,
-        "code": int(end.code),
-        "reason": end.reason,
-        "lived_s": round(lived_s, 3),
-    }
+    details = _about(slot) | {"code": int(end.code), "reason": end.reason, "lived_s": round(lived_s, 3)}
     if is_failure(end.code):
         details["class"] = end.failure.value
     return Record("exited", details | ({"failure": True} if failure else {}))
