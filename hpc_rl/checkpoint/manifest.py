@@ -38,6 +38,7 @@ class Manifest:
         config_hash: Of the configuration in force, to tell what changed since.
         epoch: Passes over the data that are finished.
         cursor: Rows of the current pass that are used up.
+        data: Fingerprint of the rows trained on, as they were read (datasets/rows.py); {} where none was taken.
         ledger: The batch log's frontier: {"sealed": the newest batch that went into this state}; {} where there is no such log.
         counters: Where the engine's schedule and optimizer stood, to be compared when it is loaded.
         timers: State of the timers: what has elapsed, never the frequencies.
@@ -58,6 +59,7 @@ class Manifest:
     config_hash: str
     epoch: int = 0
     cursor: int = 0
+    data: dict[str, Any] = field(default_factory=dict)
     ledger: dict[str, int] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     timers: dict[str, Any] = field(default_factory=dict)

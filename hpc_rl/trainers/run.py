@@ -71,6 +71,7 @@ class Run:
         lineage: The lineage that this incarnation writes.
         step: The step that it starts from: the loaded generation's, or 0.
         sinks: Where the numbers go; rank 0 only.
+        data: Fingerprint of the training rows; {} where none was taken.
     """
 
     trial: Trial
@@ -83,6 +84,7 @@ class Run:
     lineage: int
     step: int
     sinks: Sinks
+    data: dict[str, Any] = field(default_factory=dict)
     stats: Tracker = field(default_factory=Tracker)
     total_steps: int | None = None  # that training takes, once the loop knows
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation, and its step; rank 0 only
@@ -203,6 +205,7 @@ class Run:
             config_hash=config_hash(read_json(self.trial.config_json) or {}),
             epoch=epoch,
             cursor=cursor,
+            data=self.data,
             timers={**timers, "owes_evaluation": self.owes_evaluation},
             ledger=recipe.frontier(step),
             counters=self.engine.counters(),

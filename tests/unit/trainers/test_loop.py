@@ -112,6 +112,35 @@ def test_a_damaged_generation_is_set_aside_and_the_one_before_is_taken(starter, 
     assert [p.name[:12] for p in (starter.trial.recover / "set-aside").iterdir()] == ["gen-00000006"]
 
 
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        ({"rows": 24, "xxh3": "bb"}, "had 32 rows when generation 6 was made, and has 24 rows now"),
+        ({"rows": 32, "xxh3": "bb"}, "had 32 rows when generation 6 was made, and has as many with other content now"),
+    ],
+)
+def test_a_generation_of_other_rows_is_refused_and_left_as_it_is(starter, now, words):
+    starter.data = {"rows": 32, "xxh3": "aa"}
+    with pytest.raises(Killed):
+        starter(10, {8: kill})
+    starter.end(137)
+    starter.data = now
+    with pytest.raises(ConfigError, match=words):
+        starter(10)
+    assert len(list(starter.trial.lineages.iterdir())) == 1 and starter.generations() == [6, 3]
+    starter.data = {"rows": 32, "xxh3": "aa"}
+    assert starter(10)[0] == ExitCode.DONE and starter.last.engine.total == 55
+
+
+def test_a_generation_without_a_fingerprint_is_gone_on_from(starter):
+    with pytest.raises(Killed):
+        starter(10, {8: kill})
+    starter.end(137)
+    starter.data = {"rows": 32, "xxh3": "aa"}
+    assert starter(10)[1].trained[0] == 7
+    assert scan(starter.trial)[0].manifest.data == starter.data
+
+
 def test_a_finished_trial_ends_cleanly_when_started_again(starter):
     starter(4)
     starter.end(0)
