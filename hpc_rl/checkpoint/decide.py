@@ -82,7 +82,7 @@ class Situation:
         ancestry: This submission and those whose state it goes on from.
         has_state: Something of another submission lies in the trial directory.
         cause: Why the start before this one ended; None where there was none.
-        history: Starts of this submission since the newest generation, oldest first.
+        history: Starts of this submission without a new generation, since the last that made one, oldest first.
         retries: `recover.retries`.
         wanted: Step of `hpc-rl recover --from`, for a first start; None otherwise.
         trimmed: Batches up to this step are gone from the batch log; 0 where all are there.

@@ -227,12 +227,14 @@ def _verified(found: list[Found], only: frozenset[str] | None, wanted: int | Non
 
 
 def _history(trial: Trial, attempt_id: str, own: list[LineageRecord], found: list[GenerationInfo]) -> tuple[PastStart, ...]:
-    """Past starts that led to no generation: by their lineages, and failures that came before a lineage by the events."""
+    """Past starts that led to no generation, since the last that did: by their lineages, and those that failed before they had
+    one by the events. One that made a generation and failed then is none of them."""
     submission = own[-1].submission if own else submission_of(attempt_id)
     newest = max([one.lineage for one in found] + [one.from_lineage for one in own if one.from_lineage is not None], default=-1)
     failed, fruitful = _failures(trial, submission)
     made = max(((_restart(one.attempt), one.incarnation) for one in own if one.lineage <= newest), default=(-1, -1))
-    failed = [past for past in failed if _order(past) >= made]  # a supervisor that was killed may have missed the progress
+    fruitful = max(fruitful, made)  # a supervisor that was killed may have missed the progress
+    failed = [past for past in failed if _order(past) > fruitful]
     silent = [one for one in own if one.lineage > newest and (_restart(one.attempt), one.incarnation) > fruitful]
     starts = [PastStart(one.attempt, one.incarnation, *_end(trial, one, attempt_id)) for one in silent]
     return tuple(sorted({_order(past): past for past in [*starts, *failed]}.values(), key=_order))

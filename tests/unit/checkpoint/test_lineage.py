@@ -184,6 +184,21 @@ def test_failures_before_the_start_that_made_the_newest_generation_are_over(tria
     assert look(trial, one, 4).history == ()
 
 
+def test_a_start_that_made_a_generation_and_failed_then_is_none_without_a_new_one(trial):
+    one = attempt(trial, "7.0")
+    next_lineage(trial, one, 0, FRESH)
+    event(one, event="started", role="trainer", index=0, incarnation=0)
+    commit(trial, 3, "7.0")
+    event(one, event="progress", step=3)
+    event(one, event="exited", role="trainer", incarnation=0, code=137, failure=True)
+    assert fruitless_starts(trial, "7") == look(trial, one, 1).history == ()
+    assert decide_start(trial, one, 1, "auto", "auto", 0)[0].action == "load"
+    next_lineage(trial, one, 1, Decision("load", "", step=3, lineage=0))
+    event(one, event="started", role="trainer", index=0, incarnation=1)
+    event(one, event="exited", role="trainer", incarnation=1, code=137, failure=True)
+    assert [past.incarnation for past in fruitless_starts(trial, "7")] == [1]
+
+
 def test_the_start_that_runs_is_no_past_one(trial):
     one = attempt(trial, "7.0")
     next_lineage(trial, one, 0, FRESH)
