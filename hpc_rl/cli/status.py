@@ -223,8 +223,9 @@ def metric_lines(story: Story) -> list[str]:
     lines = []
     if story.history.steps:
         last = story.history.steps[-1]
-        if last.get("save_error"):
-            lines.append(row("saving", f"FAILED {last.get('save_failed')} times in a row: {last['save_error']}"))
+        if last.get("save_error") and story.state != "done":  # of the last save of all there is a word of its own
+            failed = last.get("save_failed")
+            lines.append(row("saving", f"FAILED {'once' if failed == 1 else f'{failed} times in a row'}: {last['save_error']}"))
         there = [(key, words) for key, words in SHOWN if isinstance(last.get(key), (int, float))]
         shown = [f"{words} {number(last[key])}" for key, words in there if key not in ONLY_IF_ANY or last[key]]
         lines.append(row("metrics", f"step {last['step']}: " + ", ".join(shown)))

@@ -163,7 +163,10 @@ class Reader:
         done = read_json(self.trial.done)
         job = jobs[-1] if jobs else None
         own = attempts[-1] if attempts and (job is None or attempts[-1].job_id == job.job_id) else None
-        state, reason = ("done", "") if isinstance(done, dict) else verdict(job, own, job_state, asked_at, last_sign)
+        if isinstance(done, dict):
+            state, reason = "done", _not_saved(self.trial)
+        else:
+            state, reason = verdict(job, own, job_state, asked_at, last_sign)
         if attempts and attempts[-1].state == "running" and state not in ("running", "stopping", "unknown"):
             attempts[-1].state, attempts[-1].cause = state if state in ("done", "cancelled") else "killed", reason
             if state == "pending":  # what it waits for now is no reason of that end
@@ -267,6 +270,13 @@ def newest_generation(trial: Trial) -> int | None:
     """Step of the newest committed generation (its manifest is there; whether it verifies is for decide to say)."""
     steps = [path.parent.name.removeprefix("gen-") for path in trial.recover.glob("gen-*/manifest.json")]
     return max((int(step) for step in steps if step.isdigit()), default=None)
+
+
+def _not_saved(trial: Trial) -> str:
+    """Why the last state of a trial that is done is no generation, and which is the newest; '' where it is one."""
+    record = read_json(trial.exports / "final" / "hpc_rl.json")
+    words = record.get("not_saved") if isinstance(record, dict) else None
+    return f"its last state is not saved: {words}; exports/final is whole" if words else ""
 
 
 def _attempt(trial: Trial, name: str, events: list[Row], own: list[Lineage], cancelled: bool) -> AttemptStory:

@@ -69,14 +69,15 @@ class Saving:
         self.num_failed = 0  # saves in a row that failed
         self.owed = False  # a save was due while another was in flight
         self._job: Job | None = None
+        self._last = False
 
-    def start(self, step: int, manifest: Callable[[], Manifest], copied: bool) -> None:
+    def start(self, step: int, manifest: Callable[[], Manifest], copied: bool, last: bool = False) -> None:
         """Begin to save the state after `step`; `settle` ends it. Collective. Nothing may be in flight.
 
-        Without a copy the state is written from the live tensors: settle before the next update.
+        Without a copy the state is written from the live tensors: settle before the next update. `last`: no step follows.
         """
         assert self._job is None, "one save at a time"
-        self.owed = False
+        self.owed, self._last = False, last
         commit = Commit(self.trial, step, *self.who)
         size = int(sum_over_ranks([float(self.engine.state_bytes())])[0])
         problem = self._on_rank0(lambda: self._make_room(commit, size))
@@ -178,7 +179,8 @@ class Saving:
         kept = f"generation {self.newest} is the newest" if self.newest >= 0 else "there is no generation yet"
         self.problem = f"generation {step} could not be saved: {problem}; {kept}"
         if mine or self.ranks.rank == 0:
-            logger.error("SAVE FAILED: %s. Training goes on; make room in %s", self.problem, self.trial.recover)
+            then = "" if self._last else " Training goes on;"
+            logger.error("SAVE FAILED: %s.%s make room in %s", self.problem, then, self.trial.recover)
 
     def _tell(self, job: Job) -> None:
         if self.ranks.rank == 0:

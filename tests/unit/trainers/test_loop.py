@@ -13,6 +13,7 @@ from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import scan
 from hpc_rl.config.service import EvaluatorConfig, RecoverConfig, SaverConfig
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume
+from hpc_rl.launch.story import tell
 from hpc_rl.trainers.run import Run, total_steps
 from hpc_rl.trial import read_json, write_json
 
@@ -274,6 +275,22 @@ def test_a_stop_whose_save_fails_does_not_say_that_the_state_is_saved(starter, m
     with pytest.raises(CannotWrite, match=r"generation 2 could not be saved: .*No space left.*; there is no generation yet"):
         starter(4, {"during 2": stop(lambda: starter.last)})
     assert starter.generations() == []
+
+
+def test_a_last_save_that_fails_is_tried_again_after_the_export_and_on_record_where_it_fails(starter, monkeypatch, caplog):
+    saved, states = FakeSnapshot.write, {3: FakeSnapshot.write, 4: full}
+    monkeypatch.setattr(FakeSnapshot, "write", lambda self, folder, cancel: states[int(folder.name[5:13])](self, folder, cancel))
+    assert starter(4)[0] == ExitCode.DONE
+    words = "generation 4 could not be saved: [Errno 28] No space left on device; generation 3 is the newest"
+    assert f"THE LAST STATE IS NOT SAVED: {words}" in caplog.text and "Training goes on" not in caplog.text
+    assert read_json(starter.trial.exports / "final" / "hpc_rl.json")["not_saved"] == words
+    write_json(starter.trial.done, {})
+    story = tell(starter.trial)
+    assert (story.state, story.reason) == ("done", f"its last state is not saved: {words}; exports/final is whole")
+    starter.end(0)
+    states[4] = lambda self, folder, cancel: states.update({4: saved}) or full()
+    assert starter(4)[0] == ExitCode.DONE
+    assert starter.generations()[0] == 4 and tell(starter.trial).reason == ""
 
 
 def test_a_generation_that_does_not_fit_is_not_begun(starter, monkeypatch, caplog):
