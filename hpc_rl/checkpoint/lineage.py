@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +18,7 @@ from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE
 from hpc_rl.errors import ExitCode, FailureClass
 from hpc_rl.stats.read import JsonLines, Row
-from hpc_rl.trial import Attempt, Trial, create_exclusive, fsync_dir, read_json
+from hpc_rl.trial import Attempt, Trial, create_exclusive, entries, fsync_dir, read_json
 
 _NAME = re.compile(r"(\d{4,})\.json")
 _SEAL = re.compile(r"(\d+)\.seal")
@@ -57,12 +56,21 @@ def read_lineages(trial: Trial) -> list[LineageRecord]:
     """All records, oldest first. Unreadable ones are passed over."""
     records = []
     for path in _paths(trial):
-        data: Any = read_json(path)
-        try:
-            records.append(LineageRecord(**{**data, "set_aside": tuple(data.get("set_aside", ()))}))
-        except (TypeError, AttributeError):
-            continue
+        record = _read(path)
+        records += [] if record is None else [record]
     return sorted(records, key=lambda record: record.lineage)
+
+
+def _read(path: Path) -> LineageRecord | None:
+    data: Any = read_json(path) if path.is_file() else None  # a pipe would never end
+    try:
+        record = LineageRecord(**{**data, "set_aside": tuple(data.get("set_aside", ()))})
+    except (TypeError, AttributeError):
+        return None
+    numbers = (record.lineage, record.from_step, record.from_lineage or 0, record.incarnation, *record.set_aside)
+    words = (record.attempt, record.submission, record.reason)
+    is_sound = all(isinstance(one, int) for one in numbers) and all(isinstance(one, str) for one in words)
+    return record if is_sound and record.lineage == int(path.stem) else None
 
 
 def next_lineage(trial: Trial, attempt: Attempt, incarnation: int, decision: Decision) -> LineageRecord:
@@ -160,11 +168,7 @@ def trimmed(trial: Trial) -> int:
 
 def seals_of(trial: Trial) -> list[int]:
     """Steps of the batches that are cut and kept, in no order."""
-    try:
-        names = [entry.name for entry in os.scandir(trial.batches)]
-    except FileNotFoundError:
-        return []
-    return [int(match[1]) for match in map(_SEAL.fullmatch, names) if match]
+    return [int(match[1]) for entry in entries(trial.batches) if (match := _SEAL.fullmatch(entry.name))]
 
 
 def submission_of(attempt_id: str) -> str:
@@ -174,10 +178,7 @@ def submission_of(attempt_id: str) -> str:
 
 def attempts_of(trial: Trial, submission: str) -> list[Attempt]:
     """The attempts of one job, oldest first."""
-    try:
-        names = [entry.name for entry in os.scandir(trial.attempts) if entry.is_dir()]
-    except FileNotFoundError:
-        return []
+    names = [entry.name for entry in entries(trial.attempts) if entry.is_dir()]
     own = [name for name in names if submission_of(name) == submission and name.rpartition(".")[2].isdigit()]
     return [trial.attempt(name) for name in sorted(own, key=lambda name: int(name.rpartition(".")[2]))]
 
@@ -305,7 +306,4 @@ def _order(past: PastStart) -> tuple[int, int]:
 
 
 def _paths(trial: Trial) -> list[Path]:
-    try:
-        return [Path(entry.path) for entry in os.scandir(trial.lineages) if _NAME.fullmatch(entry.name)]
-    except FileNotFoundError:
-        return []
+    return [Path(entry.path) for entry in entries(trial.lineages) if _NAME.fullmatch(entry.name)]

@@ -10,7 +10,7 @@ from typing import Any
 from hpc_rl.checkpoint.decide import PastStart
 from hpc_rl.checkpoint.lineage import fruitless_starts
 from hpc_rl.cli.options import add_json, add_trial, new_parser, print_json
-from hpc_rl.errors import ConfigError, ExitCode
+from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
 from hpc_rl.launch import index
 from hpc_rl.launch.ask import Answer, ask
 from hpc_rl.launch.incarnations import RoleStory
@@ -73,7 +73,11 @@ def fruitless(story: Story) -> tuple[PastStart, ...]:
     if story.state in ("done", "rendered") or not story.attempts:
         return ()
     newest = story.attempts[-1]
-    return fruitless_starts(story.trial, newest.job_id, newest.id if story.live else "")
+    try:
+        return fruitless_starts(story.trial, newest.job_id, newest.id if story.live else "")
+    except TrialStateError as error:  # recover/ or lineages/ is no folder: the rest can be told all the same
+        print(f"hpc-rl: {error}", file=sys.stderr)
+        return ()
 
 
 def text(story: Story, max_attempts: int | None = None, past: tuple[PastStart, ...] = ()) -> list[str]:

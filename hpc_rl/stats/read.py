@@ -68,7 +68,7 @@ def lineages(trial: Trial) -> list[Lineage]:
     """The lineages of a trial, oldest first; records that can't be read are passed over."""
     found = []
     for path in trial.lineages.glob("[0-9]*.json"):
-        data: Any = read_json(path)
+        data: Any = read_json(path) if path.is_file() else None
         try:
             found.append(
                 Lineage(

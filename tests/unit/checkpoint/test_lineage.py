@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shutil
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,8 @@ from hpc_rl.checkpoint.lineage import (
     trimmed,
 )
 from hpc_rl.checkpoint.manifest import Manifest
+from hpc_rl.errors import TrialStateError
+from hpc_rl.stats.read import lineages
 from hpc_rl.trial import Attempt, Trial, write_json
 
 FRESH = Decision("fresh", "because")
@@ -76,6 +81,22 @@ def test_numbers_count_up_and_name_where_they_come_from(trial):
     assert (first.lineage, first.from_step, first.from_lineage, first.submission) == (0, 0, None, "7")
     assert (second.lineage, second.from_step, second.from_lineage, second.incarnation) == (1, 5, 0, 2)
     assert read_lineages(trial) == [first, second]
+
+
+def test_records_of_the_wrong_kind_are_passed_over_and_their_numbers_stay_theirs(trial):
+    first = next_lineage(trial, attempt(trial, "7.0"), 0, FRESH)
+    os.mkfifo(trial.lineages / "0001.json")
+    (trial.lineages / "0002.json").symlink_to("0002.json")
+    (trial.lineages / "0003.json").mkdir()
+    for number, change in ((4, {"lineage": "4"}), (5, {"from_step": None}), (6, {"lineage": 0}), (7, {"set_aside": 3})):
+        write_json(trial.lineages / f"{number:04d}.json", asdict(first) | {"lineage": number} | change)
+    write_json(trial.lineages / "0008.json", [])
+    assert read_lineages(trial) == [first] and [line.lineage for line in lineages(trial)][:1] == [0]
+    assert next_lineage(trial, attempt(trial, "7.1"), 0, FRESH).lineage == 9
+    shutil.rmtree(trial.lineages)
+    trial.lineages.write_text("a file")
+    with pytest.raises(TrialStateError, match="lineages must be a folder"):
+        look(trial, attempt(trial, "7.2"))
 
 
 def test_of_starters_at_once_each_has_its_own_number(trial):
