@@ -62,6 +62,7 @@ class Lineage:
     incarnation: int
     reason: str = ""
     submission: str = ""
+    from_lineage: int | None = None  # None: a fresh start
 
 
 def lineages(trial: Trial) -> list[Lineage]:
@@ -78,6 +79,7 @@ def lineages(trial: Trial) -> list[Lineage]:
                     incarnation=int(data["incarnation"]),
                     reason=str(data.get("reason") or ""),
                     submission=str(data.get("submission") or ""),
+                    from_lineage=data.get("from_lineage"),
                 )
             )
         except (TypeError, KeyError, ValueError):
