@@ -115,7 +115,7 @@ def read_json(path: Path) -> Any | None:
 
 
 def entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What lies in a folder of a trial; nothing where it does not exist. Raises OSError, TrialStateError where it is no folder."""
+    """What lies in a folder of a trial; nothing where none is there. Raises OSError, TrialStateError where it is no folder."""
     try:
         with os.scandir(folder) as found:
             return list(found)

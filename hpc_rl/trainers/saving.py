@@ -65,6 +65,7 @@ class Saving:
         self.trial, self.engine, self.ranks, self.policy, self.newest = trial, engine, ranks, policy, newest
         self.who = (attempt_id, incarnation)
         self.holds = Holds(trial)
+        self.known: dict[str, str] = {}  # generations that retention has read, and what was wrong with each
         self.problem = ""  # why the newest save failed; '' where it did not
         self.num_failed = 0  # saves in a row that failed
         self.owed = False  # a save was due while another was in flight
@@ -159,7 +160,7 @@ class Saving:
             pause_s = min(longest_s, 2 * pause_s)
         job.commit.commit(manifest)
         try:
-            job.oldest = retain(self.trial, self.policy, self.holds)
+            job.oldest = retain(self.trial, self.policy, self.holds, self.known)
         except OSError as error:  # the generation is committed; the next save removes what is surplus
             logger.warning("older generations could not be removed: %s", error)
         job.committed = True

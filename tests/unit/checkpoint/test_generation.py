@@ -6,7 +6,7 @@ import os
 import pytest
 
 from hpc_rl import blocks
-from hpc_rl.checkpoint import generation, manifest
+from hpc_rl.checkpoint import generation, manifest, retention
 from hpc_rl.checkpoint.generation import Commit, check, clear_leftovers, scan, set_aside, verify
 from hpc_rl.checkpoint.holds import hold
 from hpc_rl.checkpoint.manifest import Manifest
@@ -228,6 +228,23 @@ def test_retention_keeps_the_newest_and_never_touches_what_is_damaged_or_loaded(
     assert [(found.step, bool(found.problem)) for found in scan(trial)] == [(6, False), (5, True), (4, False), (1, False)]
     assert retain(trial, Policy(0)) == 6
     assert steps(trial) == [6]
+
+
+def test_an_intact_generation_never_goes_in_favour_of_a_damaged_one(trial, monkeypatch, caplog):
+    for step in (1, 2, 3, 4):
+        save(trial, step)
+    for step in (2, 4):  # the same size, other content
+        shard = trial.generation(step) / "shard-0.bin"
+        shard.write_bytes(bytes(shard.stat().st_size))
+    known: dict[str, str] = {}
+    assert retain(trial, Policy(2), known=known) == 1
+    assert [found.step for found in scan(trial)] == [4, 3, 2, 1]
+    assert "generation 4 is damaged and does not count: shard-0.bin" in caplog.text
+    save(trial, 5)
+    read = []
+    monkeypatch.setattr(retention, "verify", lambda found, most: read.append(found.step) or verify(found, most))
+    assert retain(trial, Policy(2), known=known) == 3
+    assert [found.step for found in scan(trial)] == [5, 4, 3, 2] and read == [5]
 
 
 def test_a_manifest_of_another_schema_or_shape_is_a_problem_in_words(trial):
