@@ -185,14 +185,21 @@ def room_problem(trial: Trial, size: int) -> str:
     return ""
 
 
-def set_aside(path: Path, problem: str) -> Path:
-    """Move a generation out of the way, whole, for a person to look at. Only the owner of the trial does this. Raises OSError."""
+def set_aside(path: Path, problem: str, asked: bool = False) -> Path:
+    """Move a generation out of the way, whole, for a person to look at; `asked`: because a person asked for an older one.
+
+    Only the owner of the trial does this. Raises OSError.
+    """
     folder = path.parent / "set-aside"
     folder.mkdir(exist_ok=True)
     there = folder / f"{path.name}.{uuid.uuid4().hex[:8]}"
     os.rename(path, there)
     fsync_dir(folder)
-    logger.error("GENERATION SET ASIDE: %s %s; kept as %s", path.name, problem, there)
+    fsync_dir(path.parent)
+    if asked:
+        logger.info("generation set aside as asked: %s %s; kept as %s", path.name, problem, there)
+    else:
+        logger.error("GENERATION SET ASIDE: %s %s; kept as %s", path.name, problem, there)
     return there
 
 

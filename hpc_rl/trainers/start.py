@@ -61,7 +61,7 @@ def begin(start: Start) -> dict[str, Any]:
         when = f"generation {manifest['step']} was made"
         check_same_rows(start.config.train_dataset.path, manifest["data"], start.data, when)
     for found in unwanted:  # before the lineage: a kill in between finds the same first start again
-        generation.set_aside(found.path, found.problem)
+        generation.set_aside(found.path, found.problem, asked=bool(decision.set_aside))
     generation.clear_leftovers(trial)
     disk.clear_leftovers(trial)
     exports.repair(trial.exports)

@@ -211,6 +211,17 @@ def test_a_rename_whose_reply_was_lost_counts(trial, monkeypatch):
     assert steps(trial) == [3]
 
 
+def test_what_a_person_asked_to_set_aside_is_no_error(trial, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    synced = []
+    monkeypatch.setattr(generation, "fsync_dir", synced.append)
+    save(trial, 3)
+    synced.clear()
+    there = set_aside(trial.generation(3), "is later than 2", asked=True)
+    assert synced == [there.parent, trial.recover]
+    assert [row.levelname for row in caplog.records if "set aside" in row.message] == ["INFO"]
+
+
 def test_set_aside_twice_keeps_both(trial):
     for _ in range(2):
         save(trial, 3)
