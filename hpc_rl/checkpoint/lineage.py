@@ -22,6 +22,7 @@ from hpc_rl.trial import Attempt, Trial, create_exclusive, entries, fsync_dir, r
 
 _NAME = re.compile(r"(\d{4,})\.json")
 _SEAL = re.compile(r"(\d+)\.seal")
+_LABEL = re.compile(r"(\d+)\.\d+")  # of published weights
 TIME_IS_OVER = "the job's time is nearly over"  # why a supervisor drains, in its events
 
 
@@ -74,9 +75,9 @@ def _read(path: Path) -> LineageRecord | None:
 
 
 def next_lineage(trial: Trial, attempt: Attempt, incarnation: int, decision: Decision) -> LineageRecord:
-    """Create the record of this start under the next free number. Raises OSError."""
+    """Create the record of this start under the next number that nothing bears yet. Raises OSError."""
     trial.lineages.mkdir(exist_ok=True)
-    number = max((int(_NAME.fullmatch(path.name)[1]) for path in _paths(trial)), default=-1) + 1  # type: ignore[index]
+    number = max(_numbers(trial), default=-1) + 1
     while True:
         record = LineageRecord(
             lineage=number,
@@ -93,6 +94,13 @@ def next_lineage(trial: Trial, attempt: Attempt, incarnation: int, decision: Dec
             fsync_dir(trial.lineages)
             return record
         number += 1
+
+
+def _numbers(trial: Trial) -> list[int]:
+    """Of lineages that have a record, made a generation or published weights: who lost records must not use a label twice."""
+    made = [found.manifest.lineage for found in generation.scan(trial) if found.manifest]
+    published = [int(match[1]) for entry in entries(trial.weights) if (match := _LABEL.fullmatch(entry.name))]
+    return [int(path.stem) for path in _paths(trial)] + made + published
 
 
 def withdraw(trial: Trial, lineage: int) -> None:

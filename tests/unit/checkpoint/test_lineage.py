@@ -99,6 +99,15 @@ def test_records_of_the_wrong_kind_are_passed_over_and_their_numbers_stay_theirs
         look(trial, attempt(trial, "7.2"))
 
 
+def test_a_number_is_never_used_again_although_the_records_are_lost(trial):
+    commit(trial, 3, "7.0", lineage=4)
+    one = attempt(trial, "8.0")
+    assert next_lineage(trial, one, 0, FRESH).lineage == 5
+    trial.published("8.12").mkdir()
+    shutil.rmtree(trial.lineages)
+    assert next_lineage(trial, one, 1, FRESH).lineage == 9
+
+
 def test_of_starters_at_once_each_has_its_own_number(trial):
     one, numbers = attempt(trial, "7.0"), []
     threads = [threading.Thread(target=lambda: numbers.append(next_lineage(trial, one, 0, FRESH).lineage)) for _ in range(12)]
