@@ -135,9 +135,11 @@ def gather(
     records = read_lineages(trial)
     own = [record for record in records if record.submission == submission]
     wanted = None if own else wanted
-    ancestry = frozenset({submission}) | _ancestors(records, own)
+    found = generation.scan(trial)
+    ancestors, lost = _ancestors(trial, records, own, found)
+    ancestry = frozenset({submission}) | ancestors
     only = ancestry if mode == "fault" and own else None
-    generations, damaged = _verified(generation.scan(trial), only, wanted)
+    generations, damaged = _verified(found, only, wanted)
     before = [record for record in own if (record.attempt, record.incarnation) != (attempt.id, incarnation)]
     situation = Situation(
         mode=mode,
@@ -151,6 +153,7 @@ def gather(
         retries=retries,
         wanted=wanted,
         trimmed=trimmed(trial),
+        lost=lost,
     )
     return situation, damaged
 
@@ -202,20 +205,49 @@ def failures_without_progress(events: list[Row]) -> int:
     return count
 
 
-def _ancestors(records: list[LineageRecord], own: list[LineageRecord]) -> frozenset[str]:
-    """Submissions whose lineages those of `own` go on from, step by step, and the import that one of them began with."""
+def _ancestors(
+    trial: Trial, records: list[LineageRecord], own: list[LineageRecord], found: list[Found]
+) -> tuple[frozenset[str], tuple[int, ...]]:
+    """Submissions whose lineages those of `own` go on from, step by step, and the import that one of them began with.
+
+    Where the record of a lineage is lost, what its generations say of it counts, and what the submissions say of each other;
+    second come the lineages of which nothing at all is known.
+    """
     by_number = {record.lineage: record for record in records}
-    found: set[int] = set()
-    todo = [record.lineage for record in own]
+    makers = {one.manifest.lineage: one.manifest.submission for one in found if one.manifest}
+    submissions: set[str] = set()
+    seen: set[int] = set()
+    lost: set[int] = set()
+    todo = [(record.lineage, record.submission) for record in own]
     while todo:
-        number = todo.pop()
-        if number in by_number and number not in found:
-            found.add(number)
-            parent = by_number[number].from_lineage
-            todo += [] if parent is None else [parent]
-    began = {by_number[number].from_lineage for number in found}
-    imports = {IMPORTED} if IMPORTED_LINEAGE in began else set()
-    return frozenset(imports | {by_number[number].submission for number in found})
+        number, child = todo.pop()
+        if number in seen:
+            continue
+        seen.add(number)
+        if number == IMPORTED_LINEAGE:
+            submissions.add(IMPORTED)
+        elif number in by_number:
+            record = by_number[number]
+            submissions.add(record.submission)
+            todo += [] if record.from_lineage is None else [(record.from_lineage, record.submission)]
+        else:
+            known = _recovered_from(trial, child) | ({makers[number]} if number in makers else set())
+            submissions |= known
+            todo += [(record.lineage, record.submission) for record in records if record.submission in known]
+            lost |= set() if known else {number}
+    return frozenset(submissions), tuple(sorted(lost))
+
+
+def _recovered_from(trial: Trial, submission: str) -> set[str]:
+    """The submissions that a submission goes on from, by the word of each that `hpc-rl recover` left."""
+    found: set[str] = set()
+    while True:
+        job: Any = read_json(trial.job(submission))
+        parent = job.get("lineage_parent") if isinstance(job, dict) else None
+        if not isinstance(parent, str) or parent in found:
+            return found
+        found.add(parent)
+        submission = parent
 
 
 def _verified(found: list[Found], only: frozenset[str] | None, wanted: int | None) -> tuple[list[GenerationInfo], list[Found]]:

@@ -145,6 +145,27 @@ def test_ancestry_follows_the_lineages_and_nothing_else(trial):
     assert situation.ancestry == {"1", "3"} and situation.has_state and not situation.first_start
 
 
+@pytest.mark.parametrize("known_by", ["manifest", "job", "nothing"])
+def test_a_lost_record_of_the_parent_does_not_make_mode_fault_start_afresh(trial, known_by):
+    next_lineage(trial, attempt(trial, "1.0"), 0, FRESH)
+    commit(trial, 3, "1.0", lineage=0)
+    if known_by != "manifest":  # the parent made nothing that is left
+        next_lineage(trial, attempt(trial, "2.0"), 0, Decision("load", "", step=3, lineage=0))
+        (trial.lineages / "0001.json").write_bytes(bytes(40))
+        if known_by == "job":
+            write_json(trial.job("3"), {"lineage_parent": "2"})
+            write_json(trial.job("2"), {"lineage_parent": "1"})
+        next_lineage(trial, attempt(trial, "3.0"), 0, Decision("load", "", step=5, lineage=1))
+    else:
+        (trial.lineages / "0000.json").write_bytes(bytes(40))
+        next_lineage(trial, attempt(trial, "3.0"), 0, Decision("load", "", step=3, lineage=0))
+    decision, _ = decide_start(trial, attempt(trial, "3.0"), 1, "fault", "resume", 3)
+    if known_by == "nothing":
+        assert (decision.action, decision.exit_code) == ("refuse", 3) and "lineages/0001.json can't be read" in decision.reason
+    else:
+        assert (decision.action, decision.step) == ("load", 3), decision.reason
+
+
 def test_a_damaged_generation_is_named_and_the_next_one_loaded(trial):
     one = attempt(trial, "7.0")
     next_lineage(trial, one, 0, FRESH)
