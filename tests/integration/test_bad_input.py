@@ -223,7 +223,7 @@ def test_a_trial_that_has_state(shell, tmp_path):
 
 
 def test_nothing_to_resume(shell):
-    assert "no generation to resume from" in shell.refused(3, *SUBMIT, "recover.mode=resume")
+    assert "no valid generation to resume from" in shell.refused(3, *SUBMIT, "recover.mode=resume")
 
 
 @pytest.fixture

@@ -123,14 +123,13 @@ def test_a_trial_that_runs_is_busy(config, scheduler, capsys):
 
 
 @pytest.fixture
-def stopped(config, scheduler, capsys):
+def stopped(config, scheduler, capsys, make_generation):
     """sums/small, submitted once, ended with a generation."""
     submitted(config)
     capsys.readouterr()
     scheduler.answers["job-1"] = State.CANCELLED
     trial = index.resolve("small")
-    trial.generation(5).mkdir()
-    (trial.generation(5) / "manifest.json").write_text("{}")
+    make_generation(trial, 5)
     return trial
 
 
@@ -204,23 +203,22 @@ def test_recover_refuses_what_would_make_another_trial(stopped, scheduler, capsy
     assert "train_dataset.batch_size: 1 -> 4  (unsafe: " in said
 
 
-def test_recover_from_an_older_generation(stopped, scheduler, capsys):
+def test_recover_from_an_older_generation(stopped, scheduler, capsys, make_generation):
     for step in (2, 3):
-        stopped.generation(step).mkdir()
-        (stopped.generation(step) / "manifest.json").write_text("{}")
+        make_generation(stopped, step)
     assert main(["recover", "small", "--from", "4"]) == 3
-    assert "there are: 2, 3, 5" in capsys.readouterr().err
+    assert "it does not lie there; there are 2, 3, 5. Allowed: 5, 3, 2." in capsys.readouterr().err
     stopped.batches.mkdir()
     (stopped.batches / "00000004.seal").write_text("{}")
     assert main(["recover", "small", "--from", "2"]) == 3
     said = capsys.readouterr().err
     assert "batches 3 to 3 were trimmed" in said
-    assert "Allowed: 3, 5" in said
+    assert "Allowed: 5, 3." in said
     with pytest.raises(SystemExit, match="2"):
         main(["recover", "small", "--from", "newest"])
     stopped.done.write_text("{}")
     assert main(["recover", "small", "--from", "gen-00000003"]) == 0  # a finished trial, too
-    assert "from generation 3 if it verifies" in capsys.readouterr().out
+    assert "from generation 3, which was read and is sound;" in capsys.readouterr().out
     assert read_json(stopped.job("job-2"))["from_step"] == 3
     script = next(stopped.scripts.glob("local.sh")).read_text()
     assert '"from_step": 3,' in script  # should the job start before its record lies there
@@ -249,6 +247,7 @@ def test_recover_of_a_finished_trial_needs_more_steps(stopped, scheduler, capsys
 
 
 def test_explain_shows_the_decision_and_does_nothing(stopped, scheduler, capsys):
+    (stopped.generation(5) / "manifest.json").write_text("{}")
     assert main(["recover", "small", "--explain", "actor.eps_clip=0.3"]) == 3
     out = capsys.readouterr().out
     assert "changed    actor.eps_clip: 0.2 -> 0.3  (safe)" in out
