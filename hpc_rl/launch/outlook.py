@@ -98,17 +98,28 @@ def _refuse_length(trial: Trial, total_steps: int | None, step: int | None) -> N
 def option_changes(trial: Trial, config: Config, decision: Decision) -> list[Change]:
     """What differs from the configuration that the trial's state was made with; none where there is no such state.
 
-    Raises ConfigError for a configuration of another version.
+    That is the configuration of the generation to be loaded: of what was submitted since, nothing is in it. The trial's own
+    file counts where there are only batches. Raises ConfigError where neither can be read, or is of another version.
     """
-    data = read_json(trial.config_json)
-    made = any(trial.recover.glob("gen-*/manifest.json")) or any(trial.rollout.glob("*"))
-    if data is None or not made:
+    if not holds_state(trial):
         return []
-    try:
-        old = from_dict(data)
-    except ConfigError as error:
-        raise ConfigError(f"{trial.config_json}, which trial {trial} goes on from, is of another version: {error}") from error
-    return changes(old, config)
+    copy = trial.generation(decision.step) / generation.CONFIG_NAME if decision.step is not None else trial.config_json
+    for path in (copy, trial.config_json):
+        data = read_json(path)
+        if isinstance(data, dict):
+            try:
+                return changes(from_dict(data), config)
+            except ConfigError as error:
+                raise ConfigError(f"{path}, which trial {trial} goes on from, is of another version: {error}") from error
+    raise ConfigError(
+        f"{trial.config_json} is lost or damaged, and no sound generation has a copy: nobody can tell whether the state of trial "
+        f"{trial} fits these options. Put the file back, or give another trial_name."
+    )
+
+
+def holds_state(trial: Trial) -> bool:
+    """Whether anything was made that a start goes on from: a generation, be it damaged, or a batch."""
+    return trial.trimmed.exists() or any(trial.batches.glob("*.seal")) or any(trial.recover.glob("gen-*/manifest.json"))
 
 
 def _refuse_finished(trial: Trial, config: Config, changed: Sequence[Change]) -> None:

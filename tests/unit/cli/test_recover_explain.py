@@ -238,3 +238,39 @@ def test_of_two_recovers_at_once_one_wins_and_the_other_says_busy(trial, tmp_pat
     while record.read(trial, job.stem)[-1]["event"] != "ended":
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}"])
+def test_without_its_configuration_a_trial_is_compared_with_that_of_its_generation(trial, scheduler, capsys, content):
+    """Accepted unseen, such options train another trial on this one's batches."""
+    trial.config_json.unlink()
+    if content is not None:
+        trial.config_json.write_text(content)
+    for more in (["--explain"], []):
+        assert main(["recover", "small", "gconfig.n_samples=8", "seed=9", *more]) == 64
+        said = capsys.readouterr()
+        assert "gconfig.n_samples can't change from 4 to 8" in said.out + said.err
+    trial.done.write_text("{}")
+    assert main(["recover", "small"]) == 3
+    assert main(["recover", "small", "total_train_steps=20"]) == 0
+    assert "changed    total_train_steps: 10 -> 20  (safe)" in capsys.readouterr().out
+
+
+def test_options_that_can_be_compared_with_nothing_are_refused(trial, config, scheduler, capsys):
+    """Batches of a trial that has no generation, and no word of how they were made."""
+    shutil.rmtree(trial.recover)
+    trial.batches.mkdir(parents=True, exist_ok=True)
+    (trial.batches / "00000001.seal").write_text("{}")
+    trial.config_json.write_text("{")
+    assert main(["submit", "--config", str(config)]) == 64
+    said = capsys.readouterr().err
+    assert f"{trial.config_json} is lost or damaged" in said and "another trial_name" in said
+    assert scheduler.calls == [("submit", "job-1")]
+
+
+def test_options_that_a_start_came_to_nothing_with_are_still_told(trial, scheduler, capsys):
+    assert main(["recover", "small", "rollout.reward_fn=nosuch:score"]) == 0
+    scheduler.answers["job-2"] = State.CANCELLED
+    capsys.readouterr()
+    assert main(["recover", "small", "--explain"]) == 0
+    assert 'exact_match -> "nosuch:score"  (safe' in capsys.readouterr().out
