@@ -129,6 +129,7 @@ def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> in
                 [
                     *notes(planned),
                     *changed_lines(made.changes),
+                    *dropped_lines(made),
                     *new_allocation(made, planned),
                     *lines(made),
                     *next_lines(made.trial),
@@ -155,6 +156,11 @@ def notes(planned: Planned) -> list[str]:
 def changed_lines(changes: Sequence[Change]) -> list[str]:
     """What the trial goes on with that it was not started with."""
     return [f"changed    {change}" for change in changes]
+
+
+def dropped_lines(made: Submission) -> list[str]:
+    """What was begun under other options, and no batch or generation came of."""
+    return [f"dropped    {', '.join(path.name for path in made.dropped)}: of other options, in no batch"] if made.dropped else []
 
 
 def new_allocation(made: Submission, planned: Planned) -> list[str]:

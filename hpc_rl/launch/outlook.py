@@ -5,9 +5,11 @@ The decision is the trainer's own (checkpoint/decide.py). What needs longer than
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision, Situation, decide
@@ -57,8 +59,8 @@ def refuse(trial: Trial, config: Config, outlook: Outlook) -> list[Change]:
     will_start = outlook.decision.action in ("load", "fresh")
     if situation.wanted is None and situation.start_mode in ("disabled", "fault") and (trial.has_state() or not will_start):
         raise TrialBusy(
-            f"trial {trial} has state already, and recover.mode={mode} starts fresh. Go on from it with `hpc-rl recover {trial}` "
-            f"or recover.mode=auto; for a fresh start give another trial_name, or remove {trial.dir}."
+            f"trial {trial} has state already, and recover.mode={mode} starts fresh. {_ways_on(trial, situation)}"
+            f"For a fresh start give another trial_name, or remove {trial.dir}."
         )
     if not will_start:
         raise NothingToResume(f"{outlook.decision.reason}. {advice(trial, situation)}".rstrip())
@@ -68,6 +70,12 @@ def refuse(trial: Trial, config: Config, outlook: Outlook) -> list[Change]:
     if situation.wanted is None:
         _refuse_finished(trial, config, found)
     return found
+
+
+def _ways_on(trial: Trial, situation: Situation) -> str:
+    if sound_steps(trial, situation.trimmed):
+        return f"Go on from it with `hpc-rl recover {trial}` or recover.mode=auto. "
+    return "" if situation.trimmed else "Go on from it with recover.mode=auto. "
 
 
 def advice(trial: Trial, situation: Situation) -> str:
@@ -120,6 +128,18 @@ def option_changes(trial: Trial, config: Config, decision: Decision) -> list[Cha
 def holds_state(trial: Trial) -> bool:
     """Whether anything was made that a start goes on from: a generation, be it damaged, or a batch."""
     return trial.trimmed.exists() or any(trial.batches.glob("*.seal")) or any(trial.recover.glob("gen-*/manifest.json"))
+
+
+def unused(trial: Trial, config: Config) -> list[Path]:
+    """Files that a trial without generation or batch has of earlier starts, where other options made them: no start may use them.
+
+    Those are groups and rejections that no batch came of, and the pointer to the weights that servers begin with.
+    """
+    data = read_json(trial.config_json)
+    with contextlib.suppress(ConfigError):
+        if holds_state(trial) or (isinstance(data, dict) and all(change.safe for change in changes(from_dict(data), config))):
+            return []
+    return [path for path in (*trial.rollout.glob("segment-*.ledger"), trial.current_weights) if path.exists()]
 
 
 def _refuse_finished(trial: Trial, config: Config, changed: Sequence[Change]) -> None:

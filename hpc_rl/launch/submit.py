@@ -29,7 +29,7 @@ from hpc_rl.errors import CannotWrite, ConfigError, SchedulerError, TrialBusy
 from hpc_rl.launch import bad_nodes, index, provenance
 from hpc_rl.launch.ask import scheduler_of
 from hpc_rl.launch.claim import Claim
-from hpc_rl.launch.outlook import Outlook, look, refuse, sound_steps
+from hpc_rl.launch.outlook import Outlook, look, refuse, sound_steps, unused
 from hpc_rl.launch.server_array import submit_servers
 from hpc_rl.launch.story import Job, read_jobs
 from hpc_rl.plan.schema import Plan
@@ -56,6 +56,7 @@ class Submission:
     allocation_was: str = ""  # of the plan before, where there was one
     step: int | None = None  # of the generation that it starts from, as things are now
     unread: tuple[str, ...] = ()  # files of it that only the start reads
+    dropped: tuple[Path, ...] = ()  # what earlier starts under other options had left, and nothing came of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +110,10 @@ def submit(
         outlook, changed = ready(trial, loaded, plan, scheduler.name, recovery)  # whoever held it before may have submitted
         allocation_was = str((read_json(trial.plan_json) or {}).get("allocation") or "")
         start = _start(plan, recovery)
+        dropped = unused(trial, loaded.config)
         made = _prepare(claim, loaded, plan, list(command), start, scheduler.name, avoid)
-        claim.remove(trial.done)  # where it was at its end, it goes on
+        for path in (trial.done, *dropped):  # where it was at its end, it goes on
+            claim.remove(path)
         job_id = scheduler.submit(JobSpec(job_name(trial), made.script, made.tag))
         servers = ""
         if plan.layout == "jobs":
@@ -122,8 +125,19 @@ def submit(
         write_json(trial.job(job_id), job | {"from_step": start[1], "changed": [str(change) for change in changed]})
     index.record(trial)
     output = trial.jobs / f"{job_id}.out"
-    start_words = (outlook.decision.step, outlook.unread)
-    return Submission(trial, made.script, scheduler.name, job_id, output, servers, tuple(changed), allocation_was, *start_words)
+    return Submission(
+        trial,
+        made.script,
+        scheduler.name,
+        job_id,
+        output,
+        servers,
+        changes=tuple(changed),
+        allocation_was=allocation_was,
+        step=outlook.decision.step,
+        unread=outlook.unread,
+        dropped=tuple(dropped),
+    )
 
 
 def _servers(trial: Trial, plan: Plan, job_id: str, tag: str, scheduler: Scheduler) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -172,6 +173,33 @@ def test_resubmission_is_compared_with_what_the_trial_was_made_with(stopped, con
 def test_a_trial_that_never_saved_anything_takes_any_change(stopped, config):
     (stopped.generation(5) / "manifest.json").unlink()
     assert submitted(config, "seed=7") == 0
+
+
+def test_a_trial_that_never_trained_can_be_corrected(stopped, config, scheduler, capsys):
+    """Its first start had a lineage and an empty ledger, perhaps groups, and then failed."""
+    shutil.rmtree(stopped.generation(5))
+    stopped.batches.mkdir(exist_ok=True)
+    ledger = stopped.rollout / "segment-0000.ledger"
+    ledger.write_bytes(b"groups of the old seed")
+    stopped.current_weights.write_text("{}")
+    assert main(["recover", "small"]) == 3
+    assert "`hpc-rl submit` with recover.mode=auto starts trial sums/small from step 0" in capsys.readouterr().err
+    scheduler.refuses = "no"
+    assert submitted(config, "seed=7") == 69
+    scheduler.refuses = ""
+    assert ledger.exists() and stopped.current_weights.exists()
+    assert submitted(config, "actor.eps_clip=0.3") == 0
+    assert ledger.exists(), "it fits the seed still"
+    scheduler.answers["job-2"] = State.CANCELLED
+    capsys.readouterr()
+    assert submitted(config, "seed=7", "actor.eps_clip=0.3") == 0
+    assert "dropped    segment-0000.ledger, current.json: of other options, in no batch" in capsys.readouterr().out
+    assert not ledger.exists() and not stopped.current_weights.exists()
+    scheduler.answers["job-3"] = State.CANCELLED
+    ledger.write_bytes(b"groups of a batch")
+    (stopped.batches / "00000001.seal").write_text("{}")
+    assert submitted(config, "seed=8") == 64
+    assert ledger.exists()
 
 
 def test_resubmission_of_a_finished_trial_says_so_and_starts_no_job(stopped, config, scheduler, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import stat
 import threading
 from pathlib import Path
@@ -19,7 +20,7 @@ from hpc_rl.launch import submit as submission
 from hpc_rl.launch.claim import Claim
 from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers.base import JobSpec, JobState, State
-from hpc_rl.trial import Trial
+from hpc_rl.trial import Trial, write_json
 
 
 class FakeScheduler:
@@ -146,12 +147,20 @@ def test_a_running_trial_is_busy(world):
 
 
 @pytest.mark.parametrize("mode", ["disabled", "fault"])
-def test_a_fresh_start_refuses_state(world, mode):
+def test_a_fresh_start_refuses_state(world, mode, make_generation):
     made = world()
     finish(made.trial, made.job_id)
     made.trial.attempt("1.0").make_dirs()
-    with pytest.raises(TrialBusy, match="hpc-rl recover exp/one"):
+    with pytest.raises(TrialBusy, match=r"Go on from it with recover\.mode=auto\. For a fresh"):
         world(mode=mode)
+    make_generation(made.trial, 3)
+    with pytest.raises(TrialBusy, match="hpc-rl recover exp/one` or recover"):
+        world(mode=mode)
+    shutil.rmtree(made.trial.recover)
+    write_json(made.trial.trimmed, {"step": 2})
+    with pytest.raises(TrialBusy, match=r"starts fresh\. For a fresh start"):
+        world(mode=mode)
+    made.trial.trimmed.unlink()
     world(mode="auto")
 
 
