@@ -57,7 +57,7 @@ def refuse(trial: Trial, config: Config, outlook: Outlook) -> list[Change]:
     """Raises TrialBusy, NothingToResume or ConfigError where the job would come to nothing; returns what changes, all safe."""
     mode, situation = config.recover.mode, outlook.situation
     will_start = outlook.decision.action in ("load", "fresh")
-    if situation.wanted is None and situation.start_mode in ("disabled", "fault") and (trial.has_state() or not will_start):
+    if situation.start_mode in ("disabled", "fault") and (trial.has_state() or not will_start):
         raise TrialBusy(
             f"trial {trial} has state already, and recover.mode={mode} starts fresh. {_ways_on(trial, situation)}"
             f"For a fresh start give another trial_name, or remove {trial.dir}."
