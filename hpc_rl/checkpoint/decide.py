@@ -49,13 +49,14 @@ OWN_FAULT = frozenset({Cause.FAILED, Cause.WALLTIME})
 
 @dataclass(frozen=True)
 class GenerationInfo:
-    """A generation on disk. `problem` says why it is not valid."""
+    """A generation on disk. `problem` says why it is not valid; one whose content was not `read` only looks valid."""
 
     step: int
     lineage: int
     submission: str
     valid: bool
     problem: str = ""
+    read: bool = True
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from hpc_rl.trial import Attempt, Trial, create_exclusive, entries, fsync_dir, r
 _NAME = re.compile(r"(\d{4,})\.json")
 _SEAL = re.compile(r"(\d+)\.seal")
 _LABEL = re.compile(r"(\d+)\.\d+")  # of published weights
+IN_PASSING_BYTES = 1 << 30  # a command reads a whole generation of this size before it submits a start from it
 TIME_IS_OVER = "the job's time is nearly over"  # why a supervisor drains, in its events
 
 
@@ -128,9 +129,19 @@ def decide_start(
 
 
 def gather(
-    trial: Trial, attempt: Attempt, incarnation: int, mode: str, start_mode: str, retries: int, wanted: int | None = None
+    trial: Trial,
+    attempt: Attempt,
+    incarnation: int,
+    mode: str,
+    start_mode: str,
+    retries: int,
+    wanted: int | None = None,
+    in_passing: bool = False,
 ) -> tuple[Situation, list[Found]]:
-    """What lies in the trial directory, as decide() wants it, and the generations that do not verify."""
+    """What lies in the trial directory, as decide() wants it, and the generations that do not verify.
+
+    `in_passing` is for who only wants to know what a start would do: see read_limit.
+    """
     submission = submission_of(attempt.id)
     records = read_lineages(trial)
     own = [record for record in records if record.submission == submission]
@@ -139,7 +150,7 @@ def gather(
     ancestors, lost = _ancestors(trial, records, own, found)
     ancestry = frozenset({submission}) | ancestors
     only = ancestry if mode == "fault" and own else None
-    generations, damaged = _verified(found, only, wanted)
+    generations, damaged = _verified(found, only, wanted, in_passing)
     before = [record for record in own if (record.attempt, record.incarnation) != (attempt.id, incarnation)]
     situation = Situation(
         mode=mode,
@@ -250,19 +261,31 @@ def _recovered_from(trial: Trial, submission: str) -> set[str]:
         submission = parent
 
 
-def _verified(found: list[Found], only: frozenset[str] | None, wanted: int | None) -> tuple[list[GenerationInfo], list[Found]]:
+def read_limit(found: Found, wanted: int | None, in_passing: bool = False) -> int | None:
+    """Up to which size the files of a generation are read before it is chosen, in bytes; None for all of them.
+
+    Large ones are checked while they are loaded, so that each is read once. Of the one that a person asked for (`wanted`) all
+    are read, for later ones are set aside for it; in passing only where that is quickly done.
+    """
+    size = sum(file.size for file in found.manifest.files) if found.manifest else 0
+    return generation.LIGHT_BYTES if wanted is None or (in_passing and size > IN_PASSING_BYTES) else None
+
+
+def _verified(
+    found: list[Found], only: frozenset[str] | None, wanted: int | None, in_passing: bool = False
+) -> tuple[list[GenerationInfo], list[Found]]:
     """What each generation is; content is read of those that may be loaded, newest first, up to the first that is valid."""
     infos, damaged, looking = [], [], True
     for one in found:
         submission = one.manifest.submission if one.manifest else ""
         eligible = one.step == wanted if wanted is not None else only is None or submission in only
-        if looking and eligible:
-            # large files are checked while they are loaded; of the one asked for before later ones are set aside for it
-            one = generation.verify(one, None if wanted is not None else generation.LIGHT_BYTES)
+        read = looking and eligible
+        if read:
+            one = generation.verify(one, read_limit(one, wanted, in_passing))
             if one.problem:
                 damaged.append(one)
         lineage = one.manifest.lineage if one.manifest else -1
-        infos.append(GenerationInfo(one.step, lineage, submission, not one.problem, one.problem))
+        infos.append(GenerationInfo(one.step, lineage, submission, not one.problem, one.problem, read))
         looking = looking and not (eligible and not one.problem)
     return infos, damaged
 
