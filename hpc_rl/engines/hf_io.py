@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hpc_rl.trial import fsync_dir
@@ -42,6 +42,15 @@ TOKENIZER_FILES = (
 def on_disk_names(hf: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of a model in memory under the names, and in the cut, that its checkpoints have on disk."""
     return tensors if revert_weight_conversion is None else revert_weight_conversion(hf, tensors)
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """What the safetensors files of a checkpoint hold; of other formats nothing. Raises OSError, SafetensorError."""
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as opened:
+            names.update(opened.keys())
+    return names
 
 
 def write_checkpoint(
