@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from hpc_rl.trial import Trial, fsync_dir, read_json, write_json
 
 
 def export(trial: Trial, step: int, out: Path) -> None:
-    """Write the weights of a generation as a Hugging Face checkpoint. Raises Damaged, OSError, HpcRlError."""
+    """Write the weights of a generation into a folder, as a Hugging Face checkpoint. Raises Damaged, OSError, HpcRlError."""
     from hpc_rl.engines.offline import export_state
 
     with hold(trial, step, f"export to {out}") as folder:
@@ -33,14 +31,10 @@ def export(trial: Trial, step: int, out: Path) -> None:
             raise Damaged(f"generation {step}: {found.problem}")
         config = from_dict(read_json(folder / generation.CONFIG_NAME) or read_json(trial.config_json) or {})
         files = {file.name: FileRecord(file.name, file.size, file.xxh3) for file in found.manifest.files}
-        temporary = out.with_name(f".{out.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
         model = config.actor if isinstance(config, GRPOConfig) else config.model
-        export_state(model, config.seed, folder, found.manifest.num_ranks, files, temporary, tokenizer_folder(config))
-    write_json(temporary / EXPORT_RECORD, {"step": step, "version": found.manifest.version, "trial": str(trial)})
-    os.rename(temporary, out)
-    fsync_dir(out.parent)
+        export_state(model, config.seed, folder, found.manifest.num_ranks, files, out, tokenizer_folder(config))
+    write_json(out / EXPORT_RECORD, {"step": step, "version": found.manifest.version, "trial": str(trial)})
+    fsync_dir(out)
 
 
 def import_(trial: Trial, step: int, source: Path) -> None:

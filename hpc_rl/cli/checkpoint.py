@@ -6,9 +6,12 @@ What needs torch is handed to `python -m hpc_rl.app.checkpoint`.
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_jso
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, TrialStateError
 from hpc_rl.launch import index
 from hpc_rl.launch import submit as submission
-from hpc_rl.trial import Trial
+from hpc_rl.trial import Trial, fsync_dir
 
 ACTIONS = {
     "list": "the generations of a trial, newest first: step, lineage, size, metric, whether it looks sound",
@@ -151,14 +154,32 @@ def _export(argv: list[str]) -> int:
     if one.problem:
         raise TrialStateError(f"generation {one.step} of {trial} is damaged: {one.problem}. {_others(trial)}")
     there = (args.to or trial.exports / f"generation-{one.step:08d}").expanduser().absolute()
-    if there.exists():
-        raise CannotWrite(f"{there} exists and is not overwritten: give another folder by --to, or remove it")
-    code = _hand_over("export", trial, one.step, "--to", str(there))
+    code = _export_to(there, trial, one.step)
     if code == 0 and args.json:
         print_json({"trial": str(trial), "step": one.step, "path": str(there)})
     elif code == 0:
         print(f"generation {one.step} of {trial}: weights written to {there}")
     return code
+
+
+def _export_to(there: Path, trial: Trial, step: int) -> int:
+    """The name comes last: nobody sees half of an export, and of two to one place the first stays. Raises CannotWrite."""
+    temporary = there.with_name(f".{there.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        if os.path.lexists(there):
+            raise FileExistsError
+        temporary.mkdir(parents=True)
+        code = _hand_over("export", trial, step, "--to", str(temporary))
+        if code == 0:
+            os.rename(temporary, there)
+            fsync_dir(there.parent)
+        return code
+    except OSError as error:
+        if os.path.lexists(there):
+            raise CannotWrite(f"{there} exists and is not overwritten: give another folder by --to, or remove it") from error
+        raise CannotWrite(f"{there} can't be written: {error.strerror or error}; give another folder by --to") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _import(argv: list[str]) -> int:
