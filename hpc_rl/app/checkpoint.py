@@ -1,11 +1,16 @@
-"""The half of `hpc-rl checkpoint export` and `import` that needs torch; no GPU. Started by the command, never by a trial."""
+"""The half of `hpc-rl checkpoint export` and `import` that needs torch; no GPU. Started by the command, never by a trial.
+
+The command holds what is worked on, and its end is the end of this process: standard input is tied to it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import logging
+import os
 import sys
+import threading
 from pathlib import Path
 
 from hpc_rl.blocks import FileRecord
@@ -15,7 +20,7 @@ from hpc_rl.checkpoint.holds import hold
 from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE, Manifest, config_hash
 from hpc_rl.config.load import from_dict
 from hpc_rl.config.root import GRPOConfig
-from hpc_rl.errors import ConfigError, Damaged, HpcRlError
+from hpc_rl.errors import ConfigError, Damaged, ExitCode, HpcRlError
 from hpc_rl.trainers.grpo import updates_per_step
 from hpc_rl.trainers.run import EXPORT_RECORD, tokenizer_folder, versions
 from hpc_rl.trial import Trial, fsync_dir, read_json, write_json
@@ -68,6 +73,12 @@ def import_(trial: Trial, step: int, source: Path) -> None:
         raise
 
 
+def _end_with_the_command() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(ExitCode.KILLED_BY_SYSTEM)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.app.checkpoint", description=__doc__)
     parser.add_argument("action", choices=("export", "import"))
@@ -77,6 +88,7 @@ def main() -> int:
     parser.add_argument("--source", type=Path)
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    threading.Thread(target=_end_with_the_command, daemon=True, name="command-pipe").start()
     trial = Trial(args.trial_dir)
     try:
         if args.action == "export":

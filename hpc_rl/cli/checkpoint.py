@@ -5,6 +5,7 @@ What needs torch is handed to `python -m hpc_rl.app.checkpoint`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_jso
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, TrialStateError
 from hpc_rl.launch import index
 from hpc_rl.launch import submit as submission
+from hpc_rl.launch.claim import Claim
 from hpc_rl.trial import Trial, fsync_dir
 
+MEANWHILE_S = 60.0  # between signs of life while the half with torch works
 ACTIONS = {
     "list": "the generations of a trial, newest first: step, lineage, size, metric, whether it looks sound",
     "verify": "read every byte of the generations and name what is not as it was written; exit code 1 if anything is not",
@@ -199,9 +203,10 @@ def _import(argv: list[str]) -> int:
     source = args.folder.expanduser().absolute()
     if not (source / "config.json").is_file():
         raise ConfigError(f"{source} is not a Hugging Face checkpoint: config.json is missing")
-    submission.check_idle(trial)
-    _check_step(trial, args.step)
-    code = _hand_over("import", trial, args.step, "--source", str(source))
+    with Claim(trial, "given an imported generation") as claim:  # until it lies there: a start in between would not count on it
+        submission.check_idle(trial)
+        _check_step(trial, args.step)
+        code = _hand_over("import", trial, args.step, "--source", str(source), meanwhile=claim.renew)
     if code == 0:
         print(f"{source} is generation {args.step} of {trial}; to go on from it: hpc-rl recover {index.handle(trial)}")
     return code
@@ -245,10 +250,19 @@ def _others(trial: Trial) -> str:
     return f"Sound ones: {', '.join(sound)}." if sound else "There is no sound one."
 
 
-def _hand_over(action: str, trial: Trial, step: int, *rest: str) -> int:
+def _hand_over(action: str, trial: Trial, step: int, *rest: str, meanwhile: Callable[[], object] = lambda: None) -> int:
+    """Exit code of the half with torch. It ends when this process does: it must not outlive what is held for it here."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(f"checkpoint {action} reads a model, and torch is not installed: pip install 'hpc-rl[train]'")
     command = [sys.executable, "-m", "hpc_rl.app.checkpoint", action, "--trial_dir", str(trial.dir), "--step", str(step), *rest]
     sys.stdout.flush()
-    code = subprocess.run(command).returncode
-    return code if code >= 0 else ExitCode.FAILED
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(MEANWHILE_S)
+                    return code if code >= 0 else ExitCode.FAILED
+                meanwhile()
+        finally:  # a Ctrl-C
+            process.kill()
+            process.wait()

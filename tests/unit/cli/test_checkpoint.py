@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +84,49 @@ def test_of_two_exports_to_one_place_the_first_to_end_stays(trial, tmp_path, tor
     assert main(["checkpoint", "export", str(trial.dir), "--to", str(there)]) == ExitCode.CANNOT_WRITE
     assert f"{there} exists and is not overwritten" in capsys.readouterr().err
     assert (there / "whose").read_text() == "the first" and set(os.listdir(tmp_path)) == before | {"model"}
+
+
+@pytest.fixture
+def rendered(config, tmp_path) -> Trial:
+    """sums/small, rendered and never submitted."""
+    assert main(["render", "--config", str(config)]) == 0
+    return Trial.of(tmp_path / "runs", getpass.getuser(), "sums", "small")
+
+
+def test_while_a_checkpoint_is_imported_nobody_starts_the_trial_or_imports_another(
+    rendered, config, scheduler, torch_half, capsys
+):
+    importing = ["checkpoint", "import", str(rendered.dir), str(config.parent / "model")]
+
+    def meanwhile(given):
+        for command in (importing, ["submit", "--config", str(config)]):
+            assert main(command) == ExitCode.STOPPED
+            assert f"is being given an imported generation by process {os.getpid()}" in capsys.readouterr().err
+        commit(rendered, 0)
+
+    torch_half(meanwhile)
+    assert main(importing) == 0
+    assert main(importing) == ExitCode.FAILED  # it lies there now
+    assert main(["submit", "--config", str(config)]) == 0
+    assert main(importing) == ExitCode.STOPPED  # it runs now
+
+
+def test_a_claim_that_takes_long_is_renewed(trial, monkeypatch, capfd):
+    """By a half with torch that only waits: for other hosts the claim would be stale after some minutes."""
+    renewed: list[float] = []
+    renew = checkpoint.Claim.renew
+
+    def renew_old(claim):
+        os.utime(trial.submitting, (0, 0))
+        renew(claim)
+        renewed.append(trial.submitting.stat().st_mtime)
+
+    monkeypatch.setattr(checkpoint.Claim, "renew", renew_old)
+    monkeypatch.setattr(checkpoint, "MEANWHILE_S", 0.05)
+    real = subprocess.Popen
+    waits = [sys.executable, "-c", "import time; time.sleep(0.3)"]
+    monkeypatch.setattr(subprocess, "Popen", lambda _command, **options: real(waits, **options))
+    (trial.dir / "hf").mkdir()
+    (trial.dir / "hf" / "config.json").write_text("{}")
+    assert main(["checkpoint", "import", str(trial.dir), str(trial.dir / "hf"), "--step", "7"]) == 0
+    assert len(renewed) > 1 and all(renewed)
