@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from hpc_rl.config.train import TrainEngineConfig
+from hpc_rl.engines import hf_io
 from hpc_rl.engines.logprobs import token_logprobs
 from hpc_rl.errors import ConfigError, NotBuilt
 
@@ -93,7 +95,11 @@ def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Policy:
         hf, unread = _make(config)
     except ConfigError:
         raise  # it is a ValueError too
+    except (OSError, SafetensorError):
+        hf_io.refuse_damage(Path(config.path))  # in whose words no file is named, and which would be tried again
+        raise
     except (ImportError, ValueError) as error:  # a package that the attention needs, a name or an architecture that is unknown
+        hf_io.refuse_damage(Path(config.path))
         raise ConfigError(
             f"{config.path} can't be built with attn_impl {config.attn_impl!r} here: {error} "
             "Install what is missing in the trainer's environment, or use attn_impl: sdpa."

@@ -90,6 +90,7 @@ def _architecture(folder: Path) -> dict[str, Any]:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
     except (OSError, ValueError) as error:
+        hf_io.refuse_damage(folder)
         raise ConfigError(f"{folder / 'config.json'} can't be read as an architecture: {error}") from error
 
 

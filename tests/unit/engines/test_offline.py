@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from hpc_rl.config.train import OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.engines.offline import import_weights
-from hpc_rl.errors import ConfigError
+from hpc_rl.errors import ConfigError, ExitCode, FailureClass
 
 
 def config_of(path: Path, **options) -> TrainEngineConfig:
@@ -37,7 +39,7 @@ def ours(model_dir: Path, tmp_path: Path) -> Path:
 def variant(ours: Path, **keys) -> Path:
     """A copy of the model whose config.json says something else; `keys` that are None are left out of it."""
     folder = Path(shutil.copytree(ours, ours.with_name("variant")))
-    written = json.loads((folder / "config.json").read_text()) | keys
+    written = json.loads((ours / "config.json").read_text()) | keys
     (folder / "config.json").write_text(json.dumps({name: value for name, value in written.items() if value is not None}))
     return folder
 
@@ -94,3 +96,18 @@ def test_an_export_of_a_reward_model_goes_back_into_its_trial(model_dir, tmp_pat
     scorer = export(ours, tmp_path / "scorer", is_critic=True)
     assert "score.weight" in load_file(scorer / "model.safetensors")
     taken(scorer, ours, is_critic=True)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("share", [0.9, 0.4, 0.0])
+def test_a_file_that_was_not_copied_whole_is_named_and_not_tried_again(ours, name, share):
+    """As a checkpoint to import, and as the model that a trainer starts from."""
+    if "index" in name:
+        (ours / "model.safetensors").rename(ours / "model-00001-of-00001.safetensors")
+        (ours / name).write_text('{"metadata": {}, "weight_map": {}}')
+    cut = variant(ours) / name
+    os.truncate(cut, int(cut.stat().st_size * share))
+    for start in (lambda: taken(cut.parent, ours), lambda: FSDPEngine(config_of(cut.parent)).initialize(1)):
+        with pytest.raises(ConfigError, match=re.escape(str(cut)) + " is damaged") as refusal:
+            start()
+        assert (refusal.value.exit_code, refusal.value.failure) == (ExitCode.REFUSED, FailureClass.USER)
