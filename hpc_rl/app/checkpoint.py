@@ -21,6 +21,7 @@ from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE, Manifest, con
 from hpc_rl.config.load import from_dict
 from hpc_rl.config.root import GRPOConfig
 from hpc_rl.errors import ConfigError, Damaged, ExitCode, HpcRlError
+from hpc_rl.room import is_full
 from hpc_rl.trainers.grpo import updates_per_step
 from hpc_rl.trainers.run import EXPORT_RECORD, tokenizer_folder, versions
 from hpc_rl.trial import Trial, fsync_dir, read_json, write_json
@@ -103,7 +104,7 @@ def main() -> int:
         return error.exit_code
     except (OSError, ValueError) as error:
         print(f"hpc-rl: checkpoint {args.action}: {error}", file=sys.stderr)
-        return 70
+        return ExitCode.CANNOT_WRITE if is_full(error) else ExitCode.FAILED
     return 0
 
 

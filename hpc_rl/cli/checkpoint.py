@@ -23,7 +23,7 @@ from hpc_rl.checkpoint.holds import hold
 from hpc_rl.checkpoint.lineage import seals_of, trimmed
 from hpc_rl.checkpoint.retention import best
 from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
-from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, TrialStateError
+from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, TrialStateError
 from hpc_rl.launch import index
 from hpc_rl.launch import submit as submission
 from hpc_rl.launch.claim import Claim
@@ -232,17 +232,17 @@ def _check_step(trial: Trial, step: int) -> None:
 
 
 def _chosen(trial: Trial, step: int | None = None, metric: str | None = None) -> Found:
-    """The generation of a step, the best by a metric, or the newest sound one. Raises TrialStateError."""
+    """The generation of a step, the best by a metric, or the newest sound one. Raises NothingToResume."""
     found = generation.scan(trial)
     if metric is not None:
         steps = best([one for one in found if not one.problem], metric)
         if not steps:
-            raise TrialStateError(f"no sound generation of {trial} has a number {metric!r}. {_others(trial)}")
+            raise NothingToResume(f"no sound generation of {trial} has a number {metric!r}. {_others(trial)}")
         step = steps[0]
     for one in found:
         if one.step == step or (step is None and not one.problem):
             return one
-    raise TrialStateError(f"{trial} has no {'sound generation' if step is None else f'generation {step}'}. {_others(trial)}")
+    raise NothingToResume(f"{trial} has no {'sound generation' if step is None else f'generation {step}'}. {_others(trial)}")
 
 
 def _others(trial: Trial) -> str:

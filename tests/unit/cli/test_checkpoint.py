@@ -86,6 +86,20 @@ def test_of_two_exports_to_one_place_the_first_to_end_stays(trial, tmp_path, tor
     assert (there / "whose").read_text() == "the first" and set(os.listdir(tmp_path)) == before | {"model"}
 
 
+@pytest.mark.parametrize("place", ["{tmp}/file/model", "/proc/model", "/proc/1/model/deeper"])
+def test_an_export_that_can_not_be_written_says_where(trial, tmp_path, torch_half, capsys, place):
+    (tmp_path / "file").write_text("not a folder")
+    there = place.format(tmp=tmp_path)
+    assert main(["checkpoint", "export", str(trial.dir), "--to", there]) == ExitCode.CANNOT_WRITE
+    assert f"hpc-rl: {there} can't be written: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["verify", "--step", "4"], ["export", "--step", "4"], ["export", "--best", "fun"]])
+def test_a_generation_that_is_not_there(trial, capsys, command):
+    assert main(["checkpoint", command[0], str(trial.dir), *command[1:]]) == ExitCode.NOTHING_TO_RESUME
+    assert "Sound ones: 6, 3." in capsys.readouterr().err
+
+
 @pytest.fixture
 def rendered(config, tmp_path) -> Trial:
     """sums/small, rendered and never submitted."""
