@@ -16,7 +16,6 @@ from pathlib import Path
 from hpc_rl.blocks import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Commit
-from hpc_rl.checkpoint.holds import hold
 from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE, Manifest, config_hash
 from hpc_rl.config.load import from_dict
 from hpc_rl.config.root import GRPOConfig
@@ -28,17 +27,20 @@ from hpc_rl.trial import Trial, fsync_dir, read_json, write_json
 
 
 def export(trial: Trial, step: int, out: Path) -> None:
-    """Write the weights of a generation into a folder, as a Hugging Face checkpoint. Raises Damaged, OSError, HpcRlError."""
+    """Write the weights of a generation, which the command holds, into a folder, as a Hugging Face checkpoint.
+
+    Raises Damaged, OSError, HpcRlError.
+    """
     from hpc_rl.engines.offline import export_state
 
-    with hold(trial, step, f"export to {out}") as folder:
-        found = generation.verify(generation.check(folder), generation.LIGHT_BYTES)
-        if found.problem or found.manifest is None:
-            raise Damaged(f"generation {step}: {found.problem}")
-        config = from_dict(read_json(folder / generation.CONFIG_NAME) or read_json(trial.config_json) or {})
-        files = {file.name: FileRecord(file.name, file.size, file.xxh3) for file in found.manifest.files}
-        model = config.actor if isinstance(config, GRPOConfig) else config.model
-        export_state(model, config.seed, folder, found.manifest.num_ranks, files, out, tokenizer_folder(config))
+    folder = trial.generation(step)
+    found = generation.verify(generation.check(folder), generation.LIGHT_BYTES)
+    if found.problem or found.manifest is None:
+        raise Damaged(f"generation {step}: {found.problem}")
+    config = from_dict(read_json(folder / generation.CONFIG_NAME) or read_json(trial.config_json) or {})
+    files = {file.name: FileRecord(file.name, file.size, file.xxh3) for file in found.manifest.files}
+    model = config.actor if isinstance(config, GRPOConfig) else config.model
+    export_state(model, config.seed, folder, found.manifest.num_ranks, files, out, tokenizer_folder(config))
     write_json(out / EXPORT_RECORD, {"step": step, "version": found.manifest.version, "trial": str(trial)})
     fsync_dir(out)
 

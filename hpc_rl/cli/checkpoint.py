@@ -158,7 +158,8 @@ def _export(argv: list[str]) -> int:
     if one.problem:
         raise TrialStateError(f"generation {one.step} of {trial} is damaged: {one.problem}. {_others(trial)}")
     there = (args.to or trial.exports / f"generation-{one.step:08d}").expanduser().absolute()
-    code = _export_to(there, trial, one.step)
+    with hold(trial, one.step, f"export to {there}"):  # now: torch takes seconds, in which a fast trial makes many generations
+        code = _export_to(there, trial, one.step)
     if code == 0 and args.json:
         print_json({"trial": str(trial), "step": one.step, "path": str(there)})
     elif code == 0:

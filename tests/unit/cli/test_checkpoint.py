@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.checkpoint.generation import Commit
+from hpc_rl.checkpoint.holds import Holds
 from hpc_rl.checkpoint.manifest import Manifest
 from hpc_rl.cli import checkpoint
 from hpc_rl.cli.__main__ import main
@@ -84,6 +85,13 @@ def test_of_two_exports_to_one_place_the_first_to_end_stays(trial, tmp_path, tor
     assert main(["checkpoint", "export", str(trial.dir), "--to", str(there)]) == ExitCode.CANNOT_WRITE
     assert f"{there} exists and is not overwritten" in capsys.readouterr().err
     assert (there / "whose").read_text() == "the first" and set(os.listdir(tmp_path)) == before | {"model"}
+
+
+def test_what_is_exported_is_held_before_torch_is_there(trial, tmp_path, torch_half):
+    held: set[int] = set()
+    torch_half(lambda given: held.update(Holds(trial).steps()) or write_weights(given))
+    assert main(["checkpoint", "export", str(trial.dir), "--to", str(tmp_path / "model")]) == 0
+    assert held == {6} and not Holds(trial).steps()
 
 
 @pytest.mark.parametrize("place", ["{tmp}/file/model", "/proc/model", "/proc/1/model/deeper"])
