@@ -191,7 +191,8 @@ def _import(argv: list[str]) -> int:
     made = new_parser(
         "checkpoint import",
         ACTIONS["import"],
-        "The trial exists (`hpc-rl render`) and does not run. The optimizer starts afresh; the schedule is that of --step.\n"
+        "The trial exists and does not run; one that was only rendered (`hpc-rl render`) is named by its path.\n"
+        "The optimizer starts afresh; the schedule is that of --step.\n"
         "To only start a new trial from such weights, none of this is needed: set actor.path (or model.path) to the folder.",
     )
     add_trial(made)

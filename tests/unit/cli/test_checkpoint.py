@@ -115,6 +115,14 @@ def rendered(config, tmp_path) -> Trial:
     return Trial.of(tmp_path / "runs", getpass.getuser(), "sums", "small")
 
 
+def test_the_help_says_how_a_trial_that_was_only_rendered_is_named(rendered, capsys):
+    assert main(["checkpoint", "list", "small"]) == ExitCode.REFUSED
+    assert main(["checkpoint", "list", str(rendered.dir)]) == 0
+    with pytest.raises(SystemExit):
+        main(["checkpoint", "import", "--help"])
+    assert "only rendered (`hpc-rl render`) is named by its path" in capsys.readouterr().out
+
+
 def test_while_a_checkpoint_is_imported_nobody_starts_the_trial_or_imports_another(
     rendered, config, scheduler, torch_half, capsys
 ):
