@@ -27,7 +27,7 @@ from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, T
 from hpc_rl.launch import index
 from hpc_rl.launch import submit as submission
 from hpc_rl.launch.claim import Claim
-from hpc_rl.trial import Trial, fsync_dir
+from hpc_rl.trial import Trial, fsync_dir, read_json
 
 MEANWHILE_S = 60.0  # between signs of life while the half with torch works
 ACTIONS = {
@@ -208,6 +208,7 @@ def _import(argv: list[str]) -> int:
     with Claim(trial, "given an imported generation") as claim:  # until it lies there: a start in between would not count on it
         submission.check_idle(trial)
         _check_step(trial, args.step)
+        _check_end(trial, args.step)
         code = _hand_over("import", trial, args.step, "--source", str(source), meanwhile=claim.renew)
     if code == 0:
         print(f"{source} is generation {args.step} of {trial}; to go on from it: hpc-rl recover {index.handle(trial)}")
@@ -231,6 +232,19 @@ def _check_step(trial: Trial, step: int) -> None:
         raise TrialStateError(f"{trial} has generation {newer[0]}, which would be taken instead of one of step {step}. {rest}")
     kept = f"of the batch log batches {trimmed(trial) + 1} to {last} are there"
     raise TrialStateError(f"{trial} can't go on from step {step}: {kept}. {rest}")
+
+
+def _check_end(trial: Trial, step: int) -> None:
+    """Raises ConfigError where the trial ends before this step: `recover` would refuse to go on from it."""
+    config = read_json(trial.config_json)
+    if not isinstance(config, dict):
+        raise ConfigError(f"{trial.config_json} is missing or damaged; `hpc-rl render` of the same configuration writes it again")
+    total = config.get("total_train_steps")
+    if total is not None and step > total:
+        raise ConfigError(
+            f"step {step} is past the end of {trial}: total_train_steps is {total}. "
+            f"Allowed: 0 to {total}; for a later one render the trial again with a larger total_train_steps."
+        )
 
 
 def _chosen(trial: Trial, step: int | None = None, metric: str | None = None) -> Found:

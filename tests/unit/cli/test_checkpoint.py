@@ -141,6 +141,19 @@ def test_while_a_checkpoint_is_imported_nobody_starts_the_trial_or_imports_anoth
     assert main(importing) == ExitCode.STOPPED  # it runs now
 
 
+def test_a_step_past_the_end_of_the_trial_is_not_imported(rendered, config, torch_half, capsys):
+    torch_half(lambda given: pytest.fail("nothing is imported"))
+    importing = ["checkpoint", "import", str(rendered.dir), str(config.parent / "model"), "--step", "11"]
+    assert main(importing) == ExitCode.REFUSED
+    assert "step 11 is past the end of sums/small: total_train_steps is 10. Allowed: 0 to 10" in capsys.readouterr().err
+    rendered.config_json.write_text("[]")
+    assert main(importing) == ExitCode.REFUSED
+    assert "config.json is missing or damaged" in capsys.readouterr().err
+    assert main(["render", "--config", str(config), "total_train_steps=12"]) == 0
+    torch_half(lambda given: commit(rendered, 11))
+    assert main(importing) == 0
+
+
 def test_a_claim_that_takes_long_is_renewed(trial, monkeypatch, capfd):
     """By a half with torch that only waits: for other hosts the claim would be stale after some minutes."""
     renewed: list[float] = []
