@@ -23,6 +23,7 @@ from hpc_rl.checkpoint.holds import hold
 from hpc_rl.checkpoint.lineage import seals_of, trimmed
 from hpc_rl.checkpoint.retention import best
 from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
+from hpc_rl.config.agreement import METRICS
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, TrialStateError
 from hpc_rl.launch import index
 from hpc_rl.launch import submit as submission
@@ -59,7 +60,7 @@ def _list(argv: list[str]) -> int:
         "checkpoint list", ACTIONS["list"], "Sizes and the manifest are checked; `verify` reads the content as well."
     )
     add_trial(made)
-    made.add_argument("--metric", help="number to show (default: the first that the newest generation has, as eval_reward)")
+    made.add_argument("--metric", help="number to show (default: what the trainer evaluates, as eval_reward)")
     add_json(made, "the list")
     args = made.parse_args(argv)
     trial = index.resolve(args.trial)
@@ -68,7 +69,8 @@ def _list(argv: list[str]) -> int:
     if args.json:
         print_json({"trial": str(trial), "generations": [_row(one) for one in found], "set_aside": set_aside})
         return 0
-    metric = args.metric or next((name for one in found for name in sorted(one.metrics)), "")
+    usual = dict.fromkeys(name for names in METRICS.values() for name in names)
+    metric = args.metric or next((name for one in found for name in usual if name in one.metrics), "")
     print("\n".join(_table(found, metric)) if found else f"{trial} has no generation yet")
     for name in set_aside:
         print(f"set aside: {trial.recover / 'set-aside' / name}")

@@ -54,6 +54,15 @@ def write_weights(given: dict[str, str]) -> None:
     (Path(given["--to"]) / "model.safetensors").write_text("weights")
 
 
+def test_the_list_shows_what_is_evaluated_not_what_comes_first_in_the_alphabet(trial, capsys):
+    commit(trial, 9, eval_asked_again=3.0, eval_num_prompts=200.0, eval_reward=0.75)
+    assert main(["checkpoint", "list", str(trial.dir)]) == 0
+    head, newest, *_ = capsys.readouterr().out.splitlines()
+    assert head.split()[5] == "eval_reward" and "0.75" in newest.split()
+    assert main(["checkpoint", "list", str(trial.dir), "--metric", "eval_asked_again"]) == 0
+    assert capsys.readouterr().out.split()[5] == "eval_asked_again"
+
+
 def test_an_export_touches_nothing_beside_it(trial, tmp_path, torch_half):
     (tmp_path / ".model.tmp").mkdir()
     (tmp_path / ".model.tmp" / "thesis.txt").write_text("mine")
