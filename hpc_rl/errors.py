@@ -7,7 +7,7 @@ HpcRlError
 ├── TrialStateError                   what is on disk forbids it
 │   ├── TrialNameError                64: unknown or ambiguous trial name
 │   ├── TrialBusy                     75: running, or has state and the mode is fresh
-│   └── NothingToResume               3
+│   └── NothingToResume               3: also where a generation that was named is not there
 ├── SchedulerError                    69: the scheduler refused or can't be reached
 ├── CannotWrite (OSError)             73
 ├── RoleFailed                        70: may be retried by its class
@@ -95,7 +95,7 @@ class TrialBusy(TrialStateError):
 
 
 class NothingToResume(TrialStateError):
-    """`resume` found no valid generation."""
+    """`resume` found no valid generation, or the one that was asked for is not there."""
 
     exit_code = ExitCode.NOTHING_TO_RESUME
 

@@ -6,6 +6,7 @@ Also the two ways in which this project writes a file: `write_atomic` (temp, fsy
 
 from __future__ import annotations
 
+import errno
 import getpass
 import json
 import os
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.errors import ConfigError
+from hpc_rl.errors import ConfigError, TrialStateError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,63}")
 
@@ -111,6 +112,22 @@ def read_json(path: Path) -> Any | None:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
+
+
+def entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What lies in a folder of a trial; nothing where none is there. Raises OSError, TrialStateError where it is no folder."""
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except FileNotFoundError as error:
+        if not folder.is_symlink():
+            return []
+        problem: OSError = error
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        problem = error
+    raise TrialStateError(f"{folder} must be a folder, or a link to one: {problem.strerror}. Put back what was there.")
 
 
 def write_json(path: Path, value: Any, mode: int = 0o644) -> None:

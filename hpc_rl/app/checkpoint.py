@@ -1,4 +1,7 @@
-"""The half of `hpc-rl checkpoint export` and `import` that needs torch; no GPU. Started by the command, never by a trial."""
+"""The half of `hpc-rl checkpoint export` and `import` that needs torch; no GPU. Started by the command, never by a trial.
+
+The command holds what is worked on, and its end is the end of this process: standard input is tied to it.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +9,40 @@ import argparse
 import json
 import logging
 import os
-import shutil
 import sys
+import threading
 from pathlib import Path
 
 from hpc_rl.blocks import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Commit
-from hpc_rl.checkpoint.holds import hold
 from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE, Manifest, config_hash
 from hpc_rl.config.load import from_dict
 from hpc_rl.config.root import GRPOConfig
-from hpc_rl.errors import ConfigError, Damaged, HpcRlError
+from hpc_rl.errors import ConfigError, Damaged, ExitCode, HpcRlError
+from hpc_rl.room import is_full
 from hpc_rl.trainers.grpo import updates_per_step
 from hpc_rl.trainers.run import EXPORT_RECORD, tokenizer_folder, versions
 from hpc_rl.trial import Trial, fsync_dir, read_json, write_json
 
 
 def export(trial: Trial, step: int, out: Path) -> None:
-    """Write the weights of a generation as a Hugging Face checkpoint. Raises Damaged, OSError, HpcRlError."""
+    """Write the weights of a generation, which the command holds, into a folder, as a Hugging Face checkpoint.
+
+    Raises Damaged, OSError, HpcRlError.
+    """
     from hpc_rl.engines.offline import export_state
 
-    with hold(trial, step, f"export to {out}") as folder:
-        found = generation.verify(generation.check(folder), generation.LIGHT_BYTES)
-        if found.problem or found.manifest is None:
-            raise Damaged(f"generation {step}: {found.problem}")
-        config = from_dict(read_json(folder / generation.CONFIG_NAME) or read_json(trial.config_json) or {})
-        files = {file.name: FileRecord(file.name, file.size, file.xxh3) for file in found.manifest.files}
-        temporary = out.with_name(f".{out.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        model = config.actor if isinstance(config, GRPOConfig) else config.model
-        export_state(model, config.seed, folder, found.manifest.num_ranks, files, temporary, tokenizer_folder(config))
-    write_json(temporary / EXPORT_RECORD, {"step": step, "version": found.manifest.version, "trial": str(trial)})
-    os.rename(temporary, out)
-    fsync_dir(out.parent)
+    folder = trial.generation(step)
+    found = generation.verify(generation.check(folder), generation.LIGHT_BYTES)
+    if found.problem or found.manifest is None:
+        raise Damaged(f"generation {step}: {found.problem}")
+    config = from_dict(read_json(folder / generation.CONFIG_NAME) or read_json(trial.config_json) or {})
+    files = {file.name: FileRecord(file.name, file.size, file.xxh3) for file in found.manifest.files}
+    model = config.actor if isinstance(config, GRPOConfig) else config.model
+    export_state(model, config.seed, folder, found.manifest.num_ranks, files, out, tokenizer_folder(config))
+    write_json(out / EXPORT_RECORD, {"step": step, "version": found.manifest.version, "trial": str(trial)})
+    fsync_dir(out)
 
 
 def import_(trial: Trial, step: int, source: Path) -> None:
@@ -74,6 +76,12 @@ def import_(trial: Trial, step: int, source: Path) -> None:
         raise
 
 
+def _end_with_the_command() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(ExitCode.KILLED_BY_SYSTEM)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.app.checkpoint", description=__doc__)
     parser.add_argument("action", choices=("export", "import"))
@@ -83,6 +91,7 @@ def main() -> int:
     parser.add_argument("--source", type=Path)
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    threading.Thread(target=_end_with_the_command, daemon=True, name="command-pipe").start()
     trial = Trial(args.trial_dir)
     try:
         if args.action == "export":
@@ -97,7 +106,7 @@ def main() -> int:
         return error.exit_code
     except (OSError, ValueError) as error:
         print(f"hpc-rl: checkpoint {args.action}: {error}", file=sys.stderr)
-        return 70
+        return ExitCode.CANNOT_WRITE if is_full(error) else ExitCode.FAILED
     return 0
 
 

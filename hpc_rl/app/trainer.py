@@ -20,7 +20,7 @@ def body(context: Context) -> int:
     from hpc_rl.trainers.compose import COMPOSE
     from hpc_rl.trainers.loop import train
     from hpc_rl.trainers.ranks import Ranks
-    from hpc_rl.trainers.start import Start, begin
+    from hpc_rl.trainers.start import Start
 
     log_start(context, "libraries are imported")
     names = open_names(context.trial, context.config)
@@ -32,7 +32,7 @@ def body(context: Context) -> int:
     who = (context.trial, context.attempt, context.incarnation, context.config, context.tokens)
     start = Start(*who, names, device, ranks, context.stopping)
     with ExitStack() as stack:
-        run, recipe = COMPOSE[context.plan.trainer](start, ranks.from_rank0(lambda: begin(start)), stack)
+        run, recipe = COMPOSE[context.plan.trainer](start, stack)
         log_start(context, f"the state of step {run.step} is loaded, as lineage {run.lineage}")
         code = train(run, recipe)
     distributed.shutdown()

@@ -11,7 +11,8 @@ The table (rows: mode; the first start of `hpc-rl recover` counts as `resume`):
 
 A continuation is a start after an end on purpose, a preemption, the time limit or the loss of a node. `hpc-rl recover --from`
 names the generation of a first start: that one, or exit 3. A step whose later batches were trimmed from the batch log is no
-step to start from, 0 included.
+step to start from, 0 included. Mode fault refuses to start fresh where it can't be told whether a generation is of this
+submission's line.
 
 The loop guard comes before the table: starts in a row that led to no new generation. Those that failed, or used up their whole
 time, may be `recover.retries`; those that were ended from outside, or found the disk full, are nobody's fault, and may be ten
@@ -48,13 +49,14 @@ OWN_FAULT = frozenset({Cause.FAILED, Cause.WALLTIME})
 
 @dataclass(frozen=True)
 class GenerationInfo:
-    """A generation on disk. `problem` says why it is not valid."""
+    """A generation on disk. `problem` says why it is not valid; one whose content was not `read` only looks valid."""
 
     step: int
     lineage: int
     submission: str
     valid: bool
     problem: str = ""
+    read: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,11 @@ class Situation:
         ancestry: This submission and those whose state it goes on from.
         has_state: Something of another submission lies in the trial directory.
         cause: Why the start before this one ended; None where there was none.
-        history: Starts of this submission since the newest generation, oldest first.
+        history: Starts of this submission without a new generation, since the last that made one, oldest first.
         retries: `recover.retries`.
         wanted: Step of `hpc-rl recover --from`, for a first start; None otherwise.
         trimmed: Batches up to this step are gone from the batch log; 0 where all are there.
+        lost: Lineages that this submission goes on from and of which nothing can be read.
     """
 
     mode: str
@@ -99,6 +102,7 @@ class Situation:
     retries: int = 3
     wanted: int | None = None
     trimmed: int = 0
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,10 @@ def _newest(situation: Situation, eligible: tuple[GenerationInfo, ...], when: st
         return Decision("load", words, newest.step, newest.lineage)
     if must_load:
         return Decision("refuse", f"{when}: no valid generation to resume from{notes}", exit_code=ExitCode.NOTHING_TO_RESUME)
+    if situation.lost and len(eligible) < len(situation.generations):
+        records = ", ".join(f"lineages/{number:04d}.json" for number in situation.lost)
+        words = f"{when}: no valid generation{notes}, but which of them are its own can't be told: {records} can't be read"
+        return Decision("refuse", f"{words}; hpc-rl recover takes the newest valid one", exit_code=ExitCode.NOTHING_TO_RESUME)
     if trimmed := _trimmed(situation, 0):
         words = f"{when}: no valid generation{notes}, and {trimmed}; use another trial_name"
         return Decision("refuse", words, exit_code=ExitCode.NOTHING_TO_RESUME)

@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from hpc_rl.blocks import FileRecord
 from hpc_rl.checkpoint import manifest as manifests
 from hpc_rl.checkpoint.manifest import Manifest
 from hpc_rl.errors import RoleFailed
-from hpc_rl.trial import Trial, fsync_dir, read_json, write_atomic, write_json
+from hpc_rl.trial import Trial, entries, fsync_dir, read_json, write_atomic, write_json
 
 logger = logging.getLogger(__name__)
 MARGIN_BYTES = 64 << 20  # of free space that a save leaves for logs, metrics and the batch log
@@ -137,12 +138,11 @@ class Found:
 
 
 def scan(trial: Trial) -> list[Found]:
-    """All generations, newest first, checked as far as manifests and listings show (`verify` reads the content)."""
-    try:
-        names = [entry.name for entry in os.scandir(trial.recover)]
-    except FileNotFoundError:
-        return []
-    paths = [trial.recover / name for name in names if _FOLDER.fullmatch(name)]
+    """All generations, newest first, checked as far as manifests and listings show (`verify` reads the content).
+
+    Raises TrialStateError where `recover/` is no folder: what lies there can't be known, so nothing may start without it.
+    """
+    paths = [trial.recover / entry.name for entry in entries(trial.recover) if _FOLDER.fullmatch(entry.name)]
     return sorted((check(path) for path in paths), key=lambda found: found.step, reverse=True)
 
 
@@ -151,7 +151,7 @@ def check(path: Path) -> Found:
     match = _FOLDER.fullmatch(path.name)
     step = int(match[1]) if match else -1
     try:
-        manifest = _unsealed(blocks.twice((path / manifests.NAME).read_bytes))
+        manifest = _unsealed(blocks.twice(lambda: _read(path / manifests.NAME)))
     except FileNotFoundError:
         return Found(step, path, None, "has no manifest")
     except (OSError, ValueError) as error:
@@ -185,14 +185,21 @@ def room_problem(trial: Trial, size: int) -> str:
     return ""
 
 
-def set_aside(path: Path, problem: str) -> Path:
-    """Move a generation out of the way, whole, for a person to look at. Only the owner of the trial does this. Raises OSError."""
+def set_aside(path: Path, problem: str, asked: bool = False) -> Path:
+    """Move a generation out of the way, whole, for a person to look at; `asked`: because a person asked for an older one.
+
+    Only the owner of the trial does this. Raises OSError.
+    """
     folder = path.parent / "set-aside"
     folder.mkdir(exist_ok=True)
     there = folder / f"{path.name}.{uuid.uuid4().hex[:8]}"
     os.rename(path, there)
     fsync_dir(folder)
-    logger.error("GENERATION SET ASIDE: %s %s; kept as %s", path.name, problem, there)
+    fsync_dir(path.parent)
+    if asked:
+        logger.info("generation set aside as asked: %s %s; kept as %s", path.name, problem, there)
+    else:
+        logger.error("GENERATION SET ASIDE: %s %s; kept as %s", path.name, problem, there)
     return there
 
 
@@ -203,17 +210,30 @@ def clear_leftovers(trial: Trial) -> None:
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
+def _read(path: Path) -> bytes:
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would never end
+        raise ValueError("no regular file")
+    return path.read_bytes()
+
+
 def _sealed(manifest: Manifest) -> str:
-    data = manifest.to_json()
+    return _text(manifest.to_json())
+
+
+def _text(data: dict[str, Any]) -> str:
     return json.dumps({**data, "xxh3": _own_checksum(data)}, indent=2, sort_keys=True) + "\n"
 
 
 def _unsealed(raw: bytes) -> Manifest:
-    data = json.loads(raw)
+    try:
+        data = json.loads(raw)
+    except ValueError as error:
+        raise ValueError("damaged: it is no JSON") from error
     if not isinstance(data, dict):
-        raise ValueError("not a JSON object")
-    if data.pop("xxh3", None) != _own_checksum(data):
-        raise ValueError("its content is not what was written (checksum)")
+        raise ValueError("damaged: it is no JSON object")
+    data.pop("xxh3", None)
+    if raw != _text(data).encode():
+        raise ValueError("damaged: its content is not what was written (checksum)")
     return Manifest.from_json(data)
 
 

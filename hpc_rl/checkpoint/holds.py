@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpc_rl.errors import TrialStateError
+from hpc_rl.errors import NothingToResume
 from hpc_rl.trial import Trial, read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _NAME = re.compile(r"\.hold-(\d{8,})\.[0-9a-f]+\.json")
 
 @contextmanager
 def hold(trial: Trial, step: int, why: str) -> Iterator[Path]:
-    """Keep retention from removing a generation; gives its folder. Raises TrialStateError where it is gone."""
+    """Keep retention from removing a generation; gives its folder. Raises NothingToResume where it is gone."""
     path = trial.recover / f".hold-{step:08d}.{uuid.uuid4().hex[:12]}.json"
     ended = threading.Event()
     beat = threading.Thread(target=_beat, args=(path, why, ended), daemon=True, name="hold")
@@ -41,7 +41,7 @@ def hold(trial: Trial, step: int, why: str) -> Iterator[Path]:
         deadline = time.monotonic() + APPEAR_S
         while not trial.generation(step).is_dir():
             if time.monotonic() > deadline:
-                raise TrialStateError(f"generation {step} of {trial} is gone")
+                raise NothingToResume(f"generation {step} of {trial} is gone")
             time.sleep(0.1)
         yield trial.generation(step)
     finally:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from dataclasses import asdict, dataclass, replace
@@ -19,10 +18,12 @@ from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE
 from hpc_rl.errors import ExitCode, FailureClass
 from hpc_rl.stats.read import JsonLines, Row
-from hpc_rl.trial import Attempt, Trial, create_exclusive, fsync_dir, read_json
+from hpc_rl.trial import Attempt, Trial, create_exclusive, entries, fsync_dir, read_json
 
 _NAME = re.compile(r"(\d{4,})\.json")
 _SEAL = re.compile(r"(\d+)\.seal")
+_LABEL = re.compile(r"(\d+)\.\d+")  # of published weights
+IN_PASSING_BYTES = 1 << 30  # a command reads a whole generation of this size before it submits a start from it
 TIME_IS_OVER = "the job's time is nearly over"  # why a supervisor drains, in its events
 
 
@@ -57,18 +58,27 @@ def read_lineages(trial: Trial) -> list[LineageRecord]:
     """All records, oldest first. Unreadable ones are passed over."""
     records = []
     for path in _paths(trial):
-        data: Any = read_json(path)
-        try:
-            records.append(LineageRecord(**{**data, "set_aside": tuple(data.get("set_aside", ()))}))
-        except (TypeError, AttributeError):
-            continue
+        record = _read(path)
+        records += [] if record is None else [record]
     return sorted(records, key=lambda record: record.lineage)
 
 
+def _read(path: Path) -> LineageRecord | None:
+    data: Any = read_json(path) if path.is_file() else None  # a pipe would never end
+    try:
+        record = LineageRecord(**{**data, "set_aside": tuple(data.get("set_aside", ()))})
+    except (TypeError, AttributeError):
+        return None
+    numbers = (record.lineage, record.from_step, record.from_lineage or 0, record.incarnation, *record.set_aside)
+    words = (record.attempt, record.submission, record.reason)
+    is_sound = all(isinstance(one, int) for one in numbers) and all(isinstance(one, str) for one in words)
+    return record if is_sound and record.lineage == int(path.stem) else None
+
+
 def next_lineage(trial: Trial, attempt: Attempt, incarnation: int, decision: Decision) -> LineageRecord:
-    """Create the record of this start under the next free number. Raises OSError."""
+    """Create the record of this start under the next number that nothing bears yet. Raises OSError."""
     trial.lineages.mkdir(exist_ok=True)
-    number = max((int(_NAME.fullmatch(path.name)[1]) for path in _paths(trial)), default=-1) + 1  # type: ignore[index]
+    number = max(_numbers(trial), default=-1) + 1
     while True:
         record = LineageRecord(
             lineage=number,
@@ -85,6 +95,13 @@ def next_lineage(trial: Trial, attempt: Attempt, incarnation: int, decision: Dec
             fsync_dir(trial.lineages)
             return record
         number += 1
+
+
+def _numbers(trial: Trial) -> list[int]:
+    """Of lineages that have a record, made a generation or published weights: who lost records must not use a label twice."""
+    made = [found.manifest.lineage for found in generation.scan(trial) if found.manifest]
+    published = [int(match[1]) for entry in entries(trial.weights) if (match := _LABEL.fullmatch(entry.name))]
+    return [int(path.stem) for path in _paths(trial)] + made + published
 
 
 def withdraw(trial: Trial, lineage: int) -> None:
@@ -112,16 +129,28 @@ def decide_start(
 
 
 def gather(
-    trial: Trial, attempt: Attempt, incarnation: int, mode: str, start_mode: str, retries: int, wanted: int | None = None
+    trial: Trial,
+    attempt: Attempt,
+    incarnation: int,
+    mode: str,
+    start_mode: str,
+    retries: int,
+    wanted: int | None = None,
+    in_passing: bool = False,
 ) -> tuple[Situation, list[Found]]:
-    """What lies in the trial directory, as decide() wants it, and the generations that do not verify."""
+    """What lies in the trial directory, as decide() wants it, and the generations that do not verify.
+
+    `in_passing` is for who only wants to know what a start would do: see read_limit.
+    """
     submission = submission_of(attempt.id)
     records = read_lineages(trial)
     own = [record for record in records if record.submission == submission]
     wanted = None if own else wanted
-    ancestry = frozenset({submission}) | _ancestors(records, own)
+    found = generation.scan(trial)
+    ancestors, lost = _ancestors(trial, records, own, found)
+    ancestry = frozenset({submission}) | ancestors
     only = ancestry if mode == "fault" and own else None
-    generations, damaged = _verified(generation.scan(trial), only, wanted)
+    generations, damaged = _verified(found, only, wanted, in_passing)
     before = [record for record in own if (record.attempt, record.incarnation) != (attempt.id, incarnation)]
     situation = Situation(
         mode=mode,
@@ -135,6 +164,7 @@ def gather(
         retries=retries,
         wanted=wanted,
         trimmed=trimmed(trial),
+        lost=lost,
     )
     return situation, damaged
 
@@ -160,11 +190,7 @@ def trimmed(trial: Trial) -> int:
 
 def seals_of(trial: Trial) -> list[int]:
     """Steps of the batches that are cut and kept, in no order."""
-    try:
-        names = [entry.name for entry in os.scandir(trial.batches)]
-    except FileNotFoundError:
-        return []
-    return [int(match[1]) for match in map(_SEAL.fullmatch, names) if match]
+    return [int(match[1]) for entry in entries(trial.batches) if (match := _SEAL.fullmatch(entry.name))]
 
 
 def submission_of(attempt_id: str) -> str:
@@ -174,10 +200,7 @@ def submission_of(attempt_id: str) -> str:
 
 def attempts_of(trial: Trial, submission: str) -> list[Attempt]:
     """The attempts of one job, oldest first."""
-    try:
-        names = [entry.name for entry in os.scandir(trial.attempts) if entry.is_dir()]
-    except FileNotFoundError:
-        return []
+    names = [entry.name for entry in entries(trial.attempts) if entry.is_dir()]
     own = [name for name in names if submission_of(name) == submission and name.rpartition(".")[2].isdigit()]
     return [trial.attempt(name) for name in sorted(own, key=lambda name: int(name.rpartition(".")[2]))]
 
@@ -193,46 +216,89 @@ def failures_without_progress(events: list[Row]) -> int:
     return count
 
 
-def _ancestors(records: list[LineageRecord], own: list[LineageRecord]) -> frozenset[str]:
-    """Submissions whose lineages those of `own` go on from, step by step, and the import that one of them began with."""
+def _ancestors(
+    trial: Trial, records: list[LineageRecord], own: list[LineageRecord], found: list[Found]
+) -> tuple[frozenset[str], tuple[int, ...]]:
+    """Submissions whose lineages those of `own` go on from, step by step, and the import that one of them began with.
+
+    Where the record of a lineage is lost, what its generations say of it counts, and what the submissions say of each other;
+    second come the lineages of which nothing at all is known.
+    """
     by_number = {record.lineage: record for record in records}
-    found: set[int] = set()
-    todo = [record.lineage for record in own]
+    makers = {one.manifest.lineage: one.manifest.submission for one in found if one.manifest}
+    submissions: set[str] = set()
+    seen: set[int] = set()
+    lost: set[int] = set()
+    todo = [(record.lineage, record.submission) for record in own]
     while todo:
-        number = todo.pop()
-        if number in by_number and number not in found:
-            found.add(number)
-            parent = by_number[number].from_lineage
-            todo += [] if parent is None else [parent]
-    began = {by_number[number].from_lineage for number in found}
-    imports = {IMPORTED} if IMPORTED_LINEAGE in began else set()
-    return frozenset(imports | {by_number[number].submission for number in found})
+        number, child = todo.pop()
+        if number in seen:
+            continue
+        seen.add(number)
+        if number == IMPORTED_LINEAGE:
+            submissions.add(IMPORTED)
+        elif number in by_number:
+            record = by_number[number]
+            submissions.add(record.submission)
+            todo += [] if record.from_lineage is None else [(record.from_lineage, record.submission)]
+        else:
+            known = _recovered_from(trial, child) | ({makers[number]} if number in makers else set())
+            submissions |= known
+            todo += [(record.lineage, record.submission) for record in records if record.submission in known]
+            lost |= set() if known else {number}
+    return frozenset(submissions), tuple(sorted(lost))
 
 
-def _verified(found: list[Found], only: frozenset[str] | None, wanted: int | None) -> tuple[list[GenerationInfo], list[Found]]:
+def _recovered_from(trial: Trial, submission: str) -> set[str]:
+    """The submissions that a submission goes on from, by the word of each that `hpc-rl recover` left."""
+    found: set[str] = set()
+    while True:
+        job: Any = read_json(trial.job(submission))
+        parent = job.get("lineage_parent") if isinstance(job, dict) else None
+        if not isinstance(parent, str) or parent in found:
+            return found
+        found.add(parent)
+        submission = parent
+
+
+def read_limit(found: Found, wanted: int | None, in_passing: bool = False) -> int | None:
+    """Up to which size the files of a generation are read before it is chosen, in bytes; None for all of them.
+
+    Large ones are checked while they are loaded, so that each is read once. Of the one that a person asked for (`wanted`) all
+    are read, for later ones are set aside for it; in passing only where that is quickly done.
+    """
+    size = sum(file.size for file in found.manifest.files) if found.manifest else 0
+    return generation.LIGHT_BYTES if wanted is None or (in_passing and size > IN_PASSING_BYTES) else None
+
+
+def _verified(
+    found: list[Found], only: frozenset[str] | None, wanted: int | None, in_passing: bool = False
+) -> tuple[list[GenerationInfo], list[Found]]:
     """What each generation is; content is read of those that may be loaded, newest first, up to the first that is valid."""
     infos, damaged, looking = [], [], True
     for one in found:
         submission = one.manifest.submission if one.manifest else ""
         eligible = one.step == wanted if wanted is not None else only is None or submission in only
-        if looking and eligible:
-            # large files are checked while they are loaded; of the one asked for before later ones are set aside for it
-            one = generation.verify(one, None if wanted is not None else generation.LIGHT_BYTES)
+        read = looking and eligible
+        if read:
+            one = generation.verify(one, read_limit(one, wanted, in_passing))
             if one.problem:
                 damaged.append(one)
         lineage = one.manifest.lineage if one.manifest else -1
-        infos.append(GenerationInfo(one.step, lineage, submission, not one.problem, one.problem))
+        infos.append(GenerationInfo(one.step, lineage, submission, not one.problem, one.problem, read))
         looking = looking and not (eligible and not one.problem)
     return infos, damaged
 
 
 def _history(trial: Trial, attempt_id: str, own: list[LineageRecord], found: list[GenerationInfo]) -> tuple[PastStart, ...]:
-    """Past starts that led to no generation: by their lineages, and failures that came before a lineage by the events."""
+    """Past starts that led to no generation, since the last that did: by their lineages, and those that failed before they had
+    one by the events. One that made a generation and failed then is none of them."""
     submission = own[-1].submission if own else submission_of(attempt_id)
     newest = max([one.lineage for one in found] + [one.from_lineage for one in own if one.from_lineage is not None], default=-1)
     failed, fruitful = _failures(trial, submission)
     made = max(((_restart(one.attempt), one.incarnation) for one in own if one.lineage <= newest), default=(-1, -1))
-    failed = [past for past in failed if _order(past) >= made]  # a supervisor that was killed may have missed the progress
+    fruitful = max(fruitful, made)  # a supervisor that was killed may have missed the progress
+    failed = [past for past in failed if _order(past) > fruitful]
     silent = [one for one in own if one.lineage > newest and (_restart(one.attempt), one.incarnation) > fruitful]
     starts = [PastStart(one.attempt, one.incarnation, *_end(trial, one, attempt_id)) for one in silent]
     return tuple(sorted({_order(past): past for past in [*starts, *failed]}.values(), key=_order))
@@ -303,7 +369,4 @@ def _order(past: PastStart) -> tuple[int, int]:
 
 
 def _paths(trial: Trial) -> list[Path]:
-    try:
-        return [Path(entry.path) for entry in os.scandir(trial.lineages) if _NAME.fullmatch(entry.name)]
-    except FileNotFoundError:
-        return []
+    return [Path(entry.path) for entry in entries(trial.lineages) if _NAME.fullmatch(entry.name)]

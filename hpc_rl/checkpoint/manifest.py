@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class Manifest:
         config_hash: Of the configuration in force, to tell what changed since.
         epoch: Passes over the data that are finished.
         cursor: Rows of the current pass that are used up.
+        data: Fingerprint of the rows trained on, as they were read (datasets/rows.py); {} where none was taken.
         ledger: The batch log's frontier: {"sealed": the newest batch that went into this state}; {} where there is no such log.
         counters: Where the engine's schedule and optimizer stood, to be compared when it is loaded.
         timers: State of the timers: what has elapsed, never the frequencies.
@@ -58,6 +60,7 @@ class Manifest:
     config_hash: str
     epoch: int = 0
     cursor: int = 0
+    data: dict[str, Any] = field(default_factory=dict)
     ledger: dict[str, int] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     timers: dict[str, Any] = field(default_factory=dict)
@@ -96,14 +99,16 @@ def record(folder: Path, names: list[str]) -> list[FileRecord]:
 def check_sizes(folder: Path, files: list[FileRecord]) -> str:
     """What is wrong with the files as far as a listing shows, or ''."""
     try:
-        sizes = blocks.twice(lambda: {entry.name: entry.stat().st_size for entry in os.scandir(folder)})
+        found = blocks.twice(lambda: {entry.name: entry.stat() for entry in os.scandir(folder)})
     except OSError as error:
         return f"can't be listed: {error}"
     for file in files:
-        if file.name not in sizes:
+        if file.name not in found:
             return f"{file.name} is missing"
-        if sizes[file.name] != file.size:
-            return f"{file.name} has {sizes[file.name]} bytes, {file.size} were written"
+        if not stat.S_ISREG(found[file.name].st_mode):
+            return f"{file.name} is no regular file"
+        if found[file.name].st_size != file.size:
+            return f"{file.name} has {found[file.name].st_size} bytes, {file.size} were written"
     return ""
 
 

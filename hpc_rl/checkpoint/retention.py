@@ -1,6 +1,10 @@
-"""Retention: which generations stay. Called after a commit was read back, by the owner of the trial only.
+"""Retention: which generations stay. Called after each commit, by the owner of the trial only.
 
 `keep` is the rule, pure. `retain` applies it to what lies on disk, and never to what somebody holds (holds.py).
+
+Before one that is surplus goes, those in favour of which it goes are read, the new one too, each once by a process: their files
+of up to LIGHT_BYTES. One that is damaged is not counted, so an intact one stays in its place. Larger files are known by their
+size alone here: they are checked while they are loaded.
 """
 
 from __future__ import annotations
@@ -9,10 +13,10 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from hpc_rl.checkpoint.generation import Found, scan
+from hpc_rl.checkpoint.generation import LIGHT_BYTES, Found, scan, verify
 from hpc_rl.checkpoint.holds import Holds
 from hpc_rl.trial import Trial, fsync_dir
 
@@ -74,15 +78,38 @@ def surplus(found: Sequence[Found], policy: Policy, held: Iterable[int] = ()) ->
     return [one for one in sound if one.step not in staying]
 
 
-def retain(trial: Trial, policy: Policy, holds: Holds | None = None) -> int:
-    """Delete what is surplus, but nothing that somebody holds.
+def proven(found: Sequence[Found], policy: Policy, known: dict[str, str]) -> list[Found]:
+    """The same, with what is wrong with those that count against others, as far as light reading shows.
+
+    `known` is what this process has found so far, by version: '' or the problem.
+    """
+    found = [replace(one, problem=one.problem or (known.get(one.manifest.version, "") if one.manifest else "")) for one in found]
+    counting = replace(policy, every_steps=None)  # what stays by its step alone takes nobody's place
+    while True:
+        staying = keep([one for one in found if not one.problem], counting)
+        unread = [one for one in found if one.step in staying and one.manifest and one.manifest.version not in known]
+        if not unread:
+            return found
+        read = {one.step: verify(one, LIGHT_BYTES) for one in unread}
+        for one in read.values():
+            known[one.manifest.version if one.manifest else ""] = one.problem
+            if one.problem:
+                logger.warning("generation %d is damaged and does not count: %s", one.step, one.problem)
+        found = [read.get(one.step, one) for one in found]
+
+
+def retain(trial: Trial, policy: Policy, holds: Holds | None = None, known: dict[str, str] | None = None) -> int:
+    """Delete what is surplus, but nothing that somebody holds. `known` is remembered between calls, see `proven`.
 
     Returns the step of the oldest sound generation that stays, 0 where there is none. Raises OSError.
     """
     holds = holds or Holds(trial)
     found = scan(trial)
+    held = holds.steps()
+    if surplus(found, policy, held):
+        found = proven(found, policy, {} if known is None else known)
     staying = {one.step for one in found if not one.problem}
-    for one in surplus(found, policy, holds.steps()):
+    for one in surplus(found, policy, held):
         gone = one.path.with_name(f".{one.path.name}.gone")
         shutil.rmtree(gone, ignore_errors=True)
         os.rename(one.path, gone)  # first out of sight: half a generation would be reported as damaged

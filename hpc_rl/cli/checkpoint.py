@@ -5,10 +5,15 @@ What needs torch is handed to `python -m hpc_rl.app.checkpoint`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 import time
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +23,14 @@ from hpc_rl.checkpoint.holds import hold
 from hpc_rl.checkpoint.lineage import seals_of, trimmed
 from hpc_rl.checkpoint.retention import best
 from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
-from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, TrialStateError
+from hpc_rl.config.agreement import METRICS
+from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, TrialStateError
 from hpc_rl.launch import index
 from hpc_rl.launch import submit as submission
-from hpc_rl.trial import Trial
+from hpc_rl.launch.claim import Claim
+from hpc_rl.trial import Trial, fsync_dir, read_json
 
+MEANWHILE_S = 60.0  # between signs of life while the half with torch works
 ACTIONS = {
     "list": "the generations of a trial, newest first: step, lineage, size, metric, whether it looks sound",
     "verify": "read every byte of the generations and name what is not as it was written; exit code 1 if anything is not",
@@ -52,7 +60,7 @@ def _list(argv: list[str]) -> int:
         "checkpoint list", ACTIONS["list"], "Sizes and the manifest are checked; `verify` reads the content as well."
     )
     add_trial(made)
-    made.add_argument("--metric", help="number to show (default: the first that the newest generation has, as eval_reward)")
+    made.add_argument("--metric", help="number to show (default: what the trainer evaluates, as eval_reward)")
     add_json(made, "the list")
     args = made.parse_args(argv)
     trial = index.resolve(args.trial)
@@ -61,7 +69,8 @@ def _list(argv: list[str]) -> int:
     if args.json:
         print_json({"trial": str(trial), "generations": [_row(one) for one in found], "set_aside": set_aside})
         return 0
-    metric = args.metric or next((name for one in found for name in sorted(one.metrics)), "")
+    usual = dict.fromkeys(name for names in METRICS.values() for name in names)
+    metric = args.metric or next((name for one in found for name in usual if name in one.metrics), "")
     print("\n".join(_table(found, metric)) if found else f"{trial} has no generation yet")
     for name in set_aside:
         print(f"set aside: {trial.recover / 'set-aside' / name}")
@@ -151,9 +160,8 @@ def _export(argv: list[str]) -> int:
     if one.problem:
         raise TrialStateError(f"generation {one.step} of {trial} is damaged: {one.problem}. {_others(trial)}")
     there = (args.to or trial.exports / f"generation-{one.step:08d}").expanduser().absolute()
-    if there.exists():
-        raise CannotWrite(f"{there} exists and is not overwritten: give another folder by --to, or remove it")
-    code = _hand_over("export", trial, one.step, "--to", str(there))
+    with hold(trial, one.step, f"export to {there}"):  # now: torch takes seconds, in which a fast trial makes many generations
+        code = _export_to(there, trial, one.step)
     if code == 0 and args.json:
         print_json({"trial": str(trial), "step": one.step, "path": str(there)})
     elif code == 0:
@@ -161,11 +169,32 @@ def _export(argv: list[str]) -> int:
     return code
 
 
+def _export_to(there: Path, trial: Trial, step: int) -> int:
+    """The name comes last: nobody sees half of an export, and of two to one place the first stays. Raises CannotWrite."""
+    temporary = there.with_name(f".{there.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        if os.path.lexists(there):
+            raise FileExistsError
+        temporary.mkdir(parents=True)
+        code = _hand_over("export", trial, step, "--to", str(temporary))
+        if code == 0:
+            os.rename(temporary, there)
+            fsync_dir(there.parent)
+        return code
+    except OSError as error:
+        if os.path.lexists(there):
+            raise CannotWrite(f"{there} exists and is not overwritten: give another folder by --to, or remove it") from error
+        raise CannotWrite(f"{there} can't be written: {error.strerror or error}; give another folder by --to") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def _import(argv: list[str]) -> int:
     made = new_parser(
         "checkpoint import",
         ACTIONS["import"],
-        "The trial exists (`hpc-rl render`) and does not run. The optimizer starts afresh; the schedule is that of --step.\n"
+        "The trial exists and does not run; one that was only rendered (`hpc-rl render`) is named by its path.\n"
+        "The optimizer starts afresh; the schedule is that of --step.\n"
         "To only start a new trial from such weights, none of this is needed: set actor.path (or model.path) to the folder.",
     )
     add_trial(made)
@@ -178,9 +207,11 @@ def _import(argv: list[str]) -> int:
     source = args.folder.expanduser().absolute()
     if not (source / "config.json").is_file():
         raise ConfigError(f"{source} is not a Hugging Face checkpoint: config.json is missing")
-    submission.check_idle(trial)
-    _check_step(trial, args.step)
-    code = _hand_over("import", trial, args.step, "--source", str(source))
+    with Claim(trial, "given an imported generation") as claim:  # until it lies there: a start in between would not count on it
+        submission.check_idle(trial)
+        _check_step(trial, args.step)
+        _check_end(trial, args.step)
+        code = _hand_over("import", trial, args.step, "--source", str(source), meanwhile=claim.renew)
     if code == 0:
         print(f"{source} is generation {args.step} of {trial}; to go on from it: hpc-rl recover {index.handle(trial)}")
     return code
@@ -205,18 +236,31 @@ def _check_step(trial: Trial, step: int) -> None:
     raise TrialStateError(f"{trial} can't go on from step {step}: {kept}. {rest}")
 
 
+def _check_end(trial: Trial, step: int) -> None:
+    """Raises ConfigError where the trial ends before this step: `recover` would refuse to go on from it."""
+    config = read_json(trial.config_json)
+    if not isinstance(config, dict):
+        raise ConfigError(f"{trial.config_json} is missing or damaged; `hpc-rl render` of the same configuration writes it again")
+    total = config.get("total_train_steps")
+    if total is not None and step > total:
+        raise ConfigError(
+            f"step {step} is past the end of {trial}: total_train_steps is {total}. "
+            f"Allowed: 0 to {total}; for a later one render the trial again with a larger total_train_steps."
+        )
+
+
 def _chosen(trial: Trial, step: int | None = None, metric: str | None = None) -> Found:
-    """The generation of a step, the best by a metric, or the newest sound one. Raises TrialStateError."""
+    """The generation of a step, the best by a metric, or the newest sound one. Raises NothingToResume."""
     found = generation.scan(trial)
     if metric is not None:
         steps = best([one for one in found if not one.problem], metric)
         if not steps:
-            raise TrialStateError(f"no sound generation of {trial} has a number {metric!r}. {_others(trial)}")
+            raise NothingToResume(f"no sound generation of {trial} has a number {metric!r}. {_others(trial)}")
         step = steps[0]
     for one in found:
         if one.step == step or (step is None and not one.problem):
             return one
-    raise TrialStateError(f"{trial} has no {'sound generation' if step is None else f'generation {step}'}. {_others(trial)}")
+    raise NothingToResume(f"{trial} has no {'sound generation' if step is None else f'generation {step}'}. {_others(trial)}")
 
 
 def _others(trial: Trial) -> str:
@@ -224,10 +268,19 @@ def _others(trial: Trial) -> str:
     return f"Sound ones: {', '.join(sound)}." if sound else "There is no sound one."
 
 
-def _hand_over(action: str, trial: Trial, step: int, *rest: str) -> int:
+def _hand_over(action: str, trial: Trial, step: int, *rest: str, meanwhile: Callable[[], object] = lambda: None) -> int:
+    """Exit code of the half with torch. It ends when this process does: it must not outlive what is held for it here."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(f"checkpoint {action} reads a model, and torch is not installed: pip install 'hpc-rl[train]'")
     command = [sys.executable, "-m", "hpc_rl.app.checkpoint", action, "--trial_dir", str(trial.dir), "--step", str(step), *rest]
     sys.stdout.flush()
-    code = subprocess.run(command).returncode
-    return code if code >= 0 else ExitCode.FAILED
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(MEANWHILE_S)
+                    return code if code >= 0 else ExitCode.FAILED
+                meanwhile()
+        finally:  # a Ctrl-C
+            process.kill()
+            process.wait()

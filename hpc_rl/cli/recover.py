@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import re
 from typing import Any
 
-from hpc_rl.checkpoint import generation
-from hpc_rl.checkpoint.decide import Decision, Situation, decide
-from hpc_rl.checkpoint.lineage import gather, read_lineages
+from hpc_rl.checkpoint.decide import Decision, Situation
+from hpc_rl.checkpoint.lineage import read_lineages
 from hpc_rl.cli.options import add_trial, new_parser, print_json
-from hpc_rl.cli.submit import add_outcome, announce, changed_lines, compared, parse, plan_of
-from hpc_rl.config.changes import refuse_unsafe
+from hpc_rl.cli.submit import Planned, add_outcome, announce, changed_lines, compared, parse, plan_of
+from hpc_rl.config.changes import Change
 from hpc_rl.config.check import check
 from hpc_rl.config.load import Loaded, load
-from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
+from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialStateError
 from hpc_rl.launch import index
 from hpc_rl.launch import submit as submission
+from hpc_rl.launch.outlook import Outlook, look, option_changes
+from hpc_rl.launch.submit import Recovery
+from hpc_rl.schedulers import pick, slurm
 from hpc_rl.trial import Trial
 
 EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, where the trial's state can take it; what changed is printed:
@@ -36,15 +39,23 @@ def run(argv: list[str]) -> int:
     args, overrides = parse(made, argv)
     trial = index.resolve(args.trial)
     loaded = stored(trial, overrides)
-    if args.explain:
-        return explain(trial, loaded, args)
-    submission.check_idle(trial)
-    planned = compared(plan_of(loaded), trial, args.no_check)
     parent = next((record.submission for record in reversed(read_lineages(trial))), None)
     recovery = submission.Recovery(from_step=args.from_step, parent=parent)
+    if args.explain:
+        return explain(trial, loaded, recovery, args)
+    planned = prepared(trial, loaded, args.no_check)
     command = ["hpc-rl", "recover", *argv]
     done = submission.submit(planned.loaded, planned.plan, command=command, trial=trial, recovery=recovery, avoid=planned.avoid)
     return announce(done, planned, args)
+
+
+def prepared(trial: Trial, loaded: Loaded, no_check: bool) -> Planned:
+    """What is refused before the state is looked at. Raises TrialBusy, ConfigError, SchedulerError."""
+    submission.check_idle(trial)
+    planned = compared(plan_of(loaded), trial, no_check)
+    if pick(planned.loaded.config.launcher.type) == "slurm":
+        slurm.require("sbatch")
+    return planned
 
 
 def _step(text: str) -> int:
@@ -62,16 +73,19 @@ def stored(trial: Trial, overrides: list[str]) -> Loaded:
     return load([trial.config_yaml], overrides)
 
 
-def explain(trial: Trial, loaded: Loaded, args: argparse.Namespace) -> int:
-    """Print what the first start of a recover would do now; the exit code is that of the recover."""
-    changed = submission.option_changes(trial, check(loaded, files=False).config)
-    recover = loaded.config.recover
-    situation, _ = gather(trial, trial.attempt("next.0"), 0, recover.mode, "resume", recover.retries, args.from_step)
-    decision = decide(situation)
+def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: argparse.Namespace) -> int:
+    """Print what the first start of a recover would do now; refusals and the exit code are those of the recover."""
+    config = check(loaded, files=False).config
+    outlook = look(trial, config, "resume", recovery.from_step)
+    decision = outlook.decision
+    changed: list[Change] = []
+    with contextlib.suppress(ConfigError):  # it is told below, where a recover would come to it
+        changed = option_changes(trial, config, decision)
     try:
-        refuse_unsafe(changed, str(trial))
-    except ConfigError as error:
-        decision = Decision("refuse", str(error), exit_code=ExitCode.REFUSED)
+        planned = prepared(trial, loaded, args.no_check)
+        submission.ready(trial, planned.loaded, planned.plan, pick(config.launcher.type), recovery)
+    except HpcRlError as error:
+        decision = Decision("refuse", str(error), exit_code=error.exit_code)
     if args.json:
         said: dict[str, Any] = {
             "action": decision.action,
@@ -80,32 +94,31 @@ def explain(trial: Trial, loaded: Loaded, args: argparse.Namespace) -> int:
             "reason": decision.reason,
         }
         said |= {"exit_code": int(decision.exit_code), "set_aside": decision.set_aside}
-        said |= {"read_while_loading": [] if args.from_step is not None else unread(trial, decision)}
-        said |= {"generations": [dataclasses.asdict(one) for one in situation.generations]}
+        said |= {"read_while_loading": outlook.unread if decision.action == "load" else []}
+        said |= {"generations": [dataclasses.asdict(one) for one in outlook.situation.generations]}
         print_json(said | {"changes": [dataclasses.asdict(change) for change in changed]})
     else:
-        lines = explanation(trial, situation, decision)
-        if args.from_step is None and (names := unread(trial, decision)):
-            lines.append(
-                f"not read     {', '.join(names)}: large, so a start checks it while it loads, and takes the generation "
-                f"before where it is damaged. Read it now: hpc-rl checkpoint verify {index.handle(trial)} --step {decision.step}"
-            )
+        lines = explanation(trial, outlook.situation, decision)
+        if decision.action == "load" and outlook.unread:
+            lines.append(not_read(trial, outlook))
         print("\n".join([*lines, *changed_lines(changed)]))
     return ExitCode(decision.exit_code)
 
 
-def unread(trial: Trial, decision: Decision) -> list[str]:
-    """Files of the generation to load that are read neither here nor for the decision of a start, but while they are loaded."""
-    found = generation.check(trial.generation(decision.step or 0)) if decision.action == "load" else None
-    files = found.manifest.files if found and found.manifest else []
-    return [file.name for file in files if file.size > generation.LIGHT_BYTES]
+def not_read(trial: Trial, outlook: Outlook) -> str:
+    """Which files of the generation to load only the start reads, and what it does where one is damaged."""
+    step, names = outlook.decision.step, ", ".join(outlook.unread)
+    then = "so a start checks it while it loads, and takes the generation before where it is damaged"
+    if outlook.situation.wanted is not None:
+        then = "so the start reads it before it sets later ones aside, and ends where it is damaged"
+    return f"not read     {names}: large, {then}. Read it now: hpc-rl checkpoint verify {index.handle(trial)} --step {step}"
 
 
 def explanation(trial: Trial, situation: Situation, decision: Decision) -> list[str]:
     """What was found and what would be done, for a person."""
     lines = [f"trial        {trial}", f"recover.mode {situation.mode} (this first start counts as {situation.start_mode})"]
     for one in situation.generations:
-        verdict = "valid" if one.valid else one.problem or "not looked into"
+        verdict = one.problem or ("valid" if one.read else "looks sound; its content was not read")
         lines.append(f"generation   {one.step}, of lineage {one.lineage}, job {one.submission or 'unknown'}: {verdict}")
     if situation.trimmed:
         lines.append(f"batch log    from batch {situation.trimmed + 1}")

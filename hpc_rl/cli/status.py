@@ -10,7 +10,7 @@ from typing import Any
 from hpc_rl.checkpoint.decide import PastStart
 from hpc_rl.checkpoint.lineage import fruitless_starts
 from hpc_rl.cli.options import add_json, add_trial, new_parser, print_json
-from hpc_rl.errors import ConfigError, ExitCode
+from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
 from hpc_rl.launch import index
 from hpc_rl.launch.ask import Answer, ask
 from hpc_rl.launch.incarnations import RoleStory
@@ -18,9 +18,11 @@ from hpc_rl.launch.rollout_report import counts, troubles
 from hpc_rl.launch.server_array import array_line
 from hpc_rl.launch.story import AttemptStory, Story, tell
 from hpc_rl.launch.words import clock, end_words, number, rate, span, typed
+from hpc_rl.stats.read import Lineage
 from hpc_rl.trial import Trial
 
 WIDTH = 12  # of the first column
+FRESH = "the start"
 SHOWN_ATTEMPTS = 5  # without --all
 OLD_S = 60.0  # an answer of the scheduler that is older is called so
 
@@ -73,7 +75,11 @@ def fruitless(story: Story) -> tuple[PastStart, ...]:
     if story.state in ("done", "rendered") or not story.attempts:
         return ()
     newest = story.attempts[-1]
-    return fruitless_starts(story.trial, newest.job_id, newest.id if story.live else "")
+    try:
+        return fruitless_starts(story.trial, newest.job_id, newest.id if story.live else "")
+    except TrialStateError as error:  # recover/ or lineages/ is no folder: the rest can be told all the same
+        print(f"hpc-rl: {error}", file=sys.stderr)
+        return ()
 
 
 def text(story: Story, max_attempts: int | None = None, past: tuple[PastStart, ...] = ()) -> list[str]:
@@ -88,7 +94,7 @@ def text(story: Story, max_attempts: int | None = None, past: tuple[PastStart, .
         shown = story.attempts[-max_attempts:] if max_attempts else story.attempts
         earlier = len(story.attempts) - len(shown)
         more = [f"  and {earlier} earlier: --all shows them"] if earlier else []
-        lines += ["", "attempts", *more, *(line for attempt in shown for line in attempt_lines(attempt, story))]
+        lines += ["", "attempts", *more, *(one_line(line) for attempt in shown for line in attempt_lines(attempt, story))]
     if past:
         lines += ["", *guard_lines(story, past)]
     if story.live is not None:
@@ -104,6 +110,11 @@ def text(story: Story, max_attempts: int | None = None, past: tuple[PastStart, .
     return [*lines, "", *next_lines(story)]
 
 
+def one_line(words: str) -> str:
+    """An exception may have several lines; each entry here has one."""
+    return " ".join(words.split("\n"))
+
+
 def row(name: str, words: str) -> str:
     return f"{name:<{WIDTH}}{words}"
 
@@ -115,7 +126,7 @@ def headline(story: Story) -> str:
     if story.state == "running" and story.rate:
         parts.append(rate(story.rate) + (f", done in about {span(story.eta_s)}" if story.eta_s is not None else ""))
     lines = "   ".join(parts)
-    return f"{lines}\n{row('', story.reason)}" if story.reason else lines
+    return f"{lines}\n{row('', one_line(story.reason))}" if story.reason else lines
 
 
 def time_lines(story: Story) -> list[str]:
@@ -156,9 +167,9 @@ def attempt_lines(attempt: AttemptStory, story: Story) -> list[str]:
     lines = [f"  {attempt.id:<{WIDTH}}  {attempt.state}{took}   {start}, {span_of_steps(attempt)}"]
     if attempt.cause and attempt.cause != attempt.state and not (attempt is story.attempts[-1] and story.reason == attempt.cause):
         lines.append(f"  {'':<{WIDTH}}  {attempt.cause}")
-    for line in attempt.lineages[1:] if attempt.lineages and attempt.lineages[0].from_step == 0 else attempt.lineages:
+    for line in attempt.lineages[1:] if attempt.lineages and origin(attempt.lineages[0]) == FRESH else attempt.lineages:
         why = f": {line.reason}" if line.reason else ""
-        lines.append(f"  {'':<{WIDTH}}  lineage {line.lineage} from {origin(line.from_step)}{why}")
+        lines.append(f"  {'':<{WIDTH}}  lineage {line.lineage} from {origin(line)}{why}")
     return lines + [f"  {'':<{WIDTH}}  {words}" for role in attempt.roles if (words := restarts(role))]
 
 
@@ -178,19 +189,19 @@ def guard_lines(story: Story, past: tuple[PastStart, ...]) -> list[str]:
     limit = f" (recover.retries allows {allowed} at fault)" if isinstance(allowed, int) else ""
     since = "" if story.generation is None else f" since generation {story.generation}"
     words = f"{len(past)} start{'' if len(past) == 1 else 's'} in a row without a new generation{since}{limit}"
-    return [row("no progress", words), *(f"  {one}" for one in past)]
+    return [row("no progress", words), *(one_line(f"  {one}") for one in past)]
 
 
-def origin(from_step: int) -> str:
-    return f"generation {from_step}" if from_step else "the start"
+def origin(line: Lineage) -> str:
+    return f"generation {line.from_step}" if line.from_step or line.from_lineage is not None else FRESH
 
 
 def span_of_steps(attempt: AttemptStory) -> str:
-    first = attempt.lineages[0].from_step if attempt.lineages else None
+    first = origin(attempt.lineages[0]) if attempt.lineages else None
     reached = "" if attempt.last_step is None else f", reached step {attempt.last_step}"
     if first is None:
         return f"training had not begun{reached}" if not reached else reached.removeprefix(", ")
-    return ("from generation " + str(first) if first else "fresh") + reached
+    return ("fresh" if first == FRESH else f"from {first}") + reached
 
 
 def role_line(role: RoleStory) -> str:
@@ -223,8 +234,9 @@ def metric_lines(story: Story) -> list[str]:
     lines = []
     if story.history.steps:
         last = story.history.steps[-1]
-        if last.get("save_error"):
-            lines.append(row("saving", f"FAILED {last.get('save_failed')} times in a row: {last['save_error']}"))
+        if last.get("save_error") and story.state != "done":  # of the last save of all there is a word of its own
+            failed = last.get("save_failed")
+            lines.append(row("saving", f"FAILED {'once' if failed == 1 else f'{failed} times in a row'}: {last['save_error']}"))
         there = [(key, words) for key, words in SHOWN if isinstance(last.get(key), (int, float))]
         shown = [f"{words} {number(last[key])}" for key, words in there if key not in ONLY_IF_ANY or last[key]]
         lines.append(row("metrics", f"step {last['step']}: " + ", ".join(shown)))

@@ -18,7 +18,6 @@ from hpc_rl.config.load import Loaded, load
 from hpc_rl.errors import ExitCode, HpcRlError
 from hpc_rl.launch import bad_nodes, index, preflight
 from hpc_rl.launch import submit as submission
-from hpc_rl.launch.story import newest_generation
 from hpc_rl.launch.submit import Submission
 from hpc_rl.launch.words import typed
 from hpc_rl.plan.plan import make_plan
@@ -130,6 +129,7 @@ def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> in
                 [
                     *notes(planned),
                     *changed_lines(made.changes),
+                    *dropped_lines(made),
                     *new_allocation(made, planned),
                     *lines(made),
                     *next_lines(made.trial),
@@ -158,6 +158,11 @@ def changed_lines(changes: Sequence[Change]) -> list[str]:
     return [f"changed    {change}" for change in changes]
 
 
+def dropped_lines(made: Submission) -> list[str]:
+    """What was begun under other options, and no batch or generation came of."""
+    return [f"dropped    {', '.join(path.name for path in made.dropped)}: of other options, in no batch"] if made.dropped else []
+
+
 def new_allocation(made: Submission, planned: Planned) -> list[str]:
     """What follows from the changes: the trial is cut for other processes than before."""
     was, now = made.allocation_was, planned.plan.allocation
@@ -167,11 +172,16 @@ def new_allocation(made: Submission, planned: Planned) -> list[str]:
 def lines(made: Submission) -> list[str]:
     job = [f"job        {made.job_id} ({made.scheduler})"] if made.job_id else []
     job += [f"servers    {made.server_job_id}"] if made.server_job_id else []
-    newest = newest_generation(made.trial) if made.from_step is None else made.from_step
-    start = (
-        [] if newest is None else [f"start      from generation {newest} if it verifies; a fresh start needs another trial_name"]
-    )
+    start = [] if made.step is None else [f"start      {start_words(made)}; a fresh start needs another trial_name"]
     return [f"trial      {made.trial}", f"directory  {made.trial.dir}", *job, *start, f"script     {made.script}"]
+
+
+def start_words(made: Submission) -> str:
+    """From which generation, and what is known of it."""
+    if not made.job_id:
+        return f"from generation {made.step} if it verifies"
+    unread = f"; checked while it is loaded: {', '.join(made.unread)}" if made.unread else ""
+    return f"from generation {made.step}, which was read and is sound{unread}"
 
 
 def next_lines(trial: Trial) -> list[str]:
@@ -196,18 +206,15 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
 
 
 def _dry_run(planned: Planned, json: bool) -> int:
-    planned.plan.refuse_unbuilt()
     trial = submission.trial_of(planned.loaded.config)
-    submission.check(trial, planned.loaded.config.recover.mode)
-    changes = submission.changed_options(trial, planned.loaded.config)
-    submission.refuse_finished(trial, changes)
+    where = pick(planned.loaded.config.launcher.type)
+    _, changes = submission.ready(trial, planned.loaded, planned.plan, where)
     report = checked_scripts(planned, trial)
     if json:
         found = {"trial": str(trial), "dir": str(trial.dir), "plan": planned.plan.to_json(), "notes": planned.notes}
         print_json(found | {"checks": report.to_json()})
         return _quietly(report)
     plan = planned.plan
-    where = pick(planned.loaded.config.launcher.type)
     nodes = "1 node" if plan.n_nodes == 1 else f"{plan.n_nodes} nodes"
     summary = f"plan       {plan.trainer}, {plan.allocation}, {nodes}, {where}"
     words = [f"trial      {trial}", f"directory  {trial.dir}", summary]

@@ -12,7 +12,7 @@ import numpy as np
 
 from hpc_rl.config.data import DatasetConfig
 from hpc_rl.datasets.order import locate
-from hpc_rl.datasets.rows import load_rows
+from hpc_rl.datasets.rows import Rows, load_rows
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError
 
@@ -64,6 +64,7 @@ class Prompts:
     """
 
     def __init__(self, dataset: DatasetConfig, tokenizer: Tokenizer, seed: int) -> None:
+        self.path = dataset.path
         self.rows = load_rows(dataset.path)
         self.tokenizer = tokenizer
         self.seed = seed
@@ -104,14 +105,15 @@ def encode_all(encode: Callable[[dict[str, Any]], T], rows: list[dict[str, Any]]
         return list(pool.map(encode, rows, chunksize=64))
 
 
-def load_sequences(dataset: DatasetConfig, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
+def load_sequences(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[tuple[np.ndarray, np.ndarray]]:
     """encode_sequence of every row with at most `max_length` tokens, in file order. Raises ConfigError if none is left."""
-    rows = encode_all(lambda row: encode_sequence(tokenizer, row), load_rows(dataset.path), dataset.num_workers)
+    read = load_rows(dataset.path)
+    rows = encode_all(lambda row: encode_sequence(tokenizer, row), read, dataset.num_workers)
     if dataset.max_length is not None:
         rows = [row for row in rows if len(row[0]) <= dataset.max_length]
     if not rows:
         raise ConfigError(f"dataset {dataset.path}: no sequence has at most max_length = {dataset.max_length} tokens.")
-    return rows
+    return Rows(rows, read.fingerprint)
 
 
 def encode_pair(tokenizer: Tokenizer, row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -143,11 +145,12 @@ def _scored(tokenizer: Tokenizer, row: dict[str, Any], text: Any) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
-def load_pairs(dataset: DatasetConfig, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
+def load_pairs(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[tuple[np.ndarray, np.ndarray]]:
     """encode_pair of every row without those above `max_length` tokens, in file order. Raises ConfigError if none is left."""
-    pairs = encode_all(lambda row: encode_pair(tokenizer, row), load_rows(dataset.path), dataset.num_workers)
+    read = load_rows(dataset.path)
+    pairs = encode_all(lambda row: encode_pair(tokenizer, row), read, dataset.num_workers)
     if dataset.max_length is not None:
         pairs = [pair for pair in pairs if max(map(len, pair)) <= dataset.max_length]
     if not pairs:
         raise ConfigError(f"dataset {dataset.path}: no pair has at most max_length = {dataset.max_length} tokens each.")
-    return pairs
+    return Rows(pairs, read.fingerprint)

@@ -1,18 +1,44 @@
 """Rows of a dataset: dicts from a .jsonl or .parquet file or from a directory with a saved Hugging Face dataset.
 
-Whole in memory; streaming is left out. What the columns mean is encode.py's business.
+Whole in memory; streaming is left out. What the columns mean is encode.py's business. A fingerprint is taken while they are
+read: which row comes when follows from their number and order, so a trial goes on with the very same ones.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import xxhash
 
 from hpc_rl.errors import ConfigError
 
+T = TypeVar("T")
 
-def load_rows(path: str | Path) -> list[dict[str, Any]]:
+
+class Rows(list[T]):
+    """Rows, or what was made of them, and the fingerprint of all rows as they were read: {"rows": number, "xxh3": hex digits}."""
+
+    def __init__(self, rows: Iterable[T], fingerprint: Mapping[str, Any]) -> None:
+        super().__init__(rows)
+        self.fingerprint = dict(fingerprint)
+
+
+def check_same_rows(path: str | Path, before: Mapping[str, Any], now: Mapping[str, Any], when: str) -> None:
+    """Raises ConfigError where two fingerprints differ; an empty one is of a time, or of a test, that took none."""
+    if not before or not now or before == now:
+        return
+    there = f"{now['rows']} rows" if before["rows"] != now["rows"] else "as many with other content"
+    raise ConfigError(
+        f"train_dataset.path {path} had {before['rows']} rows when {when}, and has {there} now: some would be trained on twice, "
+        "others never. Put the former rows back; to train on these, give another trial_name (`hpc-rl checkpoint export` makes a "
+        "model of this trial's state, for actor.path or model.path)."
+    )
+
+
+def load_rows(path: str | Path) -> Rows[dict[str, Any]]:
     """All rows, in file order. Raises ConfigError for a path, format or line that can't be read."""
     path = Path(path).expanduser()
     if not path.exists():
@@ -31,8 +57,8 @@ def load_rows(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _jsonl(path: Path) -> list[dict[str, Any]]:
-    rows = []
+def _jsonl(path: Path) -> Rows[dict[str, Any]]:
+    rows, digest = [], xxhash.xxh3_64()
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -44,18 +70,30 @@ def _jsonl(path: Path) -> list[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise ConfigError(f"dataset {path} line {number} must be a JSON object, got {type(row).__name__}.")
             rows.append(row)
-    return rows
+            digest.update(line.strip().encode() + b"\n")
+    return _fingerprinted(rows, digest)
 
 
-def _parquet(path: Path) -> list[dict[str, Any]]:
+def _of_table(rows: list[dict[str, Any]]) -> Rows[dict[str, Any]]:
+    digest = xxhash.xxh3_64()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return _fingerprinted(rows, digest)
+
+
+def _fingerprinted(rows: list[dict[str, Any]], digest: xxhash.xxh3_64) -> Rows[dict[str, Any]]:
+    return Rows(rows, {"rows": len(rows), "xxh3": digest.hexdigest()})
+
+
+def _parquet(path: Path) -> Rows[dict[str, Any]]:
     try:
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(f"dataset {path}: .parquet needs pyarrow. Install hpc-rl[data], or give a .jsonl file.") from None
-    return pyarrow.parquet.read_table(path).to_pylist()
+    return _of_table(pyarrow.parquet.read_table(path).to_pylist())
 
 
-def _saved(path: Path) -> list[dict[str, Any]]:
+def _saved(path: Path) -> Rows[dict[str, Any]]:
     try:
         import datasets
     except ImportError:
@@ -67,4 +105,4 @@ def _saved(path: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"dataset {path} is no saved dataset: {error}") from None
     if isinstance(loaded, dict):
         raise ConfigError(f"dataset {path} has the splits {', '.join(sorted(loaded))}: give the path of one of them.")
-    return loaded.to_list()
+    return _of_table(loaded.to_list())

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from hpc_rl.errors import ConfigError
 from hpc_rl.trial import fsync_dir
 
 try:
@@ -42,6 +43,28 @@ TOKENIZER_FILES = (
 def on_disk_names(hf: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of a model in memory under the names, and in the cut, that its checkpoints have on disk."""
     return tensors if revert_weight_conversion is None else revert_weight_conversion(hf, tensors)
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """What the safetensors files of a checkpoint hold; of other formats nothing. Raises ConfigError for damage, OSError."""
+    names: set[str] = set()
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as opened:
+                names.update(opened.keys())
+        except SafetensorError as error:
+            raise ConfigError(f"{path} is damaged, or was not copied whole: {error}. Copy or download it again.") from error
+    return names
+
+
+def refuse_damage(folder: Path) -> None:
+    """Raises ConfigError that names the file where one of a checkpoint can't be what was written; OSError."""
+    for path in sorted(folder.glob("*.json")):
+        try:
+            json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ConfigError(f"{path} is damaged: {error}. Copy or download it again.") from error
+    tensor_names(folder)
 
 
 def write_checkpoint(

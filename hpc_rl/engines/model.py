@@ -7,15 +7,18 @@ head gathered. What a model does to its logits beyond the head's product is not 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from hpc_rl.config.train import TrainEngineConfig
+from hpc_rl.engines import hf_io
 from hpc_rl.engines.logprobs import token_logprobs
 from hpc_rl.errors import ConfigError, NotBuilt
 
@@ -24,11 +27,17 @@ LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits
 
 
 class Policy(nn.Module):
-    """A causal language model that returns log-probabilities and entropies of wanted tokens."""
+    """A causal language model that returns log-probabilities and entropies of wanted tokens.
 
-    def __init__(self, hf: Any) -> None:
+    Args:
+        hf: The model of transformers.
+        unread: Tensors that its files have and the model has no place for.
+    """
+
+    def __init__(self, hf: Any, unread: Sequence[str] = ()) -> None:
         super().__init__()
         self.hf = hf
+        self.unread = unread
 
     def forward(
         self,
@@ -83,10 +92,14 @@ def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Policy:
     disable_progress_bar()  # one per rank, into the role's log
     torch.manual_seed(seed)  # what the weights lack (all of them, or the head of a reward model) is drawn
     try:
-        hf = _make(config)
+        hf, unread = _make(config)
     except ConfigError:
         raise  # it is a ValueError too
+    except (OSError, SafetensorError):
+        hf_io.refuse_damage(Path(config.path))  # in whose words no file is named, and which would be tried again
+        raise
     except (ImportError, ValueError) as error:  # a package that the attention needs, a name or an architecture that is unknown
+        hf_io.refuse_damage(Path(config.path))
         raise ConfigError(
             f"{config.path} can't be built with attn_impl {config.attn_impl!r} here: {error} "
             "Install what is missing in the trainer's environment, or use attn_impl: sdpa."
@@ -99,16 +112,19 @@ def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Policy:
         _disable_dropout(hf)
     if config.gradient_checkpointing and not frozen:
         _recompute_activations(hf)
-    return Scorer(hf) if config.is_critic else Policy(hf)
+    return Scorer(hf, unread) if config.is_critic else Policy(hf, unread)
 
 
-def _make(config: TrainEngineConfig) -> Any:
-    """The model of transformers, its weights from the directory or random. Raises ConfigError, ImportError, ValueError."""
+def _make(config: TrainEngineConfig) -> tuple[Any, list[str]]:
+    """(The model of transformers, its weights from the directory or random; tensors there that it has no place for).
+
+    Raises ConfigError, ImportError, ValueError.
+    """
     kind: Any = AutoModelForSequenceClassification if config.is_critic else AutoModelForCausalLM
     labels: dict[str, Any] = {"num_labels": 1} if config.is_critic else {}
     if config.init_from_scratch:
         architecture = AutoConfig.from_pretrained(config.path, local_files_only=True, **labels)
-        return kind.from_config(architecture, dtype=torch.float32, attn_implementation=config.attn_impl)
+        return kind.from_config(architecture, dtype=torch.float32, attn_implementation=config.attn_impl), []
     loaded: Any = kind.from_pretrained(
         config.path,
         dtype=torch.float32,
@@ -124,7 +140,7 @@ def _make(config: TrainEngineConfig) -> Any:
         raise ConfigError(
             f"the weights at {config.path} lack, or have in another shape: {', '.join(wrong[:5])} ({len(wrong)} in all)"
         )
-    return hf
+    return hf, sorted(map(str, found["unexpected_keys"]))
 
 
 def _recompute_activations(hf: Any) -> None:

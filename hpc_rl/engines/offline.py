@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from hpc_rl.blocks import FileRecord
 from hpc_rl.config.train import OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines import hf_io, model, state
 from hpc_rl.engines.fsdp import FSDPEngine
+from hpc_rl.errors import ConfigError
+
+IDLE_KEYS = {  # of a config.json, at any depth: what changes no number of a forward or backward pass
+    *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "initializer_range"),
+    *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward"),
+    *("id2label", "label2id", "problem_type", "tokenizer_class", "task_specific_params"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+}
+MAX_NAMED = 8  # differences in one message
 
 
 def on_cpu(config: TrainEngineConfig) -> TrainEngineConfig:
@@ -53,9 +64,54 @@ def import_weights(
 
     Returns the written files and the counters. Raises ConfigError for another model's weights, OSError.
     """
+    ours = Path(config.path)
+    _check_architecture(source, ours)
     optimizer = dataclasses.replace(config.optimizer or OptimizerConfig(), offload=False)
     config = dataclasses.replace(on_cpu(config), path=str(source), init_from_scratch=False, dtype="float32", optimizer=optimizer)
     engine = FSDPEngine(config, seed=seed)
     engine.initialize(max(1, num_updates))
+    unread = set(engine.policy.unread)
+    if unread and (surplus := sorted(unread - hf_io.tensor_names(ours))):  # some models come with tensors that nobody reads
+        raise _other_model(source, ours, [f"it has tensors that the model has no place for: {_some(surplus)}"])
     engine.pass_updates(num_updates)
     return engine.save(folder), engine.counters()
+
+
+def _check_architecture(source: Path, ours: Path) -> None:
+    """Raises ConfigError where a checkpoint computes otherwise than the trial's model does."""
+    theirs, trials = dict(_computation(_architecture(source))), dict(_computation(_architecture(ours)))
+    odd = sorted(name for name in theirs.keys() | trials.keys() if theirs.get(name) != trials.get(name))
+    if odd:
+        raise _other_model(source, ours, [f"{name} is {theirs.get(name)}, not {trials.get(name)}" for name in odd])
+
+
+def _architecture(folder: Path) -> dict[str, Any]:
+    """The config.json with what it leaves out, as transformers reads it."""
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
+    except (OSError, ValueError) as error:
+        hf_io.refuse_damage(folder)
+        raise ConfigError(f"{folder / 'config.json'} can't be read as an architecture: {error}") from error
+
+
+def _computation(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key that decides what is computed, as `rope_parameters.rope_theta`, with its value."""
+    for name, value in values.items():
+        if name in IDLE_KEYS:
+            continue
+        if isinstance(value, Mapping):
+            yield from _computation(value, f"{within}{name}.")
+        else:
+            yield f"{within}{name}", value
+
+
+def _other_model(source: Path, ours: Path, differences: list[str]) -> ConfigError:
+    return ConfigError(
+        f"{source} is not of the architecture of the trial's model, {ours}: {_some(differences, '; ')}. "
+        "Import a checkpoint of that architecture, or start a new trial with actor.path (or model.path) of this one."
+    )
+
+
+def _some(names: list[str], between: str = ", ") -> str:
+    more = f"{between}… ({len(names)} in all)" if len(names) > MAX_NAMED else ""
+    return between.join(names[:MAX_NAMED]) + more

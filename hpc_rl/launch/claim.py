@@ -1,4 +1,4 @@
-"""A trial directory while it is being prepared: one submitter at a time, and everything goes back if the submission fails."""
+"""A trial directory while it is being prepared: one preparer at a time, and everything goes back if that fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpc_rl.errors import CannotWrite, TrialBusy
 from hpc_rl.proc import start_ticks
 from hpc_rl.trial import Trial, create_exclusive, read_json, write_atomic
 
-STALE_S = 300.0  # no submission takes so long; one of another host that is older has died
+STALE_S = 300.0  # no submission takes so long; one of another host that is older, and was not renewed, has died
 
 
 class Claim:
@@ -26,11 +26,16 @@ class Claim:
     Leaving it by an exception takes back what was written through it: files get their old content, new ones vanish, and so does
     a directory that was not there before.
 
-    Raises TrialBusy where another submission is under way, CannotWrite where the directory can't be made.
+    Raises TrialBusy where another claim holds, CannotWrite where the directory can't be made.
+
+    Args:
+        trial: The trial.
+        for_what: What is done to the trial, for the words of who is refused meanwhile.
     """
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: Trial, for_what: str = "submitted") -> None:
         self.trial = trial
+        self._for_what = for_what
         self._lock = trial.submitting
         self._missing: list[Path] = []  # directories that were not there, outermost first
         self._fresh = False  # nothing but our lock lies in the trial directory
@@ -71,6 +76,11 @@ class Claim:
         if path not in self._old:
             self._old[path] = path.read_bytes() if path.exists() else None
 
+    def renew(self) -> None:
+        """Say that whoever holds it is alive: for what may take longer than STALE_S."""
+        with contextlib.suppress(OSError):  # the next time, or it is stale for other hosts
+            os.utime(self._lock)
+
     def keep(self) -> None:
         """From here on nothing is taken back: the scheduler has the job."""
         self._fresh, self._old, self._missing = False, {}, []
@@ -83,6 +93,7 @@ class Claim:
 
     def _take(self) -> None:
         me = {"host": socket.gethostname(), "pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "time": time.time()}
+        me |= {"for_what": self._for_what}
         if create_exclusive(self._lock, json.dumps(me)):
             return
         other = read_json(self._lock) or {}
@@ -91,7 +102,8 @@ class Claim:
             if create_exclusive(self._lock, json.dumps(me)):
                 return
         raise TrialBusy(
-            f"trial {self.trial} is being submitted by process {other.get('pid', '?')} on {other.get('host', '?')} right now."
+            f"trial {self.trial} is being {other.get('for_what', 'submitted')} by process {other.get('pid', '?')} "
+            f"on {other.get('host', '?')} right now."
         )
 
     def _bury(self, other: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from hpc_rl.config.service import RecoverConfig
 from hpc_rl.errors import ExitCode, FailureClass, Stale
 from hpc_rl.launch import recover, takeover
 from hpc_rl.launch.ends import end_of, not_started
-from hpc_rl.launch.failures import End
+from hpc_rl.launch.failures import GO_ON, End
 from hpc_rl.launch.liveness import Liveness, serving
 from hpc_rl.launch.measured import Measured
 from hpc_rl.launch.steps import STACKS, Handle, Steps
@@ -132,7 +132,7 @@ class Driver:
         before = [one for one in attempts_of(self.trial, self._job_id) if one.id != self.attempt.id]
         count = recover.barren([JsonLines(one.events).poll() for one in before])
         if self._finish is None and count >= max(recover.BARREN_ATTEMPTS, self.rules.retries + 1):
-            why = f"{count} attempts in a row ended without a new generation; look why, then `hpc-rl recover` goes on"
+            why = f"{count} attempts in a row ended without a new generation; look why, {GO_ON}"
             self._do(self._machine.abandon(self._clock(), ExitCode.FAILED, why))
 
     @property

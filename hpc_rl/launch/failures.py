@@ -37,21 +37,21 @@ class Policy:
     pause_s: float | None = None
 
 
-_GO_ON = "then `hpc-rl recover` goes on from the newest generation"
+GO_ON = "then `hpc-rl recover` goes on from the newest generation, or `hpc-rl submit` begins where there is none"
 POLICIES: dict[FailureClass, Policy] = {
-    FailureClass.USER: Policy("end", True, f"the same would happen again: correct the configuration or the code, {_GO_ON}"),
+    FailureClass.USER: Policy("end", True, f"the same would happen again: correct the configuration or the code, {GO_ON}"),
     FailureClass.DATA: Policy(
-        "end", True, f"the same would happen again: look at the data, the workflow and the reward, {_GO_ON}"
+        "end", True, f"the same would happen again: look at the data, the workflow and the reward, {GO_ON}"
     ),
     FailureClass.OUT_OF_MEMORY: Policy(
-        "restart", True, f"give it more memory, or make its batches smaller (max_tokens_per_mb), {_GO_ON}", most=1
+        "restart", True, f"give it more memory, or make its batches smaller (max_tokens_per_mb), {GO_ON}", most=1
     ),
-    FailureClass.NODE: Policy("requeue", True, f"ask the administrators about the nodes, {_GO_ON}", exclude_nodes=True),
-    FailureClass.INFRASTRUCTURE: Policy("restart", True, f"look for the cause in the logs, {_GO_ON}"),
-    FailureClass.DISK_FULL: Policy("restart", False, f"make room where the trial lies, {_GO_ON}", pause_s=20.0),
+    FailureClass.NODE: Policy("requeue", True, f"ask the administrators about the nodes, {GO_ON}", exclude_nodes=True),
+    FailureClass.INFRASTRUCTURE: Policy("restart", True, f"look for the cause in the logs, {GO_ON}"),
+    FailureClass.DISK_FULL: Policy("restart", False, f"make room where the trial lies, {GO_ON}", pause_s=20.0),
     FailureClass.PREEMPTION: Policy("requeue", False, "nothing: the scheduler starts it again"),
     FailureClass.WALL_TIME: Policy("requeue", False, "nothing: it goes on where it stopped"),
-    FailureClass.UNKNOWN: Policy("restart", True, f"look for the cause in the logs, {_GO_ON}"),
+    FailureClass.UNKNOWN: Policy("restart", True, f"look for the cause in the logs, {GO_ON}"),
 }
 
 

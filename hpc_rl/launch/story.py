@@ -39,6 +39,7 @@ class Job:
     code: int | None = None  # of its end
     reason: str = ""  # of its end, in the script's words
     cluster: str = ""  # the Slurm cluster that it was handed to; empty where that is not known
+    other_length: bool = False  # it asked for another total_train_* than the one before
     by_signal: bool = False  # it ended for a TERM, which a cancel, a preemption and an administrator's requeue send alike
 
     @property
@@ -163,7 +164,10 @@ class Reader:
         done = read_json(self.trial.done)
         job = jobs[-1] if jobs else None
         own = attempts[-1] if attempts and (job is None or attempts[-1].job_id == job.job_id) else None
-        state, reason = ("done", "") if isinstance(done, dict) else verdict(job, own, job_state, asked_at, last_sign)
+        if isinstance(done, dict):
+            state, reason = "done", _not_saved(self.trial)
+        else:
+            state, reason = verdict(job, own, job_state, asked_at, last_sign)
         if attempts and attempts[-1].state == "running" and state not in ("running", "stopping", "unknown"):
             attempts[-1].state, attempts[-1].cause = state if state in ("done", "cancelled") else "killed", reason
             if state == "pending":  # what it waits for now is no reason of that end
@@ -179,7 +183,7 @@ class Reader:
             history=history,
             lineages=lines,
             step=step,
-            total_steps=_total_steps(self.trial, history, step if state == "done" else None),
+            total_steps=_total_steps(self.trial, history, _logged_by(history, lines), jobs, step if state == "done" else None),
             rate=_rate(history, lines[-1].from_step if lines else 0) if attempts and attempts[-1].last_step is not None else None,
             generation=newest_generation(self.trial),
             exports=sorted(path.name for path in self.trial.exports.glob("*") if path.is_dir() and not path.name.startswith(".")),
@@ -243,10 +247,15 @@ def read_jobs(trial: Trial) -> list[Job]:
                     start_mode=str(data.get("start_mode") or ""),
                     cancelled=trial.cancel_intent(path.stem).exists(),
                     native_id=record.current(trial, path.stem),
+                    other_length=any(str(change).startswith("total_train_") for change in _list(data.get("changed"))),
                     **_last_word(path.with_suffix(".state")),
                 )
             )
     return sorted(jobs, key=lambda job: (job.time, job.job_id))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _last_word(path: Path) -> dict[str, Any]:
@@ -267,6 +276,13 @@ def newest_generation(trial: Trial) -> int | None:
     """Step of the newest committed generation (its manifest is there; whether it verifies is for decide to say)."""
     steps = [path.parent.name.removeprefix("gen-") for path in trial.recover.glob("gen-*/manifest.json")]
     return max((int(step) for step in steps if step.isdigit()), default=None)
+
+
+def _not_saved(trial: Trial) -> str:
+    """Why the last state of a trial that is done is no generation, and which is the newest; '' where it is one."""
+    record = read_json(trial.exports / "final" / "hpc_rl.json")
+    words = record.get("not_saved") if isinstance(record, dict) else None
+    return f"its last state is not saved: {words}; exports/final is whole" if words else ""
 
 
 def _attempt(trial: Trial, name: str, events: list[Row], own: list[Lineage], cancelled: bool) -> AttemptStory:
@@ -314,11 +330,22 @@ def _mtime(path: Path) -> float | None:
         return None
 
 
-def _total_steps(trial: Trial, history: History, reached: int | None) -> int | None:
-    """By the trainer's own word in the metrics, else by the configuration; epochs alone don't tell without the data."""
-    for row in reversed(history.steps):
-        if isinstance(row.get("total_steps"), int):
-            return row["total_steps"]
+def _logged_by(history: History, lines: list[Lineage]) -> str:
+    """The submission whose trainer logged the newest step."""
+    lineage = history.steps[-1].get("lineage") if history.steps else None
+    return next((line.submission for line in reversed(lines) if line.lineage == lineage), "")
+
+
+def _total_steps(trial: Trial, history: History, logged_by: str, jobs: list[Job], reached: int | None) -> int | None:
+    """By the trainer's own word in the metrics, else by the configuration; epochs alone don't tell without the data.
+
+    The word of an earlier submission's trainer does not count where a later one asked for another length.
+    """
+    since = next((number for number, job in enumerate(jobs) if job.job_id == logged_by), len(jobs))
+    if not any(job.other_length for job in jobs[since + 1 :]):
+        for row in reversed(history.steps):
+            if isinstance(row.get("total_steps"), int):
+                return row["total_steps"]
     config = read_json(trial.config_json)
     total = config.get("total_train_steps") if isinstance(config, dict) else None
     return total if isinstance(total, int) else reached

@@ -20,19 +20,18 @@ from typing import Any
 import yaml
 
 import hpc_rl
-from hpc_rl.checkpoint.lineage import trimmed
-from hpc_rl.config.changes import Change, changes, refuse_unsafe
-from hpc_rl.config.check import ENDS
-from hpc_rl.config.load import Loaded, from_dict, to_dict, trainer_of
+from hpc_rl.config.changes import Change
+from hpc_rl.config.load import Loaded, to_dict, trainer_of
 from hpc_rl.config.root import Config
 from hpc_rl.config.site import site_dirs
 from hpc_rl.config.source import literal
-from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, SchedulerError, TrialBusy
+from hpc_rl.errors import CannotWrite, ConfigError, SchedulerError, TrialBusy
 from hpc_rl.launch import bad_nodes, index, provenance
 from hpc_rl.launch.ask import scheduler_of
 from hpc_rl.launch.claim import Claim
+from hpc_rl.launch.outlook import Outlook, look, refuse, sound_steps, unused
 from hpc_rl.launch.server_array import submit_servers
-from hpc_rl.launch.story import Job, newest_generation, read_jobs
+from hpc_rl.launch.story import Job, read_jobs
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import wheel
 from hpc_rl.render.scripts import Stamp, job_name, render, script_name
@@ -55,7 +54,9 @@ class Submission:
     server_job_id: str = ""  # of layout jobs
     changes: tuple[Change, ...] = ()  # what differs from the configuration that the trial had; all safe
     allocation_was: str = ""  # of the plan before, where there was one
-    from_step: int | None = None  # the generation that a person named
+    step: int | None = None  # of the generation that it starts from, as things are now
+    unread: tuple[str, ...] = ()  # files of it that only the start reads
+    dropped: tuple[Path, ...] = ()  # what earlier starts under other options had left, and nothing came of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,25 +101,19 @@ def submit(
     Raises:
         TrialBusy, NothingToResume, CannotWrite, SchedulerError, ConfigError. A directory that was not there before is gone then.
     """
-    plan.refuse_unbuilt()
     trial = trial or trial_of(loaded.config)
     scheduler = scheduler or make_scheduler(loaded.config.launcher.type, trial)
     if loaded.config.launcher.slurm.backend == "submitit" and scheduler.name == "slurm":
         scheduler = SubmititScheduler()
-    check(trial, loaded.config.recover.mode, recovery)
-    if scheduler.name == "local":
-        check_programs(plan, loaded)
+    ready(trial, loaded, plan, scheduler.name, recovery)
     with Claim(trial) as claim:
-        check(trial, loaded.config.recover.mode, recovery)  # whoever held the claim before may have submitted
-        from_step = recovery.from_step if recovery else None
-        check_length(trial, loaded.config.total_train_steps, from_step)
-        changed = changed_options(trial, loaded.config)
-        if from_step is None:
-            refuse_finished(trial, changed)
+        outlook, changed = ready(trial, loaded, plan, scheduler.name, recovery)  # whoever held it before may have submitted
         allocation_was = str((read_json(trial.plan_json) or {}).get("allocation") or "")
-        start = ("resume" if recovery else plan.recover_mode, from_step)
+        start = _start(plan, recovery)
+        dropped = unused(trial, loaded.config)
         made = _prepare(claim, loaded, plan, list(command), start, scheduler.name, avoid)
-        claim.remove(trial.done)  # where it was at its end, it goes on
+        for path in (trial.done, *dropped):  # where it was at its end, it goes on
+            claim.remove(path)
         job_id = scheduler.submit(JobSpec(job_name(trial), made.script, made.tag))
         servers = ""
         if plan.layout == "jobs":
@@ -127,10 +122,22 @@ def submit(
         job = {"job_id": job_id, "scheduler": scheduler.name, "time": time.time(), "command": list(command), "tag": made.tag}
         job |= {"start_mode": made.start_mode, "lineage_parent": recovery.parent if recovery else None}
         job |= {"cluster": cluster_name()} if scheduler.name == "slurm" else {}
-        write_json(trial.job(job_id), job | {"from_step": from_step, "changed": [str(change) for change in changed]})
+        write_json(trial.job(job_id), job | {"from_step": start[1], "changed": [str(change) for change in changed]})
     index.record(trial)
     output = trial.jobs / f"{job_id}.out"
-    return Submission(trial, made.script, scheduler.name, job_id, output, servers, tuple(changed), allocation_was, from_step)
+    return Submission(
+        trial,
+        made.script,
+        scheduler.name,
+        job_id,
+        output,
+        servers,
+        changes=tuple(changed),
+        allocation_was=allocation_was,
+        step=outlook.decision.step,
+        unread=outlook.unread,
+        dropped=tuple(dropped),
+    )
 
 
 def _servers(trial: Trial, plan: Plan, job_id: str, tag: str, scheduler: Scheduler) -> str:
@@ -152,82 +159,29 @@ def render_to(loaded: Loaded, plan: Plan, directory: Path | None = None, *, comm
     check_idle(trial)
     with Claim(trial) as claim:
         made = _prepare(claim, loaded, plan, list(command), (plan.recover_mode, None), name)
-    return Submission(trial, made.script, name)
+    return Submission(trial, made.script, name, step=next(iter(sound_steps(trial)), None))
 
 
-def check(trial: Trial, mode: str, recovery: Recovery | None = None) -> None:
-    """Whether a submission may begin. Reads files, asks the scheduler at most once. Raises TrialBusy, NothingToResume."""
-    check_idle(trial)
-    if recovery is not None and recovery.from_step is not None:
-        check_generation(trial, recovery.from_step)
-    elif recovery is not None or mode == "resume":
-        if not any(trial.recover.glob("gen-*/manifest.json")):
-            raise NothingToResume(
-                f"trial {trial} has no generation to resume from in {trial.recover}; "
-                "`hpc-rl submit` with recover.mode=auto starts it from step 0."
-            )
-    elif mode in ("disabled", "fault") and trial.has_state():
-        raise TrialBusy(
-            f"trial {trial} has state already, and recover.mode={mode} starts fresh. Go on from it with `hpc-rl recover {trial}` "
-            f"or recover.mode=auto; for a fresh start give another trial_name, or remove {trial.dir}."
-        )
+def ready(
+    trial: Trial, loaded: Loaded, plan: Plan, scheduler: str, recovery: Recovery | None = None
+) -> tuple[Outlook, list[Change]]:
+    """Whether a submission may begin: what its first start would do now, and the options that change.
 
-
-def check_generation(trial: Trial, step: int) -> None:
-    """Raises NothingToResume where the generation, or what follows on it in the batch log, is not there."""
-    there = sorted(int(path.parent.name.removeprefix("gen-")) for path in trial.recover.glob("gen-[0-9]*/manifest.json"))
-    if step not in there:
-        known = ", ".join(map(str, there)) or "none"
-        raise NothingToResume(f"trial {trial} has no generation {step} in {trial.recover}; there are: {known}.")
-    gone = trimmed(trial)
-    if step < gone:
-        raise NothingToResume(
-            f"trial {trial} can't go on from generation {step}: batches {step + 1} to {gone} were trimmed from its batch log. "
-            f"Allowed: {', '.join(str(one) for one in there if one >= gone) or 'none'}."
-        )
-
-
-def check_length(trial: Trial, total_steps: int | None, from_step: int | None = None) -> None:
-    """Raises ConfigError where the trial would end before the generation that it goes on from."""
-    newest = newest_generation(trial) if from_step is None else from_step
-    if newest is not None and total_steps is not None and total_steps < newest:
-        raise ConfigError(
-            f"total_train_steps {total_steps}: trial {trial} goes on from generation {newest}, which is past that. "
-            f"Allowed: {newest} or more; for a shorter trial give another trial_name."
-        )
-
-
-def changed_options(trial: Trial, config: Config) -> list[Change]:
-    """What `option_changes` says, where the state can take it all; raises ConfigError else."""
-    found = option_changes(trial, config)
-    refuse_unsafe(found, str(trial))
-    return found
-
-
-def option_changes(trial: Trial, config: Config) -> list[Change]:
-    """What differs from the configuration that the trial's state was made with; none where there is no such state.
-
-    Raises ConfigError for a configuration of another version.
+    Reads files, asks the scheduler at most once. Raises TrialBusy, NothingToResume, ConfigError, SchedulerError.
     """
-    data = read_json(trial.config_json)
-    if data is None or not (newest_generation(trial) is not None or any(trial.rollout.glob("*"))):
-        return []
-    try:
-        old = from_dict(data)
-    except ConfigError as error:
-        raise ConfigError(f"{trial.config_json}, which trial {trial} goes on from, is of another version: {error}") from error
-    return changes(old, config)
+    plan.refuse_unbuilt()
+    check_idle(trial)
+    start_mode, from_step = _start(plan, recovery)
+    outlook = look(trial, loaded.config, start_mode, from_step)
+    changed = refuse(trial, loaded.config, outlook)
+    if scheduler == "local":
+        check_programs(plan, loaded)
+    return outlook, changed
 
 
-def refuse_finished(trial: Trial, changed: Sequence[Change]) -> None:
-    """Raises NothingToResume where the trial is at its end and nothing makes it longer: the job would end at once."""
-    if trial.done.exists() and not any(change.name in ENDS for change in changed):
-        by_epochs = (read_json(trial.config_json) or {}).get("total_train_epochs") is not None
-        raise NothingToResume(
-            f"{trial} has reached its end. To train it longer: hpc-rl recover {index.handle(trial)} "
-            f"{'total_train_epochs' if by_epochs else 'total_train_steps'}=N; "
-            f"what it made is in {trial.exports}. For a fresh start give another trial_name."
-        )
+def _start(plan: Plan, recovery: Recovery | None) -> tuple[str, int | None]:
+    """Mode and named generation of the first start."""
+    return ("resume", recovery.from_step) if recovery else (plan.recover_mode, None)
 
 
 def check_programs(plan: Plan, loaded: Loaded) -> None:

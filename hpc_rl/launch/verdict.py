@@ -187,6 +187,8 @@ def _scheduler_words(job_state: JobState) -> str:
         return f"the scheduler {job_state.reason}"
     if job_state.state is State.CANCELLED:
         return f"cancelled by a person: the scheduler says {job_state.native or job_state.state.value}"
-    said = " ".join(word for word in (job_state.native or job_state.state.value, job_state.reason) if word and word != "None")
+    why = job_state.reason if job_state.reason != "None" else ""
+    between = ": " if " " in why else " "  # a sentence of ours, or a word of Slurm's
+    said = f"{job_state.native or job_state.state.value}{between}{why}".strip()
     known = find(job_state.native)
     return f"the scheduler says {said}" + (f": it {known.meaning}" if known and known.failure else "")

@@ -20,7 +20,7 @@ from hpc_rl.rollout.batches import Batches, Seal
 from hpc_rl.rollout.evaluation import Evaluation
 from hpc_rl.rollout.last_call import LastCall
 from hpc_rl.rollout.ledger import GroupRecord, Ledger, RejectRecord, segments
-from hpc_rl.rollout.restore import read_state
+from hpc_rl.rollout.restore import check_data, read_state
 from hpc_rl.rollout.sequencer import STALE, Sequencer
 from hpc_rl.types import EvalResult, WeightVersion
 
@@ -85,6 +85,7 @@ class Driver:
         self.ledger = Ledger(folder)
         self.batches = Batches(folder, self.ledger)
         state = read_state(folder)
+        check_data(folder, state, prompts.path, prompts.rows.fingerprint)
         self.batches.drop_trimmed(state.trimmed)
         sequencer.restore(state)
         self._folder = folder

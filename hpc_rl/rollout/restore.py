@@ -11,8 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.datasets.rows import check_same_rows
 from hpc_rl.rollout.batches import Seal, read_seals
 from hpc_rl.rollout.ledger import BaseRecord, GroupRecord, Place, Record, RejectRecord, read_segment, segments
+from hpc_rl.trial import read_json, write_json
+
+DATA_NAME = "data.json"  # fingerprint of the rows whose prompts this log is of
 
 
 class IndexSet:
@@ -77,6 +81,16 @@ def read_state(folder: Path) -> State:
     """The state of the trial whose `rollout/` this is. Raises OSError."""
     records = [(place, record) for number in segments(folder) for place, record in read_segment(folder, number)]
     return tell(records, read_seals(folder))
+
+
+def check_data(folder: Path, state: State, path: str, now: dict[str, Any]) -> None:
+    """Keep a log to the rows that it was begun with: a prompt is known by its index alone. Raises ConfigError, OSError."""
+    before: Any = read_json(folder / DATA_NAME)
+    if isinstance(before, dict) and state.next_index:
+        check_same_rows(path, before, now, "its batch log was begun")
+    if now and before != now:
+        folder.mkdir(exist_ok=True)
+        write_json(folder / DATA_NAME, now)
 
 
 def tell(records: list[tuple[Place, Record]], seals: dict[int, Seal]) -> State:

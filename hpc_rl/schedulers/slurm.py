@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -200,6 +201,16 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name == "SLURM_CONF" or not name.startswith(LEAKS)}
 
 
+def require(program: str) -> None:
+    """Raises SchedulerError where this machine does not have a program of Slurm's."""
+    if shutil.which(program) is None:
+        raise _absent(program)
+
+
+def _absent(program: str) -> SchedulerError:
+    return SchedulerError(f"{program} is not on the PATH: this machine is no login node of a Slurm cluster.")
+
+
 def _call(argv: list[str], timeout_s: float, said: str = "") -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
@@ -212,7 +223,7 @@ def _call(argv: list[str], timeout_s: float, said: str = "") -> subprocess.Compl
             env=clean_environment(os.environ) | {"SLURM_TIME_FORMAT": "%Y-%m-%dT%H:%M:%S%z"},
         )
     except FileNotFoundError as error:
-        raise SchedulerError(f"{argv[0]} is not on the PATH: this machine is no login node of a Slurm cluster.") from error
+        raise _absent(argv[0]) from error
     except subprocess.TimeoutExpired as error:
         raise _TimedOut(f"{argv[0]} gave no answer within {timeout_s:g} s") from error
 

@@ -62,13 +62,14 @@ class Lineage:
     incarnation: int
     reason: str = ""
     submission: str = ""
+    from_lineage: int | None = None  # None: a fresh start
 
 
 def lineages(trial: Trial) -> list[Lineage]:
     """The lineages of a trial, oldest first; records that can't be read are passed over."""
     found = []
     for path in trial.lineages.glob("[0-9]*.json"):
-        data: Any = read_json(path)
+        data: Any = read_json(path) if path.is_file() else None
         try:
             found.append(
                 Lineage(
@@ -78,6 +79,7 @@ def lineages(trial: Trial) -> list[Lineage]:
                     incarnation=int(data["incarnation"]),
                     reason=str(data.get("reason") or ""),
                     submission=str(data.get("submission") or ""),
+                    from_lineage=data.get("from_lineage"),
                 )
             )
         except (TypeError, KeyError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,19 @@ from hpc_rl.trainers.loop import Recipe
 from hpc_rl.trainers.reward_model import RewardModel
 from hpc_rl.trainers.run import Run, tokenizer_folder, total_steps
 from hpc_rl.trainers.sft import SFT
-from hpc_rl.trainers.start import Start, load_state
+from hpc_rl.trainers.start import Start, begin, load_state
 from hpc_rl.trial import read_json
 from hpc_rl.weights.publish import Publisher
 
 Composed = tuple[Run, Recipe]
 
 
-def compose_grpo(start: Start, begun: dict[str, Any], stack: ExitStack) -> Composed:
+def compose_grpo(start: Start, stack: ExitStack) -> Composed:
     """Batches from the rollout role, weights to the servers."""
     config = start.config
     assert isinstance(config, GRPOConfig)
-    num_prompts = start.ranks.from_rank0(lambda: _num_prompts(config))
+    num_prompts, fingerprint = start.ranks.from_rank0(lambda: _prompts(config))
+    start, begun = _begin(start, fingerprint)
     reference = _reference(start, config)
     run = _run(start, begun, config.actor, num_updates(config, num_prompts), stack)
     place_schedule(run.engine, run.step, config)
@@ -46,35 +48,44 @@ def compose_grpo(start: Start, begun: dict[str, Any], stack: ExitStack) -> Compo
     return run, GRPO(run, rollout, publisher, num_prompts, reference)
 
 
-def compose_sft(start: Start, begun: dict[str, Any], stack: ExitStack) -> Composed:
+def compose_sft(start: Start, stack: ExitStack) -> Composed:
     """Batches from the dataset, computed by each rank."""
     config = start.config
     assert isinstance(config, SFTConfig)
     tokenizer = Tokenizer(tokenizer_folder(config))
     rows = load_sequences(config.train_dataset, tokenizer)
+    start, begun = _begin(start, rows.fingerprint)
     held_out = load_sequences(config.valid_dataset, tokenizer) if config.valid_dataset is not None else None
     run = _run(start, begun, config.model, total_steps(config, len(rows)), stack)
     return run, SFT(run, rows, held_out)
 
 
-def compose_rw(start: Start, begun: dict[str, Any], stack: ExitStack) -> Composed:
+def compose_rw(start: Start, stack: ExitStack) -> Composed:
     """Pairs from the dataset, a model that ends in one number."""
     config = start.config
     assert isinstance(config, RWConfig)
     tokenizer = Tokenizer(tokenizer_folder(config))
     pairs = load_pairs(config.train_dataset, tokenizer)
+    start, begun = _begin(start, pairs.fingerprint)
     held_out = load_pairs(config.valid_dataset, tokenizer) if config.valid_dataset is not None else None
     run = _run(start, begun, config.model, total_steps(config, len(pairs)), stack)
     return run, RewardModel(run, pairs, held_out)
 
 
-Compose = Callable[[Start, dict[str, Any], ExitStack], Composed]
+Compose = Callable[[Start, ExitStack], Composed]
 COMPOSE: dict[str, Compose] = {"grpo": compose_grpo, "sft": compose_sft, "rw": compose_rw}
 
 
-def _num_prompts(config: GRPOConfig) -> int:
-    """One rank's to find out: `max_length` takes the tokens of every prompt."""
-    return len(Prompts(config.train_dataset, Tokenizer(tokenizer_folder(config)), config.seed))
+def _prompts(config: GRPOConfig) -> tuple[int, dict[str, Any]]:
+    """(Number in an epoch, fingerprint). One rank's to find out: `max_length` takes the tokens of every prompt."""
+    prompts = Prompts(config.train_dataset, Tokenizer(tokenizer_folder(config)), config.seed)
+    return len(prompts), prompts.rows.fingerprint
+
+
+def _begin(start: Start, fingerprint: dict[str, Any]) -> tuple[Start, dict[str, Any]]:
+    """The start that knows its data, and what start.begin answers on rank 0: a generation of other data is refused there."""
+    start = replace(start, data=fingerprint)
+    return start, start.ranks.from_rank0(lambda: begin(start))
 
 
 def _reference(start: Start, config: GRPOConfig) -> Engine | None:
@@ -108,7 +119,7 @@ def _run(start: Start, begun: dict[str, Any], model: TrainEngineConfig, updates:
         sinks = _sinks(start, begun["step"])
         stack.callback(sinks.close)
     who = (trial, start.attempt, start.incarnation, start.config)
-    run = Run(*who, engine, ranks, start.stopping, begun["lineage"], begun["step"], sinks)
+    run = Run(*who, engine, ranks, start.stopping, begun["lineage"], begun["step"], sinks, start.data)
     if ranks.rank == 0:
         run.activity = Activity(start.attempt.activity("trainer", 0, start.incarnation))
     if manifest is not None:

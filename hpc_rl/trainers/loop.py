@@ -84,4 +84,4 @@ def train(run: Run, recipe: Recipe) -> ExitCode:
 
     if run.owes_evaluation or not run.export_final(total):
         return run.stop(recipe, total)
-    return ExitCode.DONE
+    return run.finish(recipe, total)

@@ -71,6 +71,7 @@ class Run:
         lineage: The lineage that this incarnation writes.
         step: The step that it starts from: the loaded generation's, or 0.
         sinks: Where the numbers go; rank 0 only.
+        data: Fingerprint of the training rows; {} where none was taken.
     """
 
     trial: Trial
@@ -83,6 +84,7 @@ class Run:
     lineage: int
     step: int
     sinks: Sinks
+    data: dict[str, Any] = field(default_factory=dict)
     stats: Tracker = field(default_factory=Tracker)
     total_steps: int | None = None  # that training takes, once the loop knows
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation, and its step; rank 0 only
@@ -175,7 +177,7 @@ class Run:
             if self.saving.in_flight:
                 self.saving.owed = True
                 return
-            self.saving.start(step, lambda: self.manifest(recipe, step), copied=not waits)
+            self.saving.start(step, lambda: self.manifest(recipe, step), copied=not waits, last=last)
             self.settle(recipe, waits)
 
     def settle(self, recipe: Any, wait: bool = False) -> None:
@@ -203,6 +205,7 @@ class Run:
             config_hash=config_hash(read_json(self.trial.config_json) or {}),
             epoch=epoch,
             cursor=cursor,
+            data=self.data,
             timers={**timers, "owes_evaluation": self.owes_evaluation},
             ledger=recipe.frontier(step),
             counters=self.engine.counters(),
@@ -278,6 +281,19 @@ class Run:
         keep = self.config.saver.keep_last
         for folder in sorted(self.trial.exports.glob("step-[0-9]*"))[:-keep] if keep else []:
             exports.remove(folder)
+
+    def finish(self, recipe: Any, step: int) -> ExitCode:
+        """The end, after the export. A last save that failed is tried once more, and put on record where it fails again."""
+        if self.saving.problem:
+            self.save(recipe, step, last=True)
+        if self.saving.problem and self.ranks.rank == 0:
+            logger.error("THE LAST STATE IS NOT SAVED: %s. The training is done, exports/final is whole", self.saving.problem)
+            path = self.trial.exports / "final" / EXPORT_RECORD
+            try:
+                write_json(path, (read_json(path) or {}) | {"not_saved": self.saving.problem})
+            except OSError as error:  # what keeps a save from its place may keep this, too
+                logger.error("that can't be written to %s either: %s", path, error)
+        return ExitCode.DONE
 
     def stop(self, recipe: Any, step: int) -> ExitCode:
         """End at the boundary after `step`, its state saved."""

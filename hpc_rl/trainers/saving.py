@@ -65,18 +65,20 @@ class Saving:
         self.trial, self.engine, self.ranks, self.policy, self.newest = trial, engine, ranks, policy, newest
         self.who = (attempt_id, incarnation)
         self.holds = Holds(trial)
+        self.known: dict[str, str] = {}  # generations that retention has read, and what was wrong with each
         self.problem = ""  # why the newest save failed; '' where it did not
         self.num_failed = 0  # saves in a row that failed
         self.owed = False  # a save was due while another was in flight
         self._job: Job | None = None
+        self._last = False
 
-    def start(self, step: int, manifest: Callable[[], Manifest], copied: bool) -> None:
+    def start(self, step: int, manifest: Callable[[], Manifest], copied: bool, last: bool = False) -> None:
         """Begin to save the state after `step`; `settle` ends it. Collective. Nothing may be in flight.
 
-        Without a copy the state is written from the live tensors: settle before the next update.
+        Without a copy the state is written from the live tensors: settle before the next update. `last`: no step follows.
         """
         assert self._job is None, "one save at a time"
-        self.owed = False
+        self.owed, self._last = False, last
         commit = Commit(self.trial, step, *self.who)
         size = int(sum_over_ranks([float(self.engine.state_bytes())])[0])
         problem = self._on_rank0(lambda: self._make_room(commit, size))
@@ -158,7 +160,7 @@ class Saving:
             pause_s = min(longest_s, 2 * pause_s)
         job.commit.commit(manifest)
         try:
-            job.oldest = retain(self.trial, self.policy, self.holds)
+            job.oldest = retain(self.trial, self.policy, self.holds, self.known)
         except OSError as error:  # the generation is committed; the next save removes what is surplus
             logger.warning("older generations could not be removed: %s", error)
         job.committed = True
@@ -178,7 +180,8 @@ class Saving:
         kept = f"generation {self.newest} is the newest" if self.newest >= 0 else "there is no generation yet"
         self.problem = f"generation {step} could not be saved: {problem}; {kept}"
         if mine or self.ranks.rank == 0:
-            logger.error("SAVE FAILED: %s. Training goes on; make room in %s", self.problem, self.trial.recover)
+            then = "" if self._last else " Training goes on;"
+            logger.error("SAVE FAILED: %s.%s make room in %s", self.problem, then, self.trial.recover)
 
     def _tell(self, job: Job) -> None:
         if self.ranks.rank == 0:

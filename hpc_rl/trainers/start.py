@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from hpc_rl.checkpoint.decide import Decision
 from hpc_rl.checkpoint.lineage import decide_start, next_lineage, submission_of, withdraw
 from hpc_rl.config.root import Config
 from hpc_rl.config.service import RecoverConfig
+from hpc_rl.datasets.rows import check_same_rows
 from hpc_rl.engines.base import Engine
 from hpc_rl.errors import ConfigError, Damaged, ExitCode, GivenUp, HpcRlError, NothingToResume, RoleFailed
 from hpc_rl.name_resolve.base import NameResolve
@@ -29,7 +30,7 @@ REFUSALS: dict[int, type[HpcRlError]] = {ExitCode.BAD_CONFIG: ConfigError, ExitC
 
 @dataclass(frozen=True)
 class Start:
-    """Which incarnation this is, and what it was given."""
+    """Which incarnation this is, and what it was given; `data` is the fingerprint of the rows, {} where none was taken."""
 
     trial: Trial
     attempt: Attempt
@@ -40,6 +41,7 @@ class Start:
     device: str
     ranks: Ranks
     stopping: threading.Event
+    data: dict[str, Any] = field(default_factory=dict)
 
 
 def begin(start: Start) -> dict[str, Any]:
@@ -54,13 +56,17 @@ def begin(start: Start) -> dict[str, Any]:
     logger.info("%s", decision.reason)
     if decision.action in ("refuse", "end"):
         raise REFUSALS.get(decision.exit_code, GivenUp)(decision.reason)
+    manifest = _manifest(trial, decision)
+    if manifest is not None:
+        when = f"generation {manifest['step']} was made"
+        check_same_rows(start.config.train_dataset.path, manifest["data"], start.data, when)
     for found in unwanted:  # before the lineage: a kill in between finds the same first start again
-        generation.set_aside(found.path, found.problem)
+        generation.set_aside(found.path, found.problem, asked=bool(decision.set_aside))
     generation.clear_leftovers(trial)
     disk.clear_leftovers(trial)
     exports.repair(trial.exports)
     record = next_lineage(trial, attempt, start.incarnation, decision)
-    return {"lineage": record.lineage, "step": record.from_step, "manifest": _manifest(trial, decision)}
+    return {"lineage": record.lineage, "step": record.from_step, "manifest": manifest}
 
 
 def load_state(start: Start, begun: dict[str, Any], engine: Engine) -> dict[str, Any]:

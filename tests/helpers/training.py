@@ -120,6 +120,7 @@ class Starter:
         self.config = make_config(tmp_path, **sections)
         self.attempt_id = "7.0"
         self.incarnation = -1
+        self.data: dict = {}  # fingerprint of the training rows
 
     def __call__(self, total: int, at: dict | None = None, numbers: dict | None = None) -> tuple[ExitCode, FakeRecipe]:
         self.incarnation += 1
@@ -128,11 +129,11 @@ class Starter:
         stopping = threading.Event()
         tokens, names = {"control": "c", "data": "d"}, MemoryNames()
         who = (self.trial, attempt, self.incarnation, self.config)
-        given = start.Start(*who, tokens, names, "cpu", Ranks(), stopping)
+        given = start.Start(*who, tokens, names, "cpu", Ranks(), stopping, self.data)
         engine = self.engine = FakeEngine()
         begun = start.load_state(given, start.begin(given), engine)
         sinks = Sinks([JsonlSink(attempt.metrics(self.incarnation))])
-        run = Run(*who, engine, Ranks(), stopping, begun["lineage"], begun["step"], sinks)
+        run = Run(*who, engine, Ranks(), stopping, begun["lineage"], begun["step"], sinks, self.data)
         if begun["manifest"]:
             run.restore(begun["manifest"])
         recipe = FakeRecipe(run, total, at)

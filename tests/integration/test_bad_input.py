@@ -219,11 +219,11 @@ def test_a_trial_that_has_state(shell, tmp_path):
     for mode in ("disabled", "fault"):
         message = shell.refused(75, *SUBMIT, f"recover.mode={mode}")
         assert "trial sums/small has state already" in message
-        assert "hpc-rl recover sums/small" in message
+        assert "Go on from it with recover.mode=auto" in message  # a recover has nothing to go on from
 
 
 def test_nothing_to_resume(shell):
-    assert "no generation to resume from" in shell.refused(3, *SUBMIT, "recover.mode=resume")
+    assert "no valid generation to resume from" in shell.refused(3, *SUBMIT, "recover.mode=resume")
 
 
 @pytest.fixture

@@ -120,6 +120,14 @@ def test_an_imported_checkpoint_is_what_a_trial_goes_on_from(trial, tmp_path, ca
         assert "loading generation 0" in roles.trial.attempt("2.0").log("trainer", 0, 0, 0).read_text()
 
 
+def test_the_half_with_torch_ends_with_the_command(trial, tmp_path):
+    """Killed, the command holds nothing any more: neither the generation nor the trial."""
+    command = [sys.executable, "-m", "hpc_rl.app.checkpoint", "export", "--trial_dir", str(trial.dir), "--step", "3"]
+    (tmp_path / "model").mkdir()
+    done = subprocess.run([*command, "--to", str(tmp_path / "model")], stdin=subprocess.DEVNULL)
+    assert done.returncode == ExitCode.KILLED_BY_SYSTEM and not os.listdir(tmp_path / "model")
+
+
 def test_the_help_teaches():
     done = subprocess.run([sys.executable, "-m", "hpc_rl.cli", "checkpoint", "--help"], capture_output=True, text=True)
     assert done.returncode == 0

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from hpc_rl.checkpoint.generation import Commit
+from hpc_rl.checkpoint.manifest import Manifest
 from hpc_rl.trial import Trial, write_json
 
 T0 = 1_790_000_000.0  # when the first job of a fake trial was submitted
@@ -95,6 +97,21 @@ def fake_trial(tmp_path: Path) -> FakeTrial:
 def make_fake_trial():
     """FakeTrial itself, for tests that need several."""
     return FakeTrial
+
+
+@pytest.fixture
+def make_generation():
+    """`make_generation(trial, step)` commits a generation as the trainer of job-1 does; its one file is `state`."""
+
+    def make(trial: Trial, step: int) -> None:
+        making = Commit(trial, step, "job-1.0", 0)
+        making.begin()
+        (making.folder / "state").write_text(f"state of {step}")
+        making.rank_done(0, ["state"])
+        who = {"attempt": "job-1.0", "incarnation": 0, "submission": "job-1", "version": f"0.{step}"}
+        making.commit(Manifest(step=step, lineage=0, num_ranks=1, config_hash="c", **who))
+
+    return make
 
 
 @pytest.fixture

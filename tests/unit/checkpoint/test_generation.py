@@ -6,12 +6,12 @@ import os
 import pytest
 
 from hpc_rl import blocks
-from hpc_rl.checkpoint import generation, manifest
+from hpc_rl.checkpoint import generation, manifest, retention
 from hpc_rl.checkpoint.generation import Commit, check, clear_leftovers, scan, set_aside, verify
 from hpc_rl.checkpoint.holds import hold
 from hpc_rl.checkpoint.manifest import Manifest
 from hpc_rl.checkpoint.retention import Policy, retain
-from hpc_rl.errors import RoleFailed
+from hpc_rl.errors import RoleFailed, TrialStateError
 from hpc_rl.trial import Trial
 
 
@@ -122,6 +122,42 @@ def test_a_bit_flip_in_any_file_is_detected(trial):
     assert verify(check(folder)).problem == ""
 
 
+@pytest.mark.parametrize("spoil", [lambda raw: raw[:-1], lambda raw: bytes(len(raw)), lambda raw: raw[:200], lambda raw: b""])
+def test_a_manifest_that_is_not_what_was_written_is_called_damaged(trial, spoil):
+    save(trial, 3)
+    path = trial.generation(3) / "manifest.json"
+    path.write_bytes(spoil(path.read_bytes()))
+    assert check(trial.generation(3)).problem.startswith("manifest.json: damaged: ")
+
+
+def test_what_is_of_the_wrong_kind_is_passed_over_and_never_waited_for(trial):
+    """A pipe that is opened waits for a writer, for ever."""
+    for step in (3, 4, 5):
+        save(trial, step)
+    (trial.generation(4) / "manifest.json").unlink()
+    os.mkfifo(trial.generation(4) / "manifest.json")
+    (trial.generation(5) / "shard-1.bin").unlink()
+    os.mkfifo(trial.generation(5) / "shard-1.bin")
+    trial.generation(6).write_text("a file")
+    trial.generation(7).symlink_to(trial.generation(7).name)
+    problems = {found.step: verify(found).problem for found in scan(trial)}
+    assert (
+        problems[3] == "" and problems[4] == "manifest.json: no regular file" and problems[5] == "shard-1.bin is no regular file"
+    )
+    assert all(problems.values()) is False and problems[6] and problems[7]
+
+
+@pytest.mark.parametrize("kind", ["file", "loop", "dangling"])
+def test_a_place_of_generations_that_is_no_folder_is_told_and_nothing_starts_without_it(trial, kind):
+    trial.recover.rmdir()
+    if kind == "file":
+        trial.recover.write_text("")
+    else:
+        trial.recover.symlink_to("recover" if kind == "loop" else "unmounted")
+    with pytest.raises(TrialStateError, match=r"recover must be a folder"):
+        scan(trial)
+
+
 def test_missing_and_short_files_are_named_without_reading_content(trial):
     save(trial, 3)
     shard = trial.generation(3) / "shard-1.bin"
@@ -175,6 +211,17 @@ def test_a_rename_whose_reply_was_lost_counts(trial, monkeypatch):
     assert steps(trial) == [3]
 
 
+def test_what_a_person_asked_to_set_aside_is_no_error(trial, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    synced = []
+    monkeypatch.setattr(generation, "fsync_dir", synced.append)
+    save(trial, 3)
+    synced.clear()
+    there = set_aside(trial.generation(3), "is later than 2", asked=True)
+    assert synced == [there.parent, trial.recover]
+    assert [row.levelname for row in caplog.records if "set aside" in row.message] == ["INFO"]
+
+
 def test_set_aside_twice_keeps_both(trial):
     for _ in range(2):
         save(trial, 3)
@@ -194,13 +241,30 @@ def test_retention_keeps_the_newest_and_never_touches_what_is_damaged_or_loaded(
     assert steps(trial) == [6]
 
 
+def test_an_intact_generation_never_goes_in_favour_of_a_damaged_one(trial, monkeypatch, caplog):
+    for step in (1, 2, 3, 4):
+        save(trial, step)
+    for step in (2, 4):  # the same size, other content
+        shard = trial.generation(step) / "shard-0.bin"
+        shard.write_bytes(bytes(shard.stat().st_size))
+    known: dict[str, str] = {}
+    assert retain(trial, Policy(2), known=known) == 1
+    assert [found.step for found in scan(trial)] == [4, 3, 2, 1]
+    assert "generation 4 is damaged and does not count: shard-0.bin" in caplog.text
+    save(trial, 5)
+    read = []
+    monkeypatch.setattr(retention, "verify", lambda found, most: read.append(found.step) or verify(found, most))
+    assert retain(trial, Policy(2), known=known) == 3
+    assert [found.step for found in scan(trial)] == [5, 4, 3, 2] and read == [5]
+
+
 def test_a_manifest_of_another_schema_or_shape_is_a_problem_in_words(trial):
     save(trial, 3)
     path = trial.generation(3) / "manifest.json"
     data = json.loads(path.read_text())
     for change, words in (({"schema": 99}, "schema 99"), ({"surprise": 1}, "not a manifest")):
         new = {key: value for key, value in {**data, **change}.items() if key != "xxh3"}
-        path.write_text(json.dumps({**new, "xxh3": generation._own_checksum(new)}))
+        path.write_text(generation._text(new))
         assert words in check(trial.generation(3)).problem
     path.write_text("{")
     assert "manifest.json" in check(trial.generation(3)).problem

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shutil
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,8 @@ from hpc_rl.checkpoint.lineage import (
     trimmed,
 )
 from hpc_rl.checkpoint.manifest import Manifest
+from hpc_rl.errors import TrialStateError
+from hpc_rl.stats.read import lineages
 from hpc_rl.trial import Attempt, Trial, write_json
 
 FRESH = Decision("fresh", "because")
@@ -78,6 +83,31 @@ def test_numbers_count_up_and_name_where_they_come_from(trial):
     assert read_lineages(trial) == [first, second]
 
 
+def test_records_of_the_wrong_kind_are_passed_over_and_their_numbers_stay_theirs(trial):
+    first = next_lineage(trial, attempt(trial, "7.0"), 0, FRESH)
+    os.mkfifo(trial.lineages / "0001.json")
+    (trial.lineages / "0002.json").symlink_to("0002.json")
+    (trial.lineages / "0003.json").mkdir()
+    for number, change in ((4, {"lineage": "4"}), (5, {"from_step": None}), (6, {"lineage": 0}), (7, {"set_aside": 3})):
+        write_json(trial.lineages / f"{number:04d}.json", asdict(first) | {"lineage": number} | change)
+    write_json(trial.lineages / "0008.json", [])
+    assert read_lineages(trial) == [first] and [line.lineage for line in lineages(trial)][:1] == [0]
+    assert next_lineage(trial, attempt(trial, "7.1"), 0, FRESH).lineage == 9
+    shutil.rmtree(trial.lineages)
+    trial.lineages.write_text("a file")
+    with pytest.raises(TrialStateError, match="lineages must be a folder"):
+        look(trial, attempt(trial, "7.2"))
+
+
+def test_a_number_is_never_used_again_although_the_records_are_lost(trial):
+    commit(trial, 3, "7.0", lineage=4)
+    one = attempt(trial, "8.0")
+    assert next_lineage(trial, one, 0, FRESH).lineage == 5
+    trial.published("8.12").mkdir()
+    shutil.rmtree(trial.lineages)
+    assert next_lineage(trial, one, 1, FRESH).lineage == 9
+
+
 def test_of_starters_at_once_each_has_its_own_number(trial):
     one, numbers = attempt(trial, "7.0"), []
     threads = [threading.Thread(target=lambda: numbers.append(next_lineage(trial, one, 0, FRESH).lineage)) for _ in range(12)]
@@ -113,6 +143,27 @@ def test_ancestry_follows_the_lineages_and_nothing_else(trial):
     next_lineage(trial, attempt(trial, "3.0"), 0, Decision("load", "", step=4, lineage=0))
     situation = look(trial, attempt(trial, "3.0"), 1)
     assert situation.ancestry == {"1", "3"} and situation.has_state and not situation.first_start
+
+
+@pytest.mark.parametrize("known_by", ["manifest", "job", "nothing"])
+def test_a_lost_record_of_the_parent_does_not_make_mode_fault_start_afresh(trial, known_by):
+    next_lineage(trial, attempt(trial, "1.0"), 0, FRESH)
+    commit(trial, 3, "1.0", lineage=0)
+    if known_by != "manifest":  # the parent made nothing that is left
+        next_lineage(trial, attempt(trial, "2.0"), 0, Decision("load", "", step=3, lineage=0))
+        (trial.lineages / "0001.json").write_bytes(bytes(40))
+        if known_by == "job":
+            write_json(trial.job("3"), {"lineage_parent": "2"})
+            write_json(trial.job("2"), {"lineage_parent": "1"})
+        next_lineage(trial, attempt(trial, "3.0"), 0, Decision("load", "", step=5, lineage=1))
+    else:
+        (trial.lineages / "0000.json").write_bytes(bytes(40))
+        next_lineage(trial, attempt(trial, "3.0"), 0, Decision("load", "", step=3, lineage=0))
+    decision, _ = decide_start(trial, attempt(trial, "3.0"), 1, "fault", "resume", 3)
+    if known_by == "nothing":
+        assert (decision.action, decision.exit_code) == ("refuse", 3) and "lineages/0001.json can't be read" in decision.reason
+    else:
+        assert (decision.action, decision.step) == ("load", 3), decision.reason
 
 
 def test_a_damaged_generation_is_named_and_the_next_one_loaded(trial):
@@ -182,6 +233,21 @@ def test_failures_before_the_start_that_made_the_newest_generation_are_over(tria
     next_lineage(trial, one, 3, FRESH)
     commit(trial, 4, "7.0", lineage=3)
     assert look(trial, one, 4).history == ()
+
+
+def test_a_start_that_made_a_generation_and_failed_then_is_none_without_a_new_one(trial):
+    one = attempt(trial, "7.0")
+    next_lineage(trial, one, 0, FRESH)
+    event(one, event="started", role="trainer", index=0, incarnation=0)
+    commit(trial, 3, "7.0")
+    event(one, event="progress", step=3)
+    event(one, event="exited", role="trainer", incarnation=0, code=137, failure=True)
+    assert fruitless_starts(trial, "7") == look(trial, one, 1).history == ()
+    assert decide_start(trial, one, 1, "auto", "auto", 0)[0].action == "load"
+    next_lineage(trial, one, 1, Decision("load", "", step=3, lineage=0))
+    event(one, event="started", role="trainer", index=0, incarnation=1)
+    event(one, event="exited", role="trainer", incarnation=1, code=137, failure=True)
+    assert [past.incarnation for past in fruitless_starts(trial, "7")] == [1]
 
 
 def test_the_start_that_runs_is_no_past_one(trial):

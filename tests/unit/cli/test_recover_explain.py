@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,14 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.checkpoint import generation
+from hpc_rl.checkpoint import generation, lineage
 from hpc_rl.checkpoint.decide import Decision
-from hpc_rl.checkpoint.generation import Commit, scan
+from hpc_rl.checkpoint.generation import scan
 from hpc_rl.checkpoint.lineage import next_lineage, read_lineages
-from hpc_rl.checkpoint.manifest import Manifest
 from hpc_rl.cli.__main__ import main
 from hpc_rl.config.load import from_dict
-from hpc_rl.errors import GivenUp, HpcRlError, NothingToResume
+from hpc_rl.errors import GivenUp, NothingToResume
 from hpc_rl.launch import index
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import State
@@ -33,7 +33,7 @@ OTHERS = ("disabled", "fault", "resume")
 
 
 @pytest.fixture
-def trial(config, scheduler, capsys) -> Trial:
+def trial(config, scheduler, capsys, make_generation) -> Trial:
     """sums/small: job-1 made generations 3, 6 and 9 and was cancelled."""
     assert main(["submit", "--config", str(config)]) == 0
     scheduler.answers["job-1"] = State.CANCELLED
@@ -41,18 +41,9 @@ def trial(config, scheduler, capsys) -> Trial:
     trial.attempt("job-1.0").make_dirs()
     next_lineage(trial, trial.attempt("job-1.0"), 0, Decision("fresh", "first"))
     for step in (3, 6, 9):
-        commit(trial, step)
+        make_generation(trial, step)
     capsys.readouterr()
     return trial
-
-
-def commit(trial: Trial, step: int) -> None:
-    making = Commit(trial, step, "job-1.0", 0)
-    making.begin()
-    (making.folder / "state").write_text(f"state of {step}")
-    making.rank_done(0, ["state"])
-    who = {"attempt": "job-1.0", "incarnation": 0, "submission": "job-1", "version": f"0.{step}"}
-    making.commit(Manifest(step=step, lineage=0, num_ranks=1, config_hash="c", **who))
 
 
 def start(trial: Trial, job_id: str) -> Start:
@@ -82,13 +73,19 @@ def test_the_same_words(trial, scheduler, capsys, case, mode):
     tear(trial, *torn)
     code = main(["recover", "small", f"recover.mode={mode}", *flags, "--explain", "--json"])
     said = json.loads(capsys.readouterr().out)
-    assert main(["recover", "small", f"recover.mode={mode}", *flags]) == 0
-    try:
+    assert main(["recover", "small", f"recover.mode={mode}", *flags]) == code
+    refusal = capsys.readouterr().err
+    if step is not None:
         begun = begin(start(trial, "job-2"))
         assert (code, begun["step"], said["reason"]) == (0, step, read_lineages(trial)[-1].reason)
-    except HpcRlError as error:
-        assert step is None and isinstance(error, NothingToResume)
-        assert (code, said["reason"]) == (3, str(error))
+        return
+    assert code == 3 and refusal == f"hpc-rl: {said['reason']}\n"
+    from_step = int(flags[1]) if flags else None
+    write_json(trial.job("job-2"), {"job_id": "job-2", "start_mode": "resume", "from_step": from_step})
+    with pytest.raises(NothingToResume) as error:
+        begin(start(trial, "job-2"))
+    words, _, advice = said["reason"].partition(f"{error.value}. ")
+    assert not words and ("Allowed: 9, 3." if flags else "recover.mode=auto starts trial sums/small from step 0") in advice
 
 
 def test_from_an_older_generation_the_later_ones_are_kept_aside(trial, capsys):
@@ -104,19 +101,77 @@ def test_from_an_older_generation_the_later_ones_are_kept_aside(trial, capsys):
 
 def test_explain_says_what_it_did_not_read(trial, capsys, monkeypatch):
     assert main(["recover", "small", "--explain"]) == 0
-    assert "not read" not in capsys.readouterr().out
+    assert "not read     " not in capsys.readouterr().out
     monkeypatch.setattr(generation, "LIGHT_BYTES", 8)
     assert main(["recover", "small", "--explain"]) == 0
     said = capsys.readouterr().out
     assert "not read     " in said and "state" in said and "hpc-rl checkpoint verify" in said and "--step 9" in said
-    assert main(["recover", "small", "--from", "6", "--explain"]) == 0  # read whole
-    assert "not read" not in capsys.readouterr().out
+    assert main(["recover", "small"]) == 0
+    assert "start      from generation 9, which was read and is sound; checked while it is loaded: " in capsys.readouterr().out
 
 
-def test_an_imported_generation_of_step_0_can_be_named(trial, capsys):
+def test_the_generation_asked_for_is_read_whole_where_that_is_quick(trial, capsys, monkeypatch):
+    monkeypatch.setattr(generation, "LIGHT_BYTES", 8)
+    assert main(["recover", "small", "--from", "6", "--explain"]) == 0
+    said = capsys.readouterr().out
+    assert "not read     " not in said
+    assert "generation   9, of lineage 0, job job-1: looks sound; its content was not read\n" in said
+    assert "generation   6, of lineage 0, job job-1: valid\n" in said
+    monkeypatch.setattr(lineage, "IN_PASSING_BYTES", 8)
+    assert main(["recover", "small", "--from", "6", "--explain"]) == 0
+    assert "so the start reads it before it sets later ones aside" in capsys.readouterr().out
+    (trial.generation(6) / "state").write_text("tornx of 6")
+    assert main(["recover", "small", "--from", "6", "--explain"]) == 0
+
+
+REFUSALS = {
+    "past its total": (["total_train_steps=5"], 64, "goes on from generation 9"),
+    "more nodes than this machine": (["--n_nodes", "2"], 64, "n_nodes"),
+    "a file that is not there": (["valid_dataset.path=/nowhere"], 64, "/nowhere"),
+    "an unsafe change": (["seed=9"], 64, "seed can't change"),
+    "no Slurm here": (["launcher.type=slurm"], 69, "sbatch is not on the PATH"),
+    "at its end": ([], 3, "has reached its end"),
+    "running": ([], 75, "is running as job job-1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_explain_refuses_what_recover_refuses_in_the_same_words(trial, scheduler, capsys, monkeypatch, case):
+    options, code, words = REFUSALS[case]
+    monkeypatch.setenv("PATH", "/nowhere")
+    if case == "running":
+        scheduler.answers["job-1"] = State.RUNNING
+    if case == "at its end":
+        trial.done.write_text("{}")
+    assert main(["recover", "small", *options, "--explain", "--json"]) == code
+    said = json.loads(capsys.readouterr().out)
+    assert (said["action"], said["exit_code"]) == ("refuse", code) and words in said["reason"]
+    assert main(["recover", "small", *options]) == code
+    assert capsys.readouterr().err == f"hpc-rl: {said['reason']}\n"
+
+
+def test_a_backup_beside_the_generations_is_none_of_them(trial, capsys):
+    shutil.copytree(trial.generation(9), trial.recover / "gen-00000009.bak")
+    assert main(["recover", "small", "--from", "7"]) == 3
+    assert "there are 3, 6, 9. Allowed: 9, 6, 3." in capsys.readouterr().err
+    assert main(["recover", "small", "--from", "6"]) == 0
+
+
+def test_what_can_not_start_over_is_not_told_to(trial, scheduler, config, capsys):
+    """Its generations are gone, and so is the beginning of its batch log: neither recover nor submit has a way."""
+    shutil.rmtree(trial.recover)
+    write_json(trial.trimmed, {"step": 4})
+    for command in (["recover", "small"], ["submit", "--config", str(config)]):
+        assert main(command) == 3
+        said = capsys.readouterr().err
+        assert "another trial_name" in said and "starts" not in said
+    assert scheduler.calls == [("submit", "job-1")]
+
+
+def test_an_imported_generation_of_step_0_can_be_named(trial, capsys, make_generation):
     assert main(["recover", "small", "--from", "0", "--explain"]) == 3
     assert "from generation 0 as asked: it does not lie there; there are 3, 6, 9" in capsys.readouterr().out
-    commit(trial, 0)
+    make_generation(trial, 0)
     assert main(["recover", "small", "--from", "gen-00000000"]) == 0
     assert begin(start(trial, "job-2"))["step"] == 0
     assert [found.step for found in scan(trial)] == [0]
@@ -183,3 +238,39 @@ def test_of_two_recovers_at_once_one_wins_and_the_other_says_busy(trial, tmp_pat
     while record.read(trial, job.stem)[-1]["event"] != "ended":
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}"])
+def test_without_its_configuration_a_trial_is_compared_with_that_of_its_generation(trial, scheduler, capsys, content):
+    """Accepted unseen, such options train another trial on this one's batches."""
+    trial.config_json.unlink()
+    if content is not None:
+        trial.config_json.write_text(content)
+    for more in (["--explain"], []):
+        assert main(["recover", "small", "gconfig.n_samples=8", "seed=9", *more]) == 64
+        said = capsys.readouterr()
+        assert "gconfig.n_samples can't change from 4 to 8" in said.out + said.err
+    trial.done.write_text("{}")
+    assert main(["recover", "small"]) == 3
+    assert main(["recover", "small", "total_train_steps=20"]) == 0
+    assert "changed    total_train_steps: 10 -> 20  (safe)" in capsys.readouterr().out
+
+
+def test_options_that_can_be_compared_with_nothing_are_refused(trial, config, scheduler, capsys):
+    """Batches of a trial that has no generation, and no word of how they were made."""
+    shutil.rmtree(trial.recover)
+    trial.batches.mkdir(parents=True, exist_ok=True)
+    (trial.batches / "00000001.seal").write_text("{}")
+    trial.config_json.write_text("{")
+    assert main(["submit", "--config", str(config)]) == 64
+    said = capsys.readouterr().err
+    assert f"{trial.config_json} is lost or damaged" in said and "another trial_name" in said
+    assert scheduler.calls == [("submit", "job-1")]
+
+
+def test_options_that_a_start_came_to_nothing_with_are_still_told(trial, scheduler, capsys):
+    assert main(["recover", "small", "rollout.reward_fn=nosuch:score"]) == 0
+    scheduler.answers["job-2"] = State.CANCELLED
+    capsys.readouterr()
+    assert main(["recover", "small", "--explain"]) == 0
+    assert 'exact_match -> "nosuch:score"  (safe' in capsys.readouterr().out

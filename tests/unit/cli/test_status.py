@@ -121,6 +121,36 @@ def test_starts_that_led_nowhere_are_shown_with_what_ended_each(fake_trial, sche
     ]
 
 
+def test_an_exception_of_two_lines_takes_one(fake_trial, scheduler, capsys):
+    fake_trial.run_to(3)
+    fake_trial.event("7.0", "exited", role="trainer", index=0, incarnation=0, code=70, reason="boom\nbang", failure=True)
+    fake_trial.ended("7.0", 70, "trainer: boom\nbang")
+    index.record(fake_trial.trial)
+    main(["status", "t1"])
+    out = capsys.readouterr().out
+    assert "  trainer 0 of attempt 7.0 failed (boom bang)\n" in out and "trainer: boom bang\n" in out and "\nbang" not in out
+
+
+def test_a_trial_that_goes_on_from_an_imported_generation_0_is_not_called_fresh(fake_trial, scheduler, capsys):
+    fake_trial.run_to(0)
+    record = fake_trial.trial.lineages / "0000.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"from_lineage": -1, "reason": "loading generation 0"}))
+    index.record(fake_trial.trial)
+    main(["status", "t1"])
+    out = capsys.readouterr().out
+    assert "from generation 0" in out and "lineage 0 from generation 0: loading generation 0" in out and "fresh" not in out
+
+
+def test_a_place_of_generations_that_is_no_folder_does_not_keep_status_from_the_rest(fake_trial, scheduler, capsys):
+    fake_trial.run_to(3)
+    fake_trial.trial.recover.rmdir()
+    fake_trial.trial.recover.write_text("")
+    index.record(fake_trial.trial)
+    assert main(["status", "t1"]) == 0
+    said = capsys.readouterr()
+    assert "step 3" in said.out and "recover must be a folder" in said.err
+
+
 def test_as_json(trial, capsys):
     assert main(["status", "t1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -123,14 +124,13 @@ def test_a_trial_that_runs_is_busy(config, scheduler, capsys):
 
 
 @pytest.fixture
-def stopped(config, scheduler, capsys):
+def stopped(config, scheduler, capsys, make_generation):
     """sums/small, submitted once, ended with a generation."""
     submitted(config)
     capsys.readouterr()
     scheduler.answers["job-1"] = State.CANCELLED
     trial = index.resolve("small")
-    trial.generation(5).mkdir()
-    (trial.generation(5) / "manifest.json").write_text("{}")
+    make_generation(trial, 5)
     return trial
 
 
@@ -175,6 +175,33 @@ def test_a_trial_that_never_saved_anything_takes_any_change(stopped, config):
     assert submitted(config, "seed=7") == 0
 
 
+def test_a_trial_that_never_trained_can_be_corrected(stopped, config, scheduler, capsys):
+    """Its first start had a lineage and an empty ledger, perhaps groups, and then failed."""
+    shutil.rmtree(stopped.generation(5))
+    stopped.batches.mkdir(exist_ok=True)
+    ledger = stopped.rollout / "segment-0000.ledger"
+    ledger.write_bytes(b"groups of the old seed")
+    stopped.current_weights.write_text("{}")
+    assert main(["recover", "small"]) == 3
+    assert "`hpc-rl submit` with recover.mode=auto starts trial sums/small from step 0" in capsys.readouterr().err
+    scheduler.refuses = "no"
+    assert submitted(config, "seed=7") == 69
+    scheduler.refuses = ""
+    assert ledger.exists() and stopped.current_weights.exists()
+    assert submitted(config, "actor.eps_clip=0.3") == 0
+    assert ledger.exists(), "it fits the seed still"
+    scheduler.answers["job-2"] = State.CANCELLED
+    capsys.readouterr()
+    assert submitted(config, "seed=7", "actor.eps_clip=0.3") == 0
+    assert "dropped    segment-0000.ledger, current.json: of other options, in no batch" in capsys.readouterr().out
+    assert not ledger.exists() and not stopped.current_weights.exists()
+    scheduler.answers["job-3"] = State.CANCELLED
+    ledger.write_bytes(b"groups of a batch")
+    (stopped.batches / "00000001.seal").write_text("{}")
+    assert submitted(config, "seed=8") == 64
+    assert ledger.exists()
+
+
 def test_resubmission_of_a_finished_trial_says_so_and_starts_no_job(stopped, config, scheduler, capsys):
     stopped.done.write_text("{}")
     assert submitted(config) == 3
@@ -204,23 +231,22 @@ def test_recover_refuses_what_would_make_another_trial(stopped, scheduler, capsy
     assert "train_dataset.batch_size: 1 -> 4  (unsafe: " in said
 
 
-def test_recover_from_an_older_generation(stopped, scheduler, capsys):
+def test_recover_from_an_older_generation(stopped, scheduler, capsys, make_generation):
     for step in (2, 3):
-        stopped.generation(step).mkdir()
-        (stopped.generation(step) / "manifest.json").write_text("{}")
+        make_generation(stopped, step)
     assert main(["recover", "small", "--from", "4"]) == 3
-    assert "there are: 2, 3, 5" in capsys.readouterr().err
+    assert "it does not lie there; there are 2, 3, 5. Allowed: 5, 3, 2." in capsys.readouterr().err
     stopped.batches.mkdir()
     (stopped.batches / "00000004.seal").write_text("{}")
     assert main(["recover", "small", "--from", "2"]) == 3
     said = capsys.readouterr().err
     assert "batches 3 to 3 were trimmed" in said
-    assert "Allowed: 3, 5" in said
+    assert "Allowed: 5, 3." in said
     with pytest.raises(SystemExit, match="2"):
         main(["recover", "small", "--from", "newest"])
     stopped.done.write_text("{}")
     assert main(["recover", "small", "--from", "gen-00000003"]) == 0  # a finished trial, too
-    assert "from generation 3 if it verifies" in capsys.readouterr().out
+    assert "from generation 3, which was read and is sound;" in capsys.readouterr().out
     assert read_json(stopped.job("job-2"))["from_step"] == 3
     script = next(stopped.scripts.glob("local.sh")).read_text()
     assert '"from_step": 3,' in script  # should the job start before its record lies there
@@ -249,6 +275,7 @@ def test_recover_of_a_finished_trial_needs_more_steps(stopped, scheduler, capsys
 
 
 def test_explain_shows_the_decision_and_does_nothing(stopped, scheduler, capsys):
+    (stopped.generation(5) / "manifest.json").write_text("{}")
     assert main(["recover", "small", "--explain", "actor.eps_clip=0.3"]) == 3
     out = capsys.readouterr().out
     assert "changed    actor.eps_clip: 0.2 -> 0.3  (safe)" in out

@@ -51,6 +51,28 @@ def test_rows_of_a_jsonl_file(tmp_path):
     assert load_rows(path) == [{"prompt": "1+1=", "answer": 2}, {"prompt": "é"}]
 
 
+def test_the_fingerprint_tells_other_rows_not_another_place_or_blank_lines(tmp_path):
+    rows = [{"prompt": "1+1=", "answer": 2}, {"prompt": "é"}, {"prompt": "x"}]
+    first = load_rows(write(tmp_path / "a.jsonl", rows)).fingerprint
+    spaced = tmp_path / "b.jsonl"
+    spaced.write_text("\n" + (tmp_path / "a.jsonl").read_text().replace("\n", "\r\n\n"))
+    assert load_rows(spaced).fingerprint == first and first["rows"] == 3
+    changed = [rows[:2], rows[::-1], [*rows[:2], {"prompt": "y"}]]
+    others = [load_rows(write(tmp_path / "c.jsonl", some)).fingerprint for some in changed]
+    assert len({first["xxh3"], *(one["xxh3"] for one in others)}) == 4
+
+
+def test_the_fingerprint_of_a_table_is_of_its_rows_too(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    prints = []
+    for name, prompts in (("a", ["x", "y"]), ("b", ["x", "y"]), ("c", ["x", "z"])):
+        parquet.write_table(pyarrow.table({"prompt": prompts}), tmp_path / f"{name}.parquet")
+        prints.append(load_rows(tmp_path / f"{name}.parquet").fingerprint)
+    assert prints[0] == prints[1] != prints[2]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [

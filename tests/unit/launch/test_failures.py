@@ -106,3 +106,8 @@ def test_attempts_that_bring_nothing_are_counted_until_one_does():
     assert barren([killed, by_time, killed]) == 3
     assert barren([killed, progress, killed]) == 1
     assert barren([killed, by_person, killed]) == 2
+
+
+def test_a_trial_that_ends_before_its_first_generation_is_not_only_told_to_recover():
+    for failure, policy in POLICIES.items():
+        assert ("`hpc-rl recover`" in policy.advice) == ("`hpc-rl submit` begins where there is none" in policy.advice), failure

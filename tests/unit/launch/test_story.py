@@ -217,6 +217,20 @@ def test_epochs_alone_tell_how_far_it_is_once_a_step_is_logged(fake_trial):
     assert (story.total_steps, story.eta_s) == (60, pytest.approx(54.0, rel=0.2))
 
 
+def test_the_length_that_the_newest_submission_asked_for_counts_before_its_first_step(fake_trial):
+    fake_trial.run_to(5)
+    fake_trial.row("7.0", {"step": 6, "time": T0 + 16, "lineage": 0, "total_steps": 60})
+    fake_trial.job("8", 100, changed=["actor.optimizer.lr: 1e-05 -> 1e-06  (safe)"])
+    assert tell(fake_trial.trial).total_steps == 60
+    fake_trial.job("9", 200, changed=["total_train_steps: 60 -> 100  (safe)"])
+    assert tell(fake_trial.trial).total_steps == 100
+    fake_trial.trial.config_json.write_text("{}")  # by epochs: only the trainer knows
+    assert tell(fake_trial.trial).total_steps is None
+    fake_trial.lineage(1, 6, "9.0")
+    fake_trial.row("9.0", {"step": 7, "time": T0 + 216, "lineage": 1, "total_steps": 90})
+    assert tell(fake_trial.trial).total_steps == 90
+
+
 def test_a_replica_that_is_given_up_and_one_that_waits_are_told(fake_trial):
     fake_trial.run_to(5)
     fake_trial.exited("7.0", "server", 1, "no memory")
@@ -275,6 +289,12 @@ def test_a_reader_follows_what_grows(fake_trial):
     assert reader.read().step == 6
     fake_trial.exited("7.0", "trainer", -9)
     assert not next(role for role in reader.read().attempts[0].roles if role.role == "trainer").running
+
+
+def test_a_sentence_of_the_local_scheduler_is_set_off(fake_trial):
+    fake_trial.run_to(3)
+    said = JobState("7", State.FAILED, "FAILED", "the runner was killed")
+    assert "the scheduler says FAILED: the runner was killed" in tell(fake_trial.trial, said).reason
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import stat
 import threading
 from pathlib import Path
@@ -94,11 +95,13 @@ def test_a_submission_leaves_what_the_job_reads(world):
     assert len(list(trial.scripts.glob("hpc_rl-*.zip"))) == 1 and not (trial.dir / ".submitting").exists()
 
 
-def test_a_trial_does_not_end_before_the_generation_that_it_goes_on_from(world, tmp_path):
+def test_a_trial_does_not_end_before_the_generation_that_it_goes_on_from(world, tmp_path, make_generation):
+    """A folder beside it with the manifest of another step is none."""
     trial = world().trial
     finish(trial, "local-1")
-    trial.generation(85).mkdir()
-    (trial.generation(85) / "manifest.json").write_text("{}")
+    make_generation(trial, 85)
+    trial.generation(99).mkdir()
+    (trial.generation(99) / "manifest.json").write_bytes((trial.generation(85) / "manifest.json").read_bytes())
     loaded, plan = given(tmp_path / "root", total_train_steps=84)
     with pytest.raises(ConfigError, match=r"total_train_steps 84.*generation 85.*Allowed: 85 or more"):
         submission.submit(loaded, plan, command=[], trial=trial, recovery=submission.Recovery(), scheduler=FakeScheduler())
@@ -144,23 +147,30 @@ def test_a_running_trial_is_busy(world):
 
 
 @pytest.mark.parametrize("mode", ["disabled", "fault"])
-def test_a_fresh_start_refuses_state(world, mode):
+def test_a_fresh_start_refuses_state(world, mode, make_generation):
     made = world()
     finish(made.trial, made.job_id)
     made.trial.attempt("1.0").make_dirs()
-    with pytest.raises(TrialBusy, match="hpc-rl recover exp/one"):
+    with pytest.raises(TrialBusy, match=r"Go on from it with recover\.mode=auto\. For a fresh"):
         world(mode=mode)
+    make_generation(made.trial, 3)
+    with pytest.raises(TrialBusy, match="hpc-rl recover exp/one` or recover"):
+        world(mode=mode)
+    shutil.rmtree(made.trial.recover)
+    write_json(made.trial.trimmed, {"step": 2})
+    with pytest.raises(TrialBusy, match=r"starts fresh\. For a fresh start"):
+        world(mode=mode)
+    made.trial.trimmed.unlink()
     world(mode="auto")
 
 
-def test_resume_wants_a_generation(world, tmp_path):
+def test_resume_wants_a_generation(world, tmp_path, make_generation):
     with pytest.raises(NothingToResume):
         world(mode="resume")
     assert not (tmp_path / "root").exists()
     made = world()
     finish(made.trial, made.job_id)
-    made.trial.generation(3).mkdir()
-    write_json(made.trial.generation(3) / "manifest.json", {})
+    make_generation(made.trial, 3)
     job = json.loads(made.trial.job(world(mode="fault", recovery=submission.Recovery(parent="x")).job_id).read_text())
     assert job["start_mode"] == "resume" and job["lineage_parent"] == "x"
 

@@ -10,7 +10,8 @@ import pytest
 
 from hpc_rl.checkpoint.lineage import seals_of, trimmed
 from hpc_rl.datasets.encode import Prompt
-from hpc_rl.errors import RoleFailed, Stale
+from hpc_rl.datasets.rows import Rows
+from hpc_rl.errors import ConfigError, RoleFailed, Stale
 from hpc_rl.rollout.driver import Driver, OutOfStep, OutOfTime, RoleEnds, Trimmed
 from hpc_rl.rollout.ledger import segments
 from hpc_rl.rollout.restore import read_state
@@ -20,8 +21,11 @@ from hpc_rl.types import TrajectoryGroup, decode, encode
 
 
 class Prompts:
+    path = "rows.jsonl"
+
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
+        self.rows = Rows([], {"rows": num_rows, "xxh3": "0"})
 
     def __len__(self) -> int:
         return self.num_rows
@@ -80,6 +84,19 @@ async def test_batches_replay_byte_for_byte_in_the_next_incarnation(tmp_path):
     two = make(tmp_path)
     assert [await two.batch(step, 0, 5) for step in (1, 2, 3)] == bodies
     assert decode(await two.batch(4, 0, 5)).step == 4
+    await two.close()
+
+
+async def test_a_log_goes_on_only_with_the_rows_that_it_was_begun_with(tmp_path):
+    nothing_yet = make(tmp_path, num_rows=24)
+    await nothing_yet.close()
+    one = make(tmp_path, num_rows=50)
+    await one.batch(1, 0, 5)
+    await one.close()
+    with pytest.raises(ConfigError, match="had 50 rows when its batch log was begun, and has 24 rows now"):
+        make(tmp_path, num_rows=24)
+    two = make(tmp_path, num_rows=50)
+    assert decode(await two.batch(2, 0, 5)).step == 2
     await two.close()
 
 

@@ -13,6 +13,7 @@ from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import scan
 from hpc_rl.config.service import EvaluatorConfig, RecoverConfig, SaverConfig
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume
+from hpc_rl.launch.story import tell
 from hpc_rl.trainers.run import Run, total_steps
 from hpc_rl.trial import read_json, write_json
 
@@ -110,6 +111,35 @@ def test_a_damaged_generation_is_set_aside_and_the_one_before_is_taken(starter, 
     assert starter.last.engine.total == 55
     assert "GENERATION SET ASIDE" in caplog.text
     assert [p.name[:12] for p in (starter.trial.recover / "set-aside").iterdir()] == ["gen-00000006"]
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        ({"rows": 24, "xxh3": "bb"}, "had 32 rows when generation 6 was made, and has 24 rows now"),
+        ({"rows": 32, "xxh3": "bb"}, "had 32 rows when generation 6 was made, and has as many with other content now"),
+    ],
+)
+def test_a_generation_of_other_rows_is_refused_and_left_as_it_is(starter, now, words):
+    starter.data = {"rows": 32, "xxh3": "aa"}
+    with pytest.raises(Killed):
+        starter(10, {8: kill})
+    starter.end(137)
+    starter.data = now
+    with pytest.raises(ConfigError, match=words):
+        starter(10)
+    assert len(list(starter.trial.lineages.iterdir())) == 1 and starter.generations() == [6, 3]
+    starter.data = {"rows": 32, "xxh3": "aa"}
+    assert starter(10)[0] == ExitCode.DONE and starter.last.engine.total == 55
+
+
+def test_a_generation_without_a_fingerprint_is_gone_on_from(starter):
+    with pytest.raises(Killed):
+        starter(10, {8: kill})
+    starter.end(137)
+    starter.data = {"rows": 32, "xxh3": "aa"}
+    assert starter(10)[1].trained[0] == 7
+    assert scan(starter.trial)[0].manifest.data == starter.data
 
 
 def test_a_finished_trial_ends_cleanly_when_started_again(starter):
@@ -245,6 +275,22 @@ def test_a_stop_whose_save_fails_does_not_say_that_the_state_is_saved(starter, m
     with pytest.raises(CannotWrite, match=r"generation 2 could not be saved: .*No space left.*; there is no generation yet"):
         starter(4, {"during 2": stop(lambda: starter.last)})
     assert starter.generations() == []
+
+
+def test_a_last_save_that_fails_is_tried_again_after_the_export_and_on_record_where_it_fails(starter, monkeypatch, caplog):
+    saved, states = FakeSnapshot.write, {3: FakeSnapshot.write, 4: full}
+    monkeypatch.setattr(FakeSnapshot, "write", lambda self, folder, cancel: states[int(folder.name[5:13])](self, folder, cancel))
+    assert starter(4)[0] == ExitCode.DONE
+    words = "generation 4 could not be saved: [Errno 28] No space left on device; generation 3 is the newest"
+    assert f"THE LAST STATE IS NOT SAVED: {words}" in caplog.text and "Training goes on" not in caplog.text
+    assert read_json(starter.trial.exports / "final" / "hpc_rl.json")["not_saved"] == words
+    write_json(starter.trial.done, {})
+    story = tell(starter.trial)
+    assert (story.state, story.reason) == ("done", f"its last state is not saved: {words}; exports/final is whole")
+    starter.end(0)
+    states[4] = lambda self, folder, cancel: states.update({4: saved}) or full()
+    assert starter(4)[0] == ExitCode.DONE
+    assert starter.generations()[0] == 4 and tell(starter.trial).reason == ""
 
 
 def test_a_generation_that_does_not_fit_is_not_begun(starter, monkeypatch, caplog):

@@ -1,0 +1,184 @@
+"""The light half of `hpc-rl checkpoint`: what it refuses, what it leaves, and what the half with torch may rely on."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.checkpoint.generation import Commit
+from hpc_rl.checkpoint.holds import Holds
+from hpc_rl.checkpoint.manifest import Manifest
+from hpc_rl.cli import checkpoint
+from hpc_rl.cli.__main__ import main
+from hpc_rl.errors import ExitCode
+from hpc_rl.trial import Trial
+
+pytestmark = pytest.mark.usefixtures("state_home")
+
+
+@pytest.fixture
+def trial(fake_trial) -> Trial:
+    """exp/t1 with generations 3 and 6."""
+    for step in (3, 6):
+        commit(fake_trial.trial, step)
+    return fake_trial.trial
+
+
+def commit(trial: Trial, step: int, **numbers: float) -> None:
+    making = Commit(trial, step, "7.0", 0)
+    making.begin()
+    making.rank_done(0, [])
+    who = {"attempt": "7.0", "incarnation": 0, "submission": "7", "version": f"0.{step}", "metrics": numbers}
+    making.commit(Manifest(step=step, lineage=0, num_ranks=1, config_hash="c", **who))
+
+
+@pytest.fixture
+def torch_half(monkeypatch):
+    """`torch_half(does)` takes the place of the process with torch; `does` gets its arguments by name."""
+
+    def put(does) -> None:
+        def hand_over(action, trial, step, *rest, **_more):
+            return does(dict(zip(rest[::2], rest[1::2], strict=True))) or 0
+
+        monkeypatch.setattr(checkpoint, "_hand_over", hand_over)
+
+    return put
+
+
+def write_weights(given: dict[str, str]) -> None:
+    (Path(given["--to"]) / "model.safetensors").write_text("weights")
+
+
+def test_the_list_shows_what_is_evaluated_not_what_comes_first_in_the_alphabet(trial, capsys):
+    commit(trial, 9, eval_asked_again=3.0, eval_num_prompts=200.0, eval_reward=0.75)
+    assert main(["checkpoint", "list", str(trial.dir)]) == 0
+    head, newest, *_ = capsys.readouterr().out.splitlines()
+    assert head.split()[5] == "eval_reward" and "0.75" in newest.split()
+    assert main(["checkpoint", "list", str(trial.dir), "--metric", "eval_asked_again"]) == 0
+    assert capsys.readouterr().out.split()[5] == "eval_asked_again"
+
+
+def test_an_export_touches_nothing_beside_it(trial, tmp_path, torch_half):
+    (tmp_path / ".model.tmp").mkdir()
+    (tmp_path / ".model.tmp" / "thesis.txt").write_text("mine")
+    before = set(os.listdir(tmp_path))
+    torch_half(write_weights)
+    assert main(["checkpoint", "export", str(trial.dir), "--to", str(tmp_path / "model")]) == 0
+    assert set(os.listdir(tmp_path)) == before | {"model"} and os.listdir(tmp_path / "model") == ["model.safetensors"]
+    assert (tmp_path / ".model.tmp" / "thesis.txt").read_text() == "mine"
+
+
+def test_an_export_that_fails_leaves_nothing(trial, tmp_path, torch_half):
+    before = set(os.listdir(tmp_path))
+    torch_half(lambda given: write_weights(given) or ExitCode.FAILED)
+    assert main(["checkpoint", "export", str(trial.dir), "--to", str(tmp_path / "model")]) == ExitCode.FAILED
+    assert set(os.listdir(tmp_path)) == before
+
+
+def test_of_two_exports_to_one_place_the_first_to_end_stays(trial, tmp_path, torch_half, capsys):
+    there = tmp_path / "model"
+
+    def meanwhile(given):
+        write_weights(given)
+        torch_half(write_weights)
+        assert main(["checkpoint", "export", str(trial.dir), "--step", "3", "--to", str(there)]) == 0
+        (there / "whose").write_text("the first")
+
+    before = set(os.listdir(tmp_path))
+    torch_half(meanwhile)
+    assert main(["checkpoint", "export", str(trial.dir), "--to", str(there)]) == ExitCode.CANNOT_WRITE
+    assert f"{there} exists and is not overwritten" in capsys.readouterr().err
+    assert (there / "whose").read_text() == "the first" and set(os.listdir(tmp_path)) == before | {"model"}
+
+
+def test_what_is_exported_is_held_before_torch_is_there(trial, tmp_path, torch_half):
+    held: set[int] = set()
+    torch_half(lambda given: held.update(Holds(trial).steps()) or write_weights(given))
+    assert main(["checkpoint", "export", str(trial.dir), "--to", str(tmp_path / "model")]) == 0
+    assert held == {6} and not Holds(trial).steps()
+
+
+@pytest.mark.parametrize("place", ["{tmp}/file/model", "/proc/model", "/proc/1/model/deeper"])
+def test_an_export_that_can_not_be_written_says_where(trial, tmp_path, torch_half, capsys, place):
+    (tmp_path / "file").write_text("not a folder")
+    there = place.format(tmp=tmp_path)
+    assert main(["checkpoint", "export", str(trial.dir), "--to", there]) == ExitCode.CANNOT_WRITE
+    assert f"hpc-rl: {there} can't be written: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["verify", "--step", "4"], ["export", "--step", "4"], ["export", "--best", "fun"]])
+def test_a_generation_that_is_not_there(trial, capsys, command):
+    assert main(["checkpoint", command[0], str(trial.dir), *command[1:]]) == ExitCode.NOTHING_TO_RESUME
+    assert "Sound ones: 6, 3." in capsys.readouterr().err
+
+
+@pytest.fixture
+def rendered(config, tmp_path) -> Trial:
+    """sums/small, rendered and never submitted."""
+    assert main(["render", "--config", str(config)]) == 0
+    return Trial.of(tmp_path / "runs", getpass.getuser(), "sums", "small")
+
+
+def test_the_help_says_how_a_trial_that_was_only_rendered_is_named(rendered, capsys):
+    assert main(["checkpoint", "list", "small"]) == ExitCode.REFUSED
+    assert main(["checkpoint", "list", str(rendered.dir)]) == 0
+    with pytest.raises(SystemExit):
+        main(["checkpoint", "import", "--help"])
+    assert "only rendered (`hpc-rl render`) is named by its path" in capsys.readouterr().out
+
+
+def test_while_a_checkpoint_is_imported_nobody_starts_the_trial_or_imports_another(
+    rendered, config, scheduler, torch_half, capsys
+):
+    importing = ["checkpoint", "import", str(rendered.dir), str(config.parent / "model")]
+
+    def meanwhile(given):
+        for command in (importing, ["submit", "--config", str(config)]):
+            assert main(command) == ExitCode.STOPPED
+            assert f"is being given an imported generation by process {os.getpid()}" in capsys.readouterr().err
+        commit(rendered, 0)
+
+    torch_half(meanwhile)
+    assert main(importing) == 0
+    assert main(importing) == ExitCode.FAILED  # it lies there now
+    assert main(["submit", "--config", str(config)]) == 0
+    assert main(importing) == ExitCode.STOPPED  # it runs now
+
+
+def test_a_step_past_the_end_of_the_trial_is_not_imported(rendered, config, torch_half, capsys):
+    torch_half(lambda given: pytest.fail("nothing is imported"))
+    importing = ["checkpoint", "import", str(rendered.dir), str(config.parent / "model"), "--step", "11"]
+    assert main(importing) == ExitCode.REFUSED
+    assert "step 11 is past the end of sums/small: total_train_steps is 10. Allowed: 0 to 10" in capsys.readouterr().err
+    rendered.config_json.write_text("[]")
+    assert main(importing) == ExitCode.REFUSED
+    assert "config.json is missing or damaged" in capsys.readouterr().err
+    assert main(["render", "--config", str(config), "total_train_steps=12"]) == 0
+    torch_half(lambda given: commit(rendered, 11))
+    assert main(importing) == 0
+
+
+def test_a_claim_that_takes_long_is_renewed(trial, monkeypatch, capfd):
+    """By a half with torch that only waits: for other hosts the claim would be stale after some minutes."""
+    renewed: list[float] = []
+    renew = checkpoint.Claim.renew
+
+    def renew_old(claim):
+        os.utime(trial.submitting, (0, 0))
+        renew(claim)
+        renewed.append(trial.submitting.stat().st_mtime)
+
+    monkeypatch.setattr(checkpoint.Claim, "renew", renew_old)
+    monkeypatch.setattr(checkpoint, "MEANWHILE_S", 0.05)
+    real = subprocess.Popen
+    waits = [sys.executable, "-c", "import time; time.sleep(0.3)"]
+    monkeypatch.setattr(subprocess, "Popen", lambda _command, **options: real(waits, **options))
+    (trial.dir / "hf").mkdir()
+    (trial.dir / "hf" / "config.json").write_text("{}")
+    assert main(["checkpoint", "import", str(trial.dir), str(trial.dir / "hf"), "--step", "7"]) == 0
+    assert len(renewed) > 1 and all(renewed)
