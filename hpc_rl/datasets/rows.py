@@ -59,18 +59,19 @@ def load_rows(path: str | Path) -> Rows[dict[str, Any]]:
 
 def _jsonl(path: Path) -> Rows[dict[str, Any]]:
     rows, digest = [], xxhash.xxh3_64()
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
+    with path.open("rb") as lines:
+        for number, raw in enumerate(lines, 1):
+            line = raw.strip()
+            if not line:
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode())
             except ValueError as error:
                 raise ConfigError(f"dataset {path} line {number} is no JSON: {error}") from None
             if not isinstance(row, dict):
                 raise ConfigError(f"dataset {path} line {number} must be a JSON object, got {type(row).__name__}.")
             rows.append(row)
-            digest.update(line.strip().encode() + b"\n")
+            digest.update(line + b"\n")
     return _fingerprinted(rows, digest)
 
 
@@ -90,7 +91,10 @@ def _parquet(path: Path) -> Rows[dict[str, Any]]:
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(f"dataset {path}: .parquet needs pyarrow. Install hpc-rl[data], or give a .jsonl file.") from None
-    return _of_table(pyarrow.parquet.read_table(path).to_pylist())
+    try:
+        return _of_table(pyarrow.parquet.read_table(path).to_pylist())
+    except pyarrow.ArrowInvalid as error:
+        raise ConfigError(f"dataset {path} is damaged, or no parquet file: {error}") from None
 
 
 def _saved(path: Path) -> Rows[dict[str, Any]]:

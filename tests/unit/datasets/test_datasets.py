@@ -6,7 +6,10 @@ import json
 import subprocess
 import sys
 
+import datasets
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tokenizers
 from hypothesis import given
@@ -63,14 +66,33 @@ def test_the_fingerprint_tells_other_rows_not_another_place_or_blank_lines(tmp_p
 
 
 def test_the_fingerprint_of_a_table_is_of_its_rows_too(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow
-
     prints = []
     for name, prompts in (("a", ["x", "y"]), ("b", ["x", "y"]), ("c", ["x", "z"])):
-        parquet.write_table(pyarrow.table({"prompt": prompts}), tmp_path / f"{name}.parquet")
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": prompts}), tmp_path / f"{name}.parquet")
         prints.append(load_rows(tmp_path / f"{name}.parquet").fingerprint)
     assert prints[0] == prints[1] != prints[2]
+
+
+def test_a_saved_dataset_gives_its_rows(tmp_path):
+    rows = [{"prompt": "1+1=", "answer": 2, "extra": {"a": [1]}}, {"prompt": "é", "answer": 3, "extra": {"a": []}}]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    assert load_rows(tmp_path / "saved") == rows
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "split")
+    with pytest.raises(ConfigError, match="has the splits train: give the path of one of them"):
+        load_rows(tmp_path / "split")
+    assert load_rows(tmp_path / "split" / "train") == rows
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 40])
+def test_damaged_tables_are_refused_in_words(tmp_path, kept_bytes):
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x", "y"]}), tmp_path / "a.parquet")
+    datasets.Dataset.from_list([{"prompt": "x"}]).save_to_disk(tmp_path / "saved")
+    for path in (tmp_path / "a.parquet", *(tmp_path / "saved").glob("*.arrow")):
+        path.write_bytes(path.read_bytes()[:kept_bytes])
+    with pytest.raises(ConfigError, match=r"a\.parquet is damaged, or no parquet file"):
+        load_rows(tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="is no saved dataset"):
+        load_rows(tmp_path / "saved")
 
 
 @pytest.mark.parametrize(
@@ -81,11 +103,12 @@ def test_the_fingerprint_of_a_table_is_of_its_rows_too(tmp_path):
         ("a.jsonl", "", "has no rows"),
         ("a.jsonl", '{"a": 1}\n{"a"', "line 2 is no JSON"),
         ("a.jsonl", "[1]\n", "line 1 must be a JSON object"),
+        ("a.jsonl", '{"a": "\xff"}\n', "line 1 is no JSON: 'utf-8' codec"),
     ],
 )
 def test_what_can_not_be_read_is_refused_in_words(tmp_path, name, content, words):
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_text(content, encoding="latin-1")
     with pytest.raises(ConfigError, match=words):
         load_rows(tmp_path / name)
 
