@@ -24,10 +24,12 @@ from hpc_rl.checkpoint.lineage import seals_of, trimmed
 from hpc_rl.checkpoint.retention import best
 from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
 from hpc_rl.config.agreement import METRICS
+from hpc_rl.config.load import from_dict
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, TrialStateError
 from hpc_rl.launch import index
 from hpc_rl.launch import submit as submission
 from hpc_rl.launch.claim import Claim
+from hpc_rl.launch.outlook import refuse_end_before
 from hpc_rl.trial import Trial, fsync_dir, read_json
 
 MEANWHILE_S = 60.0  # between signs of life while the half with torch works
@@ -241,12 +243,7 @@ def _check_end(trial: Trial, step: int) -> None:
     config = read_json(trial.config_json)
     if not isinstance(config, dict):
         raise ConfigError(f"{trial.config_json} is missing or damaged; `hpc-rl render` of the same configuration writes it again")
-    total = config.get("total_train_steps")
-    if total is not None and step > total:
-        raise ConfigError(
-            f"step {step} is past the end of {trial}: total_train_steps is {total}. "
-            f"Allowed: 0 to {total}; for a later one render the trial again with a larger total_train_steps."
-        )
+    refuse_end_before(step, trial, from_dict(config))
 
 
 def _chosen(trial: Trial, step: int | None = None, metric: str | None = None) -> Found:

@@ -18,6 +18,7 @@ from hpc_rl.config.load import Loaded, load
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialStateError
 from hpc_rl.launch import index
 from hpc_rl.launch import submit as submission
+from hpc_rl.launch.claim import refuse_claimed
 from hpc_rl.launch.outlook import Outlook, look, option_changes
 from hpc_rl.launch.submit import Recovery
 from hpc_rl.schedulers import pick, slurm
@@ -60,7 +61,7 @@ def prepared(trial: Trial, loaded: Loaded, no_check: bool) -> Planned:
 
 def _step(text: str) -> int:
     """`40` or `gen-00000040`; 0 is a generation that was imported."""
-    match = re.fullmatch(r"(?:gen-)?(\d+)", text)
+    match = re.fullmatch(r"(?:gen-)?([0-9]+)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no generation: give its step, as 40 or gen-00000040")
     return int(match[1])
@@ -82,6 +83,7 @@ def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: argparse.Nam
     with contextlib.suppress(ConfigError):  # it is told below, where a recover would come to it
         changed = option_changes(trial, config, decision)
     try:
+        refuse_claimed(trial)
         planned = prepared(trial, loaded, args.no_check)
         submission.ready(trial, planned.loaded, planned.plan, pick(config.launcher.type), recovery)
     except HpcRlError as error:

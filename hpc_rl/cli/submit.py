@@ -18,6 +18,7 @@ from hpc_rl.config.load import Loaded, load
 from hpc_rl.errors import ExitCode, HpcRlError
 from hpc_rl.launch import bad_nodes, index, preflight
 from hpc_rl.launch import submit as submission
+from hpc_rl.launch.claim import refuse_claimed
 from hpc_rl.launch.submit import Submission
 from hpc_rl.launch.words import typed
 from hpc_rl.plan.plan import make_plan
@@ -129,7 +130,6 @@ def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> in
                 [
                     *notes(planned),
                     *changed_lines(made.changes),
-                    *dropped_lines(made),
                     *new_allocation(made, planned),
                     *lines(made),
                     *next_lines(made.trial),
@@ -173,7 +173,8 @@ def lines(made: Submission) -> list[str]:
     job = [f"job        {made.job_id} ({made.scheduler})"] if made.job_id else []
     job += [f"servers    {made.server_job_id}"] if made.server_job_id else []
     start = [] if made.step is None else [f"start      {start_words(made)}; a fresh start needs another trial_name"]
-    return [f"trial      {made.trial}", f"directory  {made.trial.dir}", *job, *start, f"script     {made.script}"]
+    trial = [f"trial      {made.trial}", f"directory  {made.trial.dir}"]
+    return [*dropped_lines(made), *trial, *job, *start, f"script     {made.script}"]
 
 
 def start_words(made: Submission) -> str:
@@ -208,6 +209,7 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
 def _dry_run(planned: Planned, json: bool) -> int:
     trial = submission.trial_of(planned.loaded.config)
     where = pick(planned.loaded.config.launcher.type)
+    refuse_claimed(trial)
     _, changes = submission.ready(trial, planned.loaded, planned.plan, where)
     report = checked_scripts(planned, trial)
     if json:
@@ -268,5 +270,7 @@ def run_render(argv: list[str]) -> int:
         return 0
     by_hand = "sbatch" if done.scheduler == "slurm" else "bash"
     checks = [f"check      {check.line()}" for check in report.checks]
-    print("\n".join([*notes(planned), *lines(done), *checks, f"next       {by_hand} {done.script}"]))
+    print(
+        "\n".join([*notes(planned), *changed_lines(done.changes), *lines(done), *checks, f"next       {by_hand} {done.script}"])
+    )
     return 0

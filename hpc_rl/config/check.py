@@ -15,6 +15,7 @@ from typing import Any
 
 from hpc_rl.config import agreement, containers
 from hpc_rl.config.cluster import environment_of
+from hpc_rl.config.length import ENDS
 from hpc_rl.config.load import Loaded
 from hpc_rl.config.model_rules import model_rules
 from hpc_rl.config.root import Config, GRPOConfig, SFTConfig
@@ -28,7 +29,6 @@ from hpc_rl.errors import ConfigError
 from hpc_rl.trial import check_name
 
 DEFAULT_RECOVER_SECS = 600
-ENDS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")  # what says when a trial is at its end
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 _DISK_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay")
 

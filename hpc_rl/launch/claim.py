@@ -101,10 +101,7 @@ class Claim:
             self._bury(other)
             if create_exclusive(self._lock, json.dumps(me)):
                 return
-        raise TrialBusy(
-            f"trial {self.trial} is being {other.get('for_what', 'submitted')} by process {other.get('pid', '?')} "
-            f"on {other.get('host', '?')} right now."
-        )
+        raise _busy(self.trial, other)
 
     def _bury(self, other: dict[str, Any]) -> None:
         """Move the lock of a dead submitter away; a living one's, taken in between, goes back."""
@@ -128,6 +125,18 @@ class Claim:
         for path in reversed(self._missing):
             with contextlib.suppress(OSError):  # not empty: somebody else's trial lies there meanwhile
                 path.rmdir()
+
+
+def refuse_claimed(trial: Trial) -> None:
+    """Raises TrialBusy while somebody has the claim: for those who write nothing, and only say what a submission would do."""
+    other = read_json(trial.submitting)
+    if trial.submitting.exists() and not _is_stale(other or {}, trial.submitting):
+        raise _busy(trial, other or {})
+
+
+def _busy(trial: Trial, other: dict[str, Any]) -> TrialBusy:
+    by = f"process {other.get('pid', '?')} on {other.get('host', '?')}"
+    return TrialBusy(f"trial {trial} is being {other.get('for_what', 'submitted')} by {by} right now.")
 
 
 def _is_stale(owner: dict[str, Any], lock: Path) -> bool:

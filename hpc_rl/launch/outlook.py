@@ -15,7 +15,7 @@ from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision, Situation, decide
 from hpc_rl.checkpoint.lineage import gather, read_limit
 from hpc_rl.config.changes import Change, changes, refuse_unsafe
-from hpc_rl.config.check import ENDS
+from hpc_rl.config.length import ENDS, latest_end
 from hpc_rl.config.load import from_dict
 from hpc_rl.config.root import Config
 from hpc_rl.errors import ConfigError, NothingToResume, TrialBusy
@@ -64,11 +64,17 @@ def refuse(trial: Trial, config: Config, outlook: Outlook) -> list[Change]:
         )
     if not will_start:
         raise NothingToResume(f"{outlook.decision.reason}. {advice(trial, situation)}".rstrip())
-    _refuse_length(trial, config.total_train_steps, outlook.decision.step)
-    found = option_changes(trial, config, outlook.decision)
-    refuse_unsafe(found, str(trial))
+    _refuse_length(trial, config, outlook.decision.step)
+    found = kept_to_state(trial, config, outlook.decision)
     if situation.wanted is None:
         _refuse_finished(trial, config, found)
+    return found
+
+
+def kept_to_state(trial: Trial, config: Config, decision: Decision) -> list[Change]:
+    """What `option_changes` says, all of it safe. Raises ConfigError for what the trial's state can't take."""
+    found = option_changes(trial, config, decision)
+    refuse_unsafe(found, str(trial))
     return found
 
 
@@ -95,11 +101,21 @@ def sound_steps(trial: Trial, first: int = 0) -> list[int]:
     return [one.step for one in found if not generation.verify(one, generation.LIGHT_BYTES).problem]
 
 
-def _refuse_length(trial: Trial, total_steps: int | None, step: int | None) -> None:
-    if step is not None and total_steps is not None and total_steps < step:
+def _refuse_length(trial: Trial, config: Config, step: int | None) -> None:
+    if step is None:
+        return
+    manifest = generation.check(trial.generation(step)).manifest
+    refuse_end_before(step, trial, config, manifest.data.get("rows") if manifest else None)
+
+
+def refuse_end_before(step: int, trial: Trial, config: Config, num_rows: int | None = None) -> None:
+    """Raises ConfigError where a trial ends before a generation; `num_rows` are those of its dataset, where they are known."""
+    end = latest_end(config, num_rows)
+    if end is not None and end < step:
+        given = ", ".join(f"{name} {getattr(config, name)}" for name in ENDS if getattr(config, name) is not None)
         raise ConfigError(
-            f"total_train_steps {total_steps}: trial {trial} goes on from generation {step}, which is past that. "
-            f"Allowed: {step} or more; for a shorter trial give another trial_name."
+            f"{given}: trial {trial} ends at step {end}, and generation {step} is past that. "
+            f"Allowed: an end at step {step} or later; for a shorter trial give another trial_name."
         )
 
 

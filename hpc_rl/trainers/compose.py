@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.length import total_steps
 from hpc_rl.config.root import GRPOConfig, RWConfig, SFTConfig
 from hpc_rl.config.show import redacted
 from hpc_rl.config.train import TrainEngineConfig
@@ -21,7 +22,7 @@ from hpc_rl.trainers.activity import Activity
 from hpc_rl.trainers.grpo import GRPO, num_updates, place_schedule
 from hpc_rl.trainers.loop import Recipe
 from hpc_rl.trainers.reward_model import RewardModel
-from hpc_rl.trainers.run import Run, tokenizer_folder, total_steps
+from hpc_rl.trainers.run import Run, tokenizer_folder
 from hpc_rl.trainers.sft import SFT
 from hpc_rl.trainers.start import Start, begin, load_state
 from hpc_rl.trial import read_json

@@ -18,6 +18,7 @@ import torch
 from hpc_rl.algorithms import areal, grpo, kl
 from hpc_rl.algorithms.advantages import overlong_penalty, uninformative_groups
 from hpc_rl.algorithms.normalization import Levels, check_whole_groups
+from hpc_rl.config.length import total_steps
 from hpc_rl.config.root import GRPOConfig
 from hpc_rl.config.train import NormConfig
 from hpc_rl.engines.base import Engine, MicroBatch, Sequences
@@ -25,7 +26,7 @@ from hpc_rl.engines.packing import balance
 from hpc_rl.errors import DataUnusable
 from hpc_rl.rollout.client import RolloutClient
 from hpc_rl.trainers import evaluate
-from hpc_rl.trainers.run import Run, total_steps
+from hpc_rl.trainers.run import Run
 from hpc_rl.types import Batch, Trajectory, decode
 from hpc_rl.weights import disk
 from hpc_rl.weights.publish import Publisher

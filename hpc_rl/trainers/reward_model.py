@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from hpc_rl.algorithms.losses import pairwise_loss
+from hpc_rl.config.length import total_steps
 from hpc_rl.config.root import RWConfig
 from hpc_rl.datasets.order import locate
 from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.engines.packing import balance
 from hpc_rl.trainers import evaluate
-from hpc_rl.trainers.run import Run, total_steps
+from hpc_rl.trainers.run import Run
 
 Pairs = list[tuple[np.ndarray, np.ndarray]]  # (ids of chosen, ids of rejected), int32
 

@@ -26,7 +26,7 @@ from hpc_rl.config.root import Config
 from hpc_rl.config.service import FrequencyConfig
 from hpc_rl.engines.base import Engine
 from hpc_rl.engines.hf_io import fsync_file
-from hpc_rl.errors import CannotWrite, ConfigError, ExitCode
+from hpc_rl.errors import CannotWrite, ExitCode
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.stats.tracker import Tracker
 from hpc_rl.trainers import exports
@@ -329,25 +329,6 @@ def versions(trial: Trial) -> dict[str, str]:
             continue
     commit = ((read_json(trial.provenance_json) or {}).get("git") or {}).get("commit")
     return {**found, **({"commit": commit} if commit else {})}
-
-
-def total_steps(config: Config, num_rows: int) -> int:
-    """The earliest of `total_train_steps`, `total_train_n_seqs` and the batches of `total_train_epochs` passes: whole ones, or
-    with `drop_last` false one more for the rest. Raises ConfigError where the passes make none."""
-    size = config.train_dataset.batch_size
-    ends = [config.total_train_steps] if config.total_train_steps is not None else []
-    if config.total_train_n_seqs is not None:
-        ends.append(-(-config.total_train_n_seqs // (size * (config.gconfig.n_samples if hasattr(config, "gconfig") else 1))))
-    if config.total_train_epochs is None:
-        return min(ends)
-    rows = config.total_train_epochs * num_rows
-    steps = rows // size if config.train_dataset.drop_last else -(-rows // size)
-    if steps < 1:
-        raise ConfigError(
-            f"train_dataset.batch_size {size}: {config.total_train_epochs} epoch(s) of {num_rows} rows make no whole batch. "
-            "Lower it, raise total_train_epochs, or set total_train_steps."
-        )
-    return min([*ends, steps])
 
 
 def tokenizer_folder(config: Config) -> Path:

@@ -6,12 +6,13 @@ import numpy as np
 import torch
 
 from hpc_rl.algorithms.losses import supervised_loss
+from hpc_rl.config.length import total_steps
 from hpc_rl.config.root import SFTConfig
 from hpc_rl.datasets.order import locate
 from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.engines.packing import balance
 from hpc_rl.trainers import evaluate
-from hpc_rl.trainers.run import Run, total_steps
+from hpc_rl.trainers.run import Run
 
 Rows = list[tuple[np.ndarray, np.ndarray]]  # (ids int32 [L], loss_mask bool [L])
 

@@ -103,13 +103,13 @@ def make_fake_trial():
 def make_generation():
     """`make_generation(trial, step)` commits a generation as the trainer of job-1 does; its one file is `state`."""
 
-    def make(trial: Trial, step: int) -> None:
+    def make(trial: Trial, step: int, **more: Any) -> None:
         making = Commit(trial, step, "job-1.0", 0)
         making.begin()
         (making.folder / "state").write_text(f"state of {step}")
         making.rank_done(0, ["state"])
         who = {"attempt": "job-1.0", "incarnation": 0, "submission": "job-1", "version": f"0.{step}"}
-        making.commit(Manifest(step=step, lineage=0, num_ranks=1, config_hash="c", **who))
+        making.commit(Manifest(step=step, lineage=0, num_ranks=1, config_hash="c", **who, **more))
 
     return make
 

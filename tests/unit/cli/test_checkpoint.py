@@ -154,7 +154,8 @@ def test_a_step_past_the_end_of_the_trial_is_not_imported(rendered, config, torc
     torch_half(lambda given: pytest.fail("nothing is imported"))
     importing = ["checkpoint", "import", str(rendered.dir), str(config.parent / "model"), "--step", "11"]
     assert main(importing) == ExitCode.REFUSED
-    assert "step 11 is past the end of sums/small: total_train_steps is 10. Allowed: 0 to 10" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "total_train_steps 10: trial sums/small ends at step 10, and generation 11 is past that. Allowed: an end at" in said
     rendered.config_json.write_text("[]")
     assert main(importing) == ExitCode.REFUSED
     assert "config.json is missing or damaged" in capsys.readouterr().err
@@ -163,22 +164,22 @@ def test_a_step_past_the_end_of_the_trial_is_not_imported(rendered, config, torc
     assert main(importing) == 0
 
 
-def test_a_claim_that_takes_long_is_renewed(trial, monkeypatch, capfd):
+def test_a_claim_that_takes_long_is_renewed(rendered, monkeypatch, capfd):
     """By a half with torch that only waits: for other hosts the claim would be stale after some minutes."""
     renewed: list[float] = []
     renew = checkpoint.Claim.renew
 
     def renew_old(claim):
-        os.utime(trial.submitting, (0, 0))
+        os.utime(rendered.submitting, (0, 0))
         renew(claim)
-        renewed.append(trial.submitting.stat().st_mtime)
+        renewed.append(rendered.submitting.stat().st_mtime)
 
     monkeypatch.setattr(checkpoint.Claim, "renew", renew_old)
     monkeypatch.setattr(checkpoint, "MEANWHILE_S", 0.05)
     real = subprocess.Popen
     waits = [sys.executable, "-c", "import time; time.sleep(0.3)"]
     monkeypatch.setattr(subprocess, "Popen", lambda _command, **options: real(waits, **options))
-    (trial.dir / "hf").mkdir()
-    (trial.dir / "hf" / "config.json").write_text("{}")
-    assert main(["checkpoint", "import", str(trial.dir), str(trial.dir / "hf"), "--step", "7"]) == 0
+    (rendered.dir / "hf").mkdir()
+    (rendered.dir / "hf" / "config.json").write_text("{}")
+    assert main(["checkpoint", "import", str(rendered.dir), str(rendered.dir / "hf"), "--step", "7"]) == 0
     assert len(renewed) > 1 and all(renewed)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +25,7 @@ from hpc_rl.cli.__main__ import main
 from hpc_rl.config.load import from_dict
 from hpc_rl.errors import GivenUp, NothingToResume
 from hpc_rl.launch import index
+from hpc_rl.proc import start_ticks
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import State
 from hpc_rl.trainers.start import Start, begin
@@ -41,7 +44,7 @@ def trial(config, scheduler, capsys, make_generation) -> Trial:
     trial.attempt("job-1.0").make_dirs()
     next_lineage(trial, trial.attempt("job-1.0"), 0, Decision("fresh", "first"))
     for step in (3, 6, 9):
-        make_generation(trial, step)
+        make_generation(trial, step, data={"rows": 8, "xxh3": ""})
     capsys.readouterr()
     return trial
 
@@ -125,7 +128,9 @@ def test_the_generation_asked_for_is_read_whole_where_that_is_quick(trial, capsy
 
 
 REFUSALS = {
-    "past its total": (["total_train_steps=5"], 64, "goes on from generation 9"),
+    "past its total": (["total_train_steps=5"], 64, "ends at step 5, and generation 9 is past that"),
+    "past its epochs": (["total_train_steps=null"], 64, "total_train_epochs 1: trial sums/small ends at step 8, and"),
+    "being submitted": ([], 75, "is being submitted by process"),
     "more nodes than this machine": (["--n_nodes", "2"], 64, "n_nodes"),
     "a file that is not there": (["valid_dataset.path=/nowhere"], 64, "/nowhere"),
     "an unsafe change": (["seed=9"], 64, "seed can't change"),
@@ -143,6 +148,9 @@ def test_explain_refuses_what_recover_refuses_in_the_same_words(trial, scheduler
         scheduler.answers["job-1"] = State.RUNNING
     if case == "at its end":
         trial.done.write_text("{}")
+    if case == "being submitted":
+        other = {"host": socket.gethostname(), "pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
+        write_json(trial.submitting, other)
     assert main(["recover", "small", *options, "--explain", "--json"]) == code
     said = json.loads(capsys.readouterr().out)
     assert (said["action"], said["exit_code"]) == ("refuse", code) and words in said["reason"]

@@ -198,8 +198,19 @@ def test_a_trial_that_never_trained_can_be_corrected(stopped, config, scheduler,
     scheduler.answers["job-3"] = State.CANCELLED
     ledger.write_bytes(b"groups of a batch")
     (stopped.batches / "00000001.seal").write_text("{}")
-    assert submitted(config, "seed=8") == 64
-    assert ledger.exists()
+    for command in ("submit", "render"):
+        assert main([command, "--config", str(config), "seed=8"]) == 64
+    assert ledger.exists() and read_json(stopped.config_json)["seed"] == 7
+
+
+def test_what_never_trained_can_be_rendered_with_other_options(stopped, config, capsys):
+    """The next submission would find its own options in config.json, and groups that do not fit them."""
+    shutil.rmtree(stopped.generation(5))
+    ledger = stopped.rollout / "segment-0000.ledger"
+    ledger.write_bytes(b"groups of the old seed")
+    assert main(["render", "--config", str(config), "seed=7"]) == 0
+    assert "dropped    segment-0000.ledger: of other options, in no batch" in capsys.readouterr().out
+    assert not ledger.exists()
 
 
 def test_resubmission_of_a_finished_trial_says_so_and_starts_no_job(stopped, config, scheduler, capsys):
