@@ -16,6 +16,7 @@ from hpc_rl.algorithms.losses import supervised_loss
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.manifest import Manifest
 from hpc_rl.checkpoint.retention import Policy
+from hpc_rl.config.data import DatasetConfig
 from hpc_rl.config.service import RecoverConfig
 from hpc_rl.config.train import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines import ENGINES, state
@@ -159,7 +160,7 @@ def scenario_walk_back(folder: Path, rank: int, num_ranks: int) -> None:
         path.write_bytes(content)
     generation.LIGHT_BYTES = 0  # so that it is not found before the load
     fresh = engine_of(folder, rank, num_ranks)
-    config = SimpleNamespace(recover=RecoverConfig(mode="auto"))
+    config = SimpleNamespace(recover=RecoverConfig(mode="auto"), train_dataset=DatasetConfig(path="unread"))
     given = Start(trial, trial.attempt("7.0"), 1, config, {}, None, "cpu", ranks, threading.Event())  # type: ignore[arg-type]
     begun = load_state(given, ranks.from_rank0(lambda: begin(given)), fresh)
     same = [float(shard.local.sum()) for shard in fresh.shards] == sums[1]

@@ -49,6 +49,7 @@ def run_ranks(scenario: str, num_ranks: int, folder: Path) -> None:
         for process in ranks:
             process.kill()
             process.wait()
+            process.stderr.close()  # a warning of it would fail another test
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
