@@ -1,4 +1,4 @@
-"""What a trainer's start does: fresh, load a generation, or nothing. Pure; what lies on disk is gathered by lineage.py.
+"""What a trainer's start does: fresh, load a generation, or nothing. Pure; what lies on disk is gathered by situation.py.
 
 The table (rows: mode; the first start of `hpc-rl recover` counts as `resume`):
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hpc_rl.checkpoint.decide import PastStart
-from hpc_rl.checkpoint.lineage import fruitless_starts
+from hpc_rl.checkpoint.situation import fruitless_starts
 from hpc_rl.cli.options import add_json, add_trial, new_parser, print_json
 from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
 from hpc_rl.launch import index

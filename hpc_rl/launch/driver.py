@@ -12,7 +12,8 @@ import os
 import time
 from collections.abc import Callable
 
-from hpc_rl.checkpoint.lineage import TIME_IS_OVER, attempts_of, failures_without_progress, submission_of
+from hpc_rl.checkpoint.lineage import submission_of
+from hpc_rl.checkpoint.starts import TIME_IS_OVER, attempts_of, failures_without_progress
 from hpc_rl.config.service import RecoverConfig
 from hpc_rl.errors import ExitCode, FailureClass, Stale
 from hpc_rl.launch import recover, takeover

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision, Situation, decide
-from hpc_rl.checkpoint.lineage import gather, read_limit
+from hpc_rl.checkpoint.situation import gather, read_limit
 from hpc_rl.config.changes import Change, changes, refuse_unsafe
 from hpc_rl.config.length import ENDS, latest_end
 from hpc_rl.config.load import from_dict

@@ -92,7 +92,7 @@ class Batches:
         self._path(step).unlink(missing_ok=True)
 
     def note_trimmed(self, step: int) -> None:
-        """For who asks what the log can replay without reading it (checkpoint/lineage.py); seals tell only while one is left."""
+        """For checkpoint/situation.py, which does not read the log: what it can replay. Seals tell only while one is left."""
         path = self.folder.parent / TRIMMED
         self.ledger.room.write(TRIMMED, lambda: write_json(path, {"step": step}))
 

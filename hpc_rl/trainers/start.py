@@ -12,7 +12,8 @@ from typing import Any
 from hpc_rl.blocks import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision
-from hpc_rl.checkpoint.lineage import decide_start, next_lineage, submission_of, withdraw
+from hpc_rl.checkpoint.lineage import next_lineage, submission_of, withdraw
+from hpc_rl.checkpoint.situation import decide_start
 from hpc_rl.config.root import Config
 from hpc_rl.config.service import RecoverConfig
 from hpc_rl.datasets.rows import check_same_rows

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.checkpoint import generation, lineage
+from hpc_rl.checkpoint import generation, situation
 from hpc_rl.checkpoint.decide import Decision
 from hpc_rl.checkpoint.generation import scan
 from hpc_rl.checkpoint.lineage import next_lineage, read_lineages
@@ -120,7 +120,7 @@ def test_the_generation_asked_for_is_read_whole_where_that_is_quick(trial, capsy
     assert "not read     " not in said
     assert "generation   9, of lineage 0, job job-1: looks sound; its content was not read\n" in said
     assert "generation   6, of lineage 0, job job-1: valid\n" in said
-    monkeypatch.setattr(lineage, "IN_PASSING_BYTES", 8)
+    monkeypatch.setattr(situation, "IN_PASSING_BYTES", 8)
     assert main(["recover", "small", "--from", "6", "--explain"]) == 0
     assert "so the start reads it before it sets later ones aside" in capsys.readouterr().out
     (trial.generation(6) / "state").write_text("tornx of 6")

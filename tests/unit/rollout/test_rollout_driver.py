@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from hpc_rl.checkpoint.lineage import seals_of, trimmed
+from hpc_rl.checkpoint.situation import seals_of, trimmed
 from hpc_rl.datasets.encode import Prompt
 from hpc_rl.datasets.rows import Rows
 from hpc_rl.errors import ConfigError, RoleFailed, Stale
