@@ -23,7 +23,7 @@ from hpc_rl.config.build import Builder, Given, alternatives, default_of, given,
 from hpc_rl.config.limits import Place
 from hpc_rl.config.root import CONFIGS, Config, RWConfig, SFTConfig
 from hpc_rl.config.site import SHIPPED_PROFILES, known_profiles, profile_dirs
-from hpc_rl.config.source import read_argument, read_overrides, read_yaml
+from hpc_rl.config.source import is_reference, read_argument, read_overrides, read_yaml
 from hpc_rl.errors import ConfigError
 
 ALIASES = {
@@ -108,7 +108,7 @@ def _profile(sources: Sequence[Given], profiles: Sequence[Path]) -> tuple[list[G
     """The file of the cluster that `cluster.cluster_name` names. Raises ConfigError where that file can't be read."""
     found = [item for source in sources if (item := atlas.find(source, "cluster.cluster_name")) is not None]
     name = found[-1].plain() if found else None
-    if isinstance(name, str) and "${" in name:
+    if isinstance(name, str) and is_reference(name):
         raise ConfigError(
             f"cluster.cluster_name ({found[-1].origin}): {name} can't be used: its profile is read before references are "
             "resolved; write the name, or give --cluster NAME."

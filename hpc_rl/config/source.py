@@ -81,6 +81,11 @@ def literal(value: Any) -> Any:
     return _REFERENCE.sub(lambda found: 2 * found[1] + r"\${", value) if isinstance(value, str) else value
 
 
+def is_reference(value: str) -> bool:
+    """Whether a `${` in it begins a reference: one that no odd number of backslashes stands before."""
+    return any(len(found[1]) % 2 == 0 for found in _REFERENCE.finditer(value))
+
+
 def read_argument(text: str, origin: str) -> Given:
     """The value of one option on the command line: YAML as far as it is YAML, else text."""
     try:

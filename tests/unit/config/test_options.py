@@ -30,6 +30,8 @@ def test_a_cluster_profile_is_loaded_before_every_file(tmp_path):
     assert loaded.config.launcher.slurm.partition == "gpu"
     assert loaded.origins["launcher.slurm.partition"] == f"{tmp_path}/big.yaml:2"
     assert "big.yaml is loaded before every other file" in loaded.notes[0]
+    odd = load([], [*BASE, r"cluster.cluster_name=\${a.b}"], profiles=[tmp_path])
+    assert odd.config.cluster.cluster_name == "${a.b}"
     lone = load([], [*BASE, "cluster.cluster_name=other"], profiles=[tmp_path])
     assert "other is only a name" in lone.notes[0]
 

@@ -92,6 +92,7 @@ def own_names() -> set[str]:
 @cache
 def _trees() -> list[ast.AST]:
     files = [path for path in (ROOT / "hpc_rl").rglob("*.py") if path.relative_to(ROOT).parts[1] != "config"]
+    files.append(ROOT / "hpc_rl" / "config" / "length.py")  # what the trainers read there
     return [ast.parse(path.read_text()) for path in files]
 
 
