@@ -159,8 +159,9 @@ def changed_lines(changes: Sequence[Change]) -> list[str]:
 
 
 def dropped_lines(made: Submission) -> list[str]:
-    """What was begun under other options, and no batch or generation came of."""
-    return [f"dropped    {', '.join(path.name for path in made.dropped)}: of other options, in no batch"] if made.dropped else []
+    """What was begun under other options or with other rows, and no batch or generation came of."""
+    names = ", ".join(path.name for path in made.dropped)
+    return [f"dropped    {names}: of other options or rows, in no batch"] if names else []
 
 
 def new_allocation(made: Submission, planned: Planned) -> list[str]:

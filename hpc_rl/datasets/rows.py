@@ -7,7 +7,7 @@ read: which row comes when follows from their number and order, so a trial goes 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +16,8 @@ import xxhash
 from hpc_rl.errors import ConfigError
 
 T = TypeVar("T")
+JSONL = (".jsonl", ".json", ".ndjson")
+IN_PASSING_BYTES = 64 << 20  # a command reads a dataset of this size before it submits a trial that goes on with it
 
 
 class Rows(list[T]):
@@ -27,8 +29,8 @@ class Rows(list[T]):
 
 
 def check_same_rows(path: str | Path, before: Mapping[str, Any], now: Mapping[str, Any], when: str) -> None:
-    """Raises ConfigError where two fingerprints differ; an empty one is of a time, or of a test, that took none."""
-    if not before or not now or before == now:
+    """Raises ConfigError where two fingerprints differ; one that is empty, or was damaged, tells nothing."""
+    if not {"rows", "xxh3"} <= before.keys() or not now or before == now:
         return
     there = f"{now['rows']} rows" if before["rows"] != now["rows"] else "as many with other content"
     raise ConfigError(
@@ -38,6 +40,20 @@ def check_same_rows(path: str | Path, before: Mapping[str, Any], now: Mapping[st
     )
 
 
+def fingerprint_in_passing(path: str | Path) -> dict[str, Any]:
+    """The fingerprint that `load_rows` would take, where it is had in a moment: of a .jsonl file of up to IN_PASSING_BYTES.
+
+    {} for any other, and for what can't be read: whoever trains on it will say why.
+    """
+    path = Path(path).expanduser()
+    try:
+        if path.suffix not in JSONL or not path.is_file() or path.stat().st_size > IN_PASSING_BYTES:
+            return {}
+        return _fingerprint(raw for _, raw in _lines(path))
+    except OSError:
+        return {}
+
+
 def load_rows(path: str | Path) -> Rows[dict[str, Any]]:
     """All rows, in file order. Raises ConfigError for a path, format or line that can't be read."""
     path = Path(path).expanduser()
@@ -45,7 +61,7 @@ def load_rows(path: str | Path) -> Rows[dict[str, Any]]:
         raise ConfigError(f"dataset {path} does not exist. Give a .jsonl or .parquet file, or a directory with a saved dataset.")
     if path.is_dir():
         rows = _saved(path)
-    elif path.suffix in (".jsonl", ".json", ".ndjson"):
+    elif path.suffix in JSONL:
         rows = _jsonl(path)
     elif path.suffix == ".parquet":
         rows = _parquet(path)
@@ -58,32 +74,42 @@ def load_rows(path: str | Path) -> Rows[dict[str, Any]]:
 
 
 def _jsonl(path: Path) -> Rows[dict[str, Any]]:
-    rows, digest = [], xxhash.xxh3_64()
+    rows: list[dict[str, Any]] = []
+    fingerprint = _fingerprint(_parsed(path, rows))
+    return Rows(rows, fingerprint)
+
+
+def _parsed(path: Path, rows: list[dict[str, Any]]) -> Iterator[bytes]:
+    """The lines, each of which is a row by then."""
+    for number, line in _lines(path):
+        try:
+            row = json.loads(line.decode())
+        except ValueError as error:
+            raise ConfigError(f"dataset {path} line {number} is no JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"dataset {path} line {number} must be a JSON object, got {type(row).__name__}.")
+        rows.append(row)
+        yield line
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(Number, content) of the lines that hold something."""
     with path.open("rb") as lines:
         for number, raw in enumerate(lines, 1):
-            line = raw.strip()
-            if not line:
-                continue
-            try:
-                row = json.loads(line.decode())
-            except ValueError as error:
-                raise ConfigError(f"dataset {path} line {number} is no JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ConfigError(f"dataset {path} line {number} must be a JSON object, got {type(row).__name__}.")
-            rows.append(row)
-            digest.update(line + b"\n")
-    return _fingerprinted(rows, digest)
+            if line := raw.strip():
+                yield number, line
 
 
 def _of_table(rows: list[dict[str, Any]]) -> Rows[dict[str, Any]]:
-    digest = xxhash.xxh3_64()
+    return Rows(rows, _fingerprint(json.dumps(row, sort_keys=True, default=str).encode() for row in rows))
+
+
+def _fingerprint(rows: Iterable[bytes]) -> dict[str, Any]:
+    digest, num_rows = xxhash.xxh3_64(), 0
     for row in rows:
-        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-    return _fingerprinted(rows, digest)
-
-
-def _fingerprinted(rows: list[dict[str, Any]], digest: xxhash.xxh3_64) -> Rows[dict[str, Any]]:
-    return Rows(rows, {"rows": len(rows), "xxh3": digest.hexdigest()})
+        digest.update(row + b"\n")
+        num_rows += 1
+    return {"rows": num_rows, "xxh3": digest.hexdigest()}
 
 
 def _parquet(path: Path) -> Rows[dict[str, Any]]:

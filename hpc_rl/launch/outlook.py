@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision, Situation, decide
@@ -18,11 +19,16 @@ from hpc_rl.config.changes import Change, changes, refuse_unsafe
 from hpc_rl.config.length import ENDS, latest_end
 from hpc_rl.config.load import from_dict
 from hpc_rl.config.root import Config
+from hpc_rl.datasets.rows import check_same_rows, fingerprint_in_passing
 from hpc_rl.errors import ConfigError, NothingToResume, TrialBusy
 from hpc_rl.launch import index
-from hpc_rl.trial import Trial, read_json
+from hpc_rl.rollout.ledger import LedgerDamaged
+from hpc_rl.rollout.restore import check_replay, rows_of
+from hpc_rl.trial import Trial, account, entries, read_json
 
 NEXT = "next.0"  # an attempt id that no scheduler gives
+IN_PASSING_BYTES = 64 << 20  # a command reads a batch log of this size before it submits a start that replays it
+PLACE = ("cluster.fileroot", "experiment_name", "trial_name")  # options that say where a trial lies
 
 
 @dataclass(frozen=True)
@@ -65,16 +71,12 @@ def refuse(trial: Trial, config: Config, outlook: Outlook) -> list[Change]:
     if not will_start:
         raise NothingToResume(f"{outlook.decision.reason}. {advice(trial, situation)}".rstrip())
     _refuse_length(trial, config, outlook.decision.step)
-    found = kept_to_state(trial, config, outlook.decision)
+    found = option_changes(trial, config, outlook.decision)
+    refuse_unsafe(found, str(trial))
+    _refuse_other_rows(trial, config, outlook.decision)
+    _refuse_lost_batches(trial, outlook.decision.step or 0)
     if situation.wanted is None:
         _refuse_finished(trial, config, found)
-    return found
-
-
-def kept_to_state(trial: Trial, config: Config, decision: Decision) -> list[Change]:
-    """What `option_changes` says, all of it safe. Raises ConfigError for what the trial's state can't take."""
-    found = option_changes(trial, config, decision)
-    refuse_unsafe(found, str(trial))
     return found
 
 
@@ -104,8 +106,8 @@ def sound_steps(trial: Trial, first: int = 0) -> list[int]:
 def _refuse_length(trial: Trial, config: Config, step: int | None) -> None:
     if step is None:
         return
-    manifest = generation.check(trial.generation(step)).manifest
-    refuse_end_before(step, trial, config, manifest.data.get("rows") if manifest else None)
+    data = _data_of(trial, step) or fingerprint_in_passing(config.train_dataset.path)
+    refuse_end_before(step, trial, config, data.get("rows"))
 
 
 def refuse_end_before(step: int, trial: Trial, config: Config, num_rows: int | None = None) -> None:
@@ -117,6 +119,34 @@ def refuse_end_before(step: int, trial: Trial, config: Config, num_rows: int | N
             f"{given}: trial {trial} ends at step {end}, and generation {step} is past that. "
             f"Allowed: an end at step {step} or later; for a shorter trial give another trial_name."
         )
+
+
+def _data_of(trial: Trial, step: int | None) -> dict[str, Any]:
+    """Fingerprint of the rows that the state to start from was made with; {} where none was taken, as of an import."""
+    manifest = generation.check(trial.generation(step)).manifest if step is not None else None
+    return (manifest.data if manifest else {}) or (rows_of(trial.rollout) if _has_batches(trial) else {})
+
+
+def _refuse_other_rows(trial: Trial, config: Config, decision: Decision) -> None:
+    path = config.train_dataset.path
+    when = "its batch log was begun" if decision.step is None else f"generation {decision.step} was made"
+    check_same_rows(path, _data_of(trial, decision.step), fingerprint_in_passing(path), when)
+
+
+def _refuse_lost_batches(trial: Trial, step: int) -> None:
+    """Raises NothingToResume where the batch log can't be replayed from `step`; a large one only the start itself reads."""
+    if not _has_batches(trial):
+        return
+    size = sum(entry.stat().st_size for entry in entries(trial.rollout) if entry.is_file())
+    try:
+        if size <= IN_PASSING_BYTES:
+            check_replay(trial.rollout, step)
+    except LedgerDamaged as error:
+        whence = f"generation {step}" if step else "the start"
+        raise NothingToResume(
+            f"trial {trial} can't go on from {whence}: {error}. Put the file back, or go on from a later generation; "
+            "`hpc-rl checkpoint export` makes a model of its state for a new trial."
+        ) from error
 
 
 def option_changes(trial: Trial, config: Config, decision: Decision) -> list[Change]:
@@ -132,7 +162,8 @@ def option_changes(trial: Trial, config: Config, decision: Decision) -> list[Cha
         data = read_json(path)
         if isinstance(data, dict):
             try:
-                return changes(from_dict(data), config)
+                found = changes(from_dict(data), config)
+                return [_as_it_lies(change, trial, config, decision) for change in found]
             except ConfigError as error:
                 raise ConfigError(f"{path}, which trial {trial} goes on from, is of another version: {error}") from error
     raise ConfigError(
@@ -141,19 +172,44 @@ def option_changes(trial: Trial, config: Config, decision: Decision) -> list[Cha
     )
 
 
+def _as_it_lies(change: Change, trial: Trial, config: Config, decision: Decision) -> Change:
+    """What is unsafe by its name alone, and not where the very thing was moved."""
+    if change.name == "train_dataset.path" and _data_of(trial, decision.step):
+        return replace(change, safe=True, reason="its rows must be the same, and are compared")
+    if change.name in PLACE and _same_place(Trial.of(config.cluster.fileroot, account(), *_names(config)), trial):
+        return replace(change, safe=True, reason="the trial lies there now")
+    return change
+
+
+def _names(config: Config) -> tuple[str, str]:
+    return config.experiment_name, config.trial_name
+
+
+def _same_place(one: Trial, other: Trial) -> bool:
+    return os.path.realpath(one.dir) == os.path.realpath(other.dir)
+
+
 def holds_state(trial: Trial) -> bool:
     """Whether anything was made that a start goes on from: a generation, be it damaged, or a batch."""
-    return trial.trimmed.exists() or any(trial.batches.glob("*.seal")) or any(trial.recover.glob("gen-*/manifest.json"))
+    return _has_batches(trial) or any(trial.recover.glob("gen-*/manifest.json"))
+
+
+def _has_batches(trial: Trial) -> bool:
+    return trial.trimmed.exists() or any(trial.batches.glob("*.seal"))
 
 
 def unused(trial: Trial, config: Config) -> list[Path]:
-    """Files that a trial without generation or batch has of earlier starts, where other options made them: no start may use them.
+    """Files that a trial without generation or batch has of earlier starts, where other options or rows made them: no start may
+    use them.
 
     Those are groups and rejections that no batch came of, and the pointer to the weights that servers begin with.
     """
-    data = read_json(trial.config_json)
+    if holds_state(trial):
+        return []
+    data, path = read_json(trial.config_json), config.train_dataset.path
     with contextlib.suppress(ConfigError):
-        if holds_state(trial) or (isinstance(data, dict) and all(change.safe for change in changes(from_dict(data), config))):
+        check_same_rows(path, rows_of(trial.rollout), fingerprint_in_passing(path), "the log was begun")
+        if isinstance(data, dict) and all(change.safe for change in changes(from_dict(data), config)):
             return []
     return [path for path in (*trial.rollout.glob("segment-*.ledger"), trial.current_weights) if path.exists()]
 

@@ -29,7 +29,7 @@ from hpc_rl.errors import CannotWrite, ConfigError, SchedulerError, TrialBusy
 from hpc_rl.launch import bad_nodes, index, provenance
 from hpc_rl.launch.ask import scheduler_of
 from hpc_rl.launch.claim import Claim
-from hpc_rl.launch.outlook import Outlook, kept_to_state, look, refuse, sound_steps, unused
+from hpc_rl.launch.outlook import Outlook, look, refuse, unused
 from hpc_rl.launch.server_array import submit_servers
 from hpc_rl.launch.story import Job, read_jobs
 from hpc_rl.plan.schema import Plan
@@ -152,19 +152,19 @@ def _servers(trial: Trial, plan: Plan, job_id: str, tag: str, scheduler: Schedul
 def render_to(loaded: Loaded, plan: Plan, directory: Path | None = None, *, command: Sequence[str]) -> Submission:
     """A whole trial directory (by default where the trial belongs), not handed in; its script runs by plain sbatch or bash.
 
-    Raises TrialBusy, CannotWrite, ConfigError.
+    Raises TrialBusy, NothingToResume, CannotWrite, ConfigError.
     """
     trial = Trial(Path(os.path.expanduser(directory)).absolute()) if directory else trial_of(loaded.config)
     name = pick(loaded.config.launcher.type)
     check_idle(trial)
     with Claim(trial, "rendered") as claim:
-        changed = kept_to_state(trial, loaded.config, look(trial, loaded.config, plan.recover_mode).decision)
+        outlook = look(trial, loaded.config, plan.recover_mode)
+        changed = refuse(trial, loaded.config, outlook)
         dropped = unused(trial, loaded.config)
         made = _prepare(claim, loaded, plan, list(command), (plan.recover_mode, None), name)
         for path in dropped:
             claim.remove(path)
-    step = next(iter(sound_steps(trial)), None)
-    return Submission(trial, made.script, name, changes=tuple(changed), step=step, dropped=tuple(dropped))
+    return Submission(trial, made.script, name, changes=tuple(changed), step=outlook.decision.step, dropped=tuple(dropped))
 
 
 def ready(

@@ -124,7 +124,10 @@ def read_seals(folder: Path) -> dict[int, Seal]:
 
 def _read(path: Path) -> Seal | None:
     data = read_json(path)
-    return None if data is None else _from_json(data)
+    try:
+        return None if data is None else _from_json(data)
+    except (KeyError, TypeError, ValueError):  # JSON, and no seal
+        return None
 
 
 def _to_json(seal: Seal) -> str:

@@ -13,7 +13,17 @@ from typing import Any
 
 from hpc_rl.datasets.rows import check_same_rows
 from hpc_rl.rollout.batches import Seal, read_seals
-from hpc_rl.rollout.ledger import BaseRecord, GroupRecord, Place, Record, RejectRecord, read_segment, segments
+from hpc_rl.rollout.ledger import (
+    BaseRecord,
+    GroupRecord,
+    LedgerDamaged,
+    Place,
+    Record,
+    RejectRecord,
+    read_segment,
+    segment_path,
+    segments,
+)
 from hpc_rl.trial import read_json, write_json
 
 DATA_NAME = "data.json"  # fingerprint of the rows whose prompts this log is of
@@ -85,12 +95,32 @@ def read_state(folder: Path) -> State:
 
 def check_data(folder: Path, state: State, path: str, now: dict[str, Any]) -> None:
     """Keep a log to the rows that it was begun with: a prompt is known by its index alone. Raises ConfigError, OSError."""
-    before: Any = read_json(folder / DATA_NAME)
-    if isinstance(before, dict) and state.next_index:
-        check_same_rows(path, before, now, "its batch log was begun")
-    if now and before != now:
+    if state.next_index:  # then it stays as it is: a start that is refused must not set a new measure
+        check_same_rows(path, rows_of(folder), now, "its batch log was begun")
+    elif now and rows_of(folder) != now:
         folder.mkdir(exist_ok=True)
         write_json(folder / DATA_NAME, now)
+
+
+def rows_of(folder: Path) -> dict[str, Any]:
+    """Fingerprint of the rows that a log was begun with; {} where that is not known."""
+    said: Any = read_json(folder / DATA_NAME)
+    return said if isinstance(said, dict) else {}
+
+
+def check_replay(folder: Path, step: int) -> None:
+    """Raises LedgerDamaged where a batch that was cut after `step` can't be given out again, or nobody can tell which were cut.
+
+    Reads every segment that such a batch has groups in.
+    """
+    seals = [seal for _, seal in sorted(read_seals(folder).items()) if seal.step > step]
+    needed = {place.segment for seal in seals for place in seal.places.values()}
+    records = [one for number in sorted(needed) for one in read_segment(folder, number)]
+    groups = {place for place, record in records if isinstance(record, GroupRecord)}
+    for seal in seals:
+        lost = [place.segment for place in seal.places.values() if place not in groups]
+        if lost:
+            raise LedgerDamaged(f"batch {seal.step} can't be made again: {segment_path(folder, lost[0])} is damaged or gone")
 
 
 def tell(records: list[tuple[Place, Record]], seals: dict[int, Seal]) -> State:

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from hpc_rl.errors import RoleFailed, Stale
 from hpc_rl.rollout.driver import Driver, OutOfStep, OutOfTime, RoleEnds, Trimmed
+from hpc_rl.rollout.ledger import LedgerDamaged
 from hpc_rl.types import encode
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ def routes(driver: Driver, num_servers: Callable[[], int] = lambda: 0) -> list[w
             return web.Response(status=205)
         except RoleEnds as error:
             raise web.HTTPServiceUnavailable(text=str(error)) from None
+        except LedgerDamaged as error:
+            raise web.HTTPInternalServerError(text=str(error)) from None
         return web.Response(status=204) if body is None else web.Response(body=body)
 
     async def evaluate(request: web.Request) -> web.Response:

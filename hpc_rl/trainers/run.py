@@ -296,7 +296,10 @@ class Run:
         return ExitCode.DONE
 
     def stop(self, recipe: Any, step: int) -> ExitCode:
-        """End at the boundary after `step`, its state saved."""
+        """End at the boundary after `step`, its state saved. Before the first step there is none: a fresh start has the same."""
+        if step == 0 and self.saving.newest < 0:
+            self._say("told to stop before the first step: there is nothing to save")
+            return ExitCode.STOPPED
         self.save(recipe, step, last=True)
         if self.saving.problem:
             raise CannotWrite(self.saving.problem)

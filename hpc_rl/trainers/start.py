@@ -20,6 +20,8 @@ from hpc_rl.datasets.rows import check_same_rows
 from hpc_rl.engines.base import Engine
 from hpc_rl.errors import ConfigError, Damaged, ExitCode, GivenUp, HpcRlError, NothingToResume, RoleFailed
 from hpc_rl.name_resolve.base import NameResolve
+from hpc_rl.rollout.ledger import LedgerDamaged
+from hpc_rl.rollout.restore import check_replay
 from hpc_rl.trainers import exports
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trial import Attempt, Trial, read_json
@@ -61,6 +63,11 @@ def begin(start: Start) -> dict[str, Any]:
     if manifest is not None:
         when = f"generation {manifest['step']} was made"
         check_same_rows(start.config.train_dataset.path, manifest["data"], start.data, when)
+    if decision.set_aside:
+        try:
+            check_replay(trial.rollout, decision.step or 0)
+        except LedgerDamaged as error:
+            raise GivenUp(f"generation {decision.step} is no place to go on from, and nothing was set aside: {error}") from error
     for found in unwanted:  # before the lineage: a kill in between finds the same first start again
         generation.set_aside(found.path, found.problem, asked=bool(decision.set_aside))
     generation.clear_leftovers(trial)

@@ -115,6 +115,18 @@ def make_generation():
 
 
 @pytest.fixture
+def make_seal():
+    """`make_seal(trial, step)` leaves the seal of a batch without groups."""
+
+    def make(trial: Trial, step: int) -> None:
+        seal = {"step": step, "lineage": 0, "groups": [], "staleness": [], "num_bytes": 0, "xxh3": "", "counters": {}}
+        trial.batches.mkdir(parents=True, exist_ok=True)
+        write_json(trial.batches / f"{step:08d}.seal", seal)
+
+    return make
+
+
+@pytest.fixture
 def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty trial index of this test's own."""
     home = tmp_path / "state"

@@ -23,9 +23,13 @@ from hpc_rl.checkpoint.generation import scan
 from hpc_rl.checkpoint.lineage import next_lineage, read_lineages
 from hpc_rl.cli.__main__ import main
 from hpc_rl.config.load import from_dict
-from hpc_rl.errors import GivenUp, NothingToResume
+from hpc_rl.datasets import rows as rows_module
+from hpc_rl.datasets.rows import load_rows
+from hpc_rl.errors import ConfigError, GivenUp, NothingToResume
 from hpc_rl.launch import index
 from hpc_rl.proc import start_ticks
+from hpc_rl.rollout.batches import Batches
+from hpc_rl.rollout.ledger import GroupRecord, Ledger
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import State
 from hpc_rl.trainers.start import Start, begin
@@ -44,7 +48,7 @@ def trial(config, scheduler, capsys, make_generation) -> Trial:
     trial.attempt("job-1.0").make_dirs()
     next_lineage(trial, trial.attempt("job-1.0"), 0, Decision("fresh", "first"))
     for step in (3, 6, 9):
-        make_generation(trial, step, data={"rows": 8, "xxh3": ""})
+        make_generation(trial, step, data=load_rows(config.parent / "train.jsonl").fingerprint)
     capsys.readouterr()
     return trial
 
@@ -129,7 +133,7 @@ def test_the_generation_asked_for_is_read_whole_where_that_is_quick(trial, capsy
 
 REFUSALS = {
     "past its total": (["total_train_steps=5"], 64, "ends at step 5, and generation 9 is past that"),
-    "past its epochs": (["total_train_steps=null"], 64, "total_train_epochs 1: trial sums/small ends at step 8, and"),
+    "past its epochs": (["total_train_steps=null"], 64, "total_train_epochs 1: trial sums/small ends at step 1, and"),
     "being submitted": ([], 75, "is being submitted by process"),
     "more nodes than this machine": (["--n_nodes", "2"], 64, "n_nodes"),
     "a file that is not there": (["valid_dataset.path=/nowhere"], 64, "/nowhere"),
@@ -156,6 +160,58 @@ def test_explain_refuses_what_recover_refuses_in_the_same_words(trial, scheduler
     assert (said["action"], said["exit_code"]) == ("refuse", code) and words in said["reason"]
     assert main(["recover", "small", *options]) == code
     assert capsys.readouterr().err == f"hpc-rl: {said['reason']}\n"
+
+
+def test_other_rows_are_refused_before_anything_is_submitted_and_a_moved_file_is_not(trial, config, capsys, monkeypatch):
+    rows = config.parent / "train.jsonl"
+    moved = rows.rename(config.parent / "moved.jsonl")
+    there = [f"train_dataset.path={moved}"]
+    assert main(["recover", "small", *there, "--explain"]) == 0
+    assert f"{moved}  (safe: its rows must be the same, and are compared)" in capsys.readouterr().out
+    moved.write_text(moved.read_text() * 2)
+    for more in (["--explain"], []):
+        assert main(["recover", "small", *there, *more]) == 64
+        said = capsys.readouterr()
+        assert f"{moved} had 1 rows when generation 9 was made, and has 2 rows now" in said.out + said.err
+    monkeypatch.setattr(rows_module, "IN_PASSING_BYTES", 10)  # too large to be read here: the start itself compares them
+    assert main(["recover", "small", *there]) == 0
+    with pytest.raises(ConfigError, match="had 1 rows when generation 9 was made, and has 2 rows now"):
+        begin(dataclasses.replace(start(trial, "job-2"), data=load_rows(moved).fingerprint))
+
+
+def test_a_trial_directory_that_was_moved_goes_on_where_it_lies(trial, config, tmp_path, capsys):
+    shutil.move(tmp_path / "runs", tmp_path / "elsewhere")
+    assert main(["submit", "--config", str(config), f"cluster.fileroot={tmp_path / 'elsewhere'}"]) == 0
+    assert "elsewhere  (safe: the trial lies there now)" in capsys.readouterr().out
+    assert main(["submit", "--config", str(config), "trial_name=other", "recover.mode=resume"]) == 3
+
+
+@pytest.mark.parametrize("damage", ["a seal", "a segment", "none"])
+def test_a_batch_that_can_not_be_made_again_keeps_newer_generations_where_they_are(trial, capsys, damage):
+    log = Ledger(trial.rollout)
+    batches = Batches(trial.rollout, log)
+    for step in range(1, 10):
+        place = log.append_group(GroupRecord(step, 0, 0, 0, 1, 1, 0.0), b"group")
+        batches.seal(step, 0, {step: place}, [0], {})
+    log.close()
+    broken = {"a seal": trial.batches / "00000005.seal", "a segment": trial.rollout / "segment-0000.ledger"}.get(damage)
+    code = 3 if broken else 0
+    assert main(["recover", "small", "--from", "3"]) == 0
+    if broken:
+        broken.write_bytes(broken.read_bytes()[:40])
+        with pytest.raises(GivenUp, match=f"nothing was set aside: .*{broken.name}"):
+            begin(start(trial, "job-2"))
+    else:
+        assert begin(start(trial, "job-2"))["step"] == 3
+        return
+    assert [found.step for found in scan(trial)] == [9, 6, 3]
+    (trial.jobs / "job-2.state").write_text('{"event": "ended", "code": 70}\n')
+    for more in (["--explain"], []):
+        assert main(["recover", "small", "--from", "3", *more]) == code
+        said = capsys.readouterr()
+        assert f"can't go on from generation 3: {'batch 4' if damage == 'a segment' else broken}" in said.out + said.err
+    if damage == "a segment":  # nothing that it had is needed
+        assert main(["recover", "small", "--from", "9"]) == 0
 
 
 def test_a_backup_beside_the_generations_is_none_of_them(trial, capsys):
@@ -197,12 +253,11 @@ def test_an_imported_generation_of_step_0_can_be_named(trial, capsys, make_gener
         ((8, 9), 10, r"can't go on from step 10: .*Import into another trial, or set actor\.path of a new one"),
     ],
 )
-def test_an_import_that_no_start_could_go_on_from_is_refused(trial, tmp_path, capsys, seals, step, words):
+def test_an_import_that_no_start_could_go_on_from_is_refused(trial, tmp_path, capsys, make_seal, seals, step, words):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
-    trial.batches.mkdir(exist_ok=True)
     for number in seals:
-        (trial.batches / f"{number:08d}.seal").write_text("{}")
+        make_seal(trial, number)
     assert main(["checkpoint", "import", "small", str(tmp_path / "hf"), "--step", str(step)]) != 0
     assert re.search(words, capsys.readouterr().err)
 
@@ -264,11 +319,10 @@ def test_without_its_configuration_a_trial_is_compared_with_that_of_its_generati
     assert "changed    total_train_steps: 10 -> 20  (safe)" in capsys.readouterr().out
 
 
-def test_options_that_can_be_compared_with_nothing_are_refused(trial, config, scheduler, capsys):
+def test_options_that_can_be_compared_with_nothing_are_refused(trial, scheduler, config, capsys, make_seal):
     """Batches of a trial that has no generation, and no word of how they were made."""
     shutil.rmtree(trial.recover)
-    trial.batches.mkdir(parents=True, exist_ok=True)
-    (trial.batches / "00000001.seal").write_text("{}")
+    make_seal(trial, 1)
     trial.config_json.write_text("{")
     assert main(["submit", "--config", str(config)]) == 64
     said = capsys.readouterr().err

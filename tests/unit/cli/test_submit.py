@@ -12,10 +12,11 @@ import pytest
 
 from hpc_rl.cli import submit as submitting
 from hpc_rl.cli.__main__ import main
+from hpc_rl.datasets.rows import load_rows
 from hpc_rl.launch import bad_nodes, index
 from hpc_rl.schedulers.base import State
 from hpc_rl.schedulers.capacity import Node
-from hpc_rl.trial import read_json
+from hpc_rl.trial import read_json, write_json
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -175,7 +176,7 @@ def test_a_trial_that_never_saved_anything_takes_any_change(stopped, config):
     assert submitted(config, "seed=7") == 0
 
 
-def test_a_trial_that_never_trained_can_be_corrected(stopped, config, scheduler, capsys):
+def test_a_trial_that_never_trained_can_be_corrected(stopped, config, scheduler, capsys, make_seal):
     """Its first start had a lineage and an empty ledger, perhaps groups, and then failed."""
     shutil.rmtree(stopped.generation(5))
     stopped.batches.mkdir(exist_ok=True)
@@ -193,11 +194,11 @@ def test_a_trial_that_never_trained_can_be_corrected(stopped, config, scheduler,
     scheduler.answers["job-2"] = State.CANCELLED
     capsys.readouterr()
     assert submitted(config, "seed=7", "actor.eps_clip=0.3") == 0
-    assert "dropped    segment-0000.ledger, current.json: of other options, in no batch" in capsys.readouterr().out
+    assert "dropped    segment-0000.ledger, current.json: of other options or rows, in no batch" in capsys.readouterr().out
     assert not ledger.exists() and not stopped.current_weights.exists()
     scheduler.answers["job-3"] = State.CANCELLED
     ledger.write_bytes(b"groups of a batch")
-    (stopped.batches / "00000001.seal").write_text("{}")
+    make_seal(stopped, 1)
     for command in ("submit", "render"):
         assert main([command, "--config", str(config), "seed=8"]) == 64
     assert ledger.exists() and read_json(stopped.config_json)["seed"] == 7
@@ -209,8 +210,30 @@ def test_what_never_trained_can_be_rendered_with_other_options(stopped, config, 
     ledger = stopped.rollout / "segment-0000.ledger"
     ledger.write_bytes(b"groups of the old seed")
     assert main(["render", "--config", str(config), "seed=7"]) == 0
-    assert "dropped    segment-0000.ledger: of other options, in no batch" in capsys.readouterr().out
+    assert "dropped    segment-0000.ledger: of other options or rows, in no batch" in capsys.readouterr().out
     assert not ledger.exists()
+
+
+def test_what_never_trained_can_be_submitted_with_corrected_rows(stopped, config, capsys):
+    shutil.rmtree(stopped.generation(5))
+    ledger = stopped.rollout / "segment-0000.ledger"
+    ledger.write_bytes(b"rejections of wrong rows")
+    rows = config.parent / "train.jsonl"
+    write_json(stopped.rollout / "data.json", load_rows(rows).fingerprint)
+    rows.write_text(rows.read_text().replace("1+1", "2+1"))
+    assert submitted(config) == 0
+    assert "dropped    segment-0000.ledger: of other options or rows, in no batch" in capsys.readouterr().out
+    assert not ledger.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [(["total_train_steps=3"], 64, "ends at step 3"), (["recover.mode=fault"], 75, "has state already, and recover.mode=fault")],
+)
+def test_render_refuses_what_a_submission_of_it_would_come_to(stopped, config, capsys, options, code, words):
+    before = stopped.config_json.read_bytes()
+    assert main(["render", "--config", str(config), *options]) == code
+    assert words in capsys.readouterr().err and stopped.config_json.read_bytes() == before
 
 
 def test_resubmission_of_a_finished_trial_says_so_and_starts_no_job(stopped, config, scheduler, capsys):
@@ -242,13 +265,12 @@ def test_recover_refuses_what_would_make_another_trial(stopped, scheduler, capsy
     assert "train_dataset.batch_size: 1 -> 4  (unsafe: " in said
 
 
-def test_recover_from_an_older_generation(stopped, scheduler, capsys, make_generation):
+def test_recover_from_an_older_generation(stopped, scheduler, capsys, make_generation, make_seal):
     for step in (2, 3):
         make_generation(stopped, step)
     assert main(["recover", "small", "--from", "4"]) == 3
     assert "it does not lie there; there are 2, 3, 5. Allowed: 5, 3, 2." in capsys.readouterr().err
-    stopped.batches.mkdir()
-    (stopped.batches / "00000004.seal").write_text("{}")
+    make_seal(stopped, 4)
     assert main(["recover", "small", "--from", "2"]) == 3
     said = capsys.readouterr().err
     assert "batches 3 to 3 were trimmed" in said
