@@ -25,6 +25,7 @@ from hpc_rl.checkpoint.situation import seals_of, trimmed
 from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
 from hpc_rl.config.agreement import METRICS
 from hpc_rl.config.load import from_dict
+from hpc_rl.datasets.rows import fingerprint_in_passing
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, TrialStateError
 from hpc_rl.launch import index
 from hpc_rl.launch import submit as submission
@@ -243,7 +244,8 @@ def _check_end(trial: Trial, step: int) -> None:
     config = read_json(trial.config_json)
     if not isinstance(config, dict):
         raise ConfigError(f"{trial.config_json} is missing or damaged; `hpc-rl render` of the same configuration writes it again")
-    refuse_end_before(step, trial, from_dict(config))
+    loaded = from_dict(config)
+    refuse_end_before(step, trial, loaded, fingerprint_in_passing(loaded.train_dataset.path).get("rows"))
 
 
 def _chosen(trial: Trial, step: int | None = None, metric: str | None = None) -> Found:

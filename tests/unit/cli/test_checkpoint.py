@@ -156,6 +156,9 @@ def test_a_step_past_the_end_of_the_trial_is_not_imported(rendered, config, torc
     assert main(importing) == ExitCode.REFUSED
     said = capsys.readouterr().err
     assert "total_train_steps 10: trial sums/small ends at step 10, and generation 11 is past that. Allowed: an end at" in said
+    assert main(["render", "--config", str(config), "total_train_steps=null", "total_train_epochs=4"]) == 0
+    assert main(importing) == ExitCode.REFUSED
+    assert "total_train_epochs 4: trial sums/small ends at step 4, and generation 11 is past that" in capsys.readouterr().err
     rendered.config_json.write_text("[]")
     assert main(importing) == ExitCode.REFUSED
     assert "config.json is missing or damaged" in capsys.readouterr().err

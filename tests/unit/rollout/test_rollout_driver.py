@@ -7,6 +7,8 @@ import errno
 import os
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 
 from hpc_rl.checkpoint.situation import seals_of, trimmed
 from hpc_rl.datasets.encode import Prompt
@@ -16,6 +18,7 @@ from hpc_rl.rollout.driver import Driver, OutOfStep, OutOfTime, RoleEnds, Trimme
 from hpc_rl.rollout.ledger import segments
 from hpc_rl.rollout.restore import read_state
 from hpc_rl.rollout.sequencer import Rules, Sequencer
+from hpc_rl.rollout.service import routes
 from hpc_rl.trial import Trial
 from hpc_rl.types import TrajectoryGroup, decode, encode
 
@@ -97,6 +100,24 @@ async def test_a_log_goes_on_only_with_the_rows_that_it_was_begun_with(tmp_path)
         make(tmp_path, num_rows=24)
     two = make(tmp_path, num_rows=50)
     assert decode(await two.batch(2, 0, 5)).step == 2
+    await two.close()
+    for damage in ("{", '{"rows": 50}'):
+        (tmp_path / "data.json").write_text(damage)
+        await make(tmp_path, num_rows=24).close()  # the trainer knows the rows from its generation, and refuses
+        assert (tmp_path / "data.json").read_text() == damage  # so these are not the measure from now on
+
+
+async def test_a_segment_that_is_gone_is_named_to_who_asks_for_a_batch_of_it(tmp_path):
+    one = make(tmp_path)
+    await one.batch(1, 0, 5)
+    await one.close()
+    two = make(tmp_path)
+    (tmp_path / "segment-0000.ledger").unlink()
+    client = TestClient(TestServer(web.Application()))
+    client.server.app.add_routes(routes(two))
+    async with client:
+        answer = await client.get("/batch?step=1&lineage=0")
+        assert answer.status == 500 and "segment-0000.ledger" in await answer.text()
     await two.close()
 
 

@@ -72,6 +72,14 @@ def test_told_to_stop_while_it_waits_for_a_batch_it_saves_what_it_has(starter):
     assert starter.generations() == [4, 3]
 
 
+def test_told_to_stop_before_the_first_step_it_saves_nothing_and_starts_afresh_the_next_time(starter):
+    code, _ = starter(2, {1: stop(lambda: starter.last, waits=True)})
+    assert (code, starter.generations()) == (ExitCode.STOPPED, [])
+    starter.end(75)
+    code, recipe = starter(2)
+    assert (code, recipe.trained) == (ExitCode.DONE, [1, 2])
+
+
 def test_told_to_stop_right_after_a_save_it_does_not_save_again(starter):
     _, recipe = starter(10, {4: stop(lambda: starter.last, waits=True)})
     assert starter.generations() == [3]
