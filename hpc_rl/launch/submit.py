@@ -159,7 +159,7 @@ def render_to(loaded: Loaded, plan: Plan, directory: Path | None = None, *, comm
     check_idle(trial)
     with Claim(trial, "rendered") as claim:
         outlook = look(trial, loaded.config, plan.recover_mode)
-        changed = refuse(trial, loaded.config, outlook)
+        changed = refuse(trial, loaded.config, outlook) if trial.has_state() else []  # else what it starts from may come yet
         dropped = unused(trial, loaded.config)
         made = _prepare(claim, loaded, plan, list(command), (plan.recover_mode, None), name)
         for path in dropped:

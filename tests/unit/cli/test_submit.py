@@ -60,6 +60,7 @@ def test_a_dry_run_writes_and_submits_nothing(config, scheduler, tmp_path, capsy
     assert "trainer-0: 1 process on node 0" in out
     assert not scheduler.calls
     assert not (tmp_path / "runs").exists()
+    assert main(["render", "--config", str(config), "recover.mode=resume"]) == 0  # what it starts from may be imported yet
 
 
 def test_render_writes_scripts_and_submits_nothing(config, scheduler, tmp_path, capsys):
