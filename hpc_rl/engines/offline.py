@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from hpc_rl.blocks import FileRecord
 from hpc_rl.config.train import OptimizerConfig, TrainEngineConfig
@@ -64,6 +63,7 @@ def import_weights(
 
     Returns the written files and the counters. Raises ConfigError for another model's weights, OSError.
     """
+    model.check(on_cpu(config), torch.device("cpu"))
     ours = Path(config.path)
     _check_architecture(source, ours)
     optimizer = dataclasses.replace(config.optimizer or OptimizerConfig(), offload=False)
@@ -79,19 +79,10 @@ def import_weights(
 
 def _check_architecture(source: Path, ours: Path) -> None:
     """Raises ConfigError where a checkpoint computes otherwise than the trial's model does."""
-    theirs, trials = dict(_computation(_architecture(source))), dict(_computation(_architecture(ours)))
+    theirs, trials = (dict(_computation(model.architecture(folder).to_dict())) for folder in (source, ours))
     odd = sorted(name for name in theirs.keys() | trials.keys() if theirs.get(name) != trials.get(name))
     if odd:
         raise _other_model(source, ours, [f"{name} is {theirs.get(name)}, not {trials.get(name)}" for name in odd])
-
-
-def _architecture(folder: Path) -> dict[str, Any]:
-    """The config.json with what it leaves out, as transformers reads it."""
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
-    except (OSError, ValueError) as error:
-        hf_io.refuse_damage(folder)
-        raise ConfigError(f"{folder / 'config.json'} can't be read as an architecture: {error}") from error
 
 
 def _computation(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:

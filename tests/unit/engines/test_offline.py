@@ -111,3 +111,30 @@ def test_a_file_that_was_not_copied_whole_is_named_and_not_tried_again(ours, nam
         with pytest.raises(ConfigError, match=re.escape(str(cut)) + " is damaged") as refusal:
             start()
         assert (refusal.value.exit_code, refusal.value.failure) == (ExitCode.REFUSED, FailureClass.USER)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 2},
+            r"can't be read as an architecture: .* \(3\) must be equal",
+        ),
+        ({"hidden_size": "x"}, "can't be read as an architecture: .* expected int, got str"),
+        ({"torch_dtype": "bogus", "dtype": None}, "can't be read as an architecture: .*'bogus'"),
+        ({"hidden_act": "nope"}, "describes no model that can be built: KeyError: 'nope'"),
+    ],
+)
+def test_a_config_json_that_contradicts_itself_is_named_and_not_tried_again(ours, keys, words):
+    """As a checkpoint to import, as the model of the trial that it is imported into, and as one that a trainer starts from."""
+    odd = variant(ours, **keys)
+    starts = [
+        lambda: FSDPEngine(config_of(odd)).initialize(1),
+        lambda: FSDPEngine(config_of(odd, init_from_scratch=True)).initialize(1),
+    ]
+    if "built" not in words:  # else another architecture is what an import says first
+        starts += [lambda: taken(odd, ours), lambda: import_weights(config_of(odd), 1, ours, 6, ours.with_name("state"))]
+    for start in starts:
+        with pytest.raises(ConfigError, match=re.escape(f"{odd}/config.json ") + words) as refusal:
+            start()
+        assert (refusal.value.exit_code, refusal.value.failure) == (ExitCode.REFUSED, FailureClass.USER)
