@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from hpc_rl.blocks import FileRecord
 from hpc_rl.config.train import OptimizerConfig, TrainEngineConfig
@@ -21,6 +24,7 @@ IDLE_KEYS = {  # of a config.json, at any depth: what changes no number of a for
     *("id2label", "label2id", "problem_type", "tokenizer_class", "task_specific_params"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
 }
+ROPE_READS = r"self\.(?:max_seq_len_cached|original_max_seq_len) = config\.max_position_embeddings"  # for scaling only
 MAX_NAMED = 8  # differences in one message
 
 
@@ -79,8 +83,10 @@ def import_weights(
 
 def _check_architecture(source: Path, ours: Path) -> None:
     """Raises ConfigError where a checkpoint computes otherwise than the trial's model does."""
-    theirs, trials = (dict(_computation(model.architecture(folder).to_dict())) for folder in (source, ours))
-    odd = sorted(name for name in theirs.keys() | trials.keys() if theirs.get(name) != trials.get(name))
+    configs = [model.architecture(folder) for folder in (source, ours)]
+    theirs, trials = (dict(_computation(config.to_dict())) for config in configs)
+    differ = sorted(name for name in theirs.keys() | trials.keys() if theirs.get(name) != trials.get(name))
+    odd = [name for name in differ if any(_decides(config, name.partition(".")[0]) for config in configs)]
     if odd:
         raise _other_model(source, ours, [f"{name} is {theirs.get(name)}, not {trials.get(name)}" for name in odd])
 
@@ -94,6 +100,30 @@ def _computation(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[
             yield from _computation(value, f"{within}{name}.")
         else:
             yield f"{within}{name}", value
+
+
+def _decides(config: Any, key: str) -> bool:
+    """Whether a key at the top of a config.json can change a number of that model; where this is not sure, it can."""
+    values, code = config.to_dict(), Path(inspect.getfile(type(config))).parent
+    own = "".join(path.read_text() for path in sorted(code.glob("modeling_*.py")))
+    if key == "max_window_layers" and values.get("use_sliding_window") is False:  # sliding_window is None by its class then
+        return False
+    if key == "max_position_embeddings" and _rope_is_default(values):
+        return len(re.findall(key, own)) != len(re.findall(ROPE_READS, own))
+    if key in type(config)().to_dict():
+        return True
+    root = Path(transformers.__file__).parent  # what all models share reads keys that few classes have, as is_causal
+    shared = (path.read_text() for path in [*root.glob("*.py"), *(root / "integrations").glob("*.py")])
+    return re.search(rf"config(\.|,\s*[\"']){re.escape(key)}\b", "".join([own, *shared])) is not None
+
+
+def _rope_is_default(values: Mapping[str, Any]) -> bool:
+    """Whether positions are rotary and not scaled to a length."""
+    rope = values.get("rope_parameters")
+    if rope is None:  # transformers 4
+        return "rope_theta" in values and values.get("rope_scaling") is None
+    kinds = [rope, *(one for one in rope.values() if isinstance(one, Mapping))]  # one, or one for each type of layer
+    return {kind["rope_type"] for kind in kinds if "rope_type" in kind} == {"default"}
 
 
 def _other_model(source: Path, ours: Path, differences: list[str]) -> ConfigError:

@@ -60,6 +60,12 @@ def taken(source: Path, ours: Path, **options) -> Path:
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "model_type is llama, not qwen3"),
         ({"num_hidden_layers": 1}, "num_hidden_layers is 1, not 2"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False, not True"),
+        ({"is_causal": False}, "is_causal is False, not None"),  # no key of its class, and read by what all models share
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
+        (
+            {"max_position_embeddings": 256, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "max_position_embeddings is 256, not 128; rope_parameters.factor is 2.0, not None",
+        ),
     ],
 )
 def test_another_architecture_is_refused_and_each_difference_named(ours, keys, words):
@@ -75,6 +81,30 @@ def test_what_computes_the_same_is_taken(ours):
     state = load_file(taken(same, ours) / "rank-00000.safetensors")
     for name, tensor in load_file(ours / "model.safetensors").items():
         torch.testing.assert_close(state[f"model/{name}"], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"unsloth_fixed": True, "unsloth_version": "2025.3", "quickstart": {"made": "today"}},
+        {"max_window_layers": 2, "sliding_window": 32, "use_sliding_window": False},
+        {"max_position_embeddings": 40960, "rope_theta": 10000.0},
+    ],
+)
+def test_keys_that_nothing_reads_are_no_other_architecture(ours, keys):
+    taken(variant(ours, **keys), ours)
+
+
+def test_keys_count_as_soon_as_they_are_read(ours):
+    """The window's first layer where there is a window, the length where positions are scaled to it."""
+    written = json.loads((ours / "config.json").read_text())
+    scaled = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    (ours / "config.json").write_text(json.dumps(written | scaled | windows))
+    with pytest.raises(ConfigError) as refusal:
+        taken(variant(ours, max_position_embeddings=256, max_window_layers=2), ours)
+    for words in ("layer_types is", "max_position_embeddings is 256, not 128", "max_window_layers is 2, not 1"):
+        assert words in str(refusal.value)
 
 
 def test_tensors_without_a_place_are_refused_unless_the_trials_model_has_them_too(ours):
