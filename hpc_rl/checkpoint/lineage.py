@@ -57,7 +57,7 @@ def read_lineages(trial: Trial) -> list[LineageRecord]:
 
 
 def _read(path: Path) -> LineageRecord | None:
-    data: Any = read_json(path) if path.is_file() else None  # a pipe would never end
+    data: Any = read_json(path)
     try:
         record = LineageRecord(**{**data, "set_aside": tuple(data.get("set_aside", ()))})
     except (TypeError, AttributeError):

@@ -9,11 +9,12 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,23 @@ def run(argv: list[str]) -> int:
         made = new_parser("checkpoint", lines, EPILOG)
         made.add_argument("action", choices=ACTIONS, metavar=f"{{{','.join(ACTIONS)}}}")
         made.parse_args(argv)
-    return {"list": _list, "verify": _verify, "export": _export, "import": _import}[argv[0]](argv[1:])
+    with _tidy_at_sigterm():
+        return {"list": _list, "verify": _verify, "export": _export, "import": _import}[argv[0]](argv[1:])
+
+
+@contextlib.contextmanager
+def _tidy_at_sigterm() -> Iterator[None]:
+    """Holds and half an export are removed on the way out, as at a Ctrl-C."""
+
+    def end(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # the removing is not cut short
+        raise SystemExit(ExitCode.KILLED_BY_SYSTEM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _list(argv: list[str]) -> int:
@@ -173,7 +190,7 @@ def _export(argv: list[str]) -> int:
 
 def _export_to(there: Path, trial: Trial, step: int) -> int:
     """The name comes last: nobody sees half of an export, and of two to one place the first stays. Raises CannotWrite."""
-    temporary = there.with_name(f".{there.name}.{uuid.uuid4().hex[:12]}.tmp")
+    temporary = there.parent / f".{there.name}.{uuid.uuid4().hex[:12]}.tmp"  # `/` has no name
     try:
         if os.path.lexists(there):
             raise FileExistsError

@@ -209,7 +209,7 @@ class Reader:
         found = []
         for folder in self.trial.attempts.glob("*"):
             job_id, _, restart = folder.name.rpartition(".")
-            if folder.is_dir() and job_id and restart.isdigit():
+            if folder.is_dir() and job_id and restart.isdecimal():
                 events = self._events.rows(folder.name)
                 own = [line for line in lines if line.attempt == folder.name]
                 story = _attempt(self.trial, folder.name, events, own, job_id in cancelled)
@@ -275,7 +275,7 @@ def _last_word(path: Path) -> dict[str, Any]:
 def newest_generation(trial: Trial) -> int | None:
     """Step of the newest committed generation (its manifest is there; whether it verifies is for decide to say)."""
     steps = [path.parent.name.removeprefix("gen-") for path in trial.recover.glob("gen-*/manifest.json")]
-    return max((int(step) for step in steps if step.isdigit()), default=None)
+    return max((int(step) for step in steps if step.isdecimal()), default=None)
 
 
 def _not_saved(trial: Trial) -> str:

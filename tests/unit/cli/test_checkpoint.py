@@ -103,6 +103,30 @@ def test_what_is_exported_is_held_before_torch_is_there(trial, tmp_path, torch_h
     assert held == {6} and not Holds(trial).steps()
 
 
+def test_the_root_is_no_place_for_an_export(trial, torch_half, capsys):
+    torch_half(write_weights)
+    assert main(["checkpoint", "export", str(trial.dir), "--to", "/"]) == ExitCode.CANNOT_WRITE
+    assert "hpc-rl: / " in capsys.readouterr().err
+
+
+def test_an_export_that_is_terminated_leaves_nothing(trial, tmp_path):
+    there = tmp_path / "model"
+    command = f"""
+import os, signal, sys
+from hpc_rl.cli import checkpoint
+from hpc_rl.cli.__main__ import main
+def torch_half(*_given, **_more):
+    print(*os.listdir({str(tmp_path)!r}))
+    os.kill(os.getpid(), signal.SIGTERM)
+checkpoint._hand_over = torch_half
+sys.exit(main(["checkpoint", "export", {str(trial.dir)!r}, "--to", {str(there)!r}]))
+"""
+    before, generations = set(os.listdir(tmp_path)), set(os.listdir(trial.recover))
+    ended = subprocess.run([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == ExitCode.KILLED_BY_SYSTEM and ".model." in ended.stdout
+    assert set(os.listdir(tmp_path)) == before and set(os.listdir(trial.recover)) == generations
+
+
 @pytest.mark.parametrize("place", ["{tmp}/file/model", "/proc/model", "/proc/1/model/deeper"])
 def test_an_export_that_can_not_be_written_says_where(trial, tmp_path, torch_half, capsys, place):
     (tmp_path / "file").write_text("not a folder")

@@ -10,6 +10,7 @@ import pytest
 from hpc_rl.launch.story import Reader, tell
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.polling import GONE
+from hpc_rl.trial import write_json
 
 T0 = 1_790_000_000.0  # of the fake trial
 
@@ -278,6 +279,21 @@ def test_every_file_may_be_missing_or_torn(fake_trial):
     story = tell(trial)
     assert (story.step, story.generation, len(story.attempts)) == (5, None, 1)
     assert {role.name for role in story.attempts[0].roles} == {"trainer-0", "rollout-0", "server-0"}  # by their logs
+
+
+def test_names_that_look_like_numbers_and_are_none_are_passed_over(fake_trial):
+    """`²` is a digit to Python, and no number."""
+    fake_trial.run_to(5)
+    fake_trial.generation(4)
+    trial = fake_trial.trial
+    for folder in (trial.recover / "gen-²", trial.attempts / "7.²"):
+        folder.mkdir()
+        write_json(folder / "manifest.json", {})
+    write_json(trial.jobs / "7.next-²", {"job_id": "8"})
+    write_json(trial.attempt("7.0").dir / "rollout.².json", {})
+    (trial.attempt("7.0").dir / "metrics.².jsonl").write_text("")
+    story = tell(trial)
+    assert (story.step, story.generation, [attempt.id for attempt in story.attempts]) == (5, 4, ["7.0"])
 
 
 def test_a_reader_follows_what_grows(fake_trial):
