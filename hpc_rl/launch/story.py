@@ -185,7 +185,7 @@ class Reader:
             lineages=lines,
             step=step,
             total_steps=_total_steps(self.trial, history, _logged_by(history, lines), jobs, step if state == "done" else None),
-            rate=_rate(history, lines[-1].from_step if lines else 0) if attempts and attempts[-1].last_step is not None else None,
+            rate=_rate(history, lines[-1].from_step if lines else 0) if self._trains(attempts, lines) else None,
             generation=newest_generation(self.trial),
             exports=sorted(path.name for path in self.trial.exports.glob("*") if path.is_dir() and not path.name.startswith(".")),
             plan=plan if isinstance(plan, dict) else {},
@@ -194,6 +194,20 @@ class Reader:
             ends_at=self._ends_at(attempts, job_state) if state in ("running", "stopping") else None,
             rollout=read_rollout(self.trial.attempt(attempts[-1].id)) if attempts else None,
         )
+
+    def _trains(self, attempts: list[AttemptStory], lines: list[Lineage]) -> bool:
+        """Whether the newest steps are of a trainer that is still at work; of an attempt that is over, of any."""
+        if not attempts or attempts[-1].last_step is None or attempts[-1].state != "running":
+            return bool(attempts) and attempts[-1].last_step is not None
+        newest = attempts[-1]
+        trainer = next((role for role in newest.roles if role.role == "trainer"), None)
+        if trainer is None or not trainer.running:
+            return False
+        starts = [row for row in self._events.rows(newest.id) if row.get("event") in ("started", "supervisor_started")]
+        whose = [row["role"] for row in starts if row.get("role") in ("trainer", "supervisor")]
+        if whose[-1:] == ["supervisor"]:  # the trainer died with the supervisor before this one
+            return False
+        return not lines or (lines[-1].attempt, lines[-1].incarnation) == (newest.id, trainer.incarnation)
 
     def _ends_at(self, attempts: list[AttemptStory], job_state: JobState | None) -> float | None:
         """By the scheduler where it was asked, else as the supervisor last heard."""

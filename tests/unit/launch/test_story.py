@@ -56,6 +56,24 @@ def test_rate_and_eta_count_the_steps_since_the_last_start(fake_trial):
     assert story.eta_s == pytest.approx(20.0)
 
 
+def test_no_rate_is_told_while_nothing_trains(fake_trial):
+    """From the death of the trainer, or of its supervisor, to the first step of the next one."""
+    fake_trial.run_to(36)
+    rates = [tell(fake_trial.trial).rate]
+    fake_trial.exited("7.0", "trainer", 137, at=60)
+    rates.append(tell(fake_trial.trial).rate)
+    fake_trial.started("7.0", "trainer", incarnation=1, at=61)
+    rates.append(tell(fake_trial.trial).rate)
+    fake_trial.lineage(1, 30, "7.0", incarnation=1)
+    fake_trial.steps("7.0", 31, 36, lineage=1, incarnation=1, at=70)
+    rates.append(tell(fake_trial.trial).rate)
+    fake_trial.event("7.0", "supervisor_started", at=80, role="supervisor", number=1)
+    story = tell(fake_trial.trial)
+    rates.append(story.rate)
+    assert rates == [pytest.approx(1.0), None, None, pytest.approx(1.0), None]
+    assert (story.state, story.eta_s) == ("running", None)
+
+
 def test_done(fake_trial):
     fake_trial.run_to(100)
     fake_trial.ended("7.0", 0, at=120)
