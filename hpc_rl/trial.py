@@ -109,9 +109,15 @@ def fsync_dir(path: Path) -> None:
 def read_json(path: Path) -> Any | None:
     """Parsed content, or None where the file is missing, stale or not complete yet."""
     try:
-        return json.loads(path.read_bytes())
+        with open(path, "rb", buffering=0, opener=_without_waiting) as file:
+            return json.loads(file.read() or b"")
     except (OSError, ValueError):
         return None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """A pipe reads as empty: nobody may ever write to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def entries(folder: Path) -> list[os.DirEntry[str]]:

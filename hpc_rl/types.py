@@ -26,7 +26,7 @@ class WeightVersion:
     @classmethod
     def parse(cls, label: str) -> WeightVersion:
         lineage, _, step = label.partition(".")
-        if not (lineage.isdigit() and step.isdigit()):
+        if not (lineage.isdecimal() and step.isdecimal()):
             raise ValueError(f"weight version must read '<lineage>.<step>', got {label!r}")
         return cls(int(lineage), int(step))
 

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from hpc_rl import net
 from hpc_rl.app import role
+from hpc_rl.checkpoint.lineage import newest_number
 from hpc_rl.config.root import GRPOConfig
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -56,7 +57,7 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     held_out = Prompts(config.valid_dataset, tokenizer, config.seed) if config.valid_dataset else None
     names = open_names(context.trial, config)
     sequencer = Sequencer(rules(config))
-    sequencer.lineage = max((int(path.stem) for path in context.trial.lineages.glob("[0-9]*.json")), default=0)
+    sequencer.lineage = max(0, newest_number(context.trial))
     driver = Driver(context.trial.rollout, sequencer, prompts, held_out, lambda: context.deadline.left_s)
     num_workers = config.rollout.num_workers
     driver.executor = executor = Executor(lambda i: worker_argv(context, i), num_workers, driver.on_frame, driver.on_lost)

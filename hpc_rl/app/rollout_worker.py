@@ -42,6 +42,7 @@ def main() -> int:
         asyncio.run(work(trial, config, tokens["data"], out))
     except HpcRlError as error:
         print(error, file=sys.stderr)
+        os.write(out, frames.pack({"op": "ends", "error": str(error)}))
         return ExitCode.BAD_CONFIG if isinstance(error, ConfigError) else ExitCode.FAILED
     return ExitCode.DONE
 

@@ -114,8 +114,11 @@ class Commit:
             return
         except OSError:
             found = check(self.final)
-            if found.manifest == manifest:
-                return  # the reply to a rename was lost, or it lies there from before
+            if found.manifest == manifest and not self.folder.exists():
+                return  # the reply to a rename was lost
+            found = verify(found)
+            if found.manifest == manifest and not found.problem:
+                return  # it lies there from before
             if not self.final.exists():
                 raise
             problem = found.problem or f"written by lineage {found.manifest.lineage if found.manifest else '?'}"

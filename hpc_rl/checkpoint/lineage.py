@@ -57,7 +57,7 @@ def read_lineages(trial: Trial) -> list[LineageRecord]:
 
 
 def _read(path: Path) -> LineageRecord | None:
-    data: Any = read_json(path) if path.is_file() else None  # a pipe would never end
+    data: Any = read_json(path)
     try:
         record = LineageRecord(**{**data, "set_aside": tuple(data.get("set_aside", ()))})
     except (TypeError, AttributeError):
@@ -88,6 +88,11 @@ def next_lineage(trial: Trial, attempt: Attempt, incarnation: int, decision: Dec
             fsync_dir(trial.lineages)
             return record
         number += 1
+
+
+def newest_number(trial: Trial) -> int:
+    """The highest that a record bears, be it readable or not; -1 where there is none."""
+    return max((int(path.stem) for path in _paths(trial)), default=-1)
 
 
 def _numbers(trial: Trial) -> list[int]:

@@ -16,7 +16,7 @@ TIME_IS_OVER = "the job's time is nearly over"  # why a supervisor drains, in it
 def attempts_of(trial: Trial, submission: str) -> list[Attempt]:
     """The attempts of one job, oldest first."""
     names = [entry.name for entry in entries(trial.attempts) if entry.is_dir()]
-    own = [name for name in names if submission_of(name) == submission and name.rpartition(".")[2].isdigit()]
+    own = [name for name in names if submission_of(name) == submission and name.rpartition(".")[2].isdecimal()]
     return [trial.attempt(name) for name in sorted(own, key=lambda name: int(name.rpartition(".")[2]))]
 
 
@@ -102,7 +102,7 @@ def _is_failure(row: Row) -> bool:
 
 def _restart(attempt_id: str) -> int:
     number = attempt_id.rpartition(".")[2]
-    return int(number) if number.isdigit() else -1
+    return int(number) if number.isdecimal() else -1
 
 
 def _order(past: PastStart) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from hpc_rl.errors import ExitCode
 from hpc_rl.launch import index
 from hpc_rl.launch.cancel import Cancelled, Outcome, cancel, wait
 from hpc_rl.launch.story import tell
+from hpc_rl.launch.verdict import NOTHING_SAVED
 from hpc_rl.launch.words import span, typed
 from hpc_rl.trial import Trial
 
@@ -17,6 +18,10 @@ WORDS = {
     Outcome.KILLED: "is being ended by the scheduler: it saves its state if that fits the scheduler's grace, then it is killed",
     Outcome.SERVERS: "(servers) is taken away by the scheduler; servers hold no state",
     Outcome.UNSURE: "is not known to the scheduler; should it still run, it ends as soon as it sees the wish",
+}
+UNSAVED = {
+    Outcome.DRAINING: f"finishes its step and ends; {NOTHING_SAVED}",
+    Outcome.KILLED: f"is being ended by the scheduler; {NOTHING_SAVED}",
 }
 
 
@@ -37,7 +42,8 @@ def run(argv: list[str]) -> int:
         print(f"{trial} was never submitted: nothing to cancel.")
     for item in done if not args.json else []:
         was = item.was.state.value if item.was else "unknown"
-        print(f"job {item.job.job_id} of {trial} {WORDS[item.outcome].format(was=was)}.")
+        words = WORDS if item.job.saves else WORDS | UNSAVED
+        print(f"job {item.job.job_id} of {trial} {words[item.outcome].format(was=was)}.")
     acted = [item for item in done if item.outcome in (Outcome.DRAINING, Outcome.KILLED)]
     if args.wait_s and acted:
         return _wait(trial, acted[-1], args.wait_s, quiet=args.json)

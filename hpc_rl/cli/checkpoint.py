@@ -9,11 +9,12 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, T
 from hpc_rl.launch import index
 from hpc_rl.launch import submit as submission
 from hpc_rl.launch.claim import Claim
-from hpc_rl.launch.outlook import refuse_end_before
+from hpc_rl.launch.outlook import refuse_end_before, sound_steps
 from hpc_rl.trial import Trial, fsync_dir, read_json
 
 MEANWHILE_S = 60.0  # between signs of life while the half with torch works
@@ -55,7 +56,23 @@ def run(argv: list[str]) -> int:
         made = new_parser("checkpoint", lines, EPILOG)
         made.add_argument("action", choices=ACTIONS, metavar=f"{{{','.join(ACTIONS)}}}")
         made.parse_args(argv)
-    return {"list": _list, "verify": _verify, "export": _export, "import": _import}[argv[0]](argv[1:])
+    with _tidy_at_sigterm():
+        return {"list": _list, "verify": _verify, "export": _export, "import": _import}[argv[0]](argv[1:])
+
+
+@contextlib.contextmanager
+def _tidy_at_sigterm() -> Iterator[None]:
+    """Holds and half an export are removed on the way out, as at a Ctrl-C."""
+
+    def end(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # the removing is not cut short
+        raise SystemExit(ExitCode.KILLED_BY_SYSTEM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _list(argv: list[str]) -> int:
@@ -174,7 +191,7 @@ def _export(argv: list[str]) -> int:
 
 def _export_to(there: Path, trial: Trial, step: int) -> int:
     """The name comes last: nobody sees half of an export, and of two to one place the first stays. Raises CannotWrite."""
-    temporary = there.with_name(f".{there.name}.{uuid.uuid4().hex[:12]}.tmp")
+    temporary = there.parent / f".{there.name}.{uuid.uuid4().hex[:12]}.tmp"  # `/` has no name
     try:
         if os.path.lexists(there):
             raise FileExistsError
@@ -222,9 +239,9 @@ def _import(argv: list[str]) -> int:
 
 def _check_step(trial: Trial, step: int) -> None:
     """Raises TrialStateError where a start would not take an imported generation of this step, or could not go on from it."""
-    found, cut = generation.scan(trial), seals_of(trial)
-    first = max([trimmed(trial), *(one.step + 1 for one in found)])
-    last = max(cut, default=None if not trimmed(trial) else trimmed(trial))
+    sound, cut, gone = sound_steps(trial), seals_of(trial), trimmed(trial)  # a start passes damaged generations over
+    first = max([gone, *(one + 1 for one in sound)])
+    last = max(cut, default=gone or None)
     if first <= step and (last is None or step <= last):
         return
     if last is None:
@@ -233,10 +250,11 @@ def _check_step(trial: Trial, step: int) -> None:
         rest = f"Import as a step from {first} to {last}, or into another trial."
     else:
         rest = "Import into another trial, or set actor.path of a new one to the folder."
-    if newer := [one.step for one in found if one.step >= step]:
-        raise TrialStateError(f"{trial} has generation {newer[0]}, which would be taken instead of one of step {step}. {rest}")
-    kept = f"of the batch log batches {trimmed(trial) + 1} to {last} are there"
-    raise TrialStateError(f"{trial} can't go on from step {step}: {kept}. {rest}")
+    if sound and sound[0] >= step:
+        raise TrialStateError(f"{trial} has generation {sound[0]}, which would be taken instead of one of step {step}. {rest}")
+    assert last is not None  # with no batch cut, nothing but a generation is in the way
+    kept = f"batches {gone + 1} to {last} are there" if gone < last else f"no batch is there, those up to {gone} were trimmed"
+    raise TrialStateError(f"{trial} can't go on from step {step}: of the batch log {kept}. {rest}")
 
 
 def _check_end(trial: Trial, step: int) -> None:

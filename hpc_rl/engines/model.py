@@ -104,6 +104,10 @@ def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Policy:
             f"{config.path} can't be built with attn_impl {config.attn_impl!r} here: {error} "
             "Install what is missing in the trainer's environment, or use attn_impl: sdpa."
         ) from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # of a number or a name that no model can have
+        hf_io.refuse_damage(Path(config.path))
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{Path(config.path) / 'config.json'} describes no model that can be built: {said}") from error
     if config.is_critic and not isinstance(getattr(hf, "score", None), nn.Linear):
         raise NotBuilt(f"{hf.config.model_type} models can't be reward models yet: their head is not a linear layer `score`")
     if not config.is_critic:
@@ -115,6 +119,19 @@ def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Policy:
     return Scorer(hf, unread) if config.is_critic else Policy(hf, unread)
 
 
+def architecture(folder: Path, **more: Any) -> Any:
+    """The config.json of a checkpoint, as transformers reads it. Raises ConfigError that names the file, OSError."""
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, **more)
+    except OSError:
+        hf_io.refuse_damage(folder)  # in whose words no file is named
+        raise
+    except Exception as error:  # keys that contradict each other come as errors of many kinds, of huggingface_hub among others
+        hf_io.refuse_damage(folder)
+        said = " ".join(str(error).split()).rstrip(".")  # theirs have lines
+        raise ConfigError(f"{folder / 'config.json'} can't be read as an architecture: {said}. Mend or copy it again.") from error
+
+
 def _make(config: TrainEngineConfig) -> tuple[Any, list[str]]:
     """(The model of transformers, its weights from the directory or random; tensors there that it has no place for).
 
@@ -122,9 +139,9 @@ def _make(config: TrainEngineConfig) -> tuple[Any, list[str]]:
     """
     kind: Any = AutoModelForSequenceClassification if config.is_critic else AutoModelForCausalLM
     labels: dict[str, Any] = {"num_labels": 1} if config.is_critic else {}
+    read = architecture(Path(config.path), **labels)  # first in any case: what from_pretrained says of it names no file
     if config.init_from_scratch:
-        architecture = AutoConfig.from_pretrained(config.path, local_files_only=True, **labels)
-        return kind.from_config(architecture, dtype=torch.float32, attn_implementation=config.attn_impl), []
+        return kind.from_config(read, dtype=torch.float32, attn_implementation=config.attn_impl), []
     loaded: Any = kind.from_pretrained(
         config.path,
         dtype=torch.float32,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from hpc_rl.blocks import FileRecord
 from hpc_rl.config.train import OptimizerConfig, TrainEngineConfig
@@ -22,6 +21,7 @@ IDLE_KEYS = {  # of a config.json, at any depth: what changes no number of a for
     *("id2label", "label2id", "problem_type", "tokenizer_class", "task_specific_params"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
 }
+SHARED_KEYS = {"is_causal"}  # what all models share reads these, though few classes know them
 MAX_NAMED = 8  # differences in one message
 
 
@@ -64,6 +64,7 @@ def import_weights(
 
     Returns the written files and the counters. Raises ConfigError for another model's weights, OSError.
     """
+    model.check(on_cpu(config), torch.device("cpu"))
     ours = Path(config.path)
     _check_architecture(source, ours)
     optimizer = dataclasses.replace(config.optimizer or OptimizerConfig(), offload=False)
@@ -79,19 +80,12 @@ def import_weights(
 
 def _check_architecture(source: Path, ours: Path) -> None:
     """Raises ConfigError where a checkpoint computes otherwise than the trial's model does."""
-    theirs, trials = dict(_computation(_architecture(source))), dict(_computation(_architecture(ours)))
-    odd = sorted(name for name in theirs.keys() | trials.keys() if theirs.get(name) != trials.get(name))
+    configs = [model.architecture(folder) for folder in (source, ours)]
+    theirs, trials = (dict(_computation(config.to_dict())) for config in configs)
+    differ = sorted(name for name in theirs.keys() | trials.keys() if theirs.get(name) != trials.get(name))
+    odd = [name for name in differ if any(_decides(config, name.partition(".")[0]) for config in configs)]
     if odd:
         raise _other_model(source, ours, [f"{name} is {theirs.get(name)}, not {trials.get(name)}" for name in odd])
-
-
-def _architecture(folder: Path) -> dict[str, Any]:
-    """The config.json with what it leaves out, as transformers reads it."""
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
-    except (OSError, ValueError) as error:
-        hf_io.refuse_damage(folder)
-        raise ConfigError(f"{folder / 'config.json'} can't be read as an architecture: {error}") from error
 
 
 def _computation(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
@@ -103,6 +97,26 @@ def _computation(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[
             yield from _computation(value, f"{within}{name}.")
         else:
             yield f"{within}{name}", value
+
+
+def _decides(config: Any, key: str) -> bool:
+    """Whether a key at the top of a config.json can change a number of that model: its class knows it, and other keys leave it
+    a meaning."""
+    values = config.to_dict()
+    if key == "max_window_layers" and values.get("use_sliding_window") is False:  # sliding_window is None by its class then
+        return False
+    if key == "max_position_embeddings" and _rope_is_default(values):
+        return False
+    return key in SHARED_KEYS or key in type(config)().to_dict()
+
+
+def _rope_is_default(values: Mapping[str, Any]) -> bool:
+    """Whether positions are rotary and not scaled to a length."""
+    rope = values.get("rope_parameters")
+    if rope is None:  # transformers 4
+        return "rope_theta" in values and values.get("rope_scaling") is None
+    kinds = [rope, *(one for one in rope.values() if isinstance(one, Mapping))]  # one, or one for each type of layer
+    return {kind["rope_type"] for kind in kinds if "rope_type" in kind} == {"default"}
 
 
 def _other_model(source: Path, ours: Path, differences: list[str]) -> ConfigError:

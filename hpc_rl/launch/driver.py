@@ -292,7 +292,7 @@ class Driver:
         found = self._list_generations()
         for name, _ in sorted(found - self._generations):
             step = name.removeprefix("gen-")
-            if step.isdigit():
+            if step.isdecimal():
                 self._do(self._machine.progressed(int(step)))
         self._generations |= found
 

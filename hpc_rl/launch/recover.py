@@ -91,7 +91,7 @@ def after_trainer(end: End, mode: str, failures: int, retries: int) -> Verdict:
     if end.code == ExitCode.DONE:
         return Verdict(False, ExitCode.DONE, "the trainer reached its last step")
     if end.code == ExitCode.STOPPED:
-        return Verdict(False, ExitCode.STOPPED, end.reason or "the trainer stopped with its state saved")
+        return Verdict(False, ExitCode.STOPPED, end.reason or "the trainer stopped")
     return after_failure("trainer", end, mode, failures, retries)
 
 

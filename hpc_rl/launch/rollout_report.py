@@ -55,7 +55,7 @@ def read_rollout(attempt: Attempt) -> Rollout | None:
     for path in attempt.dir.glob("rollout.*.json"):
         number = path.name.split(".")[1]
         data = read_json(path)
-        if number.isdigit() and isinstance(data, dict):
+        if number.isdecimal() and isinstance(data, dict):
             found.append((int(number), data))
     if not found:
         return None

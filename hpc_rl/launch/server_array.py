@@ -93,7 +93,7 @@ def successors(trial: Trial, array: str) -> list[str]:
 def attempts_of(trial: Trial, task: str) -> list[str]:
     """The attempts of one task, oldest first."""
     restarts = [path.name.rpartition(".")[2] for path in trial.server_attempts.glob(f"{task}.*")]
-    return [f"{task}.{restart}" for restart in sorted(int(restart) for restart in restarts if restart.isdigit())]
+    return [f"{task}.{restart}" for restart in sorted(int(restart) for restart in restarts if restart.isdecimal())]
 
 
 def read_arrays(trial: Trial) -> list[ServerArray]:

@@ -40,6 +40,7 @@ class Job:
     reason: str = ""  # of its end, in the script's words
     cluster: str = ""  # the Slurm cluster that it was handed to; empty where that is not known
     other_length: bool = False  # it asked for another total_train_* than the one before
+    saves: bool = True  # before it stops: its recover.mode is not disabled
     by_signal: bool = False  # it ended for a TERM, which a cancel, a preemption and an administrator's requeue send alike
 
     @property
@@ -184,7 +185,7 @@ class Reader:
             lineages=lines,
             step=step,
             total_steps=_total_steps(self.trial, history, _logged_by(history, lines), jobs, step if state == "done" else None),
-            rate=_rate(history, lines[-1].from_step if lines else 0) if attempts and attempts[-1].last_step is not None else None,
+            rate=_rate(history, lines[-1].from_step if lines else 0) if self._trains(attempts, lines) else None,
             generation=newest_generation(self.trial),
             exports=sorted(path.name for path in self.trial.exports.glob("*") if path.is_dir() and not path.name.startswith(".")),
             plan=plan if isinstance(plan, dict) else {},
@@ -193,6 +194,20 @@ class Reader:
             ends_at=self._ends_at(attempts, job_state) if state in ("running", "stopping") else None,
             rollout=read_rollout(self.trial.attempt(attempts[-1].id)) if attempts else None,
         )
+
+    def _trains(self, attempts: list[AttemptStory], lines: list[Lineage]) -> bool:
+        """Whether the newest steps are of a trainer that is still at work; of an attempt that is over, of any."""
+        if not attempts or attempts[-1].last_step is None or attempts[-1].state != "running":
+            return bool(attempts) and attempts[-1].last_step is not None
+        newest = attempts[-1]
+        trainer = next((role for role in newest.roles if role.role == "trainer"), None)
+        if trainer is None or not trainer.running:
+            return False
+        starts = [row for row in self._events.rows(newest.id) if row.get("event") in ("started", "supervisor_started")]
+        whose = [row["role"] for row in starts if row.get("role") in ("trainer", "supervisor")]
+        if whose[-1:] == ["supervisor"]:  # the trainer died with the supervisor before this one
+            return False
+        return not lines or (lines[-1].attempt, lines[-1].incarnation) == (newest.id, trainer.incarnation)
 
     def _ends_at(self, attempts: list[AttemptStory], job_state: JobState | None) -> float | None:
         """By the scheduler where it was asked, else as the supervisor last heard."""
@@ -204,15 +219,15 @@ class Reader:
 
     def _attempts(self, jobs: list[Job], lines: list[Lineage]) -> list[AttemptStory]:
         submitted = {job.job_id: number for number, job in enumerate(jobs)}
-        cancelled = {job.job_id for job in jobs if job.cancelled}
+        by_id = {job.job_id: job for job in jobs}
         last_steps = self._metrics.last_steps()
         found = []
         for folder in self.trial.attempts.glob("*"):
             job_id, _, restart = folder.name.rpartition(".")
-            if folder.is_dir() and job_id and restart.isdigit():
+            if folder.is_dir() and job_id and restart.isdecimal():
                 events = self._events.rows(folder.name)
                 own = [line for line in lines if line.attempt == folder.name]
-                story = _attempt(self.trial, folder.name, events, own, job_id in cancelled)
+                story = _attempt(self.trial, folder.name, events, own, by_id.get(job_id, Job(job_id)))
                 story.last_step = last_steps.get(folder.name)
                 found.append(((submitted.get(job_id, len(jobs)), story.started or 0.0, int(restart)), story))
         stories = [story for _, story in sorted(found, key=lambda pair: pair[0])]
@@ -220,7 +235,7 @@ class Reader:
         for earlier, later in pairwise(stories):  # a later start means that these are over, whether they left a word or not
             job = ended.get(earlier.job_id) if later.job_id != earlier.job_id else None
             if earlier.state == "running" and job is not None:
-                earlier.state, earlier.cause = describe_end(job.code, f"{job.reason} (code {job.code})", job.cancelled)
+                earlier.state, earlier.cause = describe_end(job.code, f"{job.reason} (code {job.code})", job.cancelled, job.saves)
             elif earlier.state == "running":
                 earlier.state, earlier.cause = "killed", "left no word: killed together with its node, or by the scheduler"
         return stories
@@ -245,13 +260,18 @@ def read_jobs(trial: Trial) -> list[Job]:
                     scheduler=str(data.get("scheduler") or ""),
                     cluster=str(data.get("cluster") or ""),
                     start_mode=str(data.get("start_mode") or ""),
+                    saves=data.get("start_mode") != "disabled",
                     cancelled=trial.cancel_intent(path.stem).exists(),
                     native_id=record.current(trial, path.stem),
                     other_length=any(str(change).startswith("total_train_") for change in _list(data.get("changed"))),
                     **_last_word(path.with_suffix(".state")),
                 )
             )
-    return sorted(jobs, key=lambda job: (job.time, job.job_id))
+    jobs.sort(key=lambda job: (job.time, job.job_id))
+    plan = read_json(trial.plan_json)
+    if jobs and jobs[-1].start_mode == "resume" and isinstance(plan, dict):  # the mode that comes after is the plan's alone
+        jobs[-1].saves = plan.get("recover_mode") != "disabled"
+    return jobs
 
 
 def _list(value: Any) -> list[Any]:
@@ -275,7 +295,7 @@ def _last_word(path: Path) -> dict[str, Any]:
 def newest_generation(trial: Trial) -> int | None:
     """Step of the newest committed generation (its manifest is there; whether it verifies is for decide to say)."""
     steps = [path.parent.name.removeprefix("gen-") for path in trial.recover.glob("gen-*/manifest.json")]
-    return max((int(step) for step in steps if step.isdigit()), default=None)
+    return max((int(step) for step in steps if step.isdecimal()), default=None)
 
 
 def _not_saved(trial: Trial) -> str:
@@ -285,7 +305,7 @@ def _not_saved(trial: Trial) -> str:
     return f"its last state is not saved: {words}; exports/final is whole" if words else ""
 
 
-def _attempt(trial: Trial, name: str, events: list[Row], own: list[Lineage], cancelled: bool) -> AttemptStory:
+def _attempt(trial: Trial, name: str, events: list[Row], own: list[Lineage], job: Job) -> AttemptStory:
     attempt = trial.attempt(name)
     ended = read_json(attempt.ended)
     times = [row["time"] for row in events if isinstance(row.get("time"), (int, float))]
@@ -293,10 +313,10 @@ def _attempt(trial: Trial, name: str, events: list[Row], own: list[Lineage], can
     if isinstance(ended, dict):
         code = ended.get("exit_code") if isinstance(ended.get("exit_code"), int) else None
         end_time = ended.get("time") if isinstance(ended.get("time"), (int, float)) else None
-        state, cause = describe_end(code, str(ended.get("reason") or ""), cancelled)
+        state, cause = describe_end(code, str(ended.get("reason") or ""), job.cancelled, job.saves)
     return AttemptStory(
         id=name,
-        job_id=name.rpartition(".")[0],
+        job_id=job.job_id,
         state=state,
         cause=cause,
         exit_code=code,

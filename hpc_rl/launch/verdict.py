@@ -28,6 +28,7 @@ class JobFacts(Protocol):
     event: str
     code: int | None
     reason: str
+    saves: bool
 
     @property
     def over(self) -> bool: ...
@@ -56,11 +57,15 @@ ENDS: dict[int, tuple[str, str]] = {
 }
 
 
-def describe_end(code: int | None, reason: str, cancelled: bool) -> tuple[str, str]:
-    """State and words for an exit code with its recorded reason."""
+NOTHING_SAVED = "nothing is saved (recover.mode disabled)"
+
+
+def describe_end(code: int | None, reason: str, cancelled: bool, saves: bool = True) -> tuple[str, str]:
+    """State and words for an exit code with its recorded reason; `saves`: it was a trial that saves when it stops."""
     state, words = ENDS.get(code, ("failed", f"ended with exit code {code}")) if code is not None else ("failed", "ended")
     if cancelled and state in ("stopped", "killed"):
         state, words = "cancelled", "cancelled by a person" + (", state saved" if code == ExitCode.STOPPED else "")
+    words = words if saves else words.replace("state saved", NOTHING_SAVED)
     return state, f"{words}: {reason}" if reason and reason not in words else words
 
 
@@ -170,14 +175,16 @@ def _unstarted(job: JobFacts, job_state: JobState | None) -> tuple[str, str]:
 def _unended(job: JobFacts | None, own: AttemptFacts, job_state: JobState | None, last_sign: float | None) -> tuple[str, str]:
     """The newest attempt left no word of its end."""
     if job is not None and job.event == "ended":
-        return describe_end(job.code, f"{job.reason} (code {job.code})", job.cancelled)
+        return describe_end(job.code, f"{job.reason} (code {job.code})", job.cancelled, job.saves)
     if job_state is not None and job_state.state in DEAD_JOBS:
         return DEAD_JOBS[job_state.state], _scheduler_words(job_state)
     if job_state is not None and job_state.native == GONE:
         return "killed", f"left no word of its end; {_scheduler_words(job_state)}"
     silent_s = time.time() - last_sign if last_sign is not None else SILENCE_S
     if (job_state is not None and job_state.state.alive) or silent_s < SILENCE_S:  # the age decides only what is shown
-        wish = "a person asked it to stop; it saves its state first" if job is not None and job.cancelled else own.stopping
+        wish = own.stopping
+        if job is not None and job.cancelled:
+            wish = f"a person asked it to stop; {'it saves its state first' if job.saves else NOTHING_SAVED}"
         return ("stopping", wish) if wish else ("running", "")
     return "unknown", f"no word of its end, and no sign of life for {silent_s / 60:.0f} min"
 

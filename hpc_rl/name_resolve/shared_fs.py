@@ -85,7 +85,7 @@ class SharedFsNames(Polling):
         newest: dict[str, int] = {}
         for path in self._files(prefix):
             stem, mark, number = path.name.rpartition(EPOCH)
-            if mark and number.isdigit():
+            if mark and number.isdecimal():
                 key = self._key(path.with_name(stem), "")
                 newest[key] = max(newest.get(key, 0), int(number))
         seen = {key: self._judge(key, epoch) for key, epoch in sorted(newest.items())}
@@ -177,7 +177,7 @@ class SharedFsLease:
 
 def _highest_epoch(base: Path) -> int:
     marks = [name.removeprefix(base.name + EPOCH) for name in _scan(base.parent) if name.startswith(base.name + EPOCH)]
-    return max((int(mark) for mark in marks if mark.isdigit()), default=0)
+    return max((int(mark) for mark in marks if mark.isdecimal()), default=0)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -102,7 +102,7 @@ class Batches:
             return
         self.note_trimmed(step)
         for name in os.listdir(self.folder):
-            if name.endswith(".seal") and name.removesuffix(".seal").isdigit() and int(name.removesuffix(".seal")) <= step:
+            if name.endswith(".seal") and name.removesuffix(".seal").isdecimal() and int(name.removesuffix(".seal")) <= step:
                 (self.folder / name).unlink(missing_ok=True)
 
     def _path(self, step: int) -> Path:

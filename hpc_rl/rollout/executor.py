@@ -31,6 +31,7 @@ class _Seat:
     ready: bool = False
     tickets: set[int] = field(default_factory=set)
     short_lives: int = 0
+    last_words: str = ""  # of its newest process, why it ends
 
 
 class Executor:
@@ -106,6 +107,7 @@ class Executor:
         while True:
             began = time.monotonic()
             pipe = asyncio.subprocess.PIPE
+            seat.last_words = ""
             seat.process = await asyncio.create_subprocess_exec(*self._argv(seat.number), stdin=pipe, stdout=pipe)
             try:
                 await self._listen(seat)
@@ -116,12 +118,13 @@ class Executor:
                     self._owner.pop(ticket, None)
             code = await frames.exit_code(seat.process)
             if code == ExitCode.BAD_CONFIG:
-                raise ConfigError("an executor worker refused the configuration; its message is above")
+                raise ConfigError(seat.last_words or "an executor worker refused the configuration and left no word")
             self.restarts += 1
             seat.short_lives = 0 if time.monotonic() - began > LONG_LIFE_S else seat.short_lives + 1
             if seat.short_lives >= MAX_SHORT_LIVES:
                 raise RoleFailed(
                     f"executor worker {seat.number} ended {seat.short_lives} times in a row, at last with code {code}"
+                    + (f": {seat.last_words}" if seat.last_words else "")
                 )
             pause_s = min(MAX_BACKOFF_S, 0.1 * 4 ** (seat.short_lives - 1)) if seat.short_lives else 0.0
             logger.warning("executor worker %d ended with code %d: its %d prompts are issued again", seat.number, code, len(lost))
@@ -136,6 +139,8 @@ class Executor:
                 queue, self._queue = self._queue, []
                 for waiting in queue:
                     self.run(waiting)
+            elif frame["op"] == "ends":
+                seat.last_words = frame["error"]
             elif self._owner.get(frame["ticket"]) is seat:
                 del self._owner[frame["ticket"]]
                 seat.tickets.discard(frame["ticket"])

@@ -2,7 +2,7 @@
 
 In:  {"op": "run", "ticket", "index", "epoch", "row", "columns", "input_ids", "version", "evaluate"};
      {"op": "cancel", "ticket"}.
-Out: {"op": "ready"}, then for each ticket one of
+Out: {"op": "ready"}, or {"op": "ends", "error"} where it can't be; then for each ticket one of
      {"op": "group", "ticket", "oldest_step", "oldest_lineage", "newest_lineage", "num_trajectories", "num_tokens",
       "reward_sum", "group": bytes},
      {"op": "scored", "ticket", "reward", "num_tokens", "versions"}    of an evaluation,

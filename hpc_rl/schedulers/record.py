@@ -44,7 +44,7 @@ def followers(trial: Trial, job_id: str) -> dict[int, str]:
     found = {}
     for path in sorted(trial.jobs.glob(f"{job_id}.next-*")):
         data, restart = read_json(path), path.name.rpartition("-")[2]
-        if restart.isdigit() and isinstance(data, dict) and data.get("job_id"):
+        if restart.isdecimal() and isinstance(data, dict) and data.get("job_id"):
             found[int(restart)] = str(data["job_id"])
     return found
 

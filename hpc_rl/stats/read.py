@@ -69,7 +69,7 @@ def lineages(trial: Trial) -> list[Lineage]:
     """The lineages of a trial, oldest first; records that can't be read are passed over."""
     found = []
     for path in trial.lineages.glob("[0-9]*.json"):
-        data: Any = read_json(path) if path.is_file() else None
+        data: Any = read_json(path)
         try:
             found.append(
                 Lineage(
@@ -141,7 +141,7 @@ class MetricsReader:
         for path in self.trial.attempts.glob("*/metrics.*.jsonl"):
             incarnation = path.name.split(".")[1]
             rows = self._file(path)
-            line = known.pop((path.parent.name, int(incarnation)), None) if incarnation.isdigit() else None
+            line = known.pop((path.parent.name, int(incarnation)), None) if incarnation.isdecimal() else None
             if line is not None:
                 parts.append(((line.lineage, 0.0), line.from_step, rows))
             elif rows:

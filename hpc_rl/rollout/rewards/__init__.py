@@ -67,8 +67,8 @@ def import_object(key: str, path: str) -> Any:
     except ImportError as error:
         remedy = "The module must be on the PYTHONPATH of the job"
         raise ConfigError(f"{key}: {path!r} can't be imported: {error}. {remedy}.") from error
-    except AttributeError:
-        raise ConfigError(f"{key}: module {module!r} has no {name!r}.") from None
+    except AttributeError as error:
+        raise ConfigError(f"{key}: {path!r} can't be imported: {error}.") from error
 
 
 class Inline:

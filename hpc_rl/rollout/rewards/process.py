@@ -61,18 +61,20 @@ class RewardProcess:
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(*self._argv, stdin=pipe, stdout=pipe)
         assert self._process.stdout
+        first, said = None, f"no word from it within {START_TIMEOUT_S:.0f} s"
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                ready = await frames.read(self._process.stdout)
-                if ready is None:  # its output ended: its exit code, which follows, says why
-                    await self._process.wait()
+                first = await frames.read(self._process.stdout)
+                if first is None or "error" in first:  # it ends, and its exit code says how
+                    said = f"it ended with code {await self._process.wait()}"
         except TimeoutError:
-            ready = None
-        if ready is None:
+            pass
+        if first is None or "error" in first:
             await self._kill()
+            said = first["error"] if first else said
             if self._process.returncode == ExitCode.BAD_CONFIG:
-                raise ConfigError(f"rollout.reward_fn: {self.path!r} can't be imported; the message is above")
-            raise RoleFailed(f"the reward process for {self.path!r} does not come up; its message is above")
+                raise ConfigError(said)
+            raise RoleFailed(f"the reward process for {self.path!r} does not come up: {said}")
         self._reading = asyncio.create_task(self._read(self._process), name="reward-process")
         for call in self._calls.values():
             self._send(call)
@@ -163,7 +165,6 @@ class RewardProcess:
 def serve(path: str) -> None:
     """The process's end: answers calls until its input ends. Raises ConfigError for a path that can't be imported."""
     out = frames.take_stdout()
-    function = import_object("rollout.reward_fn", path)
     loop = asyncio.new_event_loop()
     writing = threading.Lock()
 
@@ -178,6 +179,11 @@ def serve(path: str) -> None:
             asyncio.run_coroutine_threadsafe(_call(function, frame, answer), loop)
         os._exit(0)
 
+    try:
+        function = import_object("rollout.reward_fn", path)
+    except Exception as error:  # whatever the user's module raises is what the trial's end is told by
+        answer({"error": str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"})
+        raise
     answer({"ready": True})
     threading.Thread(target=listen, daemon=True, name="calls").start()
     loop.run_forever()

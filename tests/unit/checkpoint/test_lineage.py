@@ -93,6 +93,16 @@ def test_records_of_the_wrong_kind_are_passed_over_and_their_numbers_stay_theirs
         look(trial, attempt(trial, "7.2"))
 
 
+def test_a_pipe_in_place_of_a_record_keeps_nobody_waiting(trial):
+    os.mkfifo(trial.trimmed)
+    assert trimmed(trial) == 0
+    writer = os.open(trial.trimmed, os.O_RDWR)  # somebody who may write, and does not
+    try:
+        assert trimmed(trial) == 0
+    finally:
+        os.close(writer)
+
+
 def test_a_number_is_never_used_again_although_the_records_are_lost(trial):
     commit(trial, 3, "7.0", lineage=4)
     one = attempt(trial, "8.0")

@@ -42,6 +42,23 @@ def test_the_wish_is_written_before_the_scheduler_is_told(trial, scheduler, caps
     assert words in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("start_mode", ["disabled", "resume"])
+@pytest.mark.parametrize("more", [[], ["--now"]])
+def test_where_nothing_is_saved_nobody_says_that_it_is(trial, fake_trial, scheduler, capsys, start_mode, more):
+    fake_trial.job("7", start_mode=start_mode)
+    write_json(trial.plan_json, {"recover_mode": "disabled"})
+    assert main(["cancel", "t1", *more]) == 0
+    fake_trial.event("7.0", "stopping", at=19)
+    assert main(["status", "t1"]) == 0
+    fake_trial.ended("7.0", 75, "cancelled by a person", at=20)
+    fake_trial.script_said("7", "ended", code=75, reason="cancelled by a person")
+    scheduler.answers["7"] = State.CANCELLED
+    assert main(["status", "t1"]) == 0
+    said = capsys.readouterr().out
+    assert "state saved" not in said and "saves its state" not in said
+    assert said.count("nothing is saved (recover.mode disabled)") >= 3
+
+
 def test_cancelling_again_does_no_harm(trial, scheduler, capsys):
     assert main(["cancel", "t1"]) == main(["cancel", "t1"]) == 0
     scheduler.answers["7"] = State.CANCELLED

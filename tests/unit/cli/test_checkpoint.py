@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,11 @@ import pytest
 from hpc_rl.checkpoint.generation import Commit
 from hpc_rl.checkpoint.holds import Holds
 from hpc_rl.checkpoint.manifest import Manifest
+from hpc_rl.checkpoint.situation import decide_start
 from hpc_rl.cli import checkpoint
 from hpc_rl.cli.__main__ import main
 from hpc_rl.errors import ExitCode
-from hpc_rl.trial import Trial
+from hpc_rl.trial import Trial, write_json
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -103,6 +105,30 @@ def test_what_is_exported_is_held_before_torch_is_there(trial, tmp_path, torch_h
     assert held == {6} and not Holds(trial).steps()
 
 
+def test_the_root_is_no_place_for_an_export(trial, torch_half, capsys):
+    torch_half(write_weights)
+    assert main(["checkpoint", "export", str(trial.dir), "--to", "/"]) == ExitCode.CANNOT_WRITE
+    assert "hpc-rl: / " in capsys.readouterr().err
+
+
+def test_an_export_that_is_terminated_leaves_nothing(trial, tmp_path):
+    there = tmp_path / "model"
+    command = f"""
+import os, signal, sys
+from hpc_rl.cli import checkpoint
+from hpc_rl.cli.__main__ import main
+def torch_half(*_given, **_more):
+    print(*os.listdir({str(tmp_path)!r}))
+    os.kill(os.getpid(), signal.SIGTERM)
+checkpoint._hand_over = torch_half
+sys.exit(main(["checkpoint", "export", {str(trial.dir)!r}, "--to", {str(there)!r}]))
+"""
+    before, generations = set(os.listdir(tmp_path)), set(os.listdir(trial.recover))
+    ended = subprocess.run([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == ExitCode.KILLED_BY_SYSTEM and ".model." in ended.stdout
+    assert set(os.listdir(tmp_path)) == before and set(os.listdir(trial.recover)) == generations
+
+
 @pytest.mark.parametrize("place", ["{tmp}/file/model", "/proc/model", "/proc/1/model/deeper"])
 def test_an_export_that_can_not_be_written_says_where(trial, tmp_path, torch_half, capsys, place):
     (tmp_path / "file").write_text("not a folder")
@@ -165,6 +191,36 @@ def test_a_step_past_the_end_of_the_trial_is_not_imported(rendered, config, torc
     assert main(["render", "--config", str(config), "total_train_steps=12"]) == 0
     torch_half(lambda given: commit(rendered, 11))
     assert main(importing) == 0
+
+
+def test_an_import_rescues_a_trial_whose_generations_are_all_damaged(rendered, config, torch_half, capsys):
+    """At a step before, at and after that of a damaged one; a sound one would be taken instead."""
+    model = str(config.parent / "model")
+    commit(rendered, 8)
+    assert main(["checkpoint", "import", str(rendered.dir), model, "--step", "7"]) == ExitCode.FAILED
+    assert "has generation 8, which would be taken instead" in capsys.readouterr().err
+    (rendered.generation(8) / "manifest.json").unlink()
+    commit(rendered, 6)
+    (rendered.generation(6) / "rank_0.ok").write_bytes(bytes((rendered.generation(6) / "rank_0.ok").stat().st_size))
+    rendered.batches.mkdir(exist_ok=True)
+    for number in (6, 7, 8, 9):
+        (rendered.batches / f"{number:08d}.seal").write_text("{}")
+    for step in (5, 6, 7, 8, 9):
+        torch_half(lambda given, step=step: commit(rendered, step))
+        assert main(["checkpoint", "import", str(rendered.dir), model, "--step", str(step)]) == 0
+        decision, passed_over = decide_start(rendered, rendered.attempt("1.0"), 0, "resume", "resume", 3)
+        assert (decision.action, decision.step) == ("load", step)
+        assert {one.step for one in passed_over} == {6, 8} - set(range(step + 1))
+        shutil.rmtree(rendered.generation(step))
+
+
+def test_a_batch_log_that_was_trimmed_further_than_it_goes_is_told_as_that(rendered, config, capsys):
+    rendered.batches.mkdir(exist_ok=True)
+    for number in (49, 50):
+        (rendered.batches / f"{number:08d}.seal").write_text("{}")
+    write_json(rendered.trimmed, {"step": 100000})
+    assert main(["checkpoint", "import", str(rendered.dir), str(config.parent / "model"), "--step", "7"]) == ExitCode.FAILED
+    assert "no batch is there, those up to 100000 were trimmed. Import into another trial" in capsys.readouterr().err
 
 
 def test_a_claim_that_takes_long_is_renewed(rendered, monkeypatch, capfd):

@@ -60,6 +60,12 @@ def taken(source: Path, ours: Path, **options) -> Path:
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "model_type is llama, not qwen3"),
         ({"num_hidden_layers": 1}, "num_hidden_layers is 1, not 2"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False, not True"),
+        ({"is_causal": False}, "is_causal is False, not None"),  # no key of its class, and read by what all models share
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
+        (
+            {"max_position_embeddings": 256, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "max_position_embeddings is 256, not 128; rope_parameters.factor is 2.0, not None",
+        ),
     ],
 )
 def test_another_architecture_is_refused_and_each_difference_named(ours, keys, words):
@@ -75,6 +81,30 @@ def test_what_computes_the_same_is_taken(ours):
     state = load_file(taken(same, ours) / "rank-00000.safetensors")
     for name, tensor in load_file(ours / "model.safetensors").items():
         torch.testing.assert_close(state[f"model/{name}"], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"unsloth_fixed": True, "unsloth_version": "2025.3", "quickstart": {"made": "today"}},
+        {"max_window_layers": 2, "sliding_window": 32, "use_sliding_window": False},
+        {"max_position_embeddings": 40960, "rope_theta": 10000.0},
+    ],
+)
+def test_keys_that_nothing_reads_are_no_other_architecture(ours, keys):
+    taken(variant(ours, **keys), ours)
+
+
+def test_keys_count_as_soon_as_they_are_read(ours):
+    """The window's first layer where there is a window, the length where positions are scaled to it."""
+    written = json.loads((ours / "config.json").read_text())
+    scaled = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    (ours / "config.json").write_text(json.dumps(written | scaled | windows))
+    with pytest.raises(ConfigError) as refusal:
+        taken(variant(ours, max_position_embeddings=256, max_window_layers=2), ours)
+    for words in ("layer_types is", "max_position_embeddings is 256, not 128", "max_window_layers is 2, not 1"):
+        assert words in str(refusal.value)
 
 
 def test_tensors_without_a_place_are_refused_unless_the_trials_model_has_them_too(ours):
@@ -109,5 +139,32 @@ def test_a_file_that_was_not_copied_whole_is_named_and_not_tried_again(ours, nam
     os.truncate(cut, int(cut.stat().st_size * share))
     for start in (lambda: taken(cut.parent, ours), lambda: FSDPEngine(config_of(cut.parent)).initialize(1)):
         with pytest.raises(ConfigError, match=re.escape(str(cut)) + " is damaged") as refusal:
+            start()
+        assert (refusal.value.exit_code, refusal.value.failure) == (ExitCode.REFUSED, FailureClass.USER)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 2},
+            r"can't be read as an architecture: .* \(3\) must be equal",
+        ),
+        ({"hidden_size": "x"}, "can't be read as an architecture: .* expected int, got str"),
+        ({"torch_dtype": "bogus", "dtype": None}, "can't be read as an architecture: .*'bogus'"),
+        ({"hidden_act": "nope"}, "describes no model that can be built: KeyError: 'nope'"),
+    ],
+)
+def test_a_config_json_that_contradicts_itself_is_named_and_not_tried_again(ours, keys, words):
+    """As a checkpoint to import, as the model of the trial that it is imported into, and as one that a trainer starts from."""
+    odd = variant(ours, **keys)
+    starts = [
+        lambda: FSDPEngine(config_of(odd)).initialize(1),
+        lambda: FSDPEngine(config_of(odd, init_from_scratch=True)).initialize(1),
+    ]
+    if "built" not in words:  # else another architecture is what an import says first
+        starts += [lambda: taken(odd, ours), lambda: import_weights(config_of(odd), 1, ours, 6, ours.with_name("state"))]
+    for start in starts:
+        with pytest.raises(ConfigError, match=re.escape(f"{odd}/config.json ") + words) as refusal:
             start()
         assert (refusal.value.exit_code, refusal.value.failure) == (ExitCode.REFUSED, FailureClass.USER)

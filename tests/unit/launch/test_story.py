@@ -10,6 +10,7 @@ import pytest
 from hpc_rl.launch.story import Reader, tell
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.polling import GONE
+from hpc_rl.trial import write_json
 
 T0 = 1_790_000_000.0  # of the fake trial
 
@@ -53,6 +54,24 @@ def test_rate_and_eta_count_the_steps_since_the_last_start(fake_trial):
     story = tell(fake_trial.trial)
     assert story.rate == pytest.approx(1.0)
     assert story.eta_s == pytest.approx(20.0)
+
+
+def test_no_rate_is_told_while_nothing_trains(fake_trial):
+    """From the death of the trainer, or of its supervisor, to the first step of the next one."""
+    fake_trial.run_to(36)
+    rates = [tell(fake_trial.trial).rate]
+    fake_trial.exited("7.0", "trainer", 137, at=60)
+    rates.append(tell(fake_trial.trial).rate)
+    fake_trial.started("7.0", "trainer", incarnation=1, at=61)
+    rates.append(tell(fake_trial.trial).rate)
+    fake_trial.lineage(1, 30, "7.0", incarnation=1)
+    fake_trial.steps("7.0", 31, 36, lineage=1, incarnation=1, at=70)
+    rates.append(tell(fake_trial.trial).rate)
+    fake_trial.event("7.0", "supervisor_started", at=80, role="supervisor", number=1)
+    story = tell(fake_trial.trial)
+    rates.append(story.rate)
+    assert rates == [pytest.approx(1.0), None, None, pytest.approx(1.0), None]
+    assert (story.state, story.eta_s) == ("running", None)
 
 
 def test_done(fake_trial):
@@ -278,6 +297,21 @@ def test_every_file_may_be_missing_or_torn(fake_trial):
     story = tell(trial)
     assert (story.step, story.generation, len(story.attempts)) == (5, None, 1)
     assert {role.name for role in story.attempts[0].roles} == {"trainer-0", "rollout-0", "server-0"}  # by their logs
+
+
+def test_names_that_look_like_numbers_and_are_none_are_passed_over(fake_trial):
+    """`²` is a digit to Python, and no number."""
+    fake_trial.run_to(5)
+    fake_trial.generation(4)
+    trial = fake_trial.trial
+    for folder in (trial.recover / "gen-²", trial.attempts / "7.²"):
+        folder.mkdir()
+        write_json(folder / "manifest.json", {})
+    write_json(trial.jobs / "7.next-²", {"job_id": "8"})
+    write_json(trial.attempt("7.0").dir / "rollout.².json", {})
+    (trial.attempt("7.0").dir / "metrics.².jsonl").write_text("")
+    story = tell(trial)
+    assert (story.step, story.generation, [attempt.id for attempt in story.attempts]) == (5, 4, ["7.0"])
 
 
 def test_a_reader_follows_what_grows(fake_trial):

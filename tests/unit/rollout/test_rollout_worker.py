@@ -189,7 +189,7 @@ def test_workflows_by_import_path(tmp_path, monkeypatch):
     assert load_workflow("own_workflow:f").__name__ == "f"
     for path, words in [
         ("own_workflow:x", "method"),
-        ("own_workflow:y", "no 'y'"),
+        ("own_workflow:y", "no attribute 'y'"),
         ("nowhere:f", "imported"),
         ("multi", "neither"),
     ]:
@@ -277,8 +277,15 @@ async def test_a_reward_that_ends_its_process_is_given_up(reward_process):
 
 
 async def test_a_reward_that_is_not_there_is_a_bad_configuration(reward_process):
-    with pytest.raises(ConfigError, match="own_rewards:nothing"):
+    with pytest.raises(ConfigError, match="'own_rewards:nothing' can't be imported: module 'own_rewards' has no attribute"):
         await reward_process("nothing")
+
+
+async def test_a_reward_whose_module_fails_says_how(tmp_path, monkeypatch):
+    (tmp_path / "half_written.py").write_text("def score(:\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(path for path in sys.path if path)}")
+    with pytest.raises(RoleFailed, match=r"half_written:score.*SyntaxError: invalid syntax"):
+        await RewardProcess("half_written:score", 5.0).start()
 
 
 async def test_tracing_logs_each_request_and_its_answer(caplog):
