@@ -99,7 +99,7 @@ guard_supervisor() { # PID: one that does nothing at all for long (stopped, or s
   local ticks last='' stat idle_s=0 sleep_pid='' period_s=$((hang_s < 10 ? hang_s : 10))
   trap 'kill "$sleep_pid" 2>/dev/null; exit' TERM
   while read -r stat 2>/dev/null <"/proc/$1/stat"; do
-    sleep "$period_s" &
+    sleep "$period_s" 2>/dev/null & # killed before its number is known it stays, and must keep no output open
     sleep_pid=$!
     wait "$sleep_pid" || return
     read -ra ticks <<<"${stat##*) }"
