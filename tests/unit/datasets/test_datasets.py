@@ -6,10 +6,7 @@ import json
 import subprocess
 import sys
 
-import datasets
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import tokenizers
 from hypothesis import given
@@ -65,15 +62,24 @@ def test_the_fingerprint_tells_other_rows_not_another_place_or_blank_lines(tmp_p
     assert len({first["xxh3"], *(one["xxh3"] for one in others)}) == 4
 
 
+def write_parquet(path, prompts: list[str]):
+    """Here, not at the top: every process that collects tests would pay for the import."""
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": prompts}), path)
+    return path
+
+
 def test_the_fingerprint_of_a_table_is_of_its_rows_too(tmp_path):
     prints = []
     for name, prompts in (("a", ["x", "y"]), ("b", ["x", "y"]), ("c", ["x", "z"])):
-        pyarrow.parquet.write_table(pyarrow.table({"prompt": prompts}), tmp_path / f"{name}.parquet")
-        prints.append(load_rows(tmp_path / f"{name}.parquet").fingerprint)
+        prints.append(load_rows(write_parquet(tmp_path / f"{name}.parquet", prompts)).fingerprint)
     assert prints[0] == prints[1] != prints[2]
 
 
 def test_a_saved_dataset_gives_its_rows(tmp_path):
+    import datasets
+
     rows = [{"prompt": "1+1=", "answer": 2, "extra": {"a": [1]}}, {"prompt": "é", "answer": 3, "extra": {"a": []}}]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     assert load_rows(tmp_path / "saved") == rows
@@ -85,7 +91,9 @@ def test_a_saved_dataset_gives_its_rows(tmp_path):
 
 @pytest.mark.parametrize("kept_bytes", [0, 40])
 def test_damaged_tables_are_refused_in_words(tmp_path, kept_bytes):
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x", "y"]}), tmp_path / "a.parquet")
+    import datasets
+
+    write_parquet(tmp_path / "a.parquet", ["x", "y"])
     datasets.Dataset.from_list([{"prompt": "x"}]).save_to_disk(tmp_path / "saved")
     for path in (tmp_path / "a.parquet", *(tmp_path / "saved").glob("*.arrow")):
         path.write_bytes(path.read_bytes()[:kept_bytes])
