@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 # processes that run tests; those with a Slurm share one of them, so that it is started once, and so do those with a SGLang
 WORKERS ?= 2
+# the same, of tests that mostly wait: for Slurm, for servers, for processes of a trial
+WAITING_WORKERS ?= 3
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
@@ -47,7 +49,7 @@ check: $(VENV)/dev
 test: check
 	$(BIN)/python tests/slurm/packages.py
 	tests/sglang/install.sh
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope tests/slurm tests/sglang tests/integration tests/faults -m "not soak" --durations 15
+	$(BIN)/python -m pytest -n $(WAITING_WORKERS) --dist loadscope tests/slurm tests/sglang tests/integration tests/faults -m "not soak" --durations 15
 
 soak: $(VENV)/dev
 	$(BIN)/python tests/slurm/packages.py

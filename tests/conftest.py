@@ -28,7 +28,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2 --dist loadscope`."""
+    """With `-n 3 --dist loadscope`."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByWhatIsStarted(LoadScopeScheduling):
