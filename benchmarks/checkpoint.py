@@ -59,7 +59,9 @@ class Subject:
     def __init__(self, gb: float) -> None:
         count = max(1, round(gb * 1e9 / TENSOR_BYTES / 3))
         torch.manual_seed(0)
-        parameters = {f"layer.{i}.weight": nn.Parameter(torch.randn(2048, TENSOR_BYTES // 8192)) for i in range(count)}
+        parameters = {
+            f"layer.{i}.weight": nn.Parameter(torch.randn(2048, TENSOR_BYTES // 8192)) for i in range(count)
+        }
         self.shards = shards_of(parameters, 0, 1)
         self.optimizer = Optimizer(OptimizerConfig(), self.shards)
         for first, second in self.optimizer.moments.values():
@@ -71,7 +73,9 @@ class Subject:
         return {
             f"{kind}/{shard.name}": tensor.detach()
             for shard in self.shards
-            for kind, tensor in zip(state.KINDS, (shard.local, *self.optimizer.moments[shard.name]), strict=True)
+            for kind, tensor in zip(
+                state.KINDS, (shard.local, *self.optimizer.moments[shard.name]), strict=True
+            )
         }
 
     def num_bytes(self) -> int:
@@ -183,7 +187,9 @@ def wipe(subject: Subject) -> None:
         tensor.zero_()
 
 
-def one_round(sides: dict[str, Any], order: list[str], subject: Subject, sums: list[float]) -> dict[str, dict[str, float]]:
+def one_round(
+    sides: dict[str, Any], order: list[str], subject: Subject, sums: list[float]
+) -> dict[str, dict[str, float]]:
     """Every side saves, then every side loads."""
     gb = subject.num_bytes() / 1e9
     rows: dict[str, dict[str, float]] = {name: {} for name in order}
@@ -217,9 +223,12 @@ class Stall:
         self.step = 0
 
     def copy(self) -> float:
-        return timed(lambda: [there.copy_(here) for there, here in zip(self.into, self.subject.tensors().values(), strict=True)])[
-            0
-        ]
+        return timed(
+            lambda: [
+                there.copy_(here)
+                for there, here in zip(self.into, self.subject.tensors().values(), strict=True)
+            ]
+        )[0]
 
     def ours(self) -> float:
         self.step += 1
@@ -230,7 +239,9 @@ class Stall:
     def dcp(self) -> float | None:
         future: list[Any] = []
         try:
-            stall_s, _ = timed(lambda: future.append(dcp.async_save(self.subject.tensors(), checkpoint_id=str(self.folder))))
+            stall_s, _ = timed(
+                lambda: future.append(dcp.async_save(self.subject.tensors(), checkpoint_id=str(self.folder)))
+            )
             future[0].result()
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -244,14 +255,24 @@ def spread(values: list[float]) -> dict[str, float]:
 def measure(folder: Path, gb: float, rounds: int) -> dict[str, Any]:
     subject = Subject(gb)
     sums = [float(tensor.double().sum()) for tensor in subject.tensors().values()]
-    sides = {"ours": Ours(folder, subject), "dcp": DCP(folder, subject), "safetensors": Safetensors(folder, subject)}
+    sides = {
+        "ours": Ours(folder, subject),
+        "dcp": DCP(folder, subject),
+        "safetensors": Safetensors(folder, subject),
+    }
     rows: list[dict[str, dict[str, float]]] = []
     for number in range(rounds):
         order = list(sides)[number % 3 :] + list(sides)[: number % 3]
         rows.append(one_round(sides, order, subject, sums))
         gc.collect()
-        print(number, {name: {key: round(value, 2) for key, value in row.items()} for name, row in rows[-1].items()}, flush=True)
-    result: dict[str, Any] = {name: {key: spread([row[name][key] for row in rows]) for key in rows[0][name]} for name in sides}
+        print(
+            number,
+            {name: {key: round(value, 2) for key, value in row.items()} for name, row in rows[-1].items()},
+            flush=True,
+        )
+    result: dict[str, Any] = {
+        name: {key: spread([row[name][key] for row in rows]) for key in rows[0][name]} for name in sides
+    }
     for what in ("save", "load"):
         for peer in ("dcp", "safetensors"):
             ratios = [row["ours"][f"{what}_gb_s"] / row[peer][f"{what}_gb_s"] for row in rows]
@@ -267,16 +288,27 @@ def stalls(stall: Stall, rounds: int) -> dict[str, Any]:
         for name in ("copy", "ours", "dcp") if number % 2 else ("ours", "copy", "dcp"):
             found[name].append(getattr(stall, name)())
     ratios = [ours / copy for ours, copy in zip(found["ours"], found["copy"], strict=True)]
-    result = {f"{name}_s": spread(values) for name, values in found.items()} | {"ratio_to_copy": spread(ratios)}
+    result = {f"{name}_s": spread(values) for name, values in found.items()} | {
+        "ratio_to_copy": spread(ratios)
+    }
     print("stall", {name: round(value["median"], 3) for name, value in result.items()}, flush=True)
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=5, help="rounds; each has one run of ours and of every peer")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=5, help="rounds; each has one run of ours and of every peer"
+    )
     parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where the files go: the disk to measure")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="where the files go: the disk to measure",
+    )
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -295,7 +327,11 @@ def main() -> None:
             "torch_threads": args.threads,
             "load_1m": os.getloadavg()[0],
         }
-        result |= {"pairs": args.pairs, "machine": machine, "versions": {"python": platform.python_version(), **versions}}
+        result |= {
+            "pairs": args.pairs,
+            "machine": machine,
+            "versions": {"python": platform.python_version(), **versions},
+        }
         print(json.dumps(result, indent=2))
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,9 @@ def cpu_seconds(argv: list[str]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -58,7 +60,9 @@ def main() -> None:
         for name, argv in commands.items():
             seconds[name].append(cpu_seconds(argv))
     result = {
-        "cpu_s": {name: {"median": statistics.median(all_s), "max": max(all_s)} for name, all_s in seconds.items()},
+        "cpu_s": {
+            name: {"median": statistics.median(all_s), "max": max(all_s)} for name, all_s in seconds.items()
+        },
         "runs": args.runs,
         "versions": {"hpc_rl": __version__, "python": platform.python_version()},
         "machine": {"system": platform.platform(), "cpus": os.cpu_count()},

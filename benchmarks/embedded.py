@@ -121,15 +121,20 @@ async def measure(shape: Shape, pairs: int) -> dict[str, Any]:
         "shape": shape.__dict__,
         "ratio_wall": {"median": statistics.median(wall), "min": min(wall), "max": max(wall)},
         "ratio_cpu": {"median": statistics.median(cpu), "min": min(cpu), "max": max(cpu)},
-        "tokens_per_s": {side: statistics.median(tokens / row[side][0] for row in rows) for side in ("ours", "peer")},
+        "tokens_per_s": {
+            side: statistics.median(tokens / row[side][0] for row in rows) for side in ("ours", "peer")
+        },
         "cpu_ms_per_request": {
-            side: statistics.median(1e3 * row[side][1] / shape.rows for row in rows) for side in ("ours", "peer")
+            side: statistics.median(1e3 * row[side][1] / shape.rows for row in rows)
+            for side in ("ours", "peer")
         },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "embedded.json")
     args = parser.parse_args()
@@ -137,7 +142,11 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     load_before = os.getloadavg()
     results = [asyncio.run(measure(shape, args.pairs)) for shape in SHAPES]
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
     machine = {"cpus": os.cpu_count(), "threads": torch.get_num_threads(), "processor": platform.machine()}
     load = {"before": load_before, "after": os.getloadavg()}
     record = {"pairs": args.pairs, "results": results, "versions": versions, "machine": machine, "load": load}

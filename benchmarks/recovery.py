@@ -36,7 +36,12 @@ from packages import find_or_fetch  # noqa: E402
 from hpc_rl.stats.read import JsonLines  # noqa: E402
 from hpc_rl.trial import Attempt, read_json  # noqa: E402
 
-OPTIONS = {**IN_ORDER, "allocation_mode": "embedded:d2+fsdp:d2", "evaluator.freq_steps": None, "recover.retries": 100}
+OPTIONS = {
+    **IN_ORDER,
+    "allocation_mode": "embedded:d2+fsdp:d2",
+    "evaluator.freq_steps": None,
+    "recover.retries": 100,
+}
 OPTIONS = {name: value for name, value in OPTIONS.items() if value is not None}
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) .* start: (.*)")
 MARKS = {"libraries": "import", "all ranks": "join", "the state": "load", "weights": "publish"}
@@ -98,7 +103,9 @@ def measure(folder: Path, scheduler: str, kills: int) -> list[dict[str, float]]:
         one.submit()
         for number in range(kills + 1):
             killed_at, incarnation = kill_once(one, luck)
-            one.until(lambda incarnation=incarnation: JsonLines(attempt_of(one).metrics(incarnation + 1)).poll())
+            one.until(
+                lambda incarnation=incarnation: JsonLines(attempt_of(one).metrics(incarnation + 1)).poll()
+            )
             parts = split(one, killed_at, incarnation)
             print(f"kill {number}: {sum(parts.values()):.2f} s: {words(parts)}", flush=True)
             if number:  # the first one warms the caches
@@ -122,7 +129,9 @@ def run(args: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=7)
     parser.add_argument("--scheduler", choices=("slurm", "local"), default="slurm")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "recovery.json")

@@ -29,11 +29,16 @@ from hpc_rl.schedulers import record
 from hpc_rl.stats.read import JsonLines
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "slurm"), str(ROOT / "tests" / "faults")]  # the tests' toy trials and their Slurm
+sys.path[:0] = [
+    str(ROOT / "tests" / "slurm"),
+    str(ROOT / "tests" / "faults"),
+]  # the tests' toy trials and their Slurm
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--scheduler", default="slurm", choices=("slurm", "local"))
     parser.add_argument("--cluster", action="store_true", help="start the tests' private Slurm of 4 nodes")
     parser.add_argument("--nodes", type=int, default=2)
@@ -48,14 +53,24 @@ def main() -> None:
         if args.cluster:
             os.environ.update(stack.enter_context(Cluster.private(find_or_fetch())).client_env)
         make_toy(Path(folder))
-        options: dict[str, object] = {**READY, "allocation_mode": "embedded:d1+fsdp:d1", "cluster.n_nodes": args.nodes}
-        runs = [measure(Path(folder), f"run-{number}", options, args.scheduler) for number in range(args.runs)]
+        options: dict[str, object] = {
+            **READY,
+            "allocation_mode": "embedded:d1+fsdp:d1",
+            "cluster.n_nodes": args.nodes,
+        }
+        runs = [
+            measure(Path(folder), f"run-{number}", options, args.scheduler) for number in range(args.runs)
+        ]
     result = {
         "what": "seconds from hpc-rl submit to the first training step, split at what each stage waits for",
         "command": " ".join(["python", "benchmarks/startup.py", *sys.argv[1:]]),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {"cpus": os.cpu_count(), "load": os.getloadavg(), "platform": platform.platform()},
-        "versions": {"hpc_rl": hpc_rl.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "hpc_rl": hpc_rl.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
         "scheduler": args.scheduler,
         "nodes": args.nodes,
         "runs": runs,
@@ -76,8 +91,15 @@ def measure(folder: Path, name: str, options: dict, scheduler: str) -> dict[str,
     trial.finish()
     attempt = trial.trial.attempt(f"{trial.job_id}.0")
     job = next(event for event in record.read(trial.trial, trial.job_id) if event["event"] == "started")
-    supervisor = next(row["time"] for row in JsonLines(attempt.events).poll() if row["event"] == "supervisor_started")
-    rows = [row for path in attempt.dir.glob("metrics.*.jsonl") for row in JsonLines(path).poll() if "step_s" in row]
+    supervisor = next(
+        row["time"] for row in JsonLines(attempt.events).poll() if row["event"] == "supervisor_started"
+    )
+    rows = [
+        row
+        for path in attempt.dir.glob("metrics.*.jsonl")
+        for row in JsonLines(path).poll()
+        if "step_s" in row
+    ]
     first = min(rows, key=lambda row: row["step"])
     step = first["time"]
     batch = step - first["train_s"] - first["publish_s"]

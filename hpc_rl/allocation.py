@@ -98,7 +98,9 @@ class Allocation:
 def parse(text: str) -> Allocation:
     """Read an expression. Raises ConfigError that names the position and the reason."""
     if text.strip() in ("manual", "heuristic"):
-        raise ConfigError(f"allocation_mode {text.strip()} does not exist; leave it empty to have one derived.")
+        raise ConfigError(
+            f"allocation_mode {text.strip()} does not exist; leave it empty to have one derived."
+        )
     return _Parser(text).expression()
 
 
@@ -128,7 +130,9 @@ class _Parser:
     def fail(self, reason: str, position: int | None = None) -> NoReturn:
         where = self.tokens[self.at][2] if position is None else position
         shown = self.text if len(self.text) <= 200 else f"{self.text[:100]}…"
-        raise ConfigError(f"allocation_mode {shown!r}, character {where + 1}: {reason}{'' if reason.endswith('?') else '.'}")
+        raise ConfigError(
+            f"allocation_mode {shown!r}, character {where + 1}: {reason}{'' if reason.endswith('?') else '.'}"
+        )
 
     def peek(self, ahead: int = 0) -> str:
         return self.tokens[min(self.at + ahead, len(self.tokens) - 1)][1]
@@ -150,7 +154,11 @@ class _Parser:
         kind, word, _ = self.tokens[self.at]
         if kind == "word" and len(word) > 1 and word not in (*SERVER_BACKENDS, *TRAIN_BACKENDS, "attn"):
             near = difflib.get_close_matches(word.lower(), [*SERVER_BACKENDS, *TRAIN_BACKENDS], n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join([*SERVER_BACKENDS, *TRAIN_BACKENDS])}"
+            hint = (
+                f"did you mean {near[0]}?"
+                if near
+                else f"known: {', '.join([*SERVER_BACKENDS, *TRAIN_BACKENDS])}"
+            )
             self.fail(f"{word!r} is no backend; {hint}")
         result = self._servers_first() if self.peek() in SERVER_BACKENDS else Allocation(train=self.train())
         if not self.done():
@@ -201,7 +209,10 @@ class _Parser:
         etp = (sizes.get("t", 1) or 1) if experts > 1 else 1
         mesh = Train(backend, etp=etp, **sizes)  # type: ignore[arg-type]
         if experts > 1 and mesh.num_units is not None and mesh.num_units % (pipeline * etp * experts):
-            self.fail(f"{mesh.num_units} units can't be split by p*t*e = {pipeline * etp * experts} for the experts", start)
+            self.fail(
+                f"{mesh.num_units} units can't be split by p*t*e = {pipeline * etp * experts} for the experts",
+                start,
+            )
         return mesh
 
     def hybrid(self, start: int) -> Train:
@@ -248,7 +259,11 @@ class _Parser:
         return found
 
     def sizes(self, allowed: str, words: str) -> dict[str, int]:
-        return {letter: size for letter, size in self.dims(allowed, words, starred=False).items() if size is not None}
+        return {
+            letter: size
+            for letter, size in self.dims(allowed, words, starred=False).items()
+            if size is not None
+        }
 
     def size(self, letter: str, starred: bool) -> int | None:
         kind, text, _ = self.tokens[self.at]
@@ -256,7 +271,9 @@ class _Parser:
             self.at += 1
             return None
         if kind != "number":
-            self.fail(f"{letter} needs a number" + (", or * for what is left" if letter == "d" and starred else ""))
+            self.fail(
+                f"{letter} needs a number" + (", or * for what is left" if letter == "d" and starred else "")
+            )
         if text.startswith("0"):
             self.fail(f"{letter}{text}: a number from 1, without leading zero")
         if len(text) > 9:

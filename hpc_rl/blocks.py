@@ -26,7 +26,9 @@ import xxhash
 
 from hpc_rl.errors import Damaged
 
-if TYPE_CHECKING:  # imported where bytes are moved: a command that only looks at generations does not wait for it
+if (
+    TYPE_CHECKING
+):  # imported where bytes are moved: a command that only looks at generations does not wait for it
     import numpy as np
 
 logger = logging.getLogger(__name__)
@@ -73,7 +75,9 @@ def write(path: Path, parts: Sequence[memoryview], cancel: threading.Event | Non
         def one(block: tuple[int, list[memoryview]]) -> str:
             if cancel is not None and cancel.is_set():
                 raise Abandoned
-            return _write_block(fd, *block) if direct is None else _write_direct(direct, staging.view(), *block)
+            return (
+                _write_block(fd, *block) if direct is None else _write_direct(direct, staging.view(), *block)
+            )
 
         digests = _side_by_side(one, list(_cut(parts)), NUM_WRITERS)
         if direct is not None:
@@ -130,7 +134,9 @@ class Reader:
         self._direct = _open_direct(path, os.O_RDONLY) if self.size >= DIRECT_BYTES else None
         self._cached = _cached_blocks(self._fd, self.size) if self._direct is not None else []
         self._staging = _Staging()
-        self._kept: dict[int, np.ndarray] = {}  # blocks that `read` took: what it is followed by is mostly in them too
+        self._kept: dict[
+            int, np.ndarray
+        ] = {}  # blocks that `read` took: what it is followed by is mostly in them too
         if expected is not None and expected.size != self.size:
             self.__exit__()
             raise Damaged(f"{path.name} has {self.size} bytes, {expected.size} were written")
@@ -148,10 +154,16 @@ class Reader:
         start = index * BLOCK_BYTES
         size = min(BLOCK_BYTES, self.size - start)
         view = self._staging.view()
-        _or_damaged(f"{self.path.name}: bytes {start} to {start + size}", lambda: self._read(index, view, size, start))
+        _or_damaged(
+            f"{self.path.name}: bytes {start} to {start + size}", lambda: self._read(index, view, size, start)
+        )
         view = view[:size]
-        if self.expected is not None and self.expected.xxh3[index * _DIGITS : (index + 1) * _DIGITS] != _digest(view):
-            raise Damaged(f"{self.path.name}: bytes {start} to {start + size} are not what was written (checksum)")
+        if self.expected is not None and self.expected.xxh3[
+            index * _DIGITS : (index + 1) * _DIGITS
+        ] != _digest(view):
+            raise Damaged(
+                f"{self.path.name}: bytes {start} to {start + size} are not what was written (checksum)"
+            )
         return view
 
     def _read(self, index: int, view: memoryview, size: int, start: int) -> None:
@@ -182,7 +194,9 @@ class Reader:
     def check(self) -> None:
         """Read and check every block."""
         if self.expected is not None and len(self.expected.xxh3) != _DIGITS * max(1, self.num_blocks):
-            raise Damaged(f"{self.path.name}: its record has another number of checksums than the file has blocks")
+            raise Damaged(
+                f"{self.path.name}: its record has another number of checksums than the file has blocks"
+            )
         _side_by_side(lambda index: len(self.block(index)), range(self.num_blocks), NUM_READERS)
 
     def read(self, start: int, end: int) -> bytes:
@@ -206,7 +220,9 @@ class Reader:
         for start, target in wanted:
             if start + len(target) > self.size:
                 raise Damaged(f"{self.path.name} has {self.size} bytes, {start + len(target)} are needed")
-            for index in range(start // BLOCK_BYTES, -(-(start + len(target)) // BLOCK_BYTES)) if len(target) else ():
+            for index in (
+                range(start // BLOCK_BYTES, -(-(start + len(target)) // BLOCK_BYTES)) if len(target) else ()
+            ):
                 by_block.setdefault(index, []).append((start, target))
 
         def one(index: int) -> None:
@@ -302,16 +318,22 @@ def _cached_blocks(fd: int, size: int) -> list[bool]:
     pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
     with mmap.mmap(fd, size, access=mmap.ACCESS_COPY) as mapped:
         start = ctypes.c_char.from_buffer(mapped)
-        failed = _libc.mincore(ctypes.byref(start), ctypes.c_size_t(size), pages.ctypes.data_as(ctypes.c_char_p))
+        failed = _libc.mincore(
+            ctypes.byref(start), ctypes.c_size_t(size), pages.ctypes.data_as(ctypes.c_char_p)
+        )
         del start  # else the mapping can't be closed
     per_block = BLOCK_BYTES // mmap.PAGESIZE
-    return [not failed and bool((pages[i : i + per_block] & 1).all()) for i in range(0, len(pages), per_block)]
+    return [
+        not failed and bool((pages[i : i + per_block] & 1).all()) for i in range(0, len(pages), per_block)
+    ]
 
 
 def _start_writeback(fd: int, offset: int, size: int) -> None:
     """Have the kernel write these pages out now, so that the fsync at the end finds little to do. A hint: errors don't count."""
     if hasattr(_libc, "sync_file_range"):
-        _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+        _libc.sync_file_range(
+            fd, ctypes.c_int64(offset), ctypes.c_int64(size), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)
+        )
 
 
 def _reserve(fd: int, size: int) -> None:

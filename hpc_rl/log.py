@@ -21,7 +21,9 @@ class _Redacting(logging.Formatter):
         return text
 
 
-def setup(role: str, rank: int | str = 0, secrets: list[str] | None = None, level: int = logging.INFO) -> None:
+def setup(
+    role: str, rank: int | str = 0, secrets: list[str] | None = None, level: int = logging.INFO
+) -> None:
     """Send all logging to stderr with a `time role rank host` prefix."""
     handler = logging.StreamHandler(sys.stderr)
     host = socket.gethostname().split(".")[0]

@@ -28,7 +28,9 @@ def is_alive(pid: int, ticks: int | None) -> bool:
     return ticks is not None and start_ticks(pid) == ticks
 
 
-def end_processes(processes: Iterable[tuple[int, int]], wait_s: float, term_s: float, kill_s: float) -> list[tuple[int, int]]:
+def end_processes(
+    processes: Iterable[tuple[int, int]], wait_s: float, term_s: float, kill_s: float
+) -> list[tuple[int, int]]:
     """Let `(pid, start_ticks)` end by themselves for wait_s, then TERM, then KILL; returns those that are still there."""
     left = _wait(list(processes), wait_s)
     for number, patience_s in ((signal.SIGTERM, term_s), (signal.SIGKILL, kill_s)):

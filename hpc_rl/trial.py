@@ -133,7 +133,9 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):
             raise
         problem = error
-    raise TrialStateError(f"{folder} must be a folder, or a link to one: {problem.strerror}. Put back what was there.")
+    raise TrialStateError(
+        f"{folder} must be a folder, or a link to one: {problem.strerror}. Put back what was there."
+    )
 
 
 def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
@@ -290,7 +292,9 @@ class Trial:
 
     def has_state(self) -> bool:
         """Whether a fresh start would mix with something that lies here."""
-        return any(p.is_dir() and any(p.iterdir()) for p in (self.recover, self.rollout, self.attempts, self.weights))
+        return any(
+            p.is_dir() and any(p.iterdir()) for p in (self.recover, self.rollout, self.attempts, self.weights)
+        )
 
     def make_dirs(self) -> None:
         """Create the directory (0700) with its fixed folders. Raises OSError."""
@@ -363,5 +367,9 @@ class Attempt:
         return self.dir / "tensorboard"
 
     def make_dirs(self) -> None:
-        for folder in (self.dir, *(self.dir / name for name in ("logs", "exits", "stacks", "activity")), self.processes):
+        for folder in (
+            self.dir,
+            *(self.dir / name for name in ("logs", "exits", "stacks", "activity")),
+            self.processes,
+        ):
             folder.mkdir(parents=True, exist_ok=True)

@@ -107,7 +107,10 @@ def _default(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if type(value).__name__ in _WIRE:
-        return {"__t__": type(value).__name__, "v": {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}}
+        return {
+            "__t__": type(value).__name__,
+            "v": {f.name: getattr(value, f.name) for f in dataclasses.fields(value)},
+        }
     raise TypeError(f"{type(value).__name__} has no wire format")
 
 

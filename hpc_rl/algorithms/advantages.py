@@ -11,12 +11,16 @@ import torch
 BLOCK = 128  # tokens whose discounted sums are one product with a triangular matrix
 
 
-def shape_rewards(rewards_B: torch.Tensor, bias: float = 0.0, scaling: float = 1.0, clip: float = 20.0) -> torch.Tensor:
+def shape_rewards(
+    rewards_B: torch.Tensor, bias: float = 0.0, scaling: float = 1.0, clip: float = 20.0
+) -> torch.Tensor:
     """(reward + bias) * scaling, clipped to plus and minus `clip`; the input is not changed."""
     return ((rewards_B.float() + bias) * scaling).clamp(-clip, clip)
 
 
-def overlong_penalty(lengths_B: torch.Tensor, max_new_tokens: int, overlong_tokens: int, factor: float) -> torch.Tensor:
+def overlong_penalty(
+    lengths_B: torch.Tensor, max_new_tokens: int, overlong_tokens: int, factor: float
+) -> torch.Tensor:
     """What to add to the rewards of completions that enter the last `overlong_tokens` of their budget: 0 down to -factor."""
     excess_B = lengths_B.float() - (max_new_tokens - overlong_tokens)
     return (-excess_B / overlong_tokens * factor).clamp(-factor, 0.0)
@@ -31,7 +35,9 @@ def uninformative_groups(rewards_B: torch.Tensor, group_size: int) -> list[int]:
 def place_rewards(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """Float32 [B, T] with each reward at its row's last masked token, 0 elsewhere (and in rows without one)."""
     position_T = torch.arange(1, mask_BT.shape[1] + 1)
-    last_B = (mask_BT * position_T).amax(1) if mask_BT.shape[1] else torch.zeros(len(mask_BT), dtype=torch.long)
+    last_B = (
+        (mask_BT * position_T).amax(1) if mask_BT.shape[1] else torch.zeros(len(mask_BT), dtype=torch.long)
+    )
     rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float32)
     rows_B = last_B > 0
     rewards_BT[rows_B, last_B[rows_B] - 1] = rewards_B.float()[rows_B]
@@ -51,7 +57,9 @@ def gae(
     Over a row's masked tokens only: A_i = r_i + discount * V_{i+1} - V_i + discount * lambda * A_{i+1}. The value after the
     last one is `bootstrap_B`, 0 where it is not given (the trajectory ended there).
     """
-    order_BT = torch.argsort(mask_BT.to(torch.uint8), dim=1, stable=True)  # masked tokens to the end of their row, in order
+    order_BT = torch.argsort(
+        mask_BT.to(torch.uint8), dim=1, stable=True
+    )  # masked tokens to the end of their row, in order
     valid_BT = mask_BT.gather(1, order_BT)
     delta_BT = rewards_BT.float().gather(1, order_BT) * valid_BT
     if values_BT is not None:
@@ -68,7 +76,9 @@ def _discounted_sums(x_BT: torch.Tensor, decay: float) -> torch.Tensor:
     out_BT = torch.empty_like(x_BT)
     carry_B1 = torch.zeros(len(x_BT), 1)
     exponent_K = torch.arange(BLOCK, dtype=torch.float64)
-    triangle_KK = torch.tril((decay ** (exponent_K[:, None] - exponent_K).clamp(min=0.0)).float())  # [source, target]
+    triangle_KK = torch.tril(
+        (decay ** (exponent_K[:, None] - exponent_K).clamp(min=0.0)).float()
+    )  # [source, target]
     for end in range(x_BT.shape[1], 0, -BLOCK):
         start = max(end - BLOCK, 0)
         size = end - start

@@ -13,7 +13,9 @@ from hpc_rl.algorithms.advantages import gae, shape_rewards
 from hpc_rl.algorithms.normalization import Levels, normalize
 
 
-def overlong_penalty(lengths_B: torch.Tensor, max_new_tokens: int, overlong_tokens: int, factor: float) -> torch.Tensor:
+def overlong_penalty(
+    lengths_B: torch.Tensor, max_new_tokens: int, overlong_tokens: int, factor: float
+) -> torch.Tensor:
     """What to add to the rewards; below -factor for completions beyond the budget."""
     excess_B = lengths_B.float() - (max_new_tokens - overlong_tokens)
     return (-excess_B / overlong_tokens * factor).clamp(max=0.0)

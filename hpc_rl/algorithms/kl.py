@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 
 
-def kl_rewards(behav_BT: torch.Tensor, ref_BT: torch.Tensor, mask_BT: torch.Tensor, coefficient: float) -> torch.Tensor:
+def kl_rewards(
+    behav_BT: torch.Tensor, ref_BT: torch.Tensor, mask_BT: torch.Tensor, coefficient: float
+) -> torch.Tensor:
     """-coefficient * k1 at the masked tokens, 0 elsewhere: what to add to the rewards there."""
     k1_BT = behav_BT.float() - ref_BT.float()
     return torch.where(mask_BT, -coefficient * k1_BT, torch.zeros_like(k1_BT))
@@ -16,5 +18,7 @@ def kl_rewards(behav_BT: torch.Tensor, ref_BT: torch.Tensor, mask_BT: torch.Tens
 
 def k3(logprobs_T: torch.Tensor, ref_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
     """k3 at the masked tokens, 0 elsewhere; its gradient goes to `logprobs_T`."""
-    gap_T = torch.where(mask_T, ref_T - logprobs_T, torch.zeros_like(logprobs_T))  # masked before exp: nothing overflows
+    gap_T = torch.where(
+        mask_T, ref_T - logprobs_T, torch.zeros_like(logprobs_T)
+    )  # masked before exp: nothing overflows
     return gap_T.exp() - gap_T - 1

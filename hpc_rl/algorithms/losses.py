@@ -42,7 +42,9 @@ def policy_token_loss(
         if bound is not None and bound <= 1:
             raise ValueError(f"{name} must be above 1, got {bound}")
     zero = torch.zeros((), device=logprobs_T.device)
-    ratio_T = torch.where(mask_T, logprobs_T - prox_T, zero).exp()  # masked before exp: no overflow at tokens that don't count
+    ratio_T = torch.where(
+        mask_T, logprobs_T - prox_T, zero
+    ).exp()  # masked before exp: no overflow at tokens that don't count
     upper = 1 + (eps_clip if eps_clip_higher is None else eps_clip_higher)
     plain_T = -advantages_T * ratio_T
     bounded_T = -advantages_T * ratio_T.clamp(1 - eps_clip, upper)
@@ -79,12 +81,16 @@ def token_sums(
     }
 
 
-def supervised_loss(logprobs_T: torch.Tensor, mask_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def supervised_loss(
+    logprobs_T: torch.Tensor, mask_T: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the negative log-likelihood over the masked tokens, and the count of those."""
     return -torch.where(mask_T, logprobs_T, torch.zeros_like(logprobs_T)).sum(), {"num_tokens": mask_T.sum()}
 
 
-def pairwise_loss(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def pairwise_loss(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Bradley-Terry: sum of -log sigmoid(chosen - rejected) over pairs of scores, how many are in order, and their margins."""
     margin_P = chosen_P - rejected_P
     sums = {"num_correct": (margin_P > 0).sum(), "margin": margin_P.detach().sum()}

@@ -28,7 +28,11 @@ class Levels(NamedTuple):
 
 
 def normalize(
-    x: torch.Tensor, levels: Levels, group_size: int = 1, mask: torch.Tensor | None = None, remainder: bool = False
+    x: torch.Tensor,
+    levels: Levels,
+    group_size: int = 1,
+    mask: torch.Tensor | None = None,
+    remainder: bool = False,
 ) -> torch.Tensor:
     """(x - mean) / (std + eps) over the entries that `mask` selects; the others become 0.
 
@@ -53,7 +57,9 @@ def normalize(
     return torch.where(mask, out, torch.zeros_like(out)).float()
 
 
-def _totals(x: torch.Tensor, mask: torch.Tensor, level: Level, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _totals(
+    x: torch.Tensor, mask: torch.Tensor, level: Level, group_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of the masked entries (the others are 0 already) and their count, in shapes that broadcast against x."""
     if level == "batch":
         return x.sum(), mask.sum()
@@ -62,7 +68,14 @@ def _totals(x: torch.Tensor, mask: torch.Tensor, level: Level, group_size: int) 
     whole = len(x) // group_size * group_size
 
     def per_row(values: torch.Tensor) -> torch.Tensor:
-        sums = values[:whole].reshape(whole, -1).sum(1).reshape(-1, group_size).sum(1).repeat_interleave(group_size)
+        sums = (
+            values[:whole]
+            .reshape(whole, -1)
+            .sum(1)
+            .reshape(-1, group_size)
+            .sum(1)
+            .repeat_interleave(group_size)
+        )
         rest = torch.zeros(len(x) - whole, dtype=sums.dtype)
         return torch.cat([sums, rest]).reshape(-1, *[1] * (x.dim() - 1))
 

@@ -43,7 +43,9 @@ class Stacks:
             path.parent.mkdir(exist_ok=True)
             self._file = path.open("ab", buffering=0)
             faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
-        except OSError as error:  # a full disk must not keep a role from starting: it ends by itself where it must write
+        except (
+            OSError
+        ) as error:  # a full disk must not keep a role from starting: it ends by itself where it must write
             logger.warning("no stacks can be written: %s", error)
 
     def dump(self) -> None:
@@ -94,7 +96,9 @@ def obey_signals(stopping: threading.Event) -> None:
 def listen(stopping: threading.Event, deadline: Deadline, stacks: Stacks) -> None:
     """Do what the supervisor says through standard input, until its pipe closes: then the process ends."""
     left = b""
-    while data := os.read(0, 4096):  # not by signals: those would also reach the children, which don't expect them
+    while data := os.read(
+        0, 4096
+    ):  # not by signals: those would also reach the children, which don't expect them
         *lines, left = (left + data).split(b"\n")
         for line in lines:
             obey(line.decode(errors="replace").split(), stopping, deadline, stacks)

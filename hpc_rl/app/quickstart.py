@@ -34,9 +34,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="hpc-rl quickstart", description=__doc__, allow_abbrev=False)
     parser.add_argument("--dir", type=Path, required=True, help="where model, task and trials go")
     parser.add_argument("--seed", type=int, required=True, help="seed of model, task and training")
-    parser.add_argument("--only_prepare", action="store_true", help="make the model and the task, warm the model up, then stop")
+    parser.add_argument(
+        "--only_prepare",
+        action="store_true",
+        help="make the model and the task, warm the model up, then stop",
+    )
     args, overrides = parser.parse_known_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like an interrupt: the trial must not be left behind
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # ends like an interrupt: the trial must not be left behind
     try:
         run(args.dir.absolute(), args.seed, args.only_prepare, overrides)
     except KeyboardInterrupt:
@@ -56,7 +62,10 @@ def run(here: Path, seed: int, only_prepare: bool, overrides: list[str]) -> None
     if only_prepare:
         print(f"ready: {here}\nnext:  {submit_line(here)}")
         return
-    elsewhere = any(word.startswith(("--launcher", "launcher.", "--n_nodes", "--cluster", "cluster.")) for word in overrides)
+    elsewhere = any(
+        word.startswith(("--launcher", "launcher.", "--n_nodes", "--cluster", "cluster."))
+        for word in overrides
+    )
     print("3/3  asynchronous GRPO: generation servers, a rollout service and a trainer", flush=True)
     trial = train(here, "grpo", seed, [*([] if elsewhere else ["--launcher.type=local"]), *overrides])
     show(here, trial, time.monotonic() - started)
@@ -71,17 +80,24 @@ def prepare(here: Path, seed: int) -> None:
         return
     foreign = [name for name in MADE if (here / name).exists()] if found is None else []
     if foreign:
-        raise ConfigError(f"{here / foreign[0]} is there and was not made by quickstart: give another place with --dir.")
+        raise ConfigError(
+            f"{here / foreign[0]} is there and was not made by quickstart: give another place with --dir."
+        )
     try:
         here.mkdir(parents=True, exist_ok=True)
         write_json(made, {"seed": seed, "ready": False})
-        print(f"1/3  a toy in {here}: 1,000 sums of three digits (200 held out) and a Qwen3 of 131k parameters", flush=True)
+        print(
+            f"1/3  a toy in {here}: 1,000 sums of three digits (200 held out) and a Qwen3 of 131k parameters",
+            flush=True,
+        )
         for name in MADE:
             shutil.rmtree(here / name, ignore_errors=True)
         toy.make_task(here / "task", seed)
         toy.make_model(here / "base", seed)
     except OSError as error:
-        raise CannotWrite(f"{here} can't be written: {error.strerror or error}. Give another place with --dir.") from error
+        raise CannotWrite(
+            f"{here} can't be written: {error.strerror or error}. Give another place with --dir."
+        ) from error
     print("2/3  warming the model up: an SFT trial", flush=True)
     trial = train(here, "sft", seed, ["--launcher.type=local"])
     shutil.copytree(trial.exports / "final", here / "warm")
@@ -92,7 +108,15 @@ def train(here: Path, kind: str, seed: int, overrides: list[str]) -> Trial:
     """Run `hpc-rl submit` and follow the trial to its end. Raises CalledProcessError, RoleFailed; SystemExit when interrupted."""
     name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     fixed = [f"trial_name={name}", f"seed={seed}", *settings(here, kind)]
-    command = [sys.executable, "-m", "hpc_rl.cli", "submit", "--json", "--config", str(config_of(f"quickstart/{kind}"))]
+    command = [
+        sys.executable,
+        "-m",
+        "hpc_rl.cli",
+        "submit",
+        "--json",
+        "--config",
+        str(config_of(f"quickstart/{kind}")),
+    ]
     done = subprocess.run([*command, *fixed, *overrides], check=True, stdout=subprocess.PIPE, text=True)
     made: dict[str, Any] = json.loads(done.stdout)
     trial = Trial(Path(made["dir"]))
@@ -105,7 +129,9 @@ def train(here: Path, kind: str, seed: int, overrides: list[str]) -> Trial:
         print(f"\nhpc-rl quickstart: {words} {typed()} recover {index.handle(trial)}", file=sys.stderr)
         raise SystemExit(int(ExitCode.KILLED_BY_PERSON)) from None
     if code:
-        raise RoleFailed(f"trial {trial} ended with exit code {code}; see {typed()} status {index.handle(trial)}")
+        raise RoleFailed(
+            f"trial {trial} ended with exit code {code}; see {typed()} status {index.handle(trial)}"
+        )
     return trial
 
 
@@ -114,7 +140,11 @@ def settings(here: Path, kind: str) -> list[str]:
     if kind == "sft":
         paths = {"model.path": "base", "train_dataset.path": "task/sft.jsonl"}
     else:
-        paths = {"actor.path": "warm", "train_dataset.path": "task/train.jsonl", "valid_dataset.path": "task/heldout.jsonl"}
+        paths = {
+            "actor.path": "warm",
+            "train_dataset.path": "task/train.jsonl",
+            "valid_dataset.path": "task/heldout.jsonl",
+        }
     return [f"{option}={here / path}" for option, path in {"cluster.fileroot": "runs", **paths}.items()]
 
 
@@ -124,7 +154,11 @@ def config_of(name: str) -> Path:
 
 def submit_line(here: Path) -> str:
     """The command that trains the toy by the documented configuration, from the working directory."""
-    edits = [] if here == Path.cwd() / "quickstart" else [near(Path(setting)) for setting in settings(here, "grpo")]
+    edits = (
+        []
+        if here == Path.cwd() / "quickstart"
+        else [near(Path(setting)) for setting in settings(here, "grpo")]
+    )
     return " ".join([typed(), "submit", "--config", near(config_of("grpo")), *edits])
 
 
@@ -140,7 +174,9 @@ def show(here: Path, trial: Trial, seconds: float) -> None:
     print(f"curves           {typed('tensorboard')} --logdir {near(trial.attempts)}")
     print(f"next             {typed()} status {name}")
     print(f"                 {submit_line(here)}   # on Slurm: --n_nodes 4")
-    print(f"time             {seconds:.0f} s, of which GRPO {history.steps[-1]['time'] - history.steps[0]['time']:.0f} s")
+    print(
+        f"time             {seconds:.0f} s, of which GRPO {history.steps[-1]['time'] - history.steps[0]['time']:.0f} s"
+    )
     if heldout:
         print(f"held-out reward {heldout[0][1]:.2f} -> {heldout[-1][1]:.2f}")
 

@@ -57,7 +57,9 @@ class Context:
 def run(role: str, body: Callable[[Context], int | None]) -> None:
     """Run `body` as this process's role and exit with its code. Never returns."""
     args = _arguments(role)
-    rank = int(os.environ.get("SLURM_PROCID" if os.environ.get("HPC_RL_STEPS") == "srun" else "HPC_RL_RANK", 0))
+    rank = int(
+        os.environ.get("SLURM_PROCID" if os.environ.get("HPC_RL_STEPS") == "srun" else "HPC_RL_RANK", 0)
+    )
     trial = Trial(Path(args.trial_dir))
     attempt = trial.attempt(args.attempt)
     tokens = trial.tokens()
@@ -65,7 +67,9 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     stopping, deadline = threading.Event(), Deadline()
     stacks = Stacks(attempt.stacks(role, args.index, args.incarnation, rank))
     obey_signals(stopping)
-    threading.Thread(target=listen, args=(stopping, deadline, stacks), daemon=True, name="supervisor-pipe").start()
+    threading.Thread(
+        target=listen, args=(stopping, deadline, stacks), daemon=True, name="supervisor-pipe"
+    ).start()
 
     def start() -> int | None:
         _leave_process_record(attempt, role, args.index, args.incarnation, rank)
@@ -79,7 +83,9 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     record = attempt.exit_record(role, args.index, args.incarnation, rank)
     try:
         more = {"final": True} if final else {}
-        write_json(record, {"code": int(code), "reason": reason, "class": failure.value, "time": time.time(), **more})
+        write_json(
+            record, {"code": int(code), "reason": reason, "class": failure.value, "time": time.time(), **more}
+        )
     except OSError as error:  # a full disk: the code still tells
         logger.error("the exit record can't be written: %s", error)
     stacks.close()
@@ -134,7 +140,9 @@ def _leave_process_record(attempt: Attempt, role: str, index: int, incarnation: 
         "role": role,
         "rank": rank,
         "step": os.environ.get("SLURM_STEP_ID", ""),
-        "node": os.environ.get("SLURMD_NODENAME", ""),  # the scheduler's name for it, and its job: what `hpc-rl attach` needs
+        "node": os.environ.get(
+            "SLURMD_NODENAME", ""
+        ),  # the scheduler's name for it, and its job: what `hpc-rl attach` needs
         "job_id": os.environ.get("SLURM_JOB_ID", ""),
     }
     write_json(attempt.processes / f"{role}-{index}.{incarnation}-rank{rank}.json", record)

@@ -60,14 +60,18 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     sequencer.lineage = max(0, newest_number(context.trial))
     driver = Driver(context.trial.rollout, sequencer, prompts, held_out, lambda: context.deadline.left_s)
     num_workers = config.rollout.num_workers
-    driver.executor = executor = Executor(lambda i: worker_argv(context, i), num_workers, driver.on_frame, driver.on_lost)
+    driver.executor = executor = Executor(
+        lambda i: worker_argv(context, i), num_workers, driver.on_frame, driver.on_lost
+    )
     await executor.start()
 
     def num_servers() -> int:
         return sum(seen.alive for seen in names.leases(keys.SERVERS).values())
 
     runner = web.AppRunner(
-        service.application(service.routes(driver, num_servers), context.tokens), access_log=None, shutdown_timeout=1.0
+        service.application(service.routes(driver, num_servers), context.tokens),
+        access_log=None,
+        shutdown_timeout=1.0,
     )
     await runner.setup()
     listener = net.bind()
@@ -78,7 +82,10 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     report_to = context.attempt.rollout_report(context.incarnation)
     report = keep_reporting(report_to, driver.report, lambda: {"servers": num_servers()})
     renewing = _renew(lease, record, driver)
-    duties = {asyncio.create_task(duty) for duty in (driver.run(), executor.failure(), renewing, _stopping(context), report)}
+    duties = {
+        asyncio.create_task(duty)
+        for duty in (driver.run(), executor.failure(), renewing, _stopping(context), report)
+    }
     try:
         done, _ = await asyncio.wait(duties, return_when=asyncio.FIRST_COMPLETED)
         for duty in done:

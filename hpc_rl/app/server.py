@@ -32,7 +32,9 @@ async def _serve(context: role.Context, config: GRPOConfig) -> int:
 def _backend(context: role.Context, config: GRPOConfig) -> Backend:
     tokenizer_path = config.tokenizer_path or config.actor.path
     if context.plan.server_backend == "embedded":
-        from hpc_rl.servers.embedded import EmbeddedBackend  # torch, which a role in front of SGLang does without
+        from hpc_rl.servers.embedded import (
+            EmbeddedBackend,
+        )  # torch, which a role in front of SGLang does without
 
         return EmbeddedBackend(config.embedded, config.seed, tokenizer_path, config.actor.init_from_scratch)
     from hpc_rl.servers.sglang import SGLangBackend, launch_of

@@ -16,12 +16,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.app.successor", description=__doc__)
     parser.add_argument("--trial_dir", required=True, type=Path)
     parser.add_argument("--job_id", required=True, help="the submission")
-    parser.add_argument("--restart", required=True, type=int, help="number of the start that the new job makes")
+    parser.add_argument(
+        "--restart", required=True, type=int, help="number of the start that the new job makes"
+    )
     parser.add_argument("--after", required=True, help="Slurm's id of the job that runs now")
     parser.add_argument("--name", required=True, help="job name")
     parser.add_argument("--script", required=True, help="file name below scripts/")
     parser.add_argument("--array", default="", help="task that goes on alone")
-    parser.add_argument("--exclude", help="nodes to avoid instead of those that the script names; empty for none")
+    parser.add_argument(
+        "--exclude", help="nodes to avoid instead of those that the script names; empty for none"
+    )
     parser.add_argument("arguments", nargs="*", help="what else the script is called with")
     args = parser.parse_args()
     trial = Trial(args.trial_dir)

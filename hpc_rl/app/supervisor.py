@@ -33,7 +33,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.app.supervisor", description=__doc__)
     parser.add_argument("--trial_dir", required=True, type=Path)
     parser.add_argument("--attempt", required=True, help="<job id>.<restart>")
-    parser.add_argument("--steps", required=True, choices=("srun", "process"), help="how processes are started")
+    parser.add_argument(
+        "--steps", required=True, choices=("srun", "process"), help="how processes are started"
+    )
     args = parser.parse_args()
     trial = Trial(args.trial_dir)
     attempt = trial.attempt(args.attempt)
@@ -41,7 +43,9 @@ def main() -> int:
     try:
         plan_data, config_data = read_json(trial.plan_json), read_json(trial.config_json)
         if plan_data is None or config_data is None:
-            raise ConfigError(f"{trial.plan_json} or {trial.config_json} can't be read; submit the trial again")
+            raise ConfigError(
+                f"{trial.plan_json} or {trial.config_json} can't be read; submit the trial again"
+            )
         plan = Plan.from_json(plan_data)
         plan.refuse_unbuilt()
         config = from_dict(config_data)
@@ -52,7 +56,9 @@ def main() -> int:
         if plan.layout == "jobs":  # the rest runs in jobs of its own
             plan = replace(plan, units=plan.units_on(plan.groups[0].nodes))
         away_s = config.rollout.setup_timeout if isinstance(config, GRPOConfig) else 0.0
-        return Driver(attempt, plan, open_steps(args.steps, plan), names, JobEndTime(), config.recover, away_s).run()
+        return Driver(
+            attempt, plan, open_steps(args.steps, plan), names, JobEndTime(), config.recover, away_s
+        ).run()
     except HpcRlError as error:
         logger.error("%s", error)
         # 75 would have the job start again, and again find the trial busy
@@ -84,7 +90,9 @@ def _server_job(attempt: Attempt, plan: Plan, config: Config, names: NameResolve
     node = plan.groups[1].nodes[int(os.environ["HPC_RL_ARRAY_TASK"])]
     serves, idle_s = os.environ.get("HPC_RL_TRIAL_JOB", ""), config.launcher.slurm.servers.idle_s
     steps = open_steps(kind, plan)
-    return ServerJob(attempt, plan, plan.units_on([node]), steps, names, serves, idle_s, config.recover, JobEndTime()).run()
+    return ServerJob(
+        attempt, plan, plan.units_on([node]), steps, names, serves, idle_s, config.recover, JobEndTime()
+    ).run()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from hpc_rl.name_resolve.base import NameResolve
 
 logger = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 600.0
-COLLECTIVE_TIMEOUT_S = 4 * 3600.0  # ranks wait for rank 0 through publishes and evaluations; a rank that dies is seen at once
+COLLECTIVE_TIMEOUT_S = (
+    4 * 3600.0
+)  # ranks wait for rank 0 through publishes and evaluations; a rank that dies is seen at once
 
 
 def body(context: Context) -> int:
@@ -26,7 +28,9 @@ def body(context: Context) -> int:
     names = open_names(context.trial, context.config)
     device = device_of(context)
     meet = Rendezvous(names, keys.rendezvous(context.attempt.id, context.incarnation))
-    distributed.init_ranks(context.rank, context.num_ranks, device, meet.publish, meet.find, COLLECTIVE_TIMEOUT_S, JOIN_TIMEOUT_S)
+    distributed.init_ranks(
+        context.rank, context.num_ranks, device, meet.publish, meet.find, COLLECTIVE_TIMEOUT_S, JOIN_TIMEOUT_S
+    )
     log_start(context, "all ranks have joined")
     ranks = Ranks()
     who = (context.trial, context.attempt, context.incarnation, context.config, context.tokens)

@@ -69,7 +69,9 @@ class PastStart:
     reason: str = ""
 
     def __str__(self) -> str:
-        return f"trainer {self.incarnation} of attempt {self.attempt} {self.cause}" + (f" ({self.reason})" if self.reason else "")
+        return f"trainer {self.incarnation} of attempt {self.attempt} {self.cause}" + (
+            f" ({self.reason})" if self.reason else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -163,18 +165,29 @@ def _first_start(situation: Situation) -> Decision:
             )
             return Decision("refuse", words, exit_code=ExitCode.BAD_CONFIG)
         return Decision("fresh", f"first start, recover.mode {mode}")
-    return _newest(situation, eligible=situation.generations, when=f"first start, mode {mode}", must_load=mode == "resume")
+    return _newest(
+        situation,
+        eligible=situation.generations,
+        when=f"first start, mode {mode}",
+        must_load=mode == "resume",
+    )
 
 
 def _from(situation: Situation, step: int) -> Decision:
     """Exactly the generation that a person named."""
     when = f"first start, from generation {step} as asked"
     found = max(
-        (one for one in situation.generations if one.step == step), key=lambda one: (one.valid, one.lineage), default=None
+        (one for one in situation.generations if one.step == step),
+        key=lambda one: (one.valid, one.lineage),
+        default=None,
     )
     if found is None:
         there = ", ".join(str(one) for one in sorted({one.step for one in situation.generations})) or "none"
-        return Decision("refuse", f"{when}: it does not lie there; there are {there}", exit_code=ExitCode.NOTHING_TO_RESUME)
+        return Decision(
+            "refuse",
+            f"{when}: it does not lie there; there are {there}",
+            exit_code=ExitCode.NOTHING_TO_RESUME,
+        )
     if not found.valid:
         words = f"{when}: generation {step} {found.problem or 'is not valid'}"
         return Decision("refuse", words, exit_code=ExitCode.NOTHING_TO_RESUME)
@@ -188,9 +201,13 @@ def _from(situation: Situation, step: int) -> Decision:
 def _after_failure(situation: Situation) -> Decision:
     ended = f"the start before this one {situation.cause or Cause.FAILED}"
     if situation.mode == "disabled":
-        return Decision("end", f"{ended}; recover.mode disabled does not start again", exit_code=ExitCode.FAILED)
+        return Decision(
+            "end", f"{ended}; recover.mode disabled does not start again", exit_code=ExitCode.FAILED
+        )
     if situation.mode == "resume":
-        return Decision("end", f"{ended}; recover.mode resume does not resume a failure twice", exit_code=ExitCode.FAILED)
+        return Decision(
+            "end", f"{ended}; recover.mode resume does not resume a failure twice", exit_code=ExitCode.FAILED
+        )
     return _newest(situation, _eligible(situation), when=ended, must_load=False)
 
 
@@ -214,7 +231,9 @@ def _trimmed(situation: Situation, step: int) -> str:
     return f"batches {step + 1} to {situation.trimmed} were trimmed from the batch log, so step {step} can't be gone on from"
 
 
-def _newest(situation: Situation, eligible: tuple[GenerationInfo, ...], when: str, must_load: bool) -> Decision:
+def _newest(
+    situation: Situation, eligible: tuple[GenerationInfo, ...], when: str, must_load: bool
+) -> Decision:
     usable = [one for one in eligible if one.valid and not _trimmed(situation, one.step)]
     newest = max(usable, key=lambda one: (one.step, one.lineage), default=None)
     passed_over = [
@@ -223,17 +242,27 @@ def _newest(situation: Situation, eligible: tuple[GenerationInfo, ...], when: st
         if one not in usable and (newest is None or one.step > newest.step)
     ]
     if len(eligible) < len(situation.generations):
-        passed_over.append(f"{len(situation.generations) - len(eligible)} of other submissions do not count in mode fault")
+        passed_over.append(
+            f"{len(situation.generations) - len(eligible)} of other submissions do not count in mode fault"
+        )
     notes = f" ({'; '.join(passed_over)})" if passed_over else ""
     if newest is not None:
         words = f"{when}: loading generation {newest.step}, the newest valid one{notes}"
         return Decision("load", words, newest.step, newest.lineage)
     if must_load:
-        return Decision("refuse", f"{when}: no valid generation to resume from{notes}", exit_code=ExitCode.NOTHING_TO_RESUME)
+        return Decision(
+            "refuse",
+            f"{when}: no valid generation to resume from{notes}",
+            exit_code=ExitCode.NOTHING_TO_RESUME,
+        )
     if situation.lost and len(eligible) < len(situation.generations):
         records = ", ".join(f"lineages/{number:04d}.json" for number in situation.lost)
         words = f"{when}: no valid generation{notes}, but which of them are its own can't be told: {records} can't be read"
-        return Decision("refuse", f"{words}; hpc-rl recover takes the newest valid one", exit_code=ExitCode.NOTHING_TO_RESUME)
+        return Decision(
+            "refuse",
+            f"{words}; hpc-rl recover takes the newest valid one",
+            exit_code=ExitCode.NOTHING_TO_RESUME,
+        )
     if trimmed := _trimmed(situation, 0):
         words = f"{when}: no valid generation{notes}, and {trimmed}; use another trial_name"
         return Decision("refuse", words, exit_code=ExitCode.NOTHING_TO_RESUME)

@@ -66,12 +66,19 @@ class Commit:
 
     def rank_done(self, rank: int, files: Sequence[FileRecord | str]) -> None:
         """Say that this rank's files are written and synced; those given by name alone are hashed first. Raises OSError."""
-        records = [file if isinstance(file, FileRecord) else blocks.record(self.folder / file) for file in files]
-        write_json(self.folder / f"rank_{rank}.ok", {"rank": rank, "files": [dataclasses.asdict(file) for file in records]})
+        records = [
+            file if isinstance(file, FileRecord) else blocks.record(self.folder / file) for file in files
+        ]
+        write_json(
+            self.folder / f"rank_{rank}.ok",
+            {"rank": rank, "files": [dataclasses.asdict(file) for file in records]},
+        )
 
     def missing_ranks(self, num_ranks: int) -> list[int]:
         """Ranks that have not said so yet. Raises OSError."""
-        names = {entry.name for entry in os.scandir(self.folder)}  # a listing, which NFS does not answer from old absences
+        names = {
+            entry.name for entry in os.scandir(self.folder)
+        }  # a listing, which NFS does not answer from old absences
         return [rank for rank in range(num_ranks) if f"rank_{rank}.ok" not in names]
 
     def abandon(self) -> None:
@@ -99,7 +106,9 @@ class Commit:
         for rank in range(num_ranks):
             data = read_json(self.folder / f"rank_{rank}.ok")
             if data is None:
-                raise RoleFailed(f"generation {self.step} is not complete: rank {rank} left no rank_{rank}.ok")
+                raise RoleFailed(
+                    f"generation {self.step} is not complete: rank {rank} left no rank_{rank}.ok"
+                )
             files += [FileRecord(**file) for file in data["files"]]
         others = [f"rank_{rank}.ok" for rank in range(num_ranks)]
         if self.config_json.is_file():
@@ -121,7 +130,9 @@ class Commit:
                 return  # it lies there from before
             if not self.final.exists():
                 raise
-            problem = found.problem or f"written by lineage {found.manifest.lineage if found.manifest else '?'}"
+            problem = (
+                found.problem or f"written by lineage {found.manifest.lineage if found.manifest else '?'}"
+            )
         set_aside(self.final, problem)
         os.rename(self.folder, self.final)
 

@@ -36,7 +36,9 @@ def hold(trial: Trial, step: int, why: str) -> Iterator[Path]:
         write_json(path, {"count": 0, "why": why, "pid": os.getpid()})
         beat.start()
     except OSError as error:  # a place that can only be read
-        logger.warning("generation %d can't be marked as in use (%s): retention may remove it meanwhile", step, error)
+        logger.warning(
+            "generation %d can't be marked as in use (%s): retention may remove it meanwhile", step, error
+        )
     try:
         deadline = time.monotonic() + APPEAR_S
         while not trial.generation(step).is_dir():
@@ -78,7 +80,9 @@ class Holds:
             if name not in self._seen or self._seen[name][0] != count:
                 self._seen[name] = (count, now)
             if now - self._seen[name][1] > STALE_S:
-                logger.warning("the hold %s was not renewed for %.0f s and is removed", name, now - self._seen[name][1])
+                logger.warning(
+                    "the hold %s was not renewed for %.0f s and is removed", name, now - self._seen[name][1]
+                )
                 (self.trial.recover / name).unlink(missing_ok=True)
             elif match := _NAME.fullmatch(name):
                 held.add(int(match[1]))

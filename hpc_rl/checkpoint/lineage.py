@@ -62,7 +62,13 @@ def _read(path: Path) -> LineageRecord | None:
         record = LineageRecord(**{**data, "set_aside": tuple(data.get("set_aside", ()))})
     except (TypeError, AttributeError):
         return None
-    numbers = (record.lineage, record.from_step, record.from_lineage or 0, record.incarnation, *record.set_aside)
+    numbers = (
+        record.lineage,
+        record.from_step,
+        record.from_lineage or 0,
+        record.incarnation,
+        *record.set_aside,
+    )
     words = (record.attempt, record.submission, record.reason)
     is_sound = all(isinstance(one, int) for one in numbers) and all(isinstance(one, str) for one in words)
     return record if is_sound and record.lineage == int(path.stem) else None
@@ -84,7 +90,9 @@ def next_lineage(trial: Trial, attempt: Attempt, incarnation: int, decision: Dec
             set_aside=decision.set_aside,
             time=time.time(),
         )
-        if create_exclusive(trial.lineages / f"{number:04d}.json", json.dumps(asdict(record), indent=2) + "\n"):
+        if create_exclusive(
+            trial.lineages / f"{number:04d}.json", json.dumps(asdict(record), indent=2) + "\n"
+        ):
             fsync_dir(trial.lineages)
             return record
         number += 1

@@ -20,7 +20,9 @@ from hpc_rl.errors import Damaged
 
 SCHEMA = 2
 NAME = "manifest.json"
-IMPORTED = "import"  # in place of an attempt and a submission, of a generation that a person made of other weights
+IMPORTED = (
+    "import"  # in place of an attempt and a submission, of a generation that a person made of other weights
+)
 IMPORTED_LINEAGE = -1
 
 

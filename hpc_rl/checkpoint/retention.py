@@ -83,11 +83,16 @@ def proven(found: Sequence[Found], policy: Policy, known: dict[str, str]) -> lis
 
     `known` is what this process has found so far, by version: '' or the problem.
     """
-    found = [replace(one, problem=one.problem or (known.get(one.manifest.version, "") if one.manifest else "")) for one in found]
+    found = [
+        replace(one, problem=one.problem or (known.get(one.manifest.version, "") if one.manifest else ""))
+        for one in found
+    ]
     counting = replace(policy, every_steps=None)  # what stays by its step alone takes nobody's place
     while True:
         staying = keep([one for one in found if not one.problem], counting)
-        unread = [one for one in found if one.step in staying and one.manifest and one.manifest.version not in known]
+        unread = [
+            one for one in found if one.step in staying and one.manifest and one.manifest.version not in known
+        ]
         if not unread:
             return found
         read = {one.step: verify(one, LIGHT_BYTES) for one in unread}
@@ -98,7 +103,9 @@ def proven(found: Sequence[Found], policy: Policy, known: dict[str, str]) -> lis
         found = [read.get(one.step, one) for one in found]
 
 
-def retain(trial: Trial, policy: Policy, holds: Holds | None = None, known: dict[str, str] | None = None) -> int:
+def retain(
+    trial: Trial, policy: Policy, holds: Holds | None = None, known: dict[str, str] | None = None
+) -> int:
     """Delete what is surplus, but nothing that somebody holds. `known` is remembered between calls, see `proven`.
 
     Returns the step of the oldest sound generation that stays, 0 where there is none. Raises OSError.

@@ -15,11 +15,19 @@ from hpc_rl.checkpoint.starts import cause_of, past_starts, trainer_end
 from hpc_rl.trial import Attempt, Trial, entries, read_json
 
 _SEAL = re.compile(r"(\d+)\.seal")
-IN_PASSING_BYTES = 1 << 30  # a command reads a whole generation of this size before it submits a start from it
+IN_PASSING_BYTES = (
+    1 << 30
+)  # a command reads a whole generation of this size before it submits a start from it
 
 
 def decide_start(
-    trial: Trial, attempt: Attempt, incarnation: int, mode: str, start_mode: str, retries: int, wanted: int | None = None
+    trial: Trial,
+    attempt: Attempt,
+    incarnation: int,
+    mode: str,
+    start_mode: str,
+    retries: int,
+    wanted: int | None = None,
 ) -> tuple[Decision, list[Found]]:
     """The decision for a trainer that starts now, and the generations to be set aside before it does.
 
@@ -33,7 +41,9 @@ def decide_start(
     if not decision.set_aside:
         return decision, damaged
     later = [found for found in generation.scan(trial) if found.step in decision.set_aside]
-    return decision, [replace(found, problem=found.problem or f"is later than {decision.step}") for found in later]
+    return decision, [
+        replace(found, problem=found.problem or f"is later than {decision.step}") for found in later
+    ]
 
 
 def gather(
@@ -84,7 +94,12 @@ def fruitless_starts(trial: Trial, submission: str, running: str = "") -> tuple[
     """
     own = [record for record in read_lineages(trial) if record.submission == submission]
     generations, _ = _verified(generation.scan(trial), frozenset(), None)
-    if running and own and own[-1].attempt == running and trainer_end(trial.attempt(running), own[-1].incarnation) is None:
+    if (
+        running
+        and own
+        and own[-1].attempt == running
+        and trainer_end(trial.attempt(running), own[-1].incarnation) is None
+    ):
         own = own[:-1]
     return past_starts(trial, running, own, generations)
 

@@ -16,7 +16,9 @@ TIME_IS_OVER = "the job's time is nearly over"  # why a supervisor drains, in it
 def attempts_of(trial: Trial, submission: str) -> list[Attempt]:
     """The attempts of one job, oldest first."""
     names = [entry.name for entry in entries(trial.attempts) if entry.is_dir()]
-    own = [name for name in names if submission_of(name) == submission and name.rpartition(".")[2].isdecimal()]
+    own = [
+        name for name in names if submission_of(name) == submission and name.rpartition(".")[2].isdecimal()
+    ]
     return [trial.attempt(name) for name in sorted(own, key=lambda name: int(name.rpartition(".")[2]))]
 
 
@@ -31,16 +33,25 @@ def failures_without_progress(events: list[Row]) -> int:
     return count
 
 
-def past_starts(trial: Trial, attempt_id: str, own: list[LineageRecord], found: list[GenerationInfo]) -> tuple[PastStart, ...]:
+def past_starts(
+    trial: Trial, attempt_id: str, own: list[LineageRecord], found: list[GenerationInfo]
+) -> tuple[PastStart, ...]:
     """Past starts that led to no generation, since the last that did: by their lineages, and those that failed before they had
     one by the events. One that made a generation and failed then is none of them."""
     submission = own[-1].submission if own else submission_of(attempt_id)
-    newest = max([one.lineage for one in found] + [one.from_lineage for one in own if one.from_lineage is not None], default=-1)
+    newest = max(
+        [one.lineage for one in found] + [one.from_lineage for one in own if one.from_lineage is not None],
+        default=-1,
+    )
     failed, fruitful = _failures(trial, submission)
-    made = max(((_restart(one.attempt), one.incarnation) for one in own if one.lineage <= newest), default=(-1, -1))
+    made = max(
+        ((_restart(one.attempt), one.incarnation) for one in own if one.lineage <= newest), default=(-1, -1)
+    )
     fruitful = max(fruitful, made)  # a supervisor that was killed may have missed the progress
     failed = [past for past in failed if _order(past) > fruitful]
-    silent = [one for one in own if one.lineage > newest and (_restart(one.attempt), one.incarnation) > fruitful]
+    silent = [
+        one for one in own if one.lineage > newest and (_restart(one.attempt), one.incarnation) > fruitful
+    ]
     starts = [PastStart(one.attempt, one.incarnation, *cause_of(trial, one, attempt_id)) for one in silent]
     return tuple(sorted({_order(past): past for past in [*starts, *failed]}.values(), key=_order))
 
@@ -76,12 +87,20 @@ def cause_of(trial: Trial, record: LineageRecord, now: str) -> tuple[Cause, str]
     if not isinstance(ended, dict):
         return Cause.NODE, ""
     reason = str(ended.get("reason") or "")
-    return _stop(attempt) if ended.get("exit_code") in (ExitCode.STOPPED, ExitCode.DONE) else (Cause.FAILED, reason)
+    return (
+        _stop(attempt)
+        if ended.get("exit_code") in (ExitCode.STOPPED, ExitCode.DONE)
+        else (Cause.FAILED, reason)
+    )
 
 
 def _stop(attempt: Attempt) -> tuple[Cause, str]:
     """A drain, by what asked for it: the words of the supervisor's `stopping`."""
-    asked = [str(row.get("reason") or "") for row in JsonLines(attempt.events).poll() if row.get("event") == "stopping"]
+    asked = [
+        str(row.get("reason") or "")
+        for row in JsonLines(attempt.events).poll()
+        if row.get("event") == "stopping"
+    ]
     words = asked[-1] if asked else ""
     if words.startswith((TIME_IS_OVER, "SIGUSR1")):  # the script's warning comes some time before the limit
         return Cause.WALLTIME, words
@@ -91,7 +110,11 @@ def _stop(attempt: Attempt) -> tuple[Cause, str]:
 def trainer_end(attempt: Attempt, incarnation: int) -> Row | None:
     """How the supervisor saw one trainer incarnation end; None where it did not."""
     for row in reversed(JsonLines(attempt.events).poll()):
-        if row.get("event") == "exited" and row.get("role") == "trainer" and row.get("incarnation") == incarnation:
+        if (
+            row.get("event") == "exited"
+            and row.get("role") == "trainer"
+            and row.get("incarnation") == incarnation
+        ):
             return row
     return None
 

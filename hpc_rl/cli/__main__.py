@@ -23,9 +23,15 @@ COMMANDS = {  # name -> (module, one line of help)
     "recover": ("recover", "go on with a trial from its newest generation"),
     "checkpoint": ("checkpoint", "the generations of a trial: list, verify; to and from Hugging Face format"),
     "config": ("config", "show a resolved configuration, compare two; schema, reference, completion"),
-    "templates": ("templates", "what the job scripts are made of; override, compare and check a site's blocks"),
+    "templates": (
+        "templates",
+        "what the job scripts are made of; override, compare and check a site's blocks",
+    ),
     "list": ("listing", "the trials that this account submitted"),
-    "doctor": ("doctor", "check this machine, the cluster and the shared directory, each finding with its fix"),
+    "doctor": (
+        "doctor",
+        "check this machine, the cluster and the shared directory, each finding with its fix",
+    ),
 }
 
 
@@ -38,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
             if sys.stdout is not None:  # it is None where the caller closed it
                 sys.stdout.flush()
     except OSError as error:  # of the output: what a command meets is told by _guarded
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains again at its end
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # else the interpreter complains again at its end
         if isinstance(error, BrokenPipeError):  # `hpc-rl list | head`: nobody reads any more
             return 128 + signal.SIGPIPE
         print(f"hpc-rl: the output can't be written: {error.strerror}", file=sys.stderr)
@@ -106,7 +114,10 @@ def _tell_internal(error: Exception) -> None:
     place = f"{os.path.basename(where.filename)}:{where.lineno}"
     print(f"hpc-rl: internal error at {place}: {type(error).__name__}: {error}", file=sys.stderr)
     if not os.environ.get("HPC_RL_TRACEBACK"):
-        print("        Set HPC_RL_TRACEBACK=1 and run it again for the whole traceback; please report it.", file=sys.stderr)
+        print(
+            "        Set HPC_RL_TRACEBACK=1 and run it again for the whole traceback; please report it.",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,10 @@ def run(argv: list[str]) -> int:
     place = choose(story, args.role, args.index, args.rank)
     line = command(story, place, rest)
     on_slurm = line[0] == "srun"
-    print(f"{place.name}: pid {place.pid} on {place.node or place.host}, attempt {place.attempt}", file=sys.stderr)
+    print(
+        f"{place.name}: pid {place.pid} on {place.node or place.host}, attempt {place.attempt}",
+        file=sys.stderr,
+    )
     if args.exec:
         _become(line, None if on_slurm else str(trial.dir))
     print(shlex.join(line) if on_slurm else f"cd {shlex.quote(str(trial.dir))} && {shlex.join(line)}")

@@ -28,16 +28,28 @@ UNSAVED = {
 def run(argv: list[str]) -> int:
     parser = new_parser("cancel", "End a trial for good, with its state saved. Doing it again does no harm.")
     add_trial(parser)
-    parser.add_argument("--now", action="store_true", help="let the scheduler end it, which grants some seconds only")
     parser.add_argument(
-        "--wait_s", "--wait-s", type=seconds, default=0.0, metavar="SECONDS", help="wait so long for the end (default: 0)"
+        "--now", action="store_true", help="let the scheduler end it, which grants some seconds only"
+    )
+    parser.add_argument(
+        "--wait_s",
+        "--wait-s",
+        type=seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="wait so long for the end (default: 0)",
     )
     add_json(parser, "what was done")
     args = parser.parse_args(argv)
     trial = index.resolve(args.trial)
     done = cancel(trial, args.now)
     if args.json:
-        print_json([{"job_id": item.job.job_id, "outcome": item.outcome, "was": item.was and item.was.state} for item in done])
+        print_json(
+            [
+                {"job_id": item.job.job_id, "outcome": item.outcome, "was": item.was and item.was.state}
+                for item in done
+            ]
+        )
     elif not done:
         print(f"{trial} was never submitted: nothing to cancel.")
     for item in done if not args.json else []:
@@ -63,5 +75,7 @@ def _wait(trial: Trial, item: Cancelled, timeout_s: float, quiet: bool) -> int:
         story = tell(trial, state)
         print(f"job {item.job.job_id} is over: {story.state}" + (f", {story.reason}" if story.reason else ""))
         if story.generation is not None and story.state != "done":
-            print(f"newest generation {story.generation}; to go on one day: {typed()} recover {index.handle(trial)}")
+            print(
+                f"newest generation {story.generation}; to go on one day: {typed()} recover {index.handle(trial)}"
+            )
     return 0

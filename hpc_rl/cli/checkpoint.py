@@ -77,7 +77,9 @@ def _tidy_at_sigterm() -> Iterator[None]:
 
 def _list(argv: list[str]) -> int:
     made = new_parser(
-        "checkpoint list", ACTIONS["list"], "Sizes and the manifest are checked; `verify` reads the content as well."
+        "checkpoint list",
+        ACTIONS["list"],
+        "Sizes and the manifest are checked; `verify` reads the content as well.",
     )
     add_trial(made)
     made.add_argument("--metric", help="number to show (default: what the trainer evaluates, as eval_reward)")
@@ -131,11 +133,18 @@ def _table(found: list[Found], metric: str) -> list[str]:
         who = [str(made.lineage), str(made.num_ranks)] if made else ["", ""]
         cells.append([str(one.step), *who, size, when, value, one.problem or "sound"])
     widths = [max(len(line[column]) for line in cells) for column in range(6)]
-    return ["  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[6]]) for line in cells]
+    return [
+        "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[6]])
+        for line in cells
+    ]
 
 
 def _verify(argv: list[str]) -> int:
-    made = new_parser("checkpoint verify", ACTIONS["verify"], "Reads only: setting aside is what the trainer's next start does.")
+    made = new_parser(
+        "checkpoint verify",
+        ACTIONS["verify"],
+        "Reads only: setting aside is what the trainer's next start does.",
+    )
     add_trial(made)
     made.add_argument("--step", type=count, help="only the generation of this step (default: all)")
     add_json(made, "what was found")
@@ -146,7 +155,10 @@ def _verify(argv: list[str]) -> int:
     if args.json:
         print_json(results)
     else:
-        print("\n".join(line for result in results for line in _verdict(result)) or f"{trial} has no generation yet")
+        print(
+            "\n".join(line for result in results for line in _verdict(result))
+            or f"{trial} has no generation yet"
+        )
     return 1 if any(result["problems"] for result in results) else 0
 
 
@@ -167,12 +179,20 @@ def _verdict(result: dict[str, Any]) -> list[str]:
 
 
 def _export(argv: list[str]) -> int:
-    made = new_parser("checkpoint export", ACTIONS["export"], "The folder is what servers, transformers and `actor.path` read.")
+    made = new_parser(
+        "checkpoint export",
+        ACTIONS["export"],
+        "The folder is what servers, transformers and `actor.path` read.",
+    )
     add_trial(made)
     which = made.add_mutually_exclusive_group()
     which.add_argument("--step", type=count, help="step of the generation (default: the newest)")
-    which.add_argument("--best", metavar="METRIC", help="the generation with the largest METRIC, as eval_reward")
-    made.add_argument("--to", type=Path, metavar="FOLDER", help="where to (default: <trial>/exports/generation-<step>)")
+    which.add_argument(
+        "--best", metavar="METRIC", help="the generation with the largest METRIC, as eval_reward"
+    )
+    made.add_argument(
+        "--to", type=Path, metavar="FOLDER", help="where to (default: <trial>/exports/generation-<step>)"
+    )
     add_json(made, "where it is")
     args = made.parse_args(argv)
     trial = index.resolve(args.trial)
@@ -180,7 +200,9 @@ def _export(argv: list[str]) -> int:
     if one.problem:
         raise TrialStateError(f"generation {one.step} of {trial} is damaged: {one.problem}. {_others(trial)}")
     there = (args.to or trial.exports / f"generation-{one.step:08d}").expanduser().absolute()
-    with hold(trial, one.step, f"export to {there}"):  # now: torch takes seconds, in which a fast trial makes many generations
+    with hold(
+        trial, one.step, f"export to {there}"
+    ):  # now: torch takes seconds, in which a fast trial makes many generations
         code = _export_to(there, trial, one.step)
     if code == 0 and args.json:
         print_json({"trial": str(trial), "step": one.step, "path": str(there)})
@@ -203,8 +225,12 @@ def _export_to(there: Path, trial: Trial, step: int) -> int:
         return code
     except OSError as error:
         if os.path.lexists(there):
-            raise CannotWrite(f"{there} exists and is not overwritten: give another folder by --to, or remove it") from error
-        raise CannotWrite(f"{there} can't be written: {error.strerror or error}; give another folder by --to") from error
+            raise CannotWrite(
+                f"{there} exists and is not overwritten: give another folder by --to, or remove it"
+            ) from error
+        raise CannotWrite(
+            f"{there} can't be written: {error.strerror or error}; give another folder by --to"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -219,7 +245,9 @@ def _import(argv: list[str]) -> int:
     )
     add_trial(made)
     made.add_argument(
-        "folder", type=Path, help="Hugging Face checkpoint: config.json and safetensors of the trial's architecture"
+        "folder",
+        type=Path,
+        help="Hugging Face checkpoint: config.json and safetensors of the trial's architecture",
     )
     made.add_argument("--step", type=count, default=0, help="step that the generation counts as (default: 0)")
     args = made.parse_args(argv)
@@ -227,19 +255,27 @@ def _import(argv: list[str]) -> int:
     source = args.folder.expanduser().absolute()
     if not (source / "config.json").is_file():
         raise ConfigError(f"{source} is not a Hugging Face checkpoint: config.json is missing")
-    with Claim(trial, "given an imported generation") as claim:  # until it lies there: a start in between would not count on it
+    with Claim(
+        trial, "given an imported generation"
+    ) as claim:  # until it lies there: a start in between would not count on it
         submission.check_idle(trial)
         _check_step(trial, args.step)
         _check_end(trial, args.step)
         code = _hand_over("import", trial, args.step, "--source", str(source), meanwhile=claim.renew)
     if code == 0:
-        print(f"{source} is generation {args.step} of {trial}; to go on from it: hpc-rl recover {index.handle(trial)}")
+        print(
+            f"{source} is generation {args.step} of {trial}; to go on from it: hpc-rl recover {index.handle(trial)}"
+        )
     return code
 
 
 def _check_step(trial: Trial, step: int) -> None:
     """Raises TrialStateError where a start would not take an imported generation of this step, or could not go on from it."""
-    sound, cut, gone = sound_steps(trial), seals_of(trial), trimmed(trial)  # a start passes damaged generations over
+    sound, cut, gone = (
+        sound_steps(trial),
+        seals_of(trial),
+        trimmed(trial),
+    )  # a start passes damaged generations over
     first = max([gone, *(one + 1 for one in sound)])
     last = max(cut, default=gone or None)
     if first <= step and (last is None or step <= last):
@@ -251,9 +287,15 @@ def _check_step(trial: Trial, step: int) -> None:
     else:
         rest = "Import into another trial, or set actor.path of a new one to the folder."
     if sound and sound[0] >= step:
-        raise TrialStateError(f"{trial} has generation {sound[0]}, which would be taken instead of one of step {step}. {rest}")
+        raise TrialStateError(
+            f"{trial} has generation {sound[0]}, which would be taken instead of one of step {step}. {rest}"
+        )
     assert last is not None  # with no batch cut, nothing but a generation is in the way
-    kept = f"batches {gone + 1} to {last} are there" if gone < last else f"no batch is there, those up to {gone} were trimmed"
+    kept = (
+        f"batches {gone + 1} to {last} are there"
+        if gone < last
+        else f"no batch is there, those up to {gone} were trimmed"
+    )
     raise TrialStateError(f"{trial} can't go on from step {step}: of the batch log {kept}. {rest}")
 
 
@@ -261,7 +303,9 @@ def _check_end(trial: Trial, step: int) -> None:
     """Raises ConfigError where the trial ends before this step: `recover` would refuse to go on from it."""
     config = read_json(trial.config_json)
     if not isinstance(config, dict):
-        raise ConfigError(f"{trial.config_json} is missing or damaged; `hpc-rl render` of the same configuration writes it again")
+        raise ConfigError(
+            f"{trial.config_json} is missing or damaged; `hpc-rl render` of the same configuration writes it again"
+        )
     loaded = from_dict(config)
     refuse_end_before(step, trial, loaded, fingerprint_in_passing(loaded.train_dataset.path).get("rows"))
 
@@ -277,7 +321,9 @@ def _chosen(trial: Trial, step: int | None = None, metric: str | None = None) ->
     for one in found:
         if one.step == step or (step is None and not one.problem):
             return one
-    raise NothingToResume(f"{trial} has no {'sound generation' if step is None else f'generation {step}'}. {_others(trial)}")
+    raise NothingToResume(
+        f"{trial} has no {'sound generation' if step is None else f'generation {step}'}. {_others(trial)}"
+    )
 
 
 def _others(trial: Trial) -> str:
@@ -285,11 +331,25 @@ def _others(trial: Trial) -> str:
     return f"Sound ones: {', '.join(sound)}." if sound else "There is no sound one."
 
 
-def _hand_over(action: str, trial: Trial, step: int, *rest: str, meanwhile: Callable[[], object] = lambda: None) -> int:
+def _hand_over(
+    action: str, trial: Trial, step: int, *rest: str, meanwhile: Callable[[], object] = lambda: None
+) -> int:
     """Exit code of the half with torch. It ends when this process does: it must not outlive what is held for it here."""
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError(f"checkpoint {action} reads a model, and torch is not installed: pip install 'hpc-rl[train]'")
-    command = [sys.executable, "-m", "hpc_rl.app.checkpoint", action, "--trial_dir", str(trial.dir), "--step", str(step), *rest]
+        raise ConfigError(
+            f"checkpoint {action} reads a model, and torch is not installed: pip install 'hpc-rl[train]'"
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "hpc_rl.app.checkpoint",
+        action,
+        "--trial_dir",
+        str(trial.dir),
+        "--step",
+        str(step),
+        *rest,
+    ]
     sys.stdout.flush()
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         try:

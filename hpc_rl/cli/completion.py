@@ -18,7 +18,9 @@ _OPTION = re.compile(r"--[a-z][\w.]*(?![\w.-])")
 def script(shell: str, actions_of_config: Collection[str]) -> str:
     """For `bash` or `zsh` (which runs the bash one)."""
     groups = {"config": actions_of_config, "checkpoint": checkpoint.ACTIONS, "templates": templates.ACTIONS}
-    of_a_configuration = options_of("submit") - options_of("status") - {"--dry_run", "--no_check", "--parsable"}
+    of_a_configuration = (
+        options_of("submit") - options_of("status") - {"--dry_run", "--no_check", "--parsable"}
+    )
     cases = []
     for command in COMMANDS:
         for action in groups.get(command, ("",)):
@@ -26,7 +28,9 @@ def script(shell: str, actions_of_config: Collection[str]) -> str:
             if (command, action) == ("config", "show"):
                 options |= of_a_configuration
             cases.append(f'    "{command} {action}") options="{" ".join(sorted(options))}" ;;')
-    of_actions = "\n".join(f'    {command}) words="{" ".join(actions)}" ;;' for command, actions in groups.items())
+    of_actions = "\n".join(
+        f'    {command}) words="{" ".join(actions)}" ;;' for command, actions in groups.items()
+    )
     body = f"""# made by `hpc-rl config completion {shell}`
 _hpc_rl() {{
   local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} command=${{COMP_WORDS[1]}}

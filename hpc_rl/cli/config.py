@@ -26,13 +26,19 @@ def run(argv: list[str]) -> int:
         made = new_parser("config", "\n".join(f"{name:<11} {text}" for name, text in ACTIONS.items()))
         made.add_argument("action", choices=ACTIONS, metavar=f"{{{','.join(ACTIONS)}}}")
         made.parse_args(argv)
-    return {"show": _show, "diff": _diff, "schema": _schema, "reference": _reference, "completion": _completion}[argv[0]](
-        argv[1:]
-    )
+    return {
+        "show": _show,
+        "diff": _diff,
+        "schema": _schema,
+        "reference": _reference,
+        "completion": _completion,
+    }[argv[0]](argv[1:])
 
 
 def _show(argv: list[str]) -> int:
-    made = new_parser("config show", ACTIONS["show"], "Options of the configuration may follow, as in submit.")
+    made = new_parser(
+        "config show", ACTIONS["show"], "Options of the configuration may follow, as in submit."
+    )
     add_config(made)
     made.add_argument("--json", action="store_true", help="one object: dotted option -> {value, origin}")
     args, overrides = made.parse_known_args(argv)
@@ -56,7 +62,9 @@ def resolved(loaded: Loaded) -> dict[str, Shown]:
 
 
 def _diff(argv: list[str]) -> int:
-    made = new_parser("config diff", "Show the options in which two configurations differ. Exit code 1 if there are any.")
+    made = new_parser(
+        "config diff", "Show the options in which two configurations differ. Exit code 1 if there are any."
+    )
     made.add_argument("a", help="YAML file, or the config.json of a trial")
     made.add_argument("b", help="the same")
     made.add_argument("--json", action="store_true", help="one object: dotted option -> {a, b}")
@@ -86,7 +94,9 @@ def _schema(argv: list[str]) -> int:
 def _reference(argv: list[str]) -> int:
     from hpc_rl.config.reference import reference
 
-    new_parser("config reference", "Print the reference page of the configuration, in Markdown.").parse_args(argv)
+    new_parser("config reference", "Print the reference page of the configuration, in Markdown.").parse_args(
+        argv
+    )
     print(reference(), end="")
     return 0
 
@@ -94,7 +104,9 @@ def _reference(argv: list[str]) -> int:
 def _completion(argv: list[str]) -> int:
     from hpc_rl.cli.completion import script
 
-    made = new_parser("config completion", 'Print a completion script: eval "$(hpc-rl config completion bash)".')
+    made = new_parser(
+        "config completion", 'Print a completion script: eval "$(hpc-rl config completion bash)".'
+    )
     made.add_argument("shell", choices=["bash", "zsh"])
     args: argparse.Namespace = made.parse_args(argv)
     print(script(args.shell, ACTIONS), end="")

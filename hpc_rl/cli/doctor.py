@@ -46,12 +46,24 @@ def run(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     made = new_parser(
-        "doctor", "Check this machine, the cluster and the directory of the trials; each finding with its fix.", EPILOG
+        "doctor",
+        "Check this machine, the cluster and the directory of the trials; each finding with its fix.",
+        EPILOG,
     )
     add_config(made)
-    made.add_argument("--fileroot", metavar="DIR", help="the directory to examine (default: the configuration's, else ~/hpc-rl)")
-    made.add_argument("--allocation", action="store_true", help="also visit nodes, by a short job of its own where this is none")
-    made.add_argument("--nodes", type=count, metavar="N", help="how many (default: the configuration's, else 2)")
+    made.add_argument(
+        "--fileroot",
+        metavar="DIR",
+        help="the directory to examine (default: the configuration's, else ~/hpc-rl)",
+    )
+    made.add_argument(
+        "--allocation",
+        action="store_true",
+        help="also visit nodes, by a short job of its own where this is none",
+    )
+    made.add_argument(
+        "--nodes", type=count, metavar="N", help="how many (default: the configuration's, else 2)"
+    )
     made.add_argument("--partition", help="of which partition (default: the configuration's, else Slurm's)")
     made.add_argument(
         "--wait_s",
@@ -68,13 +80,18 @@ def _parser() -> argparse.ArgumentParser:
 def wanted_of(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Wanted, SlurmLauncherConfig]:
     """What is asked of a machine, and of Slurm. Raises ConfigError."""
     if overrides and not args.config:
-        raise ConfigError(f"{overrides[0]!r}: options of a configuration need one: --config FILE. Allowed without: see --help.")
+        raise ConfigError(
+            f"{overrides[0]!r}: options of a configuration need one: --config FILE. Allowed without: see --help."
+        )
     if args.config:
         wanted, options = _of_config(args.config, overrides, args.preset)
     else:
         on_slurm = pick("auto") == "slurm"
         wanted = Wanted(
-            on_slurm=on_slurm, num_nodes=2 if on_slurm else 1, fileroot=ClusterSpecConfig().fileroot, python=sys.executable
+            on_slurm=on_slurm,
+            num_nodes=2 if on_slurm else 1,
+            fileroot=ClusterSpecConfig().fileroot,
+            python=sys.executable,
         )
         options = SlurmLauncherConfig()
     if args.nodes == 0:
@@ -88,7 +105,9 @@ def wanted_of(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Wante
     return wanted, replace(options, partition=wanted.partition or None)
 
 
-def _of_config(files: Sequence[str], overrides: Sequence[str], presets: Sequence[str]) -> tuple[Wanted, SlurmLauncherConfig]:
+def _of_config(
+    files: Sequence[str], overrides: Sequence[str], presets: Sequence[str]
+) -> tuple[Wanted, SlurmLauncherConfig]:
     planned = plan_of(load(files, list(overrides), presets=presets))
     config, plan = planned.loaded.config, planned.plan
     with_gpus = any(unit.gpus_per_task for unit in plan.units)
@@ -132,8 +151,15 @@ def look_at_nodes(wanted: Wanted, options: SlurmLauncherConfig, wait_s: float) -
     try:
         reports, complaint = allocation.visit(Path(wanted.fileroot), request)
     except HpcRlError as error:
-        return [replace(fail("nodes reported", str(error), "see `fileroot` and `slurm programs` above."), where="nodes")]
-    num_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) if "SLURM_JOB_ID" in os.environ else wanted.num_nodes
+        return [
+            replace(
+                fail("nodes reported", str(error), "see `fileroot` and `slurm programs` above."),
+                where="nodes",
+            )
+        ]
+    num_nodes = (
+        int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) if "SLURM_JOB_ID" in os.environ else wanted.num_nodes
+    )
     together = allocation.judge(Nodes(reports, num_nodes, complaint))
     return [*(replace(finding, where="nodes") for finding in together), *each_node(reports, wanted)]
 
@@ -172,8 +198,14 @@ def table(findings: Sequence[Finding]) -> list[str]:
     lines = []
     for finding in findings:
         where = finding.where if len(finding.where) <= where_width else f"{finding.where[: where_width - 1]}…"
-        lines.append(f"{finding.status:<4}  {where:<{where_width}}  {finding.check:<{check_width}}  {finding.found}")
+        lines.append(
+            f"{finding.status:<4}  {where:<{where_width}}  {finding.check:<{check_width}}  {finding.found}"
+        )
         if finding.fix and finding.status is not Status.OK:
             lines.append(f"{'':<{4 + 2 + where_width + 2 + check_width}}  -> {finding.fix}")
     counts = {status: sum(finding.status is status for finding in findings) for status in Status}
-    return [*lines, "", f"{counts[Status.OK]} ok, {counts[Status.WARN]} to look at, {counts[Status.FAIL]} failed"]
+    return [
+        *lines,
+        "",
+        f"{counts[Status.OK]} ok, {counts[Status.WARN]} to look at, {counts[Status.FAIL]} failed",
+    ]

@@ -27,29 +27,52 @@ def run(argv: list[str]) -> int:
         return 0
     for entry in pruned:
         print(f"forgotten: {entry.trial}  {entry.trial.dir}")
-    print("\n".join(_table(rows)) if rows else "no trials yet: `hpc-rl quickstart`, or `hpc-rl submit --config FILE`")
+    print(
+        "\n".join(_table(rows))
+        if rows
+        else "no trials yet: `hpc-rl quickstart`, or `hpc-rl submit --config FILE`"
+    )
     if any(row["state"] == "gone" for row in rows):
         print("`hpc-rl list --prune` forgets the trials whose directory is gone.")
     return 0
 
 
 def _row(entry: index.Entry, answer: Answer) -> dict[str, Any]:
-    row: dict[str, Any] = {"trial": str(entry.trial), "dir": str(entry.trial.dir), "time": entry.time, "job_id": None}
+    row: dict[str, Any] = {
+        "trial": str(entry.trial),
+        "dir": str(entry.trial.dir),
+        "time": entry.time,
+        "job_id": None,
+    }
     row |= {"step": None, "total_steps": None, "eta_s": None, "reason": ""}
     if entry.gone:
         return row | {"state": "gone"}
     story = tell(entry.trial, answer.newest, answer.asked_at or None)
-    job = {"job_id": story.jobs[-1].job_id if story.jobs else None, "eta_s": story.eta_s if story.live else None}
-    return row | job | {"state": story.state, "reason": story.reason, "step": story.step, "total_steps": story.total_steps}
+    job = {
+        "job_id": story.jobs[-1].job_id if story.jobs else None,
+        "eta_s": story.eta_s if story.live else None,
+    }
+    return (
+        row
+        | job
+        | {"state": story.state, "reason": story.reason, "step": story.step, "total_steps": story.total_steps}
+    )
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     now = time.time()
     cells = [("trial", "state", "job", "step", "left", "submitted", "directory")]
     for row in rows:
-        step = "" if row["step"] is None else f"{row['step']}" + (f"/{row['total_steps']}" if row["total_steps"] else "")
+        step = (
+            ""
+            if row["step"] is None
+            else f"{row['step']}" + (f"/{row['total_steps']}" if row["total_steps"] else "")
+        )
         left = "" if row["eta_s"] is None else span(row["eta_s"])
         age = f"{span(now - row['time'])} ago" if row["time"] else ""
         cells.append((row["trial"], row["state"], row["job_id"] or "", step, left, age, row["dir"]))
     widths = [max(len(line[column]) for line in cells) for column in range(6)]
-    return ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[6]]) for line in cells]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[6]])
+        for line in cells
+    ]

@@ -72,18 +72,32 @@ def _nothing_yet(trial: Trial) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = new_parser("logs", "Show logs: by default the newest trainer's and the supervisor's of the newest attempt.")
+    made = new_parser(
+        "logs", "Show logs: by default the newest trainer's and the supervisor's of the newest attempt."
+    )
     add_trial(made)
     made.add_argument("--role", choices=ROLES, help="whose; `job` is the output of the batch script itself")
     made.add_argument("--index", type=count, help="which replica of the role")
-    made.add_argument("--incarnation", type=count, help="which start of the role within the attempt; default: the newest")
-    made.add_argument("--attempt", help="which attempt, as status names it; default: the newest that has what is asked for")
     made.add_argument(
-        "--rank", type=_rank, metavar="RANK", help="which rank, where ranks have files of their own, or `all`; default: rank 0"
+        "--incarnation", type=count, help="which start of the role within the attempt; default: the newest"
     )
-    made.add_argument("-n", "--lines", type=count, default=40, help="how many of the last lines (default: 40)")
     made.add_argument(
-        "-f", "--follow", action="store_true", help="go on with new lines until the trial ends; waits for the first"
+        "--attempt", help="which attempt, as status names it; default: the newest that has what is asked for"
+    )
+    made.add_argument(
+        "--rank",
+        type=_rank,
+        metavar="RANK",
+        help="which rank, where ranks have files of their own, or `all`; default: rank 0",
+    )
+    made.add_argument(
+        "-n", "--lines", type=count, default=40, help="how many of the last lines (default: 40)"
+    )
+    made.add_argument(
+        "-f",
+        "--follow",
+        action="store_true",
+        help="go on with new lines until the trial ends; waits for the first",
     )
     made.add_argument("--list", action="store_true", help="list the files instead")
     add_json(made, "the list")
@@ -98,7 +112,9 @@ def collect(trial: Trial) -> list[Log]:
     """Every log of a trial: attempts in their order, those of server jobs too, and the batch scripts' outputs."""
     story = tell(trial)
     tasks = [task.id for array in story.servers for task in array.tasks]
-    found = [log for job_id in (*tasks, *(job.job_id for job in story.jobs)) for log in _outputs(trial, job_id)]
+    found = [
+        log for job_id in (*tasks, *(job.job_id for job in story.jobs)) for log in _outputs(trial, job_id)
+    ]
     number = {job.job_id: number for number, job in enumerate(story.jobs)}
     attempts = [
         (number.get(array.serves, -1), name)
@@ -117,34 +133,56 @@ def _outputs(trial: Trial, job_id: str) -> list[Log]:
     """What the batch script of a submission, or of a task of a server array, said; then its successors."""
     _, underscore, task = job_id.partition("_")
     names = {job_id: job_id}
-    names |= {f"{job_id}.{restart}": f"{new}{underscore}{task}" for restart, new in followers(trial, job_id).items()}
-    return [Log(path, attempt, "job") for attempt, name in names.items() if (path := trial.jobs / f"{name}.out").exists()]
+    names |= {
+        f"{job_id}.{restart}": f"{new}{underscore}{task}" for restart, new in followers(trial, job_id).items()
+    }
+    return [
+        Log(path, attempt, "job")
+        for attempt, name in names.items()
+        if (path := trial.jobs / f"{name}.out").exists()
+    ]
 
 
 def choose(trial: Trial, found: list[Log], args: argparse.Namespace) -> list[Log]:
     """What the options ask for. Raises TrialStateError that says which files there are."""
     if not any(log.role == "supervisor" for log in found):  # then it writes where the batch script does
-        own = [log.role == "job" and args.role != "job" and "_" not in log.attempt for log in found]  # not that of servers
-        found = [replace(log, role="supervisor") if is_own else log for log, is_own in zip(found, own, strict=True)]
+        own = [
+            log.role == "job" and args.role != "job" and "_" not in log.attempt for log in found
+        ]  # not that of servers
+        found = [
+            replace(log, role="supervisor") if is_own else log for log, is_own in zip(found, own, strict=True)
+        ]
     matching = [log for log in found if _matches(log, args)]
     if not matching:
         if not found:
             raise TrialStateError(_nothing_yet(trial))
         given = {key: getattr(args, key) for key in ("role", "index", "incarnation", "attempt", "rank")}
         wanted = " ".join(f"--{key} {value}" for key, value in given.items() if value is not None)
-        raise TrialStateError(f"{trial} has no log for {wanted}. `hpc-rl logs {trial} --list` shows which there are.")
+        raise TrialStateError(
+            f"{trial} has no log for {wanted}. `hpc-rl logs {trial} --list` shows which there are."
+        )
     if args.role is None and args.index is None and args.incarnation is None and args.rank is None:
-        default = [log for role in ("trainer", "supervisor") for log in _newest([log for log in matching if log.role == role])]
+        default = [
+            log
+            for role in ("trainer", "supervisor")
+            for log in _newest([log for log in matching if log.role == role])
+        ]
         return _first_rank(default or _newest(matching))
     return _first_rank(_newest(matching)) if args.rank is None else _newest(matching)
 
 
 def _matches(log: Log, args: argparse.Namespace) -> bool:
     by_attempt = args.attempt is None or args.attempt in (log.attempt, log.attempt.rpartition(".")[0])
-    by_attempt = by_attempt or (args.attempt is not None and args.attempt.rpartition(".")[0] == log.attempt)  # a job's own output
+    by_attempt = by_attempt or (
+        args.attempt is not None and args.attempt.rpartition(".")[0] == log.attempt
+    )  # a job's own output
     rank = None if args.rank == EVERY_RANK else args.rank
     numbers = ((args.index, log.index), (args.incarnation, log.incarnation), (rank, log.rank))
-    return by_attempt and args.role in (None, log.role) and all(wanted in (None, number) for wanted, number in numbers)
+    return (
+        by_attempt
+        and args.role in (None, log.role)
+        and all(wanted in (None, number) for wanted, number in numbers)
+    )
 
 
 def _first_rank(logs: list[Log]) -> list[Log]:
@@ -163,7 +201,11 @@ def _newest(logs: list[Log]) -> list[Log]:
     are attempts side by side."""
     if not logs:
         return []
-    newest = {(log.role, log.index, log.rank): log for log in logs if _array(log.attempt) == _array(logs[-1].attempt)}
+    newest = {
+        (log.role, log.index, log.rank): log
+        for log in logs
+        if _array(log.attempt) == _array(logs[-1].attempt)
+    }
     return list(newest.values())
 
 
@@ -174,7 +216,9 @@ def _array(attempt: str) -> str:
 
 def _list(trial: Trial, found: list[Log], as_json: bool) -> int:
     if as_json:
-        print_json([{**asdict(log), "path": str(log.path), "bytes": log.path.stat().st_size} for log in found])
+        print_json(
+            [{**asdict(log), "path": str(log.path), "bytes": log.path.stat().st_size} for log in found]
+        )
         return 0
     print(f"in {trial.dir}")
     for log in found:

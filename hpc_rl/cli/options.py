@@ -26,7 +26,11 @@ def add_trial(parser: argparse.ArgumentParser) -> None:
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Where a configuration comes from."""
     parser.add_argument(
-        "--config", action="append", default=[], metavar="FILE", help="YAML file; several are laid over each other, left to right"
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="YAML file; several are laid over each other, left to right",
     )
     parser.add_argument(
         "--preset",
@@ -36,7 +40,9 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         help="atlas: its defaults, below the files; cpu: no GPU, over the files",
     )
     parser.add_argument(
-        "--cluster", metavar="NAME", help="profile of the cluster, below the files (hpc-rl templates list names them)"
+        "--cluster",
+        metavar="NAME",
+        help="profile of the cluster, below the files (hpc-rl templates list names them)",
     )
 
 

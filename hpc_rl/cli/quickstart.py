@@ -18,10 +18,14 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("--dir", default="quickstart", help="where everything goes (default: ./quickstart)")
     parser.add_argument("--seed", type=count, default=1, help="seed of everything (default: 1)")
-    parser.add_argument("--only_prepare", "--only-prepare", action="store_true", help="make the model and the task, then stop")
+    parser.add_argument(
+        "--only_prepare", "--only-prepare", action="store_true", help="make the model and the task, then stop"
+    )
     args, rest = parser.parse_known_args(argv)
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError("quickstart trains a model here, and torch is not installed: pip install 'hpc-rl[train]'")
+        raise ConfigError(
+            "quickstart trains a model here, and torch is not installed: pip install 'hpc-rl[train]'"
+        )
     refuse(rest)
     where = os.path.abspath(os.path.expanduser(args.dir))
     command = [sys.executable, "-m", "hpc_rl.app.quickstart", "--dir", where, "--seed", str(args.seed)]

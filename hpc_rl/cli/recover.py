@@ -34,8 +34,12 @@ EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, where the trial's s
 def run(argv: list[str]) -> int:
     made = new_parser("recover", "Go on with a trial from a generation of its state, as a new job.", EPILOG)
     add_trial(made)
-    made.add_argument("--from", dest="from_step", type=_step, metavar="STEP", help="this generation; the newest by default")
-    made.add_argument("--explain", action="store_true", help="say what a start would do now, and why; do nothing")
+    made.add_argument(
+        "--from", dest="from_step", type=_step, metavar="STEP", help="this generation; the newest by default"
+    )
+    made.add_argument(
+        "--explain", action="store_true", help="say what a start would do now, and why; do nothing"
+    )
     add_outcome(made)
     args, overrides = parse(made, argv)
     trial = index.resolve(args.trial)
@@ -46,7 +50,9 @@ def run(argv: list[str]) -> int:
         return explain(trial, loaded, recovery, args)
     planned = prepared(trial, loaded, args.no_check)
     command = ["hpc-rl", "recover", *argv]
-    done = submission.submit(planned.loaded, planned.plan, command=command, trial=trial, recovery=recovery, avoid=planned.avoid)
+    done = submission.submit(
+        planned.loaded, planned.plan, command=command, trial=trial, recovery=recovery, avoid=planned.avoid
+    )
     return announce(done, planned, args)
 
 
@@ -70,7 +76,9 @@ def _step(text: str) -> int:
 def stored(trial: Trial, overrides: list[str]) -> Loaded:
     """The configuration as it was submitted, with the overrides. Raises TrialStateError, ConfigError."""
     if not trial.config_yaml.is_file():
-        raise TrialStateError(f"{trial} has no {trial.config_yaml.name} in {trial.dir}: it was not made by submit or render.")
+        raise TrialStateError(
+            f"{trial} has no {trial.config_yaml.name} in {trial.dir}: it was not made by submit or render."
+        )
     return load([trial.config_yaml], overrides)
 
 
@@ -118,11 +126,18 @@ def not_read(trial: Trial, outlook: Outlook) -> str:
 
 def explanation(trial: Trial, situation: Situation, decision: Decision) -> list[str]:
     """What was found and what would be done, for a person."""
-    lines = [f"trial        {trial}", f"recover.mode {situation.mode} (this first start counts as {situation.start_mode})"]
+    lines = [
+        f"trial        {trial}",
+        f"recover.mode {situation.mode} (this first start counts as {situation.start_mode})",
+    ]
     for one in situation.generations:
         verdict = one.problem or ("valid" if one.read else "looks sound; its content was not read")
-        lines.append(f"generation   {one.step}, of lineage {one.lineage}, job {one.submission or 'unknown'}: {verdict}")
+        lines.append(
+            f"generation   {one.step}, of lineage {one.lineage}, job {one.submission or 'unknown'}: {verdict}"
+        )
     if situation.trimmed:
         lines.append(f"batch log    from batch {situation.trimmed + 1}")
-    act = {"load": f"load generation {decision.step}", "fresh": "start from step 0"}.get(decision.action, decision.action)
+    act = {"load": f"load generation {decision.step}", "fresh": "start from step 0"}.get(
+        decision.action, decision.action
+    )
     return [*lines, f"decision     {act}", f"reason       {decision.reason}"]

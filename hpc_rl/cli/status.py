@@ -31,8 +31,12 @@ def run(argv: list[str]) -> int:
     parser = new_parser("status", DESCRIPTION)
     add_trial(parser)
     parser.add_argument("--offline", action="store_true", help="do not ask the scheduler")
-    parser.add_argument("--all", action="store_true", help=f"every attempt, not only the newest {SHOWN_ATTEMPTS}")
-    parser.add_argument("-f", "--follow", action="store_true", help="a live view until the trial is over; exits with its code")
+    parser.add_argument(
+        "--all", action="store_true", help=f"every attempt, not only the newest {SHOWN_ATTEMPTS}"
+    )
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="a live view until the trial is over; exits with its code"
+    )
     add_json(parser, "everything")
     args = parser.parse_args(argv)
     trial = index.resolve(args.trial)
@@ -48,9 +52,14 @@ def run(argv: list[str]) -> int:
     print("\n".join(text(story, SHOWN_ATTEMPTS if not args.all else None, past)))
     if answer.complaint:
         known = f"what it said {span(answer.age_s)} ago" if answer.asked_at else "files alone"
-        print(f"hpc-rl: the scheduler did not answer, so this is from {known}: {answer.complaint}", file=sys.stderr)
+        print(
+            f"hpc-rl: the scheduler did not answer, so this is from {known}: {answer.complaint}",
+            file=sys.stderr,
+        )
     elif answer.asked_at and answer.age_s > OLD_S:
-        print(f"hpc-rl: the scheduler was asked {span(answer.age_s)} ago; it is asked rarely", file=sys.stderr)
+        print(
+            f"hpc-rl: the scheduler was asked {span(answer.age_s)} ago; it is asked rarely", file=sys.stderr
+        )
     return 0
 
 
@@ -94,7 +103,12 @@ def text(story: Story, max_attempts: int | None = None, past: tuple[PastStart, .
         shown = story.attempts[-max_attempts:] if max_attempts else story.attempts
         earlier = len(story.attempts) - len(shown)
         more = [f"  and {earlier} earlier: --all shows them"] if earlier else []
-        lines += ["", "attempts", *more, *(one_line(line) for attempt in shown for line in attempt_lines(attempt, story))]
+        lines += [
+            "",
+            "attempts",
+            *more,
+            *(one_line(line) for attempt in shown for line in attempt_lines(attempt, story)),
+        ]
     if past:
         lines += ["", *guard_lines(story, past)]
     if story.live is not None:
@@ -124,7 +138,9 @@ def headline(story: Story) -> str:
     if story.step or story.total_steps:
         parts.append(progress(story))
     if story.state == "running" and story.rate:
-        parts.append(rate(story.rate) + (f", done in about {span(story.eta_s)}" if story.eta_s is not None else ""))
+        parts.append(
+            rate(story.rate) + (f", done in about {span(story.eta_s)}" if story.eta_s is not None else "")
+        )
     lines = "   ".join(parts)
     return f"{lines}\n{row('', one_line(story.reason))}" if story.reason else lines
 
@@ -134,7 +150,10 @@ def time_lines(story: Story) -> list[str]:
     parts = [f"since {clock(story.since)}"] if story.since and story.state in ("running", "stopping") else []
     if story.ends_at:
         left_s = story.ends_at - time.time()
-        parts.append(f"the scheduler ends the job {clock(story.ends_at)}" + (f", in {span(left_s)}" if left_s > 0 else ""))
+        parts.append(
+            f"the scheduler ends the job {clock(story.ends_at)}"
+            + (f", in {span(left_s)}" if left_s > 0 else "")
+        )
         if story.eta_s is not None and story.eta_s > left_s > 0:
             parts.append("training goes on in a later attempt")
     if story.state == "unknown" and story.last_sign:
@@ -165,9 +184,17 @@ def attempt_lines(attempt: AttemptStory, story: Story) -> list[str]:
     start = f"started {clock(attempt.started)}" if attempt.started else "started"
     took = f" after {span(attempt.ended - attempt.started)}" if attempt.ended and attempt.started else ""
     lines = [f"  {attempt.id:<{WIDTH}}  {attempt.state}{took}   {start}, {span_of_steps(attempt)}"]
-    if attempt.cause and attempt.cause != attempt.state and not (attempt is story.attempts[-1] and story.reason == attempt.cause):
+    if (
+        attempt.cause
+        and attempt.cause != attempt.state
+        and not (attempt is story.attempts[-1] and story.reason == attempt.cause)
+    ):
         lines.append(f"  {'':<{WIDTH}}  {attempt.cause}")
-    for line in attempt.lineages[1:] if attempt.lineages and origin(attempt.lineages[0]) == FRESH else attempt.lineages:
+    for line in (
+        attempt.lineages[1:]
+        if attempt.lineages and origin(attempt.lineages[0]) == FRESH
+        else attempt.lineages
+    ):
         why = f": {line.reason}" if line.reason else ""
         lines.append(f"  {'':<{WIDTH}}  lineage {line.lineage} from {origin(line)}{why}")
     return lines + [f"  {'':<{WIDTH}}  {words}" for role in attempt.roles if (words := restarts(role))]
@@ -179,7 +206,9 @@ def restarts(role: RoleStory) -> str:
     if not before:
         return ""
     last = max(before, key=lambda end: end.incarnation)
-    again = f"after incarnation {last.incarnation}" if len(before) == 1 else f"{len(before)} times, the last time"
+    again = (
+        f"after incarnation {last.incarnation}" if len(before) == 1 else f"{len(before)} times, the last time"
+    )
     return f"{role.name} started again {again}: {end_words(last.code, last.reason)}"
 
 
@@ -188,7 +217,9 @@ def guard_lines(story: Story, past: tuple[PastStart, ...]) -> list[str]:
     allowed = story.plan.get("recover_retries")
     limit = f" (recover.retries allows {allowed} at fault)" if isinstance(allowed, int) else ""
     since = "" if story.generation is None else f" since generation {story.generation}"
-    words = f"{len(past)} start{'' if len(past) == 1 else 's'} in a row without a new generation{since}{limit}"
+    words = (
+        f"{len(past)} start{'' if len(past) == 1 else 's'} in a row without a new generation{since}{limit}"
+    )
     return [row("no progress", words), *(one_line(f"  {one}") for one in past)]
 
 
@@ -210,7 +241,11 @@ def role_line(role: RoleStory) -> str:
         return f"{role.name:<{WIDTH}}given up: {role.gave_up}"
     if not role.running and role.restarting:
         return f"{role.name:<{WIDTH}}about to be started again: {role.restarting}"
-    restarts = f", started again {role.num_restarts} time{'s' if role.num_restarts != 1 else ''}" if role.num_restarts else ""
+    restarts = (
+        f", started again {role.num_restarts} time{'s' if role.num_restarts != 1 else ''}"
+        if role.num_restarts
+        else ""
+    )
     return f"{role.name:<{WIDTH}}{state}, incarnation {role.incarnation}{restarts}"
 
 
@@ -234,23 +269,38 @@ def metric_lines(story: Story) -> list[str]:
     lines = []
     if story.history.steps:
         last = story.history.steps[-1]
-        if last.get("save_error") and story.state != "done":  # of the last save of all there is a word of its own
+        if (
+            last.get("save_error") and story.state != "done"
+        ):  # of the last save of all there is a word of its own
             failed = last.get("save_failed")
-            lines.append(row("saving", f"FAILED {'once' if failed == 1 else f'{failed} times in a row'}: {last['save_error']}"))
+            lines.append(
+                row(
+                    "saving",
+                    f"FAILED {'once' if failed == 1 else f'{failed} times in a row'}: {last['save_error']}",
+                )
+            )
         there = [(key, words) for key, words in SHOWN if isinstance(last.get(key), (int, float))]
-        shown = [f"{words} {number(last[key])}" for key, words in there if key not in ONLY_IF_ANY or last[key]]
+        shown = [
+            f"{words} {number(last[key])}" for key, words in there if key not in ONLY_IF_ANY or last[key]
+        ]
         lines.append(row("metrics", f"step {last['step']}: " + ", ".join(shown)))
     name, values = story.history.held_out
     if values:
         ends = values[:1] if len(values) == 1 else [values[0], values[-1]]
-        lines.append(row("held-out", f"{name} " + " -> ".join(f"{number(value)} (step {step})" for step, value in ends)))
+        lines.append(
+            row(
+                "held-out", f"{name} " + " -> ".join(f"{number(value)} (step {step})" for step, value in ends)
+            )
+        )
     return lines
 
 
 def next_lines(story: Story) -> list[str]:
     lines = []
     if story.attempts:
-        lines.append(row("generation", "none yet" if story.generation is None else f"newest {story.generation}"))
+        lines.append(
+            row("generation", "none yet" if story.generation is None else f"newest {story.generation}")
+        )
     if story.exports:
         lines.append(row("exports", ", ".join(story.exports[-3:]) + f"  in {story.trial.exports}"))
     for number_, command in enumerate(suggestions(story)):

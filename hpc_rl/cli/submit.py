@@ -34,7 +34,9 @@ class Planned:
 
     loaded: Loaded
     plan: Plan
-    avoid: tuple[str, ...] | None = None  # nodes that failed the trial lately; None where the cluster was not asked
+    avoid: tuple[str, ...] | None = (
+        None  # nodes that failed the trial lately; None where the cluster was not asked
+    )
 
     @property
     def notes(self) -> list[str]:
@@ -48,12 +50,16 @@ def run(argv: list[str]) -> int:
     if args.dry_run:
         return _dry_run(planned, args.json)
     planned = compared(planned, submission.trial_of(planned.loaded.config), args.no_check)
-    made = submission.submit(planned.loaded, planned.plan, command=["hpc-rl", "submit", *argv], avoid=planned.avoid)
+    made = submission.submit(
+        planned.loaded, planned.plan, command=["hpc-rl", "submit", *argv], avoid=planned.avoid
+    )
     return announce(made, planned, args)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = new_parser("submit", "Check a configuration, plan it, and hand it in as a job. Returns at once.", EPILOG)
+    made = new_parser(
+        "submit", "Check a configuration, plan it, and hand it in as a job. Returns at once.", EPILOG
+    )
     add_config(made)
     made.add_argument(
         "--dry_run",
@@ -72,9 +78,16 @@ EPILOG = """Any option of the configuration may follow, as --a.b VALUE or a.b=VA
 def add_outcome(made: argparse.ArgumentParser) -> None:
     """How submit and recover tell what came of it."""
     made.add_argument(
-        "--no_check", "--no-check", action="store_true", help="do not compare the request with the cluster (one sinfo)"
+        "--no_check",
+        "--no-check",
+        action="store_true",
+        help="do not compare the request with the cluster (one sinfo)",
     )
-    made.add_argument("--follow", action="store_true", help="show the trial live until it is over, and end with its exit code")
+    made.add_argument(
+        "--follow",
+        action="store_true",
+        help="show the trial live until it is over, and end with its exit code",
+    )
     how = made.add_mutually_exclusive_group()
     add_json(how, "job id, paths and notes")
     how.add_argument("--parsable", action="store_true", help="print the job id only")
@@ -96,7 +109,9 @@ def plan_of(loaded: Loaded) -> Planned:
     """Check and plan. Raises ConfigError."""
     checked = check(loaded)
     config = checked.config
-    plan = make_plan(config, checked.explicit, interpreter=sys.executable, scheduler=pick(config.launcher.type))  # type: ignore[arg-type]
+    plan = make_plan(
+        config, checked.explicit, interpreter=sys.executable, scheduler=pick(config.launcher.type)
+    )  # type: ignore[arg-type]
     return Planned(checked, plan)
 
 
@@ -105,7 +120,9 @@ def compared(planned: Planned, trial: Trial, no_check: bool) -> Planned:
     config = planned.loaded.config
     if no_check or pick(config.launcher.type) != "slurm":
         return planned
-    said = preflight.quick(config, planned.plan, SlurmScheduler(), list(bad_nodes.current(trial, time.time())))
+    said = preflight.quick(
+        config, planned.plan, SlurmScheduler(), list(bad_nodes.current(trial, time.time()))
+    )
     loaded = dataclasses.replace(planned.loaded, notes=[*planned.loaded.notes, *said.notes])
     return dataclasses.replace(planned, loaded=loaded, avoid=said.avoid)
 
@@ -145,7 +162,9 @@ def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> in
         return follow(made.trial)
     except KeyboardInterrupt:
         name, program = index.handle(made.trial), typed()
-        print(f"\nhpc-rl: interrupted; the trial goes on. End it with: {program} cancel {name}", file=sys.stderr)
+        print(
+            f"\nhpc-rl: interrupted; the trial goes on. End it with: {program} cancel {name}", file=sys.stderr
+        )
         return ExitCode.KILLED_BY_PERSON
 
 
@@ -167,13 +186,21 @@ def dropped_lines(made: Submission) -> list[str]:
 def new_allocation(made: Submission, planned: Planned) -> list[str]:
     """What follows from the changes: the trial is cut for other processes than before."""
     was, now = made.allocation_was, planned.plan.allocation
-    return [f"changed    allocation: {was} -> {now}  (safe: the state is cut anew)"] if was not in ("", now) else []
+    return (
+        [f"changed    allocation: {was} -> {now}  (safe: the state is cut anew)"]
+        if was not in ("", now)
+        else []
+    )
 
 
 def lines(made: Submission) -> list[str]:
     job = [f"job        {made.job_id} ({made.scheduler})"] if made.job_id else []
     job += [f"servers    {made.server_job_id}"] if made.server_job_id else []
-    start = [] if made.step is None else [f"start      {start_words(made)}; a fresh start needs another trial_name"]
+    start = (
+        []
+        if made.step is None
+        else [f"start      {start_words(made)}; a fresh start needs another trial_name"]
+    )
     trial = [f"trial      {made.trial}", f"directory  {made.trial.dir}"]
     return [*dropped_lines(made), *trial, *job, *start, f"script     {made.script}"]
 
@@ -214,7 +241,12 @@ def _dry_run(planned: Planned, json: bool) -> int:
     _, changes = submission.ready(trial, planned.loaded, planned.plan, where)
     report = checked_scripts(planned, trial)
     if json:
-        found = {"trial": str(trial), "dir": str(trial.dir), "plan": planned.plan.to_json(), "notes": planned.notes}
+        found = {
+            "trial": str(trial),
+            "dir": str(trial.dir),
+            "plan": planned.plan.to_json(),
+            "notes": planned.notes,
+        }
         print_json(found | {"checks": report.to_json()})
         return _quietly(report)
     plan = planned.plan
@@ -249,11 +281,19 @@ def unit_line(unit: Unit) -> str:
 
 
 def run_render(argv: list[str]) -> int:
-    made = new_parser("render", "Write the trial directory of a configuration with its job scripts, and submit nothing.", EPILOG)
+    made = new_parser(
+        "render",
+        "Write the trial directory of a configuration with its job scripts, and submit nothing.",
+        EPILOG,
+    )
     add_config(made)
-    made.add_argument("--output", type=Path, metavar="DIR", help="write there instead of where the trial belongs")
     made.add_argument(
-        "--check", action="store_true", help="check the scripts and the request first, and write nothing where they can't run"
+        "--output", type=Path, metavar="DIR", help="write there instead of where the trial belongs"
+    )
+    made.add_argument(
+        "--check",
+        action="store_true",
+        help="check the scripts and the request first, and write nothing where they can't run",
     )
     add_json(made, "paths, notes and checks")
     args, overrides = parse(made, argv)
@@ -265,13 +305,23 @@ def run_render(argv: list[str]) -> int:
             print_json({"checks": report.to_json()})
             return _quietly(report)
         report.raise_for()
-    done = submission.render_to(planned.loaded, planned.plan, args.output, command=["hpc-rl", "render", *argv])
+    done = submission.render_to(
+        planned.loaded, planned.plan, args.output, command=["hpc-rl", "render", *argv]
+    )
     if args.json:
         print_json(as_json(done, planned) | ({"checks": report.to_json()} if args.check else {}))
         return 0
     by_hand = "sbatch" if done.scheduler == "slurm" else "bash"
     checks = [f"check      {check.line()}" for check in report.checks]
     print(
-        "\n".join([*notes(planned), *changed_lines(done.changes), *lines(done), *checks, f"next       {by_hand} {done.script}"])
+        "\n".join(
+            [
+                *notes(planned),
+                *changed_lines(done.changes),
+                *lines(done),
+                *checks,
+                f"next       {by_hand} {done.script}",
+            ]
+        )
     )
     return 0

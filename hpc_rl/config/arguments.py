@@ -68,7 +68,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     groups: dict[str, argparse._ArgumentGroup] = {}
     short = {full: alias for alias, full in ALIASES.items()}
     seen: set[str] = set()
-    top = parser.add_argument_group("options of the configuration", "--a.b VALUE, --a.b=VALUE or a.b=VALUE; the last one wins")
+    top = parser.add_argument_group(
+        "options of the configuration", "--a.b VALUE, --a.b=VALUE or a.b=VALUE; the last one wins"
+    )
     for trainer, cls in CONFIGS.items():
         for option in describe_options(cls):
             if option.name in seen:
@@ -82,4 +84,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
                 continue
             names = [f"--{short[option.name]}"] if option.name in short else []
             text = f"{option.text} ({option.type}; default: {option.default})".replace("%", "%%")
-            groups.get(head, top).add_argument(*names, f"--{option.name}", metavar="VALUE", help=text, default=argparse.SUPPRESS)
+            groups.get(head, top).add_argument(
+                *names, f"--{option.name}", metavar="VALUE", help=text, default=argparse.SUPPRESS
+            )

@@ -44,7 +44,11 @@ class Alias:
             return f"{self.to}{'; ' + self.note if self.note else ''}"
         if self.any_value:
             return f"no effect: {self.why}"
-        only = f"only {', '.join(str(value).lower().replace('none', 'null') for value in self.accepts)}: " if self.accepts else ""
+        only = (
+            f"only {', '.join(str(value).lower().replace('none', 'null') for value in self.accepts)}: "
+            if self.accepts
+            else ""
+        )
         return f"refused: {only}{self.why}"
 
 
@@ -94,7 +98,8 @@ ALIASES: dict[str, Alias] = {
     "max_completion_length": Alias("gconfig.max_new_tokens"),
     "max_prompt_length": Alias("train_dataset.max_length", note="longer prompts are left out, not truncated"),
     "reward_weights": Alias(
-        accepts=(None,), why="a trial has one reward function: weigh inside it, as rollout.reward_fn my_package.rewards:weighed"
+        accepts=(None,),
+        why="a trial has one reward function: weigh inside it, as rollout.reward_fn my_package.rewards:weighed",
     ),
     "top_k": Alias("gconfig.top_k", _all_if_null),
     "top_p": Alias("gconfig.top_p"),
@@ -111,15 +116,20 @@ ALIASES: dict[str, Alias] = {
     "vllm_host": Alias(accepts=(None,), why=_NOT_BUILT_VLLM),
     "vllm_port": Alias(accepts=(None,), why=_NOT_BUILT_VLLM),
     "num_vllm_clients": Alias(accepts=(1,), why=_NOT_BUILT_VLLM),
-    "offload_untrained_models": Alias(accepts=(False,), why="offloading the reference model is not built; leave it out"),
+    "offload_untrained_models": Alias(
+        accepts=(False,), why="offloading the reference model is not built; leave it out"
+    ),
     "ds3_gather_for_generation": Alias(
-        accepts=(True,), why="weights are always published whole; servers generate, not the trainer; leave it out"
+        accepts=(True,),
+        why="weights are always published whole; servers generate, not the trainer; leave it out",
     ),
     "backprop_accumulation_steps": Alias("{model}.mb_spec.n_mbs", _neutral_if_null(1)),
     "backprop_accumulation_micro_batch_size": Alias(
         accepts=(None,), why="micro-batches are cut by tokens: use {model}.mb_spec.max_tokens_per_mb"
     ),
-    "remove_unused_columns": Alias(accepts=(False,), why="the reward function gets every column of a row; leave it out"),
+    "remove_unused_columns": Alias(
+        accepts=(False,), why="the reward function gets every column of a row; leave it out"
+    ),
     "max_probe_tokens": Alias(why=_NOT_BUILT_TEACHER),
     "student_diagnostic_template": Alias(accepts=(None,), why=_NOT_BUILT_TEACHER),
     "teacher_adaptive_template": Alias(accepts=(None,), why=_NOT_BUILT_TEACHER),
@@ -136,10 +146,18 @@ ALIASES: dict[str, Alias] = {
         note="exports/final is the best model",
     ),
     "metric_for_best_model": Alias(
-        "saver.keep_best.metric", _metric, unless=(None,), why="it is the trainer's own", note="exports/best is the best model"
+        "saver.keep_best.metric",
+        _metric,
+        unless=(None,),
+        why="it is the trainer's own",
+        note="exports/best is the best model",
     ),
-    "greater_is_better": Alias("saver.keep_best.mode", _mode, unless=(None,), why="a loss is to be small, all else large"),
-    "report_to": Alias("stats_logger.wandb.mode", _report_to, note="JSON lines and TensorBoard files are always written"),
+    "greater_is_better": Alias(
+        "saver.keep_best.mode", _mode, unless=(None,), why="a loss is to be small, all else large"
+    ),
+    "report_to": Alias(
+        "stats_logger.wandb.mode", _report_to, note="JSON lines and TensorBoard files are always written"
+    ),
 }
 
 
@@ -199,7 +217,9 @@ def _one(
         return None
     target = alias.to.replace("{model}", model)
     if target not in known:
-        done.refusals.append(f"{name} ({item.origin}) stands for {target}, which this trainer does not have; leave it out.")
+        done.refusals.append(
+            f"{name} ({item.origin}) stands for {target}, which this trainer does not have; leave it out."
+        )
         return None
     done.notes.append(f"{name} ({item.origin}) is {target}{'; ' + alias.note if alias.note else ''}.")
     if alias.translate is None or "${" in str(value):

@@ -50,7 +50,9 @@ def given(data: Any, origin: str) -> Given:
         return Given({str(key): given(item, origin) for key, item in data.items()}, origin)
     if isinstance(data, list):
         return Given([given(item, origin) for item in data], origin)
-    return Given(data, origin, str(data) if isinstance(data, int | float) and not isinstance(data, bool) else None)
+    return Given(
+        data, origin, str(data) if isinstance(data, int | float) and not isinstance(data, bool) else None
+    )
 
 
 @cache
@@ -61,12 +63,19 @@ def hints(cls: type) -> dict[str, Any]:
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+    return (
+        typing.get_args(hint)
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        else (hint,)
+    )
 
 
 def section_of(hint: Any) -> type | None:
     """The dataclass of a section, optional or not; None for a plain option."""
-    return next((kind for kind in alternatives(hint) if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
+    return next(
+        (kind for kind in alternatives(hint) if isinstance(kind, type) and dataclasses.is_dataclass(kind)),
+        None,
+    )
 
 
 def is_optional(hint: Any) -> bool:
@@ -110,7 +119,9 @@ class Builder:
         self.settings: dict[str, Given] = {}
         self.refusals: list[str] = []
         self.refused: set[str] = set()  # sections that are there, but not as a section
-        self.suggested: set[str] = set()  # what an unknown key was probably meant to be; not reported as missing again
+        self.suggested: set[str] = (
+            set()
+        )  # what an unknown key was probably meant to be; not reported as missing again
 
     def overlay(self, tree: Given) -> None:
         """Lay one source over what is there: sections merge by key, everything else is replaced."""
@@ -148,7 +159,11 @@ class Builder:
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
             section = ".".join(parts[:end])
-            if section_of(self.known[section]) and section in self.settings and self.settings[section].value is None:
+            if (
+                section_of(self.known[section])
+                and section in self.settings
+                and self.settings[section].value is None
+            ):
                 del self.settings[section]
 
     def _forget(self, section: str) -> None:
@@ -161,7 +176,11 @@ class Builder:
         near = difflib.get_close_matches(leaf.lower(), siblings, n=1, cutoff=0.6)
         short = [] if parent else [*self.aliases, *self.further]
         alias = difflib.get_close_matches(leaf.lower(), [*siblings, *short], n=1, cutoff=0.6)
-        alike = {n: difflib.SequenceMatcher(None, name, n).ratio() for n in self.known if n.rpartition(".")[2] == leaf}
+        alike = {
+            n: difflib.SequenceMatcher(None, name, n).ratio()
+            for n in self.known
+            if n.rpartition(".")[2] == leaf
+        }
         same = [n for n, ratio in alike.items() if ratio > max(alike.values()) - 0.1]
         elsewhere = [trainer for trainer, cls in self.others.items() if name in options(cls)]
         if name in self.aliases:
@@ -179,7 +198,11 @@ class Builder:
             hint = f"did you mean {siblings[near[0]]}?"
         else:
             far = difflib.get_close_matches(name, self.known, n=1, cutoff=0.6)
-            hint = f"did you mean {far[0]}?" if far else f"known here: {', '.join(sorted(siblings)) or 'nothing'}."
+            hint = (
+                f"did you mean {far[0]}?"
+                if far
+                else f"known here: {', '.join(sorted(siblings)) or 'nothing'}."
+            )
         return f"unknown key {name if name.isprintable() else repr(name)} ({item.origin}): {hint}"
 
     def typed(self, name: str, item: Given) -> Any:
@@ -197,7 +220,11 @@ class Builder:
         Then nothing was said: the default may still adapt.
         """
         reference = re.fullmatch(r"\$\{([\w.]+)\}", written.value) if isinstance(written.value, str) else None
-        if reference is None or reference[1] in self.settings or self.settings[name].value != self._default(name):
+        if (
+            reference is None
+            or reference[1] in self.settings
+            or self.settings[name].value != self._default(name)
+        ):
             return False
         return self._default(reference[1]) is not dataclasses.MISSING
 
@@ -241,7 +268,11 @@ class Builder:
     def _missing(name: str, section: type | None) -> str:
         if section is None:
             return f"{name} is missing and has no default: set it in the file, or with --{name}."
-        needed = [f.name for f in dataclasses.fields(section) if f.default is f.default_factory is dataclasses.MISSING]
+        needed = [
+            f.name
+            for f in dataclasses.fields(section)
+            if f.default is f.default_factory is dataclasses.MISSING
+        ]
         return f"section {name} is missing; it needs at least {', '.join(f'{name}.{key}' for key in needed)}."
 
     def _value(self, name: str, hint: Any, item: Given) -> Any:
@@ -259,13 +290,22 @@ class Builder:
                 except ValueError as error:
                     refusal = str(error) or refusal
         allowed = " or ".join(describe(kind) for kind in alternatives(hint))
-        self.refusals.append(f"{name} ({item.origin}): {_say(item)} can't be used; allowed: {allowed}. {refusal}".strip())
+        self.refusals.append(
+            f"{name} ({item.origin}): {_say(item)} can't be used; allowed: {allowed}. {refusal}".strip()
+        )
         return None
 
 
 def _say(item: Given) -> str:
     value = item.plain()
-    kinds = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a mapping"}
+    kinds = {
+        bool: "true or false",
+        int: "an integer",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "a mapping",
+    }
     if value is None:
         return "nothing" if item.is_argument and not item.text else "null"
     shown = item.text if item.text is not None else repr(value)
@@ -287,7 +327,9 @@ def describe(kind: Any) -> str:
         return f"a list ({describe(typing.get_args(kind)[0])})"
     if typing.get_origin(kind) is dict:
         return f"a mapping ({describe(typing.get_args(kind)[1])})"
-    return {bool: "true, false", int: "an integer", float: "a number", str: "text", types.NoneType: "null"}[kind]
+    return {bool: "true, false", int: "an integer", float: "a number", str: "text", types.NoneType: "null"}[
+        kind
+    ]
 
 
 def _convert(kind: Any, item: Given) -> Any:

@@ -90,8 +90,12 @@ def refuse_unsafe(found: Sequence[Change], trial: str) -> None:
     wrong = [change for change in found if not change.safe]
     if not wrong:
         return
-    lines = [f"{change.name} can't change {change.way} in trial {trial}: {change.reason}." for change in wrong]
-    keep = " ".join(f"{change.name}={_shown(change.name, change.old)}" for change in wrong if change.old is not ABSENT)
+    lines = [
+        f"{change.name} can't change {change.way} in trial {trial}: {change.reason}." for change in wrong
+    ]
+    keep = " ".join(
+        f"{change.name}={_shown(change.name, change.old)}" for change in wrong if change.old is not ABSENT
+    )
     back = f"To go on with {trial}, say {keep}" if keep else f"To go on with {trial}, leave it out"
     raise ConfigError("\n".join([*lines, f"{back}; for the new values submit another trial_name."]))
 
@@ -130,7 +134,11 @@ def _canonical(name: str, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    return (
+        dataclasses.asdict(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type)
+        else value
+    )
 
 
 def _shown(name: str, value: Any) -> str:

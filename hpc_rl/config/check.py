@@ -41,16 +41,22 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
     config, notes = adapt(loaded.config, loaded.explicit)
     refusals = [refusal for rule in RULES for refusal in rule(config, loaded.explicit)]
     if files:
-        refusals += [refusal for rule in (*FILE_RULES, model_rules) for refusal in rule(config, loaded.explicit)]
+        refusals += [
+            refusal for rule in (*FILE_RULES, model_rules) for refusal in rule(config, loaded.explicit)
+        ]
     if refusals:
-        raise ConfigError("\n".join(_with_origins(refusal, loaded.origins) for refusal in dict.fromkeys(refusals)))
+        raise ConfigError(
+            "\n".join(_with_origins(refusal, loaded.origins) for refusal in dict.fromkeys(refusals))
+        )
     told = [*notes, *_notes(config, loaded.explicit), *(_notes_on_places(config) if files else [])]
     return Loaded(config, loaded.origins, [*loaded.notes, *told])
 
 
 def _with_origins(refusal: str, origins: Mapping[str, str]) -> str:
     """The refusal, and where the options that it names were written."""
-    named = dict.fromkeys(word for word in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", refusal) if word in origins)
+    named = dict.fromkeys(
+        word for word in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", refusal) if word in origins
+    )
     places = list(dict.fromkeys(origins[name] for name in named))
     return f"{refusal} ({', '.join(places[:3])})" if places else refusal
 
@@ -67,7 +73,9 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
     quiet = set(wanted) | {name for name, (_, reason) in reasons.items() if not reason}
     if isinstance(config, GRPOConfig) and not config.cluster.n_gpus_per_node:
         sglang: dict[str, Any] = {"sglang.dtype": "float32", "sglang.attention_backend": "torch_native"}
-        sglang |= dict.fromkeys(("sglang.mem_fraction_static", "sglang.chunked_prefill_size", "sglang.max_prefill_tokens"))
+        sglang |= dict.fromkeys(
+            ("sglang.mem_fraction_static", "sglang.chunked_prefill_size", "sglang.max_prefill_tokens")
+        )
         wanted |= sglang
         quiet |= set() if config.allocation_mode.startswith("sglang") else set(sglang)
     recover = config.recover
@@ -81,7 +89,9 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
             continue
         config = replaced(config, name.split("."), value)
         if name == "recover.freq_secs":
-            notes.append(f"recover: saves every {value} s, for none of recover.freq_epochs, freq_steps, freq_secs is set.")
+            notes.append(
+                f"recover: saves every {value} s, for none of recover.freq_epochs, freq_steps, freq_secs is set."
+            )
         elif name not in quiet:
             old, value = ("null" if one is None else one for one in (old, value))
             reason = reasons[name][1] if name in reasons else "the plan has no GPUs"
@@ -93,13 +103,18 @@ def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     yield from train_notes(config, explicit)
     yield from agreement.idle_notes(config, explicit)
     recover = config.recover
-    if recover.mode == "disabled" and any(f"recover.freq_{unit}" in explicit for unit in ("epochs", "steps", "secs")):
+    if recover.mode == "disabled" and any(
+        f"recover.freq_{unit}" in explicit for unit in ("epochs", "steps", "secs")
+    ):
         yield "recover.freq_* has no effect: recover.mode is disabled, so nothing is saved and nothing can be resumed."
     given = [f"{name} {getattr(config, name)}" for name in ENDS if getattr(config, name) is not None]
     if len(given) > 1:
         yield f"the trial ends at the earliest of {', '.join(given)}."
     evaluator = config.evaluator
-    if config.saver.keep_best is not None and evaluator.freq_epochs is evaluator.freq_steps is evaluator.freq_secs is None:
+    if (
+        config.saver.keep_best is not None
+        and evaluator.freq_epochs is evaluator.freq_steps is evaluator.freq_secs is None
+    ):
         yield "saver.keep_best has little choice: no evaluator.freq_* is set, so only first and last weights are evaluated."
     if isinstance(config, GRPOConfig) and config.async_training and not config.rollout.max_head_offpolicyness:
         yield "generation never runs ahead of training, for rollout.max_head_offpolicyness is 0; 1 or more makes it asynchronous."
@@ -152,7 +167,9 @@ def groups(config: Config, explicit: Collection[str]) -> Iterator[str]:
     rows, parts = config.train_dataset.batch_size * n_samples, actor.ppo_n_minibatches
     if rows % parts:
         most = min(parts, rows)
-        near = next((n for n in range(most, max(0, most - 100_000), -1) if rows % n == 0), 1)  # a long search helps nobody
+        near = next(
+            (n for n in range(most, max(0, most - 100_000), -1) if rows % n == 0), 1
+        )  # a long search helps nobody
         yield (
             f"actor.ppo_n_minibatches {parts} does not divide train_dataset.batch_size * gconfig.n_samples = {rows} rows; "
             f"the nearest that does is {near}."
@@ -218,7 +235,11 @@ def import_paths(config: Config, explicit: Collection[str]) -> Iterator[str]:
 def without_effect(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """No option is accepted and then ignored."""
     evaluator = config.evaluator
-    often = [f"evaluator.freq_{unit}" for unit in ("epochs", "steps", "secs") if getattr(evaluator, f"freq_{unit}") is not None]
+    often = [
+        f"evaluator.freq_{unit}"
+        for unit in ("epochs", "steps", "secs")
+        if getattr(evaluator, f"freq_{unit}") is not None
+    ]
     if often and config.valid_dataset is None:
         yield f"{often[0]} has no effect without valid_dataset."
 

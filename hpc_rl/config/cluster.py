@@ -257,15 +257,23 @@ class LauncherConfig:
 
 def environment_of(option: str, value: dict[str, str] | str) -> dict[str, str]:
     """Environment variables of a mapping, or of `A=b,C=d` where no value holds a comma. Raises ConfigError."""
-    pairs = value if isinstance(value, dict) else dict(_pair(option, part) for part in value.split(",") if part.strip())
+    pairs = (
+        value
+        if isinstance(value, dict)
+        else dict(_pair(option, part) for part in value.split(",") if part.strip())
+    )
     for name in pairs:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ConfigError(f"{option}: {name!r} is no name of an environment variable: letters, digits and _ only.")
+            raise ConfigError(
+                f"{option}: {name!r} is no name of an environment variable: letters, digits and _ only."
+            )
     return dict(pairs)
 
 
 def _pair(option: str, part: str) -> tuple[str, str]:
     name, equals, value = part.partition("=")
     if not equals:
-        raise ConfigError(f"{option}: {part!r} is no NAME=value; write a mapping where a value holds a comma.")
+        raise ConfigError(
+            f"{option}: {part!r} is no NAME=value; write a mapping where a value holds a comma."
+        )
     return name.strip(), value

@@ -14,7 +14,11 @@ from hpc_rl.config.cluster import SlurmLauncherConfig
 from hpc_rl.config.root import Config
 
 Role = Literal["server", "rollout", "trainer"]
-OPTION: dict[Role, str] = {"trainer": "trainer_image", "rollout": "rollout_image", "server": "inference_server_image"}
+OPTION: dict[Role, str] = {
+    "trainer": "trainer_image",
+    "rollout": "rollout_image",
+    "server": "inference_server_image",
+}
 SEPARATORS = ',:\\"'  # what the two programs read within a bind: parts, lists, escapes, quotes
 
 _PIDS = "the supervisor ends the roles by their process ids, which must be the node's"
@@ -27,7 +31,9 @@ _APPTAINER = {  # option of `apptainer exec` -> why it can't be given
     **dict.fromkeys(("--nv", "--rocm", "--nvccli"), "it follows from the plan: roles with GPUs get --nv"),
     **dict.fromkeys(("--pwd", "--cwd"), "the roles start in the working directory of the submission"),
     **dict.fromkeys(("--hostname", "--uts"), "processes are known by the name of their node"),
-    **dict.fromkeys(("--net", "--network", "--network-args"), "the roles talk to each other over the node's network"),
+    **dict.fromkeys(
+        ("--net", "--network", "--network-args"), "the roles talk to each other over the node's network"
+    ),
 }
 _PYXIS = {  # option of pyxis -> why it can't be given
     "--container-image": "use launcher.slurm.trainer_image, rollout_image or inference_server_image",
@@ -62,10 +68,22 @@ def images(config: Config, explicit: Collection[str]) -> Iterator[str]:
     for name in given:
         yield from _image(f"launcher.slurm.{name}", getattr(slurm, name), slurm.container_type)
     defaults = SlurmLauncherConfig()
-    for name in ("mount", "container_args", "trainer_image_python", "rollout_image_python", "inference_server_image_python"):
-        needs = {"trainer_image_python": "trainer", "rollout_image_python": "rollout", "inference_server_image_python": "server"}
+    for name in (
+        "mount",
+        "container_args",
+        "trainer_image_python",
+        "rollout_image_python",
+        "inference_server_image_python",
+    ):
+        needs = {
+            "trainer_image_python": "trainer",
+            "rollout_image_python": "rollout",
+            "inference_server_image_python": "server",
+        }
         roles = [needs[name]] if name in needs else OPTION
-        if getattr(slurm, name) != getattr(defaults, name) and not any(image_of(slurm, role) for role in roles):  # type: ignore[arg-type]
+        if getattr(slurm, name) != getattr(defaults, name) and not any(
+            image_of(slurm, role) for role in roles
+        ):  # type: ignore[arg-type]
             wanted = OPTION[roles[0]] if name in needs else "trainer_image or inference_server_image"  # type: ignore[index]
             yield f"launcher.slurm.{name} has no effect without launcher.slurm.{wanted}."
 
@@ -85,7 +103,11 @@ def mounts(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm = config.launcher.slurm
     for bind in slurm.mount.split(",") if slurm.mount else []:
         parts = bind.split(":")
-        if not 1 <= len(parts) <= 3 or not all(part.startswith("/") for part in parts[:2]) or set(bind) & set('\\"'):
+        if (
+            not 1 <= len(parts) <= 3
+            or not all(part.startswith("/") for part in parts[:2])
+            or set(bind) & set('\\"')
+        ):
             yield f"launcher.slurm.mount: {bind!r} is no bind: /source:/target, several separated by commas."
     if not any(image_of(slurm, role) for role in OPTION):
         return
@@ -139,7 +161,11 @@ def image_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
         image = getattr(slurm, name)
         if not image or image == "none" or not _seen(image):
             continue
-        kind = "a .sqsh file" if slurm.container_type == "pyxis" else "a .sif file or an unpacked image's directory"
+        kind = (
+            "a .sqsh file"
+            if slurm.container_type == "pyxis"
+            else "a .sif file or an unpacked image's directory"
+        )
         if not Path(image).exists():
             yield f"launcher.slurm.{name} {image} does not exist; it must be {kind}, where every node sees it."
         elif slurm.container_type == "pyxis" and not Path(image).is_file():
@@ -152,7 +178,9 @@ def image_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 def _seen(path: str) -> bool:
     """Whether this node would see the path if it existed: something of it above the root is there."""
-    return any(str(parent) != parent.anchor and parent.exists() for parent in (Path(path), *Path(path).parents))
+    return any(
+        str(parent) != parent.anchor and parent.exists() for parent in (Path(path), *Path(path).parents)
+    )
 
 
 FILE_RULES = [image_files]

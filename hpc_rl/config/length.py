@@ -5,7 +5,11 @@ from __future__ import annotations
 from hpc_rl.config.root import Config, GRPOConfig
 from hpc_rl.errors import ConfigError
 
-ENDS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")  # what says when a trial is at its end
+ENDS = (
+    "total_train_steps",
+    "total_train_epochs",
+    "total_train_n_seqs",
+)  # what says when a trial is at its end
 
 
 def total_steps(config: Config, num_rows: int) -> int:

@@ -85,9 +85,13 @@ class Grammar:
 
 
 _SLURM_TIME = r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE"
-SlurmTime = Annotated[str, Grammar(_SLURM_TIME, "24:00:00 (hours), 2-12 (days-hours), or '90' in quotes (minutes)", quoted=True)]
+SlurmTime = Annotated[
+    str, Grammar(_SLURM_TIME, "24:00:00 (hours), 2-12 (days-hours), or '90' in quotes (minutes)", quoted=True)
+]
 _MEMORY_WORDS = "a number with an optional unit K, M, G or T, as 200G"
 SlurmMemory = Annotated[str, Grammar(r"[0-9]+[KMGT]?", _MEMORY_WORDS)]
-SlurmMemoryOrDerived = Annotated[str, Grammar(r"derived|[0-9]+[KMGT]?", f"derived, or {_MEMORY_WORDS}, or 0 for the whole node")]
+SlurmMemoryOrDerived = Annotated[
+    str, Grammar(r"derived|[0-9]+[KMGT]?", f"derived, or {_MEMORY_WORDS}, or 0 for the whole node")
+]
 SlurmCountOrDerived = Annotated[str, Grammar(r"derived|[1-9][0-9]{0,5}", "derived, or a number")]
 GpuType = Annotated[str, Grammar(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", "a name, as a100")]

@@ -19,7 +19,16 @@ from typing import Any, Literal
 
 from hpc_rl.config import atlas
 from hpc_rl.config import presets as presets_of
-from hpc_rl.config.build import Builder, Given, alternatives, default_of, given, hints, is_optional, section_of
+from hpc_rl.config.build import (
+    Builder,
+    Given,
+    alternatives,
+    default_of,
+    given,
+    hints,
+    is_optional,
+    section_of,
+)
 from hpc_rl.config.limits import Place
 from hpc_rl.config.root import CONFIGS, Config, RWConfig, SFTConfig
 from hpc_rl.config.site import SHIPPED_PROFILES, known_profiles, profile_dirs
@@ -66,7 +75,10 @@ def load(
     if cluster is not None:
         _require_profile(cluster, list(profiles))
         overrides = [f"cluster.cluster_name={cluster}", *overrides]
-    arguments = [Given({name: item}, item.origin, is_argument=True) for name, item in read_overrides(list(overrides), aliases)]
+    arguments = [
+        Given({name: item}, item.origin, is_argument=True)
+        for name, item in read_overrides(list(overrides), aliases)
+    ]
     profile, notes = _profile([*files, *arguments], profiles)
     sources = [*profile, *files, *arguments]
     trainer = pick_trainer(sources, atlas_names="atlas" in presets)
@@ -85,9 +97,16 @@ def load(
     return Loaded(_absolute(config), _origins(builder), [*notes, *translated.notes])
 
 
-def _presets(names: Sequence[str], builder: Builder, sources: Sequence[Given]) -> tuple[list[Given], list[Given]]:
+def _presets(
+    names: Sequence[str], builder: Builder, sources: Sequence[Given]
+) -> tuple[list[Given], list[Given]]:
     """Those below the files and those over them. Raises ConfigError."""
-    present = {key.partition(".")[0] for source in sources for key, item in source.value.items() if item.value is not None}
+    present = {
+        key.partition(".")[0]
+        for source in sources
+        for key, item in source.value.items()
+        if item.value is not None
+    }
     fitted = [(name, presets_of.fit(presets_of.read_preset(name), builder.known, present)) for name in names]
     return (
         [source for name, source in fitted if name in presets_of.BELOW],
@@ -118,7 +137,9 @@ def _profile(sources: Sequence[Given], profiles: Sequence[Path]) -> tuple[list[G
     for folder in profiles:
         path = folder.expanduser() / f"{name}.yaml"
         if path.is_file():
-            return [read_yaml(path)], [f"cluster.cluster_name {name}: {path} is loaded before every other file."]
+            return [read_yaml(path)], [
+                f"cluster.cluster_name {name}: {path} is loaded before every other file."
+            ]
     places = " nor ".join(str(folder) for folder in profiles if folder not in SHIPPED_PROFILES)
     return [], [f"cluster.cluster_name {name} is only a name: there is no profile {name}.yaml in {places}."]
 
@@ -130,7 +151,11 @@ def _origins(builder: Builder) -> dict[str, str]:
         if item.value is None or not section_of(builder.known[name]):
             found[name] = item.origin
         elif not item.value and is_optional(builder.known[name]):
-            inside = [key for key in builder.known if key.startswith(f"{name}.") and not section_of(builder.known[key])]
+            inside = [
+                key
+                for key in builder.known
+                if key.startswith(f"{name}.") and not section_of(builder.known[key])
+            ]
             if not any(key in builder.settings for key in inside):
                 found |= dict.fromkeys(inside, item.origin)
     return found
@@ -162,7 +187,9 @@ def pick_trainer(sources: Sequence[Given], atlas_names: bool = False) -> str:
     named = top.get("trainer")
     if named is not None and named.value is not None:
         if not isinstance(named.value, str) or named.value not in CONFIGS:
-            raise ConfigError(f"trainer ({named.origin}): {named.plain()!r} can't be used; allowed: {', '.join(CONFIGS)}.")
+            raise ConfigError(
+                f"trainer ({named.origin}): {named.plain()!r} can't be used; allowed: {', '.join(CONFIGS)}."
+            )
         return named.value
     sections = {"actor": "grpo", "model": "sft"}
     given_sections = {name.partition(".")[0] for name, item in top.items() if item.value is not None}
@@ -174,7 +201,9 @@ def pick_trainer(sources: Sequence[Given], atlas_names: bool = False) -> str:
         raise ConfigError(
             f"both actor and model are given ({where}): a grpo trial has a section actor, an sft trial a section model."
         )
-    if atlas_names or any(alias.to.startswith(("actor.", "gconfig.")) for name, alias in atlas.ALIASES.items() if name in top):
+    if atlas_names or any(
+        alias.to.startswith(("actor.", "gconfig.")) for name, alias in atlas.ALIASES.items() if name in top
+    ):
         return "grpo"
     files = (source.origin for source in sources if not source.origin.startswith("command line"))
     where = ", ".join(dict.fromkeys(origin.rpartition(":")[0] or origin for origin in files))
@@ -243,10 +272,16 @@ def _resolve(builder: Builder, mark: str) -> None:
     for name, item in wanted.items():
         try:
             value = omegaconf.OmegaConf.select(whole, name)
-            value = omegaconf.OmegaConf.to_container(value, resolve=True) if omegaconf.OmegaConf.is_config(value) else value
+            value = (
+                omegaconf.OmegaConf.to_container(value, resolve=True)
+                if omegaconf.OmegaConf.is_config(value)
+                else value
+            )
         except (omegaconf.errors.OmegaConfBaseException, ValueError) as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"{name} ({item.origin}): {item.plain()!r} can't be resolved: {reason}{_LITERAL}.") from error
+            raise ConfigError(
+                f"{name} ({item.origin}): {item.plain()!r} can't be resolved: {reason}{_LITERAL}."
+            ) from error
         if isinstance(value, str) and "${oc.env:" in str(item.value):  # the environment has text only
             builder.settings[name] = read_argument(value, item.origin)
         else:
@@ -286,7 +321,10 @@ def _absolute(section: Any) -> Any:
         if dataclasses.is_dataclass(value):
             changes[name] = _absolute(value)
         elif isinstance(value, str) and value:
-            place = next((extra for kind in alternatives(hint) for extra in _extras(kind) if isinstance(extra, Place)), None)
+            place = next(
+                (extra for kind in alternatives(hint) for extra in _extras(kind) if isinstance(extra, Place)),
+                None,
+            )
             if place and place.is_path(value):
                 changes[name] = os.path.abspath(os.path.expanduser(value))
     return dataclasses.replace(section, **changes)

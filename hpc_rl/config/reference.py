@@ -24,7 +24,9 @@ key; a list or a mapping of free keys is replaced. No key is accepted and then i
 
 def reference() -> str:
     """The whole page."""
-    return "\n".join([_HEAD, *_sections(), *_short_names(), *_atlas(), *_departures(), *_unavailable()]) + "\n"
+    return (
+        "\n".join([_HEAD, *_sections(), *_short_names(), *_atlas(), *_departures(), *_unavailable()]) + "\n"
+    )
 
 
 def _sections() -> Iterator[str]:
@@ -53,7 +55,8 @@ def _sections() -> Iterator[str]:
             yield "| option | type | default | meaning |"
             yield "|---|---|---|---|"
             yield from (
-                f"| `{o.name.rpartition('.')[2]}` | {_cell(o.type)} | {_cell(o.default)} | {_cell(o.text)} |" for o in options
+                f"| `{o.name.rpartition('.')[2]}` | {_cell(o.type)} | {_cell(o.default)} | {_cell(o.text)} |"
+                for o in options
             )
             yield ""
 
@@ -83,7 +86,9 @@ def _departures() -> Iterator[str]:
     yield ""
     yield "| option | AReaL | why ours differs |"
     yield "|---|---|---|"
-    yield from (f"| `{name}` | {_cell(theirs)} | {_cell(why)} |" for name, (theirs, why) in DEPARTURES.items())
+    yield from (
+        f"| `{name}` | {_cell(theirs)} | {_cell(why)} |" for name, (theirs, why) in DEPARTURES.items()
+    )
     yield ""
 
 

@@ -7,9 +7,20 @@ from typing import Literal
 
 from hpc_rl.config.cluster import ClusterSpecConfig, LauncherConfig
 from hpc_rl.config.data import DatasetConfig
-from hpc_rl.config.generation import EmbeddedConfig, GenerationHyperparameters, InferenceEngineConfig, SGLangConfig
+from hpc_rl.config.generation import (
+    EmbeddedConfig,
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    SGLangConfig,
+)
 from hpc_rl.config.limits import NonNegativeInt, PathText, PositiveInt
-from hpc_rl.config.service import EvaluatorConfig, RecoverConfig, SaverConfig, SchedulerConfig, StatsLoggerConfig
+from hpc_rl.config.service import (
+    EvaluatorConfig,
+    RecoverConfig,
+    SaverConfig,
+    SchedulerConfig,
+    StatsLoggerConfig,
+)
 from hpc_rl.config.train import PPOActorConfig, TrainEngineConfig
 
 

@@ -14,20 +14,31 @@ from hpc_rl.config.limits import Grammar, Limits
 from hpc_rl.config.root import CONFIGS
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
-_BOUNDS = {"at_least": "minimum", "at_most": "maximum", "above": "exclusiveMinimum", "below": "exclusiveMaximum"}
+_BOUNDS = {
+    "at_least": "minimum",
+    "at_most": "maximum",
+    "above": "exclusiveMinimum",
+    "below": "exclusiveMaximum",
+}
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", types.NoneType: "null"}
 
 
 def schema(trainer: str | None = None) -> dict[str, Any]:
     """Of one trainer's configuration, or of any. A file that is laid over another one need not have what is required."""
     defs: dict[str, Any] = {
-        "interpolation": {"type": "string", "pattern": r"\$\{", "description": "A value taken from another option: ${a.b}."}
+        "interpolation": {
+            "type": "string",
+            "pattern": r"\$\{",
+            "description": "A value taken from another option: ${a.b}.",
+        }
     }
     chosen = [trainer] if trainer else list(CONFIGS)
     refs = [_define(CONFIGS[name], defs) for name in chosen]
     for name in chosen:  # other names stand at the top level, and options by their whole dotted names
         top = defs[CONFIGS[name].__name__]
-        top["properties"] |= {alias: {"description": f"ATLAS: {what.describe()}"} for alias, what in ALIASES.items()}
+        top["properties"] |= {
+            alias: {"description": f"ATLAS: {what.describe()}"} for alias, what in ALIASES.items()
+        }
         top["patternProperties"] = {r"^[a-z0-9_]+\.[a-z0-9_.]+$": {}}
     whole = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"$schema": DRAFT, "title": "hpc-rl configuration", **whole, "$defs": defs}
@@ -76,12 +87,18 @@ def _kind(kind: Any) -> dict[str, Any]:
                 found = {word: getattr(extra, name) for name, word in _BOUNDS.items()}
                 made |= {word: bound for word, bound in found.items() if bound is not None}
             elif isinstance(extra, Grammar):
-                made = {"type": "string" if extra.quoted else made["type"], "pattern": f"^(?:{extra.pattern})$"}
+                made = {
+                    "type": "string" if extra.quoted else made["type"],
+                    "pattern": f"^(?:{extra.pattern})$",
+                }
         return made
     if origin is Literal:
         return {"enum": list(typing.get_args(kind))}
     if origin is list:
-        return {"type": "array", "items": {"anyOf": [_kind(typing.get_args(kind)[0]), {"$ref": "#/$defs/interpolation"}]}}
+        return {
+            "type": "array",
+            "items": {"anyOf": [_kind(typing.get_args(kind)[0]), {"$ref": "#/$defs/interpolation"}]},
+        }
     if origin is dict:
         return {"type": "object", "additionalProperties": _kind(typing.get_args(kind)[1])}
     if kind is str:

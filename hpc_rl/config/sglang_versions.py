@@ -64,7 +64,12 @@ _FLAGS_0_5_23: Flags = {
     "config_file": "--config",
     "cuda_graph_max_bs": "--cuda-graph-max-bs-decode",
     "cuda_graph_bs": "--cuda-graph-bs-decode",
-    "disable_cuda_graph": ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
+    "disable_cuda_graph": (
+        "--cuda-graph-backend-decode",
+        "disabled",
+        "--cuda-graph-backend-prefill",
+        "disabled",
+    ),
 }
 FLAGS: dict[str, Flags] = {"0.5.23": _FLAGS_0_5_23}
 
@@ -78,4 +83,11 @@ ALSO: dict[str, str] = {
     "--dp": "--dp-size",
     "--data-parallel-size": "--dp-size",
 }
-SET_BY_THE_TRIAL = ("--dp-size", "--nnodes", "--node-rank", "--dist-init-addr", "--api-key", "--admin-api-key")
+SET_BY_THE_TRIAL = (
+    "--dp-size",
+    "--nnodes",
+    "--node-rank",
+    "--dist-init-addr",
+    "--api-key",
+    "--admin-api-key",
+)

@@ -20,7 +20,9 @@ from hpc_rl.config.source import literal
 REDACTED = "***"
 _SECRET = re.compile(r"(^|_)(api_?key|token|secret|password)($|_)", re.IGNORECASE)
 _PLAIN = re.compile(r"[A-Za-z_./~][A-Za-z0-9_./+-]*")
-_UNPRINTABLE = re.compile(r"[^\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010fffd]")  # to YAML
+_UNPRINTABLE = re.compile(
+    r"[^\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010fffd]"
+)  # to YAML
 _WORDS = {"true", "false", "null", "~", ".nan", ".inf"}
 
 
@@ -95,7 +97,9 @@ def derived_values(config: Config, allocation: str = "") -> dict[str, Shown]:
             "sglang.model_path": Shown(model.path, "derived: actor.path"),
             "actor.temperature": Shown(config.gconfig.temperature, "derived: gconfig.temperature"),
             "rollout.consumer_batch_size": Shown(batch_size, "derived: train_dataset.batch_size"),
-            "rollout.max_concurrent_rollouts": Shown(2 * batch_size, "derived: twice train_dataset.batch_size"),
+            "rollout.max_concurrent_rollouts": Shown(
+                2 * batch_size, "derived: twice train_dataset.batch_size"
+            ),
         }
     return found
 
@@ -107,13 +111,16 @@ def as_yaml(shown: Mapping[str, Shown]) -> str:
     for name, item in shown.items():
         *sections, leaf = name.split(".")
         common = next(
-            (i for i, (a, b) in enumerate(zip(sections, above, strict=False)) if a != b), min(len(sections), len(above))
+            (i for i, (a, b) in enumerate(zip(sections, above, strict=False)) if a != b),
+            min(len(sections), len(above)),
         )
         rows += [(f"{'  ' * depth}{sections[depth]}:", "") for depth in range(common, len(sections))]
         above = sections
         rows.append((f"{'  ' * len(sections)}{leaf}: {scalar(literal(item.value))}", item.origin))
     width = min(max((len(text) for text, origin in rows if origin), default=0), 60)
-    return "".join(f"{text:<{width}}  # {_line(origin)}\n" if origin else f"{text}\n" for text, origin in rows)
+    return "".join(
+        f"{text:<{width}}  # {_line(origin)}\n" if origin else f"{text}\n" for text, origin in rows
+    )
 
 
 def _line(text: str) -> str:
@@ -122,7 +129,12 @@ def _line(text: str) -> str:
 
 def scalar(value: Any) -> str:
     """A value as one line of YAML 1.2: JSON, but words that can't be anything else go without quotes."""
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS and not value.startswith("."):
+    if (
+        isinstance(value, str)
+        and _PLAIN.fullmatch(value)
+        and value.lower() not in _WORDS
+        and not value.startswith(".")
+    ):
         return value
     text = json.dumps(value, ensure_ascii=False)
     return _UNPRINTABLE.sub(lambda found: f"\\U{ord(found[0]):08x}", text)
@@ -136,4 +148,8 @@ def diff(a: Mapping[str, Shown], b: Mapping[str, Shown]) -> dict[str, tuple[Show
     """Options whose values differ, in the order of the first; None where one of the two has no such option."""
     names = [*a, *(name for name in b if name not in a)]
     pairs = {name: (a.get(name), b.get(name)) for name in names}
-    return {name: (old, new) for name, (old, new) in pairs.items() if (old.value if old else ...) != (new.value if new else ...)}
+    return {
+        name: (old, new)
+        for name, (old, new) in pairs.items()
+        if (old.value if old else ...) != (new.value if new else ...)
+    }

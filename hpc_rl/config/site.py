@@ -9,7 +9,10 @@ from pathlib import Path
 SITE_DIR = "HPC_RL_SITE_DIR"
 SYSTEM = Path("/etc/hpc-rl")
 _HERE = Path(__file__).resolve().parents[1]
-SHIPPED_PROFILES = (_HERE / "_data" / "configs" / "cluster", _HERE.parent / "configs" / "cluster")  # in a wheel; in a checkout
+SHIPPED_PROFILES = (
+    _HERE / "_data" / "configs" / "cluster",
+    _HERE.parent / "configs" / "cluster",
+)  # in a wheel; in a checkout
 
 
 def site_dirs(environ: Mapping[str, str] = os.environ) -> list[Path]:
@@ -19,7 +22,9 @@ def site_dirs(environ: Mapping[str, str] = os.environ) -> list[Path]:
     `$XDG_CONFIG_HOME/hpc-rl` comes before the machine's /etc/hpc-rl.
     """
     if SITE_DIR in environ:
-        return [Path(os.path.abspath(os.path.expanduser(part))) for part in environ[SITE_DIR].split(":") if part]
+        return [
+            Path(os.path.abspath(os.path.expanduser(part))) for part in environ[SITE_DIR].split(":") if part
+        ]
     own = environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return [Path(own) / "hpc-rl", SYSTEM]
 

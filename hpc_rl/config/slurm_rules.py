@@ -16,21 +16,36 @@ from hpc_rl.config.values import value_of
 
 DERIVED = "derived"  # the value of an option that the plan decides
 
-_PLAN, _SCRIPT = "the plan decides it, from cluster, allocation_mode and the launcher's numbers", "the script needs its own"
+_PLAN, _SCRIPT = (
+    "the plan decides it, from cluster, allocation_mode and the launcher's numbers",
+    "the script needs its own",
+)
 _GPUS = "set launcher.slurm.gpus_by, gpu_type or gres"
 # What extra_args may not hold, and where it is said instead.
 OURS = {
     **dict.fromkeys(("--nodes", "-N"), "set cluster.n_nodes"),
     **dict.fromkeys(("--ntasks", "-n", "--array", "-a", "--cores-per-socket", "--ntasks-per-gpu"), _PLAN),
-    **dict.fromkeys(("--gpus", "-G", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket", "--cpus-per-gpu"), _GPUS),
-    **dict.fromkeys(("--output", "-o", "--error", "-e", "--open-mode", "--chdir", "-D", "--job-name", "-J"), _SCRIPT),
     **dict.fromkeys(
-        ("--signal", "--export", "--input", "-i", "--no-kill", "-k", "--wrap", "--parsable", "--wait", "-W"), _SCRIPT
+        ("--gpus", "-G", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket", "--cpus-per-gpu"), _GPUS
+    ),
+    **dict.fromkeys(
+        ("--output", "-o", "--error", "-e", "--open-mode", "--chdir", "-D", "--job-name", "-J"), _SCRIPT
+    ),
+    **dict.fromkeys(
+        ("--signal", "--export", "--input", "-i", "--no-kill", "-k", "--wrap", "--parsable", "--wait", "-W"),
+        _SCRIPT,
     ),
     **dict.fromkeys(("--requeue", "--no-requeue"), "recover.mode decides it"),
     "--test-only": "`hpc-rl render --check` asks it",
 }
-_SHORT = {"-c": "cpus_per_task", "-t": "time", "-p": "partition", "-A": "account", "-q": "qos", "-C": "constraint"}
+_SHORT = {
+    "-c": "cpus_per_task",
+    "-t": "time",
+    "-p": "partition",
+    "-A": "account",
+    "-q": "qos",
+    "-C": "constraint",
+}
 _SHORT |= {"-w": "nodelist", "-x": "exclude", "-d": "dependency", "-L": "licenses"}
 _NOT_SBATCH = ("extra_args", "srun_additional_args", "container_type", "mount", "gpus_by", "gpu_type")
 _LAYOUT = ("layout", "servers", "continue_by", "backend")
@@ -47,12 +62,16 @@ def scheduler_options(config: Config, explicit: Collection[str]) -> Iterator[str
     for field in dataclasses.fields(slurm):
         value = getattr(slurm, field.name)
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and any(ord(char) < 32 or ord(char) in (127, 0x85, 0x2028, 0x2029) for char in text):
+            if isinstance(text, str) and any(
+                ord(char) < 32 or ord(char) in (127, 0x85, 0x2028, 0x2029) for char in text
+            ):
                 yield f"launcher.slurm.{field.name}: {text!r} holds a line break or control character."
             elif text == "" and field.name not in ("srun_additional_args", "mount"):
                 yield f"launcher.slurm.{field.name}: empty; use null to leave the option out."
     for name, value in vars(slurm.servers).items():
-        if value == "" or (isinstance(value, str) and any(ord(char) < 32 or ord(char) == 127 for char in value)):
+        if value == "" or (
+            isinstance(value, str) and any(ord(char) < 32 or ord(char) == 127 for char in value)
+        ):
             yield f"launcher.slurm.servers.{name}: {value!r} can't be given to sbatch; null means as in launcher.slurm."
     yield from _conflicts(config, explicit)
     yield from _extra_args(slurm)
@@ -92,7 +111,9 @@ def _layouts(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 def _conflicts(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm, cluster = config.launcher.slurm, config.cluster
-    memory = [name for name in ("mem", "mem_per_cpu", "mem_per_gpu") if getattr(slurm, name) not in (None, DERIVED)]
+    memory = [
+        name for name in ("mem", "mem_per_cpu", "mem_per_gpu") if getattr(slurm, name) not in (None, DERIVED)
+    ]
     if len(memory) > 1:
         names = " and ".join(f"launcher.slurm.{name}" for name in memory)
         yield f"{names} exclude each other: sbatch takes one of --mem, --mem-per-cpu, --mem-per-gpu. Keep one."

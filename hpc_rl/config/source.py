@@ -22,14 +22,21 @@ class Yaml12(yaml.SafeLoader):
 
     num_values = 0
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own class attribute
-        first: [(tag, rx) for tag, rx in pairs if tag.rsplit(":", 1)[1] not in {"bool", "int", "float", "timestamp"}]
+        first: [
+            (tag, rx)
+            for tag, rx in pairs
+            if tag.rsplit(":", 1)[1] not in {"bool", "int", "float", "timestamp"}
+        ]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
 MOST_VALUES = 100_000  # in one file, aliases counted wherever they stand
 _REFERENCE = re.compile(r"(\\*)\$\{")
-_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")}
+_TAGS = {
+    f"tag:yaml.org,2002:{kind}"
+    for kind in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")
+}
 _FLOAT = (
     r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
     r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
@@ -60,13 +67,17 @@ def read_yaml(path: Path) -> Given:
     if tree.value is None:
         return Given({}, str(path))
     if not isinstance(tree.value, dict):
-        raise ConfigError(f"config file {path} must hold a mapping of options (key: value), not {type(tree.value).__name__}.")
+        raise ConfigError(
+            f"config file {path} must hold a mapping of options (key: value), not {type(tree.value).__name__}."
+        )
     return _without_references(tree) if path.suffix == ".json" else tree
 
 
 def _without_references(tree: Given) -> Given:
     if isinstance(tree.value, dict):
-        return dataclasses.replace(tree, value={key: _without_references(item) for key, item in tree.value.items()})
+        return dataclasses.replace(
+            tree, value={key: _without_references(item) for key, item in tree.value.items()}
+        )
     if isinstance(tree.value, list):
         return dataclasses.replace(tree, value=[_without_references(item) for item in tree.value])
     return dataclasses.replace(tree, value=literal(tree.value))
@@ -111,7 +122,9 @@ def read_overrides(tokens: list[str], aliases: Mapping[str, str]) -> list[tuple[
                 if value.startswith("--"):
                     raise ConfigError(f"{token} needs a value: {token} VALUE, or {token}=VALUE.")
         elif token.startswith(("-", "~")) or not equals or not name:
-            raise ConfigError(f"argument {token!r} is not understood: an option is set with --a.b VALUE or a.b=VALUE.")
+            raise ConfigError(
+                f"argument {token!r} is not understood: an option is set with --a.b VALUE or a.b=VALUE."
+            )
         name = name.lstrip("+")
         full = aliases.get(name) or aliases.get(name.replace("-", "_")) or name
         found.append((full, read_argument(value, f"command line: {token.partition('=')[0]}")))
@@ -144,9 +157,13 @@ def _convert(loader: Yaml12, node: yaml.Node, name: str) -> Given:
     origin = f"{name}:{node.start_mark.line + 1}"
     loader.num_values += 1
     if loader.num_values > MOST_VALUES:
-        raise ConfigError(f"{origin}: more than {MOST_VALUES} values; aliases (*name) that hold aliases multiply.")
+        raise ConfigError(
+            f"{origin}: more than {MOST_VALUES} values; aliases (*name) that hold aliases multiply."
+        )
     if node.tag not in _TAGS:
-        raise ConfigError(f"{origin}: the YAML tag {node.tag.replace('tag:yaml.org,2002:', '!!')} can't be used here.")
+        raise ConfigError(
+            f"{origin}: the YAML tag {node.tag.replace('tag:yaml.org,2002:', '!!')} can't be used here."
+        )
     if isinstance(node, yaml.MappingNode):
         return Given(_mapping(loader, node, name), origin)
     if isinstance(node, yaml.SequenceNode):
@@ -173,7 +190,9 @@ def _mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[str, Giv
                 merged = {**part.value, **merged}
         elif key_node.value in own:
             first = own[key_node.value].origin
-            raise ConfigError(f"{name}:{line}: key {key_node.value} stands twice in one mapping; first at {first}.")
+            raise ConfigError(
+                f"{name}:{line}: key {key_node.value} stands twice in one mapping; first at {first}."
+            )
         else:
             # A section's origin is the line of its key, where a person looks for it.
             own[key_node.value] = Given(item.value, f"{name}:{line}", item.text)

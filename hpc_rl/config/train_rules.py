@@ -49,7 +49,8 @@ def adapted(config: Config) -> dict[str, tuple[Any, str]]:
         wanted |= {"model.is_critic": (True, ""), "model.mb_spec.granularity": (2, "")}
         wanted |= {f"{section}.type": ("rw", "") for section in ("train_dataset", "valid_dataset")}
     wanted |= {
-        name: (bound, f"{limit} holds no more") for name, bound, limit in sorted(too_long(config), key=lambda one: -one[1])
+        name: (bound, f"{limit} holds no more")
+        for name, bound, limit in sorted(too_long(config), key=lambda one: -one[1])
     }
     if config.total_train_steps is not None or config.total_train_n_seqs is not None:
         wanted["total_train_epochs"] = (None, "")
@@ -100,7 +101,11 @@ def notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
 def _actor_notes(config: GRPOConfig) -> Iterator[str]:
     actor = config.actor
     for name, norm in (("reward_norm", actor.reward_norm), ("adv_norm", actor.adv_norm)):
-        idle = [one for one in ("std_unbiased", "eps") if one in changed(norm)] if norm and norm.std_level is None else []
+        idle = (
+            [one for one in ("std_unbiased", "eps") if one in changed(norm)]
+            if norm and norm.std_level is None
+            else []
+        )
         if idle:
             yield f"actor.{name}.{', '.join(idle)}: no effect, for std_level is null."
     if not actor.overlong_reward_penalty:
@@ -122,7 +127,9 @@ def rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if actor.max_new_tokens not in (None, budget):
         yield f"actor.max_new_tokens {actor.max_new_tokens} must equal gconfig.max_new_tokens {budget}; leave it out, it follows."
     if actor.overlong_reward_penalty:
-        lacking = [f"actor.{n}" for n in ("overlong_tokens", "overlong_penalty_factor") if getattr(actor, n) is None]
+        lacking = [
+            f"actor.{n}" for n in ("overlong_tokens", "overlong_penalty_factor") if getattr(actor, n) is None
+        ]
         if lacking:
             yield f"actor.overlong_reward_penalty needs {' and '.join(lacking)}: how long the tail is, and what its end costs."
         elif (actor.overlong_tokens or 0) > budget:
@@ -158,7 +165,9 @@ def reference_model(config: Config, explicit: Collection[str]) -> Iterator[str]:
         value = getattr(config.actor, name)
         if value and config.ref is None and not (name == "kl_ctl" and config.actor.compat):
             yield f"actor.{name} {value:g} needs a reference model: add a section ref with ref.path, or set actor.{name} to 0."
-    for name in changed(config.ref.optimizer) if config.ref is not None and config.ref.optimizer is not None else ():
+    for name in (
+        changed(config.ref.optimizer) if config.ref is not None and config.ref.optimizer is not None else ()
+    ):
         if name != "type":
             yield f"ref.optimizer.{name}: the reference model is not trained; leave ref.optimizer out, or set it to null."
 
@@ -222,7 +231,11 @@ def _critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator
             yield f"{section}.mb_spec.granularity {granularity} would part chosen from rejected; leave it out, or use 2."
         return
     if engine.is_critic:
-        other = "a critic is not built; leave it out: without one, advantages come from the group" if section == "actor" else ""
+        other = (
+            "a critic is not built; leave it out: without one, advantages come from the group"
+            if section == "actor"
+            else ""
+        )
         yield f"{section}.is_critic true: {other or 'only a reward model (trainer: rw) is one; leave it out'}."
     if granularity != 1:
         yield f"{section}.mb_spec.granularity {granularity}: only a reward model has sequences that belong together; use 1."

@@ -14,7 +14,9 @@ from hpc_rl.config.values import ABSENT, value_of
 
 _ONE_DIRECTORY = "the roles find each other by files on the shared file system, no daemon is needed; use nfs, or leave it out"
 _NO_SERVICE = "there is no scheduler service: Slurm places the roles; leave the section out"
-_NO_REWARD_SERVICE = "rewards are computed by processes of the rollout role; name a function in rollout.reward_fn"
+_NO_REWARD_SERVICE = (
+    "rewards are computed by processes of the rollout role; name a function in rollout.reward_fn"
+)
 _KEY_IN_FILE = "a key does not belong in a file that many may read"
 
 
@@ -35,20 +37,28 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "cluster.name_resolve.etcd3_addr": Unavailable(("localhost:2379",), _ONE_DIRECTORY),
     "cluster.name_resolve.ray_actor_name": Unavailable(("ray_kv_store",), _ONE_DIRECTORY),
     "scheduler.endpoint": Unavailable(("http://localhost:8081",), _NO_SERVICE),
-    "scheduler.deploy_mode": Unavailable(("separation",), "who shares units with whom is said by allocation_mode; leave it out"),
+    "scheduler.deploy_mode": Unavailable(
+        ("separation",), "who shares units with whom is said by allocation_mode; leave it out"
+    ),
     "scheduler.functioncall_service_domain": Unavailable(("http://localhost:8080",), _NO_REWARD_SERVICE),
     "scheduler.reward_functioncall_config": Unavailable(({},), _NO_REWARD_SERVICE),
     "scheduler.reward_model_path": Unavailable(("",), _NO_REWARD_SERVICE),
-    "scheduler.reward_model_service_url": Unavailable(("http://localhost:30000/classify",), _NO_REWARD_SERVICE),
+    "scheduler.reward_model_service_url": Unavailable(
+        ("http://localhost:30000/classify",), _NO_REWARD_SERVICE
+    ),
     "stats_logger.wandb.wandb_api_key": Unavailable(
         ("",), f"{_KEY_IN_FILE}; run `wandb login` once, or export WANDB_API_KEY before you submit"
     ),
     "stats_logger.swanlab.api_key": Unavailable(
         ("",), f"{_KEY_IN_FILE}; run `swanlab login` once, or export SWANLAB_API_KEY before you submit"
     ),
-    "sglang.dp_size": Unavailable((1,), "replicas are servers of their own here; say how many in allocation_mode, as sglang:d4"),
+    "sglang.dp_size": Unavailable(
+        (1,), "replicas are servers of their own here; say how many in allocation_mode, as sglang:d4"
+    ),
     "sglang.enable_dp_attention": Unavailable(
-        (False,), "data-parallel attention within a server is not built; use more servers: allocation_mode sglang:dN", built=False
+        (False,),
+        "data-parallel attention within a server is not built; use more servers: allocation_mode sglang:dN",
+        built=False,
     ),
 }
 

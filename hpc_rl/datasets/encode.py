@@ -34,7 +34,9 @@ def encode_sequence(tokenizer: Tokenizer, row: dict[str, Any]) -> tuple[np.ndarr
     """(ids int32 [L], loss_mask bool [L]) of prompt, completion and the end-of-sequence token; true from the completion on."""
     completion = row.get("completion")
     if not isinstance(completion, str):
-        raise ConfigError(f"an sft row needs a `completion` (text); this one has {', '.join(map(repr, row)) or 'nothing'}.")
+        raise ConfigError(
+            f"an sft row needs a `completion` (text); this one has {', '.join(map(repr, row)) or 'nothing'}."
+        )
     prompt = encode_prompt(tokenizer, row)
     made = tokenizer.encode(completion, add_special_tokens=False)
     if tokenizer.eos_token_id is not None:
@@ -70,14 +72,20 @@ class Prompts:
         self.seed = seed
         self.shuffle = dataset.shuffle
         self._kept = list(range(len(self.rows)))
-        encode_prompt(tokenizer, self.rows[0])  # a dataset of the wrong kind is refused at the start, not at the first prompt
+        encode_prompt(
+            tokenizer, self.rows[0]
+        )  # a dataset of the wrong kind is refused at the start, not at the first prompt
         if dataset.max_length is not None:
-            lengths = encode_all(lambda row: len(encode_prompt(tokenizer, row)), self.rows, dataset.num_workers)
+            lengths = encode_all(
+                lambda row: len(encode_prompt(tokenizer, row)), self.rows, dataset.num_workers
+            )
             self._kept = [i for i in self._kept if lengths[i] <= dataset.max_length]
             numbers = (len(self._kept), len(self.rows), dataset.max_length)
             logger.info("%s: %d of %d prompts have at most %d tokens", dataset.path, *numbers)
         if not self._kept:
-            raise ConfigError(f"dataset {dataset.path}: no prompt has at most max_length = {dataset.max_length} tokens.")
+            raise ConfigError(
+                f"dataset {dataset.path}: no prompt has at most max_length = {dataset.max_length} tokens."
+            )
 
     def __len__(self) -> int:
         """Prompts of one epoch."""
@@ -97,7 +105,9 @@ class Prompts:
         return Prompt(epoch, row, self.rows[row], encode_prompt(self.tokenizer, self.rows[row]))
 
 
-def encode_all(encode: Callable[[dict[str, Any]], T], rows: list[dict[str, Any]], num_workers: int) -> list[T]:
+def encode_all(
+    encode: Callable[[dict[str, Any]], T], rows: list[dict[str, Any]], num_workers: int
+) -> list[T]:
     """`encode` of every row, in order, by so many threads: the tokenizer works outside of Python's lock."""
     if not num_workers:
         return [encode(row) for row in rows]
@@ -112,7 +122,9 @@ def load_sequences(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[tuple[n
     if dataset.max_length is not None:
         rows = [row for row in rows if len(row[0]) <= dataset.max_length]
     if not rows:
-        raise ConfigError(f"dataset {dataset.path}: no sequence has at most max_length = {dataset.max_length} tokens.")
+        raise ConfigError(
+            f"dataset {dataset.path}: no sequence has at most max_length = {dataset.max_length} tokens."
+        )
     return Rows(rows, read.fingerprint)
 
 
@@ -152,5 +164,7 @@ def load_pairs(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[tuple[np.nd
     if dataset.max_length is not None:
         pairs = [pair for pair in pairs if max(map(len, pair)) <= dataset.max_length]
     if not pairs:
-        raise ConfigError(f"dataset {dataset.path}: no pair has at most max_length = {dataset.max_length} tokens each.")
+        raise ConfigError(
+            f"dataset {dataset.path}: no pair has at most max_length = {dataset.max_length} tokens each."
+        )
     return Rows(pairs, read.fingerprint)

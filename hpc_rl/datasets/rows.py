@@ -17,7 +17,9 @@ from hpc_rl.errors import ConfigError
 
 T = TypeVar("T")
 JSONL = (".jsonl", ".json", ".ndjson")
-IN_PASSING_BYTES = 64 << 20  # a command reads a dataset of this size before it submits a trial that goes on with it
+IN_PASSING_BYTES = (
+    64 << 20
+)  # a command reads a dataset of this size before it submits a trial that goes on with it
 
 
 class Rows(list[T]):
@@ -58,7 +60,9 @@ def load_rows(path: str | Path) -> Rows[dict[str, Any]]:
     """All rows, in file order. Raises ConfigError for a path, format or line that can't be read."""
     path = Path(path).expanduser()
     if not path.exists():
-        raise ConfigError(f"dataset {path} does not exist. Give a .jsonl or .parquet file, or a directory with a saved dataset.")
+        raise ConfigError(
+            f"dataset {path} does not exist. Give a .jsonl or .parquet file, or a directory with a saved dataset."
+        )
     if path.is_dir():
         rows = _saved(path)
     elif path.suffix in JSONL:
@@ -87,7 +91,9 @@ def _parsed(path: Path, rows: list[dict[str, Any]]) -> Iterator[bytes]:
         except ValueError as error:
             raise ConfigError(f"dataset {path} line {number} is no JSON: {error}") from None
         if not isinstance(row, dict):
-            raise ConfigError(f"dataset {path} line {number} must be a JSON object, got {type(row).__name__}.")
+            raise ConfigError(
+                f"dataset {path} line {number} must be a JSON object, got {type(row).__name__}."
+            )
         rows.append(row)
         yield line
 
@@ -116,7 +122,9 @@ def _parquet(path: Path) -> Rows[dict[str, Any]]:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError(f"dataset {path}: .parquet needs pyarrow. Install hpc-rl[data], or give a .jsonl file.") from None
+        raise ConfigError(
+            f"dataset {path}: .parquet needs pyarrow. Install hpc-rl[data], or give a .jsonl file."
+        ) from None
     try:
         return _of_table(pyarrow.parquet.read_table(path).to_pylist())
     except pyarrow.ArrowInvalid as error:
@@ -134,5 +142,7 @@ def _saved(path: Path) -> Rows[dict[str, Any]]:
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"dataset {path} is no saved dataset: {error}") from None
     if isinstance(loaded, dict):
-        raise ConfigError(f"dataset {path} has the splits {', '.join(sorted(loaded))}: give the path of one of them.")
+        raise ConfigError(
+            f"dataset {path} has the splits {', '.join(sorted(loaded))}: give the path of one of them."
+        )
     return _of_table(loaded.to_list())

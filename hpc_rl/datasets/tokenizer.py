@@ -30,7 +30,9 @@ class Tokenizer:
         self.folder = Path(folder).expanduser()
         path = self.folder / "tokenizer.json"
         if not path.exists():
-            raise ConfigError(f"tokenizer {self.folder} has no tokenizer.json. Give the folder of a model with a fast tokenizer.")
+            raise ConfigError(
+                f"tokenizer {self.folder} has no tokenizer.json. Give the folder of a model with a fast tokenizer."
+            )
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -55,13 +57,17 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def chat(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """The text that the chat template makes of messages; encode it without special tokens. Raises ConfigError."""
         if self._template is None:
             self._template = self._compile_template()
         tokens = {"bos_token": self.bos_token, "eos_token": self.eos_token}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **tokens, **variables)
+            return self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **tokens, **variables
+            )
         except jinja2.TemplateError as error:
             raise ConfigError(f"chat template of {self.folder} refuses the messages: {error}") from None
 
@@ -74,9 +80,13 @@ class Tokenizer:
             hint = "rows with `messages` need one, rows with `prompt` don't"
             raise ConfigError(f"tokenizer {self.folder} has no chat template: {hint}.")
         # the switches and globals that published templates are written for
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
         environment.globals.update(raise_exception=_raise, strftime_now=lambda form: time.strftime(form))
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.filters["tojson"] = lambda value, **options: json.dumps(
+            value, ensure_ascii=False, **options
+        )
         return environment.from_string(source)
 
     def _eos_token_ids(self) -> list[int]:

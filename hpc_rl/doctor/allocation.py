@@ -82,8 +82,19 @@ def _visit(root: Path, folder: Path, code: Path, request: Request) -> tuple[list
     if inside:  # srun must know the job, and nothing else of what surrounds it
         environ |= {name: os.environ[name] for name in ("SLURM_JOB_ID",) if name in os.environ}
     try:
-        done = subprocess.run(argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=request.wait_s)
-        complaint = "" if done.returncode == 0 else " ".join(done.stderr.split())[-500:] or f"exit code {done.returncode}"
+        done = subprocess.run(
+            argv,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=request.wait_s,
+        )
+        complaint = (
+            ""
+            if done.returncode == 0
+            else " ".join(done.stderr.split())[-500:] or f"exit code {done.returncode}"
+        )
     except FileNotFoundError as error:
         raise SchedulerError("srun is not on the PATH: --allocation needs Slurm.") from error
     except subprocess.TimeoutExpired:
@@ -93,7 +104,13 @@ def _visit(root: Path, folder: Path, code: Path, request: Request) -> tuple[list
 
 def srun(num_nodes: int, inside: bool, options: Sequence[str]) -> list[str]:
     """The srun of the visit: one task on each node, beside whatever runs there where the allocation is ours already."""
-    flags = ["--job-name=hpc-rl.doctor", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--export=ALL"]
+    flags = [
+        "--job-name=hpc-rl.doctor",
+        f"--nodes={num_nodes}",
+        f"--ntasks={num_nodes}",
+        "--ntasks-per-node=1",
+        "--export=ALL",
+    ]
     flags += ["--kill-on-bad-exit=0", "--mpi=none"]
     return ["srun", *flags, "--overlap", "--mem=0"] if inside else ["srun", *flags, "--time=10", *options]
 
@@ -158,18 +175,26 @@ def seen_soon(nodes: Nodes) -> Finding:
     slowest = max(one for one in times if one is not None)
     if slowest > SLOW_S:
         return warn(
-            name, f"a new name shows after up to {slowest:.1f} s", "directory caches (acdirmax): roles find each other slowly."
+            name,
+            f"a new name shows after up to {slowest:.1f} s",
+            "directory caches (acdirmax): roles find each other slowly.",
         )
     return ok(name, f"a new name shows on all nodes, there and back, within {slowest:.2f} s")
 
 
 def names_not_stale(nodes: Nodes) -> Finding:
     name, values = "absent names", [report.seen.stale_name_s for report in nodes.reports]
-    worst = None if any(one is None for one in values) else max((one for one in values if one is not None), default=0.0)
+    worst = (
+        None
+        if any(one is None for one in values)
+        else max((one for one in values if one is not None), default=0.0)
+    )
     if worst is None or worst > 1.0:
         how_long = "more than 5 s" if worst is None else f"{worst:.1f} s"
         return warn(
-            name, f"remembered as absent for {how_long}", "hpc-rl lists folders instead; tools that poll `exists` will wait."
+            name,
+            f"remembered as absent for {how_long}",
+            "hpc-rl lists folders instead; tools that poll `exists` will wait.",
         )
     return ok(name, "seen as soon as they are listed")
 
@@ -177,11 +202,15 @@ def names_not_stale(nodes: Nodes) -> Finding:
 def contents_not_stale(nodes: Nodes) -> Finding:
     name, values = "replaced files", [report.seen.stale_content_s for report in nodes.reports]
     if any(one is None for one in values):
-        return fail(name, "a node went on reading the old content", "opens must be fresh: do not mount with `nocto`.")
+        return fail(
+            name, "a node went on reading the old content", "opens must be fresh: do not mount with `nocto`."
+        )
     worst = max((one for one in values if one is not None), default=0.0)
     if worst > 1.0:
         return warn(
-            name, f"read as the old one for {worst:.1f} s", "attribute caches (acregmax, nocto): make them small for fileroot."
+            name,
+            f"read as the old one for {worst:.1f} s",
+            "attribute caches (acregmax, nocto): make them small for fileroot.",
         )
     return ok(name, "read as the new one at once")
 
@@ -193,7 +222,9 @@ def one_winner(nodes: Nodes) -> Finding:
         if len(winners) > 1:
             wrong.append(f"{kind} was won by {nodes.names(winners)}")
     if wrong:
-        return fail(name, "; ".join(wrong), "this file system can't hold trials: two supervisors could both own one.")
+        return fail(
+            name, "; ".join(wrong), "this file system can't hold trials: two supervisors could both own one."
+        )
     return ok(name, "of all nodes that create one name, by O_EXCL, link and mkdir")
 
 
@@ -216,25 +247,37 @@ def clocks(nodes: Nodes) -> Finding:
     apart = skews[last] - skews[first]
     if apart > 2.0:
         words = f"{nodes.names([first])} and {nodes.names([last])} are {apart:.1f} s apart"
-        return warn("clocks", words, "hpc-rl compares none, but logs and metrics are in order only with NTP on all nodes.")
+        return warn(
+            "clocks",
+            words,
+            "hpc-rl compares none, but logs and metrics are in order only with NTP on all nodes.",
+        )
     return ok("clocks", f"at most {apart:.2f} s apart")
 
 
 def zones(nodes: Nodes) -> Finding:
     found = sorted({report.facts.time_zone for report in nodes.reports})
     if len(found) > 1:
-        return warn("time zones", f"nodes differ: {', '.join(found)}", "set TZ in launcher.*_env_vars, or /etc/localtime alike.")
+        return warn(
+            "time zones",
+            f"nodes differ: {', '.join(found)}",
+            "set TZ in launcher.*_env_vars, or /etc/localtime alike.",
+        )
     return ok("time zones", ", ".join(found))
 
 
 def reachable(nodes: Nodes) -> Finding:
-    broken = [(report.seen.rank, report.seen.unreachable) for report in nodes.reports if report.seen.unreachable]
+    broken = [
+        (report.seen.rank, report.seen.unreachable) for report in nodes.reports if report.seen.unreachable
+    ]
     if broken:
         rank, addresses = broken[0]
         fix = "a firewall between nodes, or an address of the wrong interface: open the port range, or fix the route to peers."
         return fail("network", f"{nodes.names([rank])} can't reach {', '.join(addresses[:3])}", fix)
     each = min(MAX_PEERS, max(0, nodes.num_nodes - 1))
-    return ok("network", f"each node reached {each} other{'s' if each != 1 else ''}" if each else "one node only")
+    return ok(
+        "network", f"each node reached {each} other{'s' if each != 1 else ''}" if each else "one node only"
+    )
 
 
 def alike(nodes: Nodes) -> Finding:
@@ -242,14 +285,14 @@ def alike(nodes: Nodes) -> Finding:
     found: dict[str, list[int]] = {}
     for report in nodes.reports:
         trainer = report.facts.trainer
-        words = (
-            f"Python {report.facts.python}, torch {trainer.get('torch') or 'missing' if isinstance(trainer, dict) else 'unknown'}"
-        )
+        words = f"Python {report.facts.python}, torch {trainer.get('torch') or 'missing' if isinstance(trainer, dict) else 'unknown'}"
         found.setdefault(words, []).append(report.seen.rank)
     if len(found) > 1:
         words = "; ".join(f"{what} on {nodes.names(ranks)}" for what, ranks in found.items())
         return fail(
-            "same software", words, "launcher.python must be one environment on the shared file system, or the same image."
+            "same software",
+            words,
+            "launcher.python must be one environment on the shared file system, or the same image.",
         )
     return ok("same software", next(iter(found), "not known"))
 

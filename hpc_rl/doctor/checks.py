@@ -35,7 +35,9 @@ Check = Callable[[Facts, Wanted], Finding]
 def python(facts: Facts, wanted: Wanted) -> Finding:
     if _numbers(facts.python) < MIN_PYTHON:
         return fail(
-            "python", f"Python {facts.python}", f"use Python {_dots(MIN_PYTHON)} or newer; launcher.python names the jobs' one."
+            "python",
+            f"Python {facts.python}",
+            f"use Python {_dots(MIN_PYTHON)} or newer; launcher.python names the jobs' one.",
         )
     return ok("python", f"Python {facts.python}")
 
@@ -43,13 +45,21 @@ def python(facts: Facts, wanted: Wanted) -> Finding:
 def packages(facts: Facts, wanted: Wanted) -> Finding:
     missing = [name for name, version in facts.packages.items() if not version]
     if missing:
-        return fail("packages", f"missing here: {', '.join(missing)}", "install hpc-rl with its dependencies: `pip install -e .`")
+        return fail(
+            "packages",
+            f"missing here: {', '.join(missing)}",
+            "install hpc-rl with its dependencies: `pip install -e .`",
+        )
     return ok("packages", f"{len(facts.packages)} of {len(facts.packages)} that hpc-rl imports here")
 
 
 def templates(facts: Facts, wanted: Wanted) -> Finding:
     if not facts.templates:
-        return fail("templates", "the script templates are not beside the package", "reinstall hpc-rl; its wheel brings them.")
+        return fail(
+            "templates",
+            "the script templates are not beside the package",
+            "reinstall hpc-rl; its wheel brings them.",
+        )
     return ok("templates", "found")
 
 
@@ -72,7 +82,9 @@ def megatron(facts: Facts, wanted: Wanted) -> Finding:
     version = facts.trainer.get("megatron-core", "") if isinstance(facts.trainer, dict) else ""
     if wanted.megatron and not version:
         return fail(
-            "megatron", "megatron-core is missing in the trainer's Python", "`pip install megatron-core` there, or use fsdp."
+            "megatron",
+            "megatron-core is missing in the trainer's Python",
+            "`pip install megatron-core` there, or use fsdp.",
         )
     return ok("megatron", f"megatron-core {version}" if version else "not installed; nothing asks for it")
 
@@ -80,13 +92,25 @@ def megatron(facts: Facts, wanted: Wanted) -> Finding:
 def sglang(facts: Facts, wanted: Wanted) -> Finding:
     fix = "set launcher.inference_server_python to the environment that has it, or use embedded servers."
     if isinstance(facts.server, str):
-        return fail("sglang", facts.server, fix) if wanted.sglang else ok("sglang", "not found; nothing asks for it")
+        return (
+            fail("sglang", facts.server, fix)
+            if wanted.sglang
+            else ok("sglang", "not found; nothing asks for it")
+        )
     version = facts.server.get("sglang", "")
     if not version:
-        return fail("sglang", "not installed", fix) if wanted.sglang else ok("sglang", "not installed; nothing asks for it")
+        return (
+            fail("sglang", "not installed", fix)
+            if wanted.sglang
+            else ok("sglang", "not installed; nothing asks for it")
+        )
     known = sorted(DROPPED, key=_numbers)
     if known and version not in DROPPED:
-        return warn("sglang", f"version {version}", f"its flags are taken from {known[-1]}; tested are {', '.join(known)}.")
+        return warn(
+            "sglang",
+            f"version {version}",
+            f"its flags are taken from {known[-1]}; tested are {', '.join(known)}.",
+        )
     return ok("sglang", f"version {version}")
 
 
@@ -94,14 +118,20 @@ def state_directory(facts: Facts, wanted: Wanted) -> Finding:
     if facts.state_error:
         why = "trial names are not remembered, and every command asks the scheduler by itself"
         return warn(
-            "state directory", f"{facts.state_dir}: {facts.state_error}; {why}", "make it writable, or set XDG_STATE_HOME."
+            "state directory",
+            f"{facts.state_dir}: {facts.state_error}; {why}",
+            "make it writable, or set XDG_STATE_HOME.",
         )
     return ok("state directory", facts.state_dir)
 
 
 def xdg(facts: Facts, wanted: Wanted) -> Finding:
     if facts.xdg_relative:
-        return warn("xdg", f"relative, hence ignored: {', '.join(facts.xdg_relative)}", "give absolute paths, or unset them.")
+        return warn(
+            "xdg",
+            f"relative, hence ignored: {', '.join(facts.xdg_relative)}",
+            "give absolute paths, or unset them.",
+        )
     return ok("xdg", "absolute or unset")
 
 
@@ -117,16 +147,18 @@ def leaking_variables(facts: Facts, wanted: Wanted) -> Finding:
 
 def proxies(facts: Facts, wanted: Wanted) -> Finding:
     if facts.proxies:
-        fix = (
-            "set no_proxy to the cluster's nodes (or `*`), or unset them: libraries may send requests between nodes to the proxy."
-        )
+        fix = "set no_proxy to the cluster's nodes (or `*`), or unset them: libraries may send requests between nodes to the proxy."
         return warn("proxy", f"set: {', '.join(facts.proxies)}", fix)
     return ok("proxy", "none")
 
 
 def encoding(facts: Facts, wanted: Wanted) -> Finding:
     if facts.encoding.lower().replace("-", "") != "utf8":
-        return warn("encoding", facts.encoding or "unknown", "set LC_ALL=C.UTF-8: prompts and paths may hold any letter.")
+        return warn(
+            "encoding",
+            facts.encoding or "unknown",
+            "set LC_ALL=C.UTF-8: prompts and paths may hold any letter.",
+        )
     return ok("encoding", facts.encoding)
 
 
@@ -142,9 +174,7 @@ def time_zone(facts: Facts, wanted: Wanted) -> Finding:
 
 def cpus(facts: Facts, wanted: Wanted) -> Finding:
     if facts.cpus < wanted.cpus:
-        fix = (
-            "ask for more CPUs per node, or lower launcher.*_cpus*; a job that sees fewer than it asked for is bound too tightly."
-        )
+        fix = "ask for more CPUs per node, or lower launcher.*_cpus*; a job that sees fewer than it asked for is bound too tightly."
         return fail("cpus", f"{facts.cpus} usable, {wanted.cpus} wanted", fix)
     return ok("cpus", f"{facts.cpus} usable" + (f", {wanted.cpus} wanted" if wanted.cpus else ""))
 
@@ -152,7 +182,11 @@ def cpus(facts: Facts, wanted: Wanted) -> Finding:
 def gpus(facts: Facts, wanted: Wanted) -> Finding:
     found = f"{facts.gpus} visible ({facts.gpus_from})" + (f", {wanted.gpus} wanted" if wanted.gpus else "")
     if facts.gpus < wanted.gpus:
-        return fail("gpus", found, "ask for GPUs (cluster.n_gpus_per_node, launcher.slurm.gres), or repair the node's driver.")
+        return fail(
+            "gpus",
+            found,
+            "ask for GPUs (cluster.n_gpus_per_node, launcher.slurm.gres), or repair the node's driver.",
+        )
     return ok("gpus", found)
 
 
@@ -170,10 +204,15 @@ def memory(facts: Facts, wanted: Wanted) -> Finding:
 
 
 def shared_memory(facts: Facts, wanted: Wanted) -> Finding:
-    found, needed = f"/dev/shm has {_gb(facts.shm_free)} free of {_gb(facts.shm_bytes)}", (1 if wanted.gpus else 0.064) * GB
+    found, needed = (
+        f"/dev/shm has {_gb(facts.shm_free)} free of {_gb(facts.shm_bytes)}",
+        (1 if wanted.gpus else 0.064) * GB,
+    )
     if facts.shm_free < needed:
         return fail(
-            "shared memory", found, "NCCL and data loaders need it: remove what lies there, or give the container a larger one."
+            "shared memory",
+            found,
+            "NCCL and data loaders need it: remove what lies there, or give the container a larger one.",
         )
     return ok("shared memory", found)
 
@@ -197,14 +236,22 @@ def open_files(facts: Facts, wanted: Wanted) -> Finding:
             "raise it: `ulimit -n 65536`, or the site's limits.conf.",
         )
     if _below(hard, 4096):
-        return warn("open files", f"limit {_limit(soft)}, at most {_limit(hard)}", "many servers need more: 65536 is usual.")
+        return warn(
+            "open files",
+            f"limit {_limit(soft)}, at most {_limit(hard)}",
+            "many servers need more: 65536 is usual.",
+        )
     return ok("open files", f"limit {_limit(soft)}, at most {_limit(hard)}")
 
 
 def processes(facts: Facts, wanted: Wanted) -> Finding:
     soft, hard = facts.nproc
     if _below(soft, 1024):
-        return fail("processes", f"limit {_limit(soft)}", "raise it: `ulimit -u`; threads count, and a node runs thousands.")
+        return fail(
+            "processes",
+            f"limit {_limit(soft)}",
+            "raise it: `ulimit -u`; threads count, and a node runs thousands.",
+        )
     return ok("processes", f"limit {_limit(soft)}, at most {_limit(hard)}")
 
 
@@ -220,33 +267,48 @@ def ports(facts: Facts, wanted: Wanted) -> Finding:
     low, high = facts.port_range
     if facts.port_error:
         return fail(
-            "ports", f"none can be bound: {facts.port_error}", "a sandbox or a limit forbids it; run where sockets are allowed."
+            "ports",
+            f"none can be bound: {facts.port_error}",
+            "a sandbox or a limit forbids it; run where sockets are allowed.",
         )
     if high and high - low < 5000:
         return warn(
-            "ports", f"only {low} to {high} are handed out", "widen net.ipv4.ip_local_port_range: each connection takes one."
+            "ports",
+            f"only {low} to {high} are handed out",
+            "widen net.ipv4.ip_local_port_range: each connection takes one.",
         )
-    return ok("ports", f"bound {facts.port}; {low} to {high} are handed out" if high else f"bound {facts.port}")
+    return ok(
+        "ports", f"bound {facts.port}; {low} to {high} are handed out" if high else f"bound {facts.port}"
+    )
 
 
 def address(facts: Facts, wanted: Wanted) -> Finding:
     if facts.address.startswith(("127.", "[::1]")):
         words = f"only {facts.address}: other nodes can't reach this one"
         fix = "give the host a route: servers publish the address of the interface that leads to their peers."
-        return fail("address", words, fix) if wanted.num_nodes > 1 else warn("address", words, "fine for one machine; " + fix)
+        return (
+            fail("address", words, fix)
+            if wanted.num_nodes > 1
+            else warn("address", words, "fine for one machine; " + fix)
+        )
     return ok("address", f"peers reach {facts.address}")
 
 
 def host_name(facts: Facts, wanted: Wanted) -> Finding:
     if not facts.resolves:
-        return warn("host name", f"{facts.host} does not resolve", "put it into DNS or /etc/hosts: NCCL and gloo look it up.")
+        return warn(
+            "host name",
+            f"{facts.host} does not resolve",
+            "put it into DNS or /etc/hosts: NCCL and gloo look it up.",
+        )
     return ok("host name", facts.host)
 
 
 def left_processes(facts: Facts, wanted: Wanted) -> Finding:
     if facts.leftovers:
         named = "; ".join(
-            f"{one.pid}" + (f" of job {one.job_id}" if one.job_id else "") + f" {one.words[:60]}" for one in facts.leftovers[:3]
+            f"{one.pid}" + (f" of job {one.job_id}" if one.job_id else "") + f" {one.words[:60]}"
+            for one in facts.leftovers[:3]
         )
         more = f" and {len(facts.leftovers) - 3} more" if len(facts.leftovers) > 3 else ""
         return warn(
@@ -301,13 +363,20 @@ def _fs(name: str, works: Callable[[Facts], bool], wrong: str, right: str) -> Ch
         if facts.fs.error:
             return fail(name, f"not tried: {facts.fs.error}", "see `fileroot`.")
         if not works(facts):
-            return fail(name, wrong, "this file system can't hold trials: choose another one as cluster.fileroot.")
+            return fail(
+                name, wrong, "this file system can't hold trials: choose another one as cluster.fileroot."
+            )
         return ok(name, right)
 
     return check
 
 
-rename = _fs("rename", lambda facts: facts.fs.rename, "rename does not replace a file as a whole", "replaces a file as a whole")
+rename = _fs(
+    "rename",
+    lambda facts: facts.fs.rename,
+    "rename does not replace a file as a whole",
+    "replaces a file as a whole",
+)
 link = _fs(
     "link",
     lambda facts: facts.fs.link,
@@ -346,14 +415,20 @@ def space(facts: Facts, wanted: Wanted) -> Finding:
     if facts.fs.free_bytes < GB:
         return fail("space", found, "remove old trials (`hpc-rl list`), or choose another cluster.fileroot.")
     if facts.fs.free_bytes < 20 * GB and wanted.on_slurm:
-        return warn("space", found, "a trial keeps several copies of model and optimizer; recover.keep bounds them.")
+        return warn(
+            "space", found, "a trial keeps several copies of model and optimizer; recover.keep bounds them."
+        )
     return ok("space", found)
 
 
 def inodes(facts: Facts, wanted: Wanted) -> Finding:
     free = facts.fs.free_inodes
     if free is not None and free < 10_000:
-        return fail("inodes", f"{free} free in {facts.fs.path}", "remove old trials; a trial makes some thousand files.")
+        return fail(
+            "inodes",
+            f"{free} free in {facts.fs.path}",
+            "remove old trials; a trial makes some thousand files.",
+        )
     return ok("inodes", "not counted" if free is None else f"{free} free")
 
 

@@ -56,7 +56,9 @@ class Cluster:
 
 def ask(environ: dict[str, str]) -> Cluster:
     """Four short calls, once. Never raises for what it finds."""
-    cluster = Cluster(missing=[name for name in PROGRAMS if shutil.which(name, path=environ.get("PATH")) is None])
+    cluster = Cluster(
+        missing=[name for name in PROGRAMS if shutil.which(name, path=environ.get("PATH")) is None]
+    )
     if "sinfo" in cluster.missing or "scontrol" in cluster.missing:
         return cluster
     code, said = _call(["sinfo", "--version"], environ)
@@ -65,7 +67,9 @@ def ask(environ: dict[str, str]) -> Cluster:
     cluster.controllers = said.splitlines()
     code, said = _call(["sinfo", "-h", "-e", "-o", "%P|%a|%l|%D|%c|%m|%G"], environ)
     cluster.error = "" if code == 0 else " ".join(said.split())[-300:]
-    cluster.partitions = [found for line in said.splitlines() if (found := _partition(line))] if code == 0 else []
+    cluster.partitions = (
+        [found for line in said.splitlines() if (found := _partition(line))] if code == 0 else []
+    )
     code, said = _call(["sacct", "-n", "-X", "-S", "now", "-o", "JobID"], environ)
     cluster.accounting = "" if code == 0 else " ".join(said.split())[-200:] or "no answer"
     return cluster
@@ -74,7 +78,12 @@ def ask(environ: dict[str, str]) -> Cluster:
 def _call(argv: list[str], environ: dict[str, str]) -> tuple[int, str]:
     try:
         done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=CALL_TIMEOUT_S, env=clean_environment(environ)
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=CALL_TIMEOUT_S,
+            env=clean_environment(environ),
         )
     except subprocess.TimeoutExpired:
         return 1, f"{argv[0]} gave no answer within {CALL_TIMEOUT_S:g} s"
@@ -89,7 +98,9 @@ def _partition(line: str) -> Partition | None:
         return None
     name, state, limit, nodes, cpus, mem, gres = fields
     num_nodes, num_cpus, mem_mb = (int(re.sub(r"\D.*", "", text) or 0) for text in (nodes, cpus, mem))
-    return Partition(name.rstrip("*"), name.endswith("*"), state == "up", limit, num_nodes, num_cpus, mem_mb, gres)
+    return Partition(
+        name.rstrip("*"), name.endswith("*"), state == "up", limit, num_nodes, num_cpus, mem_mb, gres
+    )
 
 
 def programs(cluster: Cluster, wanted: Wanted) -> Finding:
@@ -98,7 +109,9 @@ def programs(cluster: Cluster, wanted: Wanted) -> Finding:
         return ok(name, "sbatch, srun and the others are on the PATH")
     if wanted.on_slurm or len(cluster.missing) < len(PROGRAMS):
         return fail(
-            name, f"not on the PATH: {', '.join(cluster.missing)}", "load Slurm's module, or go to a login node of the cluster."
+            name,
+            f"not on the PATH: {', '.join(cluster.missing)}",
+            "load Slurm's module, or go to a login node of the cluster.",
         )
     return ok(name, "none on the PATH: trials run on this machine")
 
@@ -133,28 +146,54 @@ def accounting(cluster: Cluster, wanted: Wanted) -> Finding:
 
 def partition(cluster: Cluster, wanted: Wanted) -> Finding:
     name, names = "partition", sorted({one.name for one in cluster.partitions})
-    mine = [one for one in cluster.partitions if (one.name == wanted.partition if wanted.partition else one.default)]
+    mine = [
+        one
+        for one in cluster.partitions
+        if (one.name == wanted.partition if wanted.partition else one.default)
+    ]
     if not mine and wanted.partition:
-        return fail(name, f"{wanted.partition} is not known", f"launcher.slurm.partition: one of {', '.join(names) or 'none'}.")
+        return fail(
+            name,
+            f"{wanted.partition} is not known",
+            f"launcher.slurm.partition: one of {', '.join(names) or 'none'}.",
+        )
     if not mine:
-        return warn(name, "there is no default one", f"set launcher.slurm.partition: one of {', '.join(names) or 'none'}.")
+        return warn(
+            name,
+            "there is no default one",
+            f"set launcher.slurm.partition: one of {', '.join(names) or 'none'}.",
+        )
     if not any(one.up for one in mine):
-        return fail(name, f"{mine[0].name} is down", f"choose another: {', '.join(names)}; or wait for the admins.")
-    return ok(name, f"{mine[0].name}: {sum(one.num_nodes for one in mine)} nodes, time limit {mine[0].time_limit}")
+        return fail(
+            name, f"{mine[0].name} is down", f"choose another: {', '.join(names)}; or wait for the admins."
+        )
+    return ok(
+        name, f"{mine[0].name}: {sum(one.num_nodes for one in mine)} nodes, time limit {mine[0].time_limit}"
+    )
 
 
 def nodes(cluster: Cluster, wanted: Wanted) -> Finding:
     """Whether so many nodes with so much exist at all; `render --check` says more."""
-    mine = [one for one in cluster.partitions if (one.name == wanted.partition if wanted.partition else one.default)]
+    mine = [
+        one
+        for one in cluster.partitions
+        if (one.name == wanted.partition if wanted.partition else one.default)
+    ]
     fitting = sum(
-        one.num_nodes for one in mine if one.cpus >= wanted.cpus and one.mem_mb >= wanted.mem_mb and one.gpus >= wanted.gpus
+        one.num_nodes
+        for one in mine
+        if one.cpus >= wanted.cpus and one.mem_mb >= wanted.mem_mb and one.gpus >= wanted.gpus
     )
     each = f"{wanted.cpus} CPUs, {wanted.gpus} GPUs and {wanted.mem_mb} MB"
     found = f"{fitting} with {each}, {wanted.num_nodes} wanted"
     if mine and fitting < wanted.num_nodes:
         best = max(mine, key=lambda one: (one.gpus, one.mem_mb, one.cpus))
         has = f"its largest have {best.cpus} CPUs, {best.gpus} GPUs and {best.mem_mb} MB"
-        return fail("nodes", found, f"{has}: lower cluster.n_nodes, n_gpus_per_node or launcher.*, or name another partition.")
+        return fail(
+            "nodes",
+            found,
+            f"{has}: lower cluster.n_nodes, n_gpus_per_node or launcher.*, or name another partition.",
+        )
     return ok("nodes", found)
 
 

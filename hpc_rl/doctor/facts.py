@@ -26,7 +26,14 @@ DISTRIBUTION = re.compile(r"[A-Za-z0-9._-]+")
 LIBRARIES = ("torch", "transformers", "safetensors", "tensorboard", "sglang", "megatron-core")
 UNLIMITED = -1
 OURS = b"HPC_RL_STEPS="
-INITS = ("init", "systemd", "tini", "dumb-init", "docker-init", "catatonit")  # what inherits a process whose parent has died
+INITS = (
+    "init",
+    "systemd",
+    "tini",
+    "dumb-init",
+    "docker-init",
+    "catatonit",
+)  # what inherits a process whose parent has died
 ASK_VERSIONS = """
 import importlib.metadata, json, sys
 def version(name):
@@ -103,7 +110,9 @@ class Facts:
 def gather(root: Path, trainer_python: str = "", server_python: str = "") -> Facts:
     """Look at this machine. Takes a second or two; never raises for what it finds."""
     facts = Facts(
-        host=socket.gethostname(), node=os.environ.get("SLURMD_NODENAME", ""), job_id=os.environ.get("SLURM_JOB_ID", "")
+        host=socket.gethostname(),
+        node=os.environ.get("SLURMD_NODENAME", ""),
+        job_id=os.environ.get("SLURM_JOB_ID", ""),
     )
     facts.python = ".".join(map(str, sys.version_info[:3]))
     facts.packages = {name: _version(name) for name in _needed_here()}
@@ -169,9 +178,13 @@ def _environment(facts: Facts) -> None:
     except OSError as error:
         facts.state_error = error.strerror or str(error)
     names = ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME")
-    facts.xdg_relative = [name for name in names if os.environ.get(name) and not os.path.isabs(os.environ[name])]
+    facts.xdg_relative = [
+        name for name in names if os.environ.get(name) and not os.path.isabs(os.environ[name])
+    ]
     facts.leaking = sorted(name for name in os.environ if name.startswith(("SBATCH_", "SALLOC_", "SQUEUE_")))
-    facts.proxies = sorted(name for name in os.environ if name.lower() in ("http_proxy", "all_proxy") and os.environ[name])
+    facts.proxies = sorted(
+        name for name in os.environ if name.lower() in ("http_proxy", "all_proxy") and os.environ[name]
+    )
     if os.environ.get("no_proxy") == "*" or os.environ.get("NO_PROXY") == "*":
         facts.proxies = []
     facts.encoding = sys.getfilesystemencoding()
@@ -212,14 +225,20 @@ def visible_gpus() -> tuple[int, str]:
     """How many GPUs a process here would see, and who says so."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
-        return len([one for one in named.split(",") if one.strip() and one.strip() != "-1"]), "CUDA_VISIBLE_DEVICES"
+        return len(
+            [one for one in named.split(",") if one.strip() and one.strip() != "-1"]
+        ), "CUDA_VISIBLE_DEVICES"
     if shutil.which("nvidia-smi"):
         try:
-            said = subprocess.run(["nvidia-smi", "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+            said = subprocess.run(
+                ["nvidia-smi", "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30
+            )
             return sum(line.startswith("GPU ") for line in said.stdout.splitlines()), "nvidia-smi"
         except (OSError, subprocess.TimeoutExpired):
             pass
-    return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]), "/dev/nvidia*"
+    return len(
+        [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]
+    ), "/dev/nvidia*"
 
 
 def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:

@@ -59,7 +59,9 @@ def look(path: Path, timeout_s: float = TIMEOUT_S) -> FileSystem:
     """Probe a directory in a child process."""
     argv = [sys.executable, "-m", "hpc_rl.doctor.filesystem", str(path)]
     try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+        )
         return FileSystem(**json.loads(done.stdout))
     except subprocess.TimeoutExpired:
         return FileSystem(str(path), error=f"gave no answer within {timeout_s:g} s")
@@ -98,7 +100,9 @@ def _try(folder: Path, found: FileSystem) -> None:
     found.rename = first.read_bytes() == b"new" and not (folder / "b").exists()
     found.link = _refuses(lambda: os.link(_written(folder / "c", b"x"), first))
     open_it = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-    found.exclusive = _refuses(lambda: os.close(os.open(first, open_it))) and _refuses(lambda: os.mkdir(first))
+    found.exclusive = _refuses(lambda: os.close(os.open(first, open_it))) and _refuses(
+        lambda: os.mkdir(first)
+    )
     with first.open("r+b") as one, first.open("r+b") as two:
         try:
             fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)

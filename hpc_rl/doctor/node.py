@@ -210,7 +210,10 @@ def main() -> None:
     rank = int(os.environ.get("SLURM_PROCID", 0))
     visit = Visit(args.dir, rank, args.count, args.patience_s)
     visit.run(lambda: gather(args.root, args.python, args.server_python))
-    print(json.dumps({"rank": rank, "node": os.environ.get("SLURMD_NODENAME", socket.gethostname())}), flush=True)
+    print(
+        json.dumps({"rank": rank, "node": os.environ.get("SLURMD_NODENAME", socket.gethostname())}),
+        flush=True,
+    )
     os._exit(0)  # the echo's thread waits for callers
 
 

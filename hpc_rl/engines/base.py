@@ -76,7 +76,9 @@ class Engine(Protocol):
     def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
         """float32 [L_i] per row under the current weights, without gradient; 0 outside of a column `loss_mask`."""
 
-    def train_batch(self, rows: Sequences, loss: LossFn, loss_weight: float, temperature: float) -> dict[str, float]:
+    def train_batch(
+        self, rows: Sequences, loss: LossFn, loss_weight: float, temperature: float
+    ) -> dict[str, float]:
         """One optimizer update over the rows of all ranks.
 
         Returns the loss's sums over all ranks, plus loss (divided by loss_weight), grad_norm, lr and update_successful (1 or 0:

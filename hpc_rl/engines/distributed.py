@@ -44,7 +44,9 @@ def init_ranks(
     else:
         assert find is not None, "ranks above 0 need a way to find the store"
         address, port = find()
-        store = dist.TCPStore(address, port, num_ranks, is_master=False, timeout=timeout, wait_for_workers=False)
+        store = dist.TCPStore(
+            address, port, num_ranks, is_master=False, timeout=timeout, wait_for_workers=False
+        )
     _wait_for_all(store, num_ranks, timeout_s if join_timeout_s is None else join_timeout_s)
     _join(store, rank, num_ranks, torch.device(device), timeout, address)
 
@@ -68,10 +70,14 @@ def _wait_for_all(store: dist.Store, num_ranks: int, timeout_s: float) -> None:
         store.wait(["all joined"], timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
         joined = store.add("joined", 0)
-        raise RoleFailed(f"{joined} of {num_ranks} ranks came within {timeout_s:g} s; the logs of the others say why") from error
+        raise RoleFailed(
+            f"{joined} of {num_ranks} ranks came within {timeout_s:g} s; the logs of the others say why"
+        ) from error
 
 
-def _join(store: dist.Store, rank: int, num_ranks: int, device: torch.device, timeout: timedelta, address: str) -> None:
+def _join(
+    store: dist.Store, rank: int, num_ranks: int, device: torch.device, timeout: timedelta, address: str
+) -> None:
     if device.type == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
         # gloo would bind to what the host's own name resolves to, which is loopback on many systems
         interface = _interface_of(reachable_address(address))

@@ -79,7 +79,9 @@ class FSDPEngine:
         torch.manual_seed(self.seed * 1_000_003 + self.rank)
 
     def _freeze(self) -> None:
-        for parameter in self.policy.parameters():  # buffers keep their type: positions in bfloat16 would be wrong
+        for (
+            parameter
+        ) in self.policy.parameters():  # buffers keep their type: positions in bfloat16 would be wrong
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(model.DTYPES[self.config.dtype])
         if self.num_ranks > 1:
@@ -114,7 +116,9 @@ class FSDPEngine:
             self.policy.reshard()  # a forward pass without a backward leaves the root gathered, and so out of date later
         return out
 
-    def train_batch(self, rows: Sequences, loss: LossFn, loss_weight: float, temperature: float) -> dict[str, float]:
+    def train_batch(
+        self, rows: Sequences, loss: LossFn, loss_weight: float, temperature: float
+    ) -> dict[str, float]:
         """Collective. Sums of `loss`'s statistics over all ranks, `loss` (already divided), grad_norm, lr, update_successful.
 
         An update whose gradient is not finite is skipped, on all ranks. Raises ValueError where no rank has rows.
@@ -128,7 +132,9 @@ class FSDPEngine:
             inputs = self._inputs(rows, group)
             logprobs_N, entropy_N = self._forward(inputs, temperature)
             loss_sum, sums = loss(micro_batch(rows, group, inputs, logprobs_N, entropy_N))
-            (loss_sum * (self.num_ranks / loss_weight * self.scale.value)).backward()  # FSDP averages gradients over the ranks
+            (
+                loss_sum * (self.num_ranks / loss_weight * self.scale.value)
+            ).backward()  # FSDP averages gradients over the ranks
             for name, value in {**sums, "loss": loss_sum / loss_weight}.items():
                 totals[name] = totals.get(name, 0) + value.detach().double()
         return self._update(totals)
@@ -148,7 +154,12 @@ class FSDPEngine:
         self.scale.update(not successful)
         self.optimizer.zero_grad()
         self.num_updates += 1
-        return {**dict(zip(names, sums, strict=True)), "grad_norm": grad_norm, "lr": lr, "update_successful": float(successful)}
+        return {
+            **dict(zip(names, sums, strict=True)),
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "update_successful": float(successful),
+        }
 
     def _rounds(self, rows: Sequences) -> tuple[Groups, int]:
         """This rank's micro-batches, filled up with empty ones to the largest number of any rank, and the rows of all ranks.
@@ -171,16 +182,22 @@ class FSDPEngine:
 
     def _inputs(self, rows: Sequences, group: list[int]) -> Inputs:
         pad_to = (self.config.mb_spec.max_tokens_per_mb or 0) if self.config.pad_to_maximum else 0
-        return inputs_of(rows, group, self.layout, self.device, 0 if self.config.is_critic else 1, pad_to, self.pin_memory)
+        return inputs_of(
+            rows, group, self.layout, self.device, 0 if self.config.is_critic else 1, pad_to, self.pin_memory
+        )
 
     def _forward(self, inputs: Inputs, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.policy(inputs.input_ids, inputs.position_ids, inputs.source_N, inputs.targets_N, temperature)
+        return self.policy(
+            inputs.input_ids, inputs.position_ids, inputs.source_N, inputs.targets_N, temperature
+        )
 
     def snapshot(self, copied: bool) -> state.Snapshot:
         if copied and self._buffer is None:
             self._buffer = state.Buffer(pin=self.device.type == "cuda")
         counters = {"updates": self.num_updates, **self.scale.state()}
-        return state.take(self.rank, self.num_ranks, self.shards, self.optimizer, counters, self._buffer if copied else None)
+        return state.take(
+            self.rank, self.num_ranks, self.shards, self.optimizer, counters, self._buffer if copied else None
+        )
 
     def save(self, folder: Path) -> list[FileRecord]:
         """A snapshot, written at once."""
@@ -193,7 +210,9 @@ class FSDPEngine:
         return {"updates": self.num_updates, "adam_steps": self.optimizer.num_steps}
 
     def load(self, folder: Path, saved_num_ranks: int, files: Mapping[str, FileRecord] | None = None) -> None:
-        counters = state.load(folder, saved_num_ranks, self.rank, self.num_ranks, self.shards, self.optimizer, files)
+        counters = state.load(
+            folder, saved_num_ranks, self.rank, self.num_ranks, self.shards, self.optimizer, files
+        )
         self.num_updates = counters["updates"]
         self.scale.restore(counters)
 
@@ -206,9 +225,14 @@ class FSDPEngine:
         tensors = self._gather()
         if self.rank == 0:
             source = Path(self.config.path)
-            others = [source / "generation_config.json", *(hf_io.tokenizer_files(tokenizer) if tokenizer else [])]
+            others = [
+                source / "generation_config.json",
+                *(hf_io.tokenizer_files(tokenizer) if tokenizer else []),
+            ]
             config_json = model.exported_config(source, self.policy.hf, self.config)
-            hf_io.write_checkpoint(folder, hf_io.on_disk_names(self.policy.hf, tensors), config_json, others, durable)
+            hf_io.write_checkpoint(
+                folder, hf_io.on_disk_names(self.policy.hf, tensors), config_json, others, durable
+            )
 
     def _gather(self) -> dict[str, torch.Tensor]:
         """All parameters and saved buffers, whole, on rank 0; tied ones once. Empty on other ranks."""

@@ -53,7 +53,9 @@ def tensor_names(folder: Path) -> set[str]:
             with safe_open(path, framework="pt") as opened:
                 names.update(opened.keys())
         except SafetensorError as error:
-            raise ConfigError(f"{path} is damaged, or was not copied whole: {error}. Copy or download it again.") from error
+            raise ConfigError(
+                f"{path} is damaged, or was not copied whole: {error}. Copy or download it again."
+            ) from error
     return names
 
 
@@ -115,7 +117,9 @@ def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> list[Path]
         written.append(path)
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+    index.write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    )
     return [*written, index]
 
 

@@ -30,7 +30,12 @@ def token_logprobs(
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: torch.Tensor, head_VH: torch.Tensor, targets_N: torch.Tensor, temperature: float, chunk_rows: int
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        head_VH: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperature: float,
+        chunk_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs_N = torch.empty(len(targets_N), dtype=torch.float32, device=hidden_NH.device)
         entropy_N = torch.empty_like(logprobs_N)

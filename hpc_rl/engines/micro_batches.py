@@ -19,7 +19,9 @@ from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.engines.packing import Groups, length_buckets, pack
 
 Layout = Literal["padded", "packed"]
-PADDING_ROW = 1024  # padding of the packed layout is rows of this length: no position beyond what a model knows
+PADDING_ROW = (
+    1024  # padding of the packed layout is rows of this length: no position beyond what a model knows
+)
 
 
 @dataclass
@@ -35,7 +37,9 @@ class Inputs:
 
     def flat(self, values_N: torch.Tensor) -> torch.Tensor:
         """[T] with the values at the wanted tokens and 0 elsewhere."""
-        return torch.zeros(self.num_tokens, dtype=values_N.dtype, device=values_N.device).index_copy(0, self.wanted_N, values_N)
+        return torch.zeros(self.num_tokens, dtype=values_N.dtype, device=values_N.device).index_copy(
+            0, self.wanted_N, values_N
+        )
 
 
 def cut(rows: Sequences, layout: Layout, max_tokens: int | None, n_mbs: int, granularity: int = 1) -> Groups:
@@ -109,9 +113,14 @@ def micro_batch(
 ) -> MicroBatch:
     """What a loss function sees of a group."""
     device = logprobs_N.device
-    columns = {name: torch.from_numpy(_column(rows, name, group)).to(device, non_blocking=True) for name in rows.columns}
+    columns = {
+        name: torch.from_numpy(_column(rows, name, group)).to(device, non_blocking=True)
+        for name in rows.columns
+    }
     row_T = np.repeat(np.arange(len(group)), [len(rows.ids[row]) for row in group])
-    return MicroBatch(inputs.flat(logprobs_N), inputs.flat(entropy_N), columns, torch.from_numpy(row_T).to(device))
+    return MicroBatch(
+        inputs.flat(logprobs_N), inputs.flat(entropy_N), columns, torch.from_numpy(row_T).to(device)
+    )
 
 
 def _lengths_and_ids(rows: Sequences, group: list[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -23,7 +23,11 @@ from hpc_rl.engines.logprobs import token_logprobs
 from hpc_rl.errors import ConfigError, NotBuilt
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}  # key -> value that does nothing
+LOGIT_TRANSFORMS = {
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+}  # key -> value that does nothing
 
 
 class Policy(nn.Module):
@@ -49,7 +53,9 @@ class Policy(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         positions = {} if position_ids is None else {"position_ids": position_ids}
         hidden = self.hf.get_decoder()(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
-        return token_logprobs(hidden.flatten(0, 1)[source_N], self.hf.get_output_embeddings().weight, targets_N, temperature)
+        return token_logprobs(
+            hidden.flatten(0, 1)[source_N], self.hf.get_output_embeddings().weight, targets_N, temperature
+        )
 
     def blocks(self, wanted: list[str] | None = None) -> list[nn.Module]:
         """The repeated layers, which FSDP shards one by one: of these classes, or as the model says. Raises ConfigError."""
@@ -57,7 +63,9 @@ class Policy(nn.Module):
         found = [module for module in self.hf.modules() if type(module).__name__ in names]
         if wanted and not found:
             there = ", ".join(sorted({type(module).__name__ for module in self.hf.modules()}))
-            raise ConfigError(f"fsdp.wrap_policy: the model has no module of {', '.join(wanted)}; it has {there}")
+            raise ConfigError(
+                f"fsdp.wrap_policy: the model has no module of {', '.join(wanted)}; it has {there}"
+            )
         return found
 
 
@@ -81,9 +89,13 @@ class Scorer(Policy):
 def check(config: TrainEngineConfig, device: torch.device) -> None:
     """Raises ConfigError for what this engine can't do with the configuration on the device."""
     if device.type == "cpu" and config.attn_impl.startswith("flash"):
-        raise ConfigError(f"attn_impl {config.attn_impl!r} needs a GPU and the trainer is on the CPU; use attn_impl: sdpa")
+        raise ConfigError(
+            f"attn_impl {config.attn_impl!r} needs a GPU and the trainer is on the CPU; use attn_impl: sdpa"
+        )
     if not (Path(config.path) / "config.json").is_file():
-        raise ConfigError(f"path {config.path!r} is not a directory with a Hugging Face checkpoint: config.json is missing")
+        raise ConfigError(
+            f"path {config.path!r} is not a directory with a Hugging Face checkpoint: config.json is missing"
+        )
 
 
 def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Policy:
@@ -96,20 +108,34 @@ def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Policy:
     except ConfigError:
         raise  # it is a ValueError too
     except (OSError, SafetensorError):
-        hf_io.refuse_damage(Path(config.path))  # in whose words no file is named, and which would be tried again
+        hf_io.refuse_damage(
+            Path(config.path)
+        )  # in whose words no file is named, and which would be tried again
         raise
-    except (ImportError, ValueError) as error:  # a package that the attention needs, a name or an architecture that is unknown
+    except (
+        ImportError,
+        ValueError,
+    ) as error:  # a package that the attention needs, a name or an architecture that is unknown
         hf_io.refuse_damage(Path(config.path))
         raise ConfigError(
             f"{config.path} can't be built with attn_impl {config.attn_impl!r} here: {error} "
             "Install what is missing in the trainer's environment, or use attn_impl: sdpa."
         ) from error
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # of a number or a name that no model can have
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+    ) as error:  # of a number or a name that no model can have
         hf_io.refuse_damage(Path(config.path))
         said = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{Path(config.path) / 'config.json'} describes no model that can be built: {said}") from error
+        raise ConfigError(
+            f"{Path(config.path) / 'config.json'} describes no model that can be built: {said}"
+        ) from error
     if config.is_critic and not isinstance(getattr(hf, "score", None), nn.Linear):
-        raise NotBuilt(f"{hf.config.model_type} models can't be reward models yet: their head is not a linear layer `score`")
+        raise NotBuilt(
+            f"{hf.config.model_type} models can't be reward models yet: their head is not a linear layer `score`"
+        )
     if not config.is_critic:
         _refuse_other_heads(hf)
     if config.disable_dropout:
@@ -129,7 +155,9 @@ def architecture(folder: Path, **more: Any) -> Any:
     except Exception as error:  # keys that contradict each other come as errors of many kinds, of huggingface_hub among others
         hf_io.refuse_damage(folder)
         said = " ".join(str(error).split()).rstrip(".")  # theirs have lines
-        raise ConfigError(f"{folder / 'config.json'} can't be read as an architecture: {said}. Mend or copy it again.") from error
+        raise ConfigError(
+            f"{folder / 'config.json'} can't be read as an architecture: {said}. Mend or copy it again."
+        ) from error
 
 
 def _make(config: TrainEngineConfig) -> tuple[Any, list[str]]:
@@ -139,7 +167,9 @@ def _make(config: TrainEngineConfig) -> tuple[Any, list[str]]:
     """
     kind: Any = AutoModelForSequenceClassification if config.is_critic else AutoModelForCausalLM
     labels: dict[str, Any] = {"num_labels": 1} if config.is_critic else {}
-    read = architecture(Path(config.path), **labels)  # first in any case: what from_pretrained says of it names no file
+    read = architecture(
+        Path(config.path), **labels
+    )  # first in any case: what from_pretrained says of it names no file
     if config.init_from_scratch:
         return kind.from_config(read, dtype=torch.float32, attn_implementation=config.attn_impl), []
     loaded: Any = kind.from_pretrained(
@@ -161,7 +191,9 @@ def _make(config: TrainEngineConfig) -> tuple[Any, list[str]]:
 
 
 def _recompute_activations(hf: Any) -> None:
-    if hasattr(hf, "activation_checkpointing_enable"):  # its name in newer versions of transformers, which warn of the older one
+    if hasattr(
+        hf, "activation_checkpointing_enable"
+    ):  # its name in newer versions of transformers, which warn of the older one
         hf.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

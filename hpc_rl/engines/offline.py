@@ -68,12 +68,18 @@ def import_weights(
     ours = Path(config.path)
     _check_architecture(source, ours)
     optimizer = dataclasses.replace(config.optimizer or OptimizerConfig(), offload=False)
-    config = dataclasses.replace(on_cpu(config), path=str(source), init_from_scratch=False, dtype="float32", optimizer=optimizer)
+    config = dataclasses.replace(
+        on_cpu(config), path=str(source), init_from_scratch=False, dtype="float32", optimizer=optimizer
+    )
     engine = FSDPEngine(config, seed=seed)
     engine.initialize(max(1, num_updates))
     unread = set(engine.policy.unread)
-    if unread and (surplus := sorted(unread - hf_io.tensor_names(ours))):  # some models come with tensors that nobody reads
-        raise _other_model(source, ours, [f"it has tensors that the model has no place for: {_some(surplus)}"])
+    if unread and (
+        surplus := sorted(unread - hf_io.tensor_names(ours))
+    ):  # some models come with tensors that nobody reads
+        raise _other_model(
+            source, ours, [f"it has tensors that the model has no place for: {_some(surplus)}"]
+        )
     engine.pass_updates(num_updates)
     return engine.save(folder), engine.counters()
 
@@ -85,7 +91,9 @@ def _check_architecture(source: Path, ours: Path) -> None:
     differ = sorted(name for name in theirs.keys() | trials.keys() if theirs.get(name) != trials.get(name))
     odd = [name for name in differ if any(_decides(config, name.partition(".")[0]) for config in configs)]
     if odd:
-        raise _other_model(source, ours, [f"{name} is {theirs.get(name)}, not {trials.get(name)}" for name in odd])
+        raise _other_model(
+            source, ours, [f"{name} is {theirs.get(name)}, not {trials.get(name)}" for name in odd]
+        )
 
 
 def _computation(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
@@ -103,7 +111,9 @@ def _decides(config: Any, key: str) -> bool:
     """Whether a key at the top of a config.json can change a number of that model: its class knows it, and other keys leave it
     a meaning."""
     values = config.to_dict()
-    if key == "max_window_layers" and values.get("use_sliding_window") is False:  # sliding_window is None by its class then
+    if (
+        key == "max_window_layers" and values.get("use_sliding_window") is False
+    ):  # sliding_window is None by its class then
         return False
     if key == "max_position_embeddings" and _rope_is_default(values):
         return False
@@ -115,7 +125,10 @@ def _rope_is_default(values: Mapping[str, Any]) -> bool:
     rope = values.get("rope_parameters")
     if rope is None:  # transformers 4
         return "rope_theta" in values and values.get("rope_scaling") is None
-    kinds = [rope, *(one for one in rope.values() if isinstance(one, Mapping))]  # one, or one for each type of layer
+    kinds = [
+        rope,
+        *(one for one in rope.values() if isinstance(one, Mapping)),
+    ]  # one, or one for each type of layer
     return {kind["rope_type"] for kind in kinds if "rope_type" in kind} == {"default"}
 
 

@@ -64,7 +64,8 @@ class Optimizer:
         self.config = config
         self.shards = [shard for shard in shards if shard.local.numel()]
         self.updated = {  # what AdamW works on: the shards, or copies of them in CPU memory
-            shard.name: shard.local.to("cpu", copy=True) if config.offload else shard.local for shard in shards
+            shard.name: shard.local.to("cpu", copy=True) if config.offload else shard.local
+            for shard in shards
         }
         self.adam = torch.optim.AdamW(
             [self.updated[shard.name] for shard in self.shards] or [torch.zeros(1)],

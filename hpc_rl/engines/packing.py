@@ -114,7 +114,10 @@ def _split_largest(groups: Groups, lengths: np.ndarray, min_groups: int) -> Grou
     """Halve the largest group that has two rows until there are `min_groups`; rows of a group stay in their order."""
 
     def entry(group: list[int]) -> tuple[int, list[int]]:
-        return (-int(lengths[group].sum()) - 1 if len(group) > 1 else 0, group)  # - 1: also where all lengths are 0
+        return (
+            -int(lengths[group].sum()) - 1 if len(group) > 1 else 0,
+            group,
+        )  # - 1: also where all lengths are 0
 
     heap = [entry(group) for group in groups]
     heapq.heapify(heap)

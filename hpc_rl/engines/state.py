@@ -100,7 +100,11 @@ def take(
         "shards": {shard.name: {"shape": shard.global_shape, "offset": shard.offset} for shard in shards},
         "rng": _python_rng(),
     }
-    tensors = buffer.copy(list(named.values())) if buffer else [tensor.cpu().contiguous() for tensor in named.values()]
+    tensors = (
+        buffer.copy(list(named.values()))
+        if buffer
+        else [tensor.cpu().contiguous() for tensor in named.values()]
+    )
     header = _header(named, {"state": json.dumps(state)})
     return Snapshot(file_name(rank), [memoryview(header), *(_bytes_of(t).data for t in tensors if t.numel())])
 
@@ -148,7 +152,10 @@ def load(
 
 
 def load_model(
-    folder: Path, saved_num_ranks: int, tensors: dict[str, torch.Tensor], files: Mapping[str, FileRecord] | None = None
+    folder: Path,
+    saved_num_ranks: int,
+    tensors: dict[str, torch.Tensor],
+    files: Mapping[str, FileRecord] | None = None,
 ) -> None:
     """Fill whole tensors on the CPU, by their Hugging Face names, with the model of a saved state. Raises as load does."""
     shards = {name: Shard(name, None, tensor, tuple(tensor.shape), 0) for name, tensor in tensors.items()}  # type: ignore[arg-type]
@@ -198,7 +205,9 @@ class Header:
         """Raises ValueError where the state is of another model than `ours`, name -> shape."""
         theirs = {name: shard["shape"] for name, shard in self.state["shards"].items()}
         if ours != theirs:
-            odd = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))[0]
+            odd = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))[
+                0
+            ]
             raise ValueError(
                 f"{folder / self.name} is of another model: {odd} has shape {theirs.get(odd)}, the model's is {ours.get(odd)}"
             )
@@ -211,7 +220,9 @@ class Header:
         return self.begin + start + first * ((end - start) // num_rows), _dtype(tensor["dtype"])
 
 
-def _fill(reader: Reader, header: Header, targets: Mapping[str, tuple[torch.Tensor, Shard]], missing: dict[str, int]) -> None:
+def _fill(
+    reader: Reader, header: Header, targets: Mapping[str, tuple[torch.Tensor, Shard]], missing: dict[str, int]
+) -> None:
     """Copy what one file has of the targets' rows; `missing` counts down."""
     wanted: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     for name, (target, shard) in targets.items():
@@ -241,7 +252,9 @@ def _num_rows(entry: dict[str, Any]) -> int:
     return entry["shape"][0] if entry["shape"] else 1
 
 
-def _grouped(wanted: list[tuple[int, torch.Tensor, torch.Tensor]]) -> Iterator[list[tuple[int, torch.Tensor, torch.Tensor]]]:
+def _grouped(
+    wanted: list[tuple[int, torch.Tensor, torch.Tensor]],
+) -> Iterator[list[tuple[int, torch.Tensor, torch.Tensor]]]:
     """What needs no copy at once; the rest in groups that bound the memory for the copies."""
     yield [one for one in wanted if one[1] is one[2]]
     group, size = list[tuple[int, torch.Tensor, torch.Tensor]](), 0
@@ -258,7 +271,11 @@ def _header(named: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for name, tensor in named.items():
-        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+        entries[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
         at += tensor.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGN_BYTES)

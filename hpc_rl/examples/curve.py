@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 
-def learning_curve(train: list[tuple[int, float]], heldout: list[tuple[int, float]], width: int = 72, height: int = 14) -> str:
+def learning_curve(
+    train: list[tuple[int, float]], heldout: list[tuple[int, float]], width: int = 72, height: int = 14
+) -> str:
     """Text plot of reward over steps: `train` as a line, `heldout` as points. Pairs are (step, reward)."""
     import plotext
 
@@ -11,7 +13,9 @@ def learning_curve(train: list[tuple[int, float]], heldout: list[tuple[int, floa
     plotext.theme("clear")
     plotext.plot_size(width, height)
     plotext.ylim(0, 1)
-    plotext.plot(*zip(*_smoothed(train), strict=True), label="training prompts (mean of 10 steps)", marker="braille")
+    plotext.plot(
+        *zip(*_smoothed(train), strict=True), label="training prompts (mean of 10 steps)", marker="braille"
+    )
     plotext.scatter(*zip(*heldout, strict=True), label="held-out prompts", marker="●")
     last = max(step for step, _ in (*train, *heldout))
     plotext.xticks(sorted({round(last * part / 5) for part in range(6)}))

@@ -24,12 +24,19 @@ def make_task(folder: Path, seed: int = 0) -> None:
     random.Random(seed).shuffle(rows)
     heldout, train = rows[:NUM_HELDOUT], rows[NUM_HELDOUT:]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, part, column in (("train", train, "answer"), ("heldout", heldout, "answer"), ("sft", train, "completion")):
+    for name, part, column in (
+        ("train", train, "answer"),
+        ("heldout", heldout, "answer"),
+        ("sft", train, "completion"),
+    ):
         lines = (json.dumps({"prompt": prompt, column: answer}) for prompt, answer in part)
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     for name, part in (("preferences", train), ("preferences-heldout", heldout)):
         draw = random.Random(f"{seed}/{name}")
-        lines = (json.dumps({"prompt": prompt, "chosen": answer, "rejected": _wrong(answer, draw)}) for prompt, answer in part)
+        lines = (
+            json.dumps({"prompt": prompt, "chosen": answer, "rejected": _wrong(answer, draw)})
+            for prompt, answer in part
+        )
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -79,6 +86,8 @@ def make_tokenizer():
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
     fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     return fast

@@ -63,7 +63,9 @@ def ask(trial: Trial, newer_than: float = 0.0, patience_s: float = PATIENCE_S) -
     return ask_all([trial], newer_than, patience_s).get(trial.dir, Answer())
 
 
-def ask_all(trials: Iterable[Trial], newer_than: float = 0.0, patience_s: float = PATIENCE_S) -> dict[Path, Answer]:
+def ask_all(
+    trials: Iterable[Trial], newer_than: float = 0.0, patience_s: float = PATIENCE_S
+) -> dict[Path, Answer]:
     """The same for many trials, by trial directory; the jobs of one account are asked for together."""
     answers: dict[Path, Answer] = {}
     together: dict[tuple[str, int], tuple[Any, list[tuple[Trial, list[Job], str]]]] = {}
@@ -76,7 +78,9 @@ def ask_all(trials: Iterable[Trial], newer_than: float = 0.0, patience_s: float 
             scheduler = scheduler_of(trial, jobs[-1])
             if hasattr(scheduler, "survey"):
                 owner = _owner(trial)
-                together.setdefault((jobs[-1].scheduler, owner), (scheduler, []))[1].append((trial, jobs, every[-1].job_id))
+                together.setdefault((jobs[-1].scheduler, owner), (scheduler, []))[1].append(
+                    (trial, jobs, every[-1].job_id)
+                )
             else:
                 states = scheduler.states([job.native_id for job in jobs])
                 answers[trial.dir] = _answer(jobs, every[-1].job_id, Seen(states, time.time()))

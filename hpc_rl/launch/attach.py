@@ -46,7 +46,10 @@ def places(story: Story) -> list[Place]:
         names += attempts_of(story.trial, task.id)[-1:] if task.state == "running" else []
     alive = [place for name in names for place in _places(story.trial.attempt(name))]
     order = {
-        role: number for number, role in enumerate(sorted(ROLE_ORDER, key=lambda role: (role == "supervisor", ROLE_ORDER[role])))
+        role: number
+        for number, role in enumerate(
+            sorted(ROLE_ORDER, key=lambda role: (role == "supervisor", ROLE_ORDER[role]))
+        )
     }
     return sorted(alive, key=lambda place: (order.get(place.role, 9), place.role, place.index, place.rank))
 
@@ -60,7 +63,9 @@ def _places(attempt: Attempt) -> list[Place]:
             key = (place.role, place.index, place.rank)
             if key not in found or found[key].incarnation < place.incarnation:
                 found[key] = place
-    running = {(role.role, role.index): role.running for role in roles_of(attempt, JsonLines(attempt.events).poll())}
+    running = {
+        (role.role, role.index): role.running for role in roles_of(attempt, JsonLines(attempt.events).poll())
+    }
     return [place for place in found.values() if running.get((place.role, place.index), True)]
 
 
@@ -86,9 +91,13 @@ def choose(story: Story, role: str | None, index: int | None, rank: int | None) 
             return place
     there = ", ".join(place.name for place in every) or "none has left its record yet"
     asked = " ".join(
-        f"--{name} {value}" for name, value in (("role", role), ("index", index), ("rank", rank)) if value is not None
+        f"--{name} {value}"
+        for name, value in (("role", role), ("index", index), ("rank", rank))
+        if value is not None
     )
-    raise TrialStateError(f"{story.trial} has nothing that runs for {asked or 'a shell'}; what runs: {there}.")
+    raise TrialStateError(
+        f"{story.trial} has nothing that runs for {asked or 'a shell'}; what runs: {there}."
+    )
 
 
 def command(story: Story, place: Place, argv: list[str]) -> list[str]:
@@ -118,6 +127,10 @@ def _component(plan: dict[str, Any], place: Place) -> int | None:
     """Which component of a heterogeneous job has the place; None for a job of one kind. srun sees the first one only, else."""
     if plan.get("layout") != "hetjob":
         return None
-    units = [unit for unit in plan.get("units", []) if (unit["role"], unit["index"]) == (place.role, place.index)]
+    units = [
+        unit for unit in plan.get("units", []) if (unit["role"], unit["index"]) == (place.role, place.index)
+    ]
     nodes = {node for unit in units for node in unit["nodes"]}
-    return next((number for number, group in enumerate(plan.get("groups", [])) if nodes & set(group["nodes"])), 0)
+    return next(
+        (number for number, group in enumerate(plan.get("groups", [])) if nodes & set(group["nodes"])), 0
+    )

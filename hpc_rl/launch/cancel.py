@@ -83,7 +83,9 @@ def _cancel(trial: Trial, job: Job, now: bool) -> Cancelled:
         state = scheduler.states([job.native_id]).get(job.native_id, JobState(job.native_id, State.UNKNOWN))
     except SchedulerError as error:
         _wish(trial, job, now)
-        raise SchedulerError(f"{error}\nThe wish to cancel is written down; the supervisor obeys it once it sees it.") from error
+        raise SchedulerError(
+            f"{error}\nThe wish to cancel is written down; the supervisor obeys it once it sees it."
+        ) from error
     if not state.state.alive and state.state is not State.UNKNOWN:
         return Cancelled(job, Outcome.OVER, state)
     if job.event == "ended" and state.state is State.UNKNOWN:
@@ -112,7 +114,9 @@ def _wish(trial: Trial, job: Job, now: bool) -> None:
         path.parent.mkdir(exist_ok=True)
         write_json(path, wish)
     except OSError as error:
-        otherwise = f" Make room, or: scancel {job.native_id}" if job.scheduler == "slurm" and is_full(error) else ""
+        otherwise = (
+            f" Make room, or: scancel {job.native_id}" if job.scheduler == "slurm" and is_full(error) else ""
+        )
         words = f"{path} can't be written: {error.strerror or error}. Nothing was cancelled.{otherwise}"
         raise CannotWrite(words) from error
 

@@ -17,7 +17,9 @@ from hpc_rl.errors import CannotWrite, TrialBusy
 from hpc_rl.proc import start_ticks
 from hpc_rl.trial import Trial, create_exclusive, read_json, write_atomic
 
-STALE_S = 300.0  # no submission takes so long; one of another host that is older, and was not renewed, has died
+STALE_S = (
+    300.0  # no submission takes so long; one of another host that is older, and was not renewed, has died
+)
 
 
 class Claim:
@@ -85,14 +87,21 @@ class Claim:
         """From here on nothing is taken back: the scheduler has the job."""
         self._fresh, self._old, self._missing = False, {}, []
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None:
             self._undo()
         if not (error is not None and self._fresh):
             self._lock.unlink(missing_ok=True)
 
     def _take(self) -> None:
-        me = {"host": socket.gethostname(), "pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "time": time.time()}
+        me = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "start_ticks": start_ticks(os.getpid()),
+            "time": time.time(),
+        }
         me |= {"for_what": self._for_what}
         if create_exclusive(self._lock, json.dumps(me)):
             return

@@ -54,7 +54,10 @@ WARNING_S = 450.0  # before the end of a job: where its batch script asks for a 
 LAST_CALL_S = 3600.0  # before the stop: a trainer that ends by itself earlier does it for another reason
 NO_TIME = f"{TIME_IS_OVER}: no rollout would be finished"
 WORDS = {  # of signals, and what such a stop comes of
-    "SIGTERM": ("SIGTERM of the scheduler: a cancel, a preemption or the time limit", FailureClass.PREEMPTION),
+    "SIGTERM": (
+        "SIGTERM of the scheduler: a cancel, a preemption or the time limit",
+        FailureClass.PREEMPTION,
+    ),
     "SIGUSR1": ("SIGUSR1: asked to save and stop", FailureClass.USER),
     "SIGINT": ("SIGINT: interrupted by a person", FailureClass.USER),
     TIME_IS_OVER: (TIME_IS_OVER, FailureClass.WALL_TIME),
@@ -82,7 +85,13 @@ class Driver:
         rules: RecoverConfig,
         servers_away_s: float = 0.0,
     ) -> None:
-        self.attempt, self.trial, self.plan, self.steps, self.names = attempt, attempt.trial, plan, steps, names
+        self.attempt, self.trial, self.plan, self.steps, self.names = (
+            attempt,
+            attempt.trial,
+            plan,
+            steps,
+            names,
+        )
         self.rules = rules
         self._clock = time.monotonic
         self._wall = WallTime(end_time)
@@ -124,9 +133,13 @@ class Driver:
     def _restore(self) -> Supervisor:
         """The state machine as the supervisors before this one left it."""
         self._generations = self._list_generations()
-        events = [row for one in attempts_of(self.trial, self._job_id) for row in JsonLines(one.events).poll()]
+        events = [
+            row for one in attempts_of(self.trial, self._job_id) for row in JsonLines(one.events).poll()
+        ]
         failures, incarnations = failures_without_progress(events), takeover.next_incarnations(self.attempt)
-        return Supervisor(self.plan.units, self.plan.recover_mode, self.plan.recover_retries, failures, incarnations)
+        return Supervisor(
+            self.plan.units, self.plan.recover_mode, self.plan.recover_retries, failures, incarnations
+        )
 
     def _look_for_barren_attempts(self) -> None:
         """Attempts of this job that bring nothing new, whatever ends them, don't go on for ever."""
@@ -240,7 +253,9 @@ class Driver:
         if self.trial.cancel_intent(self._job_id).name in there:
             self._wishes.append(CANCELLED)
         drain = self.trial.drain_intent(self.attempt.id)
-        if drain.name in there:  # of the batch script, or of a supervisor before this one, which was killed meanwhile
+        if (
+            drain.name in there
+        ):  # of the batch script, or of a supervisor before this one, which was killed meanwhile
             self._wishes.append(str((read_json(drain) or {}).get("reason") or "SIGUSR1"))
 
     def _look_for_the_script(self) -> None:
@@ -259,7 +274,9 @@ class Driver:
                 continue
             self._granted.add(why)
             if self._is_reminder(why):
-                self._events.write("reminded", {"left_s": self._wall.left_s, "until_stop_s": self._wall.until_drain_s})
+                self._events.write(
+                    "reminded", {"left_s": self._wall.left_s, "until_stop_s": self._wall.until_drain_s}
+                )
             else:
                 self._stop(why)
 
@@ -275,14 +292,20 @@ class Driver:
             with tolerant("writing the wish to stop"):
                 write_json(self.trial.drain_intent(self.attempt.id), {"reason": why, "time": time.time()})
         grace_s = recover.drain_grace_s(DRAIN_GRACE_S, self._measured.step_s, self._measured.save_s)
-        self._machine.drain_grace_s = max(1.0, min(grace_s, self._wall.left_s)) if self._wall.left_s > 0 else grace_s
+        self._machine.drain_grace_s = (
+            max(1.0, min(grace_s, self._wall.left_s)) if self._wall.left_s > 0 else grace_s
+        )
         self._do(self._machine.stop(self._clock(), words, failure))
 
     def _renew_lease(self, lease: Lease, now: float) -> None:
         try:
             lease.renew()
         except Stale as error:
-            self._do(self._machine.abandon(now, ExitCode.FAILED, f"another supervisor owns the trial now ({error})"))
+            self._do(
+                self._machine.abandon(
+                    now, ExitCode.FAILED, f"another supervisor owns the trial now ({error})"
+                )
+            )
 
     def _list_generations(self) -> set[tuple[str, int]]:
         with os.scandir(self.trial.recover) as entries:
@@ -302,9 +325,13 @@ class Driver:
         if self._watch_clock.due(now):
             self._measured.poll()
             if self._wall.look(self._measured.step_s, self._measured.save_s):
-                self._events.write("end_time", {"ends_at": self._wall.ends_at, "reason": "the scheduler ends the job then"})
+                self._events.write(
+                    "end_time", {"ends_at": self._wall.ends_at, "reason": "the scheduler ends the job then"}
+                )
             self._tell_rollout()
-        if self._machine.phase is Phase.RUNNING and self._wall.is_up(self._measured.step_s, self._measured.save_s):
+        if self._machine.phase is Phase.RUNNING and self._wall.is_up(
+            self._measured.step_s, self._measured.save_s
+        ):
             self._wishes.append(TIME_IS_OVER)
 
     def _tell_rollout(self) -> None:
@@ -331,7 +358,11 @@ class Driver:
             self._machine.served(now, key, incarnation)
         for key in self._liveness.unseen(now):
             if key in self._handles and (said := self._handles[key][0].unplaced()):
-                self._do(self._machine.unplaced(key, f"Slurm starts no step of {key[0]} {key[1]} on its nodes ({said})"))
+                self._do(
+                    self._machine.unplaced(
+                        key, f"Slurm starts no step of {key[0]} {key[1]} on its nodes ({said})"
+                    )
+                )
         if self._machine.phase is Phase.RUNNING:
             for key, why in self._liveness.hung(now, self._measured.step_s, list(self._handles)):
                 self._do(self._machine.hung(now, key, why))
@@ -343,7 +374,9 @@ class Driver:
         with tolerant("writing how it ended"):  # the exit code tells too, and the script has that
             write_json(self.attempt.ended, record)
             if finish.code == ExitCode.DONE:
-                write_json(self.trial.done, {"attempt": self.attempt.id, "job_id": self._job_id, "time": time.time()})
+                write_json(
+                    self.trial.done, {"attempt": self.attempt.id, "job_id": self._job_id, "time": time.time()}
+                )
             lease.release()
         return finish.code
 

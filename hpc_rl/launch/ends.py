@@ -26,7 +26,9 @@ def end_of(attempt: Attempt, unit: Unit, incarnation: int, raw_code: int) -> End
         last = (said[0].strip()[:LAST_WORDS] for log in logs if (said := last_lines(log, 1)))
         words = next(filter(None, last), "")
         end = replace(end, reason=f"{end.reason}; its log ends: {words}") if words else end
-    return classify(end, [] if all(records) else [line for log in logs for line in last_lines(log, LOG_LINES)])
+    return classify(
+        end, [] if all(records) else [line for log in logs for line in last_lines(log, LOG_LINES)]
+    )
 
 
 def not_started(error: OSError) -> End:

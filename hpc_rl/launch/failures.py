@@ -13,7 +13,11 @@ from typing import Any, Literal
 
 from hpc_rl.errors import ExitCode, FailureClass
 
-FINAL_CODES = (ExitCode.BAD_CONFIG, ExitCode.REFUSED, ExitCode.NOTHING_TO_RESUME)  # no second try changes them
+FINAL_CODES = (
+    ExitCode.BAD_CONFIG,
+    ExitCode.REFUSED,
+    ExitCode.NOTHING_TO_RESUME,
+)  # no second try changes them
 
 
 @dataclass(frozen=True)
@@ -37,18 +41,29 @@ class Policy:
     pause_s: float | None = None
 
 
-GO_ON = "then `hpc-rl recover` goes on from the newest generation, or `hpc-rl submit` begins where there is none"
+GO_ON = (
+    "then `hpc-rl recover` goes on from the newest generation, or `hpc-rl submit` begins where there is none"
+)
 POLICIES: dict[FailureClass, Policy] = {
-    FailureClass.USER: Policy("end", True, f"the same would happen again: correct the configuration or the code, {GO_ON}"),
+    FailureClass.USER: Policy(
+        "end", True, f"the same would happen again: correct the configuration or the code, {GO_ON}"
+    ),
     FailureClass.DATA: Policy(
         "end", True, f"the same would happen again: look at the data, the workflow and the reward, {GO_ON}"
     ),
     FailureClass.OUT_OF_MEMORY: Policy(
-        "restart", True, f"give it more memory, or make its batches smaller (max_tokens_per_mb), {GO_ON}", most=1
+        "restart",
+        True,
+        f"give it more memory, or make its batches smaller (max_tokens_per_mb), {GO_ON}",
+        most=1,
     ),
-    FailureClass.NODE: Policy("requeue", True, f"ask the administrators about the nodes, {GO_ON}", exclude_nodes=True),
+    FailureClass.NODE: Policy(
+        "requeue", True, f"ask the administrators about the nodes, {GO_ON}", exclude_nodes=True
+    ),
     FailureClass.INFRASTRUCTURE: Policy("restart", True, f"look for the cause in the logs, {GO_ON}"),
-    FailureClass.DISK_FULL: Policy("restart", False, f"make room where the trial lies, {GO_ON}", pause_s=20.0),
+    FailureClass.DISK_FULL: Policy(
+        "restart", False, f"make room where the trial lies, {GO_ON}", pause_s=20.0
+    ),
     FailureClass.PREEMPTION: Policy("requeue", False, "nothing: the scheduler starts it again"),
     FailureClass.WALL_TIME: Policy("requeue", False, "nothing: it goes on where it stopped"),
     FailureClass.UNKNOWN: Policy("restart", True, f"look for the cause in the logs, {GO_ON}"),
@@ -100,7 +115,9 @@ def classify(end: End, said: Sequence[str]) -> End:
         return End(end.code, end.reason, FailureClass.USER)
     for line in said:
         if _MEMORY.search(line):
-            return End(end.code, f"killed for using too much memory ({line.strip()})", FailureClass.OUT_OF_MEMORY)
+            return End(
+                end.code, f"killed for using too much memory ({line.strip()})", FailureClass.OUT_OF_MEMORY
+            )
     for line in said:
         if found := _NODE.search(line):
             nodes = tuple(name for name in found.groups() if name)

@@ -29,7 +29,13 @@ from hpc_rl.trial import Trial
 TICK_S = 0.5
 PLAIN_EVERY_S = 5.0  # between progress lines where there is no terminal
 LOG_LINES = 20
-ORDERLY = {0, ExitCode.STOPPED, ExitCode.KILLED_BY_SYSTEM, -15, None}  # ends that follow from another one, or from a wish
+ORDERLY = {
+    0,
+    ExitCode.STOPPED,
+    ExitCode.KILLED_BY_SYSTEM,
+    -15,
+    None,
+}  # ends that follow from another one, or from a wish
 
 
 def follow(trial: Trial, tick_s: float = TICK_S) -> int:
@@ -83,7 +89,9 @@ class Narrator:
             if role.gave_up and self._first("gave up", attempt.id, role.name):
                 lines.append(f"{role.name} is given up: {role.gave_up}")
             for end in role.ends:
-                if end.incarnation < role.incarnation and self._first("end", attempt.id, role.name, end.incarnation):
+                if end.incarnation < role.incarnation and self._first(
+                    "end", attempt.id, role.name, end.incarnation
+                ):
                     why = end_words(end.code, end.reason)
                     lines.append(f"{role.name}: {why}; started again (incarnation {end.incarnation + 1})")
         for line in attempt.lineages:
@@ -137,7 +145,11 @@ class _Plain:
 
     def show(self, story: Story) -> None:
         step, when = self._shown
-        if story.history.steps and story.step != step and (story.over or time.monotonic() - when >= PLAIN_EVERY_S):
+        if (
+            story.history.steps
+            and story.step != step
+            and (story.over or time.monotonic() - when >= PLAIN_EVERY_S)
+        ):
             self._shown = (story.step, time.monotonic())
             self.say(progress_text(story))
 
@@ -169,7 +181,9 @@ def panel(story: Story) -> Group:
     busy = total is None or (story.step == 0 and not story.over)
     bar = ProgressBar(total=total or 1, completed=story.step, width=30, pulse=busy and not story.over)
     grid.add_row(
-        Text(story.state, style=STYLES.get(story.state, "")), bar, Text(progress_text(story), no_wrap=True, overflow="ellipsis")
+        Text(story.state, style=STYLES.get(story.state, "")),
+        bar,
+        Text(progress_text(story), no_wrap=True, overflow="ellipsis"),
     )
     roles = story.attempts[-1].roles if story.attempts else []
     return Group(grid, Text("  ".join(map(role_text, roles)), style="dim", no_wrap=True, overflow="ellipsis"))

@@ -68,7 +68,9 @@ def roles_of(attempt: Attempt, events: list[Row]) -> list[RoleStory]:
         if not isinstance(row.get("incarnation"), int):
             continue
         index = row["index"] if isinstance(row.get("index"), int) else 0
-        story = found.setdefault((row["role"], index), RoleStory(row["role"], index, row["incarnation"], running=True))
+        story = found.setdefault(
+            (row["role"], index), RoleStory(row["role"], index, row["incarnation"], running=True)
+        )
         story.incarnation = max(story.incarnation, row["incarnation"])
         if row.get("event") == "started":
             story.started = row["time"] if isinstance(row.get("time"), (int, float)) else None
@@ -76,7 +78,9 @@ def roles_of(attempt: Attempt, events: list[Row]) -> list[RoleStory]:
         if is_end(row):
             _note_end(story, row)
     for log in log_files(attempt.dir):
-        story = found.setdefault((log.role, log.index), RoleStory(log.role, log.index, log.incarnation, running=True))
+        story = found.setdefault(
+            (log.role, log.index), RoleStory(log.role, log.index, log.incarnation, running=True)
+        )
         story.incarnation = max(story.incarnation, log.incarnation)
     for story in found.values():
         story.running = all(end.incarnation != story.incarnation for end in story.ends)
@@ -124,4 +128,7 @@ def log_files(attempt_dir: Path) -> list[LogFile]:
         if match:
             rank = int(match["rank"]) if match["rank"] else None
             found.append(LogFile(path, match["role"], int(match["index"]), int(match["incarnation"]), rank))
-    return sorted(found, key=lambda log: (ROLE_ORDER.get(log.role, 9), log.role, log.index, log.incarnation, log.rank or 0))
+    return sorted(
+        found,
+        key=lambda log: (ROLE_ORDER.get(log.role, 9), log.role, log.index, log.incarnation, log.rank or 0),
+    )

@@ -45,7 +45,9 @@ def record(trial: Trial) -> bool:
     file = directory() / f"{hashlib.sha256(path.encode()).hexdigest()[:16]}.json"
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_json(file, {"dir": path, "experiment": trial.experiment, "trial": trial.name, "time": time.time()})
+        write_json(
+            file, {"dir": path, "experiment": trial.experiment, "trial": trial.name, "time": time.time()}
+        )
     except OSError as error:
         logger.warning("the trial is not in the index (%s): name it by its path", error)
         return False
@@ -59,7 +61,9 @@ def entries() -> list[Entry]:
         data = read_json(file)
         if isinstance(data, dict) and isinstance(data.get("dir"), str) and os.path.isabs(data["dir"]):
             when = data.get("time")
-            found.append(Entry(Trial(Path(data["dir"])), float(when) if isinstance(when, (int, float)) else 0.0, file))
+            found.append(
+                Entry(Trial(Path(data["dir"])), float(when) if isinstance(when, (int, float)) else 0.0, file)
+            )
     return sorted(found, key=lambda entry: (-entry.time, str(entry.trial.dir)))
 
 
@@ -95,12 +99,16 @@ def resolve(text: str) -> Trial:
     if len(present) == 1:
         return present[0]
     if present:
-        lines = "\n".join(f"  {trial}  {trial.dir}" for trial in sorted(present, key=lambda trial: str(trial.dir)))
+        lines = "\n".join(
+            f"  {trial}  {trial.dir}" for trial in sorted(present, key=lambda trial: str(trial.dir))
+        )
         words = f"{text!r} is the name of {len(present)} trials; name one by experiment/trial or by its path:"
         raise TrialNameError(f"{words}\n{lines}")
     if found:
         gone = next(iter(found.values())).dir
-        raise TrialNameError(f"trial {text!r} was at {gone}; that directory is gone (`hpc-rl list --prune` forgets such trials)")
+        raise TrialNameError(
+            f"trial {text!r} was at {gone}; that directory is gone (`hpc-rl list --prune` forgets such trials)"
+        )
     raise TrialNameError(f"no trial is called {text!r}. {_suggestion(wanted, known)}")
 
 

@@ -75,7 +75,9 @@ class Liveness:
             if seen.alive and seen.value.get("attempt") == attempt_id:
                 role, _, index = name.rpartition("/")
                 self.observe((role, int(index)), now, now)
-                if seen.value.get(keys.WAITS_FOR_ROOM):  # on a full disk, as it says itself: whoever waits for it is not served
+                if seen.value.get(
+                    keys.WAITS_FOR_ROOM
+                ):  # on a full disk, as it says itself: whoever waits for it is not served
                     self._excuse(SERVED, now)
 
     def observe_servers(self, leases: Mapping[str, Seen], now: float) -> None:

@@ -27,7 +27,9 @@ from hpc_rl.rollout.restore import check_replay, rows_of
 from hpc_rl.trial import Trial, account, entries, read_json
 
 NEXT = "next.0"  # an attempt id that no scheduler gives
-IN_PASSING_BYTES = 64 << 20  # a command reads a batch log of this size before it submits a start that replays it
+IN_PASSING_BYTES = (
+    64 << 20
+)  # a command reads a batch log of this size before it submits a start that replays it
 PLACE = ("cluster.fileroot", "experiment_name", "trial_name")  # options that say where a trial lies
 
 
@@ -46,7 +48,9 @@ def look(trial: Trial, config: Config, start_mode: str, from_step: int | None = 
     if not os.path.isdir(trial.dir):
         situation = Situation(mode, start_mode, first_start=True, wanted=from_step)
         return Outlook(situation, decide(situation))
-    situation, _ = gather(trial, trial.attempt(NEXT), 0, mode, start_mode, retries, from_step, in_passing=True)
+    situation, _ = gather(
+        trial, trial.attempt(NEXT), 0, mode, start_mode, retries, from_step, in_passing=True
+    )
     decision = decide(situation)
     return Outlook(situation, decision, _unread(trial, decision, from_step))
 
@@ -114,7 +118,9 @@ def refuse_end_before(step: int, trial: Trial, config: Config, num_rows: int | N
     """Raises ConfigError where a trial ends before a generation; `num_rows` are those of its dataset, where they are known."""
     end = latest_end(config, num_rows)
     if end is not None and end < step:
-        given = ", ".join(f"{name} {getattr(config, name)}" for name in ENDS if getattr(config, name) is not None)
+        given = ", ".join(
+            f"{name} {getattr(config, name)}" for name in ENDS if getattr(config, name) is not None
+        )
         raise ConfigError(
             f"{given}: trial {trial} ends at step {end}, and generation {step} is past that. "
             f"Allowed: an end at step {step} or later; for a shorter trial give another trial_name."
@@ -157,7 +163,11 @@ def option_changes(trial: Trial, config: Config, decision: Decision) -> list[Cha
     """
     if not holds_state(trial):
         return []
-    copy = trial.generation(decision.step) / generation.CONFIG_NAME if decision.step is not None else trial.config_json
+    copy = (
+        trial.generation(decision.step) / generation.CONFIG_NAME
+        if decision.step is not None
+        else trial.config_json
+    )
     for path in (copy, trial.config_json):
         data = read_json(path)
         if isinstance(data, dict):
@@ -165,7 +175,9 @@ def option_changes(trial: Trial, config: Config, decision: Decision) -> list[Cha
                 found = changes(from_dict(data), config)
                 return [_as_it_lies(change, trial, config, decision) for change in found]
             except ConfigError as error:
-                raise ConfigError(f"{path}, which trial {trial} goes on from, is of another version: {error}") from error
+                raise ConfigError(
+                    f"{path}, which trial {trial} goes on from, is of another version: {error}"
+                ) from error
     raise ConfigError(
         f"{trial.config_json} is lost or damaged, and no sound generation has a copy: nobody can tell whether the state of trial "
         f"{trial} fits these options. Put the file back, or give another trial_name."
@@ -176,7 +188,9 @@ def _as_it_lies(change: Change, trial: Trial, config: Config, decision: Decision
     """What is unsafe by its name alone, and not where the very thing was moved."""
     if change.name == "train_dataset.path" and _data_of(trial, decision.step):
         return replace(change, safe=True, reason="its rows must be the same, and are compared")
-    if change.name in PLACE and _same_place(Trial.of(config.cluster.fileroot, account(), *_names(config)), trial):
+    if change.name in PLACE and _same_place(
+        Trial.of(config.cluster.fileroot, account(), *_names(config)), trial
+    ):
         return replace(change, safe=True, reason="the trial lies there now")
     return change
 
@@ -211,7 +225,9 @@ def unused(trial: Trial, config: Config) -> list[Path]:
         check_same_rows(path, rows_of(trial.rollout), fingerprint_in_passing(path), "the log was begun")
         if isinstance(data, dict) and all(change.safe for change in changes(from_dict(data), config)):
             return []
-    return [path for path in (*trial.rollout.glob("segment-*.ledger"), trial.current_weights) if path.exists()]
+    return [
+        path for path in (*trial.rollout.glob("segment-*.ledger"), trial.current_weights) if path.exists()
+    ]
 
 
 def _refuse_finished(trial: Trial, config: Config, changed: Sequence[Change]) -> None:

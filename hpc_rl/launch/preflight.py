@@ -57,7 +57,9 @@ class Report:
     def raise_for(self) -> None:
         """Raises ConfigError where something was refused, SchedulerError where Slurm could not be asked."""
         if self.refused:
-            raise ConfigError("this can't run as it is:\n" + "\n".join(f"        {words(check)}" for check in self.refused))
+            raise ConfigError(
+                "this can't run as it is:\n" + "\n".join(f"        {words(check)}" for check in self.refused)
+            )
         unreachable = [check for check in self.checks if check.state == "unreachable"]
         if unreachable:
             raise SchedulerError(unreachable[0].detail)
@@ -75,9 +77,24 @@ _MEM = "launcher.trainer_mem_per_gpu, inference_server_mem_per_gpu, rollout_mem_
 def request_of(config: Config, plan: Plan) -> Request:
     """What the job asks for, as far as sinfo can judge it."""
     slurm = config.launcher.slurm
-    gpus = plan.n_gpus_per_node if any(unit.gpus_per_task for unit in plan.units) and plan.slurm_knows_gpus else None
-    given = next((name for name in ("mem_per_cpu", "mem_per_gpu", "mem") if getattr(slurm, name) not in (None, DERIVED)), "")
-    cpus = plan.cpus_per_node if slurm.cpus_per_task == DERIVED else slurm.cpus_per_task and int(slurm.cpus_per_task)
+    gpus = (
+        plan.n_gpus_per_node
+        if any(unit.gpus_per_task for unit in plan.units) and plan.slurm_knows_gpus
+        else None
+    )
+    given = next(
+        (
+            name
+            for name in ("mem_per_cpu", "mem_per_gpu", "mem")
+            if getattr(slurm, name) not in (None, DERIVED)
+        ),
+        "",
+    )
+    cpus = (
+        plan.cpus_per_node
+        if slurm.cpus_per_task == DERIVED
+        else slurm.cpus_per_task and int(slurm.cpus_per_task)
+    )
     return Request(
         n_nodes=plan.n_nodes,
         cpus=cpus or None,
@@ -147,7 +164,9 @@ def parts(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
 
 
 def _check(finding: Finding) -> Check:
-    return Check(f"sinfo: {finding.limit}", "refused" if finding.certain else "note", finding.message, finding.nearest)
+    return Check(
+        f"sinfo: {finding.limit}", "refused" if finding.certain else "note", finding.message, finding.nearest
+    )
 
 
 @dataclass(frozen=True)
@@ -217,4 +236,6 @@ def _test_only(name: str, text: str, cluster: Cluster) -> Check:
     except SchedulerError as error:
         return Check("sbatch --test-only", "unreachable", str(error))
     said = said.replace("sbatch: ", "").replace("allocation failure: ", "")
-    return Check("sbatch --test-only", "ok" if fine else "refused", said if fine else f"Slurm says of {name}: {said}.")
+    return Check(
+        "sbatch --test-only", "ok" if fine else "refused", said if fine else f"Slurm says of {name}: {said}."
+    )

@@ -39,13 +39,19 @@ def git_state(checkout: Path) -> dict[str, Any] | None:
         return None
     commit = _git(checkout, "rev-parse", "--verify", "--quiet", "HEAD")
     changes = _git(checkout, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit.strip() if commit else None, "dirty": bool(changes.strip()) if changes is not None else None}
+    return {
+        "commit": commit.strip() if commit else None,
+        "dirty": bool(changes.strip()) if changes is not None else None,
+    }
 
 
 def _git(checkout: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(checkout), *arguments], capture_output=True, text=True, timeout=GIT_TIMEOUT_S
+            ["git", "--no-optional-locks", "-C", str(checkout), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=GIT_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -20,7 +20,9 @@ HEALTHY_LIFE_S = 60.0  # an incarnation that lived so long was not part of a cra
 ENDS_IN_A_ROW = 5
 GIVEN_UP_S = 600.0  # what kept a server down may pass, as a full disk or a node that is drained; its peers work meanwhile
 MARGIN_S = 30.0
-BARREN_ATTEMPTS = 10  # in a row, without a new generation: then something is wrong that no other start will change
+BARREN_ATTEMPTS = (
+    10  # in a row, without a new generation: then something is wrong that no other start will change
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ def _after_silent_ranks(end: End, silent: list[int]) -> End:
     if not silent:
         return end
     ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-    return End(end.code, f"{ranks} ended without a word (killed?); then a peer: {end.reason}", final=end.final)
+    return End(
+        end.code, f"{ranks} ended without a word (killed?); then a peer: {end.reason}", final=end.final
+    )
 
 
 def _recorded(rank: int, record: dict[str, Any] | None) -> End | None:

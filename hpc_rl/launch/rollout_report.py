@@ -90,11 +90,14 @@ def troubles(rollout: Rollout, live: bool) -> list[str]:
     lines = []
     if rollout.rejected:
         by_reason = ", ".join(
-            f"{reason} {count}" for reason, count in sorted(rollout.rejected.items(), key=lambda pair: -pair[1])
+            f"{reason} {count}"
+            for reason, count in sorted(rollout.rejected.items(), key=lambda pair: -pair[1])
         )
         lines.append(f"rejected so far: {by_reason}")
     if rollout.rejected_in_a_row >= WORRYING_IN_A_ROW:
-        lines.append(f"the last {rollout.rejected_in_a_row} prompts were rejected: {rollout.last_reason or 'no reason known'}")
+        lines.append(
+            f"the last {rollout.rejected_in_a_row} prompts were rejected: {rollout.last_reason or 'no reason known'}"
+        )
     if rollout.last_error:
         lines.append(f"last exception: {rollout.last_error}")
     if live and rollout.servers == 0 and (rollout.oldest_running_s or 0.0) > NO_SERVER_S:
@@ -102,7 +105,9 @@ def troubles(rollout: Rollout, live: bool) -> list[str]:
     oldest, quiet = rollout.oldest_running_s, rollout.quiet_s
     if live and oldest is not None and oldest > HANGING_S and (quiet is None or quiet > HANGING_S):
         since = f"nothing has finished for {span(oldest if quiet is None else quiet)}"
-        lines.append(f"{since}, the oldest prompt runs for {span(oldest)}: does the reward function or the workflow hang?")
+        lines.append(
+            f"{since}, the oldest prompt runs for {span(oldest)}: does the reward function or the workflow hang?"
+        )
     silent_s = time.time() - rollout.time
     if live and rollout.time and silent_s > HANGING_S:
         lines.append(f"the rollout role has not written for {span(silent_s)}")

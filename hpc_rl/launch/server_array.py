@@ -22,7 +22,9 @@ from hpc_rl.trial import Trial, create_exclusive, read_json
 KIND = "servers"
 SCRIPT = "servers.sbatch"  # as render names it; importing that would bring jinja2 to every `status`
 TASK = re.compile(r"(?P<array>\d+)_(?P<task>\d+)")
-SUBMITTING_S = 60.0  # that a trainer job which starts at once waits for whoever is about to submit its servers
+SUBMITTING_S = (
+    60.0  # that a trainer job which starts at once waits for whoever is about to submit its servers
+)
 POLL_S = 0.5
 
 
@@ -57,7 +59,14 @@ def submit_servers(
     if again:
         spec = replace(spec, known_as=False, comment=users_comment(trial))
     job_id = scheduler.submit(spec)
-    made = {"job_id": job_id, "kind": KIND, "serves": serves, "scheduler": scheduler.name, "time": time.time(), "tag": spec.tag}
+    made = {
+        "job_id": job_id,
+        "kind": KIND,
+        "serves": serves,
+        "scheduler": scheduler.name,
+        "time": time.time(),
+        "tag": spec.tag,
+    }
     num_tasks = len(next(group for group in plan.groups if group.name == "servers").nodes)
     create_exclusive(trial.job(job_id), json.dumps(made | {"num_tasks": num_tasks}, indent=2) + "\n")
     return job_id
@@ -70,7 +79,9 @@ def ensure(trial: Trial, plan: Plan, serves: str, tag: str, name: str, scheduler
     """
     _wait_for_submitter(trial)
     own = [array for array in read_arrays(trial) if array.serves == serves]
-    ids = {array.job_id for array in own} | {current for array in own for current in successors(trial, array.job_id)}
+    ids = {array.job_id for array in own} | {
+        current for array in own for current in successors(trial, array.job_id)
+    }
     states = scheduler.states(sorted(ids)) if ids else {}
     if any(state.state.alive for state in states.values()):
         return ""
@@ -93,7 +104,9 @@ def successors(trial: Trial, array: str) -> list[str]:
 def attempts_of(trial: Trial, task: str) -> list[str]:
     """The attempts of one task, oldest first."""
     restarts = [path.name.rpartition(".")[2] for path in trial.server_attempts.glob(f"{task}.*")]
-    return [f"{task}.{restart}" for restart in sorted(int(restart) for restart in restarts if restart.isdecimal())]
+    return [
+        f"{task}.{restart}" for restart in sorted(int(restart) for restart in restarts if restart.isdecimal())
+    ]
 
 
 def read_arrays(trial: Trial) -> list[ServerArray]:
@@ -102,8 +115,12 @@ def read_arrays(trial: Trial) -> list[ServerArray]:
     for path in trial.jobs.glob("*.json"):
         data = read_json(path)
         if isinstance(data, dict) and data.get("kind") == KIND:
-            tasks = [_task(trial, f"{path.stem}_{number}") for number in range(int(data.get("num_tasks") or 0))]
-            arrays.append(ServerArray(path.stem, str(data.get("serves") or ""), float(data.get("time") or 0.0), tasks))
+            tasks = [
+                _task(trial, f"{path.stem}_{number}") for number in range(int(data.get("num_tasks") or 0))
+            ]
+            arrays.append(
+                ServerArray(path.stem, str(data.get("serves") or ""), float(data.get("time") or 0.0), tasks)
+            )
     return sorted(arrays, key=lambda array: (array.time, array.job_id))
 
 
@@ -114,7 +131,9 @@ def _task(trial: Trial, task: str) -> ServerTask:
         return ServerTask(task, "unknown")
     last = events[-1]
     if last["event"] == "requeued":
-        return ServerTask(task, "waiting", starts, f"goes on as job {last['successor']}" if last.get("successor") else "")
+        return ServerTask(
+            task, "waiting", starts, f"goes on as job {last['successor']}" if last.get("successor") else ""
+        )
     if last["event"] != "ended":
         return ServerTask(task, "running", starts)
     # After a TERM the script can't know whether Slurm starts it again.
@@ -131,11 +150,20 @@ def _words(trial: Trial, task: str, last: dict[str, Any]) -> str:
 
 def array_line(array: ServerArray, state: JobState | None = None) -> str:
     """One line of status."""
-    words = {"running": "run", "waiting": "wait to be started again", "ended": "ended", "unknown": "not started"}
+    words = {
+        "running": "run",
+        "waiting": "wait to be started again",
+        "ended": "ended",
+        "unknown": "not started",
+    }
     words["signalled"] = "told to end by Slurm, which starts them again after a preemption"
     counts = {kind: sum(task.state == kind for task in array.tasks) for kind in words}
     said = ", ".join(f"{count} {words[kind]}" for kind, count in counts.items() if count)
     again = sum(max(0, task.starts - 1) for task in array.tasks)
     more = f", started again {again} time{'s' if again != 1 else ''}" if again else ""
-    asked = f"; the scheduler says {state.native or state.state.value}" if state and state.state is not State.UNKNOWN else ""
+    asked = (
+        f"; the scheduler says {state.native or state.state.value}"
+        if state and state.state is not State.UNKNOWN
+        else ""
+    )
     return f"job {array.job_id}, {len(array.tasks)} server node{'s' if len(array.tasks) != 1 else ''}: {said}{more}{asked}"

@@ -23,7 +23,19 @@ from hpc_rl.launch.ends import end_of, not_started
 from hpc_rl.launch.liveness import Liveness, serving
 from hpc_rl.launch.steps import Handle, Steps
 from hpc_rl.launch.supervision import Events, avoid, obey_signals, start_unit, tell_script
-from hpc_rl.launch.supervisor import Action, AskToStop, Avoid, DumpStacks, Finish, Key, Kill, Phase, Record, Start, Supervisor
+from hpc_rl.launch.supervisor import (
+    Action,
+    AskToStop,
+    Avoid,
+    DumpStacks,
+    Finish,
+    Key,
+    Kill,
+    Phase,
+    Record,
+    Start,
+    Supervisor,
+)
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.base import NameResolve
 from hpc_rl.plan.schema import Plan, Unit
@@ -63,7 +75,13 @@ class ServerJob:
         rules: RecoverConfig,
         end_time: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self.attempt, self.trial, self.plan, self.steps, self.names = attempt, attempt.trial, plan, steps, names
+        self.attempt, self.trial, self.plan, self.steps, self.names = (
+            attempt,
+            attempt.trial,
+            plan,
+            steps,
+            names,
+        )
         self.serves, self.idle_s, self._end_time = serves, idle_s, end_time
         incarnations = takeover.next_incarnations(attempt) if attempt.dir.is_dir() else {}
         self._machine = Supervisor(units, "auto", UNLIMITED, 0, incarnations)
@@ -83,7 +101,9 @@ class ServerJob:
         """Until the trial is over (0), the time is (75), or no replica can be kept alive (70). Raises OSError."""
         obey_signals(self._wish)
         self.attempt.make_dirs()
-        self._events.write("supervisor_started", {"role": "supervisor", "pid": os.getpid(), "serves": self.serves})
+        self._events.write(
+            "supervisor_started", {"role": "supervisor", "pid": os.getpid(), "serves": self.serves}
+        )
         tell_script(self.attempt)
         self._look()
         if self._over:
@@ -95,7 +115,9 @@ class ServerJob:
             time.sleep(TICK_S)
         code, reason = self._finish.code, self._finish.reason
         if code == ExitCode.STOPPED:
-            code, reason = (ExitCode.DONE, self._over) if self._over else (ExitCode.STOPPED, self._why or reason)
+            code, reason = (
+                (ExitCode.DONE, self._over) if self._over else (ExitCode.STOPPED, self._why or reason)
+            )
         tell_script(self.attempt)
         self._events.ended(code, reason)
         with suppress(OSError):  # the exit code tells too
@@ -152,7 +174,11 @@ class ServerJob:
             return gone if now - self._owned_at >= self.idle_s else ""
         self._owned_at = now
         other = submission_of(str(owner.value.get("attempt") or ""))
-        return f"job {other} runs the trial now, with servers of its own" if self.serves not in ("", other) else ""
+        return (
+            f"job {other} runs the trial now, with servers of its own"
+            if self.serves not in ("", other)
+            else ""
+        )
 
     def _time_over(self, now: float) -> str:
         if now - self._ask_at >= END_TIME_EVERY_S:

@@ -104,7 +104,10 @@ class ProcessSteps:
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> ProcessHandle:
-        own = {"CUDA_VISIBLE_DEVICES": self._gpus(unit), "OMP_NUM_THREADS": str(min(unit.cpus_per_task, os.cpu_count() or 1))}
+        own = {
+            "CUDA_VISIBLE_DEVICES": self._gpus(unit),
+            "OMP_NUM_THREADS": str(min(unit.cpus_per_task, os.cpu_count() or 1)),
+        }
         env = self.environ | common_env(unit, "process") | own | unit.env | _search_path(self.environ, unit)
         wrapped = wrap(unit, argv, env, common_env(unit, "process"), attempt.trial.dir, Path.cwd())
         handle = ProcessHandle()
@@ -204,8 +207,22 @@ def _kill_group(pid: int) -> None:
 
 # Inherited, they would speak for a step that says everything itself, or make srun refuse (memory given twice).
 UNWANTED = (
-    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_DISTRIBUTION"),
-    *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"),
+    *(
+        "SLURM_NTASKS",
+        "SLURM_NPROCS",
+        "SLURM_NTASKS_PER_NODE",
+        "SLURM_CPUS_PER_TASK",
+        "SRUN_CPUS_PER_TASK",
+        "SLURM_DISTRIBUTION",
+    ),
+    *(
+        "SLURM_MEM_PER_NODE",
+        "SLURM_MEM_PER_CPU",
+        "SLURM_MEM_PER_GPU",
+        "SLURM_GPUS",
+        "SLURM_GPUS_PER_NODE",
+        "SLURM_GPUS_PER_TASK",
+    ),
     *(
         "SLURM_EXPORT_ENV",
         "SLURM_NO_KILL",
@@ -237,7 +254,9 @@ class SrunSteps:
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> SrunHandle:
         own_log = attempt.log(unit.role, unit.index, incarnation)
-        env = {name: value for name, value in self.environ.items() if name not in UNWANTED} | common_env(unit, "srun")
+        env = {name: value for name, value in self.environ.items() if name not in UNWANTED} | common_env(
+            unit, "srun"
+        )
         env |= _search_path(self.environ, unit)
         component = None if self.components is None else self.components[unit.nodes[0]]
         wrapped = wrap(unit, argv, env, common_env(unit, "srun"), attempt.trial.dir, Path.cwd())
@@ -330,7 +349,11 @@ class SrunHandle:
     def _step_of(self, record: Path) -> str:
         """`<job>.<step>` by what a task left on record; Slurm says it to the tasks alone."""
         number = (read_json(record) or {}).get("step", "")
-        return f"{os.environ['SLURM_JOB_ID']}.{number}" if str(number).isdigit() and "SLURM_JOB_ID" in os.environ else ""
+        return (
+            f"{os.environ['SLURM_JOB_ID']}.{number}"
+            if str(number).isdigit() and "SLURM_JOB_ID" in os.environ
+            else ""
+        )
 
     def kill(self) -> None:
         """TERM makes srun kill its step; a client that does not manage is killed itself, and its tasks lose their pipe."""
@@ -347,7 +370,9 @@ def open_steps(kind: str, plan: Plan) -> Steps:
     with_gpus = plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
     if plan.layout != "hetjob":
         return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]), with_gpus)
-    parts = [job_hosts(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]) for number in range(len(plan.groups))]
+    parts = [
+        job_hosts(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]) for number in range(len(plan.groups))
+    ]
     components = [number for number, hosts in enumerate(parts) for _ in hosts]
     return SrunSteps([host for hosts in parts for host in hosts], with_gpus, components=components)
 
@@ -356,12 +381,18 @@ def job_hosts(nodelist: str) -> list[str]:
     """Node names of a job in Slurm's order. Local: scontrol asks nobody for this. Raises SchedulerError."""
     try:
         done = subprocess.run(
-            ["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
+            ["scontrol", "show", "hostnames", nodelist],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SchedulerError(f"scontrol show hostnames: {error}") from error
     if done.returncode or not done.stdout.split():
-        raise SchedulerError(f"scontrol show hostnames {nodelist!r} failed: {done.stderr.strip() or 'no names'}")
+        raise SchedulerError(
+            f"scontrol show hostnames {nodelist!r} failed: {done.stderr.strip() or 'no names'}"
+        )
     return done.stdout.split()
 
 
@@ -387,7 +418,9 @@ def _spawn(argv: list[str], env: dict[str, str], log: Path) -> tuple[subprocess.
 
 def _write(pipes: list[int], words: str) -> None:
     for pipe in pipes:
-        with suppress(BrokenPipeError, BlockingIOError):  # a process that reads nothing is found out by what it does not do
+        with suppress(
+            BrokenPipeError, BlockingIOError
+        ):  # a process that reads nothing is found out by what it does not do
             os.write(pipe, f"{words}\n".encode())
 
 

@@ -41,7 +41,9 @@ class Job:
     cluster: str = ""  # the Slurm cluster that it was handed to; empty where that is not known
     other_length: bool = False  # it asked for another total_train_* than the one before
     saves: bool = True  # before it stops: its recover.mode is not disabled
-    by_signal: bool = False  # it ended for a TERM, which a cancel, a preemption and an administrator's requeue send alike
+    by_signal: bool = (
+        False  # it ended for a TERM, which a cancel, a preemption and an administrator's requeue send alike
+    )
 
     @property
     def over(self) -> bool:
@@ -170,7 +172,10 @@ class Reader:
         else:
             state, reason = verdict(job, own, job_state, asked_at, last_sign)
         if attempts and attempts[-1].state == "running" and state not in ("running", "stopping", "unknown"):
-            attempts[-1].state, attempts[-1].cause = state if state in ("done", "cancelled") else "killed", reason
+            attempts[-1].state, attempts[-1].cause = (
+                state if state in ("done", "cancelled") else "killed",
+                reason,
+            )
             if state == "pending":  # what it waits for now is no reason of that end
                 attempts[-1].cause = TAKEN_BACK
         step = max(history.last_step, lines[-1].from_step if lines else 0)
@@ -184,10 +189,18 @@ class Reader:
             history=history,
             lineages=lines,
             step=step,
-            total_steps=_total_steps(self.trial, history, _logged_by(history, lines), jobs, step if state == "done" else None),
-            rate=_rate(history, lines[-1].from_step if lines else 0) if self._trains(attempts, lines) else None,
+            total_steps=_total_steps(
+                self.trial, history, _logged_by(history, lines), jobs, step if state == "done" else None
+            ),
+            rate=_rate(history, lines[-1].from_step if lines else 0)
+            if self._trains(attempts, lines)
+            else None,
             generation=newest_generation(self.trial),
-            exports=sorted(path.name for path in self.trial.exports.glob("*") if path.is_dir() and not path.name.startswith(".")),
+            exports=sorted(
+                path.name
+                for path in self.trial.exports.glob("*")
+                if path.is_dir() and not path.name.startswith(".")
+            ),
             plan=plan if isinstance(plan, dict) else {},
             servers=read_arrays(self.trial),
             last_sign=last_sign,
@@ -203,7 +216,11 @@ class Reader:
         trainer = next((role for role in newest.roles if role.role == "trainer"), None)
         if trainer is None or not trainer.running:
             return False
-        starts = [row for row in self._events.rows(newest.id) if row.get("event") in ("started", "supervisor_started")]
+        starts = [
+            row
+            for row in self._events.rows(newest.id)
+            if row.get("event") in ("started", "supervisor_started")
+        ]
         whose = [row["role"] for row in starts if row.get("role") in ("trainer", "supervisor")]
         if whose[-1:] == ["supervisor"]:  # the trainer died with the supervisor before this one
             return False
@@ -214,7 +231,11 @@ class Reader:
         if job_state is not None and job_state.end_time is not None:
             return job_state.end_time
         rows = self._events.rows(attempts[-1].id) if attempts else []
-        told = [row["ends_at"] for row in rows if row.get("event") == "end_time" and isinstance(row.get("ends_at"), (int, float))]
+        told = [
+            row["ends_at"]
+            for row in rows
+            if row.get("event") == "end_time" and isinstance(row.get("ends_at"), (int, float))
+        ]
         return told[-1] if told else None
 
     def _attempts(self, jobs: list[Job], lines: list[Lineage]) -> list[AttemptStory]:
@@ -232,12 +253,19 @@ class Reader:
                 found.append(((submitted.get(job_id, len(jobs)), story.started or 0.0, int(restart)), story))
         stories = [story for _, story in sorted(found, key=lambda pair: pair[0])]
         ended = {job.job_id: job for job in jobs if job.event == "ended"}
-        for earlier, later in pairwise(stories):  # a later start means that these are over, whether they left a word or not
+        for earlier, later in pairwise(
+            stories
+        ):  # a later start means that these are over, whether they left a word or not
             job = ended.get(earlier.job_id) if later.job_id != earlier.job_id else None
             if earlier.state == "running" and job is not None:
-                earlier.state, earlier.cause = describe_end(job.code, f"{job.reason} (code {job.code})", job.cancelled, job.saves)
+                earlier.state, earlier.cause = describe_end(
+                    job.code, f"{job.reason} (code {job.code})", job.cancelled, job.saves
+                )
             elif earlier.state == "running":
-                earlier.state, earlier.cause = "killed", "left no word: killed together with its node, or by the scheduler"
+                earlier.state, earlier.cause = (
+                    "killed",
+                    "left no word: killed together with its node, or by the scheduler",
+                )
         return stories
 
 
@@ -263,13 +291,17 @@ def read_jobs(trial: Trial) -> list[Job]:
                     saves=data.get("start_mode") != "disabled",
                     cancelled=trial.cancel_intent(path.stem).exists(),
                     native_id=record.current(trial, path.stem),
-                    other_length=any(str(change).startswith("total_train_") for change in _list(data.get("changed"))),
+                    other_length=any(
+                        str(change).startswith("total_train_") for change in _list(data.get("changed"))
+                    ),
                     **_last_word(path.with_suffix(".state")),
                 )
             )
     jobs.sort(key=lambda job: (job.time, job.job_id))
     plan = read_json(trial.plan_json)
-    if jobs and jobs[-1].start_mode == "resume" and isinstance(plan, dict):  # the mode that comes after is the plan's alone
+    if (
+        jobs and jobs[-1].start_mode == "resume" and isinstance(plan, dict)
+    ):  # the mode that comes after is the plan's alone
         jobs[-1].saves = plan.get("recover_mode") != "disabled"
     return jobs
 
@@ -325,7 +357,14 @@ def _attempt(trial: Trial, name: str, events: list[Row], own: list[Lineage], job
         lineages=own,
         last_step=None,
         roles=roles_of(attempt, events),
-        stopping=next((str(row.get("reason") or "it ends") for row in reversed(events) if row.get("event") in ENDING_EVENTS), ""),
+        stopping=next(
+            (
+                str(row.get("reason") or "it ends")
+                for row in reversed(events)
+                if row.get("event") in ENDING_EVENTS
+            ),
+            "",
+        ),
     )
 
 
@@ -340,7 +379,9 @@ def _last_sign(trial: Trial, attempts: list[AttemptStory]) -> float | None:
 
 def _lease_files(trial: Trial) -> list[Path]:
     """The owner's lease, which the supervisor renews."""
-    return [path for path in trial.names.glob("owner*") if path.is_file()] + list(trial.names.glob("owner*/*"))
+    return [path for path in trial.names.glob("owner*") if path.is_file()] + list(
+        trial.names.glob("owner*/*")
+    )
 
 
 def _mtime(path: Path) -> float | None:
@@ -356,7 +397,9 @@ def _logged_by(history: History, lines: list[Lineage]) -> str:
     return next((line.submission for line in reversed(lines) if line.lineage == lineage), "")
 
 
-def _total_steps(trial: Trial, history: History, logged_by: str, jobs: list[Job], reached: int | None) -> int | None:
+def _total_steps(
+    trial: Trial, history: History, logged_by: str, jobs: list[Job], reached: int | None
+) -> int | None:
     """By the trainer's own word in the metrics, else by the configuration; epochs alone don't tell without the data.
 
     The word of an earlier submission's trainer does not count where a later one asked for another length.
@@ -373,7 +416,11 @@ def _total_steps(trial: Trial, history: History, logged_by: str, jobs: list[Job]
 
 def _rate(history: History, from_step: int) -> float | None:
     """Steps per second over the newest steps since the last start of the trainer."""
-    rows = [row for row in history.steps[-RATE_STEPS:] if row["step"] > from_step and isinstance(row.get("time"), (int, float))]
+    rows = [
+        row
+        for row in history.steps[-RATE_STEPS:]
+        if row["step"] > from_step and isinstance(row.get("time"), (int, float))
+    ]
     if len(rows) >= 2 and rows[-1]["time"] > rows[0]["time"]:
         return (rows[-1]["step"] - rows[0]["step"]) / (rows[-1]["time"] - rows[0]["time"])
     if rows and isinstance(rows[-1].get("step_s"), (int, float)) and rows[-1]["step_s"] > 0:

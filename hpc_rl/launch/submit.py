@@ -107,7 +107,9 @@ def submit(
         scheduler = SubmititScheduler()
     ready(trial, loaded, plan, scheduler.name, recovery)
     with Claim(trial) as claim:
-        outlook, changed = ready(trial, loaded, plan, scheduler.name, recovery)  # whoever held it before may have submitted
+        outlook, changed = ready(
+            trial, loaded, plan, scheduler.name, recovery
+        )  # whoever held it before may have submitted
         allocation_was = str((read_json(trial.plan_json) or {}).get("allocation") or "")
         start = _start(plan, recovery)
         dropped = unused(trial, loaded.config)
@@ -119,10 +121,18 @@ def submit(
         if plan.layout == "jobs":
             servers = _servers(trial, plan, job_id, made.tag, scheduler)
         claim.keep()
-        job = {"job_id": job_id, "scheduler": scheduler.name, "time": time.time(), "command": list(command), "tag": made.tag}
+        job = {
+            "job_id": job_id,
+            "scheduler": scheduler.name,
+            "time": time.time(),
+            "command": list(command),
+            "tag": made.tag,
+        }
         job |= {"start_mode": made.start_mode, "lineage_parent": recovery.parent if recovery else None}
         job |= {"cluster": cluster_name()} if scheduler.name == "slurm" else {}
-        write_json(trial.job(job_id), job | {"from_step": start[1], "changed": [str(change) for change in changed]})
+        write_json(
+            trial.job(job_id), job | {"from_step": start[1], "changed": [str(change) for change in changed]}
+        )
     index.record(trial)
     output = trial.jobs / f"{job_id}.out"
     return Submission(
@@ -149,7 +159,9 @@ def _servers(trial: Trial, plan: Plan, job_id: str, tag: str, scheduler: Schedul
         raise SchedulerError(f"the servers' job: {error} The trial's job {job_id} was cancelled.") from error
 
 
-def render_to(loaded: Loaded, plan: Plan, directory: Path | None = None, *, command: Sequence[str]) -> Submission:
+def render_to(
+    loaded: Loaded, plan: Plan, directory: Path | None = None, *, command: Sequence[str]
+) -> Submission:
     """A whole trial directory (by default where the trial belongs), not handed in; its script runs by plain sbatch or bash.
 
     Raises TrialBusy, NothingToResume, CannotWrite, ConfigError.
@@ -159,12 +171,16 @@ def render_to(loaded: Loaded, plan: Plan, directory: Path | None = None, *, comm
     check_idle(trial)
     with Claim(trial, "rendered") as claim:
         outlook = look(trial, loaded.config, plan.recover_mode)
-        changed = refuse(trial, loaded.config, outlook) if trial.has_state() else []  # else what it starts from may come yet
+        changed = (
+            refuse(trial, loaded.config, outlook) if trial.has_state() else []
+        )  # else what it starts from may come yet
         dropped = unused(trial, loaded.config)
         made = _prepare(claim, loaded, plan, list(command), (plan.recover_mode, None), name)
         for path in dropped:
             claim.remove(path)
-    return Submission(trial, made.script, name, changes=tuple(changed), step=outlook.decision.step, dropped=tuple(dropped))
+    return Submission(
+        trial, made.script, name, changes=tuple(changed), step=outlook.decision.step, dropped=tuple(dropped)
+    )
 
 
 def ready(
@@ -193,7 +209,9 @@ def check_programs(plan: Plan, loaded: Loaded) -> None:
     """Whether this machine, which is to run the trial, has what it is started with. Raises ConfigError."""
     python = plan.python
     if "launcher.python" in loaded.explicit and shutil.which(python) is None:
-        raise ConfigError(f"launcher.python {python} is not a program that can be run here; leave it out for {sys.executable}.")
+        raise ConfigError(
+            f"launcher.python {python} is not a program that can be run here; leave it out for {sys.executable}."
+        )
     for program in {unit.container.program for unit in plan.units if unit.container}:
         if shutil.which(program) is None:
             raise ConfigError(
@@ -252,7 +270,9 @@ def _prepare(
         trial.make_secret()
     except OSError as error:
         raise CannotWrite(f"{trial.secret} can't be written: {error.strerror or error}") from error
-    claim.write(trial.config_yaml, yaml.safe_dump(literal(given(loaded)), sort_keys=False, allow_unicode=True))
+    claim.write(
+        trial.config_yaml, yaml.safe_dump(literal(given(loaded)), sort_keys=False, allow_unicode=True)
+    )
     claim.write(trial.config_json, config_json)
     claim.write(trial.plan_json, plan_json)
     claim.write(trial.provenance_json, _json(provenance.collect(command, stamp.workdir, hashes)))
@@ -262,7 +282,9 @@ def _prepare(
     return _Prepared(trial.scripts / script_name(scheduler), stamp.tag, start[0])
 
 
-def _stamp(trial: Trial, config_json: str, zip_name: str, start_mode: str, from_step: int | None = None) -> Stamp:
+def _stamp(
+    trial: Trial, config_json: str, zip_name: str, start_mode: str, from_step: int | None = None
+) -> Stamp:
     return Stamp(
         version=hpc_rl.__version__,
         config_sha256=provenance.sha256(config_json),

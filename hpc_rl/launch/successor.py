@@ -79,7 +79,9 @@ def go_on(
             scheduler.cancel(new)
             return str(other["job_id"])
     try:
-        refuse_cancelled(trial, job_id)  # written while we submitted: whoever cancels has not seen the new job
+        refuse_cancelled(
+            trial, job_id
+        )  # written while we submitted: whoever cancels has not seen the new job
     except TrialBusy:
         scheduler.cancel(new)
         raise

@@ -130,7 +130,12 @@ class Supervisor:
     """
 
     def __init__(
-        self, units: list[Unit], mode: str, retries: int, failures: int = 0, incarnations: dict[Key, int] | None = None
+        self,
+        units: list[Unit],
+        mode: str,
+        retries: int,
+        failures: int = 0,
+        incarnations: dict[Key, int] | None = None,
     ) -> None:
         known = incarnations or {}
         self.slots: dict[Key, Slot] = {
@@ -205,7 +210,10 @@ class Supervisor:
         """End everything without saving: somebody else owns the trial."""
         if self.phase is Phase.OVER:
             return []
-        return [Record("abandoning", {"reason": why}), *self._end_all(now, Verdict(False, code, why), by_force=True)]
+        return [
+            Record("abandoning", {"reason": why}),
+            *self._end_all(now, Verdict(False, code, why), by_force=True),
+        ]
 
     def exited(self, now: float, key: Key, incarnation: int, end: End) -> list[Action]:
         """An incarnation of a unit is gone, all its processes."""
@@ -232,17 +240,23 @@ class Supervisor:
         """Whether an end uses up the retries: of the trainer, or of whoever had to be killed because nothing moved."""
         if slot.unit.role != "trainer":
             return end.failure is FailureClass.INFRASTRUCTURE and end.by_signal
-        return is_failure(end.code) and end.policy.counts and (self.phase is Phase.RUNNING or not end.by_signal)
+        return (
+            is_failure(end.code) and end.policy.counts and (self.phase is Phase.RUNNING or not end.by_signal)
+        )
 
     def tick(self, now: float) -> list[Action]:
         """Whatever is due."""
-        hanging: list[Action] = [Kill(slot.key) for slot in self._running() if slot.killed_as and now >= slot.kill_at]
+        hanging: list[Action] = [
+            Kill(slot.key) for slot in self._running() if slot.killed_as and now >= slot.kill_at
+        ]
         return hanging + self._tick(now)
 
     def _tick(self, now: float) -> list[Action]:
         if self.phase is Phase.RUNNING:
             waiting = (Standing.PAUSED, Standing.GAVE_UP)
-            due = [slot for slot in self.slots.values() if slot.standing in waiting and now >= slot.restart_at]
+            due = [
+                slot for slot in self.slots.values() if slot.standing in waiting and now >= slot.restart_at
+            ]
             return [action for slot in due for action in self._start(slot, now)]
         if self.phase is Phase.OVER or now < self._deadline:
             return []
@@ -250,7 +264,9 @@ class Supervisor:
             self._killed = True
             self._deadline = now + LAST_GRACE_S
             trainer = self.trainer
-            late: list[Action] = [Record("killing", {"reason": f"the trainer did not stop within {self.drain_grace_s:g} s"})]
+            late: list[Action] = [
+                Record("killing", {"reason": f"the trainer did not stop within {self.drain_grace_s:g} s"})
+            ]
             return [*late, *([Kill(trainer.key)] if trainer else [])]
         if self.phase is Phase.DRAINING:
             end = End(128 + 9, "it could not be killed")
@@ -259,7 +275,9 @@ class Supervisor:
             self._killed = True
             self._deadline = now + LAST_GRACE_S
             return [Kill(slot.key) for slot in self._running()]
-        return self._over("; left behind: " + ", ".join(f"{slot.unit.role} {slot.unit.index}" for slot in self._running()))
+        return self._over(
+            "; left behind: " + ", ".join(f"{slot.unit.role} {slot.unit.index}" for slot in self._running())
+        )
 
     def _start(self, slot: Slot, now: float) -> list[Action]:
         slot.standing = Standing.RUNNING
@@ -274,7 +292,9 @@ class Supervisor:
         verdict = recover.after_trainer(end, self.mode, self.failures, self.retries)
         avoid = self._avoid(end)
         if verdict.restart:
-            return avoid + self._pause(slot, now, end.policy.pause_s or recover.pause_s(self.failures), verdict.reason)
+            return avoid + self._pause(
+                slot, now, end.policy.pause_s or recover.pause_s(self.failures), verdict.reason
+            )
         return avoid + self._end_all(now, verdict)
 
     def _avoid(self, end: End) -> list[Action]:
@@ -289,7 +309,9 @@ class Supervisor:
         avoid = self._avoid(end)
         slot.lost_node = end.failure is FailureClass.NODE
         if end.policy.then == "end" and is_failure(end.code):
-            return avoid + self._give_up(slot, now, f"{name}: {end.reason} ({end.failure}: {end.policy.advice})", even_alone=True)
+            return avoid + self._give_up(
+                slot, now, f"{name}: {end.reason} ({end.failure}: {end.policy.advice})", even_alone=True
+            )
         if end.failure is FailureClass.INFRASTRUCTURE and self.failures > self.retries:
             spent = recover.after_failure(name, end, self.mode, self.failures, self.retries).reason
             return avoid + self._give_up(slot, now, spent, even_alone=True)
@@ -313,7 +335,11 @@ class Supervisor:
         peers = [other for other in self.slots.values() if other.unit.role == slot.unit.role]
         if not even_alone and any(other.standing is not Standing.GAVE_UP for other in peers):
             return gave_up
-        elsewhere = any(other.lost_node for other in peers) and self.mode in recover.RESTARTING_MODES and not even_alone
+        elsewhere = (
+            any(other.lost_node for other in peers)
+            and self.mode in recover.RESTARTING_MODES
+            and not even_alone
+        )
         code = ExitCode.STOPPED if elsewhere else ExitCode.FAILED
         return gave_up + self._fail(now, code, f"{why}; other nodes are needed" if elsewhere else why)
 

@@ -32,7 +32,9 @@ LEASE_TTL_S = 15.0
 RENEW_EVERY_S = 2.0
 FENCE_S = 3 * RENEW_EVERY_S  # for an owner on another host to notice that it is no longer the owner
 WAIT_S, TERM_S, KILL_S = 10.0, 10.0, 5.0
-PROCESS_FILE = re.compile(r"(?:client-)?(?P<role>[a-z]+)-(?P<index>\d+)\.(?P<incarnation>\d+)(?:-rank\d+)?\.(?:json|log)")
+PROCESS_FILE = re.compile(
+    r"(?:client-)?(?P<role>[a-z]+)-(?P<index>\d+)\.(?P<incarnation>\d+)(?:-rank\d+)?\.(?:json|log)"
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ class ProcessRecord:
     step: str = ""  # Slurm's number of its step
 
 
-def take_ownership(names: NameResolve, attempt: Attempt, clock: Callable[[], float] = time.monotonic) -> Lease:
+def take_ownership(
+    names: NameResolve, attempt: Attempt, clock: Callable[[], float] = time.monotonic
+) -> Lease:
     """Become the one supervisor of the trial.
 
     An earlier start of the same job is fenced: its scheduler has started it again, so it is to end. One of another job that
@@ -56,15 +60,24 @@ def take_ownership(names: NameResolve, attempt: Attempt, clock: Callable[[], flo
     before = names.leases(keys.OWNER).get(keys.OWNER)
     if before is not None and submission_of(str(before.value.get("attempt"))) != submission_of(attempt.id):
         _refuse_while_alive(names, before, attempt, clock)
-    me = {"attempt": attempt.id, "host": socket.gethostname(), "pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
+    me = {
+        "attempt": attempt.id,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "start_ticks": start_ticks(os.getpid()),
+    }
     lease = names.lease(keys.OWNER, me, LEASE_TTL_S)
     if before is not None and before.value.get("host") != socket.gethostname():
-        logger.warning("an earlier supervisor on %s left no word: waiting %g s for it", before.value.get("host"), FENCE_S)
+        logger.warning(
+            "an earlier supervisor on %s left no word: waiting %g s for it", before.value.get("host"), FENCE_S
+        )
         time.sleep(FENCE_S)
     return lease
 
 
-def _refuse_while_alive(names: NameResolve, before: Seen, attempt: Attempt, clock: Callable[[], float]) -> None:
+def _refuse_while_alive(
+    names: NameResolve, before: Seen, attempt: Attempt, clock: Callable[[], float]
+) -> None:
     """Raises TrialBusy where the owner lives: its process, if that is on this host, else a counter that moves."""
     owner = before.value
     pid, ticks = owner.get("pid"), owner.get("start_ticks")
@@ -82,7 +95,9 @@ def _refuse_while_alive(names: NameResolve, before: Seen, attempt: Attempt, cloc
 def _moves(names: NameResolve, before: Seen, clock: Callable[[], float]) -> bool:
     """Whether the counter of a lease moves within its time to live; also a later epoch is somebody."""
     end = clock() + LEASE_TTL_S + RENEW_EVERY_S
-    logger.warning("an earlier supervisor on %s left no word: watching whether it lives", before.value.get("host"))
+    logger.warning(
+        "an earlier supervisor on %s left no word: watching whether it lives", before.value.get("host")
+    )
     last_age_s = before.age_s
     while clock() < end:
         time.sleep(RENEW_EVERY_S / 4)
@@ -98,7 +113,11 @@ def _moves(names: NameResolve, before: Seen, clock: Callable[[], float]) -> bool
 def end_leftovers(trial: Trial) -> list[ProcessRecord]:
     """End what still runs on this host of earlier supervisors; returns what could not be ended. Raises OSError."""
     found = {(record.pid, record.start_ticks): record for record in _records(trial)}
-    alive = [(pid, ticks) for pid, ticks in found if ticks is not None and pid != os.getpid() and is_alive(pid, ticks)]
+    alive = [
+        (pid, ticks)
+        for pid, ticks in found
+        if ticks is not None and pid != os.getpid() and is_alive(pid, ticks)
+    ]
     if alive:
         logger.warning("waiting for %d processes of earlier starts to end", len(alive))
     return [found[one] for one in end_processes(alive, WAIT_S, TERM_S, KILL_S)]
@@ -114,7 +133,10 @@ def leave_client_records(attempt: Attempt, unit: Unit, incarnation: int, childre
     """Put what was started for a unit on record; the roles' own records come only once they have loaded. Raises OSError."""
     for child in children:
         record = ProcessRecord(child.pid, child.start_ticks, socket.gethostname(), unit.role, child.rank)
-        write_json(attempt.processes / f"client-{unit.role}-{unit.index}.{incarnation}-rank{child.rank}.json", asdict(record))
+        write_json(
+            attempt.processes / f"client-{unit.role}-{unit.index}.{incarnation}-rank{child.rank}.json",
+            asdict(record),
+        )
 
 
 def next_incarnations(attempt: Attempt) -> dict[tuple[str, int], int]:

@@ -15,7 +15,9 @@ from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.polling import GONE
 from hpc_rl.schedulers.slurm_states import find, why_pending
 
-SILENCE_S = 120.0  # without a scheduler's word, a trial whose files rest for so long is no longer called running
+SILENCE_S = (
+    120.0  # without a scheduler's word, a trial whose files rest for so long is no longer called running
+)
 SKEW_S = 2.0  # by which the clocks of a node and of this machine may differ
 
 
@@ -62,9 +64,16 @@ NOTHING_SAVED = "nothing is saved (recover.mode disabled)"
 
 def describe_end(code: int | None, reason: str, cancelled: bool, saves: bool = True) -> tuple[str, str]:
     """State and words for an exit code with its recorded reason; `saves`: it was a trial that saves when it stops."""
-    state, words = ENDS.get(code, ("failed", f"ended with exit code {code}")) if code is not None else ("failed", "ended")
+    state, words = (
+        ENDS.get(code, ("failed", f"ended with exit code {code}"))
+        if code is not None
+        else ("failed", "ended")
+    )
     if cancelled and state in ("stopped", "killed"):
-        state, words = "cancelled", "cancelled by a person" + (", state saved" if code == ExitCode.STOPPED else "")
+        state, words = (
+            "cancelled",
+            "cancelled by a person" + (", state saved" if code == ExitCode.STOPPED else ""),
+        )
     words = words if saves else words.replace("state saved", NOTHING_SAVED)
     return state, f"{words}: {reason}" if reason and reason not in words else words
 
@@ -120,7 +129,11 @@ def verdict(
 
 
 def _by_files(
-    job: JobFacts | None, own: AttemptFacts | None, job_state: JobState | None, last_sign: float | None, dead: bool
+    job: JobFacts | None,
+    own: AttemptFacts | None,
+    job_state: JobState | None,
+    last_sign: float | None,
+    dead: bool,
 ) -> tuple[str, str]:
     """What the files say, where the scheduler does not say that the job waits. `dead`: it says that the job is over."""
     if own is None:
@@ -130,7 +143,11 @@ def _by_files(
     job_ended = job is not None and job.event == "ended"
     if dead or job_ended or own.state in ("done", "failed", "cancelled"):
         # A job that did not go on after a stop says why in its own last words.
-        more = f" ({job.reason})" if own.state == "stopped" and job is not None and job_ended and job.reason else ""
+        more = (
+            f" ({job.reason})"
+            if own.state == "stopped" and job is not None and job_ended and job.reason
+            else ""
+        )
         return own.state, "" if own.state == "done" else own.cause + more
     return "pending", f"{own.cause}; it is being started again"
 
@@ -172,7 +189,9 @@ def _unstarted(job: JobFacts, job_state: JobState | None) -> tuple[str, str]:
     return "unknown", "submitted, has not written yet, and the scheduler does not say where it is"
 
 
-def _unended(job: JobFacts | None, own: AttemptFacts, job_state: JobState | None, last_sign: float | None) -> tuple[str, str]:
+def _unended(
+    job: JobFacts | None, own: AttemptFacts, job_state: JobState | None, last_sign: float | None
+) -> tuple[str, str]:
     """The newest attempt left no word of its end."""
     if job is not None and job.event == "ended":
         return describe_end(job.code, f"{job.reason} (code {job.code})", job.cancelled, job.saves)
@@ -181,7 +200,9 @@ def _unended(job: JobFacts | None, own: AttemptFacts, job_state: JobState | None
     if job_state is not None and job_state.native == GONE:
         return "killed", f"left no word of its end; {_scheduler_words(job_state)}"
     silent_s = time.time() - last_sign if last_sign is not None else SILENCE_S
-    if (job_state is not None and job_state.state.alive) or silent_s < SILENCE_S:  # the age decides only what is shown
+    if (
+        job_state is not None and job_state.state.alive
+    ) or silent_s < SILENCE_S:  # the age decides only what is shown
         wish = own.stopping
         if job is not None and job.cancelled:
             wish = f"a person asked it to stop; {'it saves its state first' if job.saves else NOTHING_SAVED}"

@@ -38,4 +38,8 @@ def is_certain(story: Story) -> bool:
     """Whether the files of a trial that seems over leave no room for its job to go on."""
     if story.state in ("done", "rendered") or (story.jobs and story.jobs[-1].over):
         return True
-    return story.state in ("failed", "cancelled") and bool(story.attempts) and story.attempts[-1].exit_code is not None
+    return (
+        story.state in ("failed", "cancelled")
+        and bool(story.attempts)
+        and story.attempts[-1].exit_code is not None
+    )

@@ -41,7 +41,11 @@ def number(value: float | None) -> str:
     """Four digits that count, without an exponent where that reads well; `nan` for what JSON has no word for."""
     if value is None:
         return "nan"
-    return f"{value:.4g}" if value == 0 or abs(value) < 1e-3 or abs(value) >= 1e5 else f"{value:.4f}".rstrip("0").rstrip(".")
+    return (
+        f"{value:.4g}"
+        if value == 0 or abs(value) < 1e-3 or abs(value) >= 1e5
+        else f"{value:.4f}".rstrip("0").rstrip(".")
+    )
 
 
 def end_words(code: int | None, reason: str) -> str:
@@ -50,7 +54,11 @@ def end_words(code: int | None, reason: str) -> str:
         return reason
     if code is None:
         return "no word of why"
-    return f"killed by signal {-code if code < 0 else code - 128}" if code < 0 or 128 < code < 160 else f"exit code {code}"
+    return (
+        f"killed by signal {-code if code < 0 else code - 128}"
+        if code < 0 or 128 < code < 160
+        else f"exit code {code}"
+    )
 
 
 def typed(program: str = "hpc-rl") -> str:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 OWNER = "owner"  # lease: the supervisor that runs the trial
 WAITS_FOR_ROOM = "waits_for_room"
-ROLLOUT = "rollout/0"  # lease: {"url", "attempt", "pid", "host", "waits_for_room"}: the last one on a full disk
+ROLLOUT = (
+    "rollout/0"  # lease: {"url", "attempt", "pid", "host", "waits_for_room"}: the last one on a full disk
+)
 SERVERS = "server"  # prefix of server leases
-ROUTABLE = ("serving", "paused")  # states of a server that gets requests: a paused one holds them until its new weights are in
+ROUTABLE = (
+    "serving",
+    "paused",
+)  # states of a server that gets requests: a paused one holds them until its new weights are in
 EVALUATION = "evaluation"  # reserved for the newest evaluation record
 
 

@@ -47,7 +47,11 @@ class MemoryNames(Polling):
 
     def list(self, prefix: str) -> dict[str, dict[str, Any]]:
         with self._lock:
-            return {key: copy.deepcopy(value) for key, value in sorted(self._records.items()) if _under(prefix, key)}
+            return {
+                key: copy.deepcopy(value)
+                for key, value in sorted(self._records.items())
+                if _under(prefix, key)
+            }
 
     def delete(self, key: str) -> None:
         components(key)
@@ -65,7 +69,13 @@ class MemoryNames(Polling):
         with self._lock:
             now = self._clock()
             return {
-                key: Seen(key, copy.deepcopy(held.value), held.epoch, now - held.moved_at <= held.ttl_s, now - held.moved_at)
+                key: Seen(
+                    key,
+                    copy.deepcopy(held.value),
+                    held.epoch,
+                    now - held.moved_at <= held.ttl_s,
+                    now - held.moved_at,
+                )
                 for key, held in sorted(self._held.items())
                 if _under(prefix, key) and not held.released
             }
@@ -83,7 +93,9 @@ class MemoryLease:
         with self._names._lock:
             held = self._names._held[self.key]
             if held.epoch > self.epoch or held.released:
-                raise Stale(f"lease {self.key!r}: epoch {self.epoch} was released or is older than epoch {held.epoch}")
+                raise Stale(
+                    f"lease {self.key!r}: epoch {self.epoch} was released or is older than epoch {held.epoch}"
+                )
             held.value = held.value if value is None else copy.deepcopy(value)
             held.moved_at = self._names._clock()
 

@@ -152,7 +152,9 @@ class SharedFsLease:
     def renew(self, value: dict[str, Any] | None = None) -> None:
         highest = _highest_epoch(self._base)
         if highest > self.epoch or self._released:
-            raise Stale(f"lease {self.key!r}: epoch {self.epoch} was released or is older than epoch {highest}")
+            raise Stale(
+                f"lease {self.key!r}: epoch {self.epoch} was released or is older than epoch {highest}"
+            )
         self._value = self._value if value is None else value
         self._counter += 1
         self._write()
@@ -176,7 +178,11 @@ class SharedFsLease:
 
 
 def _highest_epoch(base: Path) -> int:
-    marks = [name.removeprefix(base.name + EPOCH) for name in _scan(base.parent) if name.startswith(base.name + EPOCH)]
+    marks = [
+        name.removeprefix(base.name + EPOCH)
+        for name in _scan(base.parent)
+        if name.startswith(base.name + EPOCH)
+    ]
     return max((int(mark) for mark in marks if mark.isdecimal()), default=0)
 
 

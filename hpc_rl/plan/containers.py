@@ -51,7 +51,9 @@ def with_paths(binds: list[str], paths: Iterable[str]) -> list[str]:
     same = {source for source, target in (bind.split(":")[:2] for bind in binds) if source == target}
     wanted = [path for path in dict.fromkeys(paths) if path != "/"]
     outer = [
-        path for path in wanted if not any(_inside(path, other) for other in (*same, *wanted) if other != path or other in same)
+        path
+        for path in wanted
+        if not any(_inside(path, other) for other in (*same, *wanted) if other != path or other in same)
     ]
     return [*binds, *(f"{path}:{path}" for path in outer)]
 

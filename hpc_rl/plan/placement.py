@@ -58,13 +58,19 @@ def _on_processes(demand: Demand, n_nodes: int, trainer_nodes: int) -> Placement
 def _place_on_gpus(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Placement | None:
     if demand.units != n_nodes * n_gpus_per_node:
         return None
-    counts = (nodes for nodes in range(1, n_nodes + 1) if demand.ranks % nodes == 0 and demand.ranks // nodes <= n_gpus_per_node)
+    counts = (
+        nodes
+        for nodes in range(1, n_nodes + 1)
+        if demand.ranks % nodes == 0 and demand.ranks // nodes <= n_gpus_per_node
+    )
     nodes = next(counts, None)
     if nodes is None:
         return None
     per_node, size = demand.ranks // nodes, demand.units_per_replica
     slots = [
-        (node, gpu) for node in range(n_nodes) for gpu in range(per_node if node < nodes else 0, n_gpus_per_node - size + 1, size)
+        (node, gpu)
+        for node in range(n_nodes)
+        for gpu in range(per_node if node < nodes else 0, n_gpus_per_node - size + 1, size)
     ]
     if len(slots) < demand.replicas:
         return None
@@ -73,7 +79,9 @@ def _place_on_gpus(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Placem
 
 def nearest(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Demand | None:
     """The demand that fits and changes the fewest units; of equal ones the first found. None where nothing fits."""
-    fitting = [other for other in _others(demand, n_nodes, n_gpus_per_node) if place(other, n_nodes, n_gpus_per_node)]
+    fitting = [
+        other for other in _others(demand, n_nodes, n_gpus_per_node) if place(other, n_nodes, n_gpus_per_node)
+    ]
 
     def change(other: Demand) -> int:
         replicas = abs(other.replicas - demand.replicas) * demand.units_per_replica

@@ -23,7 +23,9 @@ SUPERVISOR_CPUS = 1
 SUPERVISOR_MEM_MB = 1024
 
 
-def make_plan(config: Config, explicit: Collection[str], *, interpreter: str, scheduler: Literal["slurm", "local"]) -> Plan:
+def make_plan(
+    config: Config, explicit: Collection[str], *, interpreter: str, scheduler: Literal["slurm", "local"]
+) -> Plan:
     """Decide everything. `interpreter` is the Python that submits; `explicit` names the options that somebody wrote.
 
     What only waits for a backend is planned, and said in `not_built`.
@@ -37,9 +39,13 @@ def make_plan(config: Config, explicit: Collection[str], *, interpreter: str, sc
     allocation = _fill_stars(config, allocation)
     demand = _demand(allocation)
     if demand.units > MAX_UNITS:
-        raise DoesNotFit(f"allocation_mode {allocation} asks for {demand.units} units; a trial has at most {MAX_UNITS}.")
+        raise DoesNotFit(
+            f"allocation_mode {allocation} asks for {demand.units} units; a trial has at most {MAX_UNITS}."
+        )
     placement = _placement(config, allocation, demand)
-    _refuse_idle_ranks(config, demand.ranks // (allocation.train.units_per_replica if allocation.train else 1))
+    _refuse_idle_ranks(
+        config, demand.ranks // (allocation.train.units_per_replica if allocation.train else 1)
+    )
     extra = shlex.split(config.launcher.slurm.srun_additional_args)
     units = [
         replace(unit, srun_args=extra, container=containers.container_of(config, unit.role))
@@ -78,7 +84,9 @@ def refuse_scheduler(config: Config, scheduler: str) -> None:
     """One machine can't play several nodes or jobs."""
     layout = config.launcher.slurm.layout
     if layout != "allocation" and scheduler == "local":
-        raise ConfigError(f"launcher.slurm.layout {layout} needs Slurm, and the trial would run on this machine: use allocation.")
+        raise ConfigError(
+            f"launcher.slurm.layout {layout} needs Slurm, and the trial would run on this machine: use allocation."
+        )
     if config.cluster.n_nodes == 1 or scheduler != "local":
         return
     nodes = f"cluster.n_nodes is {config.cluster.n_nodes}"
@@ -86,7 +94,9 @@ def refuse_scheduler(config: Config, scheduler: str) -> None:
         raise ConfigError(
             f"{nodes}, which needs Slurm, but sbatch is not on the PATH: submit from a machine that has it, or use --n_nodes 1."
         )
-    raise ConfigError(f"{nodes}, but launcher.type local is this one machine: use --n_nodes 1, or launcher.type slurm.")
+    raise ConfigError(
+        f"{nodes}, but launcher.type local is this one machine: use --n_nodes 1, or launcher.type slurm."
+    )
 
 
 def slurm_knows_gpus(config: Config) -> bool:
@@ -120,14 +130,18 @@ def _derive(config: Config) -> Allocation:
         return Allocation(train=Train(backend, d=n_nodes * max(n_gpus, 1)))
     if not n_gpus:
         trainers = max(n_nodes // 2, 1)
-        return Allocation(servers=Servers("embedded", d=max(n_nodes - trainers, 1)), train=Train(backend, d=trainers))
+        return Allocation(
+            servers=Servers("embedded", d=max(n_nodes - trainers, 1)), train=Train(backend, d=trainers)
+        )
     if n_nodes * n_gpus == 1:
         raise DoesNotFit(
             "one GPU can't hold a server and a trainer at once: use cluster.n_gpus_per_node 2 or more, "
             "or 0 to run everything as processes without a GPU."
         )
     trainers = n_gpus // 2 if n_nodes == 1 else (n_nodes // 2) * n_gpus
-    return Allocation(servers=Servers("sglang", d=n_nodes * n_gpus - trainers), train=Train(backend, d=trainers))
+    return Allocation(
+        servers=Servers("sglang", d=n_nodes * n_gpus - trainers), train=Train(backend, d=trainers)
+    )
 
 
 def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
@@ -135,15 +149,23 @@ def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
     needs_servers = isinstance(config, GRPOConfig)
     name = f"allocation_mode {allocation}"
     if allocation.evaluate:
-        raise NotBuilt(f"{name}: a trial that only evaluates is not built; every training trial evaluates at its end.")
+        raise NotBuilt(
+            f"{name}: a trial that only evaluates is not built; every training trial evaluates at its end."
+        )
     if allocation.colocate:
-        raise NotBuilt(f"{name}: sharing units between servers and training ('|') is not built; use '+': {servers}+{train}.")
+        raise NotBuilt(
+            f"{name}: sharing units between servers and training ('|') is not built; use '+': {servers}+{train}."
+        )
     if servers and not train:
         raise NotBuilt(f"{name}: a trial of servers alone is not built; add a trainer: {servers}+fsdp:d1.")
     if train and train.backend == "fsdp" and train.units_per_replica > 1:
-        raise NotBuilt(f"{name}: fsdp with t or c is not built; use d only, as fsdp:d{train.num_units or '*'}.")
+        raise NotBuilt(
+            f"{name}: fsdp with t or c is not built; use d only, as fsdp:d{train.num_units or '*'}."
+        )
     if needs_servers and not servers:
-        raise NotBuilt(f"{name}: generation in the trainer's units is not built; name servers, as {_usual(config)}:d1+{train}.")
+        raise NotBuilt(
+            f"{name}: generation in the trainer's units is not built; name servers, as {_usual(config)}:d1+{train}."
+        )
     if servers and not needs_servers:
         raise ConfigError(f"{name}: an {config.trainer} trial has no generation servers; use {train}.")
     if servers:
@@ -152,7 +174,9 @@ def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
 
 def _awaited(config: Config, allocation: Allocation) -> str:
     """Why nothing of this plan can be started yet; empty where it can. Raises ConfigError for two engines at once."""
-    named = [f"{section}.backend megatron" for section, engine in models(config) if engine.backend == "megatron"]
+    named = [
+        f"{section}.backend megatron" for section, engine in models(config) if engine.backend == "megatron"
+    ]
     train = allocation.train
     if train and train.backend == "megatron":
         named.insert(0, f"allocation_mode {allocation}")
@@ -178,13 +202,21 @@ def _refuse_servers(config: Config, servers: Servers, name: str) -> None:
             "use sglang, or cluster.n_gpus_per_node 0."
         )
     if servers.p > 1:
-        raise NotBuilt(f"{name}: sglang servers with p are not built; use t: sglang:t{servers.units_per_replica}.")
+        raise NotBuilt(
+            f"{name}: sglang servers with p are not built; use t: sglang:t{servers.units_per_replica}."
+        )
     if servers.t > 1 and not n_gpus:
-        raise NotBuilt(f"{name}: t needs GPUs, but cluster.n_gpus_per_node is 0; use d, as sglang:d{servers.t}.")
+        raise NotBuilt(
+            f"{name}: t needs GPUs, but cluster.n_gpus_per_node is 0; use d, as sglang:d{servers.t}."
+        )
     if servers.t > max(n_gpus, 1):
-        raise NotBuilt(f"{name}: a server that spans nodes is not built; t can be at most cluster.n_gpus_per_node, {n_gpus}.")
+        raise NotBuilt(
+            f"{name}: a server that spans nodes is not built; t can be at most cluster.n_gpus_per_node, {n_gpus}."
+        )
     if isinstance(config, GRPOConfig) and servers.backend == "sglang" and servers.t % config.sglang.ep_size:
-        raise ConfigError(f"sglang.ep_size {config.sglang.ep_size} must divide the GPUs of a server: {name} has t {servers.t}.")
+        raise ConfigError(
+            f"sglang.ep_size {config.sglang.ep_size} must divide the GPUs of a server: {name} has t {servers.t}."
+        )
 
 
 def _fill_stars(config: Config, allocation: Allocation) -> Allocation:
@@ -194,7 +226,9 @@ def _fill_stars(config: Config, allocation: Allocation) -> Allocation:
     if not starred:
         return allocation
     if len(starred) == 2:
-        raise ConfigError(f"allocation_mode {allocation}: only one part can take what is left; give the other a number.")
+        raise ConfigError(
+            f"allocation_mode {allocation}: only one part can take what is left; give the other a number."
+        )
     cluster = config.cluster
     taken = sum(part.num_units or 0 for part in (servers, train) if part)
     left = cluster.n_nodes * max(cluster.n_gpus_per_node, 1) - taken
@@ -202,9 +236,15 @@ def _fill_stars(config: Config, allocation: Allocation) -> Allocation:
         left = max(left, 1)
     count = left // starred[0].units_per_replica
     if count < 1:
-        raise DoesNotFit(f"allocation_mode {allocation}: nothing is left for d*: {taken} of {taken + left} units are taken.")
+        raise DoesNotFit(
+            f"allocation_mode {allocation}: nothing is left for d*: {taken} of {taken + left} units are taken."
+        )
     filled = replace(starred[0], d=count)
-    return replace(allocation, servers=filled) if isinstance(filled, Servers) else replace(allocation, train=filled)
+    return (
+        replace(allocation, servers=filled)
+        if isinstance(filled, Servers)
+        else replace(allocation, train=filled)
+    )
 
 
 # -- where it goes
@@ -213,7 +253,9 @@ def _fill_stars(config: Config, allocation: Allocation) -> Allocation:
 def _demand(allocation: Allocation) -> Demand:
     servers, train = allocation.servers, allocation.train
     ranks = train.num_units if train else None
-    return Demand(servers.d or 0, servers.units_per_replica, ranks or 1) if servers else Demand(0, 1, ranks or 1)
+    return (
+        Demand(servers.d or 0, servers.units_per_replica, ranks or 1) if servers else Demand(0, 1, ranks or 1)
+    )
 
 
 def _placement(config: Config, allocation: Allocation, demand: Demand) -> Placement:
@@ -222,11 +264,19 @@ def _placement(config: Config, allocation: Allocation, demand: Demand) -> Placem
     if placement:
         return placement
     other = nearest(demand, cluster.n_nodes, cluster.n_gpus_per_node)
-    fits = "nothing with such servers does" if other is None else f"the nearest that does: {_as_text(allocation, other)}"
+    fits = (
+        "nothing with such servers does"
+        if other is None
+        else f"the nearest that does: {_as_text(allocation, other)}"
+    )
     if cluster.n_gpus_per_node:
         total = cluster.n_nodes * cluster.n_gpus_per_node
         have = f"{cluster.n_nodes} node(s) of {cluster.n_gpus_per_node} GPUs have {total}"
-        why = f"it takes {demand.units} GPUs, {have}" if demand.units != total else f"it can't be cut to fit; {have}"
+        why = (
+            f"it takes {demand.units} GPUs, {have}"
+            if demand.units != total
+            else f"it can't be cut to fit; {have}"
+        )
     elif not demand.replicas:
         why = f"{demand.ranks} ranks can't be spread evenly over {cluster.n_nodes} nodes"
     elif demand.units < cluster.n_nodes:
@@ -249,7 +299,9 @@ def _refuse_idle_ranks(config: Config, ranks: int) -> None:
         made_of += " * gconfig.n_samples / actor.ppo_n_minibatches"
     if rows < ranks:
         enough = f"use fsdp:d{rows} or less, or more rows"
-        raise DoesNotFit(f"{ranks} trainer ranks share {rows} row{'' if rows == 1 else 's'} per update ({made_of}): {enough}.")
+        raise DoesNotFit(
+            f"{ranks} trainer ranks share {rows} row{'' if rows == 1 else 's'} per update ({made_of}): {enough}."
+        )
 
 
 # -- units
@@ -330,7 +382,12 @@ def _groups(config: Config, layout: str, units: list[Unit]) -> list[Group]:
     first, second = _largest_node(units, sorted(of_trial)), _largest_node(units, of_servers)
     return [
         Group(name="trial", nodes=sorted(of_trial), cpus_per_node=first[0], mem_mb_per_node=first[1]),
-        Group(name="servers", nodes=of_servers, cpus_per_node=second[0] + own_cpus, mem_mb_per_node=second[1] + own_mem_mb),
+        Group(
+            name="servers",
+            nodes=of_servers,
+            cpus_per_node=second[0] + own_cpus,
+            mem_mb_per_node=second[1] + own_mem_mb,
+        ),
     ]
 
 

@@ -103,10 +103,16 @@ class Plan:
     recover_retries: int
     python: str
     layout: Literal["allocation", "hetjob", "jobs"] = "allocation"
-    groups: list[Group] = field(default_factory=list)  # of the layouts hetjob and jobs: the nodes of the trial, then the servers'
-    slurm_knows_gpus: bool = True  # false: steps say nothing of GPUs, and the units' environment deals them out
+    groups: list[Group] = field(
+        default_factory=list
+    )  # of the layouts hetjob and jobs: the nodes of the trial, then the servers'
+    slurm_knows_gpus: bool = (
+        True  # false: steps say nothing of GPUs, and the units' environment deals them out
+    )
     notes: list[str] = field(default_factory=list)  # what was derived or adapted, in words; printed by submit
-    not_built: str = ""  # what the trial needs and this version has not: it can be planned and rendered, not started
+    not_built: str = (
+        ""  # what the trial needs and this version has not: it can be planned and rendered, not started
+    )
 
     def refuse_unbuilt(self) -> None:
         """Raises NotBuilt for a plan that can be looked at but not started."""

@@ -41,10 +41,14 @@ def check_places(plan: Plan, trial_dir: Path, workdir: Path) -> None:
     """Raises ConfigError for a directory that can't be bound, where a unit of the plan has a container."""
     for what, path in (("the directory of the trial", trial_dir), ("the working directory", workdir)):
         if set(str(path)) & set(SEPARATORS) and any(unit.container for unit in plan.units):
-            raise ConfigError(f"{what}, {path}, can't be bound into a container: it holds one of {' '.join(SEPARATORS)}")
+            raise ConfigError(
+                f"{what}, {path}, can't be bound into a container: it holds one of {' '.join(SEPARATORS)}"
+            )
 
 
-def wrap(unit: Unit, argv: list[str], env: dict[str, str], own: Collection[str], trial_dir: Path, workdir: Path) -> Wrapped:
+def wrap(
+    unit: Unit, argv: list[str], env: dict[str, str], own: Collection[str], trial_dir: Path, workdir: Path
+) -> Wrapped:
     """Put a unit's command into its container, if it has one.
 
     Args:
@@ -74,7 +78,11 @@ def _environment(env: dict[str, str], mounts: list[str], own: dict[str, str]) ->
     """Without what names places that are not in the container."""
     targets = [mount.split(":")[1] for mount in mounts]
     within = own.get("PYTHONPATH", "").split(":")  # the user's own may be of the image
-    path = [entry for entry in env.get("PYTHONPATH", "").split(":") if entry and (entry in within or _below(entry, targets))]
+    path = [
+        entry
+        for entry in env.get("PYTHONPATH", "").split(":")
+        if entry and (entry in within or _below(entry, targets))
+    ]
     found = env | _PYTHON | own | {"PYTHONPATH": ":".join(path)}
     if not _below(found.get("TMPDIR", "/tmp"), [*targets, "/tmp"]):
         del found["TMPDIR"]

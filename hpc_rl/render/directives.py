@@ -75,7 +75,10 @@ def resources(slurm: SlurmLauncherConfig, ask: Ask) -> list[Option]:
         ("nodes", str(ask.n_nodes)),
         *_present(
             ("ntasks-per-node", slurm.ntasks_per_node and str(slurm.ntasks_per_node)),
-            ("cpus-per-task", str(ask.cpus_per_node) if slurm.cpus_per_task == DERIVED else slurm.cpus_per_task),
+            (
+                "cpus-per-task",
+                str(ask.cpus_per_node) if slurm.cpus_per_task == DERIVED else slurm.cpus_per_task,
+            ),
             *_memory(slurm, ask),
             *_gpus(slurm, ask),
             ("time", slurm.time),
@@ -139,7 +142,9 @@ def split_extra(argument: str) -> list[str]:
     except ValueError as error:
         raise ConfigError(f"launcher.slurm.extra_args: {argument!r} can't be read: {error}.") from error
     if not words or LINE_BREAK.search(argument):
-        raise ConfigError(f"launcher.slurm.extra_args: {argument!r} is no sbatch option; write one per item, as --licenses=a:1.")
+        raise ConfigError(
+            f"launcher.slurm.extra_args: {argument!r} is no sbatch option; write one per item, as --licenses=a:1."
+        )
     return words
 
 

@@ -37,7 +37,9 @@ def directive(value: Any) -> str:
     """
     text = str(_present(value))
     if LINE_BREAK.search(text):
-        raise ConfigError(f"{text!r} can't be given to sbatch: an #SBATCH line holds no line breaks or control characters.")
+        raise ConfigError(
+            f"{text!r} can't be given to sbatch: an #SBATCH line holds no line breaks or control characters."
+        )
     if PLAIN.fullmatch(text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -36,7 +36,9 @@ def gather(hooks: HooksConfig, site: Sequence[Path]) -> list[Hook]:
             scripts.reverse()
         for number, (origin, text) in enumerate(scripts):
             text = text if text.startswith("#!") else f"#!/bin/bash\n{text}"
-            found.append(Hook(event, f"hook.{event}.{number}", text if text.endswith("\n") else f"{text}\n", origin))
+            found.append(
+                Hook(event, f"hook.{event}.{number}", text if text.endswith("\n") else f"{text}\n", origin)
+            )
     return found
 
 

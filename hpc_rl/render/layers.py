@@ -42,7 +42,9 @@ class Layers(jinja2.BaseLoader):
         """Files above ours that have a say in a template, highest first."""
         return [path for folder in self.folders[:-1] if (path := folder / name).is_file()]
 
-    def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str | None, Callable[[], bool] | None]:
+    def get_source(
+        self, environment: jinja2.Environment, template: str
+    ) -> tuple[str, str | None, Callable[[], bool] | None]:
         found = self.find(template)
         if found is None:
             raise jinja2.TemplateNotFound(template)

@@ -15,7 +15,12 @@ from hpc_rl.render.directives import Ask, Directives, directives
 from hpc_rl.render.slurm_time import signal_lead_s
 
 ELASTIC = ("max_running", "idle_s")  # of launcher.slurm.servers; the rest are sbatch's
-PER_COMPONENT = ("partition", "account", "qos", "reservation")  # the name, the comment and mail are the whole job's
+PER_COMPONENT = (
+    "partition",
+    "account",
+    "qos",
+    "reservation",
+)  # the name, the comment and mail are the whole job's
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,11 @@ class Asks:
 
 def servers_of(slurm: SlurmLauncherConfig) -> SlurmLauncherConfig:
     """The section as it holds for the nodes of the servers."""
-    given = {name: value for name, value in vars(slurm.servers).items() if value is not None and name not in ELASTIC}
+    given = {
+        name: value
+        for name, value in vars(slurm.servers).items()
+        if value is not None and name not in ELASTIC
+    }
     if "gres" not in given and "gpu_type" in given:
         given["gres"] = None
     return replace(slurm, **given)
@@ -77,7 +86,9 @@ def without(slurm: SlurmLauncherConfig, nodes: Sequence[str]) -> SlurmLauncherCo
     servers = slurm.servers
     if servers.exclude:
         servers = replace(servers, exclude=",".join([servers.exclude, *nodes]))
-    return replace(slurm, exclude=",".join([*([slurm.exclude] if slurm.exclude else []), *nodes]), servers=servers)
+    return replace(
+        slurm, exclude=",".join([*([slurm.exclude] if slurm.exclude else []), *nodes]), servers=servers
+    )
 
 
 def refuse_hooks(plan: Plan, events: Collection[str]) -> None:
@@ -94,7 +105,10 @@ def trial_values(asks: Asks) -> dict[str, Any]:
     """Of trial.sbatch: the whole trial, or in layout jobs the part with the supervisor and the trainer."""
     slurm, plan = asks.slurm, asks.plan
     everything = Group(
-        name="trial", nodes=list(range(plan.n_nodes)), cpus_per_node=plan.cpus_per_node, mem_mb_per_node=plan.mem_mb_per_node
+        name="trial",
+        nodes=list(range(plan.n_nodes)),
+        cpus_per_node=plan.cpus_per_node,
+        mem_mb_per_node=plan.mem_mb_per_node,
     )
     group = everything if plan.layout == "allocation" else asks.group("trial")
     ask = asks.ask(
@@ -124,7 +138,9 @@ def submitit_values(asks: Asks) -> dict[str, Any]:
 def _component(asks: Asks, first: Ask) -> Directives:
     """The second component: what it asks for itself, everything else is said once."""
     slurm = servers_of(asks.slurm)
-    asked = asks.directives(slurm, replace(asks.ask(asks.group("servers"), "%j.out", requeue=first.requeue), signal=""))
+    asked = asks.directives(
+        slurm, replace(asks.ask(asks.group("servers"), "%j.out", requeue=first.requeue), signal="")
+    )
     own = [(name, value) for name, value in asked.accounting if name in PER_COMPONENT]
     return replace(asked, accounting=own, output=[], policy=[], extra=[])
 
@@ -139,7 +155,8 @@ def server_values(asks: Asks) -> dict[str, Any]:
         "%A_%a.out",
         job_name=name,
         tag=f"{asks.tag}:servers",
-        requeue=slurm.continue_by == "requeue",  # whatever the trial's mode is: a server holds nothing that could be lost
+        requeue=slurm.continue_by
+        == "requeue",  # whatever the trial's mode is: a server holds nothing that could be lost
         signal=f"B:USR1@{signal_lead_s(slurm.time)}",
         more=[("array", f"0-{len(group.nodes) - 1}{throttle}")],
     )

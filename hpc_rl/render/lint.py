@@ -19,7 +19,9 @@ def problems(text: str) -> list[str]:
 def directive_problems(text: str) -> list[str]:
     """#SBATCH lines that sbatch would ignore or that contradict each other; nothing of a script that has none."""
     lines = text.splitlines()
-    first = next((number for number, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))
+    first = next(
+        (number for number, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines)
+    )
     found = [
         f"line {number + 1} comes after the first command, so sbatch ignores it: {line}"
         for number, line in enumerate(lines)
@@ -29,9 +31,15 @@ def directive_problems(text: str) -> list[str]:
     twice = sorted({option for option in options if options.count(option) > 1})
     hetjob = any(line.split()[1:] == ["hetjob"] for line in lines[:first] if line.startswith("#SBATCH"))
     found += [] if hetjob else [f"{option} is given twice; sbatch takes the last" for option in twice]
-    exclusive = [{"--gpus-per-node", "--gpus"}, {"--mem", "--mem-per-cpu", "--mem-per-gpu"}, {"--requeue", "--no-requeue"}]
+    exclusive = [
+        {"--gpus-per-node", "--gpus"},
+        {"--mem", "--mem-per-cpu", "--mem-per-gpu"},
+        {"--requeue", "--no-requeue"},
+    ]
     found += [
-        f"{' and '.join(sorted(group & set(options)))} exclude each other" for group in exclusive if len(group & set(options)) > 1
+        f"{' and '.join(sorted(group & set(options)))} exclude each other"
+        for group in exclusive
+        if len(group & set(options)) > 1
     ]
     found += [
         f"#SBATCH {line.split()[1]} holds a shell variable, which sbatch does not expand"
@@ -51,7 +59,9 @@ def _with_variables(lines: list[str]) -> list[str]:
     ours = ("--chdir", "--output", "--comment", "--job-name")
     variable = re.compile(r"\$\{?[A-Za-z_]")
     return [
-        line for line in lines if line.startswith("#SBATCH -") and variable.search(line) and not line.split()[1].startswith(ours)
+        line
+        for line in lines
+        if line.startswith("#SBATCH -") and variable.search(line) and not line.split()[1].startswith(ours)
     ]
 
 
@@ -72,6 +82,10 @@ def shellcheck_problems(text: str) -> list[str] | None:
     if program is None:
         return None
     done = subprocess.run(
-        [program, "-s", "bash", "-S", "warning", "-f", "gcc", "-"], input=text, capture_output=True, text=True, timeout=TIMEOUT_S
+        [program, "-s", "bash", "-S", "warning", "-f", "gcc", "-"],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     return [f"shellcheck: {line}" for line in done.stdout.splitlines()] if done.returncode else []

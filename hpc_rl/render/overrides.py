@@ -55,7 +55,11 @@ def _parsed(path: Path) -> nodes.Template:
 
 def known(template: str) -> str:
     """The full name of one of our templates, `trial.sbatch.j2` and `trial` included. Raises ConfigError."""
-    names = [name for name in shipped() if template in (name, name.partition("/")[2], name.partition("/")[2].split(".")[0])]
+    names = [
+        name
+        for name in shipped()
+        if template in (name, name.partition("/")[2], name.partition("/")[2].split(".")[0])
+    ]
     if not names:
         raise ConfigError(f"there is no template {template!r}; known: {', '.join(shipped())}.")
     return names[0]
@@ -86,14 +90,18 @@ def problems(layers: Sequence[Path]) -> list[str]:
         for block in override.blocks:
             if block not in ours[override.template] and override.extends:
                 has = ", ".join(ours[override.template])
-                found.append(f"{where}: {override.template} has no block {block!r}, so it has no effect; it has {has}.")
+                found.append(
+                    f"{where}: {override.template} has no block {block!r}, so it has no effect; it has {has}."
+                )
         if not override.extends:
             whole = "it replaces the whole file and will miss what a new version changes"
             found.append(f"{where}: {whole}; begin it with {_extends(override.template)}")
     for folder in layers:
         for path in sorted(path for name in FOLDERS for path in (folder / name).glob("*") if path.is_file()):
             if f"{path.parent.name}/{path.name}" not in ours:
-                found.append(f"{path}: nothing reads it; templates that can be overridden: {', '.join(ours)}.")
+                found.append(
+                    f"{path}: nothing reads it; templates that can be overridden: {', '.join(ours)}."
+                )
     return found
 
 
@@ -116,5 +124,11 @@ def ejected(template: str, blocks: Sequence[str]) -> str:
         # Macros and imports of ours are not visible in a block of another file.
         body = body if body.strip() and "lines(" not in body else "{{ super() }}"
         note = f"# {_COMMENT[block]}\n" if block in _COMMENT else ""
-        texts += ["", f"{{% block {block} %}}", *([note.rstrip()] if note else []), body.strip("\n"), "{% endblock %}"]
+        texts += [
+            "",
+            f"{{% block {block} %}}",
+            *([note.rstrip()] if note else []),
+            body.strip("\n"),
+            "{% endblock %}",
+        ]
     return "\n".join(texts) + "\n"

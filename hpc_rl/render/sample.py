@@ -11,8 +11,18 @@ from hpc_rl.render.scripts import Stamp, render
 from hpc_rl.trial import Trial
 
 OPTIONS = (
-    *("experiment_name=sample", "trial_name=sample", "cluster.n_gpus_per_node=0", "cluster.fileroot=/fileroot"),
-    *("train_dataset.path=/data.jsonl", "train_dataset.batch_size=64", "actor.path=/model", "recover.mode=auto"),
+    *(
+        "experiment_name=sample",
+        "trial_name=sample",
+        "cluster.n_gpus_per_node=0",
+        "cluster.fileroot=/fileroot",
+    ),
+    *(
+        "train_dataset.path=/data.jsonl",
+        "train_dataset.batch_size=64",
+        "actor.path=/model",
+        "recover.mode=auto",
+    ),
 )
 KINDS = {"slurm, one node": ("slurm", 1), "slurm, two nodes": ("slurm", 2), "local": ("local", 1)}
 

@@ -22,7 +22,10 @@ from hpc_rl.schedulers.submitit import PARAMETERS
 from hpc_rl.trial import Trial
 
 SERVERS = ("sbatch/servers.sbatch.j2", "servers.sbatch")  # of layout jobs, beside the trial's own
-TEMPLATES = {"slurm": ("sbatch/trial.sbatch.j2", "trial.sbatch"), "local": ("templates/local.sh.j2", "local.sh")}
+TEMPLATES = {
+    "slurm": ("sbatch/trial.sbatch.j2", "trial.sbatch"),
+    "local": ("templates/local.sh.j2", "local.sh"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,9 @@ def script_name(scheduler: str) -> str:
     return TEMPLATES[scheduler][1]
 
 
-def render(config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: str, site: Sequence[Path] = ()) -> dict[str, str]:
+def render(
+    config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: str, site: Sequence[Path] = ()
+) -> dict[str, str]:
     """File name below `scripts/` -> text. Raises ConfigError, also for a template of the site's that does not render.
 
     Args:
@@ -74,7 +79,15 @@ def render(config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: st
     """
     wanted: list[tuple[str, str, dict[str, Any]]] = [(*TEMPLATES[scheduler], {})]
     if scheduler == "slurm":
-        asks = layouts.Asks(config.launcher.slurm, plan, job_name(trial), stamp.tag, str(stamp.workdir), trial.jobs, stamp.avoid)
+        asks = layouts.Asks(
+            config.launcher.slurm,
+            plan,
+            job_name(trial),
+            stamp.tag,
+            str(stamp.workdir),
+            trial.jobs,
+            stamp.avoid,
+        )
         wanted = [(*TEMPLATES[scheduler], layouts.trial_values(asks))]
         wanted += [(*SERVERS, layouts.server_values(asks))] if plan.layout == "jobs" else []
     hooks = gather(config.launcher.hooks, site)
@@ -84,7 +97,9 @@ def render(config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: st
     layouts.refuse_hooks(plan, {hook.event for hook in hooks})
     texts = {hook.name: hook.text for hook in hooks}
     texts |= {
-        name: _text(jinja, template, common | {"script_path": str(trial.scripts / name), "script_name": name} | values)
+        name: _text(
+            jinja, template, common | {"script_path": str(trial.scripts / name), "script_name": name} | values
+        )
         for template, name, values in wanted
     }
     if scheduler == "slurm" and config.launcher.slurm.backend == "submitit":
@@ -98,9 +113,13 @@ def _text(jinja: jinja2.Environment, template: str, values: dict[str, Any]) -> s
         return jinja.get_template(template).render(values | {"overrides": [str(path) for path in overrides]})
     except jinja2.TemplateError as error:
         changed = f" (changed by {', '.join(map(str, overrides))})" if overrides else ""
-        raise ConfigError(f"the template {template}{changed} does not render ({type(error).__name__}): {error}") from error
+        raise ConfigError(
+            f"the template {template}{changed} does not render ({type(error).__name__}): {error}"
+        ) from error
     except RecursionError as error:
-        raise ConfigError(f"the template {template} extends itself: write `below/{template}` in {overrides[0]}.") from error
+        raise ConfigError(
+            f"the template {template} extends itself: write `below/{template}` in {overrides[0]}."
+        ) from error
 
 
 def _hook_values(config: Config, hooks: list[Hook]) -> dict[str, Any]:

@@ -6,7 +6,9 @@ import re
 
 from hpc_rl.errors import ConfigError
 
-_FORMS = re.compile(r"(?:(?P<days>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+))?(?::(?P<ds>\d+))?|(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?)")
+_FORMS = re.compile(
+    r"(?:(?P<days>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+))?(?::(?P<ds>\d+))?|(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?)"
+)
 UNLIMITED = ("UNLIMITED", "INFINITE")
 
 

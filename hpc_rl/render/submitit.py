@@ -12,7 +12,15 @@ from hpc_rl.render.slurm_time import seconds, signal_lead_s
 
 UNLIMITED_MIN = 365 * 24 * 60
 # submitit runs its callable as a step, which must leave the job to the steps of the roles.
-STEP = ["--overlap", "--relative=0", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0", "--export=ALL"]
+STEP = [
+    "--overlap",
+    "--relative=0",
+    "--nodes=1",
+    "--ntasks=1",
+    "--cpus-per-task=1",
+    "--mem=0",
+    "--export=ALL",
+]
 
 
 def parameters(slurm: SlurmLauncherConfig, asked: Directives, *, with_gpus: bool) -> dict[str, Any]:
@@ -35,7 +43,9 @@ def parameters(slurm: SlurmLauncherConfig, asked: Directives, *, with_gpus: bool
         # `hpc-rl cancel` sends USR1 to the batch script, which is submitit's and would die of it; the supervisor sees the wish.
         "setup": ["trap '' USR1"],
         "job_name": job_name,
-        "time": UNLIMITED_MIN if limit_s is None else max(1, limit_s // 60),  # submitit's own idea of it; the option below counts
+        "time": UNLIMITED_MIN
+        if limit_s is None
+        else max(1, limit_s // 60),  # submitit's own idea of it; the option below counts
         "wckey": slurm.wckey,  # submitit names one otherwise
         "stderr_to_stdout": True,
         "srun_args": [*STEP, *(["--gpus-per-node=0"] if with_gpus else [])],

@@ -41,8 +41,19 @@ class Seal:
 def batch_bytes(step: int, groups: list[bytes]) -> bytes:
     """What `types.encode(Batch(step, groups))` gives, from groups that are encoded already."""
     packer = msgpack.Packer(use_bin_type=True)
-    head = [packer.pack_map_header(2), packer.pack("__t__"), packer.pack("Batch"), packer.pack("v"), packer.pack_map_header(2)]
-    head += [packer.pack("step"), packer.pack(step), packer.pack("groups"), packer.pack_array_header(len(groups))]
+    head = [
+        packer.pack_map_header(2),
+        packer.pack("__t__"),
+        packer.pack("Batch"),
+        packer.pack("v"),
+        packer.pack_map_header(2),
+    ]
+    head += [
+        packer.pack("step"),
+        packer.pack(step),
+        packer.pack("groups"),
+        packer.pack_array_header(len(groups)),
+    ]
     return b"".join([*head, *groups])
 
 
@@ -68,9 +79,13 @@ class Batches:
         """
         self.ledger.commit()
         body = batch_bytes(step, [self.ledger.read_group(place) for place in places.values()])
-        seal = Seal(step, lineage, places, dict(Counter(ages)), len(body), xxhash.xxh3_64_hexdigest(body), counters)
+        seal = Seal(
+            step, lineage, places, dict(Counter(ages)), len(body), xxhash.xxh3_64_hexdigest(body), counters
+        )
         self.ledger.check_owned({place.segment for place in places.values()})
-        if self.ledger.room.write(f"batch {step}", lambda: create_exclusive(self._path(step), _to_json(seal))):
+        if self.ledger.room.write(
+            f"batch {step}", lambda: create_exclusive(self._path(step), _to_json(seal))
+        ):
             fsync_dir(self.folder)
             return seal, body, True
         won = self.read(step)
@@ -102,7 +117,11 @@ class Batches:
             return
         self.note_trimmed(step)
         for name in os.listdir(self.folder):
-            if name.endswith(".seal") and name.removesuffix(".seal").isdecimal() and int(name.removesuffix(".seal")) <= step:
+            if (
+                name.endswith(".seal")
+                and name.removesuffix(".seal").isdecimal()
+                and int(name.removesuffix(".seal")) <= step
+            ):
                 (self.folder / name).unlink(missing_ok=True)
 
     def _path(self, step: int) -> Path:
@@ -134,9 +153,19 @@ def _to_json(seal: Seal) -> str:
     groups = [[place.segment, place.offset, index] for index, place in seal.places.items()]
     ages = sorted(seal.staleness.items())
     content = {"step": seal.step, "lineage": seal.lineage, "groups": groups, "staleness": ages}
-    return json.dumps({**content, "num_bytes": seal.num_bytes, "xxh3": seal.checksum, "counters": seal.counters})
+    return json.dumps(
+        {**content, "num_bytes": seal.num_bytes, "xxh3": seal.checksum, "counters": seal.counters}
+    )
 
 
 def _from_json(data: dict) -> Seal:
     places = {index: Place(segment, offset) for segment, offset, index in data["groups"]}
-    return Seal(data["step"], data["lineage"], places, dict(data["staleness"]), data["num_bytes"], data["xxh3"], data["counters"])
+    return Seal(
+        data["step"],
+        data["lineage"],
+        places,
+        dict(data["staleness"]),
+        data["num_bytes"],
+        data["xxh3"],
+        data["counters"],
+    )

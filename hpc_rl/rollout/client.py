@@ -35,7 +35,9 @@ class RolloutClient:
         poll_s: How long the role holds a request that it can't answer yet; also how late `stopping` may be seen.
     """
 
-    def __init__(self, names: NameResolve, tokens: dict[str, str], deadline_s: float = 600.0, poll_s: float = 2.0) -> None:
+    def __init__(
+        self, names: NameResolve, tokens: dict[str, str], deadline_s: float = 600.0, poll_s: float = 2.0
+    ) -> None:
         self.names = names
         self.tokens = tokens
         self.deadline_s = deadline_s
@@ -121,7 +123,9 @@ class RolloutClient:
         if now - self._away_since > self.deadline_s:
             raise RoleFailed(f"the rollout role was away for {self.deadline_s:.0f} s: {why}")
 
-    def _request(self, method: str, path: str, payload: dict[str, Any] | None, token: str) -> tuple[int, bytes]:
+    def _request(
+        self, method: str, path: str, payload: dict[str, Any] | None, token: str
+    ) -> tuple[int, bytes]:
         data = None if payload is None else json.dumps(payload).encode()
         headers = {"Authorization": f"Bearer {self.tokens[token]}", "Content-Type": "application/json"}
         try:

@@ -164,7 +164,9 @@ class Driver:
         self._faults = 0 if in_a_row <= 1 else self._faults
         self._faults += reason not in (STALE, "workflow_none")
         hopeless = max(MIN_HOPELESS, 4 * self.core.rules.batch_size)
-        if (self._faults >= hopeless or in_a_row >= max(hopeless, len(self.prompts))) and not self._failed.done():
+        if (
+            self._faults >= hopeless or in_a_row >= max(hopeless, len(self.prompts))
+        ) and not self._failed.done():
             so_far = ", ".join(f"{name} {count}" for name, count in self.core.rejections.most_common())
             story = f"the last {in_a_row} prompts were rejected: {reason} (all rejections so far: {so_far})"
             story += f"; the last exception: {self._last_error}" if self._last_error else ""
@@ -178,8 +180,19 @@ class Driver:
             self.last_call.begun(issue.ticket)
             prompt = self.prompts.at(issue.index)
             label = str(WeightVersion(self.core.lineage, issue.begun))
-            frame = {"op": "run", "ticket": issue.ticket, "index": issue.index, "epoch": prompt.epoch, "row": prompt.row}
-            content = {"columns": prompt.columns, "input_ids": prompt.input_ids, "version": label, "evaluate": False}
+            frame = {
+                "op": "run",
+                "ticket": issue.ticket,
+                "index": issue.index,
+                "epoch": prompt.epoch,
+                "row": prompt.row,
+            }
+            content = {
+                "columns": prompt.columns,
+                "input_ids": prompt.input_ids,
+                "version": label,
+                "evaluate": False,
+            }
             self._issued[issue.ticket] = time.monotonic()
             self.executor.run({**frame, **content})
 
@@ -195,7 +208,9 @@ class Driver:
                 self.executor.cancel(ticket)
             for label, evaluation in self._evaluations.items():
                 if WeightVersion.parse(label).lineage < self.core.lineage and not evaluation.result.done():
-                    evaluation.result.set_exception(Stale(f"lineage {self.core.lineage} has begun: {label} is not evaluated"))
+                    evaluation.result.set_exception(
+                        Stale(f"lineage {self.core.lineage} has begun: {label} is not evaluated")
+                    )
             self._pump()
 
     async def batch(self, step: int, lineage: int, wait_s: float) -> bytes | None:
@@ -211,12 +226,16 @@ class Driver:
             async with self._cutting, self._or_end():
                 self._adopt()  # another incarnation may have cut batches that we did not see
         if step > self.core.top + 1:
-            raise OutOfStep(f"batch {step} was asked for, but the newest is {self.core.top}: is a part of the ledger gone?")
+            raise OutOfStep(
+                f"batch {step} was asked for, but the newest is {self.core.top}: is a part of the ledger gone?"
+            )
         self.observe(lineage, step - 1)
         deadline = time.monotonic() + wait_s
         while True:
             body = self._bodies.get(step) or await self._sealed(step)
-            if body is None and not self.ledger.room.waiting:  # else whoever asks would hang as long as there is no room
+            if (
+                body is None and not self.ledger.room.waiting
+            ):  # else whoever asks would hang as long as there is no room
                 body = await self._cut(step)
             if body is not None:
                 return body
@@ -249,7 +268,9 @@ class Driver:
             ages = self.core.ages(step, indexes)
             counters = {"older_lineage": float(self.core.num_of_older_lineage(indexes))}
             async with self._or_end():
-                seal, body, ours = await asyncio.to_thread(self.batches.seal, step, self.core.lineage, places, ages, counters)
+                seal, body, ours = await asyncio.to_thread(
+                    self.batches.seal, step, self.core.lineage, places, ages, counters
+                )
                 if ours:
                     self.core.sealed(seal)
                 else:
@@ -301,7 +322,9 @@ class Driver:
         for step in steps:
             self.batches.delete(step)
         for number in segments(self._folder):
-            if number not in needed and number < max(needed):  # later ones were begun meanwhile, by us or by another incarnation
+            if number not in needed and number < max(
+                needed
+            ):  # later ones were begun meanwhile, by us or by another incarnation
                 self.ledger.drop_segment(number)
 
     @contextlib.asynccontextmanager
@@ -368,6 +391,8 @@ class Driver:
             "ledger_bytes": self.ledger.size_bytes(),
             "segment": self.ledger.segment,
             "last_call": self.last_call.holding,
-            "evaluating": [label for label, evaluation in self._evaluations.items() if not evaluation.result.done()],
+            "evaluating": [
+                label for label, evaluation in self._evaluations.items() if not evaluation.result.done()
+            ],
             "worker_restarts": self.executor.restarts if self.executor else 0,
         }

@@ -84,7 +84,9 @@ class Evaluation:
         wanted = WeightVersion.parse(self.label)
         newer = [v for v in versions if (v.lineage, v.step) > (wanted.lineage, wanted.step)]
         if newer and not self.result.done():
-            self.result.set_exception(Stale(f"the servers have gone on to {newer[-1]}: {self.label} can't be evaluated any more"))
+            self.result.set_exception(
+                Stale(f"the servers have gone on to {newer[-1]}: {self.label} can't be evaluated any more")
+            )
         elif versions in ([], [wanted]):
             self._rewards[position] = frame["reward"]
             self._num_tokens += frame["num_tokens"]
@@ -100,7 +102,14 @@ class Evaluation:
             prompt = self._prompts.in_file_order(position)
             ticket = next(self._tickets)
             self._asked[ticket] = position
-            frame = {"op": "run", "ticket": ticket, "index": position, "epoch": 0, "row": prompt.row, "version": self.label}
+            frame = {
+                "op": "run",
+                "ticket": ticket,
+                "index": position,
+                "epoch": 0,
+                "row": prompt.row,
+                "version": self.label,
+            }
             self._run({**frame, "columns": prompt.columns, "input_ids": prompt.input_ids, "evaluate": True})
         if not self._asked and not self._waiting:
             self._finish()
@@ -108,8 +117,14 @@ class Evaluation:
     def _finish(self) -> None:
         rewards = list(self._rewards.values())
         if not rewards:
-            self.result.set_exception(RoleFailed(f"no held-out prompt could be scored: {dict(self._left_out)}"))
+            self.result.set_exception(
+                RoleFailed(f"no held-out prompt could be scored: {dict(self._left_out)}")
+            )
             return
-        counts = {"num_tokens": self._num_tokens, "left_out": self._left_out.total(), "asked_again": self._asked_again}
+        counts = {
+            "num_tokens": self._num_tokens,
+            "left_out": self._left_out.total(),
+            "asked_again": self._asked_again,
+        }
         stats = {name: float(count) for name, count in counts.items()}
         self.result.set_result(EvalResult(self.label, len(rewards), sum(rewards) / len(rewards), stats))

@@ -61,7 +61,9 @@ class Executor:
         self.restarts = 0
 
     async def start(self) -> None:
-        self._keepers = [asyncio.create_task(self._keep(seat), name=f"worker-{seat.number}") for seat in self._seats]
+        self._keepers = [
+            asyncio.create_task(self._keep(seat), name=f"worker-{seat.number}") for seat in self._seats
+        ]
 
     async def failure(self) -> None:
         """Returns never; raises what ended a seat for good (ConfigError, RoleFailed)."""
@@ -100,7 +102,11 @@ class Executor:
         return [seat.process.pid for seat in self._seats if seat.ready and seat.process is not None]
 
     def _write(self, seat: _Seat, frame: dict[str, Any]) -> None:
-        if seat.process is not None and seat.process.stdin is not None and not seat.process.stdin.is_closing():
+        if (
+            seat.process is not None
+            and seat.process.stdin is not None
+            and not seat.process.stdin.is_closing()
+        ):
             seat.process.stdin.write(frames.pack(frame))  # a worker that is gone is noticed by its other pipe
 
     async def _keep(self, seat: _Seat) -> None:
@@ -108,7 +114,9 @@ class Executor:
             began = time.monotonic()
             pipe = asyncio.subprocess.PIPE
             seat.last_words = ""
-            seat.process = await asyncio.create_subprocess_exec(*self._argv(seat.number), stdin=pipe, stdout=pipe)
+            seat.process = await asyncio.create_subprocess_exec(
+                *self._argv(seat.number), stdin=pipe, stdout=pipe
+            )
             try:
                 await self._listen(seat)
             finally:
@@ -118,7 +126,9 @@ class Executor:
                     self._owner.pop(ticket, None)
             code = await frames.exit_code(seat.process)
             if code == ExitCode.BAD_CONFIG:
-                raise ConfigError(seat.last_words or "an executor worker refused the configuration and left no word")
+                raise ConfigError(
+                    seat.last_words or "an executor worker refused the configuration and left no word"
+                )
             self.restarts += 1
             seat.short_lives = 0 if time.monotonic() - began > LONG_LIFE_S else seat.short_lives + 1
             if seat.short_lives >= MAX_SHORT_LIVES:
@@ -127,7 +137,12 @@ class Executor:
                     + (f": {seat.last_words}" if seat.last_words else "")
                 )
             pause_s = min(MAX_BACKOFF_S, 0.1 * 4 ** (seat.short_lives - 1)) if seat.short_lives else 0.0
-            logger.warning("executor worker %d ended with code %d: its %d prompts are issued again", seat.number, code, len(lost))
+            logger.warning(
+                "executor worker %d ended with code %d: its %d prompts are issued again",
+                seat.number,
+                code,
+                len(lost),
+            )
             self._on_lost(lost)
             await asyncio.sleep(pause_s)
 

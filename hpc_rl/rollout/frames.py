@@ -77,11 +77,15 @@ def kill(process: asyncio.subprocess.Process) -> None:
 async def stdin_reader() -> asyncio.StreamReader:
     """Standard input as a stream of this event loop."""
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     return reader
 
 
 async def pipe_writer(fd: int) -> Callable[[bytes], None]:
     """Writes to a pipe without blocking this event loop; what the reader is slow to take is kept."""
-    transport, _ = await asyncio.get_running_loop().connect_write_pipe(asyncio.BaseProtocol, os.fdopen(fd, "wb", 0))
+    transport, _ = await asyncio.get_running_loop().connect_write_pipe(
+        asyncio.BaseProtocol, os.fdopen(fd, "wb", 0)
+    )
     return transport.write

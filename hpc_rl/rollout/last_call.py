@@ -21,7 +21,9 @@ class LastCall:
     left_s: Seconds until the trainer is stopped; None while nobody has said.
     """
 
-    def __init__(self, left_s: Callable[[], float | None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, left_s: Callable[[], float | None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._left_s, self._clock = left_s, clock
         self._begun: dict[int, float] = {}  # by ticket
         self._durations: deque[float] = deque(maxlen=LATEST)
@@ -50,7 +52,9 @@ class LastCall:
         holds = left_s is not None and left_s <= self.usual_s
         if holds != self.holding:
             words = (
-                "nothing more is issued: a prompt takes %.1f s, and %.1f s are left" if holds else "issuing again: %.1f s, %.1f s"
+                "nothing more is issued: a prompt takes %.1f s, and %.1f s are left"
+                if holds
+                else "issuing again: %.1f s, %.1f s"
             )
             logger.info(words, self.usual_s, left_s if left_s is not None else float("inf"))
         self.holding = holds

@@ -112,7 +112,9 @@ def read_segment(folder: Path, number: int) -> Iterator[tuple[Place, Record]]:
             offset += FRAME.size + length
         size = os.fstat(file.fileno()).st_size
         if offset < size:
-            logger.warning("ledger segment %d: the last %d bytes are torn and left out", number, size - offset)
+            logger.warning(
+                "ledger segment %d: the last %d bytes are torn and left out", number, size - offset
+            )
 
 
 def group_at(fd: int, place: Place) -> bytes:
@@ -179,7 +181,15 @@ class Ledger:
 
     def append_group(self, record: GroupRecord, encoded: bytes) -> Place:
         r = record
-        numbers = (r.index, r.begun, r.oldest_step, r.oldest_lineage, r.num_trajectories, r.num_tokens, r.reward_sum)
+        numbers = (
+            r.index,
+            r.begun,
+            r.oldest_step,
+            r.oldest_lineage,
+            r.num_trajectories,
+            r.num_tokens,
+            r.reward_sum,
+        )
         return self._append(_GROUP.pack(GROUP, *numbers) + encoded)
 
     def append_reject(self, record: RejectRecord) -> Place:
@@ -220,7 +230,9 @@ class Ledger:
             for number in dict.fromkeys(number for number, _ in waiting):
                 data = b"".join(data for owner, data in waiting if owner == number)
                 self.room.write("the batch log", partial(_write_durably, self._write_fds[number], data))
-            for number in [number for number in list(self._write_fds) if number < current]:  # a later one may be open by now
+            for number in [
+                number for number in list(self._write_fds) if number < current
+            ]:  # a later one may be open by now
                 os.close(self._write_fds.pop(number))
 
     def read_group(self, place: Place) -> bytes:

@@ -19,7 +19,10 @@ AT_LEAST_S = 30.0  # also without a change, as a sign of life
 
 
 async def keep_reporting(
-    path: Path, status: Callable[[], dict[str, Any]], slow: Callable[[], dict[str, Any]] = dict, every_s: float = EVERY_S
+    path: Path,
+    status: Callable[[], dict[str, Any]],
+    slow: Callable[[], dict[str, Any]] = dict,
+    every_s: float = EVERY_S,
 ) -> None:
     """Write `status()`, and what `slow()` finds in a thread, to the file again and again, where it has changed.
 

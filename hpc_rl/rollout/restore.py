@@ -89,7 +89,9 @@ class State:
 
 def read_state(folder: Path) -> State:
     """The state of the trial whose `rollout/` this is. Raises OSError."""
-    records = [(place, record) for number in segments(folder) for place, record in read_segment(folder, number)]
+    records = [
+        (place, record) for number in segments(folder) for place, record in read_segment(folder, number)
+    ]
     return tell(records, read_seals(folder))
 
 
@@ -120,7 +122,9 @@ def check_replay(folder: Path, step: int) -> None:
     for seal in seals:
         lost = [place.segment for place in seal.places.values() if place not in groups]
         if lost:
-            raise LedgerDamaged(f"batch {seal.step} can't be made again: {segment_path(folder, lost[0])} is damaged or gone")
+            raise LedgerDamaged(
+                f"batch {seal.step} can't be made again: {segment_path(folder, lost[0])} is damaged or gone"
+            )
 
 
 def tell(records: list[tuple[Place, Record]], seals: dict[int, Seal]) -> State:

@@ -99,13 +99,19 @@ class Sequencer:
             index: Ready(record.begun, record.oldest_step, record.oldest_lineage, place, next(self._arrivals))
             for index, (record, place) in state.ready.items()
         }
-        settled = {ticket for ticket, issue in self.running.items() if issue.index in self.resolved or issue.index in self.ready}
+        settled = {
+            ticket
+            for ticket, issue in self.running.items()
+            if issue.index in self.resolved or issue.index in self.ready
+        }
         for ticket in settled:
             del self.running[ticket]
         held = {issue.index for issue in self.running.values()}
         self.next_index = max(state.next_index, max(held, default=-1) + 1)
         unknown = range(self.resolved.floor, self.next_index)
-        self._waiting = [i for i in unknown if i not in self.resolved and i not in self.ready and i not in held]
+        self._waiting = [
+            i for i in unknown if i not in self.resolved and i not in self.ready and i not in held
+        ]
 
     @property
     def accepted(self) -> int:
@@ -132,7 +138,9 @@ class Sequencer:
         if not self.rules.bounds_age:
             return []
         all_of_them = took_over and self.rules.eta == 0
-        given_up = [ticket for ticket, issue in self.running.items() if all_of_them or issue.begun > self.version]
+        given_up = [
+            ticket for ticket, issue in self.running.items() if all_of_them or issue.begun > self.version
+        ]
         self.lost(given_up)
         return given_up
 
@@ -159,7 +167,9 @@ class Sequencer:
         if self.version is None:
             return []
         rules = self.rules
-        room = capacity(rules.max_concurrent, rules.batch_size, rules.eta, self.version, self.accepted, len(self.running))
+        room = capacity(
+            rules.max_concurrent, rules.batch_size, rules.eta, self.version, self.accepted, len(self.running)
+        )
         if rules.queue_size is not None:
             room = min(room, rules.queue_size - len(self.running) - len(self.ready))
         issues = []
@@ -178,7 +188,9 @@ class Sequencer:
         del self.running[ticket]
         self._failures.pop(record.index, None)
         self.rejected_in_a_row = 0
-        self.ready[record.index] = Ready(record.begun, record.oldest_step, record.oldest_lineage, place, next(self._arrivals))
+        self.ready[record.index] = Ready(
+            record.begun, record.oldest_step, record.oldest_lineage, place, next(self._arrivals)
+        )
 
     def failed(self, ticket: int) -> bool:
         """A running ticket ended with an exception: true if its prompt is to be issued again, else reject it."""
@@ -209,7 +221,11 @@ class Sequencer:
         """Ready groups that may not go into batch `step`: the shell rejects them as stale before it cuts."""
         if self.rules.bound == "soft":
             return []
-        return [index for index, group in self.ready.items() if staleness(step, group.oldest_step) > self.rules.eta]
+        return [
+            index
+            for index, group in self.ready.items()
+            if staleness(step, group.oldest_step) > self.rules.eta
+        ]
 
     def cut(self, step: int) -> list[int] | None:
         """The groups of batch `step`, by index, or None while it can't be cut. Changes nothing; see sealed."""
@@ -219,10 +235,14 @@ class Sequencer:
         chosen = self._in_order() if rules.order == "in_order" else self._oldest_first()
         if len(chosen) < rules.batch_size:
             return None
-        if rules.bound == "hard" and self.running:  # else nothing would come of waiting; what gets too old is rejected
+        if (
+            rules.bound == "hard" and self.running
+        ):  # else nothing would come of waiting; what gets too old is rejected
             left = [group.begun for index, group in self.ready.items() if index not in chosen]
             left += [issue.begun for issue in self.running.values()]
-            if not leaves_room(step, rules.batch_size, rules.eta, [self.ready[i].begun for i in chosen], left):
+            if not leaves_room(
+                step, rules.batch_size, rules.eta, [self.ready[i].begun for i in chosen], left
+            ):
                 return None
         return sorted(chosen)
 

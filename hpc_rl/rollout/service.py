@@ -101,7 +101,11 @@ def application(defs: Iterable[web.RouteDef], tokens: dict[str, str]) -> web.App
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
         control = _same(bearer, tokens["control"])
-        if not (control or _same(bearer, tokens["data"]) or _same(request.match_info.get("token", ""), tokens["data"])):
+        if not (
+            control
+            or _same(bearer, tokens["data"])
+            or _same(request.match_info.get("token", ""), tokens["data"])
+        ):
             raise web.HTTPUnauthorized(text="a token of this trial is needed")
         request["control"] = control
         return await handler(request)

@@ -17,7 +17,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 
-def capacity(max_concurrent: int, batch_size: int, eta: int, version: int, accepted: int, running: int) -> int:
+def capacity(
+    max_concurrent: int, batch_size: int, eta: int, version: int, accepted: int, running: int
+) -> int:
     """How many more prompts may be issued now; not positive means none. `accepted` counts consumed and ready groups."""
     return min(max_concurrent - running, (eta + version + 1) * batch_size - (accepted + running))
 

@@ -99,7 +99,9 @@ class Worker:
         except InputRefused as error:  # by every server alike: it was not sent to another one
             logger.warning("prompt %d was refused by a server: %s", frame["index"], error)
             outcome = {"op": "rejected", "reason": "refused", "error": f"refused by a server: {error}"}
-        except Exception as error:  # of a user's workflow or of a request: the prompt is issued again, with a bound
+        except (
+            Exception
+        ) as error:  # of a user's workflow or of a request: the prompt is issued again, with a bound
             logger.warning("prompt %d failed", frame["index"], exc_info=True)
             outcome = {"op": "failed", "error": f"{type(error).__name__}: {error}"}
         finally:
@@ -133,11 +135,22 @@ class Worker:
         if not self.config.rollout.enable_rollout_tracing:
             return await self._send_requests(requests)
         for request in requests:
-            numbers = (request.rid, len(request.input_ids), request.sampling["max_new_tokens"], request.min_version)
+            numbers = (
+                request.rid,
+                len(request.input_ids),
+                request.sampling["max_new_tokens"],
+                request.min_version,
+            )
             logger.info("request %s: %d tokens in, at most %d out, weights from %s on", *numbers)
         turns = await self._send_requests(requests)
         for request, turn in zip(requests, turns, strict=True):
-            logger.info("request %s: %d tokens out, %s, %s", request.rid, len(turn.output_ids), turn.finish_reason, turn.versions)
+            logger.info(
+                "request %s: %d tokens out, %s, %s",
+                request.rid,
+                len(turn.output_ids),
+                turn.finish_reason,
+                turn.versions,
+            )
         return turns
 
     async def _send_requests(self, requests: list[GenerateRequest]) -> list[Turn]:
@@ -149,7 +162,9 @@ class Worker:
                 if len(requests) == 1:
                     return [await self._client.generate(requests[0])]
                 return await asyncio.gather(*(self._client.generate(request) for request in requests))
-            except ServerUnavailable as error:  # each server that lives failed: may be the prompt's fault after all
+            except (
+                ServerUnavailable
+            ) as error:  # each server that lives failed: may be the prompt's fault after all
                 rounds += 1
                 if rounds > UNAVAILABLE_ROUNDS:
                     raise
@@ -187,4 +202,9 @@ def _scored(group: TrajectoryGroup) -> dict[str, Any]:
     rewards = [t.reward for t in group.trajectories]
     num_tokens = sum(int(t.loss_mask.sum()) for t in group.trajectories)
     labels = [f"{lineage}.{step}" for lineage, step in sorted(versions)]
-    return {"op": "scored", "reward": sum(rewards) / len(rewards), "num_tokens": num_tokens, "versions": labels}
+    return {
+        "op": "scored",
+        "reward": sum(rewards) / len(rewards),
+        "num_tokens": num_tokens,
+        "versions": labels,
+    }

@@ -99,7 +99,11 @@ class Generate:
         turn = self._turns[sample]
         self._turns[sample] += 1
         seed = sample_seed(*self._identity, sample if turn == 0 else f"{sample}.{turn}")
-        own = {"max_new_tokens": room, "min_new_tokens": min(self._gconfig.min_new_tokens, room), "sampling_seed": seed}
+        own = {
+            "max_new_tokens": room,
+            "min_new_tokens": min(self._gconfig.min_new_tokens, room),
+            "sampling_seed": seed,
+        }
         return GenerateRequest(input_ids, {**self._sampling, **own}, self._rid(), self._min_version)
 
 
@@ -123,8 +127,16 @@ def sampling(gconfig: GenerationHyperparameters, eos_token_ids: Sequence[int]) -
 def check_format(group: Any, index: int) -> None:
     """What `rollout.check_trajectory_format` asks of a workflow's result. Raises TypeError or ValueError: what is wrong."""
     if not isinstance(group, TrajectoryGroup):
-        raise TypeError(f"the workflow returned {type(group).__name__} for prompt {index}; it must be a TrajectoryGroup or None")
-    dtypes = {"ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "lineages": np.int32, "steps": np.int32}
+        raise TypeError(
+            f"the workflow returned {type(group).__name__} for prompt {index}; it must be a TrajectoryGroup or None"
+        )
+    dtypes = {
+        "ids": np.int32,
+        "loss_mask": np.bool_,
+        "logprobs": np.float32,
+        "lineages": np.int32,
+        "steps": np.int32,
+    }
     for number, one in enumerate(group.trajectories):
         where = f"prompt {index}, trajectory {number}"
         if not isinstance(one, Trajectory):
@@ -143,7 +155,9 @@ def check_format(group: Any, index: int) -> None:
         if not np.isfinite(one.logprobs[made]).all() or (one.logprobs[made] > 0).any():
             raise ValueError(f"{where}: logprobs must be finite and at most 0 where loss_mask is true")
         if (one.steps[made] < 0).any() or (one.lineages[made] < 0).any():
-            raise ValueError(f"{where}: steps and lineages must name a weight version where loss_mask is true")
+            raise ValueError(
+                f"{where}: steps and lineages must name a weight version where loss_mask is true"
+            )
 
 
 def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Trajectory:
@@ -198,5 +212,7 @@ def load_workflow(path: str) -> Workflow:
         found = found()
     run = getattr(found, "run", found)
     if not callable(run):
-        raise ConfigError(f"rollout.workflow: {path!r} must be a function or have a method `async run(prompt, generate)`.")
+        raise ConfigError(
+            f"rollout.workflow: {path!r} must be a function or have a method `async run(prompt, generate)`."
+        )
     return run

@@ -93,12 +93,21 @@ def judge(request: Request, nodes: Sequence[Node]) -> list[Finding]:
     wanted = request.partition.split(",") if request.partition else [default] if default else []
     if not wanted:
         return [
-            Finding("partition", f"this cluster has no default partition; it has {', '.join(sorted(known))}.", "--partition NAME")
+            Finding(
+                "partition",
+                f"this cluster has no default partition; it has {', '.join(sorted(known))}.",
+                "--partition NAME",
+            )
         ]
     unknown = [name for name in wanted if name not in known]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=1) or [name for name in known if _takes(request, name, nodes)][:1]
-        words = f"there is no partition {unknown[0]!r} with nodes; this cluster has {', '.join(sorted(known))}."
+        near = (
+            difflib.get_close_matches(unknown[0], known, n=1)
+            or [name for name in known if _takes(request, name, nodes)][:1]
+        )
+        words = (
+            f"there is no partition {unknown[0]!r} with nodes; this cluster has {', '.join(sorted(known))}."
+        )
         return [Finding("partition", words, f"--partition {near[0]}" if near else "")]
     verdicts = [_in_partition(request, name, nodes) for name in wanted]
     best = min(verdicts, key=lambda findings: sum(finding.certain for finding in findings))
@@ -108,7 +117,12 @@ def judge(request: Request, nodes: Sequence[Node]) -> list[Finding]:
     if elsewhere:
         best = [
             *best,
-            Finding("partition", f"as it is, partition {elsewhere[0]} would take it.", f"--partition {elsewhere[0]}", False),
+            Finding(
+                "partition",
+                f"as it is, partition {elsewhere[0]} would take it.",
+                f"--partition {elsewhere[0]}",
+                False,
+            ),
         ]
     return best
 
@@ -126,7 +140,9 @@ def _in_partition(request: Request, name: str, nodes: Sequence[Node]) -> list[Fi
         findings.append(Finding("partition", f"partition {name} is not up: its jobs wait.", certain=False))
     if request.time_s is not None and limits.max_time_s is not None and request.time_s > limits.max_time_s:
         most = _time_text(limits.max_time_s)
-        words = f"partition {name} ends every job after {most}, and {_time_text(request.time_s)} is asked for."
+        words = (
+            f"partition {name} ends every job after {most}, and {_time_text(request.time_s)} is asked for."
+        )
         findings.append(Finding("time", words, f"--time {most}", not lifted))
     if limits.max_nodes is not None and request.n_nodes > limits.max_nodes:
         words = f"partition {name} gives a job at most {limits.max_nodes} nodes, and {request.n_nodes} are asked for."
@@ -147,10 +163,10 @@ def _eligible(request: Request, nodes: list[Node]) -> tuple[list[Node], list[Fin
         excluded = set(expand(request.exclude))
         left = [node for node in nodes if node.name not in excluded]
         if len(left) < n_nodes <= len(nodes):
-            words = (
-                f"launcher.slurm.exclude leaves {len(left)} of partition {name}'s {len(nodes)} nodes; {n_nodes} are asked for."
-            )
-            return left, [Finding("exclude", words, f"--n_nodes {len(left)}" if left else "launcher.slurm.exclude=null")]
+            words = f"launcher.slurm.exclude leaves {len(left)} of partition {name}'s {len(nodes)} nodes; {n_nodes} are asked for."
+            return left, [
+                Finding("exclude", words, f"--n_nodes {len(left)}" if left else "launcher.slurm.exclude=null")
+            ]
         nodes = left
     if request.constraint and re.fullmatch(r"[\w.:=-]+([&|][\w.:=-]+)*", request.constraint):
         left = [node for node in nodes if _has(node.features, request.constraint)]
@@ -160,7 +176,13 @@ def _eligible(request: Request, nodes: list[Node]) -> tuple[list[Node], list[Fin
                 f"{len(left)} of {len(nodes)} nodes of partition {name} have the features {request.constraint!r}, and {n_nodes} "
                 f"are asked for; its features: {known}."
             )
-            return left, [Finding("constraint", words, f"--n_nodes {len(left)}" if left else "launcher.slurm.constraint=null")]
+            return left, [
+                Finding(
+                    "constraint",
+                    words,
+                    f"--n_nodes {len(left)}" if left else "launcher.slurm.constraint=null",
+                )
+            ]
         nodes = left
     return nodes, []
 
@@ -179,12 +201,32 @@ def _sizes(request: Request, name: str, nodes: list[Node]) -> list[Finding]:
     if len(nodes) < n_nodes:
         words = f"partition {name} has {len(nodes)} nodes, and {n_nodes} are asked for."
         return [Finding("nodes", words, f"--n_nodes {len(nodes)}" if nodes else "")]
-    cpus_from, mem_from = (f" (from {words})" if words else "" for words in (request.cpus_from, request.mem_from))
+    cpus_from, mem_from = (
+        f" (from {words})" if words else "" for words in (request.cpus_from, request.mem_from)
+    )
     kind = f"{request.gpu_type} GPUs" if request.gpu_type else "GPUs"
     dimensions: list[tuple[str, int | None, Callable[[Node], int], str, str]] = [
-        ("gpus", request.gpus, lambda node: _gpu_count(node, request.gpu_type), f"{kind} per node", "cluster.n_gpus_per_node={}"),
-        ("cpus", request.cpus, lambda node: node.cpus, f"CPUs per node{cpus_from}", "at most {} CPUs per node"),
-        ("memory", request.mem_mb, lambda node: node.mem_mb, f"MB of memory per node{mem_from}", "at most {} MB per node"),
+        (
+            "gpus",
+            request.gpus,
+            lambda node: _gpu_count(node, request.gpu_type),
+            f"{kind} per node",
+            "cluster.n_gpus_per_node={}",
+        ),
+        (
+            "cpus",
+            request.cpus,
+            lambda node: node.cpus,
+            f"CPUs per node{cpus_from}",
+            "at most {} CPUs per node",
+        ),
+        (
+            "memory",
+            request.mem_mb,
+            lambda node: node.mem_mb,
+            f"MB of memory per node{mem_from}",
+            "at most {} MB per node",
+        ),
     ]
     findings = []
     for limit, wanted, has, unit, change in dimensions:
@@ -192,15 +234,19 @@ def _sizes(request: Request, name: str, nodes: list[Node]) -> list[Finding]:
             continue
         most = sorted((has(node) for node in nodes), reverse=True)[n_nodes - 1]
         enough = sum(has(node) >= wanted for node in nodes)
-        there = f"{enough} of {len(nodes)} nodes of partition {name} have" if enough else f"no node of partition {name} has"
+        there = (
+            f"{enough} of {len(nodes)} nodes of partition {name} have"
+            if enough
+            else f"no node of partition {name} has"
+        )
         words = f"{there} {wanted} {unit}; on {n_nodes} node{'s' if n_nodes > 1 else ''} the most is {most}."
         ways = [f"--n_nodes {enough}"] if enough else []
         findings.append(Finding(limit, words, " or ".join([*ways, change.format(most)] if most else ways)))
-    fitting = sum(all(wanted is None or has(node) >= wanted for _, wanted, has, _, _ in dimensions) for node in nodes)
+    fitting = sum(
+        all(wanted is None or has(node) >= wanted for _, wanted, has, _, _ in dimensions) for node in nodes
+    )
     if not findings and fitting < n_nodes:
-        words = (
-            f"{fitting} of {len(nodes)} nodes of partition {name} have all that is asked for at once, and {n_nodes} are needed."
-        )
+        words = f"{fitting} of {len(nodes)} nodes of partition {name} have all that is asked for at once, and {n_nodes} are needed."
         findings.append(Finding("nodes", words, f"--n_nodes {fitting}" if fitting else ""))
     return findings
 

@@ -61,7 +61,9 @@ class LocalScheduler:
         while not record.read(self.trial, job_id):
             if time.monotonic() > deadline:
                 said = output.read_text(errors="replace").strip()
-                raise SchedulerError(f"the runner did not start within {START_TIMEOUT_S:g} s: {said or 'without a word'}")
+                raise SchedulerError(
+                    f"the runner did not start within {START_TIMEOUT_S:g} s: {said or 'without a word'}"
+                )
             time.sleep(0.01)
         return job_id
 
@@ -74,7 +76,10 @@ class LocalScheduler:
         if found is not None:
             pid, ticks = found
             if _signal(pid, signal.SIGTERM):
-                _detached(["bash", "-c", _REAPER, "reaper", str(pid), str(ticks), str(self.grace_s)], subprocess.DEVNULL)
+                _detached(
+                    ["bash", "-c", _REAPER, "reaper", str(pid), str(ticks), str(self.grace_s)],
+                    subprocess.DEVNULL,
+                )
 
     def nudge(self, job_id: str) -> None:
         found = self._process(job_id)
@@ -82,7 +87,9 @@ class LocalScheduler:
             _signal(found[0], signal.SIGUSR1)
 
     def requeue(self, job_id: str) -> None:
-        raise SchedulerError("the local runner starts a stopped trial again by itself; to start an ended one, submit it again.")
+        raise SchedulerError(
+            "the local runner starts a stopped trial again by itself; to start an ended one, submit it again."
+        )
 
     def end_time(self, job_id: str) -> float | None:
         return None
@@ -95,13 +102,23 @@ class LocalScheduler:
         start, last = starts[-1], events[-1]
         host = str(start.get("host", ""))
         if last["event"] == "ended":
-            return JobState(job_id, _end(last), str(last.get("code", "")), str(last.get("reason", "")), nodes=host)
+            return JobState(
+                job_id, _end(last), str(last.get("code", "")), str(last.get("reason", "")), nodes=host
+            )
         if host != socket.gethostname():
-            return JobState(job_id, State.UNKNOWN, reason=f"it was started on {host}, which alone can tell", nodes=host)
+            return JobState(
+                job_id, State.UNKNOWN, reason=f"it was started on {host}, which alone can tell", nodes=host
+            )
         if _is_running(start):
             return JobState(job_id, State.RUNNING, native=last["event"], nodes=host)
         if self._orphan(job_id) is not None:
-            return JobState(job_id, State.RUNNING, native="orphaned", reason=f"{KILLED}; its supervisor is ending", nodes=host)
+            return JobState(
+                job_id,
+                State.RUNNING,
+                native="orphaned",
+                reason=f"{KILLED}; its supervisor is ending",
+                nodes=host,
+            )
         return JobState(job_id, State.FAILED, native="FAILED", reason=KILLED, nodes=host)
 
     def _orphan(self, job_id: str) -> tuple[int, int] | None:

@@ -66,7 +66,9 @@ class Board:
     complaint: str = ""
     calls: list[float] = field(default_factory=list)  # of the last minute
     accounts: dict[str, list[list[Any]]] = field(default_factory=dict)  # uid -> rows of JobState
-    ends: dict[str, list[Any]] = field(default_factory=dict)  # job id -> its row, of jobs that were seen to be over
+    ends: dict[str, list[Any]] = field(
+        default_factory=dict
+    )  # job id -> its row, of jobs that were seen to be over
     unknown: dict[str, float] = field(default_factory=dict)  # job id -> when accounting did not know it
 
     @classmethod
@@ -87,13 +89,17 @@ class Poller:
         clock: Unix seconds.
     """
 
-    def __init__(self, scheduler: Pollable, folder: Path | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, scheduler: Pollable, folder: Path | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
         self.scheduler = scheduler
         self.folder = folder or state_home() / "polling" / cluster_key()
         self._clock = clock
         self._own: Board | None = None  # where the folder can't be written
 
-    def look(self, wanted: Mapping[str, float], uid: int, newer_than: float = 0.0, patience_s: float = 0.0) -> Seen:
+    def look(
+        self, wanted: Mapping[str, float], uid: int, newer_than: float = 0.0, patience_s: float = 0.0
+    ) -> Seen:
         """What is known of these jobs, asking if it is time.
 
         Args:
@@ -118,7 +124,10 @@ class Poller:
         """Whether the last answer could know these jobs."""
         if str(uid) not in board.accounts:
             return False
-        return all(when < board.asked_at - YOUNG_S or self._known(board, uid, job_id) for job_id, when in wanted.items())
+        return all(
+            when < board.asked_at - YOUNG_S or self._known(board, uid, job_id)
+            for job_id, when in wanted.items()
+        )
 
     def _is_time(self, board: Board, wanted: Mapping[str, float], uid: int, newer_than: float) -> bool:
         now = self._clock()
@@ -135,7 +144,9 @@ class Poller:
         now = self._clock()
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            claim = self.folder / f"claim-{board.sequence + 1}.{max(0, int((now - board.next_at) // RETRY_S))}"
+            claim = (
+                self.folder / f"claim-{board.sequence + 1}.{max(0, int((now - board.next_at) // RETRY_S))}"
+            )
             if not create_exclusive(claim, f"{socket.gethostname()} {os.getpid()}\n"):
                 return board
             current = self._board()
@@ -155,7 +166,9 @@ class Poller:
         now = self._clock()
         calls = [when for when in board.calls if now - 60 < when <= now] + [now]
         pause_s = PERIOD_S + random.uniform(0, JITTER_S)
-        made = Board(**asdict(board) | {"sequence": board.sequence + 1, "calls": calls, "next_at": now + pause_s})
+        made = Board(
+            **asdict(board) | {"sequence": board.sequence + 1, "calls": calls, "next_at": now + pause_s}
+        )
         try:
             found = self.scheduler.survey(uid)
         except SchedulerError as error:
@@ -178,7 +191,9 @@ class Poller:
             known = self.scheduler.past(forgotten)
             self._note_ends(made, known)
             made.unknown |= dict.fromkeys((job_id for job_id in forgotten if job_id not in known), now)
-            made.unknown = {job_id: when for job_id, when in made.unknown.items() if now - when < FORGOTTEN_AGAIN_S}
+            made.unknown = {
+                job_id: when for job_id, when in made.unknown.items() if now - when < FORGOTTEN_AGAIN_S
+            }
         return made
 
     @staticmethod
@@ -192,7 +207,9 @@ class Poller:
 
     @staticmethod
     def _known(board: Board, uid: int, job_id: str) -> JobState | None:
-        return find({row[0]: row for row in board.accounts.get(str(uid), [])}, job_id) or find(board.ends, job_id)
+        return find({row[0]: row for row in board.accounts.get(str(uid), [])}, job_id) or find(
+            board.ends, job_id
+        )
 
     def _seen(self, board: Board, wanted: Mapping[str, float], uid: int) -> Seen:
         states = {}
@@ -221,12 +238,29 @@ def find(rows: Mapping[str, list[Any]], job_id: str) -> JobState | None:
     tasks = [_state(row) for name, row in rows.items() if name.startswith(f"{job_id}_")]
     if not tasks:
         return None
-    by_weight = [State.RUNNING, State.PENDING, State.FAILED, State.OUT_OF_MEMORY, State.NODE_FAIL, State.TIMEOUT]
-    return min(tasks, key=lambda task: by_weight.index(task.state) if task.state in by_weight else len(by_weight))
+    by_weight = [
+        State.RUNNING,
+        State.PENDING,
+        State.FAILED,
+        State.OUT_OF_MEMORY,
+        State.NODE_FAIL,
+        State.TIMEOUT,
+    ]
+    return min(
+        tasks, key=lambda task: by_weight.index(task.state) if task.state in by_weight else len(by_weight)
+    )
 
 
 def _row(state: JobState) -> list[Any]:
-    return [state.job_id, state.state.value, state.native, state.reason, state.end_time, state.nodes, state.start_time]
+    return [
+        state.job_id,
+        state.state.value,
+        state.native,
+        state.reason,
+        state.end_time,
+        state.nodes,
+        state.start_time,
+    ]
 
 
 def _state(row: list[Any]) -> JobState:

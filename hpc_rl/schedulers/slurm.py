@@ -34,7 +34,12 @@ LEAKS = (
     "OMPI_",
     "SPANK_",
 )
-TRANSIENT = ("socket timed out", "unable to contact slurm controller", "resource temporarily unavailable", "connection refused")
+TRANSIENT = (
+    "socket timed out",
+    "unable to contact slurm controller",
+    "resource temporarily unavailable",
+    "connection refused",
+)
 JOB_ID = re.compile(r"^(\d+)(?:;\S+)?$", re.MULTILINE)
 SUBMIT_TIMEOUT_S = 30.0
 TRIES = 3  # of sbatch, and of the look for a job whose sbatch gave no answer
@@ -68,7 +73,9 @@ class SlurmScheduler:
     def _sbatch(spec: JobSpec) -> tuple[str, str, bool]:
         """Id of the job; else what went wrong, and whether the job may be there all the same."""
         try:
-            done = _call(["sbatch", "--parsable", *_beside(spec), str(spec.script), *spec.arguments], SUBMIT_TIMEOUT_S)
+            done = _call(
+                ["sbatch", "--parsable", *_beside(spec), str(spec.script), *spec.arguments], SUBMIT_TIMEOUT_S
+            )
         except _TimedOut as error:
             return "", str(error), True
         found = JOB_ID.findall(done.stdout)
@@ -84,7 +91,9 @@ class SlurmScheduler:
             return self.find(spec) or ""
         except SchedulerError as error:
             look = f"Before it is submitted again, look: squeue --me -n {shlex.quote(spec.name)}"
-            raise SchedulerError(f"{problem}; whether Slurm has the job can't be told: {error}. {look}") from error
+            raise SchedulerError(
+                f"{problem}; whether Slurm has the job can't be told: {error}. {look}"
+            ) from error
 
     def states(self, job_ids: list[str]) -> dict[str, JobState]:
         """One squeue; sacct only for the jobs that squeue has forgotten. Works without accounting."""
@@ -163,7 +172,8 @@ class SlurmScheduler:
         """Empty where the site keeps no accounting: then the trial's own files tell."""
         try:
             done = _call(
-                ["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids), "-o", "JobID,State,Reason,End,NodeList"], CALL_TIMEOUT_S
+                ["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids), "-o", "JobID,State,Reason,End,NodeList"],
+                CALL_TIMEOUT_S,
             )
         except SchedulerError as error:
             logger.debug("no accounting: %s", error)
@@ -178,7 +188,9 @@ def _parsed(text: str) -> list[JobState]:
         fields = line.split("|")
         if len(fields) >= 5:
             job_id, native, reason, end, nodes, *start = fields
-            found[job_id] = JobState(job_id, parse(native), native, reason, _unix(end), nodes, _unix(start[0] if start else ""))
+            found[job_id] = JobState(
+                job_id, parse(native), native, reason, _unix(end), nodes, _unix(start[0] if start else "")
+            )
     return list(found.values())
 
 
@@ -198,7 +210,9 @@ class _TimedOut(SchedulerError):
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Without what a surrounding job or a user's defaults would say in our place; SLURM_CONF stays."""
-    return {name: value for name, value in environ.items() if name == "SLURM_CONF" or not name.startswith(LEAKS)}
+    return {
+        name: value for name, value in environ.items() if name == "SLURM_CONF" or not name.startswith(LEAKS)
+    }
 
 
 def require(program: str) -> None:
@@ -230,7 +244,11 @@ def _call(argv: list[str], timeout_s: float, said: str = "") -> subprocess.Compl
 
 def _checked(argv: list[str]) -> None:
     done = _call(argv, CALL_TIMEOUT_S)
-    if done.returncode != 0 and "invalid job id" not in done.stderr.lower() and "already completed" not in done.stderr.lower():
+    if (
+        done.returncode != 0
+        and "invalid job id" not in done.stderr.lower()
+        and "already completed" not in done.stderr.lower()
+    ):
         raise SchedulerError(f"{argv[0]}: {_words(done)}")
 
 

@@ -39,4 +39,6 @@ def _one(job_id: str, states: list[JobState]) -> JobState:
             ends = [state.end_time for state in of_kind if state.end_time is not None]
             nodes = ",".join(state.nodes for state in of_kind if state.nodes)
             return replace(of_kind[0], job_id=job_id, end_time=min(ends, default=None), nodes=nodes)
-    return replace(next((state for state in states if state.state is not State.DONE), states[0]), job_id=job_id)
+    return replace(
+        next((state for state in states if state.state is not State.DONE), states[0]), job_id=job_id
+    )

@@ -47,7 +47,13 @@ _BASE = [
     Word("PREEMPTED", "PR", State.PREEMPTED, "was ended for a job of higher priority", _F.PREEMPTION),
     Word("BOOT_FAIL", "BF", State.NODE_FAIL, "a node did not boot", _F.NODE),
     Word("DEADLINE", "DL", State.TIMEOUT, "its --deadline can't be met any more", _F.WALL_TIME),
-    Word("OUT_OF_MEMORY", "OOM", State.OUT_OF_MEMORY, "was killed for using more memory than it asked for", _F.OUT_OF_MEMORY),
+    Word(
+        "OUT_OF_MEMORY",
+        "OOM",
+        State.OUT_OF_MEMORY,
+        "was killed for using more memory than it asked for",
+        _F.OUT_OF_MEMORY,
+    ),
 ]
 _FLAGS = [
     Word("COMPLETING", "CG", State.RUNNING, "is being cleaned up"),
@@ -56,8 +62,20 @@ _FLAGS = [
     Word("RECONFIG_FAIL", "", State.NODE_FAIL, "its node could not be reconfigured", _F.NODE),
     Word("LAUNCH_FAILED", "", State.PENDING, "could not be launched, and waits again", _F.INFRASTRUCTURE),
     Word("REQUEUED", "RQ", State.PENDING, "is being requeued"),
-    Word("REQUEUE_HOLD", "RH", State.PENDING, "was requeued and is held: `scontrol release` lets it go on", _F.INFRASTRUCTURE),
-    Word("SPECIAL_EXIT", "SE", State.PENDING, "was requeued and is held by a rule of the site", _F.INFRASTRUCTURE),
+    Word(
+        "REQUEUE_HOLD",
+        "RH",
+        State.PENDING,
+        "was requeued and is held: `scontrol release` lets it go on",
+        _F.INFRASTRUCTURE,
+    ),
+    Word(
+        "SPECIAL_EXIT",
+        "SE",
+        State.PENDING,
+        "was requeued and is held by a rule of the site",
+        _F.INFRASTRUCTURE,
+    ),
     Word("REQUEUE_FED", "RF", State.PENDING, "is being requeued in the federation", _F.INFRASTRUCTURE),
     Word("REVOKED", "RV", State.UNKNOWN, "runs on another cluster of the federation", _F.INFRASTRUCTURE),
     Word("RESV_DEL_HOLD", "RD", State.PENDING, "is held: its reservation was deleted", _F.INFRASTRUCTURE),

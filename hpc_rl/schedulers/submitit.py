@@ -42,7 +42,9 @@ class SubmititScheduler(SlurmScheduler):
                 task = TrialTask(str(spec.script), str(spec.script.parent.parent / "jobs"))
                 return str(executor.submit(task).job_id)
         except Exception as error:  # submitit's own kinds of failure, told in its words
-            raise SchedulerError(f"submitit could not submit the job: {' '.join(str(error).split())}") from error
+            raise SchedulerError(
+                f"submitit could not submit the job: {' '.join(str(error).split())}"
+            ) from error
 
 
 @contextlib.contextmanager

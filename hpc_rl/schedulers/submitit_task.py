@@ -35,11 +35,15 @@ class TrialTask:
         from submitit.core.job_environment import JobEnvironment
 
         number = getattr(signal, f"SIG{JobEnvironment.USR_SIG}")
-        signal.pthread_sigmask(signal.SIG_BLOCK, {number})  # the handler requeues: not before the state is saved
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, {number}
+        )  # the handler requeues: not before the state is saved
         self.code = self._run(number)
         if self._goes_on():
             os.kill(os.getpid(), number)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # here the handler runs: checkpoint(), requeue, exit
+            signal.pthread_sigmask(
+                signal.SIG_UNBLOCK, {number}
+            )  # here the handler runs: checkpoint(), requeue, exit
             time.sleep(60)
         if self.code:
             raise RuntimeError(f"the trial ended with code {self.code}; `hpc-rl status` says why")

@@ -19,12 +19,23 @@ from tokenizers import Tokenizer
 from hpc_rl.errors import RequestRefused
 from hpc_rl.trial import read_json
 
-_SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "n": "n", "seed": "sampling_seed"}
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "n": "n",
+    "seed": "sampling_seed",
+}
 _SAMPLING |= {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 _SAME = ("min_p", "stop_token_ids", "ignore_eos", "min_new_tokens", "frequency_penalty", "presence_penalty")
 _SAMPLING |= {key: key for key in _SAME}
 _PLAIN = {"model", "messages", "stop", "user", "metadata", "store"}
-_REFUSED_UNLESS = {"stream": (False, None), "logprobs": (False, None), "top_logprobs": (0, None), "tools": ([], None)}
+_REFUSED_UNLESS = {
+    "stream": (False, None),
+    "logprobs": (False, None),
+    "top_logprobs": (0, None),
+    "tools": ([], None),
+}
 
 
 class ChatTokenizer:
@@ -52,7 +63,9 @@ class ChatTokenizer:
         if self._template is None:
             raise RequestRefused("the model has no chat template: use /generate")
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self._special)
+            return self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **self._special
+            )
         except jinja2.TemplateError as error:
             raise RequestRefused(f"the chat template refuses these messages: {error}") from error
 
@@ -72,8 +85,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
         raise jinja2.TemplateError(message)
 
     loops = "jinja2.ext.loopcontrols"
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loops, _GenerationTag])
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loops, _GenerationTag]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+        value, ensure_ascii=False, indent=indent
+    )
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: time.strftime(form)
     return environment
@@ -94,7 +111,9 @@ def _text(token: Any) -> str:
     return token["content"] if isinstance(token, dict) else str(token)
 
 
-def to_generate(body: dict[str, Any], tokenizer: ChatTokenizer, context_length: int) -> tuple[dict[str, Any], list[str]]:
+def to_generate(
+    body: dict[str, Any], tokenizer: ChatTokenizer, context_length: int
+) -> tuple[dict[str, Any], list[str]]:
     """An OpenAI chat request as a /generate request, and its stop strings. Raises RequestRefused."""
     sampling: dict[str, Any] = {}
     for key, value in body.items():
@@ -103,11 +122,19 @@ def to_generate(body: dict[str, Any], tokenizer: ChatTokenizer, context_length: 
                 sampling[_SAMPLING[key]] = value
         elif key in _REFUSED_UNLESS:
             if value not in _REFUSED_UNLESS[key]:
-                raise RequestRefused(f"chat key {key!r}: the embedded engine does not serve it, got {value!r}")
+                raise RequestRefused(
+                    f"chat key {key!r}: the embedded engine does not serve it, got {value!r}"
+                )
         elif key not in _PLAIN:
-            raise RequestRefused(f"unknown chat key {key!r}; known are {', '.join(sorted({*_SAMPLING, *_PLAIN}))}")
+            raise RequestRefused(
+                f"unknown chat key {key!r}; known are {', '.join(sorted({*_SAMPLING, *_PLAIN}))}"
+            )
     messages = body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(message, dict) for message in messages)
+    ):
         raise RequestRefused("messages must be a list of objects, at least one")
     stop = body.get("stop") or []
     stops = [stop] if isinstance(stop, str) else list(stop)
@@ -130,7 +157,15 @@ def to_completion(
         if cut:
             text, finish, matched = text[: cut[0]], "stop", cut[1]
         message = {"role": "assistant", "content": text, "reasoning_content": None, "tool_calls": None}
-        choices.append({"index": index, "message": message, "logprobs": None, "finish_reason": finish, "matched_stop": matched})
+        choices.append(
+            {
+                "index": index,
+                "message": message,
+                "logprobs": None,
+                "finish_reason": finish,
+                "matched_stop": matched,
+            }
+        )
     prompt, made = metas[0]["prompt_tokens"], sum(meta["completion_tokens"] for meta in metas)
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -139,5 +174,8 @@ def to_completion(
         "model": body.get("model") or "default",
         "choices": choices,
         "usage": {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made},
-        "metadata": {"weight_version": metas[-1]["weight_version"], "weight_versions": metas[-1]["weight_versions"]},
+        "metadata": {
+            "weight_version": metas[-1]["weight_version"],
+            "weight_versions": metas[-1]["weight_versions"],
+        },
     }

@@ -84,7 +84,11 @@ class _Making:
             sampling["max_new_tokens"] = self._budget - made
         if sampling.get("min_new_tokens"):
             sampling["min_new_tokens"] = max(0, sampling["min_new_tokens"] - made)
-        return {"input_ids": request.input_ids + self.turn.output_ids, "sampling_params": sampling, "rid": request.rid}
+        return {
+            "input_ids": request.input_ids + self.turn.output_ids,
+            "sampling_params": sampling,
+            "rid": request.rid,
+        }
 
     def absorb(self, answer: dict[str, Any]) -> int:
         """Append an answer; returns the number of its tokens. Raises InputRefused."""
@@ -92,12 +96,18 @@ class _Making:
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and reason.get("status_code") == 400:
             raise InputRefused(f"aborted: {reason.get('message')}")
-        spans = meta.get("weight_versions") or [{"version": meta.get("weight_version", ""), "start": 0, "end": len(ids)}]
+        spans = meta.get("weight_versions") or [
+            {"version": meta.get("weight_version", ""), "start": 0, "end": len(ids)}
+        ]
         append_spans(turn.versions, spans, len(turn.output_ids))
         turn.output_ids += ids
         turn.output_logprobs += [entry[0] for entry in meta.get("output_token_logprobs") or ()]
         turn.finish_reason = reason["type"]
-        if turn.finish_reason == "abort" and self._budget is not None and len(turn.output_ids) >= self._budget:
+        if (
+            turn.finish_reason == "abort"
+            and self._budget is not None
+            and len(turn.output_ids) >= self._budget
+        ):
             turn.finish_reason = "length"
         return len(ids)
 
@@ -142,7 +152,9 @@ class HttpServerClient:
             async with asyncio.timeout(self._timeout_s):
                 await self._finish(makings, headers)
         except TimeoutError as error:
-            raise ServerUnavailable(f"{self.url}: no answer to a generation within {self._timeout_s:.0f} s") from error
+            raise ServerUnavailable(
+                f"{self.url}: no answer to a generation within {self._timeout_s:.0f} s"
+            ) from error
         return [making.turn for making in makings]
 
     async def _finish(self, makings: list[_Making], headers: dict[str, str]) -> None:
@@ -156,7 +168,9 @@ class HttpServerClient:
             left = [making for making in left if making.turn.finish_reason == "abort"]
             if not left:
                 return
-            pause_s = 0.0 if made else min(1.0, 2 * pause_s + 0.05)  # aborted before it began: something else goes on there
+            pause_s = (
+                0.0 if made else min(1.0, 2 * pause_s + 0.05)
+            )  # aborted before it began: something else goes on there
             await asyncio.sleep(pause_s)
 
     async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -174,8 +188,16 @@ class HttpServerClient:
         body = {"model_path": path, "weight_version": label, "flush_cache": True}
         await self._call("POST", "/update_weights_from_disk", body, self._control, timeout_s)
 
-    async def abort(self, rid: str = "", abort_all: bool = False, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        await self._call("POST", "/abort_request", {"abort_all": True} if abort_all else {"rid": rid}, self._control, timeout_s)
+    async def abort(
+        self, rid: str = "", abort_all: bool = False, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> None:
+        await self._call(
+            "POST",
+            "/abort_request",
+            {"abort_all": True} if abort_all else {"rid": rid},
+            self._control,
+            timeout_s,
+        )
 
     async def flush_cache(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         await self._call("POST", "/flush_cache", {}, self._control, timeout_s)
@@ -191,11 +213,18 @@ class HttpServerClient:
         return await self._call("GET", "/health", None, self._data, timeout_s)
 
     async def _call(
-        self, method: str, path: str, body: dict[str, Any] | None, headers: dict[str, str], timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        headers: dict[str, str],
+        timeout_s: float | None = None,
     ) -> Any:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.request(method, self.url + path, json=body, headers=headers, timeout=timeout) as response:
+            async with self._session.request(
+                method, self.url + path, json=body, headers=headers, timeout=timeout
+            ) as response:
                 answer = await response.json(content_type=None)
                 status = response.status
         except TimeoutError as error:

@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 _GENERATE_KEYS = {"input_ids", "text", "sampling_params", "return_logprob", "rid"}
 _GENERATE_KEYS |= {"stream", "logprob_start_len", "top_logprobs_num"}
 _PAUSE_MODES = ("abort", "retract", "in_place")
-_SWITCH_INTERVAL_S = 0.001  # the engine gives the interpreter away in every tensor operation and wants it back soon
+_SWITCH_INTERVAL_S = (
+    0.001  # the engine gives the interpreter away in every tensor operation and wants it back soon
+)
 _MASK_63 = (1 << 63) - 1
 
 
@@ -42,7 +44,9 @@ class EmbeddedBackend:
         scratch: The initial weights are random, of the architecture at the model's path.
     """
 
-    def __init__(self, config: EmbeddedConfig, seed: int = 1, tokenizer_path: str = "", scratch: bool = False) -> None:
+    def __init__(
+        self, config: EmbeddedConfig, seed: int = 1, tokenizer_path: str = "", scratch: bool = False
+    ) -> None:
         self._config, self._seed, self._tokenizer_path, self._scratch = config, seed, tokenizer_path, scratch
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -93,9 +97,13 @@ class EmbeddedBackend:
     async def _generate(self, body: dict[str, Any]) -> Any:
         unknown = body.keys() - _GENERATE_KEYS
         if unknown:
-            raise RequestRefused(f"unknown key {min(unknown)!r}; known are {', '.join(sorted(_GENERATE_KEYS))}")
+            raise RequestRefused(
+                f"unknown key {min(unknown)!r}; known are {', '.join(sorted(_GENERATE_KEYS))}"
+            )
         if body.get("stream") or body.get("top_logprobs_num") or (body.get("logprob_start_len") or -1) >= 0:
-            raise RequestRefused("stream, top_logprobs_num and logprob_start_len are not served by the embedded engine")
+            raise RequestRefused(
+                "stream, top_logprobs_num and logprob_start_len are not served by the embedded engine"
+            )
         inputs, batched = self._inputs(body)
         rids = self._rids(body.get("rid"), len(inputs), batched)
         given = body.get("sampling_params")
@@ -131,7 +139,12 @@ class EmbeddedBackend:
 
     def _sequences(self, ids: list[int], rid: str, params: SamplingParams) -> list[Sequence]:
         model = self.engine.model
-        if not isinstance(ids, list) or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= model.vocab_size:
+        if (
+            not isinstance(ids, list)
+            or set(map(type, ids)) != {int}
+            or min(ids) < 0
+            or max(ids) >= model.vocab_size
+        ):
             raise RequestRefused(f"input_ids must be integers from 0 to {model.vocab_size - 1}, at least one")
         total = len(ids) + params.max_new_tokens
         if len(ids) >= model.context_length or total > model.context_length:
@@ -142,7 +155,11 @@ class EmbeddedBackend:
         sequences = []
         for index in range(params.n):
             # samples of one request differ; a sequence resubmitted after an abort goes on where it was
-            seed = self.engine.draw_seed() if params.sampling_seed is None else (params.sampling_seed + index) & _MASK_63
+            seed = (
+                self.engine.draw_seed()
+                if params.sampling_seed is None
+                else (params.sampling_seed + index) & _MASK_63
+            )
             sequences.append(Sequence(ids, params, seed, rid if params.n == 1 else f"{rid}_{index}", _ignore))
         return sequences
 
@@ -188,11 +205,15 @@ class EmbeddedBackend:
             "completion_tokens": len(ids),
             "cached_tokens": 0,
             "weight_version": sequence.spans[-1][0] if sequence.spans else self.engine.version,
-            "weight_versions": [{"version": v, "start": start, "end": end} for v, start, end in sequence.spans],
+            "weight_versions": [
+                {"version": v, "start": start, "end": end} for v, start, end in sequence.spans
+            ],
             "num_retractions": sequence.num_retractions,
         }
         if return_logprob:
-            meta["output_token_logprobs"] = [[value, token, None] for value, token in zip(sequence.logprobs, ids, strict=True)]
+            meta["output_token_logprobs"] = [
+                [value, token, None] for value, token in zip(sequence.logprobs, ids, strict=True)
+            ]
             meta["output_token_logprobs_length"] = len(ids)
         return {"output_ids": ids, "meta_info": meta}
 
@@ -234,9 +255,13 @@ class EmbeddedBackend:
             raise RequestRefused("model_path must be a directory")
         keep_cache = not body.get("flush_cache", True)
         try:
-            await asyncio.wrap_future(self.engine.update(path, None if version is None else str(version), keep_cache))
+            await asyncio.wrap_future(
+                self.engine.update(path, None if version is None else str(version), keep_cache)
+            )
         except (OSError, ValueError) as error:
-            raise RequestRefused(f"the weights at {path} can't be loaded, the old ones stay: {error}") from error
+            raise RequestRefused(
+                f"the weights at {path} can't be loaded, the old ones stay: {error}"
+            ) from error
         return {"success": True, "message": "updated", "num_paused_requests": 0}
 
     async def _flush(self, _body: dict[str, Any]) -> dict[str, Any]:

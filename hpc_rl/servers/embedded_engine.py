@@ -93,7 +93,10 @@ class Engine:
 
     def load(self) -> dict[str, int]:
         """Numbers of running and waiting sequences; approximate while the engine works."""
-        return {"running": sum(len(lane) for lane in self._lanes), "waiting": len(self._waiting) + len(self._inbox)}
+        return {
+            "running": sum(len(lane) for lane in self._lanes),
+            "waiting": len(self._waiting) + len(self._inbox),
+        }
 
     # commands: run between two steps, in the engine's thread
     def pause(self, mode: str) -> Future[None]:
@@ -285,7 +288,9 @@ class Engine:
         if max(lengths) > 1:
             lane.rows.copy(donors, list(range(first, first + len(sequences))), max(lengths) - 1)
         last = [sequence.tokens[-1] if sequence.tokens else sequence.ids[-1] for sequence in sequences]
-        lane.join(sequences, [self._stop_set(s.params) for s in sequences], [length - 1 for length in lengths], last)
+        lane.join(
+            sequences, [self._stop_set(s.params) for s in sequences], [length - 1 for length in lengths], last
+        )
 
     def _prefill(self, lane: Lane, prompts: dict[bytes, list[Sequence]]) -> None:
         """One forward over distinct prompts; each of their sequences gets a row and its first token."""
@@ -295,7 +300,9 @@ class Engine:
         padded = np.zeros((len(ids), lengths.max()), np.int64)
         for row, tokens in enumerate(ids):
             padded[row, : len(tokens)] = tokens
-        logits, keys_, values = self.model.decoder.prefill(torch.from_numpy(padded), torch.from_numpy(lengths))
+        logits, keys_, values = self.model.decoder.prefill(
+            torch.from_numpy(padded), torch.from_numpy(lengths)
+        )
         pick = [index for index, key in enumerate(keys) for _ in prompts[key]]
         sequences = [sequence for key in keys for sequence in prompts[key]]
         first = len(lane)
@@ -304,7 +311,9 @@ class Engine:
         lane.reserve(first + len(sequences), columns, max(limits) if lane.exact else 16, keys_[0])
         expand = None if len(pick) == len(keys) else torch.tensor(pick)
         lane.rows.write(first, keys_, values, expand)
-        lane.join(sequences, [self._stop_set(s.params) for s in sequences], lengths[pick].tolist(), [0] * len(pick))
+        lane.join(
+            sequences, [self._stop_set(s.params) for s in sequences], lengths[pick].tolist(), [0] * len(pick)
+        )
         if not lane.exact:
             self._donors.update((key, prompts[key][0]) for key in keys)
         self._accept(lane, first, logits if expand is None else logits[expand])
@@ -317,7 +326,10 @@ class Engine:
         state = lane.state
         columns = lane.longest() + 1
         lane.reserve(num_rows, columns, int(state["made"][:num_rows].max()) + 1)
-        ids, lengths = torch.from_numpy(state["pending"][:num_rows]), torch.from_numpy(state["length"][:num_rows])
+        ids, lengths = (
+            torch.from_numpy(state["pending"][:num_rows]),
+            torch.from_numpy(state["length"][:num_rows]),
+        )
         logits = self.model.decoder.decode(ids, lengths, lane.rows, columns)
         state["length"][:num_rows] += 1
         self._accept(lane, 0, logits)
@@ -329,7 +341,9 @@ class Engine:
         early = state["made"] < state["least"]
         if early.any():
             at = torch.from_numpy(np.flatnonzero(early))
-            logits[at] = logits[at].masked_fill(self._stop_table[torch.from_numpy(state["stop"][early])], float("-inf"))
+            logits[at] = logits[at].masked_fill(
+                self._stop_table[torch.from_numpy(state["stop"][early])], float("-inf")
+            )
         uniform = uniforms(state["seed"], state["length"])
         tokens, logprobs = sample(logits, state["temperature"], state["top_k"], state["top_p"], uniform)
         made = state["made"]

@@ -75,7 +75,10 @@ class Lane:
                 self.state[name] = np.resize(array, size) if len(array) else np.zeros(size, array.dtype)
         have_rows, have_made = self.tokens.shape
         if num_rows > have_rows or made > have_made:
-            shape = (max(have_rows, len(self.state["length"])), have_made if made <= have_made else max(made, 2 * have_made))
+            shape = (
+                max(have_rows, len(self.state["length"])),
+                have_made if made <= have_made else max(made, 2 * have_made),
+            )
             for name in ("tokens", "logprobs"):
                 old, new = getattr(self, name), np.zeros(shape, getattr(self, name).dtype)
                 new[:have_rows, :have_made] = old
@@ -84,7 +87,9 @@ class Lane:
         assert sample_of is not None
         self.rows.reserve(num_rows, columns, sample_of, (len(self), self.longest()), self.exact)
 
-    def join(self, sequences: list[Sequence], stops: list[int], lengths: list[int], pending: list[int]) -> None:
+    def join(
+        self, sequences: list[Sequence], stops: list[int], lengths: list[int], pending: list[int]
+    ) -> None:
         """Append rows; their room is reserved, their cache is written by the caller."""
         first, params = len(self.sequences), [sequence.params for sequence in sequences]
         made = [len(sequence.tokens) for sequence in sequences]

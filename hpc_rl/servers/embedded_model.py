@@ -45,18 +45,25 @@ class Rows:
     def capacity(self) -> tuple[int, int]:
         return (self.keys[0].shape[0], self.keys[0].shape[2]) if self.keys else (0, 0)
 
-    def reserve(self, rows: int, columns: int, like: torch.Tensor, live: tuple[int, int], exact: bool) -> None:
+    def reserve(
+        self, rows: int, columns: int, like: torch.Tensor, live: tuple[int, int], exact: bool
+    ) -> None:
         """Make room for `rows` x `columns`, keeping the `live` part; capacity grows by doubling unless `exact`."""
         have_rows, have_columns = self.capacity
         if rows <= have_rows and columns <= have_columns:
             return
         if not exact:
             rows = max(rows, have_rows if rows <= have_rows else 2 * have_rows)
-            columns = max(columns, have_columns if columns <= have_columns else have_columns + max(64, have_columns // 2))
+            columns = max(
+                columns,
+                have_columns if columns <= have_columns else have_columns + max(64, have_columns // 2),
+            )
         heads, size = like.shape[1], like.shape[3]
         for layer in range(self.num_layers):
             for store in (self.keys, self.values):
-                new = like.new_zeros(rows, heads, columns, size)  # zeros: garbage times a weight of 0 must not be NaN
+                new = like.new_zeros(
+                    rows, heads, columns, size
+                )  # zeros: garbage times a weight of 0 must not be NaN
                 if have_rows and live[0]:
                     new[: live[0], :, : live[1]] = store[layer][: live[0], :, : live[1]]
                 if have_rows:
@@ -64,12 +71,16 @@ class Rows:
                 else:
                     store.append(new)
 
-    def write(self, first: int, keys: list[torch.Tensor], values: list[torch.Tensor], pick: torch.Tensor | None) -> None:
+    def write(
+        self, first: int, keys: list[torch.Tensor], values: list[torch.Tensor], pick: torch.Tensor | None
+    ) -> None:
         """Put prefilled rows [m, K, T, D] at `first`; `pick` says which of them go there, in order (None: all)."""
         num_rows, columns = keys[0].shape[0] if pick is None else len(pick), keys[0].shape[2]
         for store, new in ((self.keys, keys), (self.values, values)):
             for layer in range(self.num_layers):
-                store[layer][first : first + num_rows, :, :columns] = new[layer] if pick is None else new[layer][pick]
+                store[layer][first : first + num_rows, :, :columns] = (
+                    new[layer] if pick is None else new[layer][pick]
+                )
 
     def copy(self, sources: list[int], targets: list[int], columns: int) -> None:
         """Copy the first `columns` columns of rows."""
@@ -82,7 +93,9 @@ class Rows:
 class Decoder(Protocol):
     """`prefill` starts rows, `decode` adds one token to each."""
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    def prefill(
+        self, ids: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """ids [m, T], padded on the right -> logits [m, V] after each row's last token; keys, values per layer [m, K, T, D]."""
 
     def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: Rows, columns: int) -> torch.Tensor:
@@ -124,20 +137,36 @@ class HFDecoder:
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    def prefill(
+        self, ids: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         cache: Any = DynamicCache()
         wanted, where = torch.unique(lengths - 1, return_inverse=True)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        output = self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=wanted)
+        output = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=wanted,
+        )
         logits = output.logits[torch.arange(len(ids), device=ids.device), where]
-        return logits.float(), [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
+        return (
+            logits.float(),
+            [layer.keys for layer in cache.layers],
+            [layer.values for layer in cache.layers],
+        )
 
     def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: Rows, columns: int) -> torch.Tensor:
-        layers: list[Any] = [_RowsLayer(k, v, lengths, columns) for k, v in zip(rows.keys, rows.values, strict=True)]
+        layers: list[Any] = [
+            _RowsLayer(k, v, lengths, columns) for k, v in zip(rows.keys, rows.values, strict=True)
+        ]
         mask = torch.arange(columns, device=ids.device)[None] <= lengths[:, None]
         mask = mask[:, None, None, :]
         if self.model.config._attn_implementation == "eager":
-            mask = torch.zeros_like(mask, dtype=self.model.dtype).masked_fill_(~mask, torch.finfo(self.model.dtype).min)
+            mask = torch.zeros_like(mask, dtype=self.model.dtype).masked_fill_(
+                ~mask, torch.finfo(self.model.dtype).min
+            )
         cache = Cache(layers=layers)
         at = {"position_ids": lengths[:, None], "attention_mask": mask}
         output = self.model(input_ids=ids[:, None], past_key_values=cache, use_cache=True, **at)
@@ -164,7 +193,9 @@ class FusedDecoder:
             raise NotImplementedError("biases on output projections")
         norms = None
         if hasattr(attention, "q_norm"):  # Qwen3: per head, one weight for queries and one for keys
-            parts = [attention.q_norm.weight] * self.num_heads + [attention.k_norm.weight] * self.num_key_heads
+            parts = [attention.q_norm.weight] * self.num_heads + [
+                attention.k_norm.weight
+            ] * self.num_key_heads
             norms = torch.stack([part.detach() for part in parts])
         return {
             "norm": layer.input_layernorm.weight.detach(),
@@ -182,14 +213,18 @@ class FusedDecoder:
         at = torch.arange(num_positions, device=self.base.embed_tokens.weight.device)[None]
         cos, sin = self.base.rotary_emb(self.base.embed_tokens.weight[:1], at)
         half = self.head_size // 2
-        return cos[0, :, None].clone(), torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)[:, None].clone()
+        return cos[0, :, None].clone(), torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)[
+            :, None
+        ].clone()
 
     def _tables(self, positions: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
         if largest >= len(self.cos):
             self.cos, self.sin = self._rotary(2 * largest)
         return self.cos[positions], self.sin[positions]
 
-    def _heads(self, x: torch.Tensor, layer: dict[str, Any], cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _heads(
+        self, x: torch.Tensor, layer: dict[str, Any], cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         """Hidden states [N, hidden] -> q [N, H, D], k and v [N, K, D], with norms and rotation."""
         num_qk = self.num_heads + self.num_key_heads
         qkv = F.linear(F.rms_norm(x, x.shape[-1:], layer["norm"], self.eps), layer["qkv"], layer["qkv_bias"])
@@ -203,13 +238,19 @@ class FusedDecoder:
 
     def _finish(self, x: torch.Tensor, attended: torch.Tensor, layer: dict[str, Any]) -> torch.Tensor:
         x = torch.addmm(x, attended, layer["out"])
-        gate, up = F.linear(F.rms_norm(x, x.shape[-1:], layer["mlp_norm"], self.eps), layer["gate_up"]).chunk(2, dim=-1)
+        gate, up = F.linear(F.rms_norm(x, x.shape[-1:], layer["mlp_norm"], self.eps), layer["gate_up"]).chunk(
+            2, dim=-1
+        )
         return torch.addmm(x, F.silu(gate).mul_(up), layer["down"])
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(F.rms_norm(x, x.shape[-1:], self.base.norm.weight, self.eps), self.model.lm_head.weight).float()
+        return F.linear(
+            F.rms_norm(x, x.shape[-1:], self.base.norm.weight, self.eps), self.model.lm_head.weight
+        ).float()
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    def prefill(
+        self, ids: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         m, t = ids.shape
         cos, sin = self._tables(torch.arange(t, device=ids.device).repeat(m), t)
         x = F.embedding(ids.view(-1), self.base.embed_tokens.weight)
@@ -220,7 +261,9 @@ class FusedDecoder:
             all_keys.append(k)
             all_values.append(v)
             gqa = self.num_heads != self.num_key_heads
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=gqa)
+            attended = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=gqa
+            )
             x = self._finish(x, attended.transpose(1, 2).reshape(m * t, -1), layer)
         last = torch.arange(m, device=ids.device) * t + lengths - 1
         return self._logits(x[last]), all_keys, all_values
@@ -233,7 +276,9 @@ class FusedDecoder:
         lengths = lengths.repeat_interleave(heads)
         slots = numbers * capacity + lengths  # where each (row, head) stores its token in the flat cache
         mask = torch.zeros(n * heads, 1, columns, dtype=self.cos.dtype, device=ids.device)
-        mask.masked_fill_((torch.arange(columns, device=ids.device)[None] > lengths[:, None])[:, None], float("-inf"))
+        mask.masked_fill_(
+            (torch.arange(columns, device=ids.device)[None] > lengths[:, None])[:, None], float("-inf")
+        )
         x = F.embedding(ids, self.base.embed_tokens.weight)
         for index, layer in enumerate(self.layers):
             q, k, v = self._heads(x, layer, cos, sin)
@@ -270,7 +315,9 @@ class Model:
         config = module.config
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
-            raise ConfigError(f"the embedded engine can't serve {config.model_type}: layers of kind {sorted(kinds)}; use sglang")
+            raise ConfigError(
+                f"the embedded engine can't serve {config.model_type}: layers of kind {sorted(kinds)}; use sglang"
+            )
         self.module = module.eval().requires_grad_(False)
         self.num_layers = config.num_hidden_layers
         self.vocab_size = module.get_output_embeddings().weight.shape[0]
@@ -287,12 +334,18 @@ class Model:
         try:
             fused = FusedDecoder(self.module)
             difference = _probe(generic, fused, self.num_layers, min(self.vocab_size, 1000))
-        except (NotImplementedError, AttributeError, RuntimeError) as error:  # a variant that this file does not know
+        except (
+            NotImplementedError,
+            AttributeError,
+            RuntimeError,
+        ) as error:  # a variant that this file does not know
             logger.warning("the fused decoder does not fit this %s: %s", config.model_type, error)
             return generic
         tolerance = PROBE_TOLERANCE if self.dtype == torch.float32 else 1.0
         if not difference < tolerance:
-            logger.warning("the fused decoder differs from this %s by %.2g: not used", config.model_type, difference)
+            logger.warning(
+                "the fused decoder differs from this %s by %.2g: not used", config.model_type, difference
+            )
             return generic
         return fused
 
@@ -310,7 +363,9 @@ class Model:
             return
         for name, parameter in own.items():
             if tensors[name].shape != parameter.shape:
-                raise ValueError(f"{path}: {name} is {list(tensors[name].shape)}, the model has {list(parameter.shape)}")
+                raise ValueError(
+                    f"{path}: {name} is {list(tensors[name].shape)}, the model has {list(parameter.shape)}"
+                )
         for name, parameter in own.items():
             parameter.data.copy_(tensors[name])
         if isinstance(self.decoder, FusedDecoder):
@@ -329,15 +384,23 @@ def _build(path: str, dtype: torch.dtype, scratch: bool) -> Any:
     disable_progress_bar()
     try:
         if scratch:
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True), dtype=dtype)
+            return AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(path, local_files_only=True), dtype=dtype
+            )
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     except (KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{path}: not a causal language model that transformers can load: {error}") from error
+        raise ValueError(
+            f"{path}: not a causal language model that transformers can load: {error}"
+        ) from error
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     index = path / "model.safetensors.index.json"
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    files = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if index.exists()
+        else ["model.safetensors"]
+    )
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         if not (path / file).is_file():

@@ -28,7 +28,11 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def sample(
-    logits_NV: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, uniform: np.ndarray
+    logits_NV: torch.Tensor,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    uniform: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens int64 [N] and log-probabilities float32 [N]. `top_k` 0 and `top_p` 1 mean all; temperature 0 means greedy."""
     device = logits_NV.device
@@ -44,7 +48,9 @@ def sample(
     return tokens.cpu().numpy(), chosen.cpu().numpy()
 
 
-def _draw(logprobs_NV: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, uniform: np.ndarray) -> torch.Tensor:
+def _draw(
+    logprobs_NV: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, uniform: np.ndarray
+) -> torch.Tensor:
     probs_NV = logprobs_NV.exp()
     filtered = (top_k > 0) | (top_p < 1.0)
     if not filtered.any():

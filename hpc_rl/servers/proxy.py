@@ -26,7 +26,13 @@ from hpc_rl.servers.router import is_older
 logger = logging.getLogger(__name__)
 
 DATA_POST = ("/generate", "/v1/chat/completions")
-CONTROL_POST = ("/pause_generation", "/continue_generation", "/abort_request", "/update_weights_from_disk", "/flush_cache")
+CONTROL_POST = (
+    "/pause_generation",
+    "/continue_generation",
+    "/abort_request",
+    "/update_weights_from_disk",
+    "/flush_cache",
+)
 MAX_BODY_BYTES = 256 * 2**20
 UP = ("waiting", "serving")  # the backend runs; it is `waiting` until it has weights that were published
 
@@ -59,7 +65,10 @@ class Proxy:
         self.pause_mode = ""
         self.last_control_at = time.monotonic()
         self._attempt, self._incarnation = attempt, incarnation
-        self._control, self._data = f"Bearer {tokens['control']}".encode(), f"Bearer {tokens['data']}".encode()
+        self._control, self._data = (
+            f"Bearer {tokens['control']}".encode(),
+            f"Bearer {tokens['data']}".encode(),
+        )
         self._prefix_token = tokens["data"].encode()
         self._on_change, self._on_shutdown = on_change, on_shutdown
         self._control_lock = asyncio.Lock()
@@ -102,9 +111,13 @@ class Proxy:
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def guarded(request: web.Request) -> web.Response:
             given = request.headers.get("Authorization", "").encode()
-            if hmac.compare_digest(given, self._control) or (not control and hmac.compare_digest(given, self._data)):
+            if hmac.compare_digest(given, self._control) or (
+                not control and hmac.compare_digest(given, self._data)
+            ):
                 return await handler(request, request.path)
-            return _json(401, {"error": {"message": "the control token is needed" if control else "a token is needed"}})
+            return _json(
+                401, {"error": {"message": "the control token is needed" if control else "a token is needed"}}
+            )
 
         return guarded
 
@@ -126,11 +139,15 @@ class Proxy:
         state = "dead" if self.lifecycle in UP and self.backend.alive() else self.state
         known = {"state": state, "epoch": self.epoch, "weight_version": self.version}
         ok = state in ("serving", "paused", "waiting")
-        return _json(200 if ok else 503, {**known, "attempt": self._attempt, "incarnation": self._incarnation})
+        return _json(
+            200 if ok else 503, {**known, "attempt": self._attempt, "incarnation": self._incarnation}
+        )
 
     async def _generate(self, request: web.Request, path: str) -> web.Response:
         if self.lifecycle != "serving":
-            return _json(503, {"error": {"message": f"the server is {self.lifecycle}"}, "state": self.lifecycle})
+            return _json(
+                503, {"error": {"message": f"the server is {self.lifecycle}"}, "state": self.lifecycle}
+            )
         least = request.headers.get(MIN_VERSION_HEADER, "")
         try:
             if least and is_older(self.version, least):
@@ -182,7 +199,9 @@ class Proxy:
         label = body.get("weight_version")
         try:
             if not isinstance(label, str) or is_older(label, self.version or "0.0"):
-                return _not_updated(f"weight_version must be a label not older than {self.version or '0.0'!r}, got {label!r}")
+                return _not_updated(
+                    f"weight_version must be a label not older than {self.version or '0.0'!r}, got {label!r}"
+                )
         except ValueError as error:
             return _not_updated(str(error))
         if self.pause_mode == "in_place" and body.get("flush_cache", True):

@@ -56,13 +56,27 @@ class Replica:
     """
 
     def __init__(
-        self, backend: Backend, trial: Trial, names: NameResolve, tokens: dict[str, str], identity: Identity, base_path: str
+        self,
+        backend: Backend,
+        trial: Trial,
+        names: NameResolve,
+        tokens: dict[str, str],
+        identity: Identity,
+        base_path: str,
     ) -> None:
-        self._backend, self._trial, self._names, self._who, self._base = backend, trial, names, identity, base_path
+        self._backend, self._trial, self._names, self._who, self._base = (
+            backend,
+            trial,
+            names,
+            identity,
+            base_path,
+        )
         self._shutdown = threading.Event()
         self._changed = asyncio.Event()
         self._loading = ""  # label of the weights that are being loaded: the lease keeps their directory from being deleted
-        self.proxy = Proxy(backend, tokens, identity.attempt, identity.incarnation, self._changed.set, self._shutdown.set)
+        self.proxy = Proxy(
+            backend, tokens, identity.attempt, identity.incarnation, self._changed.set, self._shutdown.set
+        )
         self._url = ""
         self._lease: Lease | None = None
         self._newer: tuple[str, float] = ("", 0.0)  # label of newer weights and when they were seen first
@@ -73,14 +87,18 @@ class Replica:
         self._url = f"http://{reachable_address()}:{sock.getsockname()[1]}"
         await self.proxy.serve(sock)
         value = self._value()
-        self._lease = await asyncio.to_thread(self._names.lease, keys.server(self._who.index), value, LEASE_TTL_S)
+        self._lease = await asyncio.to_thread(
+            self._names.lease, keys.server(self._who.index), value, LEASE_TTL_S
+        )
         self.proxy.epoch = self._lease.epoch
         logger.info("server %d at %s, epoch %d", self._who.index, self._url, self._lease.epoch)
         heartbeat = asyncio.create_task(self._heartbeat(), name="heartbeat")
         life = asyncio.create_task(self._live(), name="life")
         try:
             while not (stopping.is_set() or self._shutdown.is_set()):
-                done, _ = await asyncio.wait({heartbeat, life}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    {heartbeat, life}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED
+                )
                 for task in done:
                     task.result()
             return ExitCode.STOPPED
@@ -93,7 +111,9 @@ class Replica:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if not self._backend.alive() and self.proxy.version:  # running requests go back to their clients with what they have
+        if (
+            not self._backend.alive() and self.proxy.version
+        ):  # running requests go back to their clients with what they have
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_S):
                     await self._backend.request("/pause_generation", {"mode": "abort"})
@@ -106,7 +126,13 @@ class Replica:
     def _value(self) -> dict[str, Any]:
         process = {"pid": os.getpid(), "host": socket.gethostname()}
         start = {"attempt": self._who.attempt, "incarnation": self._who.incarnation}
-        return {"url": self._url, "version": self._loading or self.proxy.version, "state": self.proxy.state, **start, **process}
+        return {
+            "url": self._url,
+            "version": self._loading or self.proxy.version,
+            "state": self.proxy.state,
+            **start,
+            **process,
+        }
 
     async def _heartbeat(self) -> None:
         assert self._lease is not None
@@ -120,7 +146,9 @@ class Replica:
             except Stale as error:
                 self.proxy.enter("stale")
                 raise RoleFailed(f"another server {self._who.index} has taken over: {error}") from error
-            except OSError as error:  # a shared file system may fail for a while; the lease's age tells readers
+            except (
+                OSError
+            ) as error:  # a shared file system may fail for a while; the lease's age tells readers
                 logger.warning("can't renew the lease: %s", error)
 
     async def _live(self) -> None:
@@ -143,7 +171,9 @@ class Replica:
             except (ConfigError, OSError, ValueError) as error:
                 newer = self._current()
                 if newer == current:
-                    kind = RoleFailed if current else ConfigError  # what was published may be whole again when we come back
+                    kind = (
+                        RoleFailed if current else ConfigError
+                    )  # what was published may be whole again when we come back
                     raise kind(f"the checkpoint at {path} can't be served: {error}") from error
                 logger.info("weights %r went while they were loaded: %s", self._loading, error)
                 current = newer
@@ -174,7 +204,9 @@ class Replica:
             if now - self._newer[1] >= SELF_LOAD_AFTER_S:
                 await self._load(current)
         elif proxy.pause_mode and now - proxy.last_control_at > PAUSE_LIMIT_S:
-            logger.warning("paused for %.0f s without a word: going on with weights %s", PAUSE_LIMIT_S, proxy.version)
+            logger.warning(
+                "paused for %.0f s without a word: going on with weights %s", PAUSE_LIMIT_S, proxy.version
+            )
             await proxy.control("/continue_generation", {})
 
     async def _load(self, current: dict[str, Any]) -> None:

@@ -137,7 +137,9 @@ class Router:
 
     def _suspect(self, server: Server, error: Exception) -> None:
         if not server.suspect:
-            logger.warning("server %s (epoch %d) is left out until it answers again: %s", server.key, server.epoch, error)
+            logger.warning(
+                "server %s (epoch %d) is left out until it answers again: %s", server.key, server.epoch, error
+            )
         server.suspect = True
 
     async def _pick(self, min_version: str) -> Server:
@@ -168,13 +170,18 @@ class Router:
     def _known(self) -> str:
         if not self._servers:
             return f"no lease under {keys.SERVERS!r}"
-        return ", ".join(f"{s.key} is {'out of reach' if s.suspect else s.state}" for s in self._servers.values())
+        return ", ".join(
+            f"{s.key} is {'out of reach' if s.suspect else s.state}" for s in self._servers.values()
+        )
 
     async def _poll(self) -> None:
         while True:
             try:
                 seen = await asyncio.to_thread(self.names.leases, keys.SERVERS)
-            except (OSError, HpcRlError) as error:  # a shared file system may fail for a while; what is known stays
+            except (
+                OSError,
+                HpcRlError,
+            ) as error:  # a shared file system may fail for a while; what is known stays
                 logger.warning("can't read the server leases: %s", error)
             else:
                 self._merge(seen)
@@ -191,8 +198,12 @@ class Router:
         for key, lease in alive.items():
             known, value = self._servers.get(key), lease.value
             if known is None or known.epoch != lease.epoch:
-                client = HttpServerClient(self.session, value["url"], self.data_token, None, self.request_timeout_s)
-                self._servers[key] = Server(key, lease.epoch, value["url"], value["version"], value["state"], client)
+                client = HttpServerClient(
+                    self.session, value["url"], self.data_token, None, self.request_timeout_s
+                )
+                self._servers[key] = Server(
+                    key, lease.epoch, value["url"], value["version"], value["state"], client
+                )
                 logger.info("server %s, epoch %d: %s", key, lease.epoch, value["state"])
             else:
                 known.version, known.state = value["version"], value["state"]

@@ -26,7 +26,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "custom_params": ({},),
 }
-_TEXT_ONLY = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")  # they change `text`, which isn't made
+_TEXT_ONLY = (
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "no_stop_trim",
+)  # they change `text`, which isn't made
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,9 @@ def parse(given: dict[str, Any] | None) -> SamplingParams:
                 values[key] = value
         elif key in _NEUTRAL:
             if value is not None and value not in _NEUTRAL[key]:
-                raise RequestRefused(f"sampling key {key!r}: the embedded engine does not serve it, got {value!r}; use sglang")
+                raise RequestRefused(
+                    f"sampling key {key!r}: the embedded engine does not serve it, got {value!r}; use sglang"
+                )
         elif key not in _TEXT_ONLY:
             near = difflib.get_close_matches(key, [*KNOWN, *_NEUTRAL], 1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(KNOWN)}"

@@ -35,7 +35,9 @@ _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
 _UPDATE_KEYS = ("model_path", "weight_version", "flush_cache")
 
 
-def launch_of(config: GRPOConfig, device: str, num_gpus: int, index: int, tokenizer_path: str) -> SGLangLaunch:
+def launch_of(
+    config: GRPOConfig, device: str, num_gpus: int, index: int, tokenizer_path: str
+) -> SGLangLaunch:
     """How replica `index` is started on a device, with so many GPUs. Raises ConfigError."""
     python = config.launcher.inference_server_python or sys.executable
     env = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
@@ -46,7 +48,9 @@ def launch_of(config: GRPOConfig, device: str, num_gpus: int, index: int, tokeni
     settings = settings_of(config.sglang, device, max(1, num_gpus), index)
     settings["tokenizer_path"] = str(Path(tokenizer_path).expanduser().absolute())
     own = config.sglang
-    return SGLangLaunch(python=python, env=env, settings=settings, version=own.version, extra_args=list(own.extra_args))
+    return SGLangLaunch(
+        python=python, env=env, settings=settings, version=own.version, extra_args=list(own.extra_args)
+    )
 
 
 class SGLangBackend:
@@ -73,7 +77,12 @@ class SGLangBackend:
             logger.warning(warning)
         key, port = secrets.token_urlsafe(32), _free_port()
         write_atomic(self._secret, json.dumps({"api-key": key}) + "\n", mode=0o600)  # JSON is YAML
-        settings = {"config_file": str(self._secret), "model_path": path, **self._launch.settings, "port": port}
+        settings = {
+            "config_file": str(self._secret),
+            "model_path": path,
+            **self._launch.settings,
+            "port": port,
+        }
         settings["weight_version"] = version or "none"
         argv = arguments(settings, self._launch.extra_args, flags)
         self._url, self._headers = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {key}"}
@@ -95,7 +104,9 @@ class SGLangBackend:
                 stderr=asyncio.subprocess.PIPE,
             )
         except OSError as error:
-            raise ConfigError(f"launcher.inference_server_python {self._launch.python!r} can't be started: {error}") from error
+            raise ConfigError(
+                f"launcher.inference_server_python {self._launch.python!r} can't be started: {error}"
+            ) from error
         output, errors = await process.communicate()
         if process.returncode != 0:
             raise ConfigError(
@@ -111,12 +122,18 @@ class SGLangBackend:
         while True:
             status = self._process.exit_status()
             if status:
-                raise RoleFailed(f"SGLang ended while starting ({status}); the end of {self._log}:\n{self._process.last_lines()}")
+                raise RoleFailed(
+                    f"SGLang ended while starting ({status}); the end of {self._log}:\n{self._process.last_lines()}"
+                )
             if time.monotonic() > deadline:
                 lines = self._process.last_lines()
-                raise RoleFailed(f"SGLang was not ready within {self._ready_timeout_s:.0f} s; the end of {self._log}:\n{lines}")
+                raise RoleFailed(
+                    f"SGLang was not ready within {self._ready_timeout_s:.0f} s; the end of {self._log}:\n{lines}"
+                )
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                async with self._session.get(f"{self._url}/health", headers=self._headers, timeout=timeout) as response:
+                async with self._session.get(
+                    f"{self._url}/health", headers=self._headers, timeout=timeout
+                ) as response:
                     if response.status == 200:
                         return
             await asyncio.sleep(0.25)
@@ -141,7 +158,11 @@ class SGLangBackend:
         method = "GET" if body is None else "POST"
         try:
             async with self._session.request(
-                method, self._url + path, json=body, headers=self._headers, timeout=aiohttp.ClientTimeout(total=None)
+                method,
+                self._url + path,
+                json=body,
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=None),
             ) as response:
                 return response.status, _json_or_text(await response.read())
         except aiohttp.ClientError as error:

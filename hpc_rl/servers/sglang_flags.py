@@ -45,10 +45,14 @@ def table_for(version: str, configured: str = "") -> tuple[Flags, str]:
         other = f"SGLang is {version}, but sglang.version, by which the options were checked, is {configured}"
         return FLAGS[version], other if configured and version != configured else ""
     newest = max(FLAGS, key=_numbers)
-    return FLAGS[newest], f"SGLang {version} is not in the flag table (known: {', '.join(FLAGS)}): taking the flags of {newest}"
+    return FLAGS[
+        newest
+    ], f"SGLang {version} is not in the flag table (known: {', '.join(FLAGS)}): taking the flags of {newest}"
 
 
-def settings_of(config: SGLangConfig, device: str, tensor_parallel_size: int, index: int) -> dict[str, Setting]:
+def settings_of(
+    config: SGLangConfig, device: str, tensor_parallel_size: int, index: int
+) -> dict[str, Setting]:
     """What the configuration says, and what a CPU needs besides. Values that are None are left to SGLang."""
     own = {field.name for field in dataclasses.fields(config)} - NOT_FLAGS
     settings: dict[str, Setting | None] = {name: getattr(config, name) for name in sorted(own)}
@@ -62,7 +66,11 @@ def settings_of(config: SGLangConfig, device: str, tensor_parallel_size: int, in
         backend = config.sampling_backend or "pytorch"
         settings |= {"device": "cpu", "sampling_backend": backend, "disable_overlap_schedule": True}
         settings["max_total_tokens"] = config.max_total_tokens or CPU_MAX_TOTAL_TOKENS
-    return {name: value for name, value in settings.items() if value is not None and value is not False and value != ""}
+    return {
+        name: value
+        for name, value in settings.items()
+        if value is not None and value is not False and value != ""
+    }
 
 
 def arguments(settings: dict[str, Setting], extra_args: list[str], flags: Flags) -> list[str]:

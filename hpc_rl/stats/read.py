@@ -125,7 +125,9 @@ def merge(parts: list[tuple[int, list[Row]]]) -> History:
             step = row.get("step")
             if isinstance(step, int) and not isinstance(step, bool):
                 (evaluations if is_evaluation(row) else steps)[step] = row
-    return History([steps[step] for step in sorted(steps)], [evaluations[step] for step in sorted(evaluations)])
+    return History(
+        [steps[step] for step in sorted(steps)], [evaluations[step] for step in sorted(evaluations)]
+    )
 
 
 class MetricsReader:
@@ -154,7 +156,11 @@ class MetricsReader:
         """The newest step that each attempt logged, as of the last poll, whether a later lineage cut it or not."""
         reached: dict[str, int] = {}
         for path, file in self._files.items():
-            steps = [row["step"] for row in file.rows if isinstance(row.get("step"), int) and not is_evaluation(row)]
+            steps = [
+                row["step"]
+                for row in file.rows
+                if isinstance(row.get("step"), int) and not is_evaluation(row)
+            ]
             if steps:
                 reached[path.parent.name] = max(reached.get(path.parent.name, 0), *steps)
         return reached
@@ -169,7 +175,10 @@ def _without_record(rows: list[Row]) -> tuple[tuple[int, float], int, list[Row]]
     """Place of a file whose lineage record is missing: by the lineage its rows name, from the step before its first."""
     number = next((row["lineage"] for row in rows if isinstance(row.get("lineage"), int)), 0)
     when = next((row["time"] for row in rows if isinstance(row.get("time"), (int, float))), 0.0)
-    first = min((row["step"] for row in rows if isinstance(row.get("step"), int) and not is_evaluation(row)), default=1)
+    first = min(
+        (row["step"] for row in rows if isinstance(row.get("step"), int) and not is_evaluation(row)),
+        default=1,
+    )
     return (number, float(when)), first - 1, rows
 
 

@@ -60,7 +60,11 @@ class JsonlSink:
             if not is_full(error):
                 raise
             if not self._told:
-                logger.error("DISK FULL: metrics wait in memory until there is room in %s (%s)", self.path.parent, error)
+                logger.error(
+                    "DISK FULL: metrics wait in memory until there is room in %s (%s)",
+                    self.path.parent,
+                    error,
+                )
             self._told = True
         else:
             self._told = False
@@ -97,7 +101,9 @@ class TensorBoardSink:
         self._open: Callable[[], Any] = lambda: EventFileWriter(str(folder), flush_secs=5)
         self._writer: Any = None
         self._told = False
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # what lies beyond it from before is dropped by readers
+        start = event_pb2.SessionLog(
+            status=event_pb2.SessionLog.START
+        )  # what lies beyond it from before is dropped by readers
         self._add(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=start))
 
     def _add(self, event: Any) -> None:
@@ -109,13 +115,21 @@ class TensorBoardSink:
             if not is_full(error):
                 raise
             if not self._told:
-                logger.error("DISK FULL: TensorBoard's files in %s miss numbers until there is room (%s)", self.folder, error)
+                logger.error(
+                    "DISK FULL: TensorBoard's files in %s miss numbers until there is room (%s)",
+                    self.folder,
+                    error,
+                )
             self._told, self._writer = True, None
         else:
             self._told = False
 
     def log(self, step: int, scalars: Scalars) -> None:
-        numbers = {name: float(value) for name, value in scalars.items() if isinstance(value, (int, float)) and name != "time"}
+        numbers = {
+            name: float(value)
+            for name, value in scalars.items()
+            if isinstance(value, (int, float)) and name != "time"
+        }
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         when = scalars.get("time", 0.0)
         self._add(self._event(wall_time=float(when), step=step, summary=self._summary(value=values)))
@@ -127,7 +141,9 @@ class TensorBoardSink:
         except OSError as error:
             if not is_full(error):
                 raise
-            logger.error("DISK FULL: TensorBoard's files in %s miss the last numbers (%s)", self.folder, error)
+            logger.error(
+                "DISK FULL: TensorBoard's files in %s miss the last numbers (%s)", self.folder, error
+            )
 
     def state(self) -> dict[str, Any]:
         return {"folder": str(self.folder)}
@@ -227,11 +243,18 @@ def _load(package: str, option: str, value: str) -> Any:
 
 
 def _numbers(scalars: Scalars) -> dict[str, float | int]:
-    return {name: value for name, value in scalars.items() if isinstance(value, (int, float)) and name != "time"}
+    return {
+        name: value for name, value in scalars.items() if isinstance(value, (int, float)) and name != "time"
+    }
 
 
 def open_sinks(
-    metrics: Path, tensorboard: Path, start_step: int = 0, who: RunIdentity | None = None, wandb: Any = None, swanlab: Any = None
+    metrics: Path,
+    tensorboard: Path,
+    start_step: int = 0,
+    who: RunIdentity | None = None,
+    wandb: Any = None,
+    swanlab: Any = None,
 ) -> Sinks:
     """The sinks of a trainer incarnation that goes on from `start_step`: JSON lines, TensorBoard where it is installed, and
     the services whose section is there and not disabled. Raises ConfigError where a service's package is missing."""

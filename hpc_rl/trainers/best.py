@@ -48,7 +48,10 @@ class Best:
             return None
         new = {"metric": self.metric, "mode": self.mode, "value": float(value)}
         old = read_json(self.record) or {}
-        comparable = (old.get("metric"), old.get("mode")) == (self.metric, self.mode)  # else another thing was asked for then
+        comparable = (old.get("metric"), old.get("mode")) == (
+            self.metric,
+            self.mode,
+        )  # else another thing was asked for then
         return new if not comparable or is_better(float(value), float(old["value"]), self.mode) else None
 
 

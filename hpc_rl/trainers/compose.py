@@ -44,7 +44,9 @@ def compose_grpo(start: Start, stack: ExitStack) -> Composed:
     stack.callback(rollout.close)
     publisher = None
     if start.ranks.rank == 0:
-        publisher = Publisher(start.trial, start.names, start.tokens, setup_timeout_s=config.rollout.setup_timeout)
+        publisher = Publisher(
+            start.trial, start.names, start.tokens, setup_timeout_s=config.rollout.setup_timeout
+        )
         stack.callback(publisher.close)
     return run, GRPO(run, rollout, publisher, num_prompts, reference)
 
@@ -94,7 +96,9 @@ def _reference(start: Start, config: GRPOConfig) -> Engine | None:
     if config.ref is None or not (config.actor.kl_ctl or config.actor.beta):
         return None
     ranks = start.ranks
-    engine = ENGINES["fsdp"](config.ref, rank=ranks.rank, num_ranks=ranks.num, device=start.device, seed=config.seed, frozen=True)
+    engine = ENGINES["fsdp"](
+        config.ref, rank=ranks.rank, num_ranks=ranks.num, device=start.device, seed=config.seed, frozen=True
+    )
     engine.initialize(0)
     return engine
 
@@ -103,14 +107,23 @@ def _sinks(start: Start, step: int) -> Sinks:
     config, attempt = start.config, start.attempt
     logger = config.stats_logger
     folder = Path(logger.tensorboard.path).expanduser() if logger.tensorboard.path else attempt.tensorboard
-    who = RunIdentity(config.experiment_name, config.trial_name, attempt.dir, redacted(read_json(start.trial.config_json) or {}))
+    who = RunIdentity(
+        config.experiment_name,
+        config.trial_name,
+        attempt.dir,
+        redacted(read_json(start.trial.config_json) or {}),
+    )
     return open_sinks(attempt.metrics(start.incarnation), folder, step, who, logger.wandb, logger.swanlab)
 
 
-def _run(start: Start, begun: dict[str, Any], model: TrainEngineConfig, updates: int, stack: ExitStack) -> Run:
+def _run(
+    start: Start, begun: dict[str, Any], model: TrainEngineConfig, updates: int, stack: ExitStack
+) -> Run:
     """The engine with its state, and the run around it. `begun` is what start.begin answered on rank 0."""
     ranks, trial = start.ranks, start.trial
-    engine = ENGINES["fsdp"](model, rank=ranks.rank, num_ranks=ranks.num, device=start.device, seed=start.config.seed)
+    engine = ENGINES["fsdp"](
+        model, rank=ranks.rank, num_ranks=ranks.num, device=start.device, seed=start.config.seed
+    )
     engine.pin_memory = start.config.train_dataset.pin_memory
     engine.initialize(updates)
     begun = load_state(start, begun, engine)

@@ -80,9 +80,20 @@ class Writer:
     """
 
     def __init__(
-        self, engine: Engine, ranks: Ranks, stopping: threading.Event, tokenizer: Path, waits: Callable[[], None] = lambda: None
+        self,
+        engine: Engine,
+        ranks: Ranks,
+        stopping: threading.Event,
+        tokenizer: Path,
+        waits: Callable[[], None] = lambda: None,
     ) -> None:
-        self.engine, self.ranks, self.stopping, self.tokenizer, self.waits = engine, ranks, stopping, tokenizer, waits
+        self.engine, self.ranks, self.stopping, self.tokenizer, self.waits = (
+            engine,
+            ranks,
+            stopping,
+            tokenizer,
+            waits,
+        )
 
     def weights(
         self,
@@ -106,11 +117,20 @@ class Writer:
 
         temporary = beside(folder, "tmp")
         return self.until_room(
-            what, folder.parent, [lambda: begin() if self.ranks.rank == 0 else None, export], temporary, patient
+            what,
+            folder.parent,
+            [lambda: begin() if self.ranks.rank == 0 else None, export],
+            temporary,
+            patient,
         )
 
     def until_room(
-        self, what: str, where: Path, parts: Sequence[Callable[[], object]], temporary: Path, patient: bool = True
+        self,
+        what: str,
+        where: Path,
+        parts: Sequence[Callable[[], object]],
+        temporary: Path,
+        patient: bool = True,
     ) -> bool:
         """Do the parts, one after another, again and again while rank 0 finds the disk full; see `weights`."""
         told = False

@@ -60,7 +60,9 @@ class GRPO:
         self.config = run.config
         self.actor = run.config.actor
         self.total_steps = total_steps(run.config, num_prompts)
-        temperature = self.actor.temperature if self.actor.temperature is not None else self.config.gconfig.temperature
+        temperature = (
+            self.actor.temperature if self.actor.temperature is not None else self.config.gconfig.temperature
+        )
         self.temperature = temperature or 1.0  # greedy: log-probabilities are those of the plain distribution
         self.group_size = self.actor.group_size or self.config.gconfig.n_samples
         self._frontier: dict[str, int] = {}
@@ -121,7 +123,9 @@ class GRPO:
             result = self.publisher.publish(version, folder, self.run.stopping)
             self.run.stats.value("publish_servers", len(result.acknowledged))
             if step == self.run.step:
-                logger.info("start: weights %s are published to %d servers", version, len(result.acknowledged))
+                logger.info(
+                    "start: weights %s are published to %d servers", version, len(result.acknowledged)
+                )
 
     def evaluate(self, step: int) -> dict[str, float | int | str] | None:
         return evaluate.held_out_reward(self.run, self.rollout, step)
@@ -140,14 +144,22 @@ class GRPO:
         rewards_B = torch.tensor([row.reward for row in rows], dtype=torch.float32)
         if not self.actor.overlong_reward_penalty:
             return rewards_B
-        assert self.actor.overlong_tokens is not None and self.actor.overlong_penalty_factor is not None  # check.py says so
+        assert (
+            self.actor.overlong_tokens is not None and self.actor.overlong_penalty_factor is not None
+        )  # check.py says so
         lengths_B = torch.tensor([int(row.loss_mask.sum()) for row in rows])
-        how = (self.config.gconfig.max_new_tokens, self.actor.overlong_tokens, self.actor.overlong_penalty_factor)
+        how = (
+            self.config.gconfig.max_new_tokens,
+            self.actor.overlong_tokens,
+            self.actor.overlong_penalty_factor,
+        )
         penalty_B = (areal.overlong_penalty if self.areal else overlong_penalty)(lengths_B, *how)
         self.run.stats.mean("overlong_penalty", float(penalty_B.sum()), len(rows))
         return rewards_B + penalty_B
 
-    def _drop_uninformative(self, rows: list[Trajectory], rewards_B: torch.Tensor) -> tuple[list[Trajectory], torch.Tensor]:
+    def _drop_uninformative(
+        self, rows: list[Trajectory], rewards_B: torch.Tensor
+    ) -> tuple[list[Trajectory], torch.Tensor]:
         """Dynamic sampling; AReaL's own comes after the normalization, see _minibatches."""
         if self.areal or not self.actor.dynamic_sampling:
             return rows, rewards_B
@@ -160,10 +172,14 @@ class GRPO:
     def _check_groups(self, rows: list[Trajectory]) -> None:
         try:
             check_whole_groups(len(rows), self.group_size)
-        except ValueError as error:  # a workflow of the user's own made other groups than the configuration says
+        except (
+            ValueError
+        ) as error:  # a workflow of the user's own made other groups than the configuration says
             raise DataUnusable(f"the batch can't be used: {error}") from error
 
-    def _advantages(self, rows: list[Trajectory], rewards_B: torch.Tensor, known: Known | None) -> list[np.ndarray]:
+    def _advantages(
+        self, rows: list[Trajectory], rewards_B: torch.Tensor, known: Known | None
+    ) -> list[np.ndarray]:
         """float32 [L] per row, of the whole batch."""
         mask_BT = rectangle([row.loss_mask for row in rows])
         options: dict[str, Any] = {
@@ -180,13 +196,17 @@ class GRPO:
         if self.areal:
             lengths_B = torch.tensor([len(row.ids) for row in rows])
             zero = self.actor.mask_no_eos_with_zero
-            advantages_BT = areal.advantages(rewards_B, mask_BT, lengths_B, **options, mask_no_eos_with_zero=zero)
+            advantages_BT = areal.advantages(
+                rewards_B, mask_BT, lengths_B, **options, mask_no_eos_with_zero=zero
+            )
         else:
             self._check_groups(rows)
             advantages_BT = grpo.advantages(rewards_B, mask_BT, **options)
         return [advantages_BT[i, : len(row.ids)].numpy() for i, row in enumerate(rows)]
 
-    def _minibatches(self, rows: list[Trajectory], advantages: list[np.ndarray], rewards_B: torch.Tensor) -> list[Minibatch]:
+    def _minibatches(
+        self, rows: list[Trajectory], advantages: list[np.ndarray], rewards_B: torch.Tensor
+    ) -> list[Minibatch]:
         """The rows that are trained on, cut and shared out."""
         members = list(range(len(rows)))
         if self.areal and self.actor.dynamic_sampling:
@@ -212,7 +232,9 @@ class GRPO:
             self.run.stats.mean("update_successful", 0.0, 1)
             logger.warning("no update in this step: no row is left to train on")
 
-    def _kl_rewards(self, rows: list[Trajectory], mask_BT: torch.Tensor, known: Known | None) -> torch.Tensor | None:
+    def _kl_rewards(
+        self, rows: list[Trajectory], mask_BT: torch.Tensor, known: Known | None
+    ) -> torch.Tensor | None:
         if known is None or not self.has_kl_rewards:
             return None
         behav = [self._prox_and_behav(rows, known, i)[1] for i in range(len(rows))]
@@ -227,18 +249,27 @@ class GRPO:
         lengths = [len(row.ids) for row in rows]
         ranks = self.run.ranks
         mine = self._logprobs(rows, balance(lengths, ranks.num)[ranks.rank])
-        return Known(*(None if part is None else ranks.whole(part, lengths) for part in (mine.recomputed, mine.reference)))
+        return Known(
+            *(
+                None if part is None else ranks.whole(part, lengths)
+                for part in (mine.recomputed, mine.reference)
+            )
+        )
 
     def _logprobs(self, rows: list[Trajectory], mine: Iterable[int]) -> Known:
         """Of these rows, under the weights at the start of the step and under the reference model, where they are wanted."""
         numbers = list(mine)
         if not rows:
             return Known(None, None)
-        sequences = Sequences([rows[i].ids for i in numbers], {"loss_mask": [rows[i].loss_mask for i in numbers]})
+        sequences = Sequences(
+            [rows[i].ids for i in numbers], {"loss_mask": [rows[i].loss_mask for i in numbers]}
+        )
         temperature = 1.0 if self.areal else self.temperature
         recompute = self.actor.recompute_logprob or self.actor.use_decoupled_loss
         made = [
-            None if engine is None else dict(zip(numbers, engine.logprobs(sequences, temperature), strict=True))
+            None
+            if engine is None
+            else dict(zip(numbers, engine.logprobs(sequences, temperature), strict=True))
             for engine in (self.run.engine if recompute else None, self.reference)
         ]
         return Known(*made)
@@ -247,7 +278,9 @@ class GRPO:
         again = None if known.recomputed is None else known.recomputed[i]
         return grpo.reference_logprobs(rows[i].logprobs, again, self.actor.use_decoupled_loss)
 
-    def _sequences(self, rows: list[Trajectory], advantages: list[np.ndarray], known: Known, part: list[int]) -> Sequences:
+    def _sequences(
+        self, rows: list[Trajectory], advantages: list[np.ndarray], known: Known, part: list[int]
+    ) -> Sequences:
         pairs = [self._prox_and_behav(rows, known, i) for i in part]
         columns = {
             "loss_mask": [rows[i].loss_mask for i in part],
@@ -260,7 +293,9 @@ class GRPO:
         if self.actor.loss_aggregation != "token_mean":
             how = (self.actor.loss_aggregation, self.config.gconfig.max_new_tokens)
             weights = [grpo.token_weights(int(rows[i].loss_mask.sum()), *how) for i in part]
-            columns["weights"] = [np.full(len(rows[i].ids), w, np.float32) for i, w in zip(part, weights, strict=True)]
+            columns["weights"] = [
+                np.full(len(rows[i].ids), w, np.float32) for i, w in zip(part, weights, strict=True)
+            ]
         return Sequences([rows[i].ids for i in part], columns)
 
     def _loss(self, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -285,7 +320,14 @@ class GRPO:
         """Means over tokens (entropy, ratios) are over the rows that were computed; the loss is over all."""
         stats = self.run.stats
         tokens = sums.get("num_tokens", 0.0)
-        for name in ("entropy", "clip_ratio", "dual_clip_ratio", "importance_weight", "behave_imp_weight", "behave_approx_kl"):
+        for name in (
+            "entropy",
+            "clip_ratio",
+            "dual_clip_ratio",
+            "importance_weight",
+            "behave_imp_weight",
+            "behave_approx_kl",
+        ):
             stats.mean(name, sums.get(name, 0.0), tokens)
         if "kl_loss" in sums:
             stats.mean("kl_loss", sums["kl_loss"], tokens)
@@ -322,7 +364,11 @@ class GRPO:
         if missing:
             self._told |= set(missing)
             there = ", ".join(sorted({name for row in rows for name in row.stats})) or "none"
-            logger.warning("actor.log_agent_stats_keys: no trajectory has %s; the workflow gives: %s", ", ".join(missing), there)
+            logger.warning(
+                "actor.log_agent_stats_keys: no trajectory has %s; the workflow gives: %s",
+                ", ".join(missing),
+                there,
+            )
 
 
 def num_updates(config: GRPOConfig, num_prompts: int) -> int:
@@ -371,7 +417,9 @@ class Cut:
     weight_by_row: bool = False
 
 
-def shares(rows: list[Trajectory], advantages: list[np.ndarray], members: list[int], how: Cut) -> list[Minibatch]:
+def shares(
+    rows: list[Trajectory], advantages: list[np.ndarray], members: list[int], how: Cut
+) -> list[Minibatch]:
     """Cut the `members` among the rows into mini-batches, then each over the ranks, both by length.
 
     A row whose advantages are all exactly 0 adds exactly nothing to the loss and the gradient: it is not computed. It
@@ -382,8 +430,12 @@ def shares(rows: list[Trajectory], advantages: list[np.ndarray], members: list[i
     for places in filter(None, balance([lengths[i] for i in members], how.num_minibatches)):
         part = [members[place] for place in places]
         weight = len(part) if how.weight_by_row else sum(int(rows[i].loss_mask.sum()) for i in part)
-        useful = [i for i in part if how.keep_all or is_useful(advantages[i])] or [min(part, key=lambda i: lengths[i])]
-        per_rank = [[useful[j] for j in share] for share in balance([lengths[i] for i in useful], how.num_ranks)]
+        useful = [i for i in part if how.keep_all or is_useful(advantages[i])] or [
+            min(part, key=lambda i: lengths[i])
+        ]
+        per_rank = [
+            [useful[j] for j in share] for share in balance([lengths[i] for i in useful], how.num_ranks)
+        ]
         result.append(Minibatch(per_rank, float(max(1, weight)), len(part) - len(useful)))
     return result
 

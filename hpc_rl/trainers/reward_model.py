@@ -38,11 +38,16 @@ class RewardModel:
     def batch(self, step: int) -> Pairs:
         size = self.config.train_dataset.batch_size
         indexes = range((step - 1) * size, step * size)
-        return [self.pairs[locate(i, self.config.seed, len(self.pairs), self.config.train_dataset.shuffle)[1]] for i in indexes]
+        return [
+            self.pairs[locate(i, self.config.seed, len(self.pairs), self.config.train_dataset.shuffle)[1]]
+            for i in indexes
+        ]
 
     def update(self, step: int, batch: Pairs) -> None:
         stats = self.run.stats
-        sums = self.run.engine.train_batch(share(batch, self.run), pair_loss, float(len(batch)), temperature=1.0)
+        sums = self.run.engine.train_batch(
+            share(batch, self.run), pair_loss, float(len(batch)), temperature=1.0
+        )
         stats.value("num_tokens", sum(len(chosen) + len(rejected) for chosen, rejected in batch))
         stats.value("accuracy", sums["num_correct"] / len(batch))
         stats.value("margin", sums["margin"] / len(batch))

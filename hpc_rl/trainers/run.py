@@ -87,7 +87,9 @@ class Run:
     data: dict[str, Any] = field(default_factory=dict)
     stats: Tracker = field(default_factory=Tracker)
     total_steps: int | None = None  # that training takes, once the loop knows
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation, and its step; rank 0 only
+    metrics: dict[str, float] = field(
+        default_factory=dict
+    )  # of the last evaluation, and its step; rank 0 only
     loaded: str = ""  # version of the generation that was loaded
     owes_evaluation: bool = False  # due, and put off because the trainer was told to stop
     activity: Activity | None = None  # rank 0's
@@ -142,7 +144,9 @@ class Run:
         with self.stats.timed("evaluate_s"):
             numbers = recipe.evaluate(step)
         if numbers:
-            self.metrics = {name: value for name, value in numbers.items() if isinstance(value, int | float)} | {"step": step}
+            self.metrics = {
+                name: value for name, value in numbers.items() if isinstance(value, int | float)
+            } | {"step": step}
         kept = self._keep_best(numbers, step)
         self.owes_evaluation = self.any_rank(numbers is None or not kept)
 
@@ -150,14 +154,22 @@ class Run:
         """One line of metrics for the step, from what was tracked since the line before."""
         self.stats.add("save_s", 0.0)
         now = time.monotonic()
-        row: dict[str, float | int | str] = {"time": time.time(), "version": str(self.version(step)), "lineage": self.lineage}
+        row: dict[str, float | int | str] = {
+            "time": time.time(),
+            "version": str(self.version(step)),
+            "lineage": self.lineage,
+        }
         row |= {**self.stats.take(), "step_s": now - self._line_at}
         if self.saving.problem:
             row |= {"save_failed": self.saving.num_failed, "save_error": self.saving.problem}
         if self.total_steps is not None:
             row["total_steps"] = self.total_steps
         self.sinks.log(step, row)
-        self._say("step %d: %s", step, "  ".join(f"{name} {row[name]:.4g}" for name in SAID if isinstance(row.get(name), float)))
+        self._say(
+            "step %d: %s",
+            step,
+            "  ".join(f"{name} {row[name]:.4g}" for name in SAID if isinstance(row.get(name), float)),
+        )
         self._line_at = now
 
     def save(self, recipe: Any, step: int, last: bool = False) -> None:
@@ -210,7 +222,11 @@ class Run:
             ledger=recipe.frontier(step),
             counters=self.engine.counters(),
             stats=self.sinks.state(),
-            metrics={name: value for name, value in self.metrics.items() if self.metrics["step"] == step and name != "step"},
+            metrics={
+                name: value
+                for name, value in self.metrics.items()
+                if self.metrics["step"] == step and name != "step"
+            },
             versions=versions(self.trial),
         )
 
@@ -218,7 +234,9 @@ class Run:
         """Write the weights for people, as `exports/step-<step>`; where the disk is full there is none of this step."""
         folder = self.trial.exports / f"step-{step:08d}"
         if not self._export(folder, step, patient=False) and self.ranks.rank == 0:
-            logger.error("EXPORT FAILED: no room for %s. Training goes on; make room in %s", folder.name, folder.parent)
+            logger.error(
+                "EXPORT FAILED: no room for %s. Training goes on; make room in %s", folder.name, folder.parent
+            )
 
     def export_final(self, step: int) -> bool:
         """Write `exports/final`, the last thing that a trial does: the last weights, or the best where that was asked for.
@@ -227,7 +245,9 @@ class Run:
         """
         folder = self.trial.exports / "final"
         keep, best = self.config.saver.keep_best, read_json(self._best_record)
-        if not self.any_rank(self.ranks.rank == 0 and keep is not None and keep.as_final and best is not None):
+        if not self.any_rank(
+            self.ranks.rank == 0 and keep is not None and keep.as_final and best is not None
+        ):
             return self._export(folder, step)
         copy = [lambda: self._best_as_final(folder, step, best or {}) if self.ranks.rank == 0 else None]
         return self.writer.until_room("exports/final", folder.parent, copy, exports.beside(folder, "tmp"))
@@ -261,10 +281,14 @@ class Run:
         exported = record.get("step") == total and record.get("version") == self.loaded
         return self.step >= total and self.any_rank(self.ranks.rank == 0 and exported)
 
-    def _export(self, folder: Path, step: int, said: dict[str, Any] | None = None, patient: bool = True) -> bool:
+    def _export(
+        self, folder: Path, step: int, said: dict[str, Any] | None = None, patient: bool = True
+    ) -> bool:
         self.does("export", step)
         begin, finish = partial(exports.begin, folder), partial(self._name_export, folder, step, said or {})
-        done = self.writer.weights(f"exports/{folder.name}", folder, begin, finish, durable=True, patient=patient)
+        done = self.writer.weights(
+            f"exports/{folder.name}", folder, begin, finish, durable=True, patient=patient
+        )
         if done:
             self._say("step %d exported to %s", step, folder)
         return done
@@ -287,7 +311,10 @@ class Run:
         if self.saving.problem:
             self.save(recipe, step, last=True)
         if self.saving.problem and self.ranks.rank == 0:
-            logger.error("THE LAST STATE IS NOT SAVED: %s. The training is done, exports/final is whole", self.saving.problem)
+            logger.error(
+                "THE LAST STATE IS NOT SAVED: %s. The training is done, exports/final is whole",
+                self.saving.problem,
+            )
             path = self.trial.exports / "final" / EXPORT_RECORD
             try:
                 write_json(path, (read_json(path) or {}) | {"not_saved": self.saving.problem})
@@ -303,7 +330,11 @@ class Run:
         self.save(recipe, step, last=True)
         if self.saving.problem:
             raise CannotWrite(self.saving.problem)
-        words = "nothing is saved: recover.mode is disabled" if self.config.recover.mode == "disabled" else "its state is saved"
+        words = (
+            "nothing is saved: recover.mode is disabled"
+            if self.config.recover.mode == "disabled"
+            else "its state is saved"
+        )
         self._say("told to stop: after step %d, %s", step, words)
         return ExitCode.STOPPED
 

@@ -60,7 +60,14 @@ class Saving:
     """
 
     def __init__(
-        self, trial: Trial, attempt_id: str, incarnation: int, engine: Engine, ranks: Ranks, policy: Policy, newest: int = -1
+        self,
+        trial: Trial,
+        attempt_id: str,
+        incarnation: int,
+        engine: Engine,
+        ranks: Ranks,
+        policy: Policy,
+        newest: int = -1,
     ) -> None:
         self.trial, self.engine, self.ranks, self.policy, self.newest = trial, engine, ranks, policy, newest
         self.who = (attempt_id, incarnation)
@@ -135,11 +142,17 @@ class Saving:
                 work()
             except OSError as error:
                 problem = str(error)
-        return (problem or "rank 0 could not begin it; its log says why") if self.ranks.any(bool(problem))[0] else ""
+        return (
+            (problem or "rank 0 could not begin it; its log says why")
+            if self.ranks.any(bool(problem))[0]
+            else ""
+        )
 
     def _work(self, job: Job) -> None:
         try:
-            os.listdir(job.commit.folder.parent)  # a listing drops what NFS remembers of names that were not there
+            os.listdir(
+                job.commit.folder.parent
+            )  # a listing drops what NFS remembers of names that were not there
             files = job.snapshot.write(job.commit.folder, job.cancel)
             job.commit.rank_done(self.ranks.rank, files)
             job.written.set()
@@ -171,9 +184,15 @@ class Saving:
             job.commit.abandon()
         error = job.error
         if self.ranks.any(error is not None and not isinstance(error, OSError | Abandoned))[0]:
-            raise error or CannotWrite(f"generation {job.commit.step}: another rank failed to save; its log says why")
+            raise error or CannotWrite(
+                f"generation {job.commit.step}: another rank failed to save; its log says why"
+            )
         mine = isinstance(error, OSError)
-        self._failed(job.commit.step, str(error) if mine else "another rank could not write its part; its log says why", mine)
+        self._failed(
+            job.commit.step,
+            str(error) if mine else "another rank could not write its part; its log says why",
+            mine,
+        )
 
     def _failed(self, step: int, problem: str, mine: bool = True) -> None:
         self.num_failed += 1

@@ -35,12 +35,17 @@ class SFT:
     def batch(self, step: int) -> Rows:
         size = self.config.train_dataset.batch_size
         indexes = range((step - 1) * size, step * size)
-        return [self.rows[locate(i, self.config.seed, len(self.rows), self.config.train_dataset.shuffle)[1]] for i in indexes]
+        return [
+            self.rows[locate(i, self.config.seed, len(self.rows), self.config.train_dataset.shuffle)[1]]
+            for i in indexes
+        ]
 
     def update(self, step: int, batch: Rows) -> None:
         stats = self.run.stats
         weight = max(1, sum(int(mask.sum()) for _, mask in batch))
-        sums = self.run.engine.train_batch(share(batch, self.run), sequence_loss, float(weight), temperature=1.0)
+        sums = self.run.engine.train_batch(
+            share(batch, self.run), sequence_loss, float(weight), temperature=1.0
+        )
         stats.value("num_tokens", sum(len(ids) for ids, _ in batch))
         for name in ("loss", "grad_norm", "lr", "update_successful"):
             stats.value(name, sums[name])

@@ -28,7 +28,10 @@ from hpc_rl.trial import Attempt, Trial, read_json
 from hpc_rl.weights import disk
 
 logger = logging.getLogger(__name__)
-REFUSALS: dict[int, type[HpcRlError]] = {ExitCode.BAD_CONFIG: ConfigError, ExitCode.NOTHING_TO_RESUME: NothingToResume}
+REFUSALS: dict[int, type[HpcRlError]] = {
+    ExitCode.BAD_CONFIG: ConfigError,
+    ExitCode.NOTHING_TO_RESUME: NothingToResume,
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ def begin(start: Start) -> dict[str, Any]:
     """
     trial, attempt, recover = start.trial, start.attempt, start.config.recover
     first_mode, wanted = first_start(trial, attempt, recover)
-    decision, unwanted = decide_start(trial, attempt, start.incarnation, recover.mode, first_mode, recover.retries, wanted)
+    decision, unwanted = decide_start(
+        trial, attempt, start.incarnation, recover.mode, first_mode, recover.retries, wanted
+    )
     logger.info("%s", decision.reason)
     if decision.action in ("refuse", "end"):
         raise REFUSALS.get(decision.exit_code, GivenUp)(decision.reason)
@@ -67,7 +72,9 @@ def begin(start: Start) -> dict[str, Any]:
         try:
             check_replay(trial.rollout, decision.step or 0)
         except LedgerDamaged as error:
-            raise GivenUp(f"generation {decision.step} is no place to go on from, and nothing was set aside: {error}") from error
+            raise GivenUp(
+                f"generation {decision.step} is no place to go on from, and nothing was set aside: {error}"
+            ) from error
     for found in unwanted:  # before the lineage: a kill in between finds the same first start again
         generation.set_aside(found.path, found.problem, asked=bool(decision.set_aside))
     generation.clear_leftovers(trial)
@@ -115,7 +122,9 @@ def _check_counters(engine: Engine, manifest: dict[str, Any]) -> None:
     said, found = manifest.get("counters") or {}, engine.counters()
     if odd := sorted(name for name in said if said[name] != found.get(name)):
         name = odd[0]
-        raise RoleFailed(f"generation {manifest['step']} says {name} {said[name]}, and {found.get(name)} was loaded")
+        raise RoleFailed(
+            f"generation {manifest['step']} says {name} {said[name]}, and {found.get(name)} was loaded"
+        )
 
 
 def first_start(trial: Trial, attempt: Attempt, recover: RecoverConfig) -> tuple[str, int | None]:

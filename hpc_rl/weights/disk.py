@@ -36,12 +36,16 @@ def finish(trial: Trial, version: WeightVersion) -> Path:
     """Give the written folder its name and point to it. Raises OSError, and Stale where newer weights are current."""
     pointer = read_json(trial.current_weights)
     if pointer and (pointer["lineage"], pointer["step"]) > (version.lineage, version.step):
-        raise Stale(f"weights {pointer['label']} are current: a later trainer than this one ({version}) has published")
+        raise Stale(
+            f"weights {pointer['label']} are current: a later trainer than this one ({version}) has published"
+        )
     final = trial.published(str(version))
     if final.exists():
         shutil.rmtree(final)
     os.rename(_temporary(trial, version), final)
-    _point(trial, {"label": str(version), "lineage": version.lineage, "step": version.step, "path": str(final)})
+    _point(
+        trial, {"label": str(version), "lineage": version.lineage, "step": version.step, "path": str(final)}
+    )
     return final
 
 
@@ -51,7 +55,11 @@ def size_bytes(folder: Path) -> int:
 
 def prune(trial: Trial, held: Iterable[str], keep: int = KEEP) -> list[str]:
     """Remove all versions but the newest `keep`, those in `held` and the current one; returns what was removed."""
-    versions = sorted((v for v in map(_version, os.listdir(trial.weights)) if v), key=lambda v: (v.lineage, v.step), reverse=True)
+    versions = sorted(
+        (v for v in map(_version, os.listdir(trial.weights)) if v),
+        key=lambda v: (v.lineage, v.step),
+        reverse=True,
+    )
     current = read_json(trial.current_weights) or {}
     staying = {*held, current.get("label")}
     going = [str(version) for version in versions[keep:] if str(version) not in staying]

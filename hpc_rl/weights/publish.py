@@ -32,7 +32,12 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.1  # between two looks for a server while there is none
 RESUME_TIMEOUT_S = 5.0
-BUSY = ("starting", "loading", "stale", "stopping")  # such a server takes no updates; one that starts loads the newest weights
+BUSY = (
+    "starting",
+    "loading",
+    "stale",
+    "stopping",
+)  # such a server takes no updates; one that starts loads the newest weights
 SLOWEST_LOAD_BYTES_PER_S = 50e6  # a server that loads slower than this is left out
 
 
@@ -76,12 +81,16 @@ class Publisher:
         self._thread.start()
         self._watcher = asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
 
-    def publish(self, version: WeightVersion, path: Path, stopping: threading.Event | None = None) -> Published:
+    def publish(
+        self, version: WeightVersion, path: Path, stopping: threading.Event | None = None
+    ) -> Published:
         """Bring the weights at `path` into the servers; returns once one has them, or `stopping` was set while none had.
 
         Raises RoleFailed when no server took them within setup_timeout_s.
         """
-        work: Future[Published] = asyncio.run_coroutine_threadsafe(self._publish(str(version), path, stopping), self._loop)
+        work: Future[Published] = asyncio.run_coroutine_threadsafe(
+            self._publish(str(version), path, stopping), self._loop
+        )
         return work.result()
 
     def close(self) -> None:
@@ -97,7 +106,9 @@ class Publisher:
         waiting = False
         while True:
             targets = self._targets()
-            answers = await asyncio.gather(*(self._update(key, seen, label, path, limit_s) for key, seen in targets.items()))
+            answers = await asyncio.gather(
+                *(self._update(key, seen, label, path, limit_s) for key, seen in targets.items())
+            )
             result = Published(
                 [key for key, problem in zip(targets, answers, strict=True) if not problem],
                 {key: problem for key, problem in zip(targets, answers, strict=True) if problem},
@@ -120,7 +131,11 @@ class Publisher:
     def _targets(self) -> dict[str, Seen]:
         """Live servers that can be asked; those that failed before only where there is no other."""
         self._leases = self.names.leases(keys.SERVERS)
-        live = {key: seen for key, seen in self._leases.items() if seen.alive and seen.value.get("state") not in BUSY}
+        live = {
+            key: seen
+            for key, seen in self._leases.items()
+            if seen.alive and seen.value.get("state") not in BUSY
+        }
         return {key: seen for key, seen in live.items() if not self._is_left_out(seen)} or live
 
     def _is_left_out(self, seen: Seen) -> bool:
@@ -132,7 +147,9 @@ class Publisher:
             self._left_out.pop(key, None)
         for key, problem in result.failed.items():
             if key not in self._left_out:
-                logger.warning("weights %s: %s is left out until it has loaded by itself: %s", label, key, problem)
+                logger.warning(
+                    "weights %s: %s is left out until it has loaded by itself: %s", label, key, problem
+                )
             self._left_out[key] = (targets[key].epoch, label)
 
     async def _update(self, key: str, seen: Seen, label: str, path: Path, limit_s: float) -> str:

@@ -37,7 +37,19 @@ from hpc_rl.trial import Trial, write_json
 
 CUT = 9  # exit code of a child that was cut
 NUM_RANKS, ROWS = 2, 40
-CALLS = ("write", "pwritev", "fsync", "link", "rename", "replace", "mkdir", "unlink", "rmdir", "ftruncate", "open")
+CALLS = (
+    "write",
+    "pwritev",
+    "fsync",
+    "link",
+    "rename",
+    "replace",
+    "mkdir",
+    "unlink",
+    "rmdir",
+    "ftruncate",
+    "open",
+)
 
 
 class Shim:
@@ -82,7 +94,9 @@ class Shim:
             if self.how == "torn" and name == "write":
                 real(args[0], bytes(args[1])[: len(args[1]) // 2])
             elif self.how == "torn" and name == "pwritev":
-                fd = self.real_open(f"/proc/self/fd/{args[0]}", os.O_WRONLY)  # half a block is not for a direct write
+                fd = self.real_open(
+                    f"/proc/self/fd/{args[0]}", os.O_WRONLY
+                )  # half a block is not for a direct write
                 os.pwrite(fd, bytes(args[1][0])[: len(args[1][0]) // 2], args[2])
             elif self.how == "lossy":
                 for path in set(self.unsynced.values()):
@@ -105,7 +119,9 @@ class Rank:
         self.optimizer = Optimizer(OptimizerConfig(), self.shards)
 
     def write(self, folder: Path) -> list[FileRecord]:
-        return state.take(self.rank, self.num_ranks, self.shards, self.optimizer, {"updates": 1}, None).write(folder)
+        return state.take(self.rank, self.num_ranks, self.shards, self.optimizer, {"updates": 1}, None).write(
+            folder
+        )
 
 
 def save(trial: Trial, step: int) -> None:
@@ -123,7 +139,9 @@ def save_by_thread(trial: Trial, step: int) -> None:
     rank = Rank(0, 1, float(step))
     engine = SimpleNamespace(
         state_bytes=lambda: state.size_bytes(rank.shards, rank.optimizer),
-        snapshot=lambda copied: state.take(0, 1, rank.shards, rank.optimizer, {"updates": 1}, state.Buffer() if copied else None),
+        snapshot=lambda copied: state.take(
+            0, 1, rank.shards, rank.optimizer, {"updates": 1}, state.Buffer() if copied else None
+        ),
     )
     saving = Saving(trial, "7.0", 0, engine, Ranks(), Policy(2))  # type: ignore[arg-type]
     who = {"attempt": "7.0", "incarnation": 0, "submission": "7", "version": f"0.{step}", "config_hash": ""}

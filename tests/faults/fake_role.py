@@ -32,21 +32,40 @@ def main(role: str) -> int:
     args = parser.parse_args()
     trial = Trial(Path(args.trial_dir))
     attempt = trial.attempt(args.attempt)
-    rank = int(os.environ["SLURM_PROCID"] if os.environ["HPC_RL_STEPS"] == "srun" else os.environ["HPC_RL_RANK"])
+    rank = int(
+        os.environ["SLURM_PROCID"] if os.environ["HPC_RL_STEPS"] == "srun" else os.environ["HPC_RL_RANK"]
+    )
     name = f"{role}-{args.index}.{args.incarnation}-rank{rank}"
-    me = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "host": socket.gethostname(), "role": role, "rank": rank}
+    me = {
+        "pid": os.getpid(),
+        "start_ticks": start_ticks(os.getpid()),
+        "host": socket.gethostname(),
+        "role": role,
+        "rank": rank,
+    }
     me["step"] = os.environ.get("SLURM_STEP_ID", "")
     write_json(attempt.processes / f"{name}.json", me)
     stacks = control.Stacks(attempt.stacks(role, args.index, args.incarnation, rank))
     control.obey_signals(STOPPING)
     threading.Thread(target=control.listen, args=(STOPPING, control.Deadline(), stacks), daemon=True).start()
-    print("up", name, os.environ.get("SLURMD_NODENAME", ""), os.environ.get("CUDA_VISIBLE_DEVICES", ""), flush=True)
+    print(
+        "up",
+        name,
+        os.environ.get("SLURMD_NODENAME", ""),
+        os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        flush=True,
+    )
     script = json.loads((trial.dir / "script.json").read_text())
     todo = script.get(f"{role}-{args.index}") or script[role]
-    starts = args.incarnation + int(args.attempt.rpartition(".")[2])  # of this role, where each attempt before had one
+    starts = args.incarnation + int(
+        args.attempt.rpartition(".")[2]
+    )  # of this role, where each attempt before had one
     word, *rest = todo[min(starts, len(todo) - 1)].split()
     code = behave(word, rest, trial, name, rank, script)
-    write_json(attempt.exit_record(role, args.index, args.incarnation, rank), {"code": code, "reason": f"said {word}"})
+    write_json(
+        attempt.exit_record(role, args.index, args.incarnation, rank),
+        {"code": code, "reason": f"said {word}"},
+    )
     return code
 
 

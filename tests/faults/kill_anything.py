@@ -67,7 +67,11 @@ OPTIONS = {
 
 
 READY = {"allocation_mode": "embedded:d1+fsdp:d2", "rollout.max_head_offpolicyness": 2}
-IN_ORDER = {"allocation_mode": "embedded:d2+fsdp:d1", "rollout.max_head_offpolicyness": 1, "rollout.batch_order": "in_order"}
+IN_ORDER = {
+    "allocation_mode": "embedded:d2+fsdp:d1",
+    "rollout.max_head_offpolicyness": 1,
+    "rollout.batch_order": "in_order",
+}
 EXACT = {
     "allocation_mode": "embedded:d1+fsdp:d1",
     "rollout.max_head_offpolicyness": 0,
@@ -167,7 +171,12 @@ class Killed:
             "valid_dataset.path": self.folder / "task" / "heldout.jsonl",
         }
         words = [f"{name}={value}" for name, value in {**OPTIONS, **where, **self.options}.items()]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         env["XDG_STATE_HOME"] = str(self.folder / "state")  # the index of trials
         command = [sys.executable, "-m", "hpc_rl.cli", "submit", "--json", *words]
         done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=60)
@@ -238,7 +247,10 @@ class Killed:
         assert (read_json(self.trial.done) or {}).get("job_id") == self.job_id
         assert (self.trial.exports / "final" / "model.safetensors").exists()
         self.until(lambda: not any(self.find(what) for what in VICTIMS))
-        print(f"{self.name}: done; {len(self.kills)} kills, {self.promises.steps_repeated()} steps trained again", flush=True)
+        print(
+            f"{self.name}: done; {len(self.kills)} kills, {self.promises.steps_repeated()} steps trained again",
+            flush=True,
+        )
         return self
 
     def weights(self) -> bytes:
@@ -272,14 +284,20 @@ class Killed:
         deadline = time.monotonic() + timeout_s
         while not what():
             self.promises.look()
-            assert time.monotonic() < deadline, f"waited in vain; kills so far {self.kills}\n{story(self.trial)}"
+            assert time.monotonic() < deadline, (
+                f"waited in vain; kills so far {self.kills}\n{story(self.trial)}"
+            )
             time.sleep(0.03)
 
 
 def children(pid: int) -> list[Victim]:
     """The living children of a process."""
     try:
-        pids = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+        pids = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
     except OSError:
         return []
     return [Victim(child, ticks) for child in pids if (ticks := start_ticks(child)) is not None]

@@ -13,13 +13,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_rl.rollout.batches import Seal, batch_bytes, read_seals
-from hpc_rl.rollout.ledger import GroupRecord, LedgerDamaged, Place, group_at, read_segment, segment_path, segments
+from hpc_rl.rollout.ledger import (
+    GroupRecord,
+    LedgerDamaged,
+    Place,
+    group_at,
+    read_segment,
+    segment_path,
+    segments,
+)
 from hpc_rl.rollout.restore import State, read_state
 from hpc_rl.stats import read as stats
 from hpc_rl.trial import Trial
 from hpc_rl.types import TrajectoryGroup, decode
 
-OF_THE_BATCH = ("reward", "seq_len", "num_tokens", "truncated")  # numbers that depend on nothing but the batch
+OF_THE_BATCH = (
+    "reward",
+    "seq_len",
+    "num_tokens",
+    "truncated",
+)  # numbers that depend on nothing but the batch
 
 
 @dataclass
@@ -37,7 +50,9 @@ class Promises:
     total_steps: int
     in_order: bool
     eta: int
-    _seen: dict[int, tuple[Seal, str, str]] = field(default_factory=dict)  # step -> seal, digest of its file, of its batch
+    _seen: dict[int, tuple[Seal, str, str]] = field(
+        default_factory=dict
+    )  # step -> seal, digest of its file, of its batch
 
     def look(self) -> None:
         """Remember the batches that are new; those seen before must be as they were."""
@@ -70,7 +85,9 @@ class Promises:
     def _batches(self, state: State) -> None:
         batches = self.batches()
         missed = set(range(1, self.total_steps + 1)) - batches.keys()  # trimmed between two looks
-        assert state.top == self.total_steps == max(batches) and all(step <= state.trimmed for step in missed), f"no {missed}"
+        assert state.top == self.total_steps == max(batches) and all(
+            step <= state.trimmed for step in missed
+        ), f"no {missed}"
         assert {len(batch) for batch in batches.values()} == {self.batch_size}
         used = [index for batch in batches.values() for index in batch]
         twice = sorted({index for index in used if used.count(index) > 1})
@@ -80,7 +97,9 @@ class Promises:
         if self.in_order:
             assert not state.rejections, "these trials have nothing to reject"
             for step, batch in batches.items():
-                assert batch == list(range((step - 1) * self.batch_size, step * self.batch_size)), f"batch {step}: {batch}"
+                assert batch == list(range((step - 1) * self.batch_size, step * self.batch_size)), (
+                    f"batch {step}: {batch}"
+                )
 
     def _fates(self, state: State) -> None:
         """Nothing was skipped: what was issued is in a batch, rejected, or among the few that were in the air at the end."""
@@ -90,7 +109,9 @@ class Promises:
         assert num_resolved == state.consumed + state.rejections.total(), "a prompt has two fates"
         assert all(index in state.resolved for index in in_batches | state.rejected.keys())
         issued = max(in_batches | state.rejected.keys() | state.ready.keys()) + 1
-        at_the_end = self.eta + self.total_steps + 1  # the evaluation of the last version lets one more batch begin
+        at_the_end = (
+            self.eta + self.total_steps + 1
+        )  # the evaluation of the last version lets one more batch begin
         most = at_the_end * self.batch_size + state.rejections.total()
         assert issued <= most, f"{issued} prompts were issued, {most} may be: some were lost and replaced"
         records: dict[int, int] = {}
@@ -103,7 +124,9 @@ class Promises:
 
     def _contents(self, state: State) -> None:
         for step, seal in state.seals.items():
-            assert batch_digest(self.trial.rollout, seal) == self._seen[step][2], f"batch {step} is not what it was"
+            assert batch_digest(self.trial.rollout, seal) == self._seen[step][2], (
+                f"batch {step} is not what it was"
+            )
 
     def _metrics(self) -> None:
         history = stats.read(self.trial)
@@ -112,8 +135,12 @@ class Promises:
         for row in every_row(self.trial):
             if not stats.is_evaluation(row):
                 before = first.setdefault(row["step"], row)
-                differ = {name: (before[name], row[name]) for name in OF_THE_BATCH if before[name] != row[name]}
-                assert not differ, f"step {row['step']} was trained on another batch by lineage {row['lineage']}: {differ}"
+                differ = {
+                    name: (before[name], row[name]) for name in OF_THE_BATCH if before[name] != row[name]
+                }
+                assert not differ, (
+                    f"step {row['step']} was trained on another batch by lineage {row['lineage']}: {differ}"
+                )
 
     def steps_repeated(self) -> int:
         """Steps that were trained more than once."""
@@ -123,7 +150,11 @@ class Promises:
 
 def every_row(trial: Trial) -> list[stats.Row]:
     """Lines of metrics of all incarnations, those of lost steps included."""
-    return [row for path in sorted(trial.attempts.glob("*/metrics.*.jsonl")) for row in stats.JsonLines(path).poll()]
+    return [
+        row
+        for path in sorted(trial.attempts.glob("*/metrics.*.jsonl"))
+        for row in stats.JsonLines(path).poll()
+    ]
 
 
 def batch_digest(folder: Path, seal: Seal) -> str:
@@ -155,5 +186,8 @@ def story(trial: Trial) -> str:
         for row in stats.JsonLines(attempt / "events.jsonl").poll():
             lines.append(json.dumps({name: value for name, value in row.items() if name != "time"}))
     logs = sorted(trial.attempts.glob("*/logs/*.log"), key=lambda path: path.stat().st_mtime)
-    tails = [f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:]) for path in logs[-6:]]
+    tails = [
+        f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:])
+        for path in logs[-6:]
+    ]
     return "\n".join([*lines[-60:], *tails])

@@ -45,14 +45,26 @@ class Fake:
         self.supervisors: list[subprocess.Popen] = []
 
     def write(
-        self, script: dict, mode: str = "auto", retries: int = 3, units: list[Unit] | None = None, rules: dict | None = None
+        self,
+        script: dict,
+        mode: str = "auto",
+        retries: int = 3,
+        units: list[Unit] | None = None,
+        rules: dict | None = None,
     ) -> None:
         units = units or [unit("server"), unit("rollout"), unit("trainer")]
         plan = toy_plan(units, sys.executable, recover_mode=mode, recover_retries=retries)
         write_json(self.trial.plan_json, plan.to_json())
-        config = {"experiment_name": "e", "trial_name": "t", "train_dataset": {"path": "/x"}, "actor": {"path": "/m"}}
+        config = {
+            "experiment_name": "e",
+            "trial_name": "t",
+            "train_dataset": {"path": "/x"},
+            "actor": {"path": "/m"},
+        }
         write_json(self.trial.config_json, config | {"recover": {"mode": mode, **(rules or {})}})
-        write_json(self.trial.dir / "script.json", {"total": 5, "server": ["serve"], "rollout": ["serve"], **script})
+        write_json(
+            self.trial.dir / "script.json", {"total": 5, "server": ["serve"], "rollout": ["serve"], **script}
+        )
 
     def start(self, **env: str) -> subprocess.Popen:
         argv = [sys.executable, "-m", "hpc_rl.app.supervisor", "--trial_dir", str(self.trial.dir)]

@@ -27,7 +27,9 @@ def check(rows: list[dict]) -> None:
         assert row["code"] in (0, 9), row
         newest, *others = row["after"]
         assert newest[0] in (2, 3), row
-        assert all(value == step and not problem for step, value, problem in row["after"]), row  # each that is there is whole
+        assert all(value == step and not problem for step, value, problem in row["after"]), (
+            row
+        )  # each that is there is whole
         assert [step for step, _, _ in others][:1] == [newest[0] - 1], row
         assert row["left"] == [], row  # what was half written or half removed is cleared by the next start
         assert row["next"][0][:2] == [4, 4.0], row

@@ -41,7 +41,11 @@ def test_a_rank_that_hangs_is_found_written_down_and_started_again(fake, how):
     fake.write({"trainer": [first, "train"], "total": 1}, units=[unit("trainer", tasks=2)], rules=RULES)
     supervisor = fake.start()
     if how == "stopped":
-        fake.until(lambda: fake.attempt.stacks("trainer", 0, 0, 1).exists() and (fake.trial.dir / "writes.log").exists())
+        fake.until(
+            lambda: (
+                fake.attempt.stacks("trainer", 0, 0, 1).exists() and (fake.trial.dir / "writes.log").exists()
+            )
+        )
         fake.until(lambda: "rank1" in (fake.trial.dir / "writes.log").read_text())
         os.kill(next(one.pid for one in fake.alive() if one.rank == 1), signal.SIGSTOP)
     assert supervisor.wait(60) == 0, fake.story()
@@ -55,7 +59,9 @@ def test_a_rank_that_hangs_is_found_written_down_and_started_again(fake, how):
 
 
 def test_hangs_without_progress_come_to_an_end(fake):
-    fake.write({"trainer": ["deaf"]}, retries=1, rules={"hang_min_s": 1, "hang_max_s": 1}, units=[unit("trainer")])
+    fake.write(
+        {"trainer": ["deaf"]}, retries=1, rules={"hang_min_s": 1, "hang_max_s": 1}, units=[unit("trainer")]
+    )
     assert fake.run(60) == 70, fake.story()
     assert len(fake.events("hung")) == 2
     reason = read_json(fake.attempt.ended)["reason"]

@@ -7,7 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kill_anything import EXACT, IN_ORDER, NUM_ROWS, READY, VICTIMS, Killed, Trials, make_toy, new_luck, short_name, shuffled
+from kill_anything import (
+    EXACT,
+    IN_ORDER,
+    NUM_ROWS,
+    READY,
+    VICTIMS,
+    Killed,
+    Trials,
+    make_toy,
+    new_luck,
+    short_name,
+    shuffled,
+)
 
 from hpc_rl.trial import read_json
 
@@ -36,7 +48,12 @@ def test_each_process_killed_once(trials):
 
 
 def three_epochs(trials, folder: Path, options: dict, luck) -> Killed:
-    data = {"train_dataset.path": folder / "task" / "few.jsonl", "recover.freq_steps": 3, "recover.retries": 200, **KEPT}
+    data = {
+        "train_dataset.path": folder / "task" / "few.jsonl",
+        "recover.freq_steps": 3,
+        "recover.retries": 200,
+        **KEPT,
+    }
     one = trials.start({**options, **data}, total_steps=3 * NUM_ROWS // 4, held=True)
     one.until(lambda: one.find("supervisor"))
     return one
@@ -87,7 +104,11 @@ def test_the_retry_budget_ends_a_trial_that_makes_no_progress(trials):
     assert not one.trial.done.exists()
 
 
-ORDERS = {"ready": READY, "hard": {**READY, **KEPT, "rollout.staleness_bound": "hard"}, "in_order": {**IN_ORDER, **KEPT}}
+ORDERS = {
+    "ready": READY,
+    "hard": {**READY, **KEPT, "rollout.staleness_bound": "hard"},
+    "in_order": {**IN_ORDER, **KEPT},
+}
 
 
 @pytest.mark.soak
@@ -115,7 +136,9 @@ def long_whole(folder: Path) -> Iterator[Killed]:
 def test_the_same_weights_whatever_is_killed_ten_times(trials, long_whole, victim):
     luck = new_luck()
     count = 5 if victim == "supervisor" else 10  # the batch script starts it again five times
-    often = {"recover.freq_steps": 1} if "+" in victim else {}  # five deaths of the server without progress are the end
+    often = (
+        {"recover.freq_steps": 1} if "+" in victim else {}
+    )  # five deaths of the server without progress are the end
     one = trials.start({**EXACT, **often}, total_steps=60, held=True)
     one.kill_each(shuffled(luck, 2) if victim == "any" else [victim] * count, luck)
     assert len(one.kills) == count

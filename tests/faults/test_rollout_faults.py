@@ -94,7 +94,9 @@ def test_kills_of_the_sequencer_lose_and_repeat_nothing(tmp_path, order, bound):
         if order == "in_order":
             assert batches == [list(range(3 * i, 3 * i + 3)) for i in range(STEPS)]
         if bound == "hard":
-            assert max(age for seal in read_state(trial.rollout).seals.values() for age in seal.staleness) <= 2
+            assert (
+                max(age for seal in read_state(trial.rollout).seals.values() for age in seal.staleness) <= 2
+            )
         client = role.client()
         assert {step: encode(client.batch(step, 99)) for step in seen} == seen
         client.close()
@@ -134,7 +136,9 @@ def test_workers_end_with_their_parent(tmp_path):
     def descendants() -> list[int]:
         children = role.children()
         return children + [
-            int(pid) for child in children for pid in Path(f"/proc/{child}/task/{child}/children").read_text().split()
+            int(pid)
+            for child in children
+            for pid in Path(f"/proc/{child}/task/{child}/children").read_text().split()
         ]
 
     wait_until(lambda: len(descendants()) == 4)

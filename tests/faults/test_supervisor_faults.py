@@ -38,7 +38,11 @@ def test_the_end_of_training_ends_everything_and_says_done(fake):
     assert fake.run() == 0, fake.story()
     assert read_json(fake.trial.done)["job_id"] == JOB
     assert read_json(fake.attempt.ended)["exit_code"] == 0
-    assert {row["role"]: row["code"] for row in fake.events("exited")} == {"trainer": 0, "server": 75, "rollout": 75}
+    assert {row["role"]: row["code"] for row in fake.events("exited")} == {
+        "trainer": 0,
+        "server": 75,
+        "rollout": 75,
+    }
     assert not fake.alive()
     assert fake.run() == 0  # done is done: nothing is started again
     assert len(fake.events("started", "trainer")) == 1
@@ -96,7 +100,9 @@ def test_other_modes_end_with_the_first_failure(fake, mode, code):
 
 
 def test_servers_and_rollout_restart_alone(fake):
-    fake.write({"trainer": ["train"], "server": ["die", "die", "serve"], "rollout": ["die", "serve"], "total": 15})
+    fake.write(
+        {"trainer": ["train"], "server": ["die", "die", "serve"], "rollout": ["die", "serve"], "total": 15}
+    )
     assert fake.run() == 0, fake.story()
     assert len(fake.events("started", "server")) == 3
     assert len(fake.events("started", "rollout")) == 2
@@ -119,7 +125,9 @@ def test_bad_config_of_any_role_is_final(fake):
 def test_peers_of_a_failed_rank_do_not_hang(fake):
     fake.write({"trainer": ["deaf", "train"], "total": 1}, units=[unit("trainer", tasks=2)])
     supervisor = fake.start()
-    fake.until(lambda: (fake.trial.dir / "writes.log").exists() and any(one.rank == 1 for one in fake.alive()))
+    fake.until(
+        lambda: (fake.trial.dir / "writes.log").exists() and any(one.rank == 1 for one in fake.alive())
+    )
     victim = next(one for one in fake.alive() if one.rank == 1)
     os.kill(victim.pid, signal.SIGKILL)
     assert supervisor.wait(20) == 0, fake.story()
@@ -146,7 +154,9 @@ def test_a_wish_to_stop_lets_the_trainer_save_first(fake, wish):
 def test_a_later_term_ends_at_once_and_the_pipes_end_the_rest(fake):
     fake.write({"trainer": ["deaf"]})
     supervisor = fake.start()
-    fake.until(lambda: len({one.role for one in fake.alive()}) == 3 and (fake.trial.dir / "writes.log").exists())
+    fake.until(
+        lambda: len({one.role for one in fake.alive()}) == 3 and (fake.trial.dir / "writes.log").exists()
+    )
     supervisor.terminate()
     time.sleep(2.2)
     supervisor.terminate()
@@ -182,7 +192,11 @@ def test_a_supervisor_that_lost_the_trial_kills_and_leaves(fake):
 @pytest.mark.parametrize("seed", range(2))
 def test_kill_9_at_random_instants_leaves_one_writer_and_goes_on(fake, seed):
     """Nobody of an older start is alive when somebody of the next one writes, and the trial comes to its end."""
-    fake.write({"trainer": ["train"], "total": 25}, retries=20, units=[unit("server"), unit("rollout"), unit("trainer", tasks=2)])
+    fake.write(
+        {"trainer": ["train"], "total": 25},
+        retries=20,
+        units=[unit("server"), unit("rollout"), unit("trainer", tasks=2)],
+    )
     luck = random.Random(seed)
     writes = fake.trial.dir / "writes.log"
 

@@ -26,7 +26,10 @@ from hpc_rl.trial import Trial
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "containers"
-IMAGES = ["launcher.slurm.mount=/storage:/storage", "launcher.trainer_env_vars={NCCL_DEBUG: WARN, NOTE: 'a b, $(c)'}"]
+IMAGES = [
+    "launcher.slurm.mount=/storage:/storage",
+    "launcher.trainer_env_vars={NCCL_DEBUG: WARN, NOTE: 'a b, $(c)'}",
+]
 LAYOUTS = ("allocation", "hetjob", "jobs")
 KINDS = {
     "none": [],
@@ -58,7 +61,11 @@ def on_its_job(plan: Plan, unit: Unit) -> tuple[Unit, list[str], int | None]:
     if plan.layout == "allocation":
         return unit, hosts, None
     if plan.layout == "hetjob":
-        return unit, hosts, next(number for number, group in enumerate(plan.groups) if unit.nodes[0] in group.nodes)
+        return (
+            unit,
+            hosts,
+            next(number for number, group in enumerate(plan.groups) if unit.nodes[0] in group.nodes),
+        )
     nodes = unit.nodes[:1] if unit.role == "server" else plan.groups[0].nodes
     [unit] = [one for one in plan.units_on(nodes) if (one.role, one.index) == (unit.role, unit.index)]
     return unit, [hosts[index] for index in nodes], None
@@ -73,9 +80,22 @@ def steps_of(layout: str, kind: str, tmp_path: Path) -> str:
     lines = ["#!/bin/bash"]
     for unit in {unit.role: unit for unit in plan.units}.values():
         unit, hosts, component = on_its_job(plan, unit)
-        argv = [plan.python, "-m", unit.module, "--trial_dir", str(trial.dir), "--attempt", "7.0", "--index", str(unit.index)]
+        argv = [
+            plan.python,
+            "-m",
+            unit.module,
+            "--trial_dir",
+            str(trial.dir),
+            "--attempt",
+            "7.0",
+            "--index",
+            str(unit.index),
+        ]
         own = common_env(unit, "srun")
-        inherited = {"PYTHONPATH": f"{trial.scripts}/WHEEL.zip:{tmp_path}:/opt/module/lib", "TMPDIR": "/scratch"}
+        inherited = {
+            "PYTHONPATH": f"{trial.scripts}/WHEEL.zip:{tmp_path}:/opt/module/lib",
+            "TMPDIR": "/scratch",
+        }
         wrapped = wrap(unit, argv, inherited | own, own, trial.dir, tmp_path)
         srun = srun_argv(unit, hosts, True, attempt.log(unit.role, unit.index, 0), 0, component)
         env = [shlex.join(["env", *(f"{name}={value}" for name, value in sorted(wrapped.env.items()))])]
@@ -109,7 +129,9 @@ def test_bash_and_shellcheck_read_them(texts, tmp_path):
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:/usr/bin:/usr/local/bin")
     if shellcheck:
         done = subprocess.run(
-            [shellcheck, "-e", "SC2016", *(str(tmp_path / name) for name in texts)], capture_output=True, text=True
+            [shellcheck, "-e", "SC2016", *(str(tmp_path / name) for name in texts)],
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stdout
 
@@ -120,9 +142,17 @@ def test_the_scripts_are_the_same_in_all_of_them(layout, tmp_path, monkeypatch):
     found = set()
     for kind in KINDS:
         loaded, plan = planned(layout, kind)
-        trial = Trial.of(loaded.config.cluster.fileroot, "user", loaded.config.experiment_name, loaded.config.trial_name)
+        trial = Trial.of(
+            loaded.config.cluster.fileroot, "user", loaded.config.experiment_name, loaded.config.trial_name
+        )
         stamp = Stamp(
-            version="V", config_sha256="S", command=["c"], tag="T", wheel="W", workdir=tmp_path, start_mode=plan.recover_mode
+            version="V",
+            config_sha256="S",
+            command=["c"],
+            tag="T",
+            wheel="W",
+            workdir=tmp_path,
+            start_mode=plan.recover_mode,
         )
         texts = render(loaded.config, plan, trial, stamp, "slurm")
         assert set(texts) == ({"trial.sbatch", "servers.sbatch"} if layout == "jobs" else {"trial.sbatch"})

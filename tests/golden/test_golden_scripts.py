@@ -39,14 +39,18 @@ MAIL = ["launcher.slurm.mail_type=END", "launcher.slurm.mail_user=me"]
 SPECIAL = {  # of one configuration only: the other layouts, and options that change what they write
     "hetjob-4": ("slurm", 4, ["launcher.slurm.layout=hetjob"]),
     "jobs-4": ("slurm", 4, ["launcher.slurm.layout=jobs"]),
-    "jobs-spare": ("slurm", 4, ["launcher.slurm.layout=jobs", "launcher.slurm.servers.max_running=2", *PREEMPTIBLE]),
-    "jobs-successor": ("slurm", 4, ["launcher.slurm.layout=jobs", "launcher.slurm.continue_by=successor"]),
-    "hetjob-two-kinds": ("slurm", 4, ["launcher.slurm.layout=hetjob", "launcher.slurm.gpu_type=h100", *PREEMPTIBLE[:5]]),
-    "submitit-4": (
+    "jobs-spare": (
         "slurm",
         4,
-        ["launcher.slurm.backend=submitit", *MAIL, *PREEMPTIBLE[:3]],
+        ["launcher.slurm.layout=jobs", "launcher.slurm.servers.max_running=2", *PREEMPTIBLE],
     ),
+    "jobs-successor": ("slurm", 4, ["launcher.slurm.layout=jobs", "launcher.slurm.continue_by=successor"]),
+    "hetjob-two-kinds": (
+        "slurm",
+        4,
+        ["launcher.slurm.layout=hetjob", "launcher.slurm.gpu_type=h100", *PREEMPTIBLE[:5]],
+    ),
+    "submitit-4": ("slurm", 4, ["launcher.slurm.backend=submitit", *MAIL, *PREEMPTIBLE[:3]]),
     "successor-4": ("slurm", 4, ["launcher.slurm.continue_by=successor"]),
 }
 SPECIAL["hetjob-two-kinds"][2].append("launcher.slurm.servers.gpu_type=a100")
@@ -60,7 +64,11 @@ def rendered(tmp_path, monkeypatch) -> dict[str, str]:
     texts = {}
     for config in CONFIGS:
         inside = config.is_relative_to(CHECKOUT / "configs")
-        name = config.relative_to(CHECKOUT / "configs").with_suffix("").as_posix().replace("/", "-") if inside else config.stem
+        name = (
+            config.relative_to(CHECKOUT / "configs").with_suffix("").as_posix().replace("/", "-")
+            if inside
+            else config.stem
+        )
         special = SPECIAL if name == WITH_SERVERS else {}
         for layout, (scheduler, n_nodes, more) in (LAYOUTS | special).items():
             try:
@@ -69,7 +77,12 @@ def rendered(tmp_path, monkeypatch) -> dict[str, str]:
                 plan = make_plan(loaded.config, loaded.explicit, interpreter="/PYTHON", scheduler=scheduler)
             except ConfigError:
                 continue  # does not fit; a script that is missed shows as a golden file without one
-            trial = Trial.of(loaded.config.cluster.fileroot, "user", loaded.config.experiment_name, loaded.config.trial_name)
+            trial = Trial.of(
+                loaded.config.cluster.fileroot,
+                "user",
+                loaded.config.experiment_name,
+                loaded.config.trial_name,
+            )
             stamp = Stamp(
                 version="VERSION",
                 config_sha256="SHA256",
@@ -133,7 +146,9 @@ def test_directives_are_one_block_before_the_first_command(rendered):
             block = "\n".join(line for line in lines if line.startswith("#SBATCH"))
             for component in block.split("\n#SBATCH hetjob\n"):
                 options = [line.split()[1].partition("=")[0] for line in component.splitlines()]
-                assert len(options) == len(set(options)) and all(option.startswith("--") for option in options)
+                assert len(options) == len(set(options)) and all(
+                    option.startswith("--") for option in options
+                )
 
 
 def test_there_is_exactly_one_marked_site_block(rendered):

@@ -32,15 +32,27 @@ class Shell:
 
     @property
     def environ(self) -> dict[str, str]:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("SBATCH_", "SLURM_"))}
-        own = {"XDG_STATE_HOME": str(self.root / "state"), "HOME": str(self.root / "home"), "OMP_NUM_THREADS": "1"}
+        clean = {
+            name: value for name, value in os.environ.items() if not name.startswith(("SBATCH_", "SLURM_"))
+        }
+        own = {
+            "XDG_STATE_HOME": str(self.root / "state"),
+            "HOME": str(self.root / "home"),
+            "OMP_NUM_THREADS": "1",
+        }
         return clean | own | {"PATH": f"{PROGRAM.parent}{os.pathsep}{os.environ['PATH']}"} | self.env
 
     def run(self, *args: str | bytes | Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         """`hpc-rl ARGS`, with its two outputs as text."""
         argv = [str(arg) if isinstance(arg, Path) else arg for arg in (PROGRAM, *args)]
         return subprocess.run(
-            argv, cwd=self.here, env=self.environ, capture_output=True, text=True, errors="replace", timeout=timeout_s
+            argv,
+            cwd=self.here,
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
         )
 
     def tree(self) -> dict[str, tuple[int, bytes | None]]:
@@ -78,6 +90,8 @@ class Shell:
         """Until the first line of `hpc-rl status` matches."""
         deadline = time.monotonic() + timeout_s
         while not re.search(pattern, line := self.state(trial)):
-            assert time.monotonic() < deadline, f"{trial} is not {pattern}:\n{self.run('status', trial).stdout}"
+            assert time.monotonic() < deadline, (
+                f"{trial} is not {pattern}:\n{self.run('status', trial).stdout}"
+            )
             time.sleep(0.3)
         return line

@@ -36,7 +36,9 @@ LOGPROB_TOLERANCE = 1e-4
 def make_model(folder: Path, seed: int) -> None:
     """A tiny Qwen3 with a long context, the toy's tokenizer and a chat template."""
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
     config = Qwen3Config(
         vocab_size=tokenizer.vocab_size,
         hidden_size=64,
@@ -113,7 +115,9 @@ class ServedReplica:
         async def life() -> None:
             backend = self._make_backend(self.trial, self.models[0])
             names = open_names(self.trial)
-            await Replica(backend, self.trial, names, self.tokens, Identity(0, "1.0", 0), str(self.models[0])).run(self._stopping)
+            await Replica(
+                backend, self.trial, names, self.tokens, Identity(0, "1.0", 0), str(self.models[0])
+            ).run(self._stopping)
 
         try:
             asyncio.run(life())
@@ -137,11 +141,15 @@ class Api:
     def __init__(self, served: ServedReplica, session: aiohttp.ClientSession) -> None:
         self.served, self.session = served, session
         self.url = served.lease()["url"]
-        self.client = HttpServerClient(session, self.url, served.tokens["data"], served.tokens["control"], 60.0)
+        self.client = HttpServerClient(
+            session, self.url, served.tokens["data"], served.tokens["control"], 60.0
+        )
 
     async def turn(self, ids: list[int] | None = None, min_version: str = "", **sampling: Any) -> Turn:
         given = {"max_new_tokens": 16, "temperature": 1.0, **sampling}
-        return await self.client.generate(GenerateRequest(ids or PROMPT, given, uuid.uuid4().hex, min_version))
+        return await self.client.generate(
+            GenerateRequest(ids or PROMPT, given, uuid.uuid4().hex, min_version)
+        )
 
     async def post(self, path: str, body: Any, token: str | None = "data") -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {self.served.tokens.get(token, token)}"} if token else {}
@@ -168,7 +176,9 @@ async def api(served: ServedReplica):
         yield Api(served, session)
 
 
-def check_logprobs(turn: Turn, paths: dict[str, Path], temperature: float, prompt: list[int] = PROMPT) -> None:
+def check_logprobs(
+    turn: Turn, paths: dict[str, Path], temperature: float, prompt: list[int] = PROMPT
+) -> None:
     """Every token's logprob is that of a plain forward pass of the model that its span names."""
     assert [span[1] for span in turn.versions[1:]] == [span[2] for span in turn.versions[:-1]]
     assert (turn.versions[0][1], turn.versions[-1][2]) == (0, len(turn.output_ids))
@@ -200,7 +210,9 @@ class Conformance:
         ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()),
     )
     async def test_logprobs_are_those_of_a_forward_pass(self, api, sampling):
-        turns = await asyncio.gather(*(api.turn(PROMPT[:n], max_new_tokens=40, ignore_eos=True, **sampling) for n in (2, 4, 6)))
+        turns = await asyncio.gather(
+            *(api.turn(PROMPT[:n], max_new_tokens=40, ignore_eos=True, **sampling) for n in (2, 4, 6))
+        )
         for n, turn in zip((2, 4, 6), turns, strict=True):
             check_logprobs(turn, {api.served.label: api.served.model}, sampling["temperature"], PROMPT[:n])
 
@@ -214,14 +226,20 @@ class Conformance:
 
     async def test_n_and_batches_answer_with_lists(self, api):
         sampling = {"max_new_tokens": 5, "ignore_eos": True}
-        status, answer = await api.post("/generate", {"input_ids": PROMPT, "sampling_params": {**sampling, "n": 3}})
+        status, answer = await api.post(
+            "/generate", {"input_ids": PROMPT, "sampling_params": {**sampling, "n": 3}}
+        )
         assert status == 200 and [len(one["output_ids"]) for one in answer] == [5, 5, 5]
-        status, answer = await api.post("/generate", {"input_ids": [PROMPT, PROMPT[:3]], "sampling_params": sampling})
+        status, answer = await api.post(
+            "/generate", {"input_ids": [PROMPT, PROMPT[:3]], "sampling_params": sampling}
+        )
         assert status == 200 and [one["meta_info"]["prompt_tokens"] for one in answer] == [6, 3]
 
     async def test_samples_of_one_prompt_in_one_call(self, api):
         makes = [{"max_new_tokens": 3 + i, "ignore_eos": True, "temperature": 1.0} for i in range(4)]
-        turns = await api.client.generate_many([GenerateRequest(PROMPT, make, uuid.uuid4().hex) for make in makes])
+        turns = await api.client.generate_many(
+            [GenerateRequest(PROMPT, make, uuid.uuid4().hex) for make in makes]
+        )
         assert [len(turn.output_ids) for turn in turns] == [3, 4, 5, 6]
         for turn in turns:
             check_logprobs(turn, {api.served.label: api.served.model}, 1.0)
@@ -230,11 +248,17 @@ class Conformance:
         free = await api.turn(max_new_tokens=30, temperature=0.0, ignore_eos=True)
         token = free.output_ids[7]
         at = free.output_ids.index(token)
-        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 30, "temperature": 0.0, "stop_token_ids": [token]}}
+        body = {
+            "input_ids": PROMPT,
+            "sampling_params": {"max_new_tokens": 30, "temperature": 0.0, "stop_token_ids": [token]},
+        }
         _, answer = await api.post("/generate", body)
         eos_at = free.output_ids.index(1) if 1 in free.output_ids else 30
         assert answer["output_ids"] == free.output_ids[: min(at, eos_at) + 1]
-        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": token if at < eos_at else 1}
+        assert answer["meta_info"]["finish_reason"] == {
+            "type": "stop",
+            "matched": token if at < eos_at else 1,
+        }
         ignored = await api.turn(max_new_tokens=30, temperature=0.0, ignore_eos=True, stop_token_ids=[token])
         assert len(ignored.output_ids) == 30
 
@@ -381,7 +405,13 @@ class Conformance:
             assert response.status == 401
 
     async def test_chat_completions(self, api):
-        body = {"model": "any", "messages": [{"role": "user", "content": "1+2"}], "max_tokens": 6, "temperature": 1.0, "n": 2}
+        body = {
+            "model": "any",
+            "messages": [{"role": "user", "content": "1+2"}],
+            "max_tokens": 6,
+            "temperature": 1.0,
+            "n": 2,
+        }
         answer = await api.client.chat(body)
         assert answer["object"] == "chat.completion" and len(answer["choices"]) == 2
         assert all(set(choice["message"]["content"]) <= set("0123456789+=;") for choice in answer["choices"])

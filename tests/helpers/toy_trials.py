@@ -24,11 +24,18 @@ def make_toy(folder: Path, seed: int = 1) -> None:
     toy.make_model(folder / "quickstart" / "warm", seed)
 
 
-def hpc_rl(*argv: str | Path, cwd: Path, timeout_s: float = 60, check: bool = True) -> subprocess.CompletedProcess[str]:
+def hpc_rl(
+    *argv: str | Path, cwd: Path, timeout_s: float = 60, check: bool = True
+) -> subprocess.CompletedProcess[str]:
     """Run `hpc-rl …` in a directory of the test's own, with its index of trials there too."""
     env = os.environ | {"XDG_STATE_HOME": str(cwd / "state"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "hpc_rl.cli", *map(str, argv)], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s
+        [sys.executable, "-m", "hpc_rl.cli", *map(str, argv)],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
     )
     assert not check or done.returncode == 0, (
         f"hpc-rl {' '.join(map(str, argv))}: exit {done.returncode}\n{done.stdout}{done.stderr}"
@@ -47,7 +54,9 @@ def status(cwd: Path, name: str, *flags: str) -> dict:
 def logs_of(trial: Trial, num_lines: int = 25) -> str:
     """The ends of all logs, for the message of a failed assertion."""
     files = sorted([*trial.attempts.glob("*/logs/*.log"), *trial.jobs.glob("*.out")])
-    return "\n".join(f"== {f.name}\n" + "\n".join(f.read_text(errors="replace").splitlines()[-num_lines:]) for f in files)
+    return "\n".join(
+        f"== {f.name}\n" + "\n".join(f.read_text(errors="replace").splitlines()[-num_lines:]) for f in files
+    )
 
 
 def groups_in_ledger(trial: Trial) -> list[TrajectoryGroup]:

@@ -75,7 +75,11 @@ class FakeRecipe:
 
     def batch(self, step: int) -> int | None:
         self.at.get(step, lambda: None)()
-        return None if self.run.stopping.is_set() and step in self.at and getattr(self.at[step], "waits", False) else step
+        return (
+            None
+            if self.run.stopping.is_set() and step in self.at and getattr(self.at[step], "waits", False)
+            else step
+        )
 
     def update(self, step: int, batch: int) -> None:
         self.run.engine.total += batch
@@ -122,7 +126,9 @@ class Starter:
         self.incarnation = -1
         self.data: dict = {}  # fingerprint of the training rows
 
-    def __call__(self, total: int, at: dict | None = None, numbers: dict | None = None) -> tuple[ExitCode, FakeRecipe]:
+    def __call__(
+        self, total: int, at: dict | None = None, numbers: dict | None = None
+    ) -> tuple[ExitCode, FakeRecipe]:
         self.incarnation += 1
         attempt = self.trial.attempt(self.attempt_id)
         attempt.make_dirs()

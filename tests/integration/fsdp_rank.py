@@ -35,8 +35,15 @@ WEIGHT = 80.0
 
 
 def engine_of(folder: Path, rank: int, num_ranks: int, **changes):
-    options = {"init_from_scratch": True, "attn_impl": "sdpa", "dtype": "float32", "gradient_checkpointing": False}
-    optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.01, lr_scheduler_type="cosine", warmup_steps_proportion=0.2)
+    options = {
+        "init_from_scratch": True,
+        "attn_impl": "sdpa",
+        "dtype": "float32",
+        "gradient_checkpointing": False,
+    }
+    optimizer = OptimizerConfig(
+        lr=1e-2, weight_decay=0.01, lr_scheduler_type="cosine", warmup_steps_proportion=0.2
+    )
     config = TrainEngineConfig(path=str(folder / "model"), optimizer=optimizer, **{**options, **changes})
     engine = ENGINES["fsdp"](config, rank=rank, num_ranks=num_ranks)
     engine.initialize(10)
@@ -46,9 +53,14 @@ def engine_of(folder: Path, rank: int, num_ranks: int, **changes):
 def share(step: int, rank: int, num_ranks: int) -> Sequences:
     """This rank's rows of train batch `step`. Batch 2 has a single row, so ranks above 0 have none."""
     rng = np.random.default_rng(step)
-    ids = [rng.integers(0, 32, size=length).astype(np.int32) for length in (LENGTHS[:1] if step == 2 else LENGTHS)]
+    ids = [
+        rng.integers(0, 32, size=length).astype(np.int32)
+        for length in (LENGTHS[:1] if step == 2 else LENGTHS)
+    ]
     mine = balance([len(x) for x in ids], num_ranks)[rank]
-    return Sequences([ids[row] for row in mine], {"loss_mask": [np.arange(len(ids[row])) >= 2 for row in mine]})
+    return Sequences(
+        [ids[row] for row in mine], {"loss_mask": [np.arange(len(ids[row])) >= 2 for row in mine]}
+    )
 
 
 def supervised(batch):
@@ -56,7 +68,10 @@ def supervised(batch):
 
 
 def train(engine, steps) -> list[dict[str, float]]:
-    return [engine.train_batch(share(step, engine.rank, engine.num_ranks), supervised, WEIGHT, 0.9) for step in steps]
+    return [
+        engine.train_batch(share(step, engine.rank, engine.num_ranks), supervised, WEIGHT, 0.9)
+        for step in steps
+    ]
 
 
 def broken_on_the_last_rank(engine):
@@ -151,7 +166,11 @@ def scenario_walk_back(folder: Path, rank: int, num_ranks: int) -> None:
             "num_ranks": num_ranks,
         }
         counters = engine.counters()
-        saving.start(step, lambda step=step, who=who: Manifest(step=step, lineage=0, counters=counters, **who), copied=False)  # noqa: B023
+        saving.start(
+            step,
+            lambda step=step, who=who: Manifest(step=step, lineage=0, counters=counters, **who),
+            copied=False,
+        )  # noqa: B023
         assert saving.settle(wait=True) is not None, saving.problem
     path = trial.generation(2) / state.file_name(num_ranks - 1)
     if rank == 0:
@@ -164,7 +183,10 @@ def scenario_walk_back(folder: Path, rank: int, num_ranks: int) -> None:
     given = Start(trial, trial.attempt("7.0"), 1, config, {}, None, "cpu", ranks, threading.Event())  # type: ignore[arg-type]
     begun = load_state(given, ranks.from_rank0(lambda: begin(given)), fresh)
     same = [float(shard.local.sum()) for shard in fresh.shards] == sums[1]
-    write_json(folder / f"walk_back-{rank}.json", {"step": begun["step"], "same": same, "updates": fresh.counters()["updates"]})
+    write_json(
+        folder / f"walk_back-{rank}.json",
+        {"step": begun["step"], "same": same, "updates": fresh.counters()["updates"]},
+    )
 
 
 def main() -> None:

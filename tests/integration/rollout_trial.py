@@ -52,7 +52,9 @@ def write_rows(path: Path, num_rows: int, offset: int = 0) -> Path:
     return path
 
 
-def make_trial(root: Path, *, batch_size: int = 2, num_rows: int = 10, n_samples: int = 2, **rollout) -> Trial:
+def make_trial(
+    root: Path, *, batch_size: int = 2, num_rows: int = 10, n_samples: int = 2, **rollout
+) -> Trial:
     """A trial whose prompts are `i+1=`; keyword arguments go into the rollout section."""
     trial = Trial.of(root, "user", "exp", "trial")
     trial.make_dirs()
@@ -62,15 +64,29 @@ def make_trial(root: Path, *, batch_size: int = 2, num_rows: int = 10, n_samples
         experiment_name="exp",
         trial_name="trial",
         cluster=ClusterSpecConfig(fileroot=str(root)),
-        train_dataset=DatasetConfig(path=str(write_rows(root / "train.jsonl", num_rows)), batch_size=batch_size),
+        train_dataset=DatasetConfig(
+            path=str(write_rows(root / "train.jsonl", num_rows)), batch_size=batch_size
+        ),
         valid_dataset=DatasetConfig(path=str(write_rows(root / "valid.jsonl", 7, offset=num_rows))),
         gconfig=GenerationHyperparameters(n_samples=n_samples, max_new_tokens=6),
         rollout=InferenceEngineConfig(**{"max_head_offpolicyness": 2, **rollout}),
         actor=PPOActorConfig(path=str(model)),
     )
     write_json(trial.config_json, to_dict(config))
-    names = {"experiment_name": "exp", "trial_name": "trial", "trainer": "grpo", "allocation": "", "device": "cpu"}
-    sizes = {"n_nodes": 1, "n_gpus_per_node": 0, "cpus_per_node": 1, "mem_mb_per_node": 1, "recover_retries": 3}
+    names = {
+        "experiment_name": "exp",
+        "trial_name": "trial",
+        "trainer": "grpo",
+        "allocation": "",
+        "device": "cpu",
+    }
+    sizes = {
+        "n_nodes": 1,
+        "n_gpus_per_node": 0,
+        "cpus_per_node": 1,
+        "mem_mb_per_node": 1,
+        "recover_retries": 3,
+    }
     more = {"server_backend": "embedded", "units": [], "recover_mode": "auto", "python": sys.executable}
     write_json(trial.plan_json, Plan(**names, **sizes, **more).to_json())
     trial.attempt("1.0").make_dirs()
@@ -152,10 +168,16 @@ class FakeServer:
 
     def _answer(self, ids: list[int], sampling: dict) -> dict:
         seed = xxhash.xxh64_intdigest(f"{ids}/{sampling['sampling_seed']}".encode())
-        made = [(seed >> 4 * i) % 10 for i in range(1 + seed % min(4, sampling["max_new_tokens"] - 1))] + [EOS]
+        made = [(seed >> 4 * i) % 10 for i in range(1 + seed % min(4, sampling["max_new_tokens"] - 1))] + [
+            EOS
+        ]
         logprobs = [[-1.5 - i, token, None] for i, token in enumerate(made)]
         span = {"version": self.version, "start": 0, "end": len(made)}
-        meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": logprobs, "weight_version": self.version}
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": logprobs,
+            "weight_version": self.version,
+        }
         return {"output_ids": made, "meta_info": {**meta, "weight_versions": [span]}}
 
 
@@ -182,7 +204,9 @@ class RolloutRole:
         ]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **self.env}
         with self.log.open("wb") as out:
-            self.process = subprocess.Popen([sys.executable, *argv], stdin=subprocess.PIPE, stdout=out, stderr=out, env=env)
+            self.process = subprocess.Popen(
+                [sys.executable, *argv], stdin=subprocess.PIPE, stdout=out, stderr=out, env=env
+            )
         return self
 
     @property
@@ -204,7 +228,9 @@ class RolloutRole:
         return code
 
     def client(self, poll_s: float = 2.0) -> RolloutClient:
-        return RolloutClient(SharedFsNames(self.trial.names), self.trial.tokens(), deadline_s=60.0, poll_s=poll_s)
+        return RolloutClient(
+            SharedFsNames(self.trial.names), self.trial.tokens(), deadline_s=60.0, poll_s=poll_s
+        )
 
     def children(self) -> list[int]:
         assert self.process

@@ -64,8 +64,14 @@ def test_the_configuration_itself_is_good(shell):
         (["train_dataset.path=nothing.jsonl"], ["train_dataset.path", "nothing.jsonl does not exist"]),
         (["tokenizer_path=/nowhere"], ["tokenizer_path /nowhere has no tokenizer.json"]),
         (["allocation_mode=embedded:d1+fsdp:"], ["allocation_mode", "character 18"]),
-        (["cluster.n_gpus_per_node=8", "allocation_mode=sglang:d8+fsdp:d8"], ["it takes 16 GPUs", "nearest that does: sglang:d"]),
-        (["cluster.n_gpus_per_node=8", "allocation_mode=sglang:d6+fsdp:d4"], ["nearest that does: sglang:d4+fsdp:d4"]),
+        (
+            ["cluster.n_gpus_per_node=8", "allocation_mode=sglang:d8+fsdp:d8"],
+            ["it takes 16 GPUs", "nearest that does: sglang:d"],
+        ),
+        (
+            ["cluster.n_gpus_per_node=8", "allocation_mode=sglang:d6+fsdp:d4"],
+            ["nearest that does: sglang:d4+fsdp:d4"],
+        ),
         (["allocation_mode=embedded:d999999999+fsdp:d1"], ["a trial has at most"]),
         (["allocation_mode=embedded:d" + "9" * 5000], ["5000 digits"]),
         (["--n_nodes", "4"], ["launcher.type local is this one machine"]),
@@ -90,7 +96,10 @@ def test_the_configuration_itself_is_good(shell):
         (["--n_nodes", "-3"], ["cluster.n_nodes", "at least 1"]),
         (["--n_nodes=0"], ["cluster.n_nodes", "at least 1"]),
         (["--n_nodes", "1000000000000"], ["cluster.n_nodes", "at most 10000"]),
-        (["train_dataset.batch_size=1000000000039", "actor.ppo_n_minibatches=1000000000000"], ["does not divide"]),
+        (
+            ["train_dataset.batch_size=1000000000039", "actor.ppo_n_minibatches=1000000000000"],
+            ["does not divide"],
+        ),
         (["cluster=null"], ["cluster", "it is a section"]),
         (["cluster=[1,2]"], ["cluster", "it is a section"]),
         (["cluster.fileroot=/tmp/a\nb"], ["cluster.fileroot", "line breaks"]),
@@ -134,12 +143,28 @@ def test_usage(shell):
     ("old", "new", "words"),
     [
         ("total_train_steps", "total_train_step", ["grpo.yaml:3", "did you mean total_train_steps?"]),
-        ("n_samples: 4", "n_sample: 4", ["unknown key gconfig.n_sample (grpo.yaml:7)", "did you mean gconfig.n_samples?"]),
+        (
+            "n_samples: 4",
+            "n_sample: 4",
+            ["unknown key gconfig.n_sample (grpo.yaml:7)", "did you mean gconfig.n_samples?"],
+        ),
         ("steps: 10", "steps: many", ["total_train_steps (grpo.yaml:3)", "many (text)"]),
-        ("trial_name: small", "trial_name: small\ntrial_name: other", ["grpo.yaml:3", "trial_name stands twice", "grpo.yaml:2"]),
+        (
+            "trial_name: small",
+            "trial_name: small\ntrial_name: other",
+            ["grpo.yaml:3", "trial_name stands twice", "grpo.yaml:2"],
+        ),
         ("n_samples: 4", "n_samples: 4, n_samples: 5", ["grpo.yaml:7", "n_samples stands twice"]),
-        ("gconfig: {n_samples: 4, max_new_tokens: 4}", "gconfig: null", ["gconfig (grpo.yaml:7)", "it is a section"]),
-        ("gconfig: {n_samples: 4, max_new_tokens: 4}", "gconfig: [1]", ["gconfig (grpo.yaml:7)", "it is a section"]),
+        (
+            "gconfig: {n_samples: 4, max_new_tokens: 4}",
+            "gconfig: null",
+            ["gconfig (grpo.yaml:7)", "it is a section"],
+        ),
+        (
+            "gconfig: {n_samples: 4, max_new_tokens: 4}",
+            "gconfig: [1]",
+            ["gconfig (grpo.yaml:7)", "it is a section"],
+        ),
         ("actor: {", "actor_: {", ["neither actor nor model is given in grpo.yaml"]),
         (
             "trial_name: small",
@@ -185,7 +210,9 @@ def test_a_file_that_is_no_configuration(shell, content, words):
 def test_no_file(shell):
     assert "Is a directory" in shell.refused(64, "submit", "--config", ".")
     assert "No such file" in shell.refused(64, "submit", "--config", "nothing.yaml")
-    assert "neither actor nor model is given in /dev/null" in shell.refused(64, "submit", "--config", "/dev/null")
+    assert "neither actor nor model is given in /dev/null" in shell.refused(
+        64, "submit", "--config", "/dev/null"
+    )
 
 
 # -- what the machine says
@@ -203,7 +230,9 @@ def test_a_fileroot_that_can_not_be_written(shell, tmp_path):
 def test_a_refusing_sbatch(shell, tmp_path):
     programs = tmp_path / "programs"
     programs.mkdir()
-    (programs / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid account or partition' >&2\nexit 1\n")
+    (programs / "sbatch").write_text(
+        "#!/bin/sh\necho 'sbatch: error: invalid account or partition' >&2\nexit 1\n"
+    )
     (programs / "sbatch").chmod(0o755)
     shell.env["PATH"] = f"{programs}:/usr/bin:/bin"
     message = shell.refused(69, *SUBMIT, "launcher.type=slurm", "--n_nodes", "2", "--partition", "nowhere")
@@ -240,7 +269,12 @@ def test_a_trial_that_runs(shell, sleeper):
     done = shell.run(*SUBMIT, f"launcher.python={sleeper}", "--parsable")
     assert done.returncode == 0, done.stderr
     try:
-        for command in (SUBMIT, (*SUBMIT, "recover.mode=auto"), ("recover", "small"), ("render", "--config", "grpo.yaml")):
+        for command in (
+            SUBMIT,
+            (*SUBMIT, "recover.mode=auto"),
+            ("recover", "small"),
+            ("render", "--config", "grpo.yaml"),
+        ):
             message = shell.refused(75, *command)
             assert f"sums/small is running as job {done.stdout.strip()}" in message
             assert "hpc-rl cancel sums/small" in message
@@ -293,7 +327,9 @@ def test_an_ambiguous_trial_name(shell, tmp_path, monkeypatch):
     assert "Did you mean" in shell.refused(64, "status", "smal")
 
 
-@pytest.mark.parametrize("name", ["nothing", "../x", "/nowhere", ".", "/etc/passwd", "", "a/b/c", "~nobody-at-all", b"\xff", "*"])
+@pytest.mark.parametrize(
+    "name", ["nothing", "../x", "/nowhere", ".", "/etc/passwd", "", "a/b/c", "~nobody-at-all", b"\xff", "*"]
+)
 def test_a_trial_that_is_not_there(shell, name):
     for command in ("status", "logs", "cancel", "recover"):
         shell.refused(64, command, name)
@@ -305,13 +341,17 @@ def test_a_trial_that_is_not_there(shell, name):
 def test_a_reader_that_leaves_early_is_no_error(shell):
     for command in ("--help", "submit --help", "list"):
         piped = f"set -o pipefail; {PROGRAM} {command} | true"
-        done = subprocess.run(["bash", "-c", piped], env=shell.environ, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["bash", "-c", piped], env=shell.environ, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode in (0, 141), done.stderr
         assert done.stderr == ""
 
 
 def test_a_full_disk_behind_the_output_is_told(shell):
-    done = subprocess.run(["bash", "-c", f"{PROGRAM} --help > /dev/full"], env=shell.environ, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", f"{PROGRAM} --help > /dev/full"], env=shell.environ, capture_output=True, text=True
+    )
     assert done.returncode == 73
     assert done.stderr == "hpc-rl: the output can't be written: No space left on device\n"
 
@@ -328,7 +368,10 @@ def test_an_interrupt_of_quickstart_ends_its_trial_and_says_so(shell):
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted: the trial saves its state and ends. To go on with it: hpc-rl recover quickstart/sft-" in said
+    assert (
+        "interrupted: the trial saves its state and ends. To go on with it: hpc-rl recover quickstart/sft-"
+        in said
+    )
     assert "Traceback" not in said
     shell.wait_for(said.rsplit(None, 1)[1], "cancelled", timeout_s=60)
 

@@ -21,7 +21,13 @@ from hpc_rl.errors import ExitCode
 from hpc_rl.trial import Trial
 
 pytestmark = pytest.mark.timeout(600)
-OPTIONS = ["total_train_steps=4", "train_dataset.batch_size=8", "recover.mode=auto", "recover.freq_steps=1", "saver.freq_steps=3"]
+OPTIONS = [
+    "total_train_steps=4",
+    "train_dataset.batch_size=8",
+    "recover.mode=auto",
+    "recover.freq_steps=1",
+    "saver.freq_steps=3",
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +35,9 @@ def trained(tmp_path_factory) -> Trial:
     """An SFT trial of two ranks, of whose four steps the last three left generations; step 3 was exported by the trainer."""
     folder = make_toy(tmp_path_factory.mktemp("toy"))
     held_out = f"valid_dataset.path={folder / 'task' / 'sft.jsonl'}"
-    trial = make_trial(folder, "trained", "sft", [*OPTIONS, "recover.keep=3", held_out, "evaluator.freq_steps=1"])
+    trial = make_trial(
+        folder, "trained", "sft", [*OPTIONS, "recover.keep=3", held_out, "evaluator.freq_steps=1"]
+    )
     write_plan(trial, "sft", 2)
     with Roles(trial, "1.0") as roles:
         assert roles.ended(roles.trainer(2), timeout_s=400) == [0, 0]
@@ -46,7 +54,11 @@ def test_list_and_verify(trial, capsys):
     assert main(["checkpoint", "list", str(trial.dir)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["step", "lineage", "ranks", "size", "saved", "eval_loss", "state"]
-    assert [(line.split()[0], line.split()[-1]) for line in lines] == [("4", "sound"), ("3", "sound"), ("2", "sound")]
+    assert [(line.split()[0], line.split()[-1]) for line in lines] == [
+        ("4", "sound"),
+        ("3", "sound"),
+        ("2", "sound"),
+    ]
     assert main(["checkpoint", "verify", str(trial.dir)]) == 0
     assert "generation 2: every file is as it was written" in capsys.readouterr().out
 
@@ -70,7 +82,9 @@ def test_every_file_that_is_damaged_is_named(trial, capsys):
         path.unlink()
         assert main(["checkpoint", "list", str(trial.dir), "--json"]) == 0
         newest = json.loads(capsys.readouterr().out)["generations"][0]
-        assert not newest["sound"] and (path.name in newest["problem"] or newest["problem"] == "has no manifest")
+        assert not newest["sound"] and (
+            path.name in newest["problem"] or newest["problem"] == "has no manifest"
+        )
         path.write_bytes(good)
     assert main(["checkpoint", "verify", str(trial.dir)]) == 0
 
@@ -122,14 +136,25 @@ def test_an_imported_checkpoint_is_what_a_trial_goes_on_from(trial, tmp_path, ca
 
 def test_the_half_with_torch_ends_with_the_command(trial, tmp_path):
     """Killed, the command holds nothing any more: neither the generation nor the trial."""
-    command = [sys.executable, "-m", "hpc_rl.app.checkpoint", "export", "--trial_dir", str(trial.dir), "--step", "3"]
+    command = [
+        sys.executable,
+        "-m",
+        "hpc_rl.app.checkpoint",
+        "export",
+        "--trial_dir",
+        str(trial.dir),
+        "--step",
+        "3",
+    ]
     (tmp_path / "model").mkdir()
     done = subprocess.run([*command, "--to", str(tmp_path / "model")], stdin=subprocess.DEVNULL)
     assert done.returncode == ExitCode.KILLED_BY_SYSTEM and not os.listdir(tmp_path / "model")
 
 
 def test_the_help_teaches():
-    done = subprocess.run([sys.executable, "-m", "hpc_rl.cli", "checkpoint", "--help"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_rl.cli", "checkpoint", "--help"], capture_output=True, text=True
+    )
     assert done.returncode == 0
     for words in ("list", "verify", "export", "import", "hpc-rl checkpoint export my-trial --to"):
         assert words in done.stdout

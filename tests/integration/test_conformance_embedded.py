@@ -39,7 +39,9 @@ class TestEmbedded(Conformance):
     async def test_seed_gives_the_same_tokens_in_any_company(self, api):  # noqa: F811
         seeded = {"max_new_tokens": 24, "ignore_eos": True, "sampling_seed": 7}
         alone = await api.turn(**seeded)
-        crowd = await asyncio.gather(*(api.turn(PROMPT[: 1 + i % 5], max_new_tokens=30) for i in range(20)), api.turn(**seeded))
+        crowd = await asyncio.gather(
+            *(api.turn(PROMPT[: 1 + i % 5], max_new_tokens=30) for i in range(20)), api.turn(**seeded)
+        )
         assert crowd[-1].output_ids == alone.output_ids
         other = await api.turn(max_new_tokens=24, ignore_eos=True, sampling_seed=8)
         assert other.output_ids != alone.output_ids
@@ -56,7 +58,10 @@ class TestBatchInvariant:
 
     async def test_company_changes_no_bit(self, api):  # noqa: F811
         shapes = [(PROMPT[: 2 + i % 4], 5 + 3 * i, i) for i in range(8)]
-        requests = [{"ids": ids, "max_new_tokens": made, "sampling_seed": i, "ignore_eos": True} for ids, made, i in shapes]
+        requests = [
+            {"ids": ids, "max_new_tokens": made, "sampling_seed": i, "ignore_eos": True}
+            for ids, made, i in shapes
+        ]
         alone = [await api.turn(**request) for request in requests]
         together = await asyncio.gather(*(api.turn(**request) for request in reversed(requests)))
         for one, other in zip(alone, reversed(together), strict=True):

@@ -25,7 +25,9 @@ def test_every_role_in_a_container_of_its_own(tmp_path):
     for role in ROLES:
         images[role] = tmp_path / "images" / f"of the {role}.sif"
         images[role].parent.mkdir(exist_ok=True)
-        images[role].write_text(json.dumps({"holds": [sys.prefix, sys.base_prefix], "env": {"PYTHONPATH": "/wrong"}}))
+        images[role].write_text(
+            json.dumps({"holds": [sys.prefix, sys.base_prefix], "env": {"PYTHONPATH": "/wrong"}})
+        )
     slurm = [f"launcher.slurm.{name}_image={images[role]}" for role, name in ROLES.items()]
     slurm += [f"launcher.slurm.{name}_image_python={sys.executable}" for name in ROLES.values()]
     slurm += [f"launcher.slurm.container_program={STAND_IN}", "launcher.type=local"]
@@ -36,16 +38,27 @@ def test_every_role_in_a_container_of_its_own(tmp_path):
         "train_dataset.batch_size=8",
         "gconfig.n_samples=2",
     ]
-    options += ["actor.ppo_n_minibatches=1", "valid_dataset=null", "evaluator.freq_steps=null", "recover.freq_steps=1"]
+    options += [
+        "actor.ppo_n_minibatches=1",
+        "valid_dataset=null",
+        "evaluator.freq_steps=null",
+        "recover.freq_steps=1",
+    ]
     config = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "grpo.yaml"
-    done = hpc_rl("submit", "--follow", "--config", config, *options, *slurm, cwd=tmp_path, timeout_s=280, check=False)
+    done = hpc_rl(
+        "submit", "--follow", "--config", config, *options, *slurm, cwd=tmp_path, timeout_s=280, check=False
+    )
     trial = trial_of(tmp_path, "boxed")
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{logs_of(trial)}"
     assert status(tmp_path, "boxed")["state"] == "done"
     [attempt] = trial.attempts.iterdir()
     for role, image in images.items():
         [log] = (attempt / "logs").glob(f"{role}-0.0.log")
-        assert re.search(rf"^INFO:    {re.escape(str(image))} without flags, (not )?isolated", log.read_text(), re.MULTILINE)
+        assert re.search(
+            rf"^INFO:    {re.escape(str(image))} without flags, (not )?isolated",
+            log.read_text(),
+            re.MULTILINE,
+        )
 
 
 def test_a_missing_image_is_refused_before_anything_is_submitted(tmp_path):
@@ -58,8 +71,16 @@ def test_a_missing_image_is_refused_before_anything_is_submitted(tmp_path):
     assert f"launcher.slurm.trainer_image {missing} does not exist" in done.stderr
     missing.touch()
     done = hpc_rl(
-        "submit", "--config", config, *options, "launcher.slurm.container_program=no-apptainer", cwd=tmp_path, check=False
+        "submit",
+        "--config",
+        config,
+        *options,
+        "launcher.slurm.container_program=no-apptainer",
+        cwd=tmp_path,
+        check=False,
     )
     assert done.returncode == 64
-    assert "launcher.slurm.container_program no-apptainer is not a program that can be run here" in done.stderr
+    assert (
+        "launcher.slurm.container_program no-apptainer is not a program that can be run here" in done.stderr
+    )
     assert not (tmp_path / "quickstart" / "runs").exists()

@@ -72,21 +72,29 @@ def test_four_then_two_then_three_ranks_then_one_from_the_oldest_generation_trai
     assert lines[3].from_step == 1 and lines[3].set_aside == tuple(range(2, NUM_STEPS + 1))
     assert len(list((elastic.recover / "set-aside").iterdir())) == NUM_STEPS - 1
     compare(whole, elastic, read(elastic).steps)
-    assert {row["lineage"] for row in read(elastic).steps[1:]} == {3}, "every batch was trained again, from the log"
+    assert {row["lineage"] for row in read(elastic).steps[1:]} == {3}, (
+        "every batch was trained again, from the log"
+    )
     rows = [row for row in JsonLines(elastic.attempt("3.0").metrics(0)).poll() if "loss" in row]
     assert rows[-1]["step"] == NUM_STEPS
     quiet = {row["step"]: row["loss"] for row in read(whole).steps}
-    np.testing.assert_allclose([row["loss"] for row in rows], [quiet[row["step"]] for row in rows], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        [row["loss"] for row in rows], [quiet[row["step"]] for row in rows], rtol=1e-5, atol=1e-5
+    )
 
 
 def compare(whole: Trial, elastic: Trial, stopped: list[dict]) -> None:
     """The same batches, token for token, and the same numbers."""
 
     seals, others = read_seals(whole.rollout), read_seals(elastic.rollout)
-    assert list(seals) == list(others) == list(range(2, NUM_STEPS + 1))  # what came before the first generation is trimmed
+    assert (
+        list(seals) == list(others) == list(range(2, NUM_STEPS + 1))
+    )  # what came before the first generation is trimmed
     for step, seal in seals.items():
         assert seal.indexes == others[step].indexes
-        for group, again in zip(read_groups(whole.rollout, seal), read_groups(elastic.rollout, others[step]), strict=True):
+        for group, again in zip(
+            read_groups(whole.rollout, seal), read_groups(elastic.rollout, others[step]), strict=True
+        ):
             for row, same in zip(group.trajectories, again.trajectories, strict=True):
                 np.testing.assert_array_equal(row.ids, same.ids)
                 np.testing.assert_array_equal(row.steps, same.steps)

@@ -38,7 +38,12 @@ def run_ranks(scenario: str, num_ranks: int, folder: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
     command = [sys.executable, str(HERE / "fsdp_rank.py"), scenario]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(num_ranks), str(folder)], env=environment, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(num_ranks), str(folder)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(num_ranks)
     ]
     try:
@@ -60,7 +65,9 @@ def assert_close(one: Path, other: Path, atol: float) -> None:
     left, right = weights(one), weights(other)
     assert left.keys() == right.keys()
     for name in left:
-        torch.testing.assert_close(left[name], right[name], atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            left[name], right[name], atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +92,9 @@ def test_two_ranks_train_as_one_does(folder: Path, variant: str) -> None:
     for mine, theirs in zip(two[variant]["results"], one["plain"]["results"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
     assert two[variant]["results"] == other[variant]["results"]
-    assert two[variant]["logprob_sum"] + other[variant]["logprob_sum"] == pytest.approx(one["plain"]["logprob_sum"], abs=1e-4)
+    assert two[variant]["logprob_sum"] + other[variant]["logprob_sum"] == pytest.approx(
+        one["plain"]["logprob_sum"], abs=1e-4
+    )
     assert_close(folder / f"2-{variant}", folder / "1-plain", atol=1e-5)
 
 

@@ -16,7 +16,9 @@ def reward_before_and_after(text: str) -> tuple[float, float]:
 
 @pytest.mark.timeout(400)
 def test_a_short_quickstart_goes_from_nothing_to_the_closing_lines(tmp_path):
-    said = hpc_rl("quickstart", "total_train_steps=12", "evaluator.freq_steps=6", cwd=tmp_path, timeout_s=390).stdout
+    said = hpc_rl(
+        "quickstart", "total_train_steps=12", "evaluator.freq_steps=6", cwd=tmp_path, timeout_s=390
+    ).stdout
     before, _ = reward_before_and_after(said)
     assert 0.1 < before <= 0.5
     assert "training prompts" in said  # the curve

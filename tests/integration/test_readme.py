@@ -19,7 +19,9 @@ ON_SLURM = "hpc-rl submit --config configs/grpo.yaml --n_nodes 4"  # tests/slurm
 
 def fenced() -> list[str]:
     """The commands of the block that is marked for this test, without their comments."""
-    block = re.search(rf"<!-- run: {Path(__file__).relative_to(ROOT)} -->\n```bash\n(.*?)```", README, re.DOTALL)
+    block = re.search(
+        rf"<!-- run: {Path(__file__).relative_to(ROOT)} -->\n```bash\n(.*?)```", README, re.DOTALL
+    )
     assert block
     return [line.partition(" #")[0].strip() for line in block.group(1).splitlines() if line.strip()]
 
@@ -41,15 +43,25 @@ def test_the_commands_of_a_run_of_your_own(shell):
         for command in commands:
             wait_until_it_makes_sense(shell, command)
             done = subprocess.run(
-                ["bash", "-c", command], cwd=shell.here, env=shell.environ, capture_output=True, text=True, timeout=240
+                ["bash", "-c", command],
+                cwd=shell.here,
+                env=shell.environ,
+                capture_output=True,
+                text=True,
+                timeout=240,
             )
             assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
             said[command.split()[1]] = done.stdout
-        shell.wait_for("first", r"^sums/first +done", timeout_s=240)  # "done in about a minute" is something else
+        shell.wait_for(
+            "first", r"^sums/first +done", timeout_s=240
+        )  # "done in about a minute" is something else
     finally:
         shell.run("cancel", "first", "--now", "--wait_s", "40")
     assert "ready: " in said["quickstart"]
-    assert subprocess.run(["bash", "-n", *(shell.here / "scripts-to-read" / "scripts").glob("*.sh")]).returncode == 0
+    assert (
+        subprocess.run(["bash", "-n", *(shell.here / "scripts-to-read" / "scripts").glob("*.sh")]).returncode
+        == 0
+    )
     assert "hpc-rl cancel sums/first" in said["submit"]
     assert said["status"].startswith("sums/first")
     assert "step 1" in said["logs"]
@@ -76,7 +88,9 @@ def test_quickstart(shell):
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert re.fullmatch(r"held-out reward \d\.\d\d -> \d\.\d\d", lines[-1])
-    assert any(line.startswith("trial directory  ") and Path(line.split(None, 2)[2]).is_dir() for line in lines)
+    assert any(
+        line.startswith("trial directory  ") and Path(line.split(None, 2)[2]).is_dir() for line in lines
+    )
     assert "held-out prompts" in done.stdout
     assert f"{ROOT}/configs/grpo.yaml" in done.stdout  # the test's clone is but a link to the real one
     assert "Writing model shards" not in done.stderr
@@ -88,7 +102,9 @@ def test_every_command_of_the_readme_is_run_by_a_test():
     blocks = [line.strip() for line in README.splitlines() if line.startswith("    ")]
     inline = re.findall(r"`((?:hpc-rl|make) [^`]*)`", README)
     fences = fenced()
-    typed = {line.partition("#")[0].strip() for line in (*blocks, *inline) if line.startswith(("hpc-rl", "make"))}
+    typed = {
+        line.partition("#")[0].strip() for line in (*blocks, *inline) if line.startswith(("hpc-rl", "make"))
+    }
     elsewhere = {"make quickstart", "make test", "hpc-rl quickstart", ON_SLURM, DOCTOR}
     assert ON_SLURM in typed
     assert typed <= elsewhere | set(fences), typed - elsewhere - set(fences)

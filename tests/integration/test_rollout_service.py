@@ -48,7 +48,11 @@ def test_a_run_with_evaluation_replay_trim_and_stop(run):
     made = first.loss_mask
     assert made.sum() == len(first.ids) - first.loss_mask.argmax()
     assert (first.logprobs[made] <= -1.5).all() and (first.logprobs[~made] == 0).all()
-    assert (first.steps[made] == 0).all() and (first.steps[~made] == -1).all() and (first.lineages[made] == 0).all()
+    assert (
+        (first.steps[made] == 0).all()
+        and (first.steps[~made] == -1).all()
+        and (first.lineages[made] == 0).all()
+    )
     indexes = [group.index for batch in batches.values() for group in batch.groups]
     assert len(set(indexes)) == 21
 
@@ -57,11 +61,18 @@ def test_a_run_with_evaluation_replay_trim_and_stop(run):
     assert client.evaluate("0.6") == result
 
     status = client.status()
-    assert status["sealed"] == 7 and status["consumed"] == 21 and status["servers"] == 1 and status["bytes_per_step"] > 100
+    assert (
+        status["sealed"] == 7
+        and status["consumed"] == 21
+        and status["servers"] == 1
+        and status["bytes_per_step"] > 100
+    )
     assert status["rejected"] == {} and sum(status["staleness"].values()) == 21
 
     server.publish("1.4")  # the trainer went back to step 4
-    assert [encode(client.batch(step, 1)) for step in (5, 6, 7)] == [encode(batches[step]) for step in (5, 6, 7)]
+    assert [encode(client.batch(step, 1)) for step in (5, 6, 7)] == [
+        encode(batches[step]) for step in (5, 6, 7)
+    ]
     with pytest.raises(Stale):
         client.batch(7, 0)
     with pytest.raises(RoleFailed, match="412"):
@@ -100,7 +111,9 @@ def test_tokens_are_asked_for(run):
     tokens = trial.tokens()
 
     def code(path: str, token: str = "", data: bytes | None = None) -> int:
-        request = urllib.request.Request(url + path, data, {"Authorization": f"Bearer {token}"} if token else {})
+        request = urllib.request.Request(
+            url + path, data, {"Authorization": f"Bearer {token}"} if token else {}
+        )
         try:
             with urllib.request.urlopen(request) as response:
                 return response.status

@@ -67,7 +67,9 @@ def test_sft_learns_and_killed_and_resumed_it_equals_the_unbroken_run_bit_for_bi
     assert unbroken[-1]["loss"] < 0.6 * unbroken[0]["loss"]
     assert unbroken[-1]["eval_loss"] < 0.6 * unbroken[0]["loss"]
 
-    broken = make_trial(toy, "broken", "sft", [*SFT_OPTIONS, data, "recover.mode=auto", "recover.freq_steps=7"])
+    broken = make_trial(
+        toy, "broken", "sft", [*SFT_OPTIONS, data, "recover.mode=auto", "recover.freq_steps=7"]
+    )
     write_plan(broken, "sft", 1)
     with Roles(broken, "1.0") as roles:
         first = roles.trainer()
@@ -109,7 +111,10 @@ def test_what_forbids_a_start_ends_every_rank_with_the_same_code(toy):
     write_plan(trial, "sft", 2)
     with Roles(trial, "1.0") as roles:
         assert roles.ended(roles.trainer(2)) == [3, 3]
-    assert "no valid generation to resume from" in read_json(trial.attempt("1.0").exit_record("trainer", 0, 0, rank=1))["reason"]
+    assert (
+        "no valid generation to resume from"
+        in read_json(trial.attempt("1.0").exit_record("trainer", 0, 0, rank=1))["reason"]
+    )
     assert list(trial.lineages.iterdir()) == []
 
 
@@ -175,10 +180,24 @@ def damage(trial: Trial) -> int:
     return oldest.step
 
 
-def test_grpo_killed_walks_back_to_the_oldest_generation_and_gets_the_same_batches_again_under_a_new_lineage(toy):
+def test_grpo_killed_walks_back_to_the_oldest_generation_and_gets_the_same_batches_again_under_a_new_lineage(
+    toy,
+):
     data = f"valid_dataset.path={toy / 'task' / 'heldout.jsonl'}"
-    reference = [f"ref.path={toy / 'base'}", "ref.attn_impl=sdpa", "ref.dtype=float32", "actor.kl_ctl=0.05", "actor.beta=0.01"]
-    recover = ["total_train_steps=12", "recover.mode=auto", "recover.freq_steps=2", "recover.keep=3", "recover.async_save=true"]
+    reference = [
+        f"ref.path={toy / 'base'}",
+        "ref.attn_impl=sdpa",
+        "ref.dtype=float32",
+        "actor.kl_ctl=0.05",
+        "actor.beta=0.01",
+    ]
+    recover = [
+        "total_train_steps=12",
+        "recover.mode=auto",
+        "recover.freq_steps=2",
+        "recover.keep=3",
+        "recover.async_save=true",
+    ]
     trial = make_trial(toy, "grpo", "grpo", [*GRPO_OPTIONS, *reference, data, *recover])
     write_plan(trial, "grpo", 2)
     with Roles(trial, "1.0") as roles:
@@ -198,9 +217,15 @@ def test_grpo_killed_walks_back_to_the_oldest_generation_and_gets_the_same_batch
     for row in rows:
         if row["step"] in before:  # the very same batch: nothing was generated twice
             again = before[row["step"]]
-            assert (row["reward"], row["seq_len"], row["num_tokens"]) == (again["reward"], again["seq_len"], again["num_tokens"])
+            assert (row["reward"], row["seq_len"], row["num_tokens"]) == (
+                again["reward"],
+                again["seq_len"],
+                again["num_tokens"],
+            )
     kl_loss = {row["step"]: row["kl_loss"] for row in roles.rows(0) + rows if "loss" in row}
-    assert 0 < kl_loss[1] < kl_loss[12]  # the policy leaves the reference model, which stays what it was after the restart
+    assert (
+        0 < kl_loss[1] < kl_loss[12]
+    )  # the policy leaves the reference model, which stays what it was after the restart
     assert all(np.isfinite(row["kl_rewards"]) for row in rows)
     evaluations = [row for row in roles.rows(0) + roles.rows(1) if "eval_reward" in row]
     assert [row["eval_version"] for row in evaluations] == ["0.0", "1.12"]

@@ -19,8 +19,12 @@ pytestmark = pytest.mark.timeout(600)
 
 def call(*argv: str | Path, cwd: Path = Path("/"), **env: str) -> str:
     """Output of a command that must succeed; nothing of this environment is on its paths."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    done = subprocess.run([str(arg) for arg in argv], cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=500)
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
+    }
+    done = subprocess.run(
+        [str(arg) for arg in argv], cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -41,7 +45,16 @@ def installed(wheels, tmp_path_factory) -> Path:
     """The `bin` of an empty environment with the wheel and what it depends on."""
     where = tmp_path_factory.mktemp("empty") / "venv"
     call(sys.executable, "-m", "venv", where)
-    call(where / "bin" / "python", "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check", wheels[0])
+    call(
+        where / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-compile",
+        "--disable-pip-version-check",
+        wheels[0],
+    )
     return where / "bin"
 
 
@@ -51,18 +64,26 @@ def test_the_wheel_holds_the_package_the_templates_and_the_configurations(wheels
         files = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}
         assert files
         assert {f"hpc_rl/_data/{path}" for path in files} <= names
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "hpc_rl").rglob("*.py") if "__pycache__" not in path.parts}
+    modules = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "hpc_rl").rglob("*.py")
+        if "__pycache__" not in path.parts
+    }
     assert modules <= names
     assert not [name for name in names if name.startswith("tests") or name.endswith(".pyc")]
 
 
 def test_the_sdist_makes_the_same_wheel(wheels):
     direct, by_sdist = (zipfile.ZipFile(wheel) for wheel in wheels)
-    assert {info.filename: info.CRC for info in direct.infolist()} == {info.filename: info.CRC for info in by_sdist.infolist()}
+    assert {info.filename: info.CRC for info in direct.infolist()} == {
+        info.filename: info.CRC for info in by_sdist.infolist()
+    }
 
 
 def test_help_needs_no_torch(installed):
-    call(installed / "python", "-c", "import importlib.util; assert importlib.util.find_spec('torch') is None")
+    call(
+        installed / "python", "-c", "import importlib.util; assert importlib.util.find_spec('torch') is None"
+    )
     assert "quickstart" in call(installed / "hpc-rl", "--help")
     assert "--actor.optimizer.lr" in call(installed / "hpc-rl", "submit", "--help")
 
@@ -71,7 +92,9 @@ def test_the_console_script_of_this_environment_imports_no_torch():
     """Here torch is installed; the script itself is asked what it imported."""
     program = Path(sys.executable).with_name("hpc-rl")
     for words in (["--help"], ["submit", "--help"]):
-        done = subprocess.run([sys.executable, "-X", "importtime", program, *words], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", program, *words], capture_output=True, text=True, timeout=120
+        )
         imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
         assert done.returncode == 0
         assert "hpc_rl" in imported
@@ -91,11 +114,24 @@ def test_it_renders_from_the_root_directory(installed, tmp_path, name, scheduler
     (model / "tokenizer.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"")
     section = "model" if name == "sft" else "actor"
-    places = [f"{section}.path={model}", f"train_dataset.path={data}", *([f"valid_dataset.path={data}"] if name != "sft" else [])]
+    places = [
+        f"{section}.path={model}",
+        f"train_dataset.path={data}",
+        *([f"valid_dataset.path={data}"] if name != "sft" else []),
+    ]
     nodes = ["--n_nodes=1"] if scheduler == "local" else []
     options = [f"launcher.type={scheduler}", *places, *nodes]
     out = tmp_path / "rendered"
-    call(installed / "hpc-rl", "render", "--config", shipped, "--output", out, *options, XDG_STATE_HOME=str(tmp_path / "state"))
+    call(
+        installed / "hpc-rl",
+        "render",
+        "--config",
+        shipped,
+        "--output",
+        out,
+        *options,
+        XDG_STATE_HOME=str(tmp_path / "state"),
+    )
     (script,) = (path for path in (out / "scripts").iterdir() if path.suffix != ".zip")
     assert script.name == {"local": "local.sh", "slurm": "trial.sbatch"}[scheduler]
     call("bash", "-n", script)

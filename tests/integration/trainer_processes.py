@@ -51,13 +51,35 @@ def make_trial(folder: Path, name: str, kind: str, overrides: list[str]) -> Tria
 
 
 def write_plan(trial: Trial, kind: str, num_ranks: int) -> None:
-    modules = {"server": "hpc_rl.app.server", "rollout": "hpc_rl.app.rollout", "trainer": "hpc_rl.app.trainer"}
+    modules = {
+        "server": "hpc_rl.app.server",
+        "rollout": "hpc_rl.app.rollout",
+        "trainer": "hpc_rl.app.trainer",
+    }
     tasks = {"trainer": num_ranks} if kind != "grpo" else {"server": 1, "rollout": 1, "trainer": num_ranks}
     size = {"index": 0, "nodes": [0], "cpus_per_task": 1, "mem_mb_per_task": 1024, "gpus_per_task": 0}
-    units = [Unit(role=role, tasks_per_node=count, module=modules[role], **size) for role, count in tasks.items()]  # type: ignore[arg-type]
-    names = {"experiment_name": "toy", "trial_name": trial.name, "trainer": kind, "allocation": "", "device": "cpu"}
-    sizes = {"n_nodes": 1, "n_gpus_per_node": 0, "cpus_per_node": 1, "mem_mb_per_node": 1, "recover_retries": 3}
-    more: dict[str, Any] = {"server_backend": "embedded" if kind == "grpo" else None, "units": units, "recover_mode": "auto"}
+    units = [
+        Unit(role=role, tasks_per_node=count, module=modules[role], **size) for role, count in tasks.items()
+    ]  # type: ignore[arg-type]
+    names = {
+        "experiment_name": "toy",
+        "trial_name": trial.name,
+        "trainer": kind,
+        "allocation": "",
+        "device": "cpu",
+    }
+    sizes = {
+        "n_nodes": 1,
+        "n_gpus_per_node": 0,
+        "cpus_per_node": 1,
+        "mem_mb_per_node": 1,
+        "recover_retries": 3,
+    }
+    more: dict[str, Any] = {
+        "server_backend": "embedded" if kind == "grpo" else None,
+        "units": units,
+        "recover_mode": "auto",
+    }
     write_json(trial.plan_json, Plan(**names, **sizes, **more, python=sys.executable).to_json())
 
 
@@ -83,8 +105,20 @@ class Roles:
 
     def start(self, role: str, rank: int = 0, num_ranks: int = 1) -> subprocess.Popen:
         incarnation = self.incarnations.setdefault(role, 0)
-        where = ["--trial_dir", str(self.trial.dir), "--attempt", self.attempt_id, "--incarnation", str(incarnation)]
-        env = {**os.environ, "HPC_RL_STEPS": "process", "HPC_RL_RANK": str(rank), "HPC_RL_NUM_RANKS": str(num_ranks)}
+        where = [
+            "--trial_dir",
+            str(self.trial.dir),
+            "--attempt",
+            self.attempt_id,
+            "--incarnation",
+            str(incarnation),
+        ]
+        env = {
+            **os.environ,
+            "HPC_RL_STEPS": "process",
+            "HPC_RL_RANK": str(rank),
+            "HPC_RL_NUM_RANKS": str(num_ranks),
+        }
         env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
         with self.log(role, rank).open("ab") as log:
             process = subprocess.Popen(
@@ -121,7 +155,9 @@ class Roles:
     def wait_for_step(self, step: int, incarnation: int = 0, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not any(row["step"] >= step and "loss" in row for row in self.rows(incarnation)):
-            assert time.monotonic() < deadline, f"step {step} was not reached:\n{self.log('trainer').read_text()[-3000:]}"
+            assert time.monotonic() < deadline, (
+                f"step {step} was not reached:\n{self.log('trainer').read_text()[-3000:]}"
+            )
             assert any(process.poll() is None for process in self.processes)
             time.sleep(0.05)
 

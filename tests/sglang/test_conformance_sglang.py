@@ -24,9 +24,16 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 
 def launch(python: str, tokenizer: Path, extra_args: list[str] | None = None) -> SGLangLaunch:
-    env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1"}
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": os.environ.get("HOME", "/"),
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_USE_CPU_ENGINE": "1",
+    }
     env |= {"PYTHONPATH": str(HERE / "shim"), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    of_cpu = SGLangConfig(dtype="float32", attention_backend="torch_native", context_length=4096, max_running_requests=64)
+    of_cpu = SGLangConfig(
+        dtype="float32", attention_backend="torch_native", context_length=4096, max_running_requests=64
+    )
     settings = settings_of(of_cpu, "cpu", 1, 0)
     settings["tokenizer_path"] = str(tokenizer)
     return SGLangLaunch(python=python, env=env, settings=settings, extra_args=extra_args or [])
@@ -72,7 +79,9 @@ async def test_failed_start_shows_sglangs_own_words(tmp_path, sglang_python):
 @pytest.mark.soak
 async def test_replica_ends_when_sglang_is_killed(tmp_path, sglang_python):
     make_model(tmp_path / "model", 0)
-    backend = SGLangBackend(launch(sglang_python, tmp_path / "model"), tmp_path / "log", tmp_path / "sglang.yaml")
+    backend = SGLangBackend(
+        launch(sglang_python, tmp_path / "model"), tmp_path / "log", tmp_path / "sglang.yaml"
+    )
     await backend.start(str(tmp_path / "model"), "0.0")
     assert not backend.alive()
     os.kill(backend._process.pid, 9)

@@ -22,14 +22,32 @@ def finished(tmp_path_factory, sglang_python):
     """A trial of four synchronous steps: batch k is made by version k-1 and by nothing else."""
     here = tmp_path_factory.mktemp("sglang-trial")
     make_toy(here)
-    (here / "counting.py").write_text("def reward(prompt, completion, **columns):\n    return completion.count('1') / 6\n")
+    (here / "counting.py").write_text(
+        "def reward(prompt, completion, **columns):\n    return completion.count('1') / 6\n"
+    )
     environment = f"PYTHONPATH={ROOT / 'tests/sglang/shim'},OMP_NUM_THREADS=1"
     done = hpc_rl(
-        *("submit", "--follow", "--config", ROOT / "configs/grpo.yaml", "trial_name=real", "launcher.type=local"),
+        *(
+            "submit",
+            "--follow",
+            "--config",
+            ROOT / "configs/grpo.yaml",
+            "trial_name=real",
+            "launcher.type=local",
+        ),
         *("allocation_mode=sglang:d1+fsdp:d1", f"launcher.inference_server_python={sglang_python}"),
-        *(f"launcher.inference_server_env_vars={environment}", "sglang.max_total_tokens=16384", "sglang.context_length=64"),
+        *(
+            f"launcher.inference_server_env_vars={environment}",
+            "sglang.max_total_tokens=16384",
+            "sglang.context_length=64",
+        ),
         *(f"total_train_steps={NUM_STEPS}", f"train_dataset.batch_size={BATCH_SIZE}", "gconfig.n_samples=4"),
-        *("rollout.max_head_offpolicyness=0", "rollout.batch_order=in_order", "evaluator.freq_steps=null", "valid_dataset=null"),
+        *(
+            "rollout.max_head_offpolicyness=0",
+            "rollout.batch_order=in_order",
+            "evaluator.freq_steps=null",
+            "valid_dataset=null",
+        ),
         "rollout.reward_fn=counting:reward",  # a random model never gets a sum right, and would not learn
         cwd=here,
         timeout_s=400,

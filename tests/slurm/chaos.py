@@ -56,7 +56,11 @@ class Chaos(Killed):
         time.sleep(luck.uniform(0.0, 0.3))
 
     def trial_attempts(self) -> list[str]:
-        return sorted(path.name for path in self.trial.attempts.iterdir()) if self.trial.attempts.is_dir() else []
+        return (
+            sorted(path.name for path in self.trial.attempts.iterdir())
+            if self.trial.attempts.is_dir()
+            else []
+        )
 
     def choose(self, luck: random.Random) -> str:
         """Any event that the rules of restarting bear at this time."""
@@ -110,7 +114,9 @@ class Chaos(Killed):
                 return True
             if self._state().native != "RUNNING" or not self.find("supervisor"):
                 return False
-            with contextlib.suppress(subprocess.CalledProcessError):  # it has ended meanwhile, or Slurm is between two states
+            with contextlib.suppress(
+                subprocess.CalledProcessError
+            ):  # it has ended meanwhile, or Slurm is between two states
                 act()
                 return True
             return False
@@ -119,12 +125,22 @@ class Chaos(Killed):
         self._seen = None
 
     def _preempt(self) -> None:
-        flags = ["--partition=high", "--nodes=4", "--exclusive", "--job-name=urgent", "--output=/dev/null", "--time=1"]
+        flags = [
+            "--partition=high",
+            "--nodes=4",
+            "--exclusive",
+            "--job-name=urgent",
+            "--output=/dev/null",
+            "--time=1",
+        ]
         job_id = self.cluster.run("sbatch", "--parsable", *flags, "--wrap=sleep 1").strip()
         self.until(lambda: self._is_over_or_gone(job_id))
 
     def _is_over_or_gone(self, job_id: str) -> bool:
-        return self.over or not self.cluster.run("squeue", "-h", "-j", job_id, "-t", "PENDING,RUNNING", "-o", "%i").strip()
+        return (
+            self.over
+            or not self.cluster.run("squeue", "-h", "-j", job_id, "-t", "PENDING,RUNNING", "-o", "%i").strip()
+        )
 
     def _kill_node(self, first: bool, luck: random.Random) -> None:
         self.until(lambda: self.over or not self._down)  # one at a time: there are four
@@ -132,7 +148,9 @@ class Chaos(Killed):
             return
         hosts = self._hosts()
         node = hosts[0] if first else luck.choice(hosts[2:])
-        self.cluster.kill_node(node)  # Slurm takes some seconds to notice; the job goes on without it, or comes back
+        self.cluster.kill_node(
+            node
+        )  # Slurm takes some seconds to notice; the job goes on without it, or comes back
         self._down.append(node)
 
     def _hosts(self) -> list[str]:

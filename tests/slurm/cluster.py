@@ -58,7 +58,9 @@ class Cluster:
     @property
     def client_env(self) -> dict[str, str]:
         """Of `env` what makes a process a client of this cluster."""
-        return {name: self.env[name] for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH") if name in self.env}
+        return {
+            name: self.env[name] for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH") if name in self.env
+        }
 
     @classmethod
     @contextlib.contextmanager
@@ -77,7 +79,9 @@ class Cluster:
 
     def run(self, *argv: str, timeout_s: float = 20) -> str:
         """Output of a client command. Raises CalledProcessError, TimeoutExpired."""
-        done = subprocess.run(argv, env=self.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(
+            argv, env=self.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+        )
         if done.returncode != 0:
             raise subprocess.CalledProcessError(done.returncode, argv, done.stdout, done.stderr)
         return done.stdout
@@ -94,7 +98,9 @@ class Cluster:
         deadline = time.monotonic() + timeout_s
         while self._num_usable() < self.num_nodes:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{self._num_usable()} of {self.num_nodes} nodes came up; logs are in {self.dir}/log")
+                raise RuntimeError(
+                    f"{self._num_usable()} of {self.num_nodes} nodes came up; logs are in {self.dir}/log"
+                )
             time.sleep(0.1)
 
     def down(self) -> None:
@@ -106,7 +112,9 @@ class Cluster:
         _stop([pid for node in self.nodes if (pid := self._pid(f"run/slurmd.{node}.pid", "slurmd"))], 10)
         _stop([pid for pid in [self._pid("run/slurmctld.pid", "slurmctld")] if pid], 20)
         _kill(self._steps())
-        _stop([pid for pid in [self._pid("munge/munged.pid", "munged")] if pid], 10)  # last: all authenticate through it
+        _stop(
+            [pid for pid in [self._pid("munge/munged.pid", "munged")] if pid], 10
+        )  # last: all authenticate through it
         shutil.rmtree(self.dir, ignore_errors=True)
 
     def cancel_all(self, timeout_s: float = 10) -> None:
@@ -119,7 +127,9 @@ class Cluster:
 
     def hurry(self, job_id: str = "") -> None:
         """Spare that job, or every one, Slurm's two minutes after a requeue."""
-        for line in self.run("squeue", "-h", "-t", "pending", *(["-j", job_id] if job_id else []), "-o", "%i %r").splitlines():
+        for line in self.run(
+            "squeue", "-h", "-t", "pending", *(["-j", job_id] if job_id else []), "-o", "%i %r"
+        ).splitlines():
             waiting, _, reason = line.partition(" ")
             if reason == "BeginTime":
                 time.sleep(
@@ -132,15 +142,24 @@ class Cluster:
         """Power loss: the node's slurmd, its steps and all that runs below them, at once."""
         pid = self._pid(f"run/slurmd.{node}.pid", "slurmd")
         pids = [*([pid] if pid else []), *self._steps(node)]
-        for doomed in pids:  # all stop first: none may see another die, as srun's helper does, which then cancels the step
+        for doomed in (
+            pids
+        ):  # all stop first: none may see another die, as srun's helper does, which then cancels the step
             with contextlib.suppress(ProcessLookupError):
                 os.kill(doomed, signal.SIGSTOP)
-        _kill(pids[::-1])  # children first: the kernel wakes stopped processes (HUP, CONT) whose parent is gone
+        _kill(
+            pids[::-1]
+        )  # children first: the kernel wakes stopped processes (HUP, CONT) whose parent is gone
         (self.dir / "run" / f"slurmd.{node}.pid").unlink(missing_ok=True)
 
     def _num_usable(self) -> int:
         with contextlib.suppress(subprocess.SubprocessError):
-            return sum(map(int, self.run("sinfo", "-h", "-p", "main", "-t", "idle,mixed,allocated", "-o", "%D").split()))
+            return sum(
+                map(
+                    int,
+                    self.run("sinfo", "-h", "-p", "main", "-t", "idle,mixed,allocated", "-o", "%D").split(),
+                )
+            )
         return 0
 
     def _program(self, name: str) -> str:
@@ -163,12 +182,25 @@ class Cluster:
             "seed-file": "seed",
         }
         program = shutil.which("munged", path=self.slurm.env["PATH"]) or "munged"
-        return [program, "--force", "--num-threads=4", *(f"--{option}={here / name}" for option, name in files.items())]
+        return [
+            program,
+            "--force",
+            "--num-threads=4",
+            *(f"--{option}={here / name}" for option, name in files.items()),
+        ]
 
     def _start(self, pid_file: str, program: str, argv: list[str]) -> None:
         if not self._pid(pid_file, program):
             with (self.dir / "log" / "start.log").open("ab") as log:
-                subprocess.run(argv, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True, timeout=30)
+                subprocess.run(
+                    argv,
+                    env=self.env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    check=True,
+                    timeout=30,
+                )
 
     def _pid(self, pid_file: str, program: str) -> int | None:
         """Pid of a daemon of ours: it runs that program and holds a file of the cluster open."""
@@ -199,7 +231,9 @@ class Cluster:
         for pid in _pids():
             with contextlib.suppress(OSError):
                 env = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-                if wanted in env and all(any(line.startswith(n) for line in env) for n in ("SLURM_JOB_ID=", "SLURMD_NODENAME=")):
+                if wanted in env and all(
+                    any(line.startswith(n) for line in env) for n in ("SLURM_JOB_ID=", "SLURMD_NODENAME=")
+                ):
                     found.append(pid)
         return [pid for pid in found if pid not in _own_ancestry()]
 
@@ -217,7 +251,11 @@ class Cluster:
         (self.dir / "etc" / "gres.conf").write_text(gres)
         (self.dir / "etc" / "cgroup.conf").write_text("CgroupAutomount=no\n")
         lines = self._slurm_conf(port0).splitlines()
-        kept = [line for line in lines if line in self.extra_conf.splitlines() or not line.startswith(self.without or ("\n",))]
+        kept = [
+            line
+            for line in lines
+            if line in self.extra_conf.splitlines() or not line.startswith(self.without or ("\n",))
+        ]
         self.conf.write_text("\n".join(kept) + "\n")
 
     def _slurm_conf(self, port0: int) -> str:
@@ -358,12 +396,16 @@ def _stop(pids: list[int], grace_s: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=["up", "down", "kill", "guard"])
     parser.add_argument("node", nargs="?")
     parser.add_argument("--dir", type=Path, default=Path(f"/tmp/hpc-rl-slurm-{os.getuid()}"))
     parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--debs", type=Path, help="a folder with the packages; default: installed, cached or downloaded")
+    parser.add_argument(
+        "--debs", type=Path, help="a folder with the packages; default: installed, cached or downloaded"
+    )
     args = parser.parse_args()
     cluster = Cluster(args.dir.absolute(), find_or_fetch(debs=args.debs), args.nodes)
     if args.command == "up":
@@ -373,7 +415,9 @@ def main() -> None:
                 print(f"export {name}={shlex.quote(value)}")
     elif args.command == "down":
         cluster.down()
-    elif args.command == "guard":  # whoever has the other end of our input died, or says that it takes it down itself
+    elif (
+        args.command == "guard"
+    ):  # whoever has the other end of our input died, or says that it takes it down itself
         if not sys.stdin.buffer.read():
             cluster.down()
     elif args.node in cluster.nodes:

@@ -60,7 +60,9 @@ def guarded(here: Path) -> Iterator[None]:
         "--nodes",
         str(NUM_NODES),
     ]
-    guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    guard = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     assert guard.stdin is not None
     try:
         yield

@@ -54,7 +54,9 @@ class Slurm:
 
 def find_or_fetch(cache: Path | None = None, debs: Path | None = None) -> Slurm:
     """An installed Slurm, else one from the cache (default `.cache/slurm` of the checkout), else downloaded. Raises NoSlurm."""
-    if shutil.which("slurmctld", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") and shutil.which("munged"):
+    if shutil.which("slurmctld", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") and shutil.which(
+        "munged"
+    ):
         return Slurm(None)
     cache = cache or CHECKOUT / ".cache" / "slurm"
     root = cache / "root"
@@ -76,7 +78,14 @@ def _download(cache: Path) -> Path:
     """Fetch the packages, with the system's package lists or, where it has none, with lists of our own."""
     folder = cache / "debs"
     folder.mkdir(exist_ok=True)
-    private = ["-o", f"Dir::State::lists={cache}/lists", "-o", f"Dir::Cache={cache}/apt", "-o", "APT::Sandbox::User="]
+    private = [
+        "-o",
+        f"Dir::State::lists={cache}/lists",
+        "-o",
+        f"Dir::Cache={cache}/apt",
+        "-o",
+        "APT::Sandbox::User=",
+    ]
     try:
         _run(["apt-get", "download", *PACKAGES], folder)
     except NoSlurm:
@@ -89,7 +98,9 @@ def _download(cache: Path) -> Path:
 
 def _run(argv: list[str], folder: Path) -> None:
     try:
-        done = subprocess.run(argv, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            argv, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
+        )
     except subprocess.TimeoutExpired as error:
         raise NoSlurm(f"{' '.join(argv[:2])} took longer than 300 s") from error
     if done.returncode != 0:

@@ -71,7 +71,10 @@ class Job:
     def hurry(self) -> bool:
         """Spare a requeued job Slurm's two minutes; true once it has started again."""
         self.cluster.hurry(self.id)
-        return any(event["event"] == "started" and event["restart"] == 1 for event in record.read(self.trial, self.id))
+        return any(
+            event["event"] == "started" and event["restart"] == 1
+            for event in record.read(self.trial, self.id)
+        )
 
     def said(self) -> str:
         return (self.trial.jobs / f"{self.id}.out").read_text()[-5000:]
@@ -96,7 +99,12 @@ def start(cluster, tmp_path, monkeypatch) -> Callable[..., Job]:
 
 
 def submit_to(
-    cluster: Cluster, folder: Path, monkeypatch, script: dict, slurm: dict | None = None, hooks: dict | None = None
+    cluster: Cluster,
+    folder: Path,
+    monkeypatch,
+    script: dict,
+    slurm: dict | None = None,
+    hooks: dict | None = None,
 ) -> Job:
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     monkeypatch.chdir(HERE)  # the roles import the fakes from the directory of the submission
@@ -130,7 +138,9 @@ def submit_to(
     ours = _WithScript(scheduler, trial, script)
     through_submitit = _WithScript(SubmititScheduler(), trial, script)
     monkeypatch.setattr("hpc_rl.launch.submit.SubmititScheduler", lambda: through_submitit)
-    made = submit(Loaded(from_dict(data), {}), plan, command=["hpc-rl", "submit"], trial=trial, scheduler=ours)
+    made = submit(
+        Loaded(from_dict(data), {}), plan, command=["hpc-rl", "submit"], trial=trial, scheduler=ours
+    )
     return Job(cluster, trial, made.job_id, scheduler)
 
 
@@ -138,12 +148,21 @@ TELL = '#!/bin/bash\necho "$HPC_RL_HOOK of $HPC_RL_ATTEMPT" >>"$HPC_RL_TRIAL_DIR
 
 
 def test_a_preempted_trial_comes_back_by_itself_and_saves_first(cluster, tmp_path, monkeypatch, until):
-    job = submit_to(cluster, tmp_path, monkeypatch, {"trainer": ["serve", "train"]}, hooks={"on_preempt": TELL})
+    job = submit_to(
+        cluster, tmp_path, monkeypatch, {"trainer": ["serve", "train"]}, hooks={"on_preempt": TELL}
+    )
     until(job.is_up, 60)
-    high = cluster.run("sbatch", "--parsable", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2").strip()
+    high = cluster.run(
+        "sbatch", "--parsable", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2"
+    ).strip()
     until(lambda: job.scheduler.states([high])[high].state is State.DONE, 60)
     until(lambda: record.read(job.trial, job.id)[-1]["event"] == "ended" and job.state is State.PENDING, 60)
-    until(lambda: tell(job.trial, ask(job.trial, newer_than=time.time() - 1).newest, time.time()).state == "pending", 60)
+    until(
+        lambda: (
+            tell(job.trial, ask(job.trial, newer_than=time.time() - 1).newest, time.time()).state == "pending"
+        ),
+        60,
+    )
     with pytest.raises(TrialBusy, match=f"is pending as job {job.id}"):
         check_idle(job.trial)
     until(job.hurry, 180)
@@ -194,7 +213,9 @@ def test_cancel_saves_first_where_submitit_submitted(cluster, tmp_path, monkeypa
     """The nudge of `hpc-rl cancel` goes to the batch shell, which is submitit's: it must neither die of it, nor start again."""
     pytest.importorskip("submitit")
     slurm = {"backend": "submitit", "time": "0:30:00"}
-    job = submit_to(cluster, tmp_path, monkeypatch, {"trainer": ["save 8"]}, slurm)  # longer than Slurm waits after a TERM
+    job = submit_to(
+        cluster, tmp_path, monkeypatch, {"trainer": ["save 8"]}, slurm
+    )  # longer than Slurm waits after a TERM
     until(job.is_up, 60)
     assert [one.outcome for one in cancel(job.trial)] == [Outcome.DRAINING]
     until(lambda: not job.state.alive, 60)
@@ -213,7 +234,9 @@ def memory_cluster(running_cluster, tmp_path_factory, monkeypatch) -> Iterator[C
         yield one
 
 
-def test_a_step_killed_for_memory_says_so_though_the_job_does_not(memory_cluster, tmp_path, monkeypatch, until):
+def test_a_step_killed_for_memory_says_so_though_the_job_does_not(
+    memory_cluster, tmp_path, monkeypatch, until
+):
     job = submit_to(memory_cluster, tmp_path, monkeypatch, {"trainer": ["eat"]})
     until(lambda: job.ended() is not None, 120)
     ends = [row for row in job.events("exited") if row["role"] == "trainer"]

@@ -27,7 +27,18 @@ def test_a_killed_run_takes_its_cluster_down(tmp_path, until, end):
         "running_cluster, cluster = module.running_cluster, module.cluster\n"
     )
     (tmp_path / "test_it.py").write_text(TEST)
-    command = [sys.executable, "-m", "pytest", "-s", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-s",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+        str(tmp_path),
+    ]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     assert run.stdout is not None
     line = next((line for line in run.stdout if "UP " in line), "")
@@ -35,7 +46,10 @@ def test_a_killed_run_takes_its_cluster_down(tmp_path, until, end):
     assert (folder / "run").is_dir(), line
     getattr(run, end)()
     run.communicate()
-    until(lambda: not folder.exists() and not any(str(folder) in _command(process) for process in processes()), 50)
+    until(
+        lambda: not folder.exists() and not any(str(folder) in _command(process) for process in processes()),
+        50,
+    )
 
 
 def processes() -> list[Path]:

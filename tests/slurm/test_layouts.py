@@ -45,14 +45,18 @@ def serving(one: Killed) -> dict[str, str]:
         one.names = SharedFsNames(one.trial.names)
     leases = one.names.leases(keys.SERVERS)
     return {
-        key: seen.value["version"] for key, seen in leases.items() if seen.alive and seen.value["state"] in ("serving", "paused")
+        key: seen.value["version"]
+        for key, seen in leases.items()
+        if seen.alive and seen.value["state"] in ("serving", "paused")
     }
 
 
 def node_by_attach(one: Killed, role: str, number: int) -> str:
     """Where `hpc-rl attach` gets to."""
     which = ("--role", role, "--index", str(number))
-    return hpc_rl("attach", one.trial.dir, *which, "--exec", "--", "printenv", "SLURMD_NODENAME", cwd=one.folder).stdout.strip()
+    return hpc_rl(
+        "attach", one.trial.dir, *which, "--exec", "--", "printenv", "SLURMD_NODENAME", cwd=one.folder
+    ).stdout.strip()
 
 
 def current(one: Killed) -> str:
@@ -63,13 +67,28 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
     one = trials.start(JOBS, scheduler="slurm", total_steps=120, held=True)
     [array] = read_arrays(one.trial)
     one.until(lambda: len(serving(one)) == 2 and one.num_rows() >= 5)
-    assert node_by_attach(one, "server", 1) == next(line.split()[3] for line in queue(cluster) if f"{array.job_id}_1" in line)
-    assert "serving weights" in hpc_rl("logs", one.trial.dir, "--role", "server", "--index", "1", cwd=one.folder).stdout
-    assert {line.split()[0] for line in queue(cluster)} == {one.job_id, f"{array.job_id}_0", f"{array.job_id}_1"}
+    assert node_by_attach(one, "server", 1) == next(
+        line.split()[3] for line in queue(cluster) if f"{array.job_id}_1" in line
+    )
+    assert (
+        "serving weights"
+        in hpc_rl("logs", one.trial.dir, "--role", "server", "--index", "1", cwd=one.folder).stdout
+    )
+    assert {line.split()[0] for line in queue(cluster)} == {
+        one.job_id,
+        f"{array.job_id}_0",
+        f"{array.job_id}_1",
+    }
     node = next(line.split()[3] for line in queue(cluster) if line.startswith(f"{array.job_id}_1 "))
 
     high = cluster.run(
-        "sbatch", "--parsable", "--partition=high", f"--nodelist={node}", "--exclusive", "--output=/dev/null", "--wrap=sleep 600"
+        "sbatch",
+        "--parsable",
+        "--partition=high",
+        f"--nodelist={node}",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 600",
     ).strip()
     one.until(lambda: any(f"{array.job_id}_1 " in line and "PENDING" in line for line in queue(cluster)), 60)
     enough = one.num_rows() + 5
@@ -89,20 +108,30 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
     assert "waiting with weights" not in log, "it offered itself before it had the current weights"
 
     one.finish().promises.check()
-    assert [path.name for path in one.trial.attempts.iterdir()] == [f"{one.job_id}.0"], "the trainer was never started again"
+    assert [path.name for path in one.trial.attempts.iterdir()] == [f"{one.job_id}.0"], (
+        "the trainer was never started again"
+    )
     until(lambda: not queue(cluster), 60)
     assert [task.reason for task in read_arrays(one.trial)[0].tasks] == ["the trial has reached its end"] * 2
 
 
 def test_one_heterogeneous_job(trials, cluster, until):
-    one = trials.start(JOBS | {"launcher.slurm.layout": "hetjob"}, scheduler="slurm", total_steps=60, held=True)
+    one = trials.start(
+        JOBS | {"launcher.slurm.layout": "hetjob"}, scheduler="slurm", total_steps=60, held=True
+    )
     one.until(lambda: len(serving(one)) == 2 and one.num_rows() >= 2)
-    steps = dict(line.split()[:2] for line in cluster.run("squeue", "--steps", "--noheader", "--format=%j %N").splitlines())
+    steps = dict(
+        line.split()[:2]
+        for line in cluster.run("squeue", "--steps", "--noheader", "--format=%j %N").splitlines()
+    )
     components = {line.split()[0]: line.split()[3] for line in queue(cluster)}
     assert set(components) == {f"{one.job_id}+0", f"{one.job_id}+1"}
     assert steps["trainer-0.0"] == components[f"{one.job_id}+0"]
     assert len({steps["server-0.0"], steps["server-1.0"], steps["trainer-0.0"]}) == 3
-    assert node_by_attach(one, "server", 1) == steps["server-1.0"] and node_by_attach(one, "trainer", 0) == steps["trainer-0.0"]
+    assert (
+        node_by_attach(one, "server", 1) == steps["server-1.0"]
+        and node_by_attach(one, "trainer", 0) == steps["trainer-0.0"]
+    )
     one.finish().promises.check()
     until(lambda: not queue(cluster), 60)
 
@@ -119,12 +148,17 @@ def test_where_requeue_is_refused_a_successor_goes_on(trials, cluster, until):
     successor = read_json(one.trial.successor(one.job_id, 1))["job_id"]
     assert successor != one.job_id
     assert cluster.run("squeue", "-h", "-t", "all", "-j", successor, "-o", "%k").split()[1:] == ["project-7"]
-    assert " ExcNodeList=n4 " in cluster.run("scontrol", "show", "job", "-o", successor), "a bad node is avoided"
+    assert " ExcNodeList=n4 " in cluster.run("scontrol", "show", "job", "-o", successor), (
+        "a bad node is avoided"
+    )
     one.until(lambda: one.trial.attempt(f"{one.job_id}.1").events.exists(), 120)
     said = hpc_rl("status", one.trial.dir, cwd=trials.folder).stdout
     assert f"{one.job_id} (slurm), goes on as job {successor}" in said
     one.finish().promises.check()
-    assert sorted(path.name for path in one.trial.attempts.iterdir()) == [f"{one.job_id}.0", f"{one.job_id}.1"]
+    assert sorted(path.name for path in one.trial.attempts.iterdir()) == [
+        f"{one.job_id}.0",
+        f"{one.job_id}.1",
+    ]
     assert not one.trial.job(successor).exists(), "it is no submission of its own"
     until(lambda: not queue(cluster), 60)
 
@@ -132,17 +166,30 @@ def test_where_requeue_is_refused_a_successor_goes_on(trials, cluster, until):
 @pytest.mark.soak
 def test_submitit_submits_saves_and_requeues(trials, cluster, until):
     pytest.importorskip("submitit")
-    options = {"allocation_mode": "embedded:d1+fsdp:d1", "launcher.slurm.backend": "submitit", "launcher.slurm.time": "'1:00:00'"}
+    options = {
+        "allocation_mode": "embedded:d1+fsdp:d1",
+        "launcher.slurm.backend": "submitit",
+        "launcher.slurm.time": "'1:00:00'",
+    }
     one = trials.start(READY | options, scheduler="slurm", total_steps=30, held=True)
     one.until(lambda: one.num_rows() >= 5)
-    cluster.run("scancel", "--signal=USR2", one.job_id)  # what submitit asks Slurm for before the end, and on preemption
+    cluster.run(
+        "scancel", "--signal=USR2", one.job_id
+    )  # what submitit asks Slurm for before the end, and on preemption
     one.until(lambda: any("PENDING" in line for line in queue(cluster)), 120)
-    until(lambda: set(cluster.run("sinfo", "-h", "-p", "main", "-o", "%T").split()) == {"idle"}, 60)  # the first start is gone
-    assert (read_json(one.trial.attempt(f"{one.job_id}.0").ended) or {}).get("exit_code") == 75, "saved before it was requeued"
+    until(
+        lambda: set(cluster.run("sinfo", "-h", "-p", "main", "-o", "%T").split()) == {"idle"}, 60
+    )  # the first start is gone
+    assert (read_json(one.trial.attempt(f"{one.job_id}.0").ended) or {}).get("exit_code") == 75, (
+        "saved before it was requeued"
+    )
     again = one.trial.attempt(f"{one.job_id}.1").dir
     one.until(lambda: cluster.hurry(one.job_id) or again.exists(), 300)
     one.finish().promises.check()
-    assert sorted(path.name for path in one.trial.attempts.iterdir()) == [f"{one.job_id}.0", f"{one.job_id}.1"]
+    assert sorted(path.name for path in one.trial.attempts.iterdir()) == [
+        f"{one.job_id}.0",
+        f"{one.job_id}.1",
+    ]
     assert (one.trial.dir / "submitit").stat().st_mode & 0o077 == 0
     until(lambda: not queue(cluster), 60)
 
@@ -167,10 +214,16 @@ def short_cluster(running_cluster, monkeypatch) -> Iterator[Cluster]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
-def test_a_trial_four_times_as_long_as_its_partition_allows_finishes_by_successors(short_cluster, tmp_path, until):
+def test_a_trial_four_times_as_long_as_its_partition_allows_finishes_by_successors(
+    short_cluster, tmp_path, until
+):
     trials = Trials(make_toy(tmp_path), "successors")
     (tmp_path / "some_reward.py").write_text(SLOW_REWARD)
-    options = {"launcher.slurm.partition": "tight", "launcher.slurm.time": "'3'", "launcher.slurm.continue_by": "successor"}
+    options = {
+        "launcher.slurm.partition": "tight",
+        "launcher.slurm.time": "'3'",
+        "launcher.slurm.continue_by": "successor",
+    }
     try:
         one = trials.start(JOBS | options, scheduler="slurm", total_steps=240)
         one.until(lambda: one.over, 2700)
@@ -180,7 +233,9 @@ def test_a_trial_four_times_as_long_as_its_partition_allows_finishes_by_successo
     attempts = sorted(path.name for path in one.trial.attempts.iterdir())
     assert attempts == [f"{one.job_id}.{number}" for number in range(len(attempts))]
     assert len(attempts) >= 4
-    followed = [read_json(one.trial.successor(one.job_id, number))["job_id"] for number in range(1, len(attempts))]
+    followed = [
+        read_json(one.trial.successor(one.job_id, number))["job_id"] for number in range(1, len(attempts))
+    ]
     assert len(set(followed)) == len(followed), "one successor for each start"
     tasks = [task for array in read_arrays(one.trial) for task in array.tasks]
     assert max(task.starts for task in tasks) >= 2, "the servers' jobs went on as well"

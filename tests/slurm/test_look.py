@@ -21,7 +21,16 @@ def findings(said: str) -> dict[tuple[str, str], dict]:
 def test_the_doctor_visits_three_nodes(cluster, tmp_path):
     root = tmp_path / "runs root"
     done = hpc_rl(
-        "doctor", "--allocation", "--nodes", "3", "--fileroot", root, "--json", cwd=tmp_path, timeout_s=200, check=False
+        "doctor",
+        "--allocation",
+        "--nodes",
+        "3",
+        "--fileroot",
+        root,
+        "--json",
+        cwd=tmp_path,
+        timeout_s=200,
+        check=False,
     )
     found = findings(done.stdout)
     together = {check: row for (check, where), row in found.items() if where == "nodes"}
@@ -33,7 +42,9 @@ def test_the_doctor_visits_three_nodes(cluster, tmp_path):
     assert slurm["slurm version"]["found"] and slurm["slurm controller"]["status"] == "ok"
     assert slurm["slurm accounting"]["status"] == "warn", "this cluster has none"
     of_nodes = [where for check, where in found if check == "cpus" and "," in where]
-    assert sorted(of_nodes[0].split(",")) == sorted(together["nodes reported"]["found"].partition(": ")[2].split(", "))
+    assert sorted(of_nodes[0].split(",")) == sorted(
+        together["nodes reported"]["found"].partition(": ")[2].split(", ")
+    )
     assert done.returncode == 0, done.stdout
     assert not list(root.glob(".hpc-rl*")), "the visit left something behind"
     assert not cluster.run("squeue", "-h").strip()
@@ -49,7 +60,15 @@ def test_the_doctor_within_a_job_visits_its_nodes(cluster, tmp_path):
 @pytest.mark.timeout(120)
 def test_the_doctor_says_what_slurm_refuses(cluster, tmp_path):
     done = hpc_rl(
-        "doctor", "--allocation", "--partition", "nope", "--fileroot", tmp_path, cwd=tmp_path, timeout_s=100, check=False
+        "doctor",
+        "--allocation",
+        "--partition",
+        "nope",
+        "--fileroot",
+        tmp_path,
+        cwd=tmp_path,
+        timeout_s=100,
+        check=False,
     )
     assert done.returncode == 1
     assert "nope is not known" in done.stdout
@@ -77,6 +96,12 @@ def test_attach_runs_a_command_on_the_node_of_a_role(cluster, tmp_path, until):
     record = {"pid": 1, "host": "x", "rank": 0, "node": last, "job_id": job_id}
     write_json(attempt.processes / "server-0.0-rank0.json", record)
     shown = hpc_rl("attach", trial.dir, "--role", "server", cwd=tmp_path)
-    assert f"--jobid={job_id}" in shown.stdout and f"--nodelist={last}" in shown.stdout and "--pty" in shown.stdout
-    done = hpc_rl("attach", trial.dir, "--exec", "--", "bash", "-c", "echo $SLURMD_NODENAME $PWD", cwd=tmp_path)
+    assert (
+        f"--jobid={job_id}" in shown.stdout
+        and f"--nodelist={last}" in shown.stdout
+        and "--pty" in shown.stdout
+    )
+    done = hpc_rl(
+        "attach", trial.dir, "--exec", "--", "bash", "-c", "echo $SLURMD_NODENAME $PWD", cwd=tmp_path
+    )
     assert done.stdout.split() == [last, str(trial.dir)]

@@ -70,7 +70,9 @@ def test_slurm_read_every_option(shell, cluster):
         "extra_args": '["--nice=7", "--begin=now+1hour"]',
     }
     given = [f"launcher.slurm.{name}={value}" for name, value in options.items()]
-    job_id = submitted(shell, "--n_nodes", "2", *given, "cluster.n_gpus_per_node=0", "launcher.slurm.gpus_by=null")
+    job_id = submitted(
+        shell, "--n_nodes", "2", *given, "cluster.n_gpus_per_node=0", "launcher.slurm.gpus_by=null"
+    )
     shown = cluster.run("scontrol", "show", "job", job_id)
     for words in (
         "Partition=high",
@@ -104,18 +106,29 @@ def test_null_leaves_the_decision_to_slurm(shell, cluster):
 
 def test_hooks_on_every_node_and_the_site_adds_its_own(shell, cluster, tmp_path, until):
     (tmp_path / "site" / "hooks.d").mkdir(parents=True)
-    (tmp_path / "site" / "hooks.d" / "pre_node").write_text('echo "site $SLURMD_NODENAME $HPC_RL_HOOK" >>"$PWD/notes"\n')
+    (tmp_path / "site" / "hooks.d" / "pre_node").write_text(
+        'echo "site $SLURMD_NODENAME $HPC_RL_HOOK" >>"$PWD/notes"\n'
+    )
     note = 'echo "{} $SLURMD_NODENAME" >>"$PWD/notes"\n#\n'
     hooks = {name: note.format(name) for name in ("pre_job", "post_node", "post_job")}
-    job_id = submitted(shell, "--n_nodes", "3", *(f"launcher.hooks.{name}={text}" for name, text in hooks.items()))
+    job_id = submitted(
+        shell, "--n_nodes", "3", *(f"launcher.hooks.{name}={text}" for name, text in hooks.items())
+    )
     [state] = until_found(until, tmp_path, f"{job_id}.state")
     until(lambda: '"ended"' in state.read_text(), 120)
     assert '"reason": "done"' in state.read_text(), state.read_text()
     lines = (shell.here / "notes").read_text().splitlines()
     first = next(line.split()[1] for line in lines if line.startswith("pre_job"))
     nodes = sorted(line.split()[1] for line in lines if line.startswith("site"))
-    assert lines[0] == f"pre_job {first}" and lines[4] == f"supervisor on {first}" and lines[-1] == f"post_job {first}"
-    assert len(set(nodes)) == 3 and sorted(line.split()[1] for line in lines if line.startswith("post_node")) == nodes
+    assert (
+        lines[0] == f"pre_job {first}"
+        and lines[4] == f"supervisor on {first}"
+        and lines[-1] == f"post_job {first}"
+    )
+    assert (
+        len(set(nodes)) == 3
+        and sorted(line.split()[1] for line in lines if line.startswith("post_node")) == nodes
+    )
 
 
 def until_found(until, root: Path, name: str) -> list[Path]:
@@ -125,7 +138,9 @@ def until_found(until, root: Path, name: str) -> list[Path]:
 
 def test_a_node_that_fails_its_check_ends_the_job_by_name(shell, cluster, tmp_path, until):
     bad = 'if [[ $SLURMD_NODENAME == n2 ]]; then echo "GPU 3 fell off the bus"; exit 9; fi\n#\n'
-    job_id = submitted(shell, "--n_nodes", "3", "launcher.slurm.nodelist=n[1-3]", f"launcher.hooks.pre_node={bad}")
+    job_id = submitted(
+        shell, "--n_nodes", "3", "launcher.slurm.nodelist=n[1-3]", f"launcher.hooks.pre_node={bad}"
+    )
     until(lambda: "pre_node" in shell.run("status", "small").stdout, 120)
     story = shell.run("status", "small").stdout
     assert "hook.pre_node.0 ended with code 9 on node n2" in story
@@ -138,9 +153,18 @@ def test_a_node_that_fails_its_check_ends_the_job_by_name(shell, cluster, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--partition", "hihg"], "there is no partition 'hihg' with nodes; this cluster has high, main, short."),
-        (["launcher.slurm.mem=900G"], "no node of partition main has 921600 MB of memory per node (from launcher.slurm.mem)"),
-        (["--partition", "short", "--time", "31"], "ends every job after 00:30:00, and 00:31:00 is asked for."),
+        (
+            ["--partition", "hihg"],
+            "there is no partition 'hihg' with nodes; this cluster has high, main, short.",
+        ),
+        (
+            ["launcher.slurm.mem=900G"],
+            "no node of partition main has 921600 MB of memory per node (from launcher.slurm.mem)",
+        ),
+        (
+            ["--partition", "short", "--time", "31"],
+            "ends every job after 00:30:00, and 00:31:00 is asked for.",
+        ),
     ],
 )
 def test_what_can_never_run_is_refused_before_anything_is_written(shell, cluster, arguments, words):
@@ -151,10 +175,20 @@ def test_what_can_never_run_is_refused_before_anything_is_written(shell, cluster
 
 def test_the_whole_check_has_slurms_own_words_too(shell, cluster):
     message = shell.refused(
-        64, "render", "--check", "--config", "grpo.yaml", "--n_nodes", "9", "allocation_mode=embedded:d8+fsdp:d1"
+        64,
+        "render",
+        "--check",
+        "--config",
+        "grpo.yaml",
+        "--n_nodes",
+        "9",
+        "allocation_mode=embedded:d8+fsdp:d1",
     )
     assert "has 4 nodes, and 9 are asked for. Nearest that fits: --n_nodes 4" in message
-    assert "Slurm says of trial.sbatch: " in message and "Requested node configuration is not available" in message
+    assert (
+        "Slurm says of trial.sbatch: " in message
+        and "Requested node configuration is not available" in message
+    )
 
 
 def test_check_says_what_slurm_thinks_and_submits_nothing(shell, cluster):
@@ -170,8 +204,12 @@ def test_check_says_what_slurm_thinks_and_submits_nothing(shell, cluster):
 
 def test_without_slurm_the_check_can_not_be_made(shell, tmp_path):
     (tmp_path / "bin").mkdir()
-    shell.env["PATH"] = f"{tmp_path / 'bin'}:/bin" if not Path("/bin/sinfo").exists() else str(tmp_path / "bin")
+    shell.env["PATH"] = (
+        f"{tmp_path / 'bin'}:/bin" if not Path("/bin/sinfo").exists() else str(tmp_path / "bin")
+    )
     for tool in ("bash", "cat", "env"):
-        (tmp_path / "bin" / tool).symlink_to(f"/bin/{tool}" if Path(f"/bin/{tool}").exists() else f"/usr/bin/{tool}")
+        (tmp_path / "bin" / tool).symlink_to(
+            f"/bin/{tool}" if Path(f"/bin/{tool}").exists() else f"/usr/bin/{tool}"
+        )
     message = shell.refused(69, "render", "--check", "--config", "grpo.yaml", "launcher.type=slurm")
     assert "sinfo is not on the PATH" in message

@@ -51,7 +51,9 @@ def trials(cluster, counted, tmp_path) -> list[Trial]:
         trial = Trial(tmp_path / "runs" / "user" / "many" / f"t{number}")
         trial.make_dirs()
         write_json(trial.plan_json, {"trainer": "grpo", "n_nodes": 1, "recover_mode": "auto"})
-        job_id = cluster.run("sbatch", "--parsable", "-o", "/dev/null", f"-J{trial}", "--wrap", "sleep 600").strip()
+        job_id = cluster.run(
+            "sbatch", "--parsable", "-o", "/dev/null", f"-J{trial}", "--wrap", "sleep 600"
+        ).strip()
         write_json(trial.job(job_id), {"job_id": job_id, "scheduler": "slurm", "time": time.time()})
         index.record(trial)
         made.append(trial)
@@ -65,7 +67,9 @@ def watch(trials: list[Trial], folder: Path, duration_s: float) -> None:
         command = ["status", "--follow"] if number % 2 else ["logs", "--follow"]
         with (folder / f"follower-{number}").open("w") as output:
             argv = [sys.executable, "-m", "hpc_rl.cli", command[0], str(trial.dir), command[1]]
-            followers.append(subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL))
+            followers.append(
+                subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            )
     deadline = time.monotonic() + duration_s
     try:
         number = 0

@@ -284,18 +284,27 @@ def test_the_script_runs_by_plain_sbatch(cluster, start, until):
     assert json.loads(first.trial.job(job_id).read_text())["scheduler"] == "slurm"
 
 
-def test_a_lost_answer_is_looked_up_before_anything_is_submitted_again(cluster, start, until, tmp_path, monkeypatch):
+def test_a_lost_answer_is_looked_up_before_anything_is_submitted_again(
+    cluster, start, until, tmp_path, monkeypatch
+):
     """sbatch submits, then says that its socket timed out."""
     real = cluster.slurm.env["PATH"]
     fake = tmp_path / "bin" / "sbatch"
     fake.parent.mkdir()
-    lines = ["#!/bin/bash", f'PATH={real!r} sbatch "$@" >/dev/null', "echo 'sbatch: error: Socket timed out' >&2", "exit 1"]
+    lines = [
+        "#!/bin/bash",
+        f'PATH={real!r} sbatch "$@" >/dev/null',
+        "echo 'sbatch: error: Socket timed out' >&2",
+        "exit 1",
+    ]
     fake.write_text("\n".join(lines) + "\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
     job = start("0")
     until(lambda: job.state is State.DONE)
-    assert len(cluster.run("squeue", "-h", "-t", "all", "-n", "hpc-rl.exp.one", "-o", "%i %k").splitlines()) >= 1
+    assert (
+        len(cluster.run("squeue", "-h", "-t", "all", "-n", "hpc-rl.exp.one", "-o", "%i %k").splitlines()) >= 1
+    )
     assert [path.stem for path in job.trial.jobs.glob("*.json")] == [job.id]
 
 
@@ -304,7 +313,10 @@ def test_the_death_of_a_watch_with_the_first_node_brings_the_job_back(cluster, s
     monkeypatch.setenv("HPC_RL_WATCH_S", "1")
     job = start("hang", "0", n_nodes=3)
     until(lambda: "act hang" in job.log and len(watches(cluster, job)) == 2)
-    first, [near, far] = batch_node(cluster, job), [watches(cluster, job)[f"watch-{number}"] for number in (0, 1)]
+    first, [near, far] = (
+        batch_node(cluster, job),
+        [watches(cluster, job)[f"watch-{number}"] for number in (0, 1)],
+    )
     assert len({first, near, far}) == 3
     for node in (first, near):
         cluster.kill_node(node)

@@ -34,9 +34,25 @@ def trial(tmp_path: Path, monkeypatch) -> Trial:
     python.write_text(SUPERVISOR)
     python.chmod(0o755)
     monkeypatch.chdir(tmp_path)
-    options = ["experiment_name=e", "trial_name=t", "train_dataset.path=/t", "actor.path=/m", "cluster.n_gpus_per_node=0"]
-    options += ["cluster.n_nodes=3", "allocation_mode=embedded:d2+fsdp:d1", "launcher.type=slurm", "launcher.slurm.layout=jobs"]
-    options += ["train_dataset.batch_size=8", "recover.mode=auto", f"cluster.fileroot={tmp_path}", "launcher.slurm.time=30"]
+    options = [
+        "experiment_name=e",
+        "trial_name=t",
+        "train_dataset.path=/t",
+        "actor.path=/m",
+        "cluster.n_gpus_per_node=0",
+    ]
+    options += [
+        "cluster.n_nodes=3",
+        "allocation_mode=embedded:d2+fsdp:d1",
+        "launcher.type=slurm",
+        "launcher.slurm.layout=jobs",
+    ]
+    options += [
+        "train_dataset.batch_size=8",
+        "recover.mode=auto",
+        f"cluster.fileroot={tmp_path}",
+        "launcher.slurm.time=30",
+    ]
     loaded = check(load([], options), files=False)
     plan = make_plan(loaded.config, loaded.explicit, interpreter=str(python), scheduler="slurm")
     return render_to(loaded, plan, command=["hpc-rl", "render"]).trial
@@ -51,11 +67,17 @@ def test_its_requeue_leaves_the_other_tasks_alone(cluster, trial, until, monkeyp
 
     cluster.run("scontrol", "update", f"jobid={first}", "TimeLimit=20")
     for raw_id, task in raw.items():
-        for name, value in {"JOB_ID": raw_id, "ARRAY_JOB_ID": array, "ARRAY_TASK_ID": task.partition("_")[2]}.items():
+        for name, value in {
+            "JOB_ID": raw_id,
+            "ARRAY_JOB_ID": array,
+            "ARRAY_TASK_ID": task.partition("_")[2],
+        }.items():
             monkeypatch.setenv(f"SLURM_{name}", value)
         shown = cluster.run("scontrol", "show", "job", "-o", task)
         end_time = JobEndTime()()
-        assert end_time is not None and abs(end_time - end_of(shown)) < 1, "of its own, not of the whole array"
+        assert end_time is not None and abs(end_time - end_of(shown)) < 1, (
+            "of its own, not of the whole array"
+        )
 
     cluster.run("scancel", "--batch", "--signal=USR1", first)
     until(lambda: [event["event"] for event in record.read(trial, first)] == ["started", "requeued"], 60)

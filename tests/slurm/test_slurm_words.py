@@ -20,7 +20,13 @@ for number in [*range(64), *(1 << bit for bit in range(8, 32))]:
 
 def test_the_table_has_every_word_of_the_library(running_cluster):
     where = str(running_cluster.slurm.root or "/usr/lib")
-    done = subprocess.run([sys.executable, "-c", ASK, where], env=running_cluster.env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, where],
+        env=running_cluster.env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     pairs = {tuple(line.split()) for line in done.stdout.splitlines()} - {("?", "?")}
     assert len(pairs) >= 24

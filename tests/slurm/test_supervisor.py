@@ -41,10 +41,19 @@ class SlurmFake(Fake):
     def submit(self, gpus: int = 0) -> str:
         script = self.trial.dir / "job.sh"
         script.write_text(SCRIPT)
-        flags = ["--nodes=4", "--ntasks-per-node=1", "--cpus-per-task=16", "--mem=8000M", "--no-kill", "--time=10"]
+        flags = [
+            "--nodes=4",
+            "--ntasks-per-node=1",
+            "--cpus-per-task=16",
+            "--mem=8000M",
+            "--no-kill",
+            "--time=10",
+        ]
         flags += [f"--gpus-per-node={gpus}"] if gpus else []
         out = f"--output={self.trial.dir}/job.out"
-        job_id = self.cluster.run("sbatch", "--parsable", *flags, out, str(script), str(self.trial.dir)).strip()
+        job_id = self.cluster.run(
+            "sbatch", "--parsable", *flags, out, str(script), str(self.trial.dir)
+        ).strip()
         self.attempt = self.trial.attempt(f"{job_id}.0")
         return job_id
 
@@ -66,7 +75,9 @@ def fake(cluster, tmp_path: Path) -> Iterator[SlurmFake]:
 
 
 def everybody_up(fake: SlurmFake, num: int) -> Callable[[], bool]:
-    return lambda: sum("client" not in path.name for path in fake.attempt.processes.glob("[rst]*.json")) >= num + 1
+    return lambda: (
+        sum("client" not in path.name for path in fake.attempt.processes.glob("[rst]*.json")) >= num + 1
+    )
 
 
 UNITS = [
@@ -82,7 +93,9 @@ def test_units_start_side_by_side_and_a_killed_supervisor_takes_them_with_it(fak
     fake.submit(gpus=4)
     fake.until(everybody_up(fake, 7), 30)
     first = {one.pid for one in fake.alive()}
-    assert "up server-0.0-rank0 n1" in fake.log("server-0.0") and "up server-1.0-rank0 n4" in fake.log("server-1.0")
+    assert "up server-0.0-rank0 n1" in fake.log("server-0.0") and "up server-1.0-rank0 n4" in fake.log(
+        "server-1.0"
+    )
     fake.until(lambda: all(fake.log(f"trainer-0.0-rank{rank}") for rank in range(4)), 30)
     nodes = [fake.log(f"trainer-0.0-rank{rank}").split()[2] for rank in range(4)]
     assert nodes == ["n2", "n2", "n3", "n3"]

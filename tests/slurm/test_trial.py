@@ -51,13 +51,23 @@ def commands_left(folder: Path) -> list[str]:
 
 def test_the_readme_command_trains_on_four_nodes_and_goes_on_after_a_cancel(cluster, clone):
     trial = trial_of(clone, "grpo")
-    said = hpc_rl("submit", "--config", "configs/grpo.yaml", "--n_nodes", "4", f"total_train_steps={NUM_STEPS}", cwd=clone)
+    said = hpc_rl(
+        "submit",
+        "--config",
+        "configs/grpo.yaml",
+        "--n_nodes",
+        "4",
+        f"total_train_steps={NUM_STEPS}",
+        cwd=clone,
+    )
     assert "embedded:d2+fsdp:d2" in said.stdout
     assert cluster.run("squeue", "--noheader", "--format=%D").split() == ["4"], "one job, of four nodes"
     assert not commands_left(clone)
 
     wait_for("step 20", lambda: last_step(trial) >= 20, trial)
-    nodes = dict(line.split() for line in cluster.run("squeue", "--steps", "--noheader", "--format=%j %N").splitlines())
+    nodes = dict(
+        line.split() for line in cluster.run("squeue", "--steps", "--noheader", "--format=%j %N").splitlines()
+    )
     servers = {node for name, node in nodes.items() if name.startswith("server-")}
     trainers = {node for name, node in nodes.items() if name.startswith("trainer-")}
     assert servers == {"n3", "n4"}

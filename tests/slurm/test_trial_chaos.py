@@ -31,13 +31,22 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def start(cluster, folder, request, monkeypatch) -> Iterator:
-    monkeypatch.setenv("HPC_RL_WATCH_S", "1")  # the watch for a dead first node, which the batch script inherits
+    monkeypatch.setenv(
+        "HPC_RL_WATCH_S", "1"
+    )  # the watch for a dead first node, which the batch script inherits
     trials = Trials(folder, short_name(request.node.name))
 
     def start(options: dict, total_steps: int, quiet: bool = False) -> Killed:
         if quiet:
             return trials.start({**options, **ONE_NODE}, "-quiet", total_steps=total_steps)
-        one = Chaos(folder, trials.name, {**options, **FOUR_NODES}, total_steps=total_steps, held=True, cluster=cluster)
+        one = Chaos(
+            folder,
+            trials.name,
+            {**options, **FOUR_NODES},
+            total_steps=total_steps,
+            held=True,
+            cluster=cluster,
+        )
         trials.started.append(one)
         one.submit()
         return one
@@ -48,14 +57,20 @@ def start(cluster, folder, request, monkeypatch) -> Iterator:
 
 def events_of(one: Chaos) -> list[str]:
     """What the supervisors of all attempts wrote down."""
-    return [row["event"] for attempt in one.trial_attempts() for row in JsonLines(one.trial.attempt(attempt).events).poll()]
+    return [
+        row["event"]
+        for attempt in one.trial_attempts()
+        for row in JsonLines(one.trial.attempt(attempt).events).poll()
+    ]
 
 
 def check(one: Chaos) -> None:
     one.finish().promises.check()
     story = tell(one.trial)
     assert story.state == "done"
-    assert [row["step"] for row in story.history.steps] == list(range(1, one.total_steps + 1)), "each step once"
+    assert [row["step"] for row in story.history.steps] == list(range(1, one.total_steps + 1)), (
+        "each step once"
+    )
 
 
 def all_events(luck: random.Random) -> list[str]:

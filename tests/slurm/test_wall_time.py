@@ -63,7 +63,9 @@ def test_a_job_whose_time_is_nearly_over_saves_is_requeued_and_goes_on(trials, m
     one.until(lambda: one.trial.attempt(f"{one.job_id}.0").ended.exists())
     one.finish().promises.check()
     attempts = restarts(one)
-    assert len(attempts) >= 2 and attempts == list(range(len(attempts))), "one that comes back before that time stops once more"
+    assert len(attempts) >= 2 and attempts == list(range(len(attempts))), (
+        "one that comes back before that time stops once more"
+    )
     for restart in attempts[:-1]:
         ended = read_json(one.trial.attempt(f"{one.job_id}.{restart}").ended)
         assert ended["exit_code"] == 75 and "time is nearly over" in ended["reason"]
@@ -76,7 +78,12 @@ def test_a_job_whose_time_is_nearly_over_saves_is_requeued_and_goes_on(trials, m
 @pytest.mark.timeout(5400)
 def test_a_trial_of_four_time_limits_finishes_over_several_requeues(trials):
     (trials.folder / "slow_reward.py").write_text(SLOW_REWARD)
-    options = {**READY, "launcher.slurm.time": "'0:03:00'", "recover.freq_steps": 50, "evaluator.freq_steps": 200}
+    options = {
+        **READY,
+        "launcher.slurm.time": "'0:03:00'",
+        "recover.freq_steps": 50,
+        "evaluator.freq_steps": 200,
+    }
     options |= {"rollout.reward_fn": "slow_reward:score"}
     one = trials.start(options, scheduler="slurm", total_steps=700)
     one.until(lambda: one.over, 5000)
@@ -85,5 +92,7 @@ def test_a_trial_of_four_time_limits_finishes_over_several_requeues(trials):
     assert len(attempts) >= 4 and attempts == list(range(len(attempts)))
     for restart in attempts[:-1]:
         ended = read_json(one.trial.attempt(f"{one.job_id}.{restart}").ended)
-        assert ended["exit_code"] == 75 and "time is nearly over" in ended["reason"], "none was ended by Slurm"
+        assert ended["exit_code"] == 75 and "time is nearly over" in ended["reason"], (
+            "none was ended by Slurm"
+        )
     assert one.promises.steps_repeated() == 0, "each stop saved the last step that it had trained"

@@ -27,7 +27,9 @@ class FakeTrial:
         write_json(self.trial.config_json, {"total_train_steps": 100})
 
     def job(self, job_id: str, at: float = 0.0, scheduler: str = "local", **more: Any) -> None:
-        write_json(self.trial.job(job_id), {"job_id": job_id, "scheduler": scheduler, "time": T0 + at, **more})
+        write_json(
+            self.trial.job(job_id), {"job_id": job_id, "scheduler": scheduler, "time": T0 + at, **more}
+        )
 
     def script_said(self, job_id: str, event: str, at: float = 0.0, **more: Any) -> None:
         self._append(self.trial.jobs / f"{job_id}.state", {"event": event, "time": T0 + at, **more})
@@ -38,28 +40,47 @@ class FakeTrial:
 
     def started(self, attempt: str, role: str, incarnation: int = 0, at: float = 0.0, index: int = 0) -> None:
         self.event(attempt, "started", at, role=role, index=index, incarnation=incarnation)
-        self.trial.attempt(attempt).log(role, index, incarnation).write_text(f"{role}-{index}.{incarnation} line\n")
+        self.trial.attempt(attempt).log(role, index, incarnation).write_text(
+            f"{role}-{index}.{incarnation} line\n"
+        )
 
-    def exited(self, attempt: str, role: str, code: int, reason: str = "", incarnation: int = 0, at: float = 0.0) -> None:
-        self.event(attempt, "exited", at, role=role, index=0, incarnation=incarnation, code=code, reason=reason)
+    def exited(
+        self, attempt: str, role: str, code: int, reason: str = "", incarnation: int = 0, at: float = 0.0
+    ) -> None:
+        self.event(
+            attempt, "exited", at, role=role, index=0, incarnation=incarnation, code=code, reason=reason
+        )
 
     def ended(self, attempt: str, code: int, reason: str = "", at: float = 0.0) -> None:
         write_json(self.trial.attempt(attempt).ended, {"exit_code": code, "reason": reason, "time": T0 + at})
 
-    def lineage(self, number: int, from_step: int, attempt: str, incarnation: int = 0, reason: str = "") -> None:
+    def lineage(
+        self, number: int, from_step: int, attempt: str, incarnation: int = 0, reason: str = ""
+    ) -> None:
         record = {"lineage": number, "from_step": from_step, "attempt": attempt, "incarnation": incarnation}
         submission = attempt.rpartition(".")[0]
-        write_json(self.trial.lineages / f"{number:04d}.json", record | {"reason": reason, "submission": submission})
+        write_json(
+            self.trial.lineages / f"{number:04d}.json", record | {"reason": reason, "submission": submission}
+        )
 
-    def steps(self, attempt: str, first: int, last: int, lineage: int = 0, incarnation: int = 0, at: float = 0.0) -> None:
+    def steps(
+        self, attempt: str, first: int, last: int, lineage: int = 0, incarnation: int = 0, at: float = 0.0
+    ) -> None:
         """One line for each step, a second apart; the reward is step / 100."""
         for step in range(first, last + 1):
-            row = {"step": step, "time": T0 + at + step - first, "version": f"{lineage}.{step}", "lineage": lineage}
+            row = {
+                "step": step,
+                "time": T0 + at + step - first,
+                "version": f"{lineage}.{step}",
+                "lineage": lineage,
+            }
             self.row(attempt, row | {"reward": step / 100, "staleness_mean": 0.5, "step_s": 1.0}, incarnation)
 
     def evaluation(self, attempt: str, step: int, reward: float, incarnation: int = 0) -> None:
         self.row(
-            attempt, {"step": step, "eval_reward": reward, "eval_num_prompts": 200, "eval_version": f"0.{step}"}, incarnation
+            attempt,
+            {"step": step, "eval_reward": reward, "eval_num_prompts": 200, "eval_version": f"0.{step}"},
+            incarnation,
         )
 
     def row(self, attempt: str, row: dict[str, Any], incarnation: int = 0) -> None:
@@ -119,7 +140,15 @@ def make_seal():
     """`make_seal(trial, step)` leaves the seal of a batch without groups."""
 
     def make(trial: Trial, step: int) -> None:
-        seal = {"step": step, "lineage": 0, "groups": [], "staleness": [], "num_bytes": 0, "xxh3": "", "counters": {}}
+        seal = {
+            "step": step,
+            "lineage": 0,
+            "groups": [],
+            "staleness": [],
+            "num_bytes": 0,
+            "xxh3": "",
+            "counters": {},
+        }
         trial.batches.mkdir(parents=True, exist_ok=True)
         write_json(trial.batches / f"{step:08d}.seal", seal)
 

@@ -15,7 +15,12 @@ from hpc_rl.errors import ConfigError
     [
         ("sglang:d4t2+fsdp:d8", "sglang:d4t2+fsdp:d8", 8, 8),
         ("sglang.d4p1t1+d2c1t4", "sglang:d4+fsdp:d2t4", 4, 8),
-        ("sglang:d4t4+attn:d4p2t2c2|ffn:d2p2t4e2", "sglang:d4t4+megatron:(attn:d4p2t2c2|ffn:d2t4p2e2)", 16, 32),
+        (
+            "sglang:d4t4+attn:d4p2t2c2|ffn:d2p2t4e2",
+            "sglang:d4t4+megatron:(attn:d4p2t2c2|ffn:d2t4p2e2)",
+            16,
+            32,
+        ),
         ("vllm:d2t4|megatron:d2t2p2", "vllm:d2t4|megatron:d2p2t2", 8, 8),
         ("sglang:d2t4|(attn:d1p1t8c1|ffn:d1p1t1e8)", "sglang:d2t4|megatron:(attn:t8|ffn:d1t1p1e8)", 8, 8),
         ("d4t2p1", "fsdp:d4t2", None, 8),
@@ -41,11 +46,16 @@ def test_vectors(text, canonical, server_units, train_units):
 def test_experts():
     assert (parse("e8d8").train.etp, parse("e8d8").train.edp) == (1, 1)
     assert (parse("d2p2t4e2c4").train.etp, parse("d2p2t4e2c4").train.edp) == (4, 4)
-    assert (parse("(attn:d4p2t2c2|ffn:d2p2t4e2)").train.etp, parse("(attn:d4p2t2c2|ffn:d2p2t4e2)").train.edp) == (4, 2)
+    assert (
+        parse("(attn:d4p2t2c2|ffn:d2p2t4e2)").train.etp,
+        parse("(attn:d4p2t2c2|ffn:d2p2t4e2)").train.edp,
+    ) == (4, 2)
 
 
 def test_star_is_what_is_left():
-    assert parse("sglang:d*t2+fsdp:d4") == Allocation(servers=Servers("sglang", d=None, t=2), train=Train("fsdp", d=4))
+    assert parse("sglang:d*t2+fsdp:d4") == Allocation(
+        servers=Servers("sglang", d=None, t=2), train=Train("fsdp", d=4)
+    )
     assert str(parse("sglang:d*+fsdp:d4")) == "sglang:d*+fsdp:d4"
 
 

@@ -56,8 +56,14 @@ def test_every_flipped_bit_is_found_by_whoever_reads_its_block(tmp_path, at):
     (tmp_path / "file").write_bytes(content)
     first = at // 10 * 10
     with Reader(tmp_path / "file", record) as reader:
-        for whole in (reader.check, lambda: reader.read(at, at + 1), lambda: reader.fill([(0, np.empty(33, np.uint8))])):
-            with pytest.raises(Damaged, match=rf"^file: bytes {first} to {min(first + 10, 33)} are not what was written"):
+        for whole in (
+            reader.check,
+            lambda: reader.read(at, at + 1),
+            lambda: reader.fill([(0, np.empty(33, np.uint8))]),
+        ):
+            with pytest.raises(
+                Damaged, match=rf"^file: bytes {first} to {min(first + 10, 33)} are not what was written"
+            ):
                 whole()
         other = (first + 10) % 30
         assert reader.read(other, other + 3) == bytes(3)
@@ -72,7 +78,10 @@ def test_a_file_of_another_size_is_refused_before_it_is_read(tmp_path):
 
 def test_a_record_that_lacks_checksums_proves_nothing(tmp_path):
     record = write(tmp_path / "file", bytes(33))
-    with Reader(tmp_path / "file", dataclasses.replace(record, xxh3=record.xxh3[:16])) as reader, pytest.raises(Damaged):
+    with (
+        Reader(tmp_path / "file", dataclasses.replace(record, xxh3=record.xxh3[:16])) as reader,
+        pytest.raises(Damaged),
+    ):
         reader.check()
 
 
@@ -148,5 +157,8 @@ def test_a_read_that_fails_for_an_instant_is_read_again(tmp_path, monkeypatch):
 def test_what_the_medium_does_not_give_back_is_named_as_damage(tmp_path, monkeypatch):
     record = write(tmp_path / "file", b"0123456789abc")
     failing(monkeypatch, 2)
-    with Reader(tmp_path / "file", record) as reader, pytest.raises(Damaged, match=r"^file: bytes 0 to 10 can't be read: Input/"):
+    with (
+        Reader(tmp_path / "file", record) as reader,
+        pytest.raises(Damaged, match=r"^file: bytes 0 to 10 can't be read: Input/"),
+    ):
         reader.read(0, 5)

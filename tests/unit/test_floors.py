@@ -72,7 +72,17 @@ def test_light_import(module):
 
 
 def test_the_server_role_needs_no_more_packages_than_an_image_of_sglang_has():
-    aiohttp = {"aiohttp", "aiohappyeyeballs", "aiosignal", "attr", "frozenlist", "idna", "multidict", "propcache", "yarl"}
+    aiohttp = {
+        "aiohttp",
+        "aiohappyeyeballs",
+        "aiosignal",
+        "attr",
+        "frozenlist",
+        "idna",
+        "multidict",
+        "propcache",
+        "yarl",
+    }
     code = (
         "import sys, hpc_rl.app.server, hpc_rl.servers.sglang, hpc_rl.name_resolve.shared_fs\n"
         "from hpc_rl.config.load import from_dict\n"
@@ -89,7 +99,10 @@ def test_functions_fit_in_a_hundred_lines():
     long = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 100:
+            if (
+                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                and node.end_lineno - node.lineno >= 100
+            ):
                 long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
     assert not long, "\n".join(long)
 
@@ -100,11 +113,22 @@ def test_files_can_be_read_in_one_go():
 
 
 def test_modules_of_the_package_have_no_cycle():
-    modules = {".".join(("hpc_rl", *p.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): p for p in SOURCES}
+    modules = {
+        ".".join(("hpc_rl", *p.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): p
+        for p in SOURCES
+    }
     edges: dict[str, set[str]] = {}
     for name, path in modules.items():
-        wanted = {n for node in ast.walk(ast.parse(path.read_text())) for n in imported(node) if n.startswith("hpc_rl")}
-        edges[name] = {n if n in modules else n.rpartition(".")[0] for n in wanted} & modules.keys() - {name, "hpc_rl"}
+        wanted = {
+            n
+            for node in ast.walk(ast.parse(path.read_text()))
+            for n in imported(node)
+            if n.startswith("hpc_rl")
+        }
+        edges[name] = {n if n in modules else n.rpartition(".")[0] for n in wanted} & modules.keys() - {
+            name,
+            "hpc_rl",
+        }
     state: dict[str, int] = {}
 
     def visit(name: str, path: list[str]) -> None:

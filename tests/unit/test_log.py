@@ -22,7 +22,9 @@ def test_tokens_appear_neither_in_messages_nor_in_arguments_nor_in_tracebacks(ca
     try:
         raise ValueError("GET /t/s3cret/generate")
     except ValueError:
-        logging.getLogger("x").exception("no answer from %s: %s", "/t/s3cret", {"Authorization": "Bearer s3cret"})
+        logging.getLogger("x").exception(
+            "no answer from %s: %s", "/t/s3cret", {"Authorization": "Bearer s3cret"}
+        )
     said = capsys.readouterr().err
     assert "s3cret" not in said
     assert said.count("***") == 4  # message, argument, the line of code, the exception

@@ -32,7 +32,9 @@ def checked(value: Any) -> float:
         return number
     said = repr(value)
     said = said if len(said) <= 60 else said[:60] + "…"
-    raise RewardFailed("reward_exception", f"the reward is {said} ({type(value).__name__}); allowed: a finite number")
+    raise RewardFailed(
+        "reward_exception", f"the reward is {said} ({type(value).__name__}); allowed: a finite number"
+    )
 
 
 class Rewarder(Protocol):
@@ -81,7 +83,9 @@ class Inline:
         try:
             return self._function(prompt, completion, **columns)
         except TypeError as error:
-            raise RewardFailed("reward_exception", f"{error}; the row has the columns {sorted(columns)}") from error
+            raise RewardFailed(
+                "reward_exception", f"{error}; the row has the columns {sorted(columns)}"
+            ) from error
 
     async def close(self) -> None:
         pass

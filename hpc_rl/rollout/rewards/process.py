@@ -99,7 +99,12 @@ class RewardProcess:
 
     def _send(self, call: _Call) -> None:
         process = self._process
-        if process is not None and process.returncode is None and process.stdin and not process.stdin.is_closing():
+        if (
+            process is not None
+            and process.returncode is None
+            and process.stdin
+            and not process.stdin.is_closing()
+        ):
             process.stdin.write(frames.pack(call.frame))  # else the restart sends it
 
     def _forget(self, number: int) -> None:
@@ -125,9 +130,14 @@ class RewardProcess:
         call = self._calls.get(number)
         if call is None or call.answer.done():
             return
-        logger.warning("a reward call took more than %.1f s: the reward process is killed and started again", self.timeout_s)
+        logger.warning(
+            "a reward call took more than %.1f s: the reward process is killed and started again",
+            self.timeout_s,
+        )
         call.answer.set_exception(
-            RewardFailed("reward_timeout", f"the reward took more than {self.timeout_s:g} s (rollout.reward_timeout_s)")
+            RewardFailed(
+                "reward_timeout", f"the reward took more than {self.timeout_s:g} s (rollout.reward_timeout_s)"
+            )
         )
         if self._process:
             frames.kill(self._process)  # its end of pipe makes _read restart it
@@ -144,7 +154,9 @@ class RewardProcess:
             call.timer = None
             call.deaths += 1
             if call.deaths >= MAX_DEATHS and not call.answer.done():
-                call.answer.set_exception(RewardFailed("reward_exception", f"the reward process ended with code {code}"))
+                call.answer.set_exception(
+                    RewardFailed("reward_exception", f"the reward process ended with code {code}")
+                )
         for number in [number for number, call in self._calls.items() if call.answer.done()]:
             del self._calls[number]
         try:
@@ -153,7 +165,9 @@ class RewardProcess:
             if self._closing:
                 return
             logger.error("%s", error)
-            os._exit(error.exit_code)  # the executor worker is of no use without it; its parent starts another
+            os._exit(
+                error.exit_code
+            )  # the executor worker is of no use without it; its parent starts another
 
     async def _kill(self) -> None:
         process = self._process
@@ -182,14 +196,18 @@ def serve(path: str) -> None:
     try:
         function = import_object("rollout.reward_fn", path)
     except Exception as error:  # whatever the user's module raises is what the trial's end is told by
-        answer({"error": str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"})
+        answer(
+            {"error": str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"}
+        )
         raise
     answer({"ready": True})
     threading.Thread(target=listen, daemon=True, name="calls").start()
     loop.run_forever()
 
 
-async def _call(function: Callable[..., Any], frame: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
+async def _call(
+    function: Callable[..., Any], frame: dict[str, Any], answer: Callable[[dict[str, Any]], None]
+) -> None:
     answer({"id": frame["id"], "started": True})
     try:
         value = function(frame["prompt"], frame["completion"], **frame["columns"])

@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.algorithms.advantages import gae, overlong_penalty, place_rewards, shape_rewards, uninformative_groups
+from hpc_rl.algorithms.advantages import (
+    gae,
+    overlong_penalty,
+    place_rewards,
+    shape_rewards,
+    uninformative_groups,
+)
 
 
 def plain_gae(rewards, mask, discount, gae_lambda, values=None, bootstrap=None) -> torch.Tensor:
@@ -41,7 +47,11 @@ def test_groups_of_equal_rewards_are_uninformative() -> None:
 
 def test_reward_goes_to_the_last_masked_token_of_a_row() -> None:
     mask = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]]).bool()
-    assert place_rewards(torch.tensor([2.0, 3.0, 5.0]), mask).tolist() == [[0, 0, 2, 0], [0, 0, 0, 3], [0, 0, 0, 0]]
+    assert place_rewards(torch.tensor([2.0, 3.0, 5.0]), mask).tolist() == [
+        [0, 0, 2, 0],
+        [0, 0, 0, 3],
+        [0, 0, 0, 0],
+    ]
 
 
 def test_gae_by_hand_skips_tokens_that_the_model_did_not_make() -> None:
@@ -59,7 +69,14 @@ def test_gae_with_values_and_bootstrap_by_hand() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 400), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.booleans(), st.integers(0, 99))
+@given(
+    st.integers(1, 5),
+    st.integers(1, 400),
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 1.0),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_blocked_gae_equals_the_plain_recursion(rows, width, discount, gae_lambda, with_values, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     rewards = torch.randn(rows, width, generator=generator)
@@ -67,7 +84,9 @@ def test_blocked_gae_equals_the_plain_recursion(rows, width, discount, gae_lambd
     values = torch.randn(rows, width, generator=generator) if with_values else None
     bootstrap = torch.randn(rows, generator=generator) if with_values else None
     want = plain_gae(rewards, mask, discount, gae_lambda, values, bootstrap)
-    torch.testing.assert_close(gae(rewards, mask, discount, gae_lambda, values, bootstrap), want, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        gae(rewards, mask, discount, gae_lambda, values, bootstrap), want, atol=1e-4, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])

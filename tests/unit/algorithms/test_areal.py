@@ -32,13 +32,21 @@ def literal(rewards, mask, lengths, old, ref, kl_ctl, discount, lam, no_eos_zero
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 5), st.integers(0, 99), st.sampled_from([0.0, 0.1]), st.sampled_from([0.9, 1.0]), st.booleans())
+@given(
+    st.integers(1, 5),
+    st.integers(0, 99),
+    st.sampled_from([0.0, 0.1]),
+    st.sampled_from([0.9, 1.0]),
+    st.booleans(),
+)
 def test_advantages_equal_the_written_out_steps(num_rows, seed, kl_ctl, discount, no_eos_zero) -> None:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 12, (num_rows,), generator=generator)
     width = int(lengths.max())
     inside = torch.arange(width) < lengths[:, None]
-    mask = (torch.rand(num_rows, width, generator=generator) < 0.6) & inside & (torch.arange(width) > 0)  # turns with gaps
+    mask = (
+        (torch.rand(num_rows, width, generator=generator) < 0.6) & inside & (torch.arange(width) > 0)
+    )  # turns with gaps
     old, ref = (torch.randn(num_rows, width, generator=generator) * mask for _ in range(2))
     rewards = torch.randn(num_rows, generator=generator) * 3
     want = literal(rewards, mask, lengths, old, ref, kl_ctl, discount, 0.95, no_eos_zero, 2.0)
@@ -64,7 +72,9 @@ def test_overlong_vector() -> None:
 def test_remainder_rows_are_scaled_by_a_hundred_thousand() -> None:
     mask = torch.tensor([[False, True]] * 3)
     lengths = torch.full((3,), 2)
-    got = areal.advantages(torch.tensor([0.0, 1.0, 1.0]), mask, lengths, group_size=2, reward_norm=Levels("group", "group"))
+    got = areal.advantages(
+        torch.tensor([0.0, 1.0, 1.0]), mask, lengths, group_size=2, reward_norm=Levels("group", "group")
+    )
     assert got[:, 1].tolist() == pytest.approx([-0.99998, 0.99998, 1e5], rel=1e-5)
 
 

@@ -15,7 +15,9 @@ def test_group_normalized_reward_at_every_token_of_the_trajectory() -> None:
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
     got = grpo.advantages(rewards, MASK, group_size=2, reward_norm=Levels("group", "group"))
     unit = 0.5 / (0.5 + 1e-5)
-    torch.testing.assert_close(got, torch.tensor([[0, unit, unit, 0], [0, -unit, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]))
+    torch.testing.assert_close(
+        got, torch.tensor([[0, unit, unit, 0], [0, -unit, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    )
 
 
 def test_bias_scaling_and_clip_come_before_the_normalization() -> None:
@@ -54,7 +56,9 @@ def test_policy_loss_reports_sums_over_masked_tokens() -> None:
     logp = torch.tensor([0.0, 1.0, -3.0], requires_grad=True)
     behav = torch.tensor([0.0, 0.0, 9.0])
     mask = torch.tensor([True, True, False])
-    loss, sums = grpo.policy_loss(logp, behav, behav, torch.tensor([1.0, 1.0, 5.0]), mask, torch.tensor([0.5, 0.25, 7.0]))
+    loss, sums = grpo.policy_loss(
+        logp, behav, behav, torch.tensor([1.0, 1.0, 5.0]), mask, torch.tensor([0.5, 0.25, 7.0])
+    )
     assert loss.item() == pytest.approx(-1.0 - 1.2)
     assert {name: float(value) for name, value in sums.items()} == pytest.approx(
         {

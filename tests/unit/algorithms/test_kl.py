@@ -16,7 +16,9 @@ def test_k1_is_a_reward_at_each_token_of_the_model_and_flows_backward_through_th
     mask = torch.tensor([[False, True, True]])
     behav, ref = torch.tensor([[9.0, -1.0, -2.0]]), torch.tensor([[0.0, -1.5, -1.0]])
     rewards = kl_rewards(behav, ref, mask, 0.1)
-    torch.testing.assert_close(rewards, torch.tensor([[0.0, -0.05, 0.1]]))  # more probable than the reference costs
+    torch.testing.assert_close(
+        rewards, torch.tensor([[0.0, -0.05, 0.1]])
+    )  # more probable than the reference costs
     got = grpo.advantages(torch.tensor([1.0]), mask, group_size=1, discount=0.5, token_rewards_BT=rewards)
     torch.testing.assert_close(got, torch.tensor([[0.0, -0.05 + 0.5 * 1.1, 1.1]]))
 
@@ -24,7 +26,9 @@ def test_k1_is_a_reward_at_each_token_of_the_model_and_flows_backward_through_th
 def test_the_kl_reward_is_not_clipped_or_normalized_with_the_task_reward() -> None:
     mask = torch.tensor([[True], [True]])
     more = torch.tensor([[100.0], [0.0]])
-    got = grpo.advantages(torch.tensor([3.0, 1.0]), mask, group_size=2, reward_norm=Levels("group", None), token_rewards_BT=more)
+    got = grpo.advantages(
+        torch.tensor([3.0, 1.0]), mask, group_size=2, reward_norm=Levels("group", None), token_rewards_BT=more
+    )
     assert got.tolist() == [[101.0], [-1.0]]
 
 
@@ -41,7 +45,9 @@ def test_k3_by_hand_with_its_gradient() -> None:
 def test_beta_adds_k3_to_the_loss_and_reports_it_without_beta() -> None:
     logp = torch.tensor([-1.0, -1.0])
     ref, mask, zero = torch.tensor([-1.5, -1.5]), torch.tensor([True, False]), torch.zeros(2)
-    loss, sums = grpo.policy_loss(logp, logp, logp, torch.tensor([2.0, 2.0]), mask, zero, ref_T=ref, beta=0.25)
+    loss, sums = grpo.policy_loss(
+        logp, logp, logp, torch.tensor([2.0, 2.0]), mask, zero, ref_T=ref, beta=0.25
+    )
     kl = math.exp(-0.5) + 0.5 - 1
     assert loss.item() == pytest.approx(-2.0 + 0.25 * kl)
     assert sums["kl_loss"].item() == pytest.approx(kl)

@@ -47,7 +47,9 @@ def test_clips_by_hand() -> None:
     ratio = torch.tensor([1.5, 0.5, 1.5, 0.5, 4.0])
     advantage = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0])
     zero, mask = torch.zeros(5), torch.ones(5).bool()
-    token = policy_token_loss(ratio.log(), zero, zero, advantage, mask, eps_clip=0.2, eps_clip_higher=0.3, c_clip=3.0)
+    token = policy_token_loss(
+        ratio.log(), zero, zero, advantage, mask, eps_clip=0.2, eps_clip_higher=0.3, c_clip=3.0
+    )
     close(token.loss_T, [-1.3, -0.5, 1.5, 0.8, 3.0])
     assert token.clipped_T.tolist() == [True, False, False, True, False]
     assert token.dual_clipped_T.tolist() == [False, False, False, False, True]
@@ -56,7 +58,9 @@ def test_clips_by_hand() -> None:
 def test_gradient_is_the_policy_gradient_on_policy_and_zero_where_clipped() -> None:
     logp = torch.tensor([0.0, 1.0, 5.0], requires_grad=True)
     zero = torch.zeros(3)
-    token = policy_token_loss(logp, zero, zero, torch.tensor([2.0, 1.0, 7.0]), torch.tensor([True, True, False]))
+    token = policy_token_loss(
+        logp, zero, zero, torch.tensor([2.0, 1.0, 7.0]), torch.tensor([True, True, False])
+    )
     token.loss_T.sum().backward()
     close(logp.grad, [-2.0, 0.0, 0.0])
 
@@ -64,7 +68,9 @@ def test_gradient_is_the_policy_gradient_on_policy_and_zero_where_clipped() -> N
 def test_unmasked_tokens_can_hold_anything() -> None:
     logp = torch.tensor([-1.0, 500.0], requires_grad=True)
     other = torch.tensor([-1.0, float("-inf")])
-    token = policy_token_loss(logp, other, other, torch.tensor([1.0, float("nan")]), torch.tensor([True, False]), c_clip=2.0)
+    token = policy_token_loss(
+        logp, other, other, torch.tensor([1.0, float("nan")]), torch.tensor([True, False]), c_clip=2.0
+    )
     token.loss_T.sum().backward()
     close(token.loss_T, [-1.0, 0.0])
     close(logp.grad, [-1.0, 0.0])
@@ -72,7 +78,9 @@ def test_unmasked_tokens_can_hold_anything() -> None:
 
 def test_empty_micro_batch() -> None:
     empty, mask = torch.zeros(0, requires_grad=True), torch.zeros(0).bool()
-    token = policy_token_loss(empty, empty.detach(), empty.detach(), empty.detach(), mask, c_clip=2.0, behav_imp_weight_cap=2.0)
+    token = policy_token_loss(
+        empty, empty.detach(), empty.detach(), empty.detach(), mask, c_clip=2.0, behav_imp_weight_cap=2.0
+    )
     token.loss_T.sum().backward()
     assert token.loss_T.sum() == 0
 

@@ -19,7 +19,9 @@ def test_group_mean_and_group_deviation() -> None:
 
 
 def test_batch_mean_and_batch_deviation() -> None:
-    close(normalize(X, Levels("batch", "batch"), 4), [0.577337, -1.732011, -1.732011, 0.577337] + [0.577337] * 4)
+    close(
+        normalize(X, Levels("batch", "batch"), 4), [0.577337, -1.732011, -1.732011, 0.577337] + [0.577337] * 4
+    )
 
 
 def test_mean_only_leaves_the_scale() -> None:
@@ -32,7 +34,10 @@ def test_without_a_mean_the_deviation_is_a_root_mean_square() -> None:
 
 def test_group_mean_with_batch_deviation() -> None:
     # after the group means: -1 1 -5 5, whose mean square over the batch is 13
-    close(normalize(torch.tensor([1.0, 3, 10, 20]), Levels("group", "batch"), 2), [x / 13**0.5 for x in (-1.0, 1, -5, 5)])
+    close(
+        normalize(torch.tensor([1.0, 3, 10, 20]), Levels("group", "batch"), 2),
+        [x / 13**0.5 for x in (-1.0, 1, -5, 5)],
+    )
 
 
 def test_only_masked_tokens_count_and_others_become_zero() -> None:
@@ -49,13 +54,19 @@ def test_rows_that_are_not_whole_groups_are_refused() -> None:
 
 def test_leave_one_out_and_unbiased_by_hand() -> None:
     # the others' means of 1 3 | 10 40 are 3 1 | 40 10
-    close(normalize(torch.tensor([1.0, 3, 10, 40]), Levels("group", None, leave_one_out=True), 2), [-2.0, 2, -30, 30])
+    close(
+        normalize(torch.tensor([1.0, 3, 10, 40]), Levels("group", None, leave_one_out=True), 2),
+        [-2.0, 2, -30, 30],
+    )
     # around the plain mean 2: squares 1 + 1, over 2 - 1
     close(
         normalize(torch.tensor([1.0, 3.0]), Levels("batch", "batch", eps=0.5, unbiased=True)),
         [-1 / (2**0.5 + 0.5), 1 / (2**0.5 + 0.5)],
     )
-    close(normalize(torch.tensor([5.0]), Levels("group", "group", leave_one_out=True, unbiased=True), 1), [5 / (5 + 1e-5)])
+    close(
+        normalize(torch.tensor([5.0]), Levels("group", "group", leave_one_out=True, unbiased=True), 1),
+        [5 / (5 + 1e-5)],
+    )
 
 
 def test_leave_one_out_counts_masked_entries_only() -> None:
@@ -64,8 +75,13 @@ def test_leave_one_out_counts_masked_entries_only() -> None:
 
 
 def test_remainder_rows_of_areal_are_divided_by_eps() -> None:
-    close(normalize(torch.tensor([1.0, 3, 0.5]), Levels("group", "group"), 2, remainder=True)[:2], [-0.99999, 0.99999])
-    assert normalize(torch.tensor([1.0, 3, 0.5]), Levels("group", "group"), 2, remainder=True)[2] == pytest.approx(0.5e5)
+    close(
+        normalize(torch.tensor([1.0, 3, 0.5]), Levels("group", "group"), 2, remainder=True)[:2],
+        [-0.99999, 0.99999],
+    )
+    assert normalize(torch.tensor([1.0, 3, 0.5]), Levels("group", "group"), 2, remainder=True)[
+        2
+    ] == pytest.approx(0.5e5)
 
 
 def test_sums_are_exact_where_float32_would_drift() -> None:

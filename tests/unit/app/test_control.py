@@ -88,7 +88,8 @@ def test_the_end_of_the_pipe_ends_it(start):
 
 
 @pytest.mark.parametrize(
-    ("how", "by"), [("waits", "line"), ("stuck", "USR1"), ("holds the lock", "USR1"), ("waits", "USR1 while stopped")]
+    ("how", "by"),
+    [("waits", "line"), ("stuck", "USR1"), ("holds the lock", "USR1"), ("waits", "USR1 while stopped")],
 )
 def test_it_says_where_it_is(start, tmp_path, how, by):
     path = tmp_path / "stacks.txt"

@@ -22,7 +22,16 @@ def body(context):
 
 role.run("trainer", body)
 """
-UNIT = Unit(role="trainer", index=0, nodes=[0], tasks_per_node=1, cpus_per_task=1, mem_mb_per_task=1, gpus_per_task=0, module="m")
+UNIT = Unit(
+    role="trainer",
+    index=0,
+    nodes=[0],
+    tasks_per_node=1,
+    cpus_per_task=1,
+    mem_mb_per_task=1,
+    gpus_per_task=0,
+    module="m",
+)
 
 
 def test_a_role_that_finds_the_disk_full_says_so_and_costs_no_retry(tmp_path: Path):
@@ -32,7 +41,12 @@ def test_a_role_that_finds_the_disk_full_says_so_and_costs_no_retry(tmp_path: Pa
     attempt.make_dirs()
     write_json(trial.secret, {"control": "one-token", "data": "another-token"})
     write_json(trial.plan_json, toy_plan([UNIT], sys.executable).to_json())
-    config = {"experiment_name": "e", "trial_name": "t", "train_dataset": {"path": "/x"}, "actor": {"path": "/m"}}
+    config = {
+        "experiment_name": "e",
+        "trial_name": "t",
+        "train_dataset": {"path": "/x"},
+        "actor": {"path": "/m"},
+    }
     write_json(trial.config_json, config)
     command = [sys.executable, "-c", ROLE, "--trial_dir", str(trial.dir), "--attempt", attempt.id]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

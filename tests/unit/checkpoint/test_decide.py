@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.checkpoint.decide import CONTINUATIONS, OUTSIDE_FACTOR, Cause, GenerationInfo, PastStart, Situation, decide
+from hpc_rl.checkpoint.decide import (
+    CONTINUATIONS,
+    OUTSIDE_FACTOR,
+    Cause,
+    GenerationInfo,
+    PastStart,
+    Situation,
+    decide,
+)
 
 OURS, THEIRS = "job-2", "job-1"
 MODES = ("disabled", "auto", "fault", "resume")
@@ -37,11 +45,23 @@ HISTORIES = {
     "none": (),
     "as many failures as allowed": past(*[Cause.FAILED] * RETRIES),
     "one too many": past(Cause.FAILED, Cause.NODE, Cause.WALLTIME, Cause.FAILED),
-    "ended from outside, often": past(*[Cause.NODE, Cause.DISK_FULL, Cause.SUPERVISOR] * (OUTSIDE_FACTOR * (RETRIES + 1) // 3)),
+    "ended from outside, often": past(
+        *[Cause.NODE, Cause.DISK_FULL, Cause.SUPERVISOR] * (OUTSIDE_FACTOR * (RETRIES + 1) // 3)
+    ),
     "ended from outside, too often": past(*[Cause.NODE] * (OUTSIDE_FACTOR * (RETRIES + 1) + 1)),
 }
 ANCESTRIES = (frozenset({OURS}), frozenset({OURS, THEIRS}))
-AXES = (MODES, ("itself", "resume"), CAUSES, STATES, HISTORIES, ANCESTRIES, (False, True), (None, 5, 4, 7), (0, 4))
+AXES = (
+    MODES,
+    ("itself", "resume"),
+    CAUSES,
+    STATES,
+    HISTORIES,
+    ANCESTRIES,
+    (False, True),
+    (None, 5, 4, 7),
+    (0, 4),
+)
 
 
 def rule(mode, start, cause, state, history, ancestry, foreign, wanted, trimmed):
@@ -54,18 +74,25 @@ def rule(mode, start, cause, state, history, ancestry, foreign, wanted, trimmed)
     continuation = cause in (Cause.STOPPED, Cause.PREEMPTED, Cause.WALLTIME, Cause.NODE)
     if first and wanted:  # "recover --from": that one or none
         return ("load", wanted, 0) if wanted in valid and wanted >= trimmed else ("refuse", None, 3)
-    if first and start_mode in ("disabled", "fault"):  # "fresh; refuses a trial directory that already has state"
+    if first and start_mode in (
+        "disabled",
+        "fault",
+    ):  # "fresh; refuses a trial directory that already has state"
         return ("refuse", None, 78) if generations or foreign else ("fresh", None, 0)
     if not first and mode == "disabled":  # "ends"
         return "end", None, 70
     if not first and mode == "resume" and not continuation:  # "a failure is not resumed twice"
         return "end", None, 70
     lines = ancestry if mode == "fault" and not first else {OURS, THEIRS}  # "of this submission's lineage"
-    loadable = {one.step for one in generations if one.valid and one.submission in lines and one.step >= trimmed}
+    loadable = {
+        one.step for one in generations if one.valid and one.submission in lines and one.step >= trimmed
+    }
     if loadable:  # "newest valid generation"
         return "load", max(loadable), 0
     must = start_mode == "resume" if first else mode == "resume"  # "else exit 3"
-    return ("refuse", None, 3) if must or trimmed else ("fresh", None, 0)  # "else fresh", where its batches are there
+    return (
+        ("refuse", None, 3) if must or trimmed else ("fresh", None, 0)
+    )  # "else fresh", where its batches are there
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -90,7 +117,9 @@ def test_every_combination(mode):
         assert (decision.action, decision.step, decision.exit_code) == expected, (situation, decision)
         assert decision.reason
         later = {one.step for one in STATES[state] if decision.step and one.step > decision.step}
-        assert set(decision.set_aside) == (later if cause is None and wanted and decision.action == "load" else set())
+        assert set(decision.set_aside) == (
+            later if cause is None and wanted and decision.action == "load" else set()
+        )
         count += 1
     assert count == 2 * 8 * 6 * 5 * 2 * 2 * 4 * 2
 
@@ -141,7 +170,9 @@ def test_of_one_step_the_newer_lineage_counts():
 @given(
     mode=st.sampled_from(MODES),
     start=st.sampled_from(["first", "failure", "continuation"]),
-    generations=st.lists(st.builds(gen, st.integers(1, 9), st.sampled_from([OURS, THEIRS]), st.booleans())).map(tuple),
+    generations=st.lists(
+        st.builds(gen, st.integers(1, 9), st.sampled_from([OURS, THEIRS]), st.booleans())
+    ).map(tuple),
 )
 def test_only_valid_generations_are_ever_loaded(mode, start, generations):
     decision = decide(situation(mode, start, generations))

@@ -122,7 +122,9 @@ def test_a_bit_flip_in_any_file_is_detected(trial):
     assert verify(check(folder)).problem == ""
 
 
-@pytest.mark.parametrize("spoil", [lambda raw: raw[:-1], lambda raw: bytes(len(raw)), lambda raw: raw[:200], lambda raw: b""])
+@pytest.mark.parametrize(
+    "spoil", [lambda raw: raw[:-1], lambda raw: bytes(len(raw)), lambda raw: raw[:200], lambda raw: b""]
+)
 def test_a_manifest_that_is_not_what_was_written_is_called_damaged(trial, spoil):
     save(trial, 3)
     path = trial.generation(3) / "manifest.json"
@@ -142,7 +144,9 @@ def test_what_is_of_the_wrong_kind_is_passed_over_and_never_waited_for(trial):
     trial.generation(7).symlink_to(trial.generation(7).name)
     problems = {found.step: verify(found).problem for found in scan(trial)}
     assert (
-        problems[3] == "" and problems[4] == "manifest.json: no regular file" and problems[5] == "shard-1.bin is no regular file"
+        problems[3] == ""
+        and problems[4] == "manifest.json: no regular file"
+        and problems[5] == "shard-1.bin is no regular file"
     )
     assert all(problems.values()) is False and problems[6] and problems[7]
 
@@ -236,7 +240,12 @@ def test_retention_keeps_the_newest_and_never_touches_what_is_damaged_or_loaded(
     (trial.generation(5) / "manifest.json").unlink()
     with hold(trial, 1, "a test"):
         assert retain(trial, Policy(2)) == 1
-    assert [(found.step, bool(found.problem)) for found in scan(trial)] == [(6, False), (5, True), (4, False), (1, False)]
+    assert [(found.step, bool(found.problem)) for found in scan(trial)] == [
+        (6, False),
+        (5, True),
+        (4, False),
+        (1, False),
+    ]
     assert retain(trial, Policy(0)) == 6
     assert steps(trial) == [6]
 
@@ -253,7 +262,9 @@ def test_an_intact_generation_never_goes_in_favour_of_a_damaged_one(trial, monke
     assert "generation 4 is damaged and does not count: shard-0.bin" in caplog.text
     save(trial, 5)
     read = []
-    monkeypatch.setattr(retention, "verify", lambda found, most: read.append(found.step) or verify(found, most))
+    monkeypatch.setattr(
+        retention, "verify", lambda found, most: read.append(found.step) or verify(found, most)
+    )
     assert retain(trial, Policy(2), known=known) == 3
     assert [found.step for found in scan(trial)] == [5, 4, 3, 2] and read == [5]
 
@@ -278,5 +289,7 @@ def test_a_generation_under_another_name_is_refused(trial):
 
 def test_config_hash_does_not_depend_on_order():
     assert (
-        manifest.config_hash({"a": 1, "b": 2}) == manifest.config_hash({"b": 2, "a": 1}) != manifest.config_hash({"a": 2, "b": 2})
+        manifest.config_hash({"a": 1, "b": 2})
+        == manifest.config_hash({"b": 2, "a": 1})
+        != manifest.config_hash({"a": 2, "b": 2})
     )

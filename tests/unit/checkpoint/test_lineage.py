@@ -71,7 +71,9 @@ def look(trial: Trial, one: Attempt, incarnation: int = 0, mode: str = "auto", s
 
 def test_numbers_count_up_and_name_where_they_come_from(trial):
     first = next_lineage(trial, attempt(trial, "7.0"), 0, FRESH)
-    second = next_lineage(trial, attempt(trial, "7.1"), 2, Decision("load", "it was there", step=5, lineage=0))
+    second = next_lineage(
+        trial, attempt(trial, "7.1"), 2, Decision("load", "it was there", step=5, lineage=0)
+    )
     assert (first.lineage, first.from_step, first.from_lineage, first.submission) == (0, 0, None, "7")
     assert (second.lineage, second.from_step, second.from_lineage, second.incarnation) == (1, 5, 0, 2)
     assert read_lineages(trial) == [first, second]
@@ -82,7 +84,12 @@ def test_records_of_the_wrong_kind_are_passed_over_and_their_numbers_stay_theirs
     os.mkfifo(trial.lineages / "0001.json")
     (trial.lineages / "0002.json").symlink_to("0002.json")
     (trial.lineages / "0003.json").mkdir()
-    for number, change in ((4, {"lineage": "4"}), (5, {"from_step": None}), (6, {"lineage": 0}), (7, {"set_aside": 3})):
+    for number, change in (
+        (4, {"lineage": "4"}),
+        (5, {"from_step": None}),
+        (6, {"lineage": 0}),
+        (7, {"set_aside": 3}),
+    ):
         write_json(trial.lineages / f"{number:04d}.json", asdict(first) | {"lineage": number} | change)
     write_json(trial.lineages / "0008.json", [])
     assert read_lineages(trial) == [first] and [line.lineage for line in lineages(trial)][:1] == [0]
@@ -114,7 +121,10 @@ def test_a_number_is_never_used_again_although_the_records_are_lost(trial):
 
 def test_of_starters_at_once_each_has_its_own_number(trial):
     one, numbers = attempt(trial, "7.0"), []
-    threads = [threading.Thread(target=lambda: numbers.append(next_lineage(trial, one, 0, FRESH).lineage)) for _ in range(12)]
+    threads = [
+        threading.Thread(target=lambda: numbers.append(next_lineage(trial, one, 0, FRESH).lineage))
+        for _ in range(12)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -165,7 +175,10 @@ def test_a_lost_record_of_the_parent_does_not_make_mode_fault_start_afresh(trial
         next_lineage(trial, attempt(trial, "3.0"), 0, Decision("load", "", step=3, lineage=0))
     decision, _ = decide_start(trial, attempt(trial, "3.0"), 1, "fault", "resume", 3)
     if known_by == "nothing":
-        assert (decision.action, decision.exit_code) == ("refuse", 3) and "lineages/0001.json can't be read" in decision.reason
+        assert (decision.action, decision.exit_code) == (
+            "refuse",
+            3,
+        ) and "lineages/0001.json can't be read" in decision.reason
     else:
         assert (decision.action, decision.step) == ("load", 3), decision.reason
 
@@ -283,12 +296,16 @@ def test_from_an_older_generation_the_later_ones_are_set_aside_and_the_record_sa
     assert read_lineages(trial)[-1] == record and record.set_aside == (6, 9) and record.from_step == 3
     for found in unwanted:
         set_aside(found.path, found.problem)
-    again, _ = decide_start(trial, two, 1, "fault", "resume", 3, wanted=3)  # its own next start, by the stored mode
+    again, _ = decide_start(
+        trial, two, 1, "fault", "resume", 3, wanted=3
+    )  # its own next start, by the stored mode
     assert (again.action, again.step) == ("load", 3) and "as asked" not in again.reason
 
 
 def test_a_named_generation_is_read_to_its_last_byte(trial, monkeypatch):
-    monkeypatch.setattr(generation, "LIGHT_BYTES", 0)  # also a large file, before later generations are set aside
+    monkeypatch.setattr(
+        generation, "LIGHT_BYTES", 0
+    )  # also a large file, before later generations are set aside
     commit(trial, 3, "1.0")
     commit(trial, 5, "1.0")
     (trial.generation(3) / "state").write_text("state of 4")
@@ -333,7 +350,9 @@ def test_mode_fault_passes_over_an_import_that_is_none_of_its_own(trial):
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_a_manifest_that_fails_to_be_read_for_an_instant_is_no_reason_to_set_aside(trial, monkeypatch, failures):
+def test_a_manifest_that_fails_to_be_read_for_an_instant_is_no_reason_to_set_aside(
+    trial, monkeypatch, failures
+):
     monkeypatch.setattr(blocks, "AGAIN_S", 0.0)
     commit(trial, 3, "7.0")
     commit(trial, 5, "7.0")

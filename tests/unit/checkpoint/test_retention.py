@@ -52,4 +52,6 @@ def test_what_stays_exists_and_holds_the_newest(steps, policy, values):
     staying = keep(made, policy)
     assert staying <= steps
     assert not steps or max(steps) in staying
-    assert keep([one for one in made if one.step in staying], policy) == staying  # applied twice it takes no more
+    assert (
+        keep([one for one in made if one.step in staying], policy) == staying
+    )  # applied twice it takes no more

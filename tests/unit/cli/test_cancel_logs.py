@@ -44,7 +44,9 @@ def test_the_wish_is_written_before_the_scheduler_is_told(trial, scheduler, caps
 
 @pytest.mark.parametrize("start_mode", ["disabled", "resume"])
 @pytest.mark.parametrize("more", [[], ["--now"]])
-def test_where_nothing_is_saved_nobody_says_that_it_is(trial, fake_trial, scheduler, capsys, start_mode, more):
+def test_where_nothing_is_saved_nobody_says_that_it_is(
+    trial, fake_trial, scheduler, capsys, start_mode, more
+):
     fake_trial.job("7", start_mode=start_mode)
     write_json(trial.plan_json, {"recover_mode": "disabled"})
     assert main(["cancel", "t1", *more]) == 0
@@ -75,7 +77,9 @@ def test_a_scheduler_that_cannot_be_reached_leaves_the_wish(trial, scheduler, ca
     assert "The wish to cancel is written down" in capsys.readouterr().err
 
 
-def test_on_another_cluster_no_job_of_that_number_is_touched(trial, fake_trial, scheduler, capsys, tmp_path, monkeypatch):
+def test_on_another_cluster_no_job_of_that_number_is_touched(
+    trial, fake_trial, scheduler, capsys, tmp_path, monkeypatch
+):
     (tmp_path / "slurm.conf").write_text("# x\nClusterName=East\n")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     fake_trial.job("7", cluster="west")
@@ -146,7 +150,10 @@ def test_the_supervisor_stands_beside_the_trainer(trial, fake_trial, capsys):
         (["--role", "rollout", "--attempt", "7"], "rollout-0.0 line\n"),
         (["--role", "job"], "the script's own words\n"),
         (["--role", "supervisor"], "the script's own words\n"),  # which writes there
-        ([], "==> attempts/7.0/logs/trainer-0.1.log <==\ntrainer-0.1 line\n\n==> jobs/7.out <==\nthe script's own words\n"),
+        (
+            [],
+            "==> attempts/7.0/logs/trainer-0.1.log <==\ntrainer-0.1 line\n\n==> jobs/7.out <==\nthe script's own words\n",
+        ),
     ],
 )
 def test_what_is_asked_for(trial, fake_trial, capsys, more, text):
@@ -184,7 +191,10 @@ def with_servers(trial, fake_trial):
         (["--role", "job", "--attempt", "7.0"], "words of 7\n"),
         (["--role", "job", "--attempt", "8_0"], "words of 8_0\n"),
         (["--role", "job", "--attempt", "8_1.1"], "words of 31_1\n"),
-        ([], "==> attempts/7.0/logs/trainer-0.0.log <==\ntrainer-0.0 line\n\n==> jobs/30.out <==\nwords of 30\n"),
+        (
+            [],
+            "==> attempts/7.0/logs/trainer-0.0.log <==\ntrainer-0.0 line\n\n==> jobs/30.out <==\nwords of 30\n",
+        ),
     ],
 )
 def test_servers_of_their_own_and_successors(with_servers, capsys, more, text):

@@ -71,7 +71,9 @@ def test_an_export_touches_nothing_beside_it(trial, tmp_path, torch_half):
     before = set(os.listdir(tmp_path))
     torch_half(write_weights)
     assert main(["checkpoint", "export", str(trial.dir), "--to", str(tmp_path / "model")]) == 0
-    assert set(os.listdir(tmp_path)) == before | {"model"} and os.listdir(tmp_path / "model") == ["model.safetensors"]
+    assert set(os.listdir(tmp_path)) == before | {"model"} and os.listdir(tmp_path / "model") == [
+        "model.safetensors"
+    ]
     assert (tmp_path / ".model.tmp" / "thesis.txt").read_text() == "mine"
 
 
@@ -137,7 +139,9 @@ def test_an_export_that_can_not_be_written_says_where(trial, tmp_path, torch_hal
     assert f"hpc-rl: {there} can't be written: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["verify", "--step", "4"], ["export", "--step", "4"], ["export", "--best", "fun"]])
+@pytest.mark.parametrize(
+    "command", [["verify", "--step", "4"], ["export", "--step", "4"], ["export", "--best", "fun"]]
+)
 def test_a_generation_that_is_not_there(trial, capsys, command):
     assert main(["checkpoint", command[0], str(trial.dir), *command[1:]]) == ExitCode.NOTHING_TO_RESUME
     assert "Sound ones: 6, 3." in capsys.readouterr().err
@@ -166,7 +170,9 @@ def test_while_a_checkpoint_is_imported_nobody_starts_the_trial_or_imports_anoth
     def meanwhile(given):
         for command in (importing, ["submit", "--config", str(config)]):
             assert main(command) == ExitCode.STOPPED
-            assert f"is being given an imported generation by process {os.getpid()}" in capsys.readouterr().err
+            assert (
+                f"is being given an imported generation by process {os.getpid()}" in capsys.readouterr().err
+            )
         commit(rendered, 0)
 
     torch_half(meanwhile)
@@ -181,10 +187,16 @@ def test_a_step_past_the_end_of_the_trial_is_not_imported(rendered, config, torc
     importing = ["checkpoint", "import", str(rendered.dir), str(config.parent / "model"), "--step", "11"]
     assert main(importing) == ExitCode.REFUSED
     said = capsys.readouterr().err
-    assert "total_train_steps 10: trial sums/small ends at step 10, and generation 11 is past that. Allowed: an end at" in said
+    assert (
+        "total_train_steps 10: trial sums/small ends at step 10, and generation 11 is past that. Allowed: an end at"
+        in said
+    )
     assert main(["render", "--config", str(config), "total_train_steps=null", "total_train_epochs=4"]) == 0
     assert main(importing) == ExitCode.REFUSED
-    assert "total_train_epochs 4: trial sums/small ends at step 4, and generation 11 is past that" in capsys.readouterr().err
+    assert (
+        "total_train_epochs 4: trial sums/small ends at step 4, and generation 11 is past that"
+        in capsys.readouterr().err
+    )
     rendered.config_json.write_text("[]")
     assert main(importing) == ExitCode.REFUSED
     assert "config.json is missing or damaged" in capsys.readouterr().err
@@ -201,7 +213,9 @@ def test_an_import_rescues_a_trial_whose_generations_are_all_damaged(rendered, c
     assert "has generation 8, which would be taken instead" in capsys.readouterr().err
     (rendered.generation(8) / "manifest.json").unlink()
     commit(rendered, 6)
-    (rendered.generation(6) / "rank_0.ok").write_bytes(bytes((rendered.generation(6) / "rank_0.ok").stat().st_size))
+    (rendered.generation(6) / "rank_0.ok").write_bytes(
+        bytes((rendered.generation(6) / "rank_0.ok").stat().st_size)
+    )
     rendered.batches.mkdir(exist_ok=True)
     for number in (6, 7, 8, 9):
         (rendered.batches / f"{number:08d}.seal").write_text("{}")
@@ -219,8 +233,14 @@ def test_a_batch_log_that_was_trimmed_further_than_it_goes_is_told_as_that(rende
     for number in (49, 50):
         (rendered.batches / f"{number:08d}.seal").write_text("{}")
     write_json(rendered.trimmed, {"step": 100000})
-    assert main(["checkpoint", "import", str(rendered.dir), str(config.parent / "model"), "--step", "7"]) == ExitCode.FAILED
-    assert "no batch is there, those up to 100000 were trimmed. Import into another trial" in capsys.readouterr().err
+    assert (
+        main(["checkpoint", "import", str(rendered.dir), str(config.parent / "model"), "--step", "7"])
+        == ExitCode.FAILED
+    )
+    assert (
+        "no batch is there, those up to 100000 were trimmed. Import into another trial"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_claim_that_takes_long_is_renewed(rendered, monkeypatch, capfd):

@@ -34,14 +34,19 @@ def test_diff_takes_the_configuration_of_a_trial_in_which_nothing_is_a_reference
     (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
     assert main(["config", "diff", str(tmp_path / "config.json"), GRPO, "--json"]) == 1
     differ = json.loads(capsys.readouterr().out)
-    assert differ.keys() == {"launcher.slurm.comment"} and differ["launcher.slurm.comment"]["a"]["value"] == "a ${x} b"
+    assert (
+        differ.keys() == {"launcher.slurm.comment"}
+        and differ["launcher.slurm.comment"]["a"]["value"] == "a ${x} b"
+    )
 
 
 def test_show_as_json_is_one_object_by_dotted_name(capsys):
     assert main(["config", "show", "--config", GRPO, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["seed"] == {"value": 1, "origin": "default"}
-    assert shown["actor.group_size"]["value"] == 8 and shown["actor.group_size"]["origin"].startswith("derived")
+    assert shown["actor.group_size"]["value"] == 8 and shown["actor.group_size"]["origin"].startswith(
+        "derived"
+    )
 
 
 def test_show_refuses_as_submit_does(capsys):
@@ -102,7 +107,9 @@ def completion():
 def test_completion_is_a_script_that_completes(completion, typed, offered, tmp_path):
     words = ["hpc-rl", *typed.split()]
     tail = f'COMP_WORDS=({" ".join(words)}) COMP_CWORD={len(words) - 1}; _hpc_rl; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", f"{completion}\n{tail}"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    done = subprocess.run(
+        ["bash", "-c", f"{completion}\n{tail}"], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
     assert done.stdout.split() == offered
 
 

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.usefixtures("state_home")
 
 
 def test_the_short_job_asks_for_what_the_trial_asks_for():
-    asked = srun_options(Wanted(num_nodes=3, cpus=4, gpus=8, mem_mb=1000), SlurmLauncherConfig(account="x", partition="p"))
+    asked = srun_options(
+        Wanted(num_nodes=3, cpus=4, gpus=8, mem_mb=1000), SlurmLauncherConfig(account="x", partition="p")
+    )
     assert asked == ["--cpus-per-task=4", "--mem=1000M", "--gpus-per-node=8", "--partition=p", "--account=x"]
     assert srun_options(Wanted(num_nodes=3), SlurmLauncherConfig()) == ["--cpus-per-task=1"]
 

@@ -11,13 +11,27 @@ import pytest
 from hpc_rl.cli import __main__ as cli
 from hpc_rl.errors import ConfigError, NothingToResume, SchedulerError, TrialBusy
 
-HEAVY = ("torch", "transformers", "sglang", "omegaconf", "datasets", "ray", "wandb", "submitit", "jsonargparse")
+HEAVY = (
+    "torch",
+    "transformers",
+    "sglang",
+    "omegaconf",
+    "datasets",
+    "ray",
+    "wandb",
+    "submitit",
+    "jsonargparse",
+)
 
 
 def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, sys.path))
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, **env}, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, **env},
+        timeout=60,
     )
 
 
@@ -68,12 +82,19 @@ def test_submit_help_lists_the_options_of_the_configuration(capsys):
     with pytest.raises(SystemExit):
         cli.main(["submit", "--help"])
     out = capsys.readouterr().out
-    for option in ("--config", "--dry_run", "--n_nodes", "--actor.optimizer.lr", "--rollout.max_head_offpolicyness"):
+    for option in (
+        "--config",
+        "--dry_run",
+        "--n_nodes",
+        "--actor.optimizer.lr",
+        "--rollout.max_head_offpolicyness",
+    ):
         assert option in out
 
 
 @pytest.mark.parametrize(
-    "argv", [["status"], ["status", "t", "--offlin"], ["logs", "t", "-n", "x"], ["cancel", "t", "--wait_s", "-1"]]
+    "argv",
+    [["status"], ["status", "t", "--offlin"], ["logs", "t", "-n", "x"], ["cancel", "t", "--wait_s", "-1"]],
 )
 def test_bad_usage_ends_with_2(argv, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -113,7 +134,9 @@ def test_an_internal_error_says_where_and_how_to_see_more(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["submit", "--help"], ["list"], ["status", "nothing"]], ids=["help", "submit-help", "list", "status"]
+    "argv",
+    [["--help"], ["submit", "--help"], ["list"], ["status", "nothing"]],
+    ids=["help", "submit-help", "list", "status"],
 )
 def test_light_commands_import_nothing_heavy(argv, tmp_path):
     code = f"""

@@ -74,7 +74,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case", "mode"), [*((case, "auto") for case in CASES), *(("the newest", mode) for mode in OTHERS)])
+@pytest.mark.parametrize(
+    ("case", "mode"), [*((case, "auto") for case in CASES), *(("the newest", mode) for mode in OTHERS)]
+)
 def test_the_same_words(trial, scheduler, capsys, case, mode):
     torn, flags, step = CASES[case]
     tear(trial, *torn)
@@ -92,7 +94,10 @@ def test_the_same_words(trial, scheduler, capsys, case, mode):
     with pytest.raises(NothingToResume) as error:
         begin(start(trial, "job-2"))
     words, _, advice = said["reason"].partition(f"{error.value}. ")
-    assert not words and ("Allowed: 9, 3." if flags else "recover.mode=auto starts trial sums/small from step 0") in advice
+    assert (
+        not words
+        and ("Allowed: 9, 3." if flags else "recover.mode=auto starts trial sums/small from step 0") in advice
+    )
 
 
 def test_from_an_older_generation_the_later_ones_are_kept_aside(trial, capsys):
@@ -112,9 +117,17 @@ def test_explain_says_what_it_did_not_read(trial, capsys, monkeypatch):
     monkeypatch.setattr(generation, "LIGHT_BYTES", 8)
     assert main(["recover", "small", "--explain"]) == 0
     said = capsys.readouterr().out
-    assert "not read     " in said and "state" in said and "hpc-rl checkpoint verify" in said and "--step 9" in said
+    assert (
+        "not read     " in said
+        and "state" in said
+        and "hpc-rl checkpoint verify" in said
+        and "--step 9" in said
+    )
     assert main(["recover", "small"]) == 0
-    assert "start      from generation 9, which was read and is sound; checked while it is loaded: " in capsys.readouterr().out
+    assert (
+        "start      from generation 9, which was read and is sound; checked while it is loaded: "
+        in capsys.readouterr().out
+    )
 
 
 def test_the_generation_asked_for_is_read_whole_where_that_is_quick(trial, capsys, monkeypatch):
@@ -133,7 +146,11 @@ def test_the_generation_asked_for_is_read_whole_where_that_is_quick(trial, capsy
 
 REFUSALS = {
     "past its total": (["total_train_steps=5"], 64, "ends at step 5, and generation 9 is past that"),
-    "past its epochs": (["total_train_steps=null"], 64, "total_train_epochs 1: trial sums/small ends at step 1, and"),
+    "past its epochs": (
+        ["total_train_steps=null"],
+        64,
+        "total_train_epochs 1: trial sums/small ends at step 1, and",
+    ),
     "being submitted": ([], 75, "is being submitted by process"),
     "more nodes than this machine": (["--n_nodes", "2"], 64, "n_nodes"),
     "a file that is not there": (["valid_dataset.path=/nowhere"], 64, "/nowhere"),
@@ -162,7 +179,9 @@ def test_explain_refuses_what_recover_refuses_in_the_same_words(trial, scheduler
     assert capsys.readouterr().err == f"hpc-rl: {said['reason']}\n"
 
 
-def test_other_rows_are_refused_before_anything_is_submitted_and_a_moved_file_is_not(trial, config, capsys, monkeypatch):
+def test_other_rows_are_refused_before_anything_is_submitted_and_a_moved_file_is_not(
+    trial, config, capsys, monkeypatch
+):
     rows = config.parent / "train.jsonl"
     moved = rows.rename(config.parent / "moved.jsonl")
     there = [f"train_dataset.path={moved}"]
@@ -173,7 +192,9 @@ def test_other_rows_are_refused_before_anything_is_submitted_and_a_moved_file_is
         assert main(["recover", "small", *there, *more]) == 64
         said = capsys.readouterr()
         assert f"{moved} had 1 rows when generation 9 was made, and has 2 rows now" in said.out + said.err
-    monkeypatch.setattr(rows_module, "IN_PASSING_BYTES", 10)  # too large to be read here: the start itself compares them
+    monkeypatch.setattr(
+        rows_module, "IN_PASSING_BYTES", 10
+    )  # too large to be read here: the start itself compares them
     assert main(["recover", "small", *there]) == 0
     with pytest.raises(ConfigError, match="had 1 rows when generation 9 was made, and has 2 rows now"):
         begin(dataclasses.replace(start(trial, "job-2"), data=load_rows(moved).fingerprint))
@@ -194,7 +215,10 @@ def test_a_batch_that_can_not_be_made_again_keeps_newer_generations_where_they_a
         place = log.append_group(GroupRecord(step, 0, 0, 0, 1, 1, 0.0), b"group")
         batches.seal(step, 0, {step: place}, [0], {})
     log.close()
-    broken = {"a seal": trial.batches / "00000005.seal", "a segment": trial.rollout / "segment-0000.ledger"}.get(damage)
+    broken = {
+        "a seal": trial.batches / "00000005.seal",
+        "a segment": trial.rollout / "segment-0000.ledger",
+    }.get(damage)
     code = 3 if broken else 0
     assert main(["recover", "small", "--from", "3"]) == 0
     if broken:
@@ -209,7 +233,10 @@ def test_a_batch_that_can_not_be_made_again_keeps_newer_generations_where_they_a
     for more in (["--explain"], []):
         assert main(["recover", "small", "--from", "3", *more]) == code
         said = capsys.readouterr()
-        assert f"can't go on from generation 3: {'batch 4' if damage == 'a segment' else broken}" in said.out + said.err
+        assert (
+            f"can't go on from generation 3: {'batch 4' if damage == 'a segment' else broken}"
+            in said.out + said.err
+        )
     if damage == "a segment":  # nothing that it had is needed
         assert main(["recover", "small", "--from", "9"]) == 0
 
@@ -250,10 +277,16 @@ def test_an_imported_generation_of_step_0_can_be_named(trial, capsys, make_gener
             12,
             r"can't go on from step 12: of the batch log batches 8 to 11 are there\. Import as a step from 10 to 11",
         ),
-        ((8, 9), 10, r"can't go on from step 10: .*Import into another trial, or set actor\.path of a new one"),
+        (
+            (8, 9),
+            10,
+            r"can't go on from step 10: .*Import into another trial, or set actor\.path of a new one",
+        ),
     ],
 )
-def test_an_import_that_no_start_could_go_on_from_is_refused(trial, tmp_path, capsys, make_seal, seals, step, words):
+def test_an_import_that_no_start_could_go_on_from_is_refused(
+    trial, tmp_path, capsys, make_seal, seals, step, words
+):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     for number in seals:
@@ -271,31 +304,52 @@ def test_starts_that_come_to_nothing_end_the_trial_for_good(trial, capsys):
         begin(begun)
         with begun.attempt.events.open("a") as file:
             file.write(json.dumps({"event": "stopping", "reason": "the job's time is nearly over"}) + "\n")
-            file.write(json.dumps({"event": "exited", "role": "trainer", "incarnation": 0, "code": 75}) + "\n")
+            file.write(
+                json.dumps({"event": "exited", "role": "trainer", "incarnation": 0, "code": 75}) + "\n"
+            )
         write_json(begun.attempt.ended, {"exit_code": 75, "reason": "the job's time is nearly over"})
     last = dataclasses.replace(start(trial, "job-2"), attempt=trial.attempt("job-2.3"))
     with pytest.raises(
-        GivenUp, match=r"3 starts in a row without a new generation; recover\.retries allows 2: .*job-2\.2 ran into"
+        GivenUp,
+        match=r"3 starts in a row without a new generation; recover\.retries allows 2: .*job-2\.2 ran into",
     ):
         begin(last)
 
 
 def test_of_two_recovers_at_once_one_wins_and_the_other_says_busy(trial, tmp_path):
     """Real processes and a real local runner, whose job lasts until both have spoken: its Python is a script that waits."""
-    env = {"XDG_STATE_HOME": str(tmp_path / "state"), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[3])}
+    env = {
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+    }
     write_json(trial.job("job-1"), {**read_json(trial.job("job-1")), "scheduler": "local"})
-    trial.job("job-1").with_suffix(".state").write_text('{"event": "started"}\n{"event": "ended", "code": 75}\n')
+    trial.job("job-1").with_suffix(".state").write_text(
+        '{"event": "started"}\n{"event": "ended", "code": 75}\n'
+    )
     spoken, waits = tmp_path / "spoken", tmp_path / "waits"
-    waits.write_text(f"#!/bin/bash\nwhile [[ ! -e {shlex.quote(str(spoken))} ]]; do sleep 0.1; done\nexit 1\n")
+    waits.write_text(
+        f"#!/bin/bash\nwhile [[ ! -e {shlex.quote(str(spoken))} ]]; do sleep 0.1; done\nexit 1\n"
+    )
     waits.chmod(0o755)
-    command = [sys.executable, "-m", "hpc_rl.cli", "recover", str(trial.dir), "--no_check", f"launcher.python={waits}"]
+    command = [
+        sys.executable,
+        "-m",
+        "hpc_rl.cli",
+        "recover",
+        str(trial.dir),
+        "--no_check",
+        f"launcher.python={waits}",
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     both = [subprocess.Popen(command, env=env, cwd=tmp_path, **pipes) for _ in range(2)]
     said = [process.communicate(timeout=50) for process in both]
     spoken.touch()
     assert sorted(process.returncode for process in both) == [0, 75], said
     busy = next(err for process, (_, err) in zip(both, said, strict=True) if process.returncode == 75)
-    assert "being submitted by process" in busy or "is running as job" in busy or "is pending as job" in busy, busy
+    assert (
+        "being submitted by process" in busy or "is running as job" in busy or "is pending as job" in busy
+    ), busy
     [job] = trial.jobs.glob("local-*.json")
     deadline = time.monotonic() + 40
     while record.read(trial, job.stem)[-1]["event"] != "ended":
@@ -304,7 +358,9 @@ def test_of_two_recovers_at_once_one_wins_and_the_other_says_busy(trial, tmp_pat
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "{}"])
-def test_without_its_configuration_a_trial_is_compared_with_that_of_its_generation(trial, scheduler, capsys, content):
+def test_without_its_configuration_a_trial_is_compared_with_that_of_its_generation(
+    trial, scheduler, capsys, content
+):
     """Accepted unseen, such options train another trial on this one's batches."""
     trial.config_json.unlink()
     if content is not None:

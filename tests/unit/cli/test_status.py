@@ -100,7 +100,9 @@ def test_a_job_that_died_without_a_word_can_be_recovered(trial, scheduler, capsy
 def test_starts_that_led_nowhere_are_shown_with_what_ended_each(fake_trial, scheduler, capsys):
     """A job that was requeued again and again: what the loop guard counts, and its evidence."""
     fake_trial.run_to(3)
-    fake_trial.event("7.0", "exited", role="trainer", index=0, incarnation=0, code=70, reason="boom", failure=True)
+    fake_trial.event(
+        "7.0", "exited", role="trainer", index=0, incarnation=0, code=70, reason="boom", failure=True
+    )
     fake_trial.ended("7.0", 75)
     fake_trial.started("7.1", "trainer", at=50)
     fake_trial.lineage(1, 0, "7.1")
@@ -123,25 +125,41 @@ def test_starts_that_led_nowhere_are_shown_with_what_ended_each(fake_trial, sche
 
 def test_an_exception_of_two_lines_takes_one(fake_trial, scheduler, capsys):
     fake_trial.run_to(3)
-    fake_trial.event("7.0", "exited", role="trainer", index=0, incarnation=0, code=70, reason="boom\nbang", failure=True)
+    fake_trial.event(
+        "7.0", "exited", role="trainer", index=0, incarnation=0, code=70, reason="boom\nbang", failure=True
+    )
     fake_trial.ended("7.0", 70, "trainer: boom\nbang")
     index.record(fake_trial.trial)
     main(["status", "t1"])
     out = capsys.readouterr().out
-    assert "  trainer 0 of attempt 7.0 failed (boom bang)\n" in out and "trainer: boom bang\n" in out and "\nbang" not in out
+    assert (
+        "  trainer 0 of attempt 7.0 failed (boom bang)\n" in out
+        and "trainer: boom bang\n" in out
+        and "\nbang" not in out
+    )
 
 
-def test_a_trial_that_goes_on_from_an_imported_generation_0_is_not_called_fresh(fake_trial, scheduler, capsys):
+def test_a_trial_that_goes_on_from_an_imported_generation_0_is_not_called_fresh(
+    fake_trial, scheduler, capsys
+):
     fake_trial.run_to(0)
     record = fake_trial.trial.lineages / "0000.json"
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"from_lineage": -1, "reason": "loading generation 0"}))
+    record.write_text(
+        json.dumps(json.loads(record.read_text()) | {"from_lineage": -1, "reason": "loading generation 0"})
+    )
     index.record(fake_trial.trial)
     main(["status", "t1"])
     out = capsys.readouterr().out
-    assert "from generation 0" in out and "lineage 0 from generation 0: loading generation 0" in out and "fresh" not in out
+    assert (
+        "from generation 0" in out
+        and "lineage 0 from generation 0: loading generation 0" in out
+        and "fresh" not in out
+    )
 
 
-def test_a_place_of_generations_that_is_no_folder_does_not_keep_status_from_the_rest(fake_trial, scheduler, capsys):
+def test_a_place_of_generations_that_is_no_folder_does_not_keep_status_from_the_rest(
+    fake_trial, scheduler, capsys
+):
     fake_trial.run_to(3)
     fake_trial.trial.recover.rmdir()
     fake_trial.trial.recover.write_text("")
@@ -164,7 +182,11 @@ def test_list_shows_every_trial_newest_first(trial, make_fake_trial, tmp_path, c
     index.record(other)
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines] == [["trial", "state"], ["exp/t2", "rendered"], ["exp/t1", "running"]]
+    assert [line.split()[:2] for line in lines] == [
+        ["trial", "state"],
+        ["exp/t2", "rendered"],
+        ["exp/t1", "running"],
+    ]
     assert "80/100" in lines[2]
     shutil.rmtree(other.dir)
     main(["list", "--json"])
@@ -174,7 +196,9 @@ def test_list_shows_every_trial_newest_first(trial, make_fake_trial, tmp_path, c
     assert len(index.entries()) == 1
 
 
-def test_list_asks_once_for_all_and_never_calls_a_new_job_unknown(make_fake_trial, tmp_path, scheduler, capsys):
+def test_list_asks_once_for_all_and_never_calls_a_new_job_unknown(
+    make_fake_trial, tmp_path, scheduler, capsys
+):
     for number in range(3):
         fake = make_fake_trial(tmp_path / "runs", "exp", f"t{number}")
         fake.job(str(number), at=time.time() - 1_790_000_000.0)

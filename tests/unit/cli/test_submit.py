@@ -60,7 +60,9 @@ def test_a_dry_run_writes_and_submits_nothing(config, scheduler, tmp_path, capsy
     assert "trainer-0: 1 process on node 0" in out
     assert not scheduler.calls
     assert not (tmp_path / "runs").exists()
-    assert main(["render", "--config", str(config), "recover.mode=resume"]) == 0  # what it starts from may be imported yet
+    assert (
+        main(["render", "--config", str(config), "recover.mode=resume"]) == 0
+    )  # what it starts from may be imported yet
 
 
 def test_render_writes_scripts_and_submits_nothing(config, scheduler, tmp_path, capsys):
@@ -100,7 +102,9 @@ def test_a_scheduler_that_refuses_leaves_nothing(config, scheduler, tmp_path, ca
     assert index.entries() == []
 
 
-def test_nodes_that_failed_the_trial_are_avoided_where_enough_others_are_left(config, scheduler, monkeypatch, capsys):
+def test_nodes_that_failed_the_trial_are_avoided_where_enough_others_are_left(
+    config, scheduler, monkeypatch, capsys
+):
     nodes = [Node("main", name, 64, 256_000, is_default=True) for name in ("n1", "n2")]
     monkeypatch.setattr(submitting, "SlurmScheduler", lambda: SimpleNamespace(nodes=lambda: nodes))
     scheduler.name = "slurm"
@@ -141,7 +145,11 @@ def test_recover_submits_the_stored_configuration_as_a_resume(stopped, capsys):
     assert "job-2" in capsys.readouterr().out
     assert read_json(stopped.job("job-2"))["start_mode"] == "resume"
     stored = read_json(stopped.config_json)
-    assert (stored["total_train_steps"], stored["recover"]["mode"], stored["trial_name"]) == (30, "auto", "small")
+    assert (stored["total_train_steps"], stored["recover"]["mode"], stored["trial_name"]) == (
+        30,
+        "auto",
+        "small",
+    )
 
 
 def test_recover_refuses_what_the_state_can_not_take_and_changes_nothing(stopped, scheduler, capsys):
@@ -185,7 +193,10 @@ def test_a_trial_that_never_trained_can_be_corrected(stopped, config, scheduler,
     ledger.write_bytes(b"groups of the old seed")
     stopped.current_weights.write_text("{}")
     assert main(["recover", "small"]) == 3
-    assert "`hpc-rl submit` with recover.mode=auto starts trial sums/small from step 0" in capsys.readouterr().err
+    assert (
+        "`hpc-rl submit` with recover.mode=auto starts trial sums/small from step 0"
+        in capsys.readouterr().err
+    )
     scheduler.refuses = "no"
     assert submitted(config, "seed=7") == 69
     scheduler.refuses = ""
@@ -195,7 +206,10 @@ def test_a_trial_that_never_trained_can_be_corrected(stopped, config, scheduler,
     scheduler.answers["job-2"] = State.CANCELLED
     capsys.readouterr()
     assert submitted(config, "seed=7", "actor.eps_clip=0.3") == 0
-    assert "dropped    segment-0000.ledger, current.json: of other options or rows, in no batch" in capsys.readouterr().out
+    assert (
+        "dropped    segment-0000.ledger, current.json: of other options or rows, in no batch"
+        in capsys.readouterr().out
+    )
     assert not ledger.exists() and not stopped.current_weights.exists()
     scheduler.answers["job-3"] = State.CANCELLED
     ledger.write_bytes(b"groups of a batch")
@@ -229,7 +243,10 @@ def test_what_never_trained_can_be_submitted_with_corrected_rows(stopped, config
 
 @pytest.mark.parametrize(
     ("options", "code", "words"),
-    [(["total_train_steps=3"], 64, "ends at step 3"), (["recover.mode=fault"], 75, "has state already, and recover.mode=fault")],
+    [
+        (["total_train_steps=3"], 64, "ends at step 3"),
+        (["recover.mode=fault"], 75, "has state already, and recover.mode=fault"),
+    ],
 )
 def test_render_refuses_what_a_submission_of_it_would_come_to(stopped, config, capsys, options, code, words):
     before = stopped.config_json.read_bytes()
@@ -340,5 +357,8 @@ def test_render_checks_first_and_writes_nothing_that_can_not_run(config, schedul
     assert [check["state"] for check in checks if check["name"] == "local.sh: bash -n"] == ["refused"]
     template.write_text("".join(good))
     assert main([*arguments, "--check"]) == 0
-    assert "check      local.sh: bash -n" in capsys.readouterr().out and (tmp_path / "out" / "scripts" / "local.sh").exists()
+    assert (
+        "check      local.sh: bash -n" in capsys.readouterr().out
+        and (tmp_path / "out" / "scripts" / "local.sh").exists()
+    )
     assert scheduler.calls == []

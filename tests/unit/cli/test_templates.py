@@ -31,7 +31,10 @@ def test_list_names_templates_blocks_profiles_and_hooks(site, capsys):
     assert {"site", "resources", "environment", "teardown"} <= set(rows[TRIAL]["blocks"])
     assert rows[TRIAL]["overrides"] == [{"path": str(site / "etc" / TRIAL), "blocks": ["site"]}]
     assert found["hooks"]["pre_node"] == [str(site / "etc" / "hooks.d" / "pre_node")]
-    assert found["profiles"]["ours"] == str(site / "etc" / "cluster" / "ours.yaml") and "whole-nodes" in found["profiles"]
+    assert (
+        found["profiles"]["ours"] == str(site / "etc" / "cluster" / "ours.yaml")
+        and "whole-nodes" in found["profiles"]
+    )
     assert main(["templates", "list"]) == 0
     said = capsys.readouterr().out
     assert f"site by {site / 'etc' / TRIAL}" in said and "--cluster ours" in said
@@ -55,7 +58,10 @@ def test_eject_edit_diff_check(site, capsys):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{% extends "below/sbatch/trial.sbatch.j2" %}{% block sight %}x{% endblock %}', "has no block 'sight'"),
+        (
+            '{% extends "below/sbatch/trial.sbatch.j2" %}{% block sight %}x{% endblock %}',
+            "has no block 'sight'",
+        ),
         ('{% extends "below/sbatch/trial.sbatch.j2" %}{% block site %}\nif\n{% endblock %}', "bash -n: "),
         ("#!/bin/bash\ntrue\n", "replaces the whole file"),
         (
@@ -89,6 +95,9 @@ def test_a_file_that_nothing_reads_is_told(site, capsys):
 
 def test_unknown_names_are_refused(site, capsys):
     assert main(["templates", "eject", "trail"]) == 64 and "sbatch/trial.sbatch.j2" in capsys.readouterr().err
-    assert main(["templates", "eject", "trial", "--block", "sight"]) == 64 and "has no block 'sight'" in capsys.readouterr().err
+    assert (
+        main(["templates", "eject", "trial", "--block", "sight"]) == 64
+        and "has no block 'sight'" in capsys.readouterr().err
+    )
     assert main(["templates", "eject", "trial", "--to", "-"]) == 0
     assert capsys.readouterr().out.startswith('{% extends "below/sbatch/trial.sbatch.j2" %}\n')

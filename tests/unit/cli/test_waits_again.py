@@ -56,7 +56,9 @@ def test_cancel_takes_it_out_of_the_queue(trial, scheduler, fake_trial, capsys):
     assert "job 7 of exp/t1 waited to be started; it is taken out of the queue" in capsys.readouterr().out
 
 
-def test_a_job_of_another_cluster_hides_none_from_a_cancel_and_starts_no_second(trial, scheduler, fake_trial, monkeypatch):
+def test_a_job_of_another_cluster_hides_none_from_a_cancel_and_starts_no_second(
+    trial, scheduler, fake_trial, monkeypatch
+):
     monkeypatch.setattr(asking, "cluster_name", lambda: "beta")
     fake_trial.job("6", at=-500, cluster="alpha")  # it may wait there: its id says nothing here
     fake_trial.job("8", at=500, cluster="beta")
@@ -68,7 +70,9 @@ def test_a_job_of_another_cluster_hides_none_from_a_cancel_and_starts_no_second(
     assert trial.cancel_intent("6").exists() and trial.cancel_intent("8").exists()
 
 
-def test_while_slurm_cleans_up_it_is_not_over_and_cancel_does_not_talk_to_a_script_that_is_gone(trial, scheduler):
+def test_while_slurm_cleans_up_it_is_not_over_and_cancel_does_not_talk_to_a_script_that_is_gone(
+    trial, scheduler
+):
     story = tell(trial, JobState("7", State.RUNNING, "COMPLETING"), asked_at=time.time())
     assert not story.over and "only the scheduler knows whether it starts the job again" in story.reason
     scheduler.answers["7"] = State.RUNNING
@@ -84,7 +88,9 @@ def test_once_slurm_calls_it_dead_it_is_over(trial, dead):
 
 def test_without_the_schedulers_word_the_doubt_is_told(trial):
     story = tell(trial)
-    assert story.state == "stopped" and story.reason.endswith("only the scheduler knows whether it starts the job again")
+    assert story.state == "stopped" and story.reason.endswith(
+        "only the scheduler knows whether it starts the job again"
+    )
 
 
 def test_a_wish_to_cancel_leaves_no_doubt(trial, fake_trial, scheduler):

@@ -42,7 +42,10 @@ def refused(path: Path) -> set[str]:
 
 def without(tree: dict, names: set[str], prefix: str = "") -> dict:
     kept = {key: value for key, value in tree.items() if prefix + key not in names}
-    return {key: without(value, names, f"{prefix}{key}.") if isinstance(value, dict) else value for key, value in kept.items()}
+    return {
+        key: without(value, names, f"{prefix}{key}.") if isinstance(value, dict) else value
+        for key, value in kept.items()
+    }
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -61,7 +64,10 @@ def test_the_rest_loads_and_plans_unmodified(name, tmp_path):
     plan = make_plan(config, loaded.explicit, interpreter="python", scheduler="slurm")
     if name == "gsm8k_grpo_megatron":
         assert (plan.allocation, plan.units[-1].num_tasks) == ("sglang:d4+megatron:d2p2", 4)
-        with pytest.raises(NotBuilt, match=r"actor\.backend megatron, ref\.backend megatron: the megatron backend is not built"):
+        with pytest.raises(
+            NotBuilt,
+            match=r"actor\.backend megatron, ref\.backend megatron: the megatron backend is not built",
+        ):
             submit(loaded, plan, command=[])
         return
     assert not plan.not_built

@@ -25,7 +25,8 @@ def test_help_lists_options_with_types_and_defaults():
     add_config_arguments(parser)
     text = " ".join(parser.format_help().split())
     assert (
-        "--n_nodes VALUE, --cluster.n_nodes VALUE Number of nodes. (an integer, at least 1 and at most 10000; default: 1)" in text
+        "--n_nodes VALUE, --cluster.n_nodes VALUE Number of nodes. (an integer, at least 1 and at most 10000; default: 1)"
+        in text
     )
     assert "--model.optimizer.lr VALUE" in text
     assert "--actor.optimizer.min_lr_ratio VALUE Share of the peak rate at which the schedule ends." in text

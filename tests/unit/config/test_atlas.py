@@ -59,8 +59,26 @@ def test_names_mean_what_they_say(given, option, value, tmp_path):
 
 
 def test_the_model_of_each_trainer():
-    grpo = load([], ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "trainer=grpo", "model_name_or_path=/m"])
-    sft = load([], ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "trainer=sft", "model_name_or_path=/m"])
+    grpo = load(
+        [],
+        [
+            "experiment_name=e",
+            "trial_name=t",
+            "train_dataset.path=/d",
+            "trainer=grpo",
+            "model_name_or_path=/m",
+        ],
+    )
+    sft = load(
+        [],
+        [
+            "experiment_name=e",
+            "trial_name=t",
+            "train_dataset.path=/d",
+            "trainer=sft",
+            "model_name_or_path=/m",
+        ],
+    )
     assert (grpo.config.actor.path, sft.config.model.path) == ("/m", "/m")
 
 
@@ -81,7 +99,11 @@ def test_the_model_of_each_trainer():
 def test_what_has_no_effect_says_so(given):
     loaded = load([], [*BASE, given])
     assert loaded.config == load([], BASE).config
-    assert [note for note in loaded.notes if note.startswith(given.partition("=")[0]) and "has no effect here" in note]
+    assert [
+        note
+        for note in loaded.notes
+        if note.startswith(given.partition("=")[0]) and "has no effect here" in note
+    ]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +121,9 @@ def test_one_thing_given_twice_with_different_values(given):
 
 def test_one_thing_given_twice_with_one_value():
     assert load([], [*BASE, "num_generations=8", "gconfig.n_samples=8"]).config.gconfig.n_samples == 8
-    assert load([], [*BASE, "num_generations=8", "num_generations=4"]).config.gconfig.n_samples == 4  # the last one wins
+    assert (
+        load([], [*BASE, "num_generations=8", "num_generations=4"]).config.gconfig.n_samples == 4
+    )  # the last one wins
 
 
 def test_one_thing_given_twice_in_a_file(tmp_path):
@@ -107,13 +131,15 @@ def test_one_thing_given_twice_in_a_file(tmp_path):
     assert load([tmp_path / "a.yaml"], BASE).config.gconfig.n_samples == 8
     (tmp_path / "b.yaml").write_text("num_generations: 8\ngconfig: {n_samples: 4}\n")
     with pytest.raises(
-        ConfigError, match=r"num_generations \(.*b.yaml:1 .*\) 8 and gconfig.n_samples \(.*b.yaml:2\) 4 are the same"
+        ConfigError,
+        match=r"num_generations \(.*b.yaml:1 .*\) 8 and gconfig.n_samples \(.*b.yaml:2\) 4 are the same",
     ):
         load([tmp_path / "b.yaml"], BASE)
 
 
 @pytest.mark.parametrize(
-    ("line", "override"), [("gconfig: {n_samples: 8}", "num_generations=4"), ("num_generations: 8", "gconfig.n_samples=4")]
+    ("line", "override"),
+    [("gconfig: {n_samples: 8}", "num_generations=4"), ("num_generations: 8", "gconfig.n_samples=4")],
 )
 def test_an_argument_lies_over_a_file_by_either_name(tmp_path, line, override):
     (tmp_path / "a.yaml").write_text(line + "\n")
@@ -133,18 +159,33 @@ def test_a_file_in_these_names_alone_is_a_grpo_trial(tmp_path):
 
 
 def test_beta_is_the_only_kl_term_unless_both_are_said(tmp_path):
-    words = ["experiment_name=e", "trial_name=t", "actor.path=/m", "ref.path=/m", "train_dataset.path=/d", "beta=0.04"]
+    words = [
+        "experiment_name=e",
+        "trial_name=t",
+        "actor.path=/m",
+        "ref.path=/m",
+        "train_dataset.path=/d",
+        "beta=0.04",
+    ]
     words += ["actor.ppo_n_minibatches=1"]
     loaded = check(load([], words), files=False)
-    assert loaded.config.actor.kl_ctl == 0 and any("actor.beta is the KL term" in note for note in loaded.notes)
+    assert loaded.config.actor.kl_ctl == 0 and any(
+        "actor.beta is the KL term" in note for note in loaded.notes
+    )
     loaded = check(load([], [*words, "actor.kl_ctl=0.1"]), files=False)
-    assert loaded.config.actor.kl_ctl == 0.1 and any("the KL term counts twice" in note for note in loaded.notes)
+    assert loaded.config.actor.kl_ctl == 0.1 and any(
+        "the KL term counts twice" in note for note in loaded.notes
+    )
 
 
 def test_wrong_values_name_the_alias():
-    with pytest.raises(ConfigError, match=r"gconfig.n_samples \(command line: num_generations \(num_generations\)\): 0"):
+    with pytest.raises(
+        ConfigError, match=r"gconfig.n_samples \(command line: num_generations \(num_generations\)\): 0"
+    ):
         load([], [*BASE, "num_generations=0"])
-    with pytest.raises(ConfigError, match=r"greater_is_better .*: yes can't be used: it must be true or false"):
+    with pytest.raises(
+        ConfigError, match=r"greater_is_better .*: yes can't be used: it must be true or false"
+    ):
         load([], [*BASE, "greater_is_better=yes"])
     with pytest.raises(ConfigError, match="clearml is not known; allowed: wandb"):
         load([], [*BASE, "report_to=[clearml]"])
@@ -154,12 +195,26 @@ def test_the_preset_lies_below_files(tmp_path):
     (tmp_path / "a.yaml").write_text("gconfig: {n_samples: 16}\n")
     loaded = load([tmp_path / "a.yaml"], [*BASE, "learning_rate=5e-6"], presets=["atlas"])
     config = loaded.config
-    assert (config.gconfig.n_samples, config.gconfig.max_new_tokens, config.gconfig.temperature) == (16, 256, 0.9)
-    assert (config.actor.optimizer.lr, config.actor.optimizer.weight_decay, config.total_train_epochs) == (5e-6, 0, 3)
+    assert (config.gconfig.n_samples, config.gconfig.max_new_tokens, config.gconfig.temperature) == (
+        16,
+        256,
+        0.9,
+    )
+    assert (config.actor.optimizer.lr, config.actor.optimizer.weight_decay, config.total_train_epochs) == (
+        5e-6,
+        0,
+        3,
+    )
     assert loaded.origins["gconfig.temperature"] == "preset atlas"
 
 
 def test_sft_has_no_generation():
-    words = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "model.path=/m", "num_generations=8"]
+    words = [
+        "experiment_name=e",
+        "trial_name=t",
+        "train_dataset.path=/d",
+        "model.path=/m",
+        "num_generations=8",
+    ]
     with pytest.raises(ConfigError, match=r"stands for gconfig.n_samples, which this trainer does not have"):
         load([], words)

@@ -10,12 +10,23 @@ from hpc_rl.config.load import load
 from hpc_rl.config.root import CONFIGS
 from hpc_rl.errors import ConfigError
 
-GIVEN = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "train_dataset.batch_size=8", "actor.path=/m"]
+GIVEN = [
+    "experiment_name=e",
+    "trial_name=t",
+    "train_dataset.path=/d.jsonl",
+    "train_dataset.batch_size=8",
+    "actor.path=/m",
+]
 ALL = {name: hint for cls in CONFIGS.values() for name, hint in options(cls).items()}
 
 
 def between(*overrides: str, before: tuple[str, ...] = ()) -> list[str]:
-    return [str(change) for change in changes(load([], [*GIVEN, *before]).config, load([], [*GIVEN, *before, *overrides]).config)]
+    return [
+        str(change)
+        for change in changes(
+            load([], [*GIVEN, *before]).config, load([], [*GIVEN, *before, *overrides]).config
+        )
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name, hint in ALL.items() if not section_of(hint)])

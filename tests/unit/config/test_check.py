@@ -42,11 +42,24 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["experiment_name=a/b"], "experiment_name 'a/b' can't be used"),
         (["trial_name=.."], "trial_name '..' can't be used"),
         (["train_dataset.type=sft"], "train_dataset.type sft: a grpo trial needs rows of type rl"),
-        (["actor.attn_impl=flash_attention_2"], "actor.attn_impl flash_attention_2 can't be used without GPUs"),
+        (
+            ["actor.attn_impl=flash_attention_2"],
+            "actor.attn_impl flash_attention_2 can't be used without GPUs",
+        ),
         (["cluster.n_gpus_per_node=8", "actor.attn_impl=magic"], "allowed: eager, sdpa, flash_attention_2"),
         (["actor.optimizer.hysteresis=3"], "actor.optimizer.hysteresis has no effect with dtype float32"),
-        (["actor.dtype=float16", "actor.optimizer.initial_loss_scale=2", "actor.optimizer.min_loss_scale=4"], "is above"),
-        (["actor.optimizer.type=empty"], "actor.optimizer.type empty: nothing would be trained; use type adam"),
+        (
+            [
+                "actor.dtype=float16",
+                "actor.optimizer.initial_loss_scale=2",
+                "actor.optimizer.min_loss_scale=4",
+            ],
+            "is above",
+        ),
+        (
+            ["actor.optimizer.type=empty"],
+            "actor.optimizer.type empty: nothing would be trained; use type adam",
+        ),
         (["actor.optimizer.offload=true"], "actor.optimizer.offload has no effect without GPUs"),
         (
             ["sglang.schedule_policy=lmp"],
@@ -57,8 +70,14 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["sglang.chunked_prefill_size=-77"], "allowed: an integer, at least -1"),
         (["actor.experiment_name=other"], "actor.experiment_name other must equal experiment_name toy"),
         (["ref.path=/m", "ref.trial_name=other"], "ref.trial_name other must equal trial_name t1"),
-        (["actor.ds_auto_tp.autotp_size=2"], "the DeepSpeed backend and tensor parallelism are not built; use 1"),
-        (["actor.fsdp.offload_params=true"], "actor.fsdp.offload_params is not built; use actor.optimizer.offload"),
+        (
+            ["actor.ds_auto_tp.autotp_size=2"],
+            "the DeepSpeed backend and tensor parallelism are not built; use 1",
+        ),
+        (
+            ["actor.fsdp.offload_params=true"],
+            "actor.fsdp.offload_params is not built; use actor.optimizer.offload",
+        ),
         (["actor.pad_to_maximum=true"], "has no effect without actor.mb_spec.max_tokens_per_mb"),
         (["actor.is_critic=true"], "a critic is not built; leave it out"),
         (["actor.mb_spec.granularity=2"], "only a reward model has sequences that belong together"),
@@ -67,7 +86,10 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["gconfig.n_samples=1", "actor.adv_norm.mean_level=group"], "use at least 2"),
         (["actor.ppo_n_minibatches=5"], "32 rows; the nearest that does is 4"),
         (["actor.eps_clip=1.5"], r"allowed: a number, above 0 and below 1"),
-        (["actor.use_decoupled_loss=true", "actor.recompute_logprob=false"], "actor.recompute_logprob is false"),
+        (
+            ["actor.use_decoupled_loss=true", "actor.recompute_logprob=false"],
+            "actor.recompute_logprob is false",
+        ),
         (["actor.behav_imp_weight_cap=2"], "has no effect without actor.use_decoupled_loss"),
         (["gconfig.greedy=true"], "gconfig.greedy: all 4 samples"),
         (["gconfig.temperature=0"], "gconfig.temperature 0: all 4 samples"),
@@ -81,23 +103,48 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["rollout.workflow=my.module"], "package.module:name"),
         (["actor.optimizer.min_lr_ratio=0.1"], "has no effect with lr_scheduler_type constant"),
         (["actor.optimizer=null"], "actor.optimizer null: nothing would be trained"),
-        (["actor.max_new_tokens=32"], "actor.max_new_tokens 32 must equal gconfig.max_new_tokens 16; leave it out"),
-        (["actor.overlong_reward_penalty=true"], "needs actor.overlong_tokens and actor.overlong_penalty_factor"),
         (
-            ["actor.overlong_reward_penalty=true", "actor.overlong_tokens=17", "actor.overlong_penalty_factor=1"],
+            ["actor.max_new_tokens=32"],
+            "actor.max_new_tokens 32 must equal gconfig.max_new_tokens 16; leave it out",
+        ),
+        (
+            ["actor.overlong_reward_penalty=true"],
+            "needs actor.overlong_tokens and actor.overlong_penalty_factor",
+        ),
+        (
+            [
+                "actor.overlong_reward_penalty=true",
+                "actor.overlong_tokens=17",
+                "actor.overlong_penalty_factor=1",
+            ],
             "actor.overlong_tokens 17 is above gconfig.max_new_tokens 16",
         ),
         (["actor.adv_norm.group_size=1"], "actor.adv_norm.group_size 1 must equal gconfig.n_samples 4"),
-        (["actor.adv_norm.mean_level=null", "actor.adv_norm.mean_leave1out=true"], "mean_leave1out has no effect"),
-        (["actor.log_agent_stats=true"], "actor.log_agent_stats has no effect without actor.log_agent_stats_keys"),
-        (["actor.log_agent_stats_keys=[a]"], "actor.log_agent_stats_keys has no effect without actor.log_agent_stats"),
+        (
+            ["actor.adv_norm.mean_level=null", "actor.adv_norm.mean_leave1out=true"],
+            "mean_leave1out has no effect",
+        ),
+        (
+            ["actor.log_agent_stats=true"],
+            "actor.log_agent_stats has no effect without actor.log_agent_stats_keys",
+        ),
+        (
+            ["actor.log_agent_stats_keys=[a]"],
+            "actor.log_agent_stats_keys has no effect without actor.log_agent_stats",
+        ),
         (["actor.compat=areal", "actor.loss_aggregation=sequence_mean"], "is not AReaL's"),
-        (["gconfig.n_samples=1", "train_dataset.batch_size=4", "actor.dynamic_sampling=true"], "would drop every group of one"),
+        (
+            ["gconfig.n_samples=1", "train_dataset.batch_size=4", "actor.dynamic_sampling=true"],
+            "would drop every group of one",
+        ),
         (["actor.kl_ctl=0.1"], "actor.kl_ctl 0.1 needs a reference model: add a section ref"),
         (["actor.beta=0.04"], "actor.beta 0.04 needs a reference model"),
         (["ref.path=/m", "ref.mb_spec.max_tokens_per_mb=16"], "ref.mb_spec.max_tokens_per_mb 16 can't hold"),
         (["ref.path=/m", "ref.optimizer.lr=1"], "ref.optimizer.lr: the reference model is not trained"),
-        (["ref.path=/m", "ref.attn_impl=flash_attention_2"], "ref.attn_impl flash_attention_2 can't be used without GPUs"),
+        (
+            ["ref.path=/m", "ref.attn_impl=flash_attention_2"],
+            "ref.attn_impl flash_attention_2 can't be used without GPUs",
+        ),
         (["evaluator.freq_steps=1"], "evaluator.freq_steps has no effect without valid_dataset"),
         (["launcher.slurm.extra_args=[licenses]"], "is no sbatch option"),
         (["launcher.slurm.extra_args=[--nodes=3]"], "set cluster.n_nodes"),
@@ -128,9 +175,19 @@ LIMIT = "actor.mb_spec.max_tokens_per_mb=100"
         ([LIMIT, "ref.path=/m", "ref.mb_spec.max_tokens_per_mb=80"], GRPO, "gconfig.max_tokens", 80),
         ([LIMIT, "train_dataset.max_length=84"], GRPO, "gconfig.max_tokens", 65536),  # nothing is longer
         ([LIMIT, "train_dataset.max_length=85"], GRPO, "gconfig.max_tokens", 100),
-        ([LIMIT, "gconfig.max_tokens=101"], GRPO, "refused", "gconfig.max_tokens 101: actor.mb_spec.max_tokens_per_mb holds"),
+        (
+            [LIMIT, "gconfig.max_tokens=101"],
+            GRPO,
+            "refused",
+            "gconfig.max_tokens 101: actor.mb_spec.max_tokens_per_mb holds",
+        ),
         (["model.mb_spec.max_tokens_per_mb=100"], SFT, "train_dataset.max_length", 100),
-        (["model.mb_spec.max_tokens_per_mb=100", "trainer=rw"], SFT, "train_dataset.max_length", 50),  # a pair stays together
+        (
+            ["model.mb_spec.max_tokens_per_mb=100", "trainer=rw"],
+            SFT,
+            "train_dataset.max_length",
+            50,
+        ),  # a pair stays together
         (
             ["model.mb_spec.max_tokens_per_mb=9", "valid_dataset={path: /v, max_length: 10}"],
             SFT,
@@ -147,7 +204,9 @@ def test_no_sequence_is_longer_than_a_micro_batch(overrides, base, option, value
         return
     loaded = checked(*overrides, base=base)
     assert value_of(loaded.config, option) == value
-    assert value == 65536 or any(note.startswith(f"{option} is {value} instead of the default") for note in loaded.notes)
+    assert value == 65536 or any(
+        note.startswith(f"{option} is {value} instead of the default") for note in loaded.notes
+    )
 
 
 def test_what_has_no_effect_in_a_norm_is_told():
@@ -160,14 +219,18 @@ def test_the_ends_of_a_trial():
     assert checked("total_train_steps=9").config.total_train_epochs is None
     both = checked("total_train_steps=9", "total_train_epochs=2")
     assert both.config.total_train_epochs == 2
-    assert any("ends at the earliest of total_train_steps 9, total_train_epochs 2" in note for note in both.notes)
+    assert any(
+        "ends at the earliest of total_train_steps 9, total_train_epochs 2" in note for note in both.notes
+    )
     with pytest.raises(ConfigError, match="nothing would end the trial"):
         checked("total_train_epochs=null")
 
 
 def test_a_refusal_says_where_its_options_were_written(tmp_path):
     (tmp_path / "a.yaml").write_text("gconfig:\n  max_new_tokens: 8\n  min_new_tokens: 9\n")
-    with pytest.raises(ConfigError, match=r"min_new_tokens 9 is above .*max_new_tokens 8\. \(.*a\.yaml:3, .*a\.yaml:2\)$"):
+    with pytest.raises(
+        ConfigError, match=r"min_new_tokens 9 is above .*max_new_tokens 8\. \(.*a\.yaml:3, .*a\.yaml:2\)$"
+    ):
         check(load([tmp_path / "a.yaml"], [one for one in GRPO if "new_tokens" not in one]), files=False)
 
 
@@ -200,13 +263,18 @@ def test_what_is_fine_passes():
     assert checked(base=SFT).config.trainer == "sft"
 
 
-SUBMITIT, JOBS, HETJOB = (f"launcher.slurm.{what}" for what in ("backend=submitit", "layout=jobs", "layout=hetjob"))
+SUBMITIT, JOBS, HETJOB = (
+    f"launcher.slurm.{what}" for what in ("backend=submitit", "layout=jobs", "layout=hetjob")
+)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([SUBMITIT, HETJOB], "backend submitit can't be used with layout hetjob: submitit submits single jobs"),
+        (
+            [SUBMITIT, HETJOB],
+            "backend submitit can't be used with layout hetjob: submitit submits single jobs",
+        ),
         ([SUBMITIT, JOBS], "backend submitit can't be used with layout jobs"),
         ([SUBMITIT, "launcher.slurm.continue_by=successor"], "use backend sbatch, or continue_by requeue"),
         ([JOBS, "launcher.type=local"], "layout jobs needs Slurm, but launcher.type is local"),
@@ -236,7 +304,10 @@ def test_defaults_adapt_to_a_plan_without_gpus_and_say_so():
         "float32",
         "torch_native",
     )
-    assert [note.split(" is ")[0] for note in loaded.notes if "no GPUs" in note] == ["actor.dtype", "actor.attn_impl"]
+    assert [note.split(" is ")[0] for note in loaded.notes if "no GPUs" in note] == [
+        "actor.dtype",
+        "actor.attn_impl",
+    ]
     assert "actor.dtype" not in loaded.explicit
     on_gpus = checked("cluster.n_gpus_per_node=8").config
     assert (on_gpus.actor.dtype, on_gpus.actor.attn_impl, on_gpus.sglang.attention_backend) == (
@@ -249,13 +320,22 @@ def test_defaults_adapt_to_a_plan_without_gpus_and_say_so():
 def test_the_kl_in_the_reward_needs_a_reference_model_and_its_default_adapts():
     loaded = checked()
     assert loaded.config.actor.kl_ctl == 0
-    assert "actor.kl_ctl is 0.0 instead of the default 0.1: there is no section ref, so no reference model." in loaded.notes
+    assert (
+        "actor.kl_ctl is 0.0 instead of the default 0.1: there is no section ref, so no reference model."
+        in loaded.notes
+    )
     loaded = checked("ref.path=/models/m", "ref.optimizer=null", "ref.disable_dropout=true")
-    assert (loaded.config.actor.kl_ctl, loaded.config.ref.dtype, loaded.config.ref.attn_impl) == (0.1, "float32", "sdpa")
+    assert (loaded.config.actor.kl_ctl, loaded.config.ref.dtype, loaded.config.ref.attn_impl) == (
+        0.1,
+        "float32",
+        "sdpa",
+    )
     assert "ref.disable_dropout: no effect, for the reference model is not trained." in loaded.notes
     assert checked("actor.compat=areal").config.actor.kl_ctl == 0.1
     idle = checked("ref.path=/models/m", "actor.kl_ctl=0")
-    assert any(note.startswith("ref has no effect, and the reference model is not loaded") for note in idle.notes)
+    assert any(
+        note.startswith("ref has no effect, and the reference model is not loaded") for note in idle.notes
+    )
 
 
 def test_explicit_values_stay():
@@ -289,14 +369,22 @@ def test_a_reward_model_trial_is_named_by_trainer_or_by_its_rows(named):
 
 def test_a_section_of_a_file_leaves_what_it_does_not_name_at_defaults_that_adapt(tmp_path):
     file = tmp_path / "ref.yaml"
-    file.write_text("ref: {path: /m, optimizer: null, backend: fsdp}\nactor: {optimizer: {type: adam, lr: 1.0e-5}}\n")
+    file.write_text(
+        "ref: {path: /m, optimizer: null, backend: fsdp}\nactor: {optimizer: {type: adam, lr: 1.0e-5}}\n"
+    )
     loaded = check(load([file], GRPO), files=False)
-    assert (loaded.config.ref.dtype, loaded.config.ref.attn_impl, loaded.config.ref.optimizer) == ("float32", "sdpa", None)
+    assert (loaded.config.ref.dtype, loaded.config.ref.attn_impl, loaded.config.ref.optimizer) == (
+        "float32",
+        "sdpa",
+        None,
+    )
     assert "actor.optimizer.lr" in loaded.explicit and "actor.optimizer.beta1" not in loaded.explicit
 
 
 def test_names_that_areal_files_repeat_pass():
-    config = checked("actor.experiment_name=toy", "actor.trial_name=${trial_name}", "actor.backend=fsdp").config
+    config = checked(
+        "actor.experiment_name=toy", "actor.trial_name=${trial_name}", "actor.backend=fsdp"
+    ).config
     assert (config.actor.experiment_name, config.actor.trial_name) == ("toy", "t1")
 
 
@@ -326,7 +414,9 @@ def model(tmp_path: Path) -> Path:
 
 
 def on_disk(model: Path, *overrides: str) -> Loaded:
-    return checked(f"actor.path={model}", f"train_dataset.path={model.parent / 't.jsonl'}", *overrides, files=True)
+    return checked(
+        f"actor.path={model}", f"train_dataset.path={model.parent / 't.jsonl'}", *overrides, files=True
+    )
 
 
 def test_a_model_and_dataset_that_are_there(model):
@@ -339,15 +429,27 @@ def test_a_model_and_dataset_that_are_there(model):
     ("spoil", "overrides", "words"),
     [
         (lambda m: None, ["actor.path=quickstart/nowhere"], "`hpc-rl quickstart` makes the models"),
-        (lambda m: None, ["actor.path=Qwen/Qwen2.5-1.5B"], "is not a directory: it must be a Hugging Face checkpoint"),
+        (
+            lambda m: None,
+            ["actor.path=Qwen/Qwen2.5-1.5B"],
+            "is not a directory: it must be a Hugging Face checkpoint",
+        ),
         (lambda m: (m / "config.json").unlink(), [], "has no readable config.json"),
         (lambda m: (m / "model.safetensors").unlink(), [], "holds no weights"),
         (lambda m: (m / "tokenizer.json").unlink(), [], "has no tokenizer.json"),
         (lambda m: None, ["ref.path=/nowhere"], "ref.path /nowhere is not a directory"),
         (lambda m: None, ["gconfig.max_new_tokens=32"], "max_position_embeddings) is 32"),
         (lambda m: None, ["train_dataset.max_length=20"], "make 36, above the model's context"),
-        (lambda m: None, ["train_dataset.path=/nowhere.jsonl"], "train_dataset.path /nowhere.jsonl does not exist"),
-        (lambda m: (m.parent / "t.csv").touch(), ["valid_dataset.path=t.csv"], "allowed: a .jsonl or .parquet file"),
+        (
+            lambda m: None,
+            ["train_dataset.path=/nowhere.jsonl"],
+            "train_dataset.path /nowhere.jsonl does not exist",
+        ),
+        (
+            lambda m: (m.parent / "t.csv").touch(),
+            ["valid_dataset.path=t.csv"],
+            "allowed: a .jsonl or .parquet file",
+        ),
     ],
 )
 def test_refusals_about_files(model, monkeypatch, spoil, overrides, words):
@@ -363,14 +465,18 @@ def test_a_directory_must_be_a_saved_dataset(model):
     folder = model.parent / "data"
     folder.mkdir()
     option = f"train_dataset.path={folder}"
-    with pytest.raises(ConfigError, match=r"is a directory, but no saved Hugging Face dataset \(it has no state.json\)\."):
+    with pytest.raises(
+        ConfigError, match=r"is a directory, but no saved Hugging Face dataset \(it has no state.json\)\."
+    ):
         on_disk(model, option)
     (folder / "train.jsonl").touch()
     with pytest.raises(ConfigError, match=f"did you mean {folder}/train.jsonl"):
         on_disk(model, option)
     (folder / "test").mkdir()
     (folder / "test" / "state.json").touch()
-    with pytest.raises(ConfigError, match=f"has the splits test: give the path of one of them, as {folder}/test"):
+    with pytest.raises(
+        ConfigError, match=f"has the splits test: give the path of one of them, as {folder}/test"
+    ):
         on_disk(model, option)
     assert on_disk(model, f"{option}/test").config.train_dataset.path == f"{folder}/test"
     (model.parent / "t.jsonl").write_text("")
@@ -389,7 +495,8 @@ def test_a_fileroot_in_the_memory_of_one_node(tmp_path, model, monkeypatch):
     assert file_system(tmp_path, str(tmp_path / "none")) == ""
     monkeypatch.setattr("hpc_rl.config.check.file_system", lambda path: "tmpfs")
     with pytest.raises(
-        ConfigError, match=r"cluster\.fileroot .* is on tmpfs, which only this node sees, but the trial has 2 nodes"
+        ConfigError,
+        match=r"cluster\.fileroot .* is on tmpfs, which only this node sees, but the trial has 2 nodes",
     ):
         on_disk(model, "--n_nodes=2")
     assert on_disk(model, "--n_nodes=1").config.cluster.n_nodes == 1

@@ -92,7 +92,9 @@ def test_text_options_keep_numbers_as_they_were_written(files):
 def test_a_section_set_to_null_can_be_brought_back(files):
     more = "actor: {adv_norm: {mean_level: group}}\n"
     assert files.load("actor.adv_norm=null", more=more).config.actor.adv_norm is None
-    back = files.load("actor.adv_norm=null", "actor.adv_norm.std_level=group", more=more).config.actor.adv_norm
+    back = files.load(
+        "actor.adv_norm=null", "actor.adv_norm.std_level=group", more=more
+    ).config.actor.adv_norm
     assert (back.mean_level, back.std_level) == ("batch", "group")
 
 
@@ -122,7 +124,9 @@ def test_anchors_and_merge_keys(files):
 
 
 def test_a_value_within_a_mapping_is_named(files):
-    assert "allowed: a mapping (text) or text. A is [1] (a list)." in files.refusal(more="launcher: {trainer_env_vars: {A: [1]}}")
+    assert "allowed: a mapping (text) or text. A is [1] (a list)." in files.refusal(
+        more="launcher: {trainer_env_vars: {A: [1]}}"
+    )
 
 
 def test_aliases_that_multiply_are_refused(files):
@@ -134,9 +138,13 @@ def test_aliases_that_multiply_are_refused(files):
 
 def test_what_comes_from_the_environment_has_the_type_of_its_option(files, monkeypatch):
     monkeypatch.setenv("HPC_RL_TEST_SEED", "7")
-    config = files.load(more='seed: "${oc.env:HPC_RL_TEST_SEED}"\ntrial_name: "${oc.env:HPC_RL_TEST_SEED}"').config
+    config = files.load(
+        more='seed: "${oc.env:HPC_RL_TEST_SEED}"\ntrial_name: "${oc.env:HPC_RL_TEST_SEED}"'
+    ).config
     assert (config.seed, config.trial_name) == (7, "7")
-    with pytest.raises(ConfigError, match=r"seed \(.*\): '\$\{oc.env:HPC_RL_NONE\}' can't be resolved: .*not found"):
+    with pytest.raises(
+        ConfigError, match=r"seed \(.*\): '\$\{oc.env:HPC_RL_NONE\}' can't be resolved: .*not found"
+    ):
         files.load(more='seed: "${oc.env:HPC_RL_NONE}"')
 
 
@@ -155,9 +163,14 @@ def test_a_reference_takes_the_type_and_the_text_of_what_it_names(files, monkeyp
 
 
 def test_a_reference_to_a_default_says_nothing_of_its_own(files):
-    loaded = files.load(more='ref: {path: /m, dtype: "${actor.dtype}"}\nsglang: {context_length: "${gconfig.max_tokens}"}')
+    loaded = files.load(
+        more='ref: {path: /m, dtype: "${actor.dtype}"}\nsglang: {context_length: "${gconfig.max_tokens}"}'
+    )
     assert "ref.dtype" not in loaded.explicit and "sglang.context_length" in loaded.explicit
-    assert "ref.dtype" in files.load("actor.dtype=float32", more='ref: {path: /m, dtype: "${actor.dtype}"}').explicit
+    assert (
+        "ref.dtype"
+        in files.load("actor.dtype=float32", more='ref: {path: /m, dtype: "${actor.dtype}"}').explicit
+    )
 
 
 def test_a_reward_model_whose_type_is_a_reference(tmp_path):
@@ -190,18 +203,33 @@ def test_relative_paths_are_taken_from_the_working_directory(files, tmp_path, mo
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("cluster.n_node=4", ["unknown key cluster.n_node ", "command line", "did you mean cluster.n_nodes?"]),
+        (
+            "cluster.n_node=4",
+            ["unknown key cluster.n_node ", "command line", "did you mean cluster.n_nodes?"],
+        ),
         ("n_sample=4", ["unknown key n_sample", "did you mean gconfig.n_samples"]),
         ("lr=1", ["did you mean actor.optimizer.lr"]),
         ("learning_rat=1", ["did you mean learning_rate?"]),
         ("n_node=2", ["did you mean n_nodes?"]),
         ("actor.learning_rate=1", ["learning_rate stands at the top level, without actor."]),
         ("actor.optimizer.LR=3", ["did you mean actor.optimizer.lr?"]),
-        ("trainer=[grpo]", ["trainer (command line: trainer)", "['grpo'] can't be used; allowed: grpo, sft, rw"]),
-        ("actor.path=???", ["actor.path (command line: actor.path): ??? stands for a value that is missing; set it."]),
-        ("cluster.cluster_name=${oc.env:C}", ["its profile is read before references are resolved; write the name"]),
+        (
+            "trainer=[grpo]",
+            ["trainer (command line: trainer)", "['grpo'] can't be used; allowed: grpo, sft, rw"],
+        ),
+        (
+            "actor.path=???",
+            ["actor.path (command line: actor.path): ??? stands for a value that is missing; set it."],
+        ),
+        (
+            "cluster.cluster_name=${oc.env:C}",
+            ["its profile is read before references are resolved; write the name"],
+        ),
         ("top_k=[1]", ["gconfig.top_k (command line: top_k (top_k)): [1] (a list) can't be used"]),
-        ("actor.mb_spec=${actor.optimizer}", ["a reference stands for one option: give each key of the section its own"]),
+        (
+            "actor.mb_spec=${actor.optimizer}",
+            ["a reference stands for one option: give each key of the section its own"],
+        ),
         (
             "trial_name=${oops",
             [
@@ -242,12 +270,21 @@ def test_refusals_of_an_override(files, override, words):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("gconfig:\n  n_sampels: 4\n", ["unknown key gconfig.n_sampels (more.yml:2): did you mean gconfig.n_samples?"]),
+        (
+            "gconfig:\n  n_sampels: 4\n",
+            ["unknown key gconfig.n_sampels (more.yml:2): did you mean gconfig.n_samples?"],
+        ),
         ("gconfig:\n  greedy: 1\n", ["gconfig.greedy (more.yml:2): 1 (an integer)", "true, false"]),
         ("seed: 1\nseed: 2\n", ["more.yml:2: key seed stands twice", "more.yml:1"]),
-        ("cluster: {n_nodes: 1}\ncluster.n_nodes: 2\n", ["cluster.n_nodes (more.yml:2) stands twice in one file"]),
+        (
+            "cluster: {n_nodes: 1}\ncluster.n_nodes: 2\n",
+            ["cluster.n_nodes (more.yml:2) stands twice in one file"],
+        ),
         ("n_nodes: 4\n", ["n_nodes (more.yml:1)", "cluster.n_nodes"]),
-        ("launcher:\n  slurm:\n    time: 90\n", ["launcher.slurm.time (more.yml:3): 90", "'90' in quotes (minutes)"]),
+        (
+            "launcher:\n  slurm:\n    time: 90\n",
+            ["launcher.slurm.time (more.yml:3): 90", "'90' in quotes (minutes)"],
+        ),
         ("valid_dataset: {batch_size: 2}\n", ["valid_dataset.path is missing"]),
         ("valid_dataset: {pth: /x}\n", ["did you mean valid_dataset.path?"]),
         ("gconfig:\n", ["gconfig (more.yml:1): null can't stand here"]),
@@ -284,7 +321,12 @@ def test_missing_file_and_empty_command_line(tmp_path):
 
 @pytest.mark.parametrize("model", ["actor", "model"])
 def test_round_trip_through_json(model):
-    minimal = {"experiment_name": "a", "trial_name": "b", "train_dataset": {"path": "/t"}, model: {"path": "/m"}}
+    minimal = {
+        "experiment_name": "a",
+        "trial_name": "b",
+        "train_dataset": {"path": "/t"},
+        model: {"path": "/m"},
+    }
     config = from_dict(minimal)
     data = json.loads(json.dumps(to_dict(config)))
     assert from_dict(data) == config
@@ -302,7 +344,9 @@ def test_an_unknown_key_is_not_drowned_in_values_that_were_not_interpolated(file
 @pytest.mark.parametrize(("text", "value"), [("", ""), ("#1 try", "#1 try")])
 def test_text_on_the_command_line_is_text(files, text, value):
     assert files.load(f"tokenizer_path={text}").config.tokenizer_path in (value, str(Path(value).absolute()))
-    assert files.load(f"launcher.slurm.comment={text}").config.launcher.slurm.comment == (text if text == "#1 try" else None)
+    assert files.load(f"launcher.slurm.comment={text}").config.launcher.slurm.comment == (
+        text if text == "#1 try" else None
+    )
     assert files.load("++seed=4", "allocation_mode=").config.seed == 4
 
 

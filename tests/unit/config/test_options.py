@@ -23,7 +23,9 @@ def refusal(*overrides: str) -> str:
 
 
 def test_a_cluster_profile_is_loaded_before_every_file(tmp_path):
-    (tmp_path / "big.yaml").write_text("cluster: {n_nodes: 7, n_gpus_per_node: 4}\nlauncher: {slurm: {partition: gpu}}\n")
+    (tmp_path / "big.yaml").write_text(
+        "cluster: {n_nodes: 7, n_gpus_per_node: 4}\nlauncher: {slurm: {partition: gpu}}\n"
+    )
     (tmp_path / "a.yaml").write_text("cluster: {cluster_name: big, n_nodes: 2}\n")
     loaded = load([tmp_path / "a.yaml"], BASE, profiles=[tmp_path])
     assert (loaded.config.cluster.n_nodes, loaded.config.cluster.n_gpus_per_node) == (2, 4)
@@ -59,8 +61,16 @@ def test_where_a_site_keeps_its_own(environ, places):
 
 
 def test_cpus_and_memory_by_unit():
-    given = ["launcher.inference_server_cpus_per_gpu=3", "launcher.inference_server_mem_per_gpu=1000", "actor.dtype=bfloat16"]
-    given += ["launcher.trainer_cpus_per_gpu=2", "launcher.trainer_mem_per_gpu=500", "allocation_mode=sglang:d2t2+fsdp:d4"]
+    given = [
+        "launcher.inference_server_cpus_per_gpu=3",
+        "launcher.inference_server_mem_per_gpu=1000",
+        "actor.dtype=bfloat16",
+    ]
+    given += [
+        "launcher.trainer_cpus_per_gpu=2",
+        "launcher.trainer_mem_per_gpu=500",
+        "allocation_mode=sglang:d2t2+fsdp:d4",
+    ]
     loaded = check(load([], [*BASE, *given]), files=False)
     units = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm").units
     asked = {unit.role: (unit.cpus_per_task, unit.mem_mb_per_task) for unit in units}
@@ -68,7 +78,9 @@ def test_cpus_and_memory_by_unit():
 
 
 def test_srun_options_reach_the_units():
-    loaded = check(load([], [*BASE, "launcher.slurm.srun_additional_args=--mpi=pmix --comment='a b'"]), files=False)
+    loaded = check(
+        load([], [*BASE, "launcher.slurm.srun_additional_args=--mpi=pmix --comment='a b'"]), files=False
+    )
     units = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm").units
     assert {tuple(unit.srun_args) for unit in units} == {("--mpi=pmix", "--comment=a b")}
 
@@ -79,7 +91,9 @@ def test_time_limits_of_requests_reach_the_client():
     from hpc_rl.servers.router import Router
 
     rollout = load([], [*BASE, "rollout.request_timeout=12", "rollout.request_retries=5"]).config.rollout
-    router = Router(MemoryNames(), "t", rollout.setup_timeout, rollout.request_timeout, rollout.request_retries)
+    router = Router(
+        MemoryNames(), "t", rollout.setup_timeout, rollout.request_timeout, rollout.request_retries
+    )
     assert (router.request_timeout_s, router.request_retries) == (12.0, 5)
 
 
@@ -102,19 +116,31 @@ def test_pinned_memory_is_where_tensors_come_from(monkeypatch):
     ("overrides", "words"),
     [
         (["rollout.queue_size=4"], "rollout.queue_size 4 can't hold a batch: train_dataset.batch_size is 8"),
-        (["gconfig.stop=[x]", "sglang.skip_tokenizer_init=true"], "gconfig.stop needs the server's tokenizer"),
-        (["gconfig.stop=[x]", "cluster.n_gpus_per_node=0"], "can't be used with embedded servers; use gconfig.stop_token_ids"),
+        (
+            ["gconfig.stop=[x]", "sglang.skip_tokenizer_init=true"],
+            "gconfig.stop needs the server's tokenizer",
+        ),
+        (
+            ["gconfig.stop=[x]", "cluster.n_gpus_per_node=0"],
+            "can't be used with embedded servers; use gconfig.stop_token_ids",
+        ),
         (
             ["gconfig.frequency_penalty=1", "cluster.n_gpus_per_node=0"],
             "gconfig.frequency_penalty 1.0 can't be used with",
         ),
-        (["train_dataset.pin_memory=true", "cluster.n_gpus_per_node=0"], "train_dataset.pin_memory has no effect without GPUs"),
+        (
+            ["train_dataset.pin_memory=true", "cluster.n_gpus_per_node=0"],
+            "train_dataset.pin_memory has no effect without GPUs",
+        ),
         (["launcher.slurm.srun_additional_args=--mpi=pmi2 -K --chdir $PWD"], "-K is derived from the plan"),
         (["launcher.slurm.srun_additional_args=--mpi=$X"], "variables are not expanded"),
         (["launcher.slurm.srun_additional_args=x"], "'x' is no option"),
         (["launcher.slurm.srun_additional_args='"], "can't be split into words"),
         (["launcher.slurm.mount=/a:/b"], "launcher.slurm.mount has no effect without"),
-        (["stats_logger.wandb.wandb_api_key=abc"], "stats_logger.wandb.wandb_api_key *** can't be used: a key does not belong"),
+        (
+            ["stats_logger.wandb.wandb_api_key=abc"],
+            "stats_logger.wandb.wandb_api_key *** can't be used: a key does not belong",
+        ),
         (["sglang.version=0.4.9"], "0.4.9 (text) can't be used; allowed: 0.5.23"),
     ],
 )
@@ -126,7 +152,11 @@ def test_refusals(overrides, words):
 def test_what_is_unavailable_is_accepted_at_its_own_value_only(name):
     value = UNAVAILABLE[name].allowed[0]
     check(load([], BASE), files=False)
-    other = {bool: not value, int: 2, dict: "{a: b}"}.get(type(value), "/other" if value is None else f"{value}x")
+    other = {bool: not value, int: 2, dict: "{a: b}"}.get(
+        type(value), "/other" if value is None else f"{value}x"
+    )
     if name == "cluster.name_resolve.type":
         other = "ray"
-    assert UNAVAILABLE[name].why in refusal(f"{name}={str(other).lower() if isinstance(other, bool) else other}")
+    assert UNAVAILABLE[name].why in refusal(
+        f"{name}={str(other).lower() if isinstance(other, bool) else other}"
+    )

@@ -82,7 +82,9 @@ def _read(name: str) -> list[list[str]]:
 
 def _rows() -> list[Row]:
     table, status = _read("parameters.tsv"), _read("parameter_status.tsv")
-    assert [row[:3] for row in table] == [row[:3] for row in status], "parameter_status.tsv must have the rows of parameters.tsv"
+    assert [row[:3] for row in table] == [row[:3] for row in status], (
+        "parameter_status.tsv must have the rows of parameters.tsv"
+    )
     return [Row(*row[:3], row[4], *said[3:]) for row, said in zip(table, status, strict=True)]
 
 
@@ -131,7 +133,9 @@ def test_working_rows_name_a_test_that_exists_and_an_option_that_does(row):
     hint = options(CONFIGS[trainer])[row.option]
     if row.option in DEPARTURES or section_of(hint) or row.default in ("**Required**", '"???"'):
         return
-    assert _default(CONFIGS[trainer], row.option) == _value(row.default), f"{row.option}: say so in departures.py"
+    assert _default(CONFIGS[trainer], row.option) == _value(row.default), (
+        f"{row.option}: say so in departures.py"
+    )
 
 
 def _default(cls: type, name: str):

@@ -24,7 +24,9 @@ from hpc_rl.plan.containers import PYTHONS
 from hpc_rl.render.hooks import EVENTS
 
 ROOT = Path(__file__).resolve().parents[3]
-OPTIONS = {name: hint for cls in CONFIGS.values() for name, hint in options(cls).items() if not section_of(hint)}
+OPTIONS = {
+    name: hint for cls in CONFIGS.values() for name, hint in options(cls).items() if not section_of(hint)
+}
 LOCAL_NAMES = {  # what code calls a section where not by its own name
     "train_dataset": {"dataset"},
     "valid_dataset": {"dataset"},
@@ -70,7 +72,9 @@ def reads() -> dict[str, set[str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 of = node.value
-                found[node.attr].add(of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else "")
+                found[node.attr].add(
+                    of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
+                )
     return found
 
 
@@ -98,7 +102,9 @@ def _trees() -> list[ast.AST]:
 
 @cache
 def templates() -> str:
-    return "\n".join(path.read_text() for folder in ("sbatch", "templates") for path in (ROOT / folder).rglob("*.j2"))
+    return "\n".join(
+        path.read_text() for folder in ("sbatch", "templates") for path in (ROOT / folder).rglob("*.j2")
+    )
 
 
 @cache
@@ -108,7 +114,9 @@ def owners() -> dict[str, set[type]]:
 
     def walk(cls: type) -> None:
         for name, hint in hints(cls).items():
-            found[name].add(next(base for base in reversed(cls.__mro__) if name in inspect.get_annotations(base)))
+            found[name].add(
+                next(base for base in reversed(cls.__mro__) if name in inspect.get_annotations(base))
+            )
             if section_of(hint):
                 walk(section_of(hint))
 
@@ -120,9 +128,13 @@ def owners() -> dict[str, set[type]]:
 def is_read(name: str) -> bool:
     *sections, leaf = name.split(".")
     section = sections[-1] if sections else ""
-    if any((found := re.fullmatch(pattern, name)) and found[1] in known for pattern, known in BY_NAME.items()):
+    if any(
+        (found := re.fullmatch(pattern, name)) and found[1] in known for pattern, known in BY_NAME.items()
+    ):
         return True
-    if section == "sglang" and (leaf in {option for table in FLAGS.values() for option in table} or leaf in _dropped()):
+    if section == "sglang" and (
+        leaf in {option for table in FLAGS.values() for option in table} or leaf in _dropped()
+    ):
         return True
     if name.startswith("launcher.slurm.servers.") and f"launcher.slurm.{leaf}" in OPTIONS:
         return is_read(f"launcher.slurm.{leaf}")  # render/layouts.py lays the section over launcher.slurm

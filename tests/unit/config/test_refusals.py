@@ -22,10 +22,17 @@ BASE += "valid_dataset: {{path: /v}}\n{ref}"
 REF = {"grpo": "ref: {path: /r}\n", "sft": "", "rw": ""}
 MODEL = {"grpo": "actor", "sft": "model", "rw": "model"}
 KNOWN = {trainer: options(cls) for trainer, cls in CONFIGS.items()}
-SECTIONS = {trainer: sorted(name for name, hint in known.items() if section_of(hint)) for trainer, known in KNOWN.items()}
-LEAVES = {trainer: sorted(set(known) - set(SECTIONS[trainer]) - {"trainer"}) for trainer, known in KNOWN.items()}
+SECTIONS = {
+    trainer: sorted(name for name, hint in known.items() if section_of(hint))
+    for trainer, known in KNOWN.items()
+}
+LEAVES = {
+    trainer: sorted(set(known) - set(SECTIONS[trainer]) - {"trainer"}) for trainer, known in KNOWN.items()
+}
 ANYTHING = [True, False, 0, 1, 7, -3, 1.5, "some text", "", [1, 2], ["a"], {"a": 1}, {"a": "b"}, None]
-PROPERTY = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROPERTY = settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def accepts(hint, value) -> bool:
@@ -42,7 +49,9 @@ def _accepts(kind, value) -> bool:
     if origin is list:
         return isinstance(value, list) and all(_accepts(typing.get_args(kind)[0], one) for one in value)
     if origin is dict:
-        return isinstance(value, dict) and all(_accepts(typing.get_args(kind)[1], one) for one in value.values())
+        return isinstance(value, dict) and all(
+            _accepts(typing.get_args(kind)[1], one) for one in value.values()
+        )
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
     if kind is int:
@@ -128,10 +137,14 @@ def test_on_the_command_line_the_argument_is_named(trainer, data, tmp_path):
     numbers = [(name, value) for name, value in OUTSIDE[trainer] if isinstance(value, int | float)]
     name, value = data.draw(st.sampled_from(numbers))
     (tmp_path / "base.yaml").write_text(BASE.format(trainer=trainer, model=MODEL[trainer], ref=REF[trainer]))
-    spelled = data.draw(st.sampled_from([[f"{name}={value}"], [f"--{name}={value}"], [f"--{name}", f"{value}"]]))
+    spelled = data.draw(
+        st.sampled_from([[f"{name}={value}"], [f"--{name}={value}"], [f"--{name}", f"{value}"]])
+    )
     with pytest.raises(ConfigError) as caught:
         load([tmp_path / "base.yaml"], spelled, profiles=[])
-    assert str(caught.value).startswith(f"{name} (command line: {spelled[0].partition('=')[0]}): "), str(caught.value)
+    assert str(caught.value).startswith(f"{name} (command line: {spelled[0].partition('=')[0]}): "), str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize("trainer", CONFIGS)

@@ -14,7 +14,9 @@ from hpc_rl.plan.schema import Plan
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 PROFILES = sorted(path.stem for path in (CONFIGS / "cluster").glob("*.yaml"))
-SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml") if path.parent.name != "cluster")
+SHIPPED = sorted(
+    path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml") if path.parent.name != "cluster"
+)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -43,7 +45,9 @@ def test_the_literal_command_of_the_readme():
 def test_every_cluster_profile_carries_a_trial(name):
     gpus = "n_gpus_per_node: 0" not in (CONFIGS / "cluster" / f"{name}.yaml").read_text()
     trial = "grpo_sglang.yaml" if gpus else "grpo.yaml"
-    loaded = check(load([CONFIGS / trial], ["--n_nodes", "2", "allocation_mode=''"], cluster=name), files=False)
+    loaded = check(
+        load([CONFIGS / trial], ["--n_nodes", "2", "allocation_mode=''"], cluster=name), files=False
+    )
     plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
     assert loaded.config.launcher.slurm.partition and f"configs/cluster/{name}.yaml" in " ".join(loaded.notes)
     assert bool(plan.n_gpus_per_node) == gpus

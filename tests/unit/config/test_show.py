@@ -43,7 +43,9 @@ def _of(kind) -> st.SearchStrategy:
             if isinstance(extra, Limits):
                 made = _number(base, extra)
             elif isinstance(extra, Grammar):
-                made = st.from_regex(rf"\A(?:{extra.pattern})\Z").filter(lambda text: text.isascii() and not text.endswith("\n"))
+                made = st.from_regex(rf"\A(?:{extra.pattern})\Z").filter(
+                    lambda text: text.isascii() and not text.endswith("\n")
+                )
             elif isinstance(extra, Place):
                 made = st.sampled_from(["", "/a b", "/x/y-1.2", "~/z", "rel/1e5"])
         return made
@@ -55,12 +57,9 @@ def _of(kind) -> st.SearchStrategy:
         return st.dictionaries(TEXT, TEXT, max_size=2)
     if kind is str:
         return TEXT
-    return {
-        bool: st.booleans(),
-        int: st.integers(-5, 10**6),
-        float: st.floats(-5, 5),
-        type(None): st.none(),
-    }[kind]
+    return {bool: st.booleans(), int: st.integers(-5, 10**6), float: st.floats(-5, 5), type(None): st.none()}[
+        kind
+    ]
 
 
 def _number(base, limits: Limits) -> st.SearchStrategy:
@@ -69,7 +68,10 @@ def _number(base, limits: Limits) -> st.SearchStrategy:
     if base is int:
         return st.integers(int(low if low is not None else -9), int(high if high is not None else 10**6))
     return st.floats(
-        low, high if high is not None else 1e9, exclude_min=limits.above is not None, exclude_max=limits.below is not None
+        low,
+        high if high is not None else 1e9,
+        exclude_min=limits.above is not None,
+        exclude_max=limits.below is not None,
     )
 
 
@@ -101,18 +103,30 @@ TEXT = ANY | st.sampled_from(ODD)
 
 
 @pytest.mark.parametrize("trainer", CONFIGS)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_what_loads_survives_show(trainer, data, tmp_path):
-    known = {name: hint for name, hint in options(CONFIGS[trainer]).items() if section_of(hint) is None and name != "trainer"}
+    known = {
+        name: hint
+        for name, hint in options(CONFIGS[trainer]).items()
+        if section_of(hint) is None and name != "trainer"
+    }
     chosen = data.draw(st.lists(st.sampled_from(sorted(known)), max_size=12, unique=True))
     tree = {name: data.draw(values(known[name]), label=name) for name in chosen}
     if any(name.startswith("valid_dataset.") for name in tree):
         tree.setdefault("valid_dataset.path", "/v")
     if any(name.startswith("ref.") for name in tree) and "ref.path" in known:
         tree.setdefault("ref.path", "/r")
-    (tmp_path / "a.yaml").write_text("".join(f"{name}: {scalar(literal(value))}\n" for name, value in tree.items()))
-    required = [word for word in [*BASE, MODEL[trainer], f"trainer={trainer}"] if word.partition("=")[0] not in tree]
+    (tmp_path / "a.yaml").write_text(
+        "".join(f"{name}: {scalar(literal(value))}\n" for name, value in tree.items())
+    )
+    required = [
+        word for word in [*BASE, MODEL[trainer], f"trainer={trainer}"] if word.partition("=")[0] not in tree
+    ]
     loaded = load([tmp_path / "a.yaml"], required, profiles=[])
     shown = show(loaded)
     if any(item.value == REDACTED for item in shown.values()):
@@ -121,31 +135,44 @@ def test_what_loads_survives_show(trainer, data, tmp_path):
     assert load([tmp_path / "b.yaml"], profiles=[]).config == loaded.config
 
 
-SHIPPED = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "configs").rglob("*.yaml") if p.parent.name != "cluster")
+SHIPPED = sorted(
+    p.relative_to(ROOT).as_posix() for p in (ROOT / "configs").rglob("*.yaml") if p.parent.name != "cluster"
+)
 
 
-CHANGED = {"configs/grpo_sglang.yaml": ["ref.path=/m", "actor.use_decoupled_loss=true", "launcher.slurm.gres=gpu:8"]}
+CHANGED = {
+    "configs/grpo_sglang.yaml": ["ref.path=/m", "actor.use_decoupled_loss=true", "launcher.slurm.gres=gpu:8"]
+}
 
 
-@pytest.mark.parametrize("name", [*SHIPPED, *sorted((ROOT / "tests/unit/config/areal").glob("*.yaml"))], ids=str)
+@pytest.mark.parametrize(
+    "name", [*SHIPPED, *sorted((ROOT / "tests/unit/config/areal").glob("*.yaml"))], ids=str
+)
 def test_a_shipped_configuration_survives_show_with_what_is_derived(name, tmp_path):
     loaded = check(load([ROOT / name], CHANGED.get(name, [])), files=False)
     shown = show(loaded, derived_values(loaded.config, "embedded:d1+fsdp:d1"))
     (tmp_path / "again.yaml").write_text(as_yaml(shown))
     again = check(load([tmp_path / "again.yaml"]), files=False)
-    assert {name: item.value for name, item in show(again).items()} == {name: item.value for name, item in shown.items()}
+    assert {name: item.value for name, item in show(again).items()} == {
+        name: item.value for name, item in shown.items()
+    }
     assert set(shown) == {n for n in shown if n in options(type(loaded.config))}
 
 
 def test_each_value_says_where_it_came_from(tmp_path):
-    (tmp_path / "a.yaml").write_text("actor:\n  path: /m\n  ppo_n_minibatches: 1\ncluster: {n_gpus_per_node: 0}\n")
+    (tmp_path / "a.yaml").write_text(
+        "actor:\n  path: /m\n  ppo_n_minibatches: 1\ncluster: {n_gpus_per_node: 0}\n"
+    )
     loaded = check(load([tmp_path / "a.yaml"], [*BASE, "--n_nodes=2"]), files=False)
     shown = show(loaded, derived_values(loaded.config, "embedded:d1+fsdp:d1"))
     assert shown["actor.path"].origin == f"{tmp_path}/a.yaml:2"
     assert shown["cluster.n_nodes"].origin == "command line: --n_nodes"
     assert shown["seed"].origin == "default"
     assert (shown["actor.dtype"].value, shown["actor.dtype"].origin) == ("float32", "adapted")
-    assert (shown["actor.group_size"].value, shown["actor.group_size"].origin) == (1, "derived: gconfig.n_samples")
+    assert (shown["actor.group_size"].value, shown["actor.group_size"].origin) == (
+        1,
+        "derived: gconfig.n_samples",
+    )
     assert (shown["allocation_mode"].value, shown["tokenizer_path"].value) == ("embedded:d1+fsdp:d1", "/m")
     assert shown["valid_dataset"].value is None
 
@@ -157,7 +184,11 @@ def test_secrets_in_environment_variables_are_not_shown_and_not_sent():
     ):
         loaded = load([], [*BASE, MODEL["grpo"], text])
         for shown in (show(loaded)["launcher.trainer_env_vars"].value, redacted(to_dict(loaded.config))):
-            assert "wk" not in str(shown) and "hf" not in str(shown).replace("/hf", "") and REDACTED in str(shown)
+            assert (
+                "wk" not in str(shown)
+                and "hf" not in str(shown).replace("/hf", "")
+                and REDACTED in str(shown)
+            )
 
 
 def test_secrets_are_not_shown():
@@ -183,8 +214,15 @@ def test_the_schema_describes_every_option():
         _walk(cls, made["$defs"])
         assert schema(trainer)["$ref"] == f"#/$defs/{cls.__name__}"
     n_nodes = made["$defs"]["ClusterSpecConfig"]["properties"]["n_nodes"]
-    assert n_nodes["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 10000} and n_nodes["default"] == 1
-    assert made["$defs"]["RecoverConfig"]["properties"]["mode"]["anyOf"][0]["enum"] == ["disabled", "auto", "fault", "resume"]
+    assert (
+        n_nodes["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 10000} and n_nodes["default"] == 1
+    )
+    assert made["$defs"]["RecoverConfig"]["properties"]["mode"]["anyOf"][0]["enum"] == [
+        "disabled",
+        "auto",
+        "fault",
+        "resume",
+    ]
 
 
 def _walk(cls: type, defs: dict) -> None:

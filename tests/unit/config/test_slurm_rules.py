@@ -12,7 +12,9 @@ from hpc_rl.config.slurm_rules import scheduler_options
 
 @pytest.fixture
 def refusals(tmp_path):
-    (tmp_path / "sft.yaml").write_text("experiment_name: e\ntrial_name: t\nmodel: {path: /m}\ntrain_dataset: {path: /d}\n")
+    (tmp_path / "sft.yaml").write_text(
+        "experiment_name: e\ntrial_name: t\nmodel: {path: /m}\ntrain_dataset: {path: /d}\n"
+    )
 
     def ask(*options: str) -> list[str]:
         loaded = load([tmp_path / "sft.yaml"], options)
@@ -24,7 +26,10 @@ def refusals(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["mem=10G", "mem_per_cpu=1G"], "launcher.slurm.mem and launcher.slurm.mem_per_cpu exclude each other"),
+        (
+            ["mem=10G", "mem_per_cpu=1G"],
+            "launcher.slurm.mem and launcher.slurm.mem_per_cpu exclude each other",
+        ),
         (["mem_per_gpu=10G", "mem_per_cpu=1G"], "exclude each other"),
         (["mem_per_cpu=1G", "cpus_per_task=null"], "needs launcher.slurm.cpus_per_task"),
         (["gres=gpu:8", "gpus_by=gres"], "Leave one out"),
@@ -44,14 +49,22 @@ def test_contradictions_are_refused(refusals, options, words):
 
 @pytest.mark.parametrize(
     "options",
-    [["gres=gpu:a100:8"], ["gres=nvme:1", "gpu_type=h100"], ["mem=0"], ["mem=null", "mem_per_cpu=2G"], ["exclusive=true"]],
+    [
+        ["gres=gpu:a100:8"],
+        ["gres=nvme:1", "gpu_type=h100"],
+        ["mem=0"],
+        ["mem=null", "mem_per_cpu=2G"],
+        ["exclusive=true"],
+    ],
 )
 def test_what_can_stand_together_is_accepted(refusals, options):
     assert refusals(*(f"launcher.slurm.{option}" for option in options)) == []
 
 
 def test_memory_per_gpu_needs_gpus(refusals):
-    assert "mem_per_gpu needs GPUs" in refusals("launcher.slurm.mem_per_gpu=4G", "cluster.n_gpus_per_node=0")[0]
+    assert (
+        "mem_per_gpu needs GPUs" in refusals("launcher.slurm.mem_per_gpu=4G", "cluster.n_gpus_per_node=0")[0]
+    )
 
 
 @pytest.mark.parametrize(

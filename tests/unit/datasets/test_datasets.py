@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.config.data import DatasetConfig
-from hpc_rl.datasets.encode import Prompts, encode_pair, encode_prompt, encode_sequence, load_pairs, load_sequences
+from hpc_rl.datasets.encode import (
+    Prompts,
+    encode_pair,
+    encode_prompt,
+    encode_sequence,
+    load_pairs,
+    load_sequences,
+)
 from hpc_rl.datasets.order import locate, permutation, sample_seed
 from hpc_rl.datasets.rows import load_rows
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -29,7 +36,9 @@ def model(tmp_path):
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     made.decoder = tokenizers.decoders.Fuse()
     made.add_special_tokens(["<eos>", "<bos>"])
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 96)])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 96)]
+    )
     folder = tmp_path / "model"
     folder.mkdir()
     made.save(str(folder / "tokenizer.json"))
@@ -80,7 +89,10 @@ def test_the_fingerprint_of_a_table_is_of_its_rows_too(tmp_path):
 def test_a_saved_dataset_gives_its_rows(tmp_path):
     import datasets
 
-    rows = [{"prompt": "1+1=", "answer": 2, "extra": {"a": [1]}}, {"prompt": "é", "answer": 3, "extra": {"a": []}}]
+    rows = [
+        {"prompt": "1+1=", "answer": 2, "extra": {"a": [1]}},
+        {"prompt": "é", "answer": 3, "extra": {"a": []}},
+    ]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     assert load_rows(tmp_path / "saved") == rows
     datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "split")
@@ -131,9 +143,25 @@ def test_an_epoch_visits_every_row_once(seed, epoch, num_rows):
 
 
 def test_orders_differ_between_epochs_and_seeds_and_never_change():
-    assert permutation(1, 0, 10).tolist() == [0, 5, 4, 3, 6, 8, 2, 7, 1, 9]  # frozen: a recovered trial goes on in this order
+    assert permutation(1, 0, 10).tolist() == [
+        0,
+        5,
+        4,
+        3,
+        6,
+        8,
+        2,
+        7,
+        1,
+        9,
+    ]  # frozen: a recovered trial goes on in this order
     assert len({tuple(permutation(seed, epoch, 50)) for seed in range(3) for epoch in range(3)}) == 9
-    seeds = [sample_seed(1, epoch, row, sample) for epoch in (0, 1, "evaluation") for row in range(9) for sample in range(9)]
+    seeds = [
+        sample_seed(1, epoch, row, sample)
+        for epoch in (0, 1, "evaluation")
+        for row in range(9)
+        for sample in range(9)
+    ]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
     assert sample_seed(1, 0, 3, 2) == 6671139356718540785
 
@@ -155,13 +183,17 @@ def test_tokens_of_prompts_chats_and_sequences(model):
 def test_tokens_of_pairs(model, tmp_path):
     tokenizer = Tokenizer(model)
     completions = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
-    assert [ids.tolist() for ids in encode_pair(tokenizer, completions)] == [[96, 17, 11, 17, 29, x, 95] for x in (18, 19)]
+    assert [ids.tolist() for ids in encode_pair(tokenizer, completions)] == [
+        [96, 17, 11, 17, 29, x, 95] for x in (18, 19)
+    ]
     texts = {"chosen": "12", "rejected": "1"}
     assert [ids.tolist() for ids in encode_pair(tokenizer, texts)] == [[96, 17, 18, 95], [96, 17, 95]]
     chats = {"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "b"}]}
     shown = [tokenizer.decode(ids, skip_special_tokens=False) for ids in encode_pair(tokenizer, chats)]
     assert shown == ["<bos><user>a<eos>", "<bos><user>b<eos>"]
-    with pytest.raises(ConfigError, match=r"an rw row needs `chosen` and `rejected`.*this one has 'prompt', 'chosen'"):
+    with pytest.raises(
+        ConfigError, match=r"an rw row needs `chosen` and `rejected`.*this one has 'prompt', 'chosen'"
+    ):
         encode_pair(tokenizer, {"prompt": "1", "chosen": "2"})
     rows = write(tmp_path / "pairs.jsonl", [completions, texts])
     assert len(load_pairs(DatasetConfig(path=str(rows), max_length=4), tokenizer)) == 1
@@ -197,25 +229,40 @@ def test_long_rows_are_left_out_and_keep_their_place_in_the_file(model, tmp_path
     assert sorted(prompts.at(index).row for index in range(3)) == [0, 2, 4]
     assert prompts.at(4).epoch == 1
     assert [prompts.in_file_order(position).row for position in range(3)] == [0, 2, 4]
-    assert len(load_sequences(dataset, Tokenizer(model))) == 2  # with completion and end, 3 + 1 + 1 + 1 is too long
+    assert (
+        len(load_sequences(dataset, Tokenizer(model))) == 2
+    )  # with completion and end, 3 + 1 + 1 + 1 is too long
     with pytest.raises(ConfigError, match="max_length = 1"):
         Prompts(DatasetConfig(path=dataset.path, max_length=1), Tokenizer(model), seed=1)
 
 
 def test_no_torch_in_datasets_and_rollout():
     code = "import sys, hpc_rl.datasets.encode, hpc_rl.app.rollout, hpc_rl.app.rollout_worker; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "False"
+    )
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_threads_that_tokenize_change_nothing_but_the_time(model, tmp_path, num_workers):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": "x" * (i % 7), "completion": "y"}) + "\n" for i in range(200)))
+    path.write_text(
+        "".join(json.dumps({"prompt": "x" * (i % 7), "completion": "y"}) + "\n" for i in range(200))
+    )
     tokenizer = Tokenizer(model)
     plain, threaded = (DatasetConfig(path=str(path), max_length=5, num_workers=n) for n in (0, num_workers))
     assert Prompts(plain, tokenizer, 1)._kept == Prompts(threaded, tokenizer, 1)._kept
     ids = [[row[0].tolist() for row in load_sequences(one, tokenizer)] for one in (plain, threaded)]
     assert ids[0] == ids[1]
-    path.write_text("".join(json.dumps({"prompt": "x", "chosen": "y" * (i % 5), "rejected": "z"}) + "\n" for i in range(200)))
-    pairs = [[[ids.tolist() for ids in pair] for pair in load_pairs(one, tokenizer)] for one in (plain, threaded)]
+    path.write_text(
+        "".join(
+            json.dumps({"prompt": "x", "chosen": "y" * (i % 5), "rejected": "z"}) + "\n" for i in range(200)
+        )
+    )
+    pairs = [
+        [[ids.tolist() for ids in pair] for pair in load_pairs(one, tokenizer)] for one in (plain, threaded)
+    ]
     assert pairs[0] == pairs[1] and len(pairs[0]) < 200

@@ -112,7 +112,13 @@ def test_every_check_of_a_machine_is_shown_to_fail():
 
 
 def test_what_nothing_asks_for_is_no_failure():
-    bare = replace(GOOD, server="no such program", trainer={**LIBRARIES, "megatron-core": ""}, gpus=0, address="127.0.0.1")
+    bare = replace(
+        GOOD,
+        server="no such program",
+        trainer={**LIBRARIES, "megatron-core": ""},
+        gpus=0,
+        address="127.0.0.1",
+    )
     findings = checks.judge(bare, Wanted(fileroot="/shared/runs"), ALL)
     assert not [finding for finding in findings if finding.status is Status.FAIL]
 
@@ -121,15 +127,31 @@ def test_what_nothing_asks_for_is_no_failure():
 
 GPU = Partition("gpu", False, True, "1-00:00:00", 4, 64, 500_000, "gpu:h100:8(S:0-1)")
 WELL = Cluster(
-    version="23.11.4", controllers=["Slurmctld(primary) at ctl is UP"], partitions=[GPU, replace(GPU, name="cpu", gres="")]
+    version="23.11.4",
+    controllers=["Slurmctld(primary) at ctl is UP"],
+    partitions=[GPU, replace(GPU, name="cpu", gres="")],
 )
 SLURM = [
     ("slurm programs", {"missing": ["sbatch", "scancel"]}, {}, "fail", "sbatch, scancel", "module"),
     ("slurm version", {"version": "19.05.5"}, {}, "fail", "19.05.5", "20.11"),
     ("slurm version", {"version": "21.08.8"}, {}, "warn", "21.08.8", "22.05"),
     ("slurm controller", {"error": "Unable to contact slurm controller"}, {}, "fail", "Unable", "munge"),
-    ("slurm controller", {"controllers": ["Slurmctld(primary) at ctl is DOWN"]}, {}, "warn", "DOWN", "admins"),
-    ("slurm accounting", {"accounting": "Slurm accounting storage is disabled"}, {}, "warn", "disabled", "without it"),
+    (
+        "slurm controller",
+        {"controllers": ["Slurmctld(primary) at ctl is DOWN"]},
+        {},
+        "warn",
+        "DOWN",
+        "admins",
+    ),
+    (
+        "slurm accounting",
+        {"accounting": "Slurm accounting storage is disabled"},
+        {},
+        "warn",
+        "disabled",
+        "without it",
+    ),
     ("partition", {}, {"partition": "gpus"}, "fail", "gpus is not known", "cpu, gpu"),
     ("partition", {"partitions": [replace(GPU, up=False)]}, {}, "fail", "gpu is down", "admins"),
     ("partition", {}, {"partition": ""}, "warn", "no default", "launcher.slurm.partition"),
@@ -145,7 +167,9 @@ def test_all_is_well_with_a_good_cluster():
 
 @pytest.mark.parametrize(("name", "wrong", "wish", "status", "found", "fix"), SLURM)
 def test_a_cluster_that_is_not_well(name, wrong, wish, status, found, fix):
-    assert_finding(one(cluster.judge(replace(WELL, **wrong), replace(WANTED, **wish)), name), status, found, fix)
+    assert_finding(
+        one(cluster.judge(replace(WELL, **wrong), replace(WANTED, **wish)), name), status, found, fix
+    )
 
 
 def test_no_slurm_is_fine_where_none_is_wanted():
@@ -162,7 +186,9 @@ def nodes(*seen: Seen, num_nodes: int = 3, complaint: str = "", facts=lambda ran
     given = {one.rank: one for one in seen}
     reports = []
     for rank in range(3):
-        default = Seen(rank, name_s=0.2, won=["open", "link", "mkdir"] if rank == 0 else [], lock=False, reached=2)
+        default = Seen(
+            rank, name_s=0.2, won=["open", "link", "mkdir"] if rank == 0 else [], lock=False, reached=2
+        )
         reports.append(Report(replace(GOOD, node=f"n{rank}", **facts(rank)), given.get(rank, default)))
     return Nodes(reports[: num_nodes and 3], num_nodes, complaint)
 
@@ -186,7 +212,13 @@ TOGETHER = [
     ("lock scope", nodes(replace(FINE, lock=True)), "warn", "does not keep out n1", "HF_HOME"),
     ("clocks", nodes(replace(FINE, skew_s=40.0)), "warn", "n0 and n1 are 40.0 s apart", "NTP"),
     ("time zones", nodes(facts=lambda rank: {"time_zone": f"Z{rank}"}), "warn", "Z0, Z1, Z2", "TZ"),
-    ("network", nodes(replace(FINE, unreachable=["10.0.0.3:4000 of node 2"])), "fail", "n1 can't reach 10.0.0.3", "firewall"),
+    (
+        "network",
+        nodes(replace(FINE, unreachable=["10.0.0.3:4000 of node 2"])),
+        "fail",
+        "n1 can't reach 10.0.0.3",
+        "firewall",
+    ),
     (
         "same software",
         nodes(facts=lambda rank: {"python": f"3.1{rank + 1}.0"}),

@@ -23,7 +23,14 @@ from hpc_rl.doctor.node import Visit
 
 def test_a_good_directory(tmp_path):
     fs = probe(tmp_path)
-    assert (fs.error, fs.exists, fs.rename, fs.link, fs.exclusive, fs.flock) == ("", True, True, True, True, True)
+    assert (fs.error, fs.exists, fs.rename, fs.link, fs.exclusive, fs.flock) == (
+        "",
+        True,
+        True,
+        True,
+        True,
+        True,
+    )
     assert fs.kind and fs.free_bytes > 0 and abs(fs.skew_s) < 60
     assert list(tmp_path.iterdir()) == [], "something was left behind"
 
@@ -128,7 +135,14 @@ def test_sinfo_is_read(tmp_path):
     assert (found.version, found.missing, found.error) == ("22.05.8", [], "")
     assert "disabled" in found.accounting
     main = found.partitions[0]
-    assert (main.name, main.default, main.up, main.num_nodes, main.gpus, main.mem_mb) == ("main", True, True, 4, 8, 256000)
+    assert (main.name, main.default, main.up, main.num_nodes, main.gpus, main.mem_mb) == (
+        "main",
+        True,
+        True,
+        4,
+        8,
+        256000,
+    )
 
 
 def test_three_nodes_meet_and_see_each_other(tmp_path):
@@ -143,7 +157,10 @@ def test_three_nodes_meet_and_see_each_other(tmp_path):
     assert [report.seen.rank for report in found] == [0, 1, 2]
     for kind in ("open", "link", "mkdir"):
         assert sum(kind in report.seen.won for report in found) == 1
-    assert all(not report.seen.missing and report.seen.reached == 2 and not report.seen.unreachable for report in found)
+    assert all(
+        not report.seen.missing and report.seen.reached == 2 and not report.seen.unreachable
+        for report in found
+    )
     assert [report.seen.lock for report in found] == [False, False, False]
     assert all(report.seen.stale_content_s is not None and report.seen.name_s is not None for report in found)
 
@@ -161,5 +178,7 @@ def test_a_torn_report_is_left_out(tmp_path, content):
 
 
 def test_the_node_program_knows_its_options(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "hpc_rl.doctor.node", "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_rl.doctor.node", "--help"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and "--patience_s" in done.stdout

@@ -20,7 +20,12 @@ from hpc_rl.errors import ConfigError, Damaged
 
 
 def config_of(path: Path, **changes) -> TrainEngineConfig:
-    options = {"init_from_scratch": True, "attn_impl": "sdpa", "dtype": "float32", "gradient_checkpointing": False}
+    options = {
+        "init_from_scratch": True,
+        "attn_impl": "sdpa",
+        "dtype": "float32",
+        "gradient_checkpointing": False,
+    }
     return TrainEngineConfig(path=str(path), **{"optimizer": optimizer_of(), **options, **changes})
 
 
@@ -54,17 +59,23 @@ def weights_of(engine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.hf_weights()}
 
 
-def assert_equal_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], atol: float = 0.0) -> None:
+def assert_equal_weights(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], atol: float = 0.0
+) -> None:
     assert one.keys() == other.keys()
     for name in one:
-        torch.testing.assert_close(one[name], other[name], atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            one[name], other[name], atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("attn_impl", ["sdpa", "eager"])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("max_tokens", [None, 40])
 def test_logprobs_equal_a_plain_forward_pass_of_each_row(model_dir, layout, attn_impl, max_tokens) -> None:
-    engine = engine_of(model_dir, layout, attn_impl=attn_impl, mb_spec=MicroBatchSpec(max_tokens_per_mb=max_tokens))
+    engine = engine_of(
+        model_dir, layout, attn_impl=attn_impl, mb_spec=MicroBatchSpec(max_tokens_per_mb=max_tokens)
+    )
     rows = some_rows(mask=False)
     for ids, got in zip(rows.ids, engine.logprobs(rows, temperature=0.8), strict=True):
         assert got.dtype == np.float32
@@ -77,7 +88,9 @@ def test_logprobs_only_where_the_mask_asks(model_dir) -> None:
     engine = engine_of(model_dir)
     rows = some_rows()
     everywhere = engine.logprobs(Sequences(rows.ids, {}), 1.0)
-    for mask, got, whole in zip(rows.columns["loss_mask"], engine.logprobs(rows, 1.0), everywhere, strict=True):
+    for mask, got, whole in zip(
+        rows.columns["loss_mask"], engine.logprobs(rows, 1.0), everywhere, strict=True
+    ):
         np.testing.assert_allclose(got, np.where(mask, whole, 0), atol=1e-6)
 
 
@@ -98,10 +111,17 @@ def test_update_equals_a_plain_torch_step(model_dir) -> None:
     rows = some_rows()
     weight = float(sum(mask.sum() for mask in rows.columns["loss_mask"]))
     result = engine.train_batch(rows, supervised, weight, 1.0)
-    adam = torch.optim.AdamW(plain.policy.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
+    adam = torch.optim.AdamW(
+        plain.policy.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0
+    )
     pairs = zip(rows.ids, rows.columns["loss_mask"], strict=True)
     loss = (
-        -sum((plain_logprobs(plain, ids, 1.0) * torch.from_numpy(mask[1:])).sum() for ids, mask in pairs if len(ids) > 1) / weight
+        -sum(
+            (plain_logprobs(plain, ids, 1.0) * torch.from_numpy(mask[1:])).sum()
+            for ids, mask in pairs
+            if len(ids) > 1
+        )
+        / weight
     )
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.policy.parameters(), 1.0)
@@ -194,7 +214,9 @@ def test_layers_to_shard_by_class_name(model_dir) -> None:
     engine = engine_of(model_dir)
     assert len(engine.policy.blocks()) == 2
     assert len(engine.policy.blocks(["Qwen3MLP", "Qwen3Attention"])) == 4
-    with pytest.raises(ConfigError, match=r"the model has no module of Qwen9Layer; it has .*Qwen3DecoderLayer"):
+    with pytest.raises(
+        ConfigError, match=r"the model has no module of Qwen9Layer; it has .*Qwen3DecoderLayer"
+    ):
         engine.policy.blocks(["Qwen9Layer"])
 
 
@@ -222,7 +244,10 @@ def test_gradients_are_summed_over_ranks_in_the_type_that_is_given(model_dir, mo
 
 def test_same_inputs_give_the_same_bits(model_dir) -> None:
     engines = [engine_of(model_dir), engine_of(model_dir)]
-    results = [[engine.train_batch(some_rows(seed=seed), supervised, 60.0, 1.0) for seed in range(3)] for engine in engines]
+    results = [
+        [engine.train_batch(some_rows(seed=seed), supervised, 60.0, 1.0) for seed in range(3)]
+        for engine in engines
+    ]
     assert results[0] == results[1]
     assert_equal_weights(*map(weights_of, engines))
 
@@ -230,7 +255,9 @@ def test_same_inputs_give_the_same_bits(model_dir) -> None:
 def test_update_without_a_finite_gradient_is_skipped(model_dir) -> None:
     engine = engine_of(model_dir)
     before = weights_of(engine)
-    result = engine.train_batch(some_rows(), lambda batch: (batch.logprobs_T.sum() * float("inf"), {}), 1.0, 1.0)
+    result = engine.train_batch(
+        some_rows(), lambda batch: (batch.logprobs_T.sum() * float("inf"), {}), 1.0, 1.0
+    )
     assert result["update_successful"] == 0.0
     assert_equal_weights(before, weights_of(engine))
     assert engine.train_batch(some_rows(), supervised, 60.0, 1.0)["update_successful"] == 1.0
@@ -253,10 +280,14 @@ def test_export_is_a_checkpoint_that_transformers_and_the_engine_read(model_dir,
     engine.export(tmp_path / "out", tokenizer=model_dir)
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert files == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads((model_dir / "config.json").read_text())
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads(
+        (model_dir / "config.json").read_text()
+    )
     tokens = torch.arange(20)[None]
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="sdpa")
-    torch.testing.assert_close(reloaded(tokens).logits, engine.policy.hf.eval()(tokens).logits, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        reloaded(tokens).logits, engine.policy.hf.eval()(tokens).logits, atol=1e-6, rtol=0
+    )
     again = engine_of(tmp_path / "out", init_from_scratch=False)
     assert_equal_weights(weights_of(engine), weights_of(again))
 
@@ -352,8 +383,12 @@ def test_publishing_a_small_model_takes_milliseconds(model_dir, tmp_path) -> Non
     assert min(took) < 0.05
 
 
-@pytest.mark.parametrize(("name", "words"), [("flash_attention_2", "FlashAttention2"), ("nonsense", "is not supported")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("flash_attention_2", "FlashAttention2"), ("nonsense", "is not supported")]
+)
 def test_an_attention_that_is_not_there_is_a_bad_configuration(model_dir, name, words):
-    with pytest.raises(ConfigError, match=f"can't be built with attn_impl '{name}' here: .*{words}") as caught:
+    with pytest.raises(
+        ConfigError, match=f"can't be built with attn_impl '{name}' here: .*{words}"
+    ) as caught:
         model.build(config_of(model_dir, attn_impl=name), 1)
     assert str(caught.value).endswith("use attn_impl: sdpa.")

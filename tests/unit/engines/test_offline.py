@@ -19,7 +19,12 @@ from hpc_rl.errors import ConfigError, ExitCode, FailureClass
 
 
 def config_of(path: Path, **options) -> TrainEngineConfig:
-    usual = {"attn_impl": "sdpa", "dtype": "float32", "gradient_checkpointing": False, "optimizer": OptimizerConfig()}
+    usual = {
+        "attn_impl": "sdpa",
+        "dtype": "float32",
+        "gradient_checkpointing": False,
+        "optimizer": OptimizerConfig(),
+    }
     return TrainEngineConfig(path=str(path), **usual, **options)
 
 
@@ -40,7 +45,9 @@ def variant(ours: Path, **keys) -> Path:
     """A copy of the model whose config.json says something else; `keys` that are None are left out of it."""
     folder = Path(shutil.copytree(ours, ours.with_name("variant")))
     written = json.loads((ours / "config.json").read_text()) | keys
-    (folder / "config.json").write_text(json.dumps({name: value for name, value in written.items() if value is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in written.items() if value is not None})
+    )
     return folder
 
 
@@ -60,7 +67,10 @@ def taken(source: Path, ours: Path, **options) -> Path:
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "model_type is llama, not qwen3"),
         ({"num_hidden_layers": 1}, "num_hidden_layers is 1, not 2"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False, not True"),
-        ({"is_causal": False}, "is_causal is False, not None"),  # no key of its class, and read by what all models share
+        (
+            {"is_causal": False},
+            "is_causal is False, not None",
+        ),  # no key of its class, and read by what all models share
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
         (
             {"max_position_embeddings": 256, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
@@ -76,7 +86,12 @@ def test_another_architecture_is_refused_and_each_difference_named(ours, keys, w
 
 def test_what_computes_the_same_is_taken(ours):
     same = variant(
-        ours, torch_dtype="bfloat16", transformers_version="4.51.0", use_cache=False, eos_token_id=3, rms_norm_eps=None
+        ours,
+        torch_dtype="bfloat16",
+        transformers_version="4.51.0",
+        use_cache=False,
+        eos_token_id=3,
+        rms_norm_eps=None,
     )
     state = load_file(taken(same, ours) / "rank-00000.safetensors")
     for name, tensor in load_file(ours / "model.safetensors").items():
@@ -103,7 +118,11 @@ def test_keys_count_as_soon_as_they_are_read(ours):
     (ours / "config.json").write_text(json.dumps(written | scaled | windows))
     with pytest.raises(ConfigError) as refusal:
         taken(variant(ours, max_position_embeddings=256, max_window_layers=2), ours)
-    for words in ("layer_types is", "max_position_embeddings is 256, not 128", "max_window_layers is 2, not 1"):
+    for words in (
+        "layer_types is",
+        "max_position_embeddings is 256, not 128",
+        "max_window_layers is 2, not 1",
+    ):
         assert words in str(refusal.value)
 
 
@@ -163,7 +182,10 @@ def test_a_config_json_that_contradicts_itself_is_named_and_not_tried_again(ours
         lambda: FSDPEngine(config_of(odd, init_from_scratch=True)).initialize(1),
     ]
     if "built" not in words:  # else another architecture is what an import says first
-        starts += [lambda: taken(odd, ours), lambda: import_weights(config_of(odd), 1, ours, 6, ours.with_name("state"))]
+        starts += [
+            lambda: taken(odd, ours),
+            lambda: import_weights(config_of(odd), 1, ours, 6, ours.with_name("state")),
+        ]
     for start in starts:
         with pytest.raises(ConfigError, match=re.escape(f"{odd}/config.json ") + words) as refusal:
             start()

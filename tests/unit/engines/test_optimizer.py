@@ -22,8 +22,12 @@ def test_warmup_then_shape(kind: str, want: list[float]) -> None:
 
 
 def test_cosine_is_half_way_in_the_middle_and_stays_at_the_end() -> None:
-    config = OptimizerConfig(lr=2.0, lr_scheduler_type="cosine", warmup_steps_proportion=0.0, min_lr_ratio=0.5)
-    assert [learning_rate(config, update, 8) for update in (0, 4, 8, 20)] == pytest.approx([2.0, 1.5, 1.0, 1.0])
+    config = OptimizerConfig(
+        lr=2.0, lr_scheduler_type="cosine", warmup_steps_proportion=0.0, min_lr_ratio=0.5
+    )
+    assert [learning_rate(config, update, 8) for update in (0, 4, 8, 20)] == pytest.approx(
+        [2.0, 1.5, 1.0, 1.0]
+    )
 
 
 def test_steps_equal_torch_adamw_with_clipping() -> None:

@@ -20,7 +20,18 @@ def on_slurm(fake_trial):
 
     def record(name, rank, node, pid):
         path = fake_trial.trial.attempt("7.0").processes / f"{name}-rank{rank}.json"
-        write_json(path, {"pid": pid, "host": "h", "rank": rank, "role": "x", "start_ticks": 1, "node": node, "job_id": "7"})
+        write_json(
+            path,
+            {
+                "pid": pid,
+                "host": "h",
+                "rank": rank,
+                "role": "x",
+                "start_ticks": 1,
+                "node": node,
+                "job_id": "7",
+            },
+        )
 
     record("trainer-0.0", 0, "n1", 10)
     record("trainer-0.0", 1, "n2", 11)
@@ -61,7 +72,10 @@ def test_servers_in_a_job_of_their_own_are_places_too(on_slurm, fake_trial):
         fake_trial.script_said(task, event, restart=0)
     leave(fake_trial, "8_0.0", "server-5.0", node="n5", job_id="9")
     leave(fake_trial, "8_1.0", "server-6.0", node="n6", job_id="10")
-    for restart, node in ((0, "n7"), (1, "n8")):  # its second start is the tenth at the latest: as numbers, not as text
+    for restart, node in (
+        (0, "n7"),
+        (1, "n8"),
+    ):  # its second start is the tenth at the latest: as numbers, not as text
         leave(fake_trial, f"8_2.{9 + restart}", "server-7.0", node=node, job_id="8")
     story = tell(trial)
     servers = [(place.name, place.node, place.attempt) for place in places(story) if place.attempt != "7.0"]
@@ -73,11 +87,15 @@ def test_servers_in_a_job_of_their_own_are_places_too(on_slurm, fake_trial):
 def test_the_component_of_a_heterogeneous_job_is_named(on_slurm, fake_trial):
     units = [{"role": "trainer", "index": 0, "nodes": [0]}, {"role": "server", "index": 0, "nodes": [2]}]
     groups = [{"name": "trial", "nodes": [0, 1]}, {"name": "servers", "nodes": [2]}]
-    write_json(fake_trial.trial.plan_json, {"trainer": "grpo", "layout": "hetjob", "units": units, "groups": groups})
+    write_json(
+        fake_trial.trial.plan_json, {"trainer": "grpo", "layout": "hetjob", "units": units, "groups": groups}
+    )
     story = tell(fake_trial.trial)
     assert "--het-group=0" in command(story, choose(story, "trainer", None, None), [])
     assert "--het-group=1" in command(story, choose(story, "server", None, None), [])
-    assert not [word for word in command(on_slurm, choose(on_slurm, None, None, None), []) if "het-group" in word]
+    assert not [
+        word for word in command(on_slurm, choose(on_slurm, None, None, None), []) if "het-group" in word
+    ]
 
 
 def test_what_does_not_run_is_told_with_what_does(on_slurm, fake_trial):

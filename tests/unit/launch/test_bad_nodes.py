@@ -15,7 +15,12 @@ def test_nodes_are_kept_until_their_time_is_over(tmp_path):
     bad_nodes.tell_script(trial, "7", 3600)
     assert trial.exclude("7").read_text() == "n1,n2,n3\n"
     assert list(bad_nodes.current(trial, 7300)) == ["n1", "n2"]
-    assert bad_nodes.current(trial, 7300)["n1"] == {"until": 10800, "since": 3600, "reason": "lost", "attempt": "7.1"}
+    assert bad_nodes.current(trial, 7300)["n1"] == {
+        "until": 10800,
+        "since": 3600,
+        "reason": "lost",
+        "attempt": "7.1",
+    }
     assert bad_nodes.current(trial, 99999) == {}
 
 
@@ -47,5 +52,7 @@ def test_a_task_of_servers_tells_of_its_nodes_in_a_file_of_its_own(tmp_path):
     trial.attempt("150_1.0").make_dirs()
     bad_nodes.add(trial, "7.0", ["n1"], "lost", now=0, hours=2)
     bad_nodes.add(trial, "150_1.0", ["n2", "n1"], "lost", now=0, hours=3)
-    assert [bad_nodes.current(trial, 0)[name]["attempt"] for name in ("n1", "n2")] == ["150_1.0"] * 2, "the longer time counts"
+    assert [bad_nodes.current(trial, 0)[name]["attempt"] for name in ("n1", "n2")] == ["150_1.0"] * 2, (
+        "the longer time counts"
+    )
     assert "n2" not in trial.bad_nodes.read_text()

@@ -21,8 +21,19 @@ from hpc_rl.plan.schema import Unit
 from hpc_rl.trial import Trial, write_json
 
 TRAINER, ROLLOUT, SERVER = ("trainer", 0), ("rollout", 0), ("server", 0)
-UNIT = Unit(role="", index=0, nodes=[0], tasks_per_node=1, cpus_per_task=1, mem_mb_per_task=1, gpus_per_task=0, module="none")
-PLAN = toy_plan([dataclasses.replace(UNIT, role=role) for role in ("server", "rollout", "trainer")], "/python")
+UNIT = Unit(
+    role="",
+    index=0,
+    nodes=[0],
+    tasks_per_node=1,
+    cpus_per_task=1,
+    mem_mb_per_task=1,
+    gpus_per_task=0,
+    module="none",
+)
+PLAN = toy_plan(
+    [dataclasses.replace(UNIT, role=role) for role in ("server", "rollout", "trainer")], "/python"
+)
 
 
 @pytest.fixture
@@ -68,7 +79,10 @@ def test_the_trainer_may_wait_as_long_as_no_server_serves(make, state, to_blame)
 def test_a_unit_that_slurm_starts_nowhere_is_ended_for_other_nodes(make):
     driver, killed = make(), []
     said = "srun: Job 7 step creation still disabled, retrying (Requested nodes are busy)"
-    driver._handles[TRAINER] = (SimpleNamespace(unplaced=lambda: said, kill=lambda: killed.append(TRAINER)), 0)
+    driver._handles[TRAINER] = (
+        SimpleNamespace(unplaced=lambda: said, kill=lambda: killed.append(TRAINER)),
+        0,
+    )
     driver._watch_liveness(PLACED_S)
     assert not killed
     driver._watch_liveness(PLACED_S + 1)
@@ -95,7 +109,9 @@ def test_how_long_servers_may_be_away_is_what_the_configuration_says(tmp_path, m
     write_json(trial.plan_json, PLAN.to_json())
     seen = []
     monkeypatch.setattr(app, "Driver", lambda *args: seen.append(args[-1]) or SimpleNamespace(run=lambda: 0))
-    monkeypatch.setattr("sys.argv", ["supervisor", "--trial_dir", str(trial.dir), "--attempt", "7.0", "--steps", "process"])
+    monkeypatch.setattr(
+        "sys.argv", ["supervisor", "--trial_dir", str(trial.dir), "--attempt", "7.0", "--steps", "process"]
+    )
     assert app.main() == 0
     assert seen == [7200.0]
 

@@ -25,9 +25,18 @@ from hpc_rl.trial import Trial, write_json
         ("srun: error: n1: task 0: Out Of Memory", F.OUT_OF_MEMORY),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", F.OUT_OF_MEMORY),
         ("srun: error: Node failure on n3", F.NODE),
-        ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG", F.NODE),
-        ("srun: error: Task launch for StepId=7.3 failed on node n2: Communication connection failure", F.NODE),
-        ("srun: error: Unable to create step for job 7: Requested node configuration is not available", F.NODE),
+        (
+            "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG",
+            F.NODE,
+        ),
+        (
+            "srun: error: Task launch for StepId=7.3 failed on node n2: Communication connection failure",
+            F.NODE,
+        ),
+        (
+            "srun: error: Unable to create step for job 7: Requested node configuration is not available",
+            F.NODE,
+        ),
         ("srun: error: n1: task 0: Killed", F.UNKNOWN),
         ("", F.UNKNOWN),
     ],
@@ -40,7 +49,9 @@ def test_the_class_by_what_the_launcher_said(said, failure):
 
 def test_the_nodes_to_blame_are_named():
     assert classify(End(143, ""), ["srun: error: Node failure on n[2,5]"]).nodes == ("n[2,5]",)
-    assert classify(End(1, ""), ["srun: error: Task launch for StepId=7.3 failed on node n2: gone"]).nodes == ("n2",)
+    assert classify(
+        End(1, ""), ["srun: error: Task launch for StepId=7.3 failed on node n2: gone"]
+    ).nodes == ("n2",)
 
 
 def test_ends_on_purpose_and_recorded_classes_are_left_alone():
@@ -60,12 +71,21 @@ def test_a_step_that_was_killed_for_memory_says_so_though_its_job_does_not(tmp_p
     line = "slurmstepd-n1: error: StepId=7.1 exceeded memory limit (404226048 > 209715200), being killed"
     attempt.log("trainer", 0, 0).write_text(f"up\n{line}\nsrun: error: n1: task 0: Killed\n")
     unit = Unit(
-        role="trainer", index=0, nodes=[0], tasks_per_node=1, cpus_per_task=1, mem_mb_per_task=1, gpus_per_task=0, module="m"
+        role="trainer",
+        index=0,
+        nodes=[0],
+        tasks_per_node=1,
+        cpus_per_task=1,
+        mem_mb_per_task=1,
+        gpus_per_task=0,
+        module="m",
     )
     end = end_of(attempt, unit, 0, 137)
     assert end.failure is F.OUT_OF_MEMORY and line in end.reason
     write_json(attempt.exit_record("trainer", 0, 0), {"code": 70, "reason": "boom", "class": "user"})
-    assert end_of(attempt, unit, 0, 70).failure is F.USER, "what the process said of itself counts more than its log"
+    assert end_of(attempt, unit, 0, 70).failure is F.USER, (
+        "what the process said of itself counts more than its log"
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,4 +130,6 @@ def test_attempts_that_bring_nothing_are_counted_until_one_does():
 
 def test_a_trial_that_ends_before_its_first_generation_is_not_only_told_to_recover():
     for failure, policy in POLICIES.items():
-        assert ("`hpc-rl recover`" in policy.advice) == ("`hpc-rl submit` begins where there is none" in policy.advice), failure
+        assert ("`hpc-rl recover`" in policy.advice) == (
+            "`hpc-rl submit` begins where there is none" in policy.advice
+        ), failure

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.usefixtures("state_home")
 @pytest.fixture
 def two(make_fake_trial, tmp_path):
     """sums/small and products/small, both indexed."""
-    trials = [make_fake_trial(tmp_path / "runs", experiment, "small").trial for experiment in ("sums", "products")]
+    trials = [
+        make_fake_trial(tmp_path / "runs", experiment, "small").trial for experiment in ("sums", "products")
+    ]
     for trial in trials:
         index.record(trial)
     return trials
@@ -44,7 +46,9 @@ def test_an_ambiguous_name_lists_the_candidates(two):
     assert index.resolve("sums/small").dir == two[0].dir
 
 
-def test_a_trial_here_and_another_of_that_name_in_the_index_are_ambiguous(fake_trial, make_fake_trial, tmp_path, monkeypatch):
+def test_a_trial_here_and_another_of_that_name_in_the_index_are_ambiguous(
+    fake_trial, make_fake_trial, tmp_path, monkeypatch
+):
     index.record(make_fake_trial(tmp_path / "other").trial)
     monkeypatch.chdir(fake_trial.trial.dir.parent)
     with pytest.raises(TrialNameError, match="2 trials"):
@@ -82,7 +86,12 @@ def test_submitting_again_keeps_one_entry(fake_trial):
 
 def test_junk_in_the_index_is_passed_over(fake_trial):
     index.record(fake_trial.trial)
-    for name, text in (("a.json", "{"), ("b.json", "[]"), ("c.json", '{"dir": "relative"}'), ("d.json", '{"dir": 3}')):
+    for name, text in (
+        ("a.json", "{"),
+        ("b.json", "[]"),
+        ("c.json", '{"dir": "relative"}'),
+        ("d.json", '{"dir": 3}'),
+    ):
         (index.directory() / name).write_text(text)
     assert len(index.entries()) == 1
 

@@ -82,7 +82,9 @@ def test_a_server_that_comes_and_goes_hides_no_hang_of_others(life, doing, to_bl
 def servers(**states: int) -> dict[str, Seen]:
     found = [state for state, count in states.items() for _ in range(count)]
     return {
-        f"server/{i}": Seen(f"server/{i}", {"state": state, "attempt": f"9_{i}.0", "incarnation": 2}, 0, state != "dead", 0.0)
+        f"server/{i}": Seen(
+            f"server/{i}", {"state": state, "attempt": f"9_{i}.0", "incarnation": 2}, 0, state != "dead", 0.0
+        )
         for i, state in enumerate(found)
     }
 
@@ -125,7 +127,9 @@ def test_a_server_hangs_once_its_lease_has_rested(life):
     assert not blamed(life, 999), "it may load a large model for long"
     life.observe(SERVER, 5, 5)
     assert blamed(life, 106) == [SERVER]
-    assert blamed(life, 1001) == [TRAINER, ROLLOUT, SERVER], "those that never showed anything have the ceiling"
+    assert blamed(life, 1001) == [TRAINER, ROLLOUT, SERVER], (
+        "those that never showed anything have the ceiling"
+    )
 
 
 def test_nobody_is_blamed_for_the_time_that_the_watcher_itself_was_stopped(life):

@@ -12,7 +12,13 @@ from hpc_rl.plan.plan import make_plan
 from hpc_rl.render import lint
 from hpc_rl.schedulers.capacity import Node
 
-BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "train_dataset.batch_size=64", "model.path=/m"]
+BASE = [
+    "experiment_name=e",
+    "trial_name=t",
+    "train_dataset.path=/d.jsonl",
+    "train_dataset.batch_size=64",
+    "model.path=/m",
+]
 GOOD = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --no-requeue\n#SBATCH --open-mode=append\ntrue\n"
 
 
@@ -43,9 +49,15 @@ def planned(*overrides: str):
     ("overrides", "asked"),
     [
         ([], {"cpus": 33, "mem_mb": 8 * 32768 + 1024, "gpus": 8}),
-        (["launcher.slurm.mem=0", "launcher.slurm.cpus_per_task=null"], {"cpus": None, "mem_mb": None, "gpus": 8}),
+        (
+            ["launcher.slurm.mem=0", "launcher.slurm.cpus_per_task=null"],
+            {"cpus": None, "mem_mb": None, "gpus": 8},
+        ),
         (["launcher.slurm.mem_per_cpu=2G"], {"cpus": 33, "mem_mb": 33 * 2048, "gpus": 8}),
-        (["launcher.slurm.mem_per_gpu=1T", "launcher.slurm.gres=gpu:h100:8"], {"gpu_type": "h100", "mem_mb": 8 * 1024**2}),
+        (
+            ["launcher.slurm.mem_per_gpu=1T", "launcher.slurm.gres=gpu:h100:8"],
+            {"gpu_type": "h100", "mem_mb": 8 * 1024**2},
+        ),
         (["launcher.slurm.gpus_by=null", "launcher.slurm.time=90"], {"gpus": None, "time_s": 5400}),
     ],
 )
@@ -56,7 +68,9 @@ def test_what_is_asked_of_the_cluster(overrides, asked):
 
 def test_a_submission_asks_once_and_refuses_what_can_never_run():
     cluster = FakeCluster()
-    with pytest.raises(ConfigError, match=r"(?s)can't run.*has 2 nodes, and 3 are asked for\. Nearest that fits: --n_nodes 2"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)can't run.*has 2 nodes, and 3 are asked for\. Nearest that fits: --n_nodes 2"
+    ):
         preflight.quick(*planned("--n_nodes=3", "launcher.trainer_mem_per_gpu=1000"), cluster)
     assert cluster.asked == ["sinfo"]
 
@@ -71,7 +85,10 @@ def test_bad_nodes_are_avoided_only_where_enough_others_are_left():
     said = preflight.quick(*planned(small), FakeCluster(), ["n1"])
     assert (said.avoid, said.notes) == (("n1",), ["n1 failed this trial lately: avoided"])
     said = preflight.quick(*planned(small, "--n_nodes=2"), FakeCluster(), ["n1"])
-    assert (said.avoid, said.notes) == ((), ["n1 failed this trial lately: not avoided, or too few nodes would be left"])
+    assert (said.avoid, said.notes) == (
+        (),
+        ["n1 failed this trial lately: not avoided, or too few nodes would be left"],
+    )
     said = preflight.quick(*planned(small, "launcher.slurm.exclude=n2"), FakeCluster(), ["n1"])
     assert said.avoid == (), "what the configuration excludes stays excluded"
     assert preflight.quick(*planned(small), FakeCluster()).notes == []
@@ -95,7 +112,10 @@ def test_all_checks():
     [
         (GOOD + "#SBATCH --time=1\n", "line 6 comes after the first command"),
         (GOOD.replace("--nodes=1", "--nodes=1\n#SBATCH --nodes=2"), "--nodes is given twice"),
-        (GOOD.replace("--nodes=1", "--mem=1\n#SBATCH --mem-per-cpu=2"), "--mem and --mem-per-cpu exclude each other"),
+        (
+            GOOD.replace("--nodes=1", "--mem=1\n#SBATCH --mem-per-cpu=2"),
+            "--mem and --mem-per-cpu exclude each other",
+        ),
         (GOOD.replace("--nodes=1", "--account=$USER"), "shell variable"),
         (GOOD.replace("#SBATCH --no-requeue\n", ""), "neither --requeue nor --no-requeue"),
         (GOOD.replace("#SBATCH --open-mode=append\n", ""), "--open-mode=append"),
@@ -108,4 +128,10 @@ def test_the_linter(text, words):
 
 
 def test_sizes_of_memory():
-    assert [preflight.megabytes(text) for text in ("200", "200M", "2G", "1T", "2048K")] == [200, 200, 2048, 1048576, 2]
+    assert [preflight.megabytes(text) for text in ("200", "200M", "2G", "1T", "2048K")] == [
+        200,
+        200,
+        2048,
+        1048576,
+        2,
+    ]

@@ -11,7 +11,11 @@ SAID = {"end": "ends", "restart": "started again", "requeue": "requeued"}
 
 
 def test_the_page_has_the_policy_of_every_class():
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.read_text().splitlines() if line[:1] == "|"]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in PAGE.read_text().splitlines()
+        if line[:1] == "|"
+    ]
     told = {name: (follows, counts) for name, follows, counts in rows[2:]}
     assert set(told) == {failure.value for failure in POLICIES}
     for failure, policy in POLICIES.items():

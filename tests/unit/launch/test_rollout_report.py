@@ -18,8 +18,17 @@ from hpc_rl.trial import write_json
 
 def test_rejections_and_the_last_exception_are_in_status(fake_trial):
     fake_trial.run_to(3)
-    words = {"rejected": {"reward_timeout": 60, "too_long": 4}, "rejected_in_a_row": 64, "last_reason": "reward_timeout"}
-    words |= {"last_error": "reward_timeout: the reward took more than 15 s", "running": 8, "time": time.time(), "servers": 1}
+    words = {
+        "rejected": {"reward_timeout": 60, "too_long": 4},
+        "rejected_in_a_row": 64,
+        "last_reason": "reward_timeout",
+    }
+    words |= {
+        "last_error": "reward_timeout: the reward took more than 15 s",
+        "running": 8,
+        "time": time.time(),
+        "servers": 1,
+    }
     write_json(fake_trial.trial.attempt("7.0").rollout_report(0), words)
     said = "\n".join(text(tell(fake_trial.trial)))
     assert "8 prompts running" in said and "64 rejected" in said
@@ -34,7 +43,9 @@ def test_the_newest_incarnation_counts_and_junk_is_left_out(fake_trial):
     attempt.make_dirs()
     assert read_rollout(attempt) is None
     write_json(attempt.rollout_report(0), {"accepted": 5})
-    write_json(attempt.rollout_report(10), {"accepted": "many", "running": 3, "rejected": [], "unheard_of": 1})
+    write_json(
+        attempt.rollout_report(10), {"accepted": "many", "running": 3, "rejected": [], "unheard_of": 1}
+    )
     attempt.rollout_report(11).write_text('{"acce')
     assert read_rollout(attempt) == Rollout(running=3)
 
@@ -42,7 +53,10 @@ def test_the_newest_incarnation_counts_and_junk_is_left_out(fake_trial):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"oldest_running_s": 300, "quiet_s": 290}, "nothing has finished for 4 min 50 s, the oldest prompt runs for 5 min"),
+        (
+            {"oldest_running_s": 300, "quiet_s": 290},
+            "nothing has finished for 4 min 50 s, the oldest prompt runs for 5 min",
+        ),
         ({"oldest_running_s": 300, "quiet_s": None}, "does the reward function or the workflow hang?"),
         ({"servers": 0, "oldest_running_s": 30}, "no generation server is alive"),
         ({"time": 1_790_000_000.0}, "has not written for"),
@@ -55,7 +69,9 @@ def test_what_hangs_is_told_while_it_is_live(given, words):
 
 
 def test_a_busy_rollout_is_no_trouble():
-    rollout = Rollout(time=time.time(), running=9, oldest_running_s=300, quiet_s=2, servers=2, rejected_in_a_row=1)
+    rollout = Rollout(
+        time=time.time(), running=9, oldest_running_s=300, quiet_s=2, servers=2, rejected_in_a_row=1
+    )
     assert troubles(rollout, live=True) == []
     assert counts(rollout, live=True).startswith("9 prompts running, 0 groups ready")
     assert "running" not in counts(rollout, live=False)
@@ -63,7 +79,9 @@ def test_a_busy_rollout_is_no_trouble():
 
 async def test_the_report_is_written_while_it_changes_and_at_the_end(tmp_path):
     path, state = tmp_path / "rollout.0.json", {"accepted": 0}
-    task = asyncio.create_task(report.keep_reporting(path, lambda: dict(state), lambda: {"servers": 2}, every_s=0.01))
+    task = asyncio.create_task(
+        report.keep_reporting(path, lambda: dict(state), lambda: {"servers": 2}, every_s=0.01)
+    )
     while not path.exists():
         await asyncio.sleep(0.01)
     assert json.loads(path.read_text())["servers"] == 2

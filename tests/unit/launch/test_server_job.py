@@ -19,7 +19,14 @@ from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.trial import Trial, read_json, write_json
 
 SERVER = Unit(
-    role="server", index=1, nodes=[0], tasks_per_node=1, cpus_per_task=1, mem_mb_per_task=1, gpus_per_task=0, module="none"
+    role="server",
+    index=1,
+    nodes=[0],
+    tasks_per_node=1,
+    cpus_per_task=1,
+    mem_mb_per_task=1,
+    gpus_per_task=0,
+    module="none",
 )
 PLAN = Plan(
     experiment_name="e",
@@ -79,11 +86,15 @@ def no_signals(monkeypatch) -> None:
 class Running:
     """A server job in a thread, with an owner of its trial whose lease is renewed while `owned`."""
 
-    def __init__(self, trial: Trial, serves: str = "100", idle_s: float = 60.0, end_time=lambda: None, **rules) -> None:
+    def __init__(
+        self, trial: Trial, serves: str = "100", idle_s: float = 60.0, end_time=lambda: None, **rules
+    ) -> None:
         self.trial, self.steps, self.names = trial, FakeSteps(), MemoryNames()
         self.owner = self.names.lease(keys.OWNER, {"attempt": "100.0"}, 60.0)
         attempt = trial.attempt("150_0.0")
-        self.job = ServerJob(attempt, PLAN, [SERVER], self.steps, self.names, serves, idle_s, RecoverConfig(**rules), end_time)
+        self.job = ServerJob(
+            attempt, PLAN, [SERVER], self.steps, self.names, serves, idle_s, RecoverConfig(**rules), end_time
+        )
         self.code = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -140,7 +151,10 @@ def test_a_replica_that_hangs_leaves_its_stacks_and_is_started_again(trial, monk
     assert running.steps.started[0].dumped and running.steps.started[0].code == -9
     events = [json.loads(line) for line in trial.attempt("150_0.0").events.read_text().splitlines()]
     [reason] = [row["reason"] for row in events if row["event"] == "hung"]
-    assert reason.startswith("server 1 hangs: nothing moved for 0 s") and ("after its start" in reason) is not seen
+    assert (
+        reason.startswith("server 1 hangs: nothing moved for 0 s")
+        and ("after its start" in reason) is not seen
+    )
     write_json(trial.done, {"job_id": "100"})
     running.ended()
 
@@ -151,7 +165,9 @@ def test_a_replica_that_hangs_leaves_its_stacks_and_is_started_again(trial, monk
         (lambda trial: write_json(trial.cancel_intent("100"), {}), "cancelled by a person"),
         (lambda trial: write_json(trial.cancel_intent("150"), {}), "cancelled by a person"),
         (
-            lambda trial: (trial.jobs / "100.state").write_text('{"event": "ended", "code": 70, "reason": "gave up"}\n'),
+            lambda trial: (trial.jobs / "100.state").write_text(
+                '{"event": "ended", "code": 70, "reason": "gave up"}\n'
+            ),
             "job 100 has ended: gave up",
         ),
     ],
@@ -187,7 +203,9 @@ def test_near_its_end_it_stops_to_be_started_again(trial, monkeypatch):
 
 def test_a_replica_that_can_not_be_launched_gives_its_node_back_and_names_it(trial):
     running = started(Running(trial))
-    trial.attempt("150_0.0").log("server", 1, 0).write_text("srun: error: launch of step 150.0 failed on node n3: no\n")
+    trial.attempt("150_0.0").log("server", 1, 0).write_text(
+        "srun: error: launch of step 150.0 failed on node n3: no\n"
+    )
     running.steps.started[0].code = 1
     code, reason = running.ended()
     assert code == 75 and reason.endswith("other nodes are needed")
@@ -260,9 +278,16 @@ def test_of_a_submitter_that_died_the_trainer_job_takes_over_and_its_array_can_b
 
 def test_status_tells_of_every_server_node(trial):
     write_json(trial.job("150"), {"kind": "servers", "serves": "100", "num_tasks": 3, "time": 1.0})
-    lines = [{"event": "started", "restart": 0}, {"event": "requeued", "restart": 0}, {"event": "started", "restart": 1}]
+    lines = [
+        {"event": "started", "restart": 0},
+        {"event": "requeued", "restart": 0},
+        {"event": "started", "restart": 1},
+    ]
     (trial.jobs / "150_0.state").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (trial.jobs / "150_1.state").write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
     [array] = read_arrays(trial)
     line = array_line(array)
-    assert line == "job 150, 3 server nodes: 1 run, 1 wait to be started again, 1 not started, started again 1 time"
+    assert (
+        line
+        == "job 150, 3 server nodes: 1 run, 1 wait to be started again, 1 not started, started again 1 time"
+    )

@@ -66,7 +66,10 @@ def test_all_tasks_are_asked_by_their_pipes_and_write_logs_of_their_own(attempt)
     handle.ask_to_stop()  # harmless afterwards
     handle.kill()
     assert handle.poll() == 75
-    assert sorted(path.name for path in (attempt.dir / "logs").iterdir()) == ["trainer-0.0-rank0.log", "trainer-0.0-rank1.log"]
+    assert sorted(path.name for path in (attempt.dir / "logs").iterdir()) == [
+        "trainer-0.0-rank0.log",
+        "trainer-0.0-rank1.log",
+    ]
     assert "stop" in attempt.log("trainer", 0, 0, 1).read_text()
 
 
@@ -81,11 +84,28 @@ def test_the_pipe_of_a_unit_is_held_by_nobody_else(attempt):
 
 
 def test_environment(attempt):
-    shown = ("HPC_RL_STEPS", "HPC_RL_RANK", "HPC_RL_NUM_RANKS", "OMP_NUM_THREADS", "X", "CUDA_VISIBLE_DEVICES")
+    shown = (
+        "HPC_RL_STEPS",
+        "HPC_RL_RANK",
+        "HPC_RL_NUM_RANKS",
+        "OMP_NUM_THREADS",
+        "X",
+        "CUDA_VISIBLE_DEVICES",
+    )
     show = f"import os; print('up', *(os.environ.get(name, '-') for name in {shown}))"
     wait(start(attempt, show, tasks=2, gpus=1, gpu_offset=1, env={"X": "y"}, cpus_per_task=1))
     assert attempt.log("trainer", 0, 0, 1).read_text() == "up process 1 2 1 y 1,2\n"
-    wait(start(attempt, show, role="server", gpus=2, gpu_offset=1, environ={"CUDA_VISIBLE_DEVICES": "4,5,6"}, cpus_per_task=1))
+    wait(
+        start(
+            attempt,
+            show,
+            role="server",
+            gpus=2,
+            gpu_offset=1,
+            environ={"CUDA_VISIBLE_DEVICES": "4,5,6"},
+            cpus_per_task=1,
+        )
+    )
     assert attempt.log("server", 0, 0).read_text() == "up process 0 1 1 - 5,6\n"
     wait(start(attempt, show, role="rollout", env={"OMP_NUM_THREADS": "7"}))
     assert attempt.log("rollout", 0, 0).read_text() == "up process 0 1 7 - \n"
@@ -98,7 +118,9 @@ def test_a_search_path_of_the_users_comes_after_ours(attempt):
 
 
 def test_fewer_gpus_than_planned_are_refused_in_words(attempt):
-    with pytest.raises(ConfigError, match="the GPUs 1 to 2 of this machine, but CUDA_VISIBLE_DEVICES shows 2"):
+    with pytest.raises(
+        ConfigError, match="the GPUs 1 to 2 of this machine, but CUDA_VISIBLE_DEVICES shows 2"
+    ):
         start(attempt, "", tasks=2, gpus=1, gpu_offset=1, environ={"CUDA_VISIBLE_DEVICES": "4,5"})
 
 
@@ -132,7 +154,13 @@ def test_a_program_that_is_not_there_is_an_error_and_leaves_nothing_open(attempt
 
 
 def test_the_srun_line(tmp_path):
-    argv = srun_argv(unit(tasks=2, nodes=(1, 2), gpus=2), ["a1", "a2", "b7"], True, tmp_path / "100%" / "trainer-0.3.log", 3)
+    argv = srun_argv(
+        unit(tasks=2, nodes=(1, 2), gpus=2),
+        ["a1", "a2", "b7"],
+        True,
+        tmp_path / "100%" / "trainer-0.3.log",
+        3,
+    )
     text = shlex.join(argv)
     for flag in (
         "--nodes=2 --nodelist=a2,b7 --ntasks=4 --ntasks-per-node=2 --distribution=block --cpus-per-task=3 --exact --mem=0",
@@ -176,7 +204,14 @@ def fake_srun(tmp_path, monkeypatch) -> Path:
 
 
 def srun_start(attempt, out: Path, **env: str):
-    environ = {**os.environ, "OUT": str(out), "SLURM_MEM_PER_NODE": "5", "SLURM_CPUS_PER_TASK": "9", "SLURM_JOB_ID": "7", **env}
+    environ = {
+        **os.environ,
+        "OUT": str(out),
+        "SLURM_MEM_PER_NODE": "5",
+        "SLURM_CPUS_PER_TASK": "9",
+        "SLURM_JOB_ID": "7",
+        **env,
+    }
     handle = SrunSteps(["a"], False, environ).start(unit(), ["python", "-m", "m"], attempt, 0)
     deadline = time.monotonic() + 5
     while not (out / "pid").exists():
@@ -219,7 +254,9 @@ def test_a_client_that_does_not_end_is_killed(attempt, fake_srun, monkeypatch):
 
 
 def test_hosts_come_from_scontrol_in_its_order(tmp_path, monkeypatch):
-    (tmp_path / "scontrol").write_text('#!/bin/bash\n[ "$3" = "b[2,1]" ] && printf "b2\\nb1\\n" || { echo nope >&2; exit 1; }\n')
+    (tmp_path / "scontrol").write_text(
+        '#!/bin/bash\n[ "$3" = "b[2,1]" ] && printf "b2\\nb1\\n" || { echo nope >&2; exit 1; }\n'
+    )
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert job_hosts("b[2,1]") == ["b2", "b1"]
@@ -245,7 +282,9 @@ def test_leftovers_are_asked_then_killed_and_only_the_very_processes(attempt, mo
     try:
         for process in (left, reused, elsewhere):
             process.stdout.readline()
-        children = [steps.Child(p.pid, start_ticks(p.pid), rank) for rank, p in enumerate((left, reused, elsewhere))]
+        children = [
+            steps.Child(p.pid, start_ticks(p.pid), rank) for rank, p in enumerate((left, reused, elsewhere))
+        ]
         leave_client_records(attempt, unit(tasks=3), 0, children)
         for rank, change in ((1, {"start_ticks": 1}), (2, {"host": "another"})):
             path = attempt.processes / f"client-trainer-0.0-rank{rank}.json"
@@ -279,4 +318,6 @@ def test_incarnations_go_on_from_every_trace(attempt):
 def test_a_step_of_a_heterogeneous_job_names_its_component(tmp_path):
     argv = srun_argv(unit(nodes=(2,)), ["a1", "a2", "b7"], True, tmp_path / "x.log", 0, 1)
     assert "--het-group=1" in argv and "--nodelist=b7" in argv
-    assert not any(flag.startswith("--het-group") for flag in srun_argv(unit(), ["a"], True, tmp_path / "x.log", 0))
+    assert not any(
+        flag.startswith("--het-group") for flag in srun_argv(unit(), ["a"], True, tmp_path / "x.log", 0)
+    )

@@ -44,7 +44,14 @@ def container(tmp_path: Path) -> Container:
     image_file = tmp_path / f"{STRANGE}.sif"
     holds = [sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib")]
     image_file.write_text(json.dumps({"holds": holds, "env": {"X": "of the image", "PYTHONPATH": "/image"}}))
-    return Container(type="apptainer", image=str(image_file), python=sys.executable, program=str(STAND_IN), mounts=[], args=[])
+    return Container(
+        type="apptainer",
+        image=str(image_file),
+        python=sys.executable,
+        program=str(STAND_IN),
+        mounts=[],
+        args=[],
+    )
 
 
 def start(attempt: Attempt, container: Container, code: str, **env: str):
@@ -77,7 +84,11 @@ def said(attempt: Attempt, word: str) -> str:
     deadline = time.monotonic() + 60
     log = attempt.log("trainer", 0, 0)
     while (
-        not (found := [line for line in log.read_text().splitlines(keepends=True) if line.startswith(word)][-1:])
+        not (
+            found := [line for line in log.read_text().splitlines(keepends=True) if line.startswith(word)][
+                -1:
+            ]
+        )
         or found[0][-1] != "\n"
     ):
         assert time.monotonic() < deadline, log.read_text()
@@ -106,7 +117,11 @@ def test_it_ends_with_the_supervisor_and_by_force_with_all_that_it_started(attem
     assert wait(handle) == 143
     gone(*pids)
     attempt.log("trainer", 0, 0).write_text("")
-    handle = start(attempt, container, ROLE.replace("os.read(0, 99)", "os.read(0, 99) or True").replace("sys.exit(75)", "pass"))
+    handle = start(
+        attempt,
+        container,
+        ROLE.replace("os.read(0, 99)", "os.read(0, 99) or True").replace("sys.exit(75)", "pass"),
+    )
     pids = [int(word) for word in said(attempt, "up").split()[1:]]
     handle.kill()
     assert wait(handle) == -9
@@ -114,12 +129,19 @@ def test_it_ends_with_the_supervisor_and_by_force_with_all_that_it_started(attem
 
 
 def test_strange_text_reaches_the_role_as_it_is(attempt, container):
-    show = "import json, os, sys; seen = [dict(os.environ), os.getcwd(), sys.flags.safe_path, os.listdir('.')]; "
+    show = (
+        "import json, os, sys; seen = [dict(os.environ), os.getcwd(), sys.flags.safe_path, os.listdir('.')]; "
+    )
     show += "print('env', json.dumps(seen), flush=True)"
     assert wait(start(attempt, container, show, X=STRANGE, PLUS='"\\n, $HOME', HPC_RL_RANK="9")) == 0
     env, cwd, safe_path, seen = json.loads(said(attempt, "env").removeprefix("env"))
     assert (env["X"], env["PLUS"]) == (STRANGE, '"\\n, $HOME')
-    assert (env["HPC_RL_NUM_RANKS"], env["HPC_RL_RANK"], env["PYTHONPATH"], safe_path) == ("1", "9", str(Path.cwd()), True)
+    assert (env["HPC_RL_NUM_RANKS"], env["HPC_RL_RANK"], env["PYTHONPATH"], safe_path) == (
+        "1",
+        "9",
+        str(Path.cwd()),
+        True,
+    )
     assert cwd == str(Path.cwd()) and seen == ["u"]
     assert not (Path.cwd() / "broken").exists()
 
@@ -153,7 +175,9 @@ def test_pyxis_is_handed_to_srun_behind_the_users_own_options(attempt, monkeypat
     (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"; env\n')
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    container = Container(type="pyxis", image=f"/{STRANGE}.sqsh", python="python3", program="", mounts=["/a:/b"], args=[])
+    container = Container(
+        type="pyxis", image=f"/{STRANGE}.sqsh", python="python3", program="", mounts=["/a:/b"], args=[]
+    )
     unit = Unit(
         role="server",
         index=0,
@@ -170,5 +194,8 @@ def test_pyxis_is_handed_to_srun_behind_the_users_own_options(attempt, monkeypat
     assert wait(handle) == 0
     lines = attempt.log("server", 0, 0).read_text().splitlines()
     at = lines.index("--comment=x")
-    assert lines[at + 1 : at + 3] == [f"--container-image=/{STRANGE}.sqsh", f"--container-mounts=/a:/b,{Path.cwd()}:{Path.cwd()}"]
+    assert lines[at + 1 : at + 3] == [
+        f"--container-image=/{STRANGE}.sqsh",
+        f"--container-mounts=/a:/b,{Path.cwd()}:{Path.cwd()}",
+    ]
     assert lines[lines.index("--no-container-entrypoint") + 1 :][:3] == ["python3", "-m", "m"]

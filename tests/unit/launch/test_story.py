@@ -115,7 +115,10 @@ def test_a_later_attempt_means_that_the_silent_one_before_is_over(fake_trial):
     fake_trial.run_to(5)
     fake_trial.started("7.1", "trainer", at=900)
     story = tell(fake_trial.trial)
-    assert [(attempt.id, attempt.state) for attempt in story.attempts] == [("7.0", "killed"), ("7.1", "running")]
+    assert [(attempt.id, attempt.state) for attempt in story.attempts] == [
+        ("7.0", "killed"),
+        ("7.1", "running"),
+    ]
 
 
 def test_attempts_are_in_order_of_submission_then_of_restart(fake_trial):
@@ -187,7 +190,10 @@ def test_a_job_that_the_scheduler_does_not_list_any_more_was_killed(fake_trial):
     assert tell(fake_trial.trial, gone).state == "killed"
     fake_trial.run_to(5)
     story = tell(fake_trial.trial, gone)
-    assert (story.state, story.reason) == ("killed", "left no word of its end; the scheduler does not list the job any more")
+    assert (story.state, story.reason) == (
+        "killed",
+        "left no word of its end; the scheduler does not list the job any more",
+    )
 
 
 def test_a_job_that_slurm_took_back_waits_and_its_attempt_says_why_it_ended(fake_trial):
@@ -200,15 +206,23 @@ def test_a_job_that_slurm_took_back_waits_and_its_attempt_says_why_it_ended(fake
     assert story.last_end.startswith("attempt 7.0: left no word")
 
 
-@pytest.mark.parametrize("said", [JobState("7", State.CANCELLED, "CANCELLED by 1000"), JobState("7", State.UNKNOWN, GONE)])
+@pytest.mark.parametrize(
+    "said", [JobState("7", State.CANCELLED, "CANCELLED by 1000"), JobState("7", State.UNKNOWN, GONE)]
+)
 def test_a_job_that_ended_because_its_first_node_died_was_cancelled_by_nobody(fake_trial, said):
     fake_trial.run_to(5)
     fake_trial.script_said("7", "started")
     fake_trial.script_said("7", "first_node_lost", at=40)
     story = tell(fake_trial.trial, said)
-    assert story.state == "killed" and story.reason.startswith("its first node died") and "by a person" not in story.reason
+    assert (
+        story.state == "killed"
+        and story.reason.startswith("its first node died")
+        and "by a person" not in story.reason
+    )
     assert story.attempts[-1].cause == story.reason
-    assert tell(fake_trial.trial, JobState("7", State.PENDING)).state == "pending", "where it may be requeued it goes on"
+    assert tell(fake_trial.trial, JobState("7", State.PENDING)).state == "pending", (
+        "where it may be requeued it goes on"
+    )
 
 
 def test_an_old_pending_does_not_hide_that_it_has_started(fake_trial):
@@ -260,7 +274,10 @@ def test_a_replica_that_is_given_up_and_one_that_waits_are_told(fake_trial):
     assert roles["server"].gave_up == "server 0 ended 5 times in a row"
     assert roles["rollout"].restarting == "a bad reward"
     fake_trial.started("7.0", "rollout", incarnation=1)
-    assert next(role for role in tell(fake_trial.trial).attempts[0].roles if role.role == "rollout").restarting == ""
+    assert (
+        next(role for role in tell(fake_trial.trial).attempts[0].roles if role.role == "rollout").restarting
+        == ""
+    )
 
 
 def test_a_cancelled_job_that_never_started(fake_trial):
@@ -273,7 +290,10 @@ def test_a_wish_hides_that_the_scheduler_was_asked_before_it(fake_trial):
     fake_trial.run_to(5)
     fake_trial.cancel_wish("7")
     story = tell(fake_trial.trial, JobState("7", State.PENDING, "PENDING", "BeginTime"), asked_at=time.time())
-    assert (story.state, story.reason) == ("stopping", "a person cancelled it; the scheduler has not confirmed it yet")
+    assert (story.state, story.reason) == (
+        "stopping",
+        "a person cancelled it; the scheduler has not confirmed it yet",
+    )
     story = tell(fake_trial.trial, JobState("7", State.CANCELLED, "CANCELLED", "BeginTime"))
     assert (story.state, story.reason) == ("cancelled", "cancelled by a person: the scheduler says CANCELLED")
     assert story.attempts[0].state == "cancelled"
@@ -288,7 +308,13 @@ def test_a_wish_makes_a_running_trial_stopping(fake_trial):
 def test_every_file_may_be_missing_or_torn(fake_trial):
     fake_trial.run_to(5)
     trial = fake_trial.trial
-    torn = [trial.plan_json, trial.config_json, trial.job("7"), trial.lineages / "0000.json", trial.attempt("7.0").events]
+    torn = [
+        trial.plan_json,
+        trial.config_json,
+        trial.job("7"),
+        trial.lineages / "0000.json",
+        trial.attempt("7.0").events,
+    ]
     for path in torn:
         path.write_text('{"time": ')
     trial.attempt("7.0").ended.write_text('"not an object"')
@@ -296,7 +322,11 @@ def test_every_file_may_be_missing_or_torn(fake_trial):
     (trial.recover / "gen-00000004").mkdir()
     story = tell(trial)
     assert (story.step, story.generation, len(story.attempts)) == (5, None, 1)
-    assert {role.name for role in story.attempts[0].roles} == {"trainer-0", "rollout-0", "server-0"}  # by their logs
+    assert {role.name for role in story.attempts[0].roles} == {
+        "trainer-0",
+        "rollout-0",
+        "server-0",
+    }  # by their logs
 
 
 def test_names_that_look_like_numbers_and_are_none_are_passed_over(fake_trial):
@@ -335,7 +365,11 @@ def test_a_sentence_of_the_local_scheduler_is_set_off(fake_trial):
     ("native", "state", "words"),
     [
         ("TIMEOUT", State.TIMEOUT, "the scheduler says TIMEOUT TimeLimit: it ran into its time limit"),
-        ("PREEMPTED", State.PREEMPTED, "the scheduler says PREEMPTED TimeLimit: it was ended for a job of higher priority"),
+        (
+            "PREEMPTED",
+            State.PREEMPTED,
+            "the scheduler says PREEMPTED TimeLimit: it was ended for a job of higher priority",
+        ),
         ("NODE_FAIL", State.NODE_FAIL, "the scheduler says NODE_FAIL TimeLimit: it lost a node"),
     ],
 )

@@ -48,16 +48,26 @@ def world(tmp_path, monkeypatch, state_home):
     for module in (submission, asking):
         monkeypatch.setattr(module, "make_scheduler", lambda kind, trial: FakeScheduler())
 
-    def go(mode: str = "auto", scheduler: FakeScheduler | None = None, root: Path = tmp_path / "root", **options):
+    def go(
+        mode: str = "auto", scheduler: FakeScheduler | None = None, root: Path = tmp_path / "root", **options
+    ):
         return submission.submit(
-            *given(root, mode), command=["hpc-rl", "submit"], scheduler=scheduler or FakeScheduler(), **options
+            *given(root, mode),
+            command=["hpc-rl", "submit"],
+            scheduler=scheduler or FakeScheduler(),
+            **options,
         )
 
     return go
 
 
 def given(root: Path, mode: str = "auto", **changes) -> tuple[Loaded, Plan]:
-    data = {"experiment_name": "exp", "trial_name": "one", "train_dataset": {"path": "/d"}, "model": {"path": "/m"}}
+    data = {
+        "experiment_name": "exp",
+        "trial_name": "one",
+        "train_dataset": {"path": "/d"},
+        "model": {"path": "/m"},
+    }
     config = from_dict(data | {"cluster": {"fileroot": str(root)}, "recover": {"mode": mode}} | changes)
     plan = Plan(
         experiment_name="exp",
@@ -75,7 +85,14 @@ def given(root: Path, mode: str = "auto", **changes) -> tuple[Loaded, Plan]:
         recover_retries=3,
         python="/python",
     )
-    explicit = ("experiment_name", "trial_name", "train_dataset.path", "model.path", "cluster.fileroot", "recover.mode")
+    explicit = (
+        "experiment_name",
+        "trial_name",
+        "train_dataset.path",
+        "model.path",
+        "cluster.fileroot",
+        "recover.mode",
+    )
     return Loaded(config, dict.fromkeys(explicit, "test")), plan
 
 
@@ -87,11 +104,20 @@ def test_a_submission_leaves_what_the_job_reads(world):
     scheduler = FakeScheduler()
     made = world(scheduler=scheduler)
     trial = made.trial
-    assert stat.S_IMODE(trial.dir.stat().st_mode) == 0o700 and stat.S_IMODE(trial.secret.stat().st_mode) == 0o600
+    assert (
+        stat.S_IMODE(trial.dir.stat().st_mode) == 0o700 and stat.S_IMODE(trial.secret.stat().st_mode) == 0o600
+    )
     assert scheduler.specs == [JobSpec("hpc-rl.exp.one", trial.scripts / "local.sh", scheduler.specs[0].tag)]
-    assert json.loads(trial.job(made.job_id).read_text()).items() >= {"scheduler": "local", "start_mode": "auto"}.items()
+    assert (
+        json.loads(trial.job(made.job_id).read_text()).items()
+        >= {"scheduler": "local", "start_mode": "auto"}.items()
+    )
     assert from_dict(json.loads(trial.config_json.read_text())).recover.mode == "auto"
-    assert json.loads(trial.provenance_json.read_text())["sha256"].keys() >= {"config.json", "plan.json", "scripts/local.sh"}
+    assert json.loads(trial.provenance_json.read_text())["sha256"].keys() >= {
+        "config.json",
+        "plan.json",
+        "scripts/local.sh",
+    }
     assert len(list(trial.scripts.glob("hpc_rl-*.zip"))) == 1 and not (trial.dir / ".submitting").exists()
 
 
@@ -101,12 +127,18 @@ def test_a_trial_does_not_end_before_the_generation_that_it_goes_on_from(world, 
     finish(trial, "local-1")
     make_generation(trial, 85)
     trial.generation(99).mkdir()
-    (trial.generation(99) / "manifest.json").write_bytes((trial.generation(85) / "manifest.json").read_bytes())
+    (trial.generation(99) / "manifest.json").write_bytes(
+        (trial.generation(85) / "manifest.json").read_bytes()
+    )
     loaded, plan = given(tmp_path / "root", total_train_steps=84)
     with pytest.raises(ConfigError, match=r"total_train_steps 84.*generation 85.*Allowed: an end at step 85"):
-        submission.submit(loaded, plan, command=[], trial=trial, recovery=submission.Recovery(), scheduler=FakeScheduler())
+        submission.submit(
+            loaded, plan, command=[], trial=trial, recovery=submission.Recovery(), scheduler=FakeScheduler()
+        )
     loaded, plan = given(tmp_path / "root", total_train_steps=85)
-    submission.submit(loaded, plan, command=[], trial=trial, recovery=submission.Recovery(), scheduler=FakeScheduler())
+    submission.submit(
+        loaded, plan, command=[], trial=trial, recovery=submission.Recovery(), scheduler=FakeScheduler()
+    )
 
 
 def test_config_yaml_is_what_was_said_and_loads_to_the_same(world, tmp_path):
@@ -171,7 +203,9 @@ def test_resume_wants_a_generation(world, tmp_path, make_generation):
     made = world()
     finish(made.trial, made.job_id)
     make_generation(made.trial, 3)
-    job = json.loads(made.trial.job(world(mode="fault", recovery=submission.Recovery(parent="x")).job_id).read_text())
+    job = json.loads(
+        made.trial.job(world(mode="fault", recovery=submission.Recovery(parent="x")).job_id).read_text()
+    )
     assert job["start_mode"] == "resume" and job["lineage_parent"] == "x"
 
 
@@ -215,4 +249,8 @@ def test_the_lock_of_a_dead_submitter_is_taken_over(tmp_path):
 def test_render_to_a_folder_is_a_whole_trial_that_nobody_handed_in(tmp_path, state_home):
     made = submission.render_to(*given(tmp_path / "root"), tmp_path / "out", command=["hpc-rl", "render"])
     assert made.trial.dir == tmp_path / "out" and made.script.read_text().startswith("#!/bin/bash")
-    assert made.trial.secret.exists() and not list(made.trial.jobs.iterdir()) and not (tmp_path / "root").exists()
+    assert (
+        made.trial.secret.exists()
+        and not list(made.trial.jobs.iterdir())
+        and not (tmp_path / "root").exists()
+    )

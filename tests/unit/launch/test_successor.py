@@ -47,7 +47,9 @@ def trial(tmp_path) -> Trial:
 
 def call(trial: Trial, slurm: FakeSlurm, restart: int = 1, after: str = "100", **more) -> str:
     script = trial.scripts / "trial.sbatch"
-    return go_on(trial, "100", restart, after=after, name="hpc-rl.exp.one", script=script, scheduler=slurm, **more)
+    return go_on(
+        trial, "100", restart, after=after, name="hpc-rl.exp.one", script=script, scheduler=slurm, **more
+    )
 
 
 def test_it_depends_on_the_end_of_the_one_before_and_knows_what_it_goes_on_with(trial):
@@ -59,7 +61,9 @@ def test_it_depends_on_the_end_of_the_one_before_and_knows_what_it_goes_on_with(
     assert call(trial, slurm, restart=2, after="200") == "201"
     assert slurm.jobs["201"].after == "200"
     [job] = read_jobs(trial)
-    assert (job.job_id, job.native_id) == ("100", "201"), "one submission, however many jobs of Slurm's it takes"
+    assert (job.job_id, job.native_id) == ("100", "201"), (
+        "one submission, however many jobs of Slurm's it takes"
+    )
 
 
 def test_it_keeps_the_users_comment_and_carries_its_own_tag(trial):
@@ -110,7 +114,17 @@ def test_a_cancel_while_it_is_submitted_takes_it_back(trial):
 def test_a_task_of_an_array_goes_on_alone(trial):
     slurm = FakeSlurm()
     script = trial.scripts / "servers.sbatch"
-    go_on(trial, "150_3", 2, after="153", name="n", script=script, array="3", arguments=("100",), scheduler=slurm)
+    go_on(
+        trial,
+        "150_3",
+        2,
+        after="153",
+        name="n",
+        script=script,
+        array="3",
+        arguments=("100",),
+        scheduler=slurm,
+    )
     spec = slurm.jobs["200"]
     assert (spec.array, spec.arguments) == ("3", ("150_3", "2", "100"))
     assert [job.job_id for job in read_jobs(trial)] == ["100"]
@@ -121,7 +135,10 @@ def test_cancel_reaches_the_newest_job_and_the_servers(trial, monkeypatch):
 
     slurm = FakeSlurm()
     call(trial, slurm)
-    write_json(trial.job("150"), {"kind": "servers", "serves": "100", "num_tasks": 2, "scheduler": "slurm", "time": 2.0})
+    write_json(
+        trial.job("150"),
+        {"kind": "servers", "serves": "100", "num_tasks": 2, "scheduler": "slurm", "time": 2.0},
+    )
     trial.successor("150_1", 1).write_text('{"job_id": "300"}')
     slurm.states = lambda ids, **_: {job: JobState(job, State.PENDING) for job in ids}
     monkeypatch.setattr("hpc_rl.launch.cancel.scheduler_of", lambda *_: slurm)

@@ -32,14 +32,23 @@ TRAINER, ROLLOUT, SERVER_0, SERVER_1 = ("trainer", 0), ("rollout", 0), ("server"
 
 def unit(role: str, index: int) -> Unit:
     return Unit(
-        role=role, index=index, nodes=[0], tasks_per_node=1, cpus_per_task=1, mem_mb_per_task=1, gpus_per_task=0, module="m"
+        role=role,
+        index=index,
+        nodes=[0],
+        tasks_per_node=1,
+        cpus_per_task=1,
+        mem_mb_per_task=1,
+        gpus_per_task=0,
+        module="m",
     )
 
 
 class World:
     """Plays the driver: remembers who runs, and hands ends to the machine."""
 
-    def __init__(self, mode: str = "auto", retries: int = 2, keys=(SERVER_0, SERVER_1, ROLLOUT, TRAINER), **more) -> None:
+    def __init__(
+        self, mode: str = "auto", retries: int = 2, keys=(SERVER_0, SERVER_1, ROLLOUT, TRAINER), **more
+    ) -> None:
         self.now = 1000.0
         self.machine = Supervisor([unit(*key) for key in keys], mode, retries, **more)
         self.running: dict[tuple[str, int], int] = {}
@@ -142,7 +151,11 @@ def test_the_budget_counts_failures_without_a_generation(world):
     assert world.running[TRAINER] == 4
     world.end(TRAINER, 70, reason="boom")
     world.all_end()
-    assert world.finish.code == 70 and "boom" in world.finish.reason and "3 failures in a row" in world.finish.reason
+    assert (
+        world.finish.code == 70
+        and "boom" in world.finish.reason
+        and "3 failures in a row" in world.finish.reason
+    )
 
 
 @pytest.mark.parametrize("key", [TRAINER, ROLLOUT, SERVER_0])
@@ -208,7 +221,9 @@ def test_a_server_that_loads_for_long_and_never_serves_for_long_is_in_a_crash_lo
     for _ in range(5):
         assert SERVER_0 in world.running
         world.pass_time(300)
-        world.machine.served(world.now, SERVER_0, world.running[SERVER_0] - 1)  # the lease of the one before, which rests
+        world.machine.served(
+            world.now, SERVER_0, world.running[SERVER_0] - 1
+        )  # the lease of the one before, which rests
         world.machine.served(world.now, SERVER_0, world.running[SERVER_0])
         world.end(SERVER_0, 1, after_s=10)
         world.pass_time(30)
@@ -297,7 +312,10 @@ def test_a_trainer_that_does_not_stop_is_killed_and_then_left_behind(world):
     world.pass_time(END_GRACE_S + 1)
     assert set(world.killed) == {SERVER_0, SERVER_1, ROLLOUT, TRAINER}
     world.pass_time(LAST_GRACE_S + 1)
-    assert world.finish.code == 75 and "left behind: server 0, server 1, rollout 0, trainer 0" in world.finish.reason
+    assert (
+        world.finish.code == 75
+        and "left behind: server 0, server 1, rollout 0, trainer 0" in world.finish.reason
+    )
 
 
 def test_helpers_that_do_not_end_are_killed(world):
@@ -360,7 +378,11 @@ def test_hangs_without_progress_use_up_the_retries_whoever_hangs(key):
     world.hang(key)
     assert key not in world.running
     world.all_end()
-    assert world.finish.code == 70 and "nothing moved" in world.finish.reason and "hpc-rl recover" in world.finish.reason
+    assert (
+        world.finish.code == 70
+        and "nothing moved" in world.finish.reason
+        and "hpc-rl recover" in world.finish.reason
+    )
 
 
 def test_a_trainer_that_lost_its_node_needs_other_nodes(world):
@@ -422,13 +444,20 @@ def test_whatever_happens_it_ends_once_and_starts_nothing_twice(data):
     codes = st.sampled_from([0, 1, 3, 70, 75, 78, 137, 143])
     for _ in range(data.draw(st.integers(1, 25))):
         what = data.draw(
-            st.sampled_from(["end", "time", "stop", "progress", "abandon", "hung"] if world.finish is None else ["time"])
+            st.sampled_from(
+                ["end", "time", "stop", "progress", "abandon", "hung"] if world.finish is None else ["time"]
+            )
         )
         if what == "end" and world.running:
-            key, failure = data.draw(st.sampled_from(sorted(world.running))), data.draw(st.sampled_from(FailureClass))
+            key, failure = (
+                data.draw(st.sampled_from(sorted(world.running))),
+                data.draw(st.sampled_from(FailureClass)),
+            )
             world.end(key, data.draw(codes), data.draw(st.sampled_from([1, 70])), failure=failure)
         elif what == "hung":
-            world.do(world.machine.hung(world.now, data.draw(st.sampled_from(sorted(world.machine.slots))), "x"))
+            world.do(
+                world.machine.hung(world.now, data.draw(st.sampled_from(sorted(world.machine.slots))), "x")
+            )
         elif what == "stop":
             world.stop()
         elif what == "progress":
@@ -479,7 +508,9 @@ def test_the_end_of_a_unit_by_its_ranks(records, raw, code):
 def test_the_end_of_a_unit_in_words():
     assert unit_end([None], -9).reason == "ended by SIGKILL"
     assert unit_end([said(75), said(70, "boom")], 75).reason == "rank 1: boom"
-    assert unit_end([said(70, "lost a peer"), None], 70).reason.startswith("rank 1 ended without a word (killed?); then a peer:")
+    assert unit_end([said(70, "lost a peer"), None], 70).reason.startswith(
+        "rank 1 ended without a word (killed?); then a peer:"
+    )
     assert unit_end([None], 128 + 99).reason == "ended by signal 99"
 
 

@@ -90,7 +90,8 @@ def test_a_task_of_an_array_asks_for_itself(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"), [([], 0), ([3], 3), (list(range(1, 101)), 95), ([1] * 19 + [50], 1), ([1] * 9 + [50], 50)]
+    ("values", "expected"),
+    [([], 0), ([3], 3), (list(range(1, 101)), 95), ([1] * 19 + [50], 1), ([1] * 9 + [50], 50)],
 )
 def test_percentiles(values, expected):
     assert p95(values) == expected
@@ -110,4 +111,6 @@ def test_times_are_read_from_the_metrics_as_they_grow(tmp_path):
         ]
         attempt.metrics(incarnation).write_text("".join(json.dumps(row) + "\n" for row in rows))
         measured.poll()
-        assert (measured.step_s, measured.save_s) == (seconds, 0.5), "steps without a save don't make saves look fast"
+        assert (measured.step_s, measured.save_s) == (seconds, 0.5), (
+            "steps without a save don't make saves look fast"
+        )

@@ -26,7 +26,9 @@ def test_one_file_per_key_below_its_prefix(names):
     names.add("trainer/7.0/1", {"port": 5})
     lease = names.lease("server/0", {}, 5.0)
     lease.renew()
-    files = sorted(path.relative_to(names.root).as_posix() for path in names.root.rglob("*") if path.is_file())
+    files = sorted(
+        path.relative_to(names.root).as_posix() for path in names.root.rglob("*") if path.is_file()
+    )
     assert files == ["server/0.epoch-1", "trainer/7.0/1.json"]
 
 

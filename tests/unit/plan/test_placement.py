@@ -13,8 +13,12 @@ from hpc_rl.plan.placement import Demand, Placement, nearest, place
     ("demand", "n_nodes", "n_gpus", "expected"),
     [
         pytest.param(Demand(1, 1, 1), 1, 0, Placement([0], 1, [(0, 0)]), id="one node without GPUs"),
-        pytest.param(Demand(2, 1, 2), 4, 0, Placement([0, 1], 1, [(2, 0), (3, 0)]), id="four nodes without GPUs"),
-        pytest.param(Demand(3, 1, 4), 4, 0, Placement([0, 1], 2, [(2, 0), (2, 0), (3, 0)]), id="uneven servers"),
+        pytest.param(
+            Demand(2, 1, 2), 4, 0, Placement([0, 1], 1, [(2, 0), (3, 0)]), id="four nodes without GPUs"
+        ),
+        pytest.param(
+            Demand(3, 1, 4), 4, 0, Placement([0, 1], 2, [(2, 0), (2, 0), (3, 0)]), id="uneven servers"
+        ),
         pytest.param(Demand(2, 2, 4), 1, 8, Placement([0], 4, [(0, 4), (0, 6)]), id="one node packed"),
         pytest.param(Demand(2, 4, 8), 2, 8, Placement([0], 8, [(1, 0), (1, 4)]), id="whole nodes"),
         pytest.param(Demand(2, 2, 12), 2, 8, Placement([0, 1], 6, [(0, 6), (1, 6)]), id="shared nodes"),

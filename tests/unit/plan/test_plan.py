@@ -59,7 +59,12 @@ def test_sft_takes_everything():
 
 def test_four_nodes_without_gpus():
     made = plan("--n_nodes=4")
-    assert where(made) == [("server", 0, [2], 1), ("server", 1, [3], 1), ("rollout", 0, [0], 1), ("trainer", 0, [0, 1], 1)]
+    assert where(made) == [
+        ("server", 0, [2], 1),
+        ("server", 1, [3], 1),
+        ("rollout", 0, [0], 1),
+        ("trainer", 0, [0, 1], 1),
+    ]
     assert {unit.role: unit.module for unit in made.units} == {
         "server": "hpc_rl.app.server",
         "rollout": "hpc_rl.app.rollout",
@@ -74,13 +79,19 @@ def test_four_nodes_without_gpus():
 def test_gpus_are_packed_by_index():
     made = plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d2t2+fsdp:d4")
     servers = [unit for unit in made.units if unit.role == "server"]
-    assert [(unit.gpu_offset, unit.gpus_per_task, unit.cpus_per_task) for unit in servers] == [(4, 2, 8), (6, 2, 8)]
+    assert [(unit.gpu_offset, unit.gpus_per_task, unit.cpus_per_task) for unit in servers] == [
+        (4, 2, 8),
+        (6, 2, 8),
+    ]
     assert (made.device, made.server_backend) == ("cuda", "sglang")
 
 
 def test_what_is_left():
     assert plan("--n_nodes=4", "allocation_mode=embedded:d*+fsdp:d1").allocation == "embedded:d3+fsdp:d1"
-    assert plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d*t2+fsdp:d4").allocation == "sglang:d2t2+fsdp:d4"
+    assert (
+        plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d*t2+fsdp:d4").allocation
+        == "sglang:d2t2+fsdp:d4"
+    )
     assert plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d2+d*").allocation == "sglang:d2+fsdp:d6"
     with pytest.raises(ConfigError, match="only one part"):
         plan("allocation_mode=embedded:d*+d*")
@@ -90,7 +101,9 @@ def test_what_is_left():
 
 def test_environment_and_python_of_the_configuration():
     made = plan(
-        "launcher.trainer_env_vars=A=b,C=d=e", "launcher.inference_server_env_vars={X: 1}", "launcher.python=/other/python"
+        "launcher.trainer_env_vars=A=b,C=d=e",
+        "launcher.inference_server_env_vars={X: 1}",
+        "launcher.python=/other/python",
     )
     assert {unit.role: unit.env for unit in made.units} == {
         "server": {"X": "1"},
@@ -103,7 +116,10 @@ def test_environment_and_python_of_the_configuration():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["--n_nodes=4", "allocation_mode=embedded:d1+fsdp:d2"], "the nearest that does: embedded:d2+fsdp:d2"),
+        (
+            ["--n_nodes=4", "allocation_mode=embedded:d1+fsdp:d2"],
+            "the nearest that does: embedded:d2+fsdp:d2",
+        ),
         (["--n_nodes=4", "allocation_mode=embedded:d1+fsdp:d1"], "some of 4 nodes would stay idle"),
         (
             ["cluster.n_gpus_per_node=8", "allocation_mode=sglang:d4+fsdp:d8"],
@@ -114,7 +130,10 @@ def test_environment_and_python_of_the_configuration():
             "the nearest that does: sglang:d4t2+fsdp:d8",
         ),
         (["cluster.n_gpus_per_node=1"], "one GPU can't hold a server and a trainer"),
-        (["train_dataset.batch_size=4", "allocation_mode=embedded:d1+fsdp:d8"], "8 trainer ranks share 4 rows"),
+        (
+            ["train_dataset.batch_size=4", "allocation_mode=embedded:d1+fsdp:d8"],
+            "8 trainer ranks share 4 rows",
+        ),
     ],
 )
 def test_what_does_not_fit_names_the_nearest_that_does(overrides, words):
@@ -124,18 +143,32 @@ def test_what_does_not_fit_names_the_nearest_that_does(overrides, words):
 
 
 def test_sft_that_does_not_fit():
-    with pytest.raises(DoesNotFit, match=r"3 ranks can't be spread evenly over 2 nodes; the nearest that does: fsdp:d[24]"):
+    with pytest.raises(
+        DoesNotFit, match=r"3 ranks can't be spread evenly over 2 nodes; the nearest that does: fsdp:d[24]"
+    ):
         plan("--n_nodes=2", "allocation_mode=fsdp:d3", base=SFT)
 
 
 def test_megatron_is_planned_with_all_its_ranks_and_refused_at_the_start():
-    made = plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d4+megatron:d2t2", "train_dataset.batch_size=2")
-    assert (made.allocation, made.units[-1].role, made.units[-1].num_tasks) == ("sglang:d4+megatron:d2t2", "trainer", 4)
-    with pytest.raises(NotBuilt, match=r"allocation_mode .*: the megatron backend is not built; .* as fsdp:d4"):
+    made = plan(
+        "cluster.n_gpus_per_node=8", "allocation_mode=sglang:d4+megatron:d2t2", "train_dataset.batch_size=2"
+    )
+    assert (made.allocation, made.units[-1].role, made.units[-1].num_tasks) == (
+        "sglang:d4+megatron:d2t2",
+        "trainer",
+        4,
+    )
+    with pytest.raises(
+        NotBuilt, match=r"allocation_mode .*: the megatron backend is not built; .* as fsdp:d4"
+    ):
         made.refuse_unbuilt()
-    with pytest.raises(NotBuilt, match=r"actor\.backend megatron: the megatron backend is not built; .* as fsdp:d1"):
+    with pytest.raises(
+        NotBuilt, match=r"actor\.backend megatron: the megatron backend is not built; .* as fsdp:d1"
+    ):
         plan("actor.backend=megatron").refuse_unbuilt()
-    assert plan("actor.backend=megatron").allocation == "embedded:d1+megatron:d1"  # what config show says loads again
+    assert (
+        plan("actor.backend=megatron").allocation == "embedded:d1+megatron:d1"
+    )  # what config show says loads again
     with pytest.raises(ConfigError, match=r"actor\.backend megatron, but allocation_mode .* make them agree"):
         plan("actor.backend=megatron", "allocation_mode=embedded:d1+fsdp:d1")
     plan().refuse_unbuilt()
@@ -162,9 +195,13 @@ def test_what_is_not_built_says_what_is(allocation, words):
 
 
 def test_servers_that_can_not_be_on_gpus_or_span_nodes():
-    with pytest.raises(NotBuilt, match=r"embedded servers run without a GPU.*use sglang, or cluster\.n_gpus_per_node 0"):
+    with pytest.raises(
+        NotBuilt, match=r"embedded servers run without a GPU.*use sglang, or cluster\.n_gpus_per_node 0"
+    ):
         plan("cluster.n_gpus_per_node=8", "allocation_mode=embedded:d4+fsdp:d4")
-    with pytest.raises(NotBuilt, match=r"spans nodes is not built; t can be at most cluster\.n_gpus_per_node, 8"):
+    with pytest.raises(
+        NotBuilt, match=r"spans nodes is not built; t can be at most cluster\.n_gpus_per_node, 8"
+    ):
         plan("cluster.n_gpus_per_node=8", "--n_nodes=4", "allocation_mode=sglang:t16+fsdp:d16")
     with pytest.raises(ConfigError, match=r"sglang\.ep_size 3 must divide the GPUs of a server: .* has t 4"):
         plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:t4+fsdp:d4", "sglang.ep_size=3")
@@ -208,14 +245,22 @@ def test_nodes_of_servers_alone_are_a_group(layout):
 
 
 def test_gpus_beside_the_trainer_stay_in_its_job():
-    made = plan("launcher.slurm.layout=jobs", "--n_nodes=2", "allocation_mode=sglang:d12+fsdp:d4", "cluster.n_gpus_per_node=8")
+    made = plan(
+        "launcher.slurm.layout=jobs",
+        "--n_nodes=2",
+        "allocation_mode=sglang:d12+fsdp:d4",
+        "cluster.n_gpus_per_node=8",
+    )
     assert [group.nodes for group in made.groups] == [[0], [1]]
     assert sum(unit.role == "server" for unit in made.units_on([0])) == 4
 
 
 @pytest.mark.parametrize("layout", ["hetjob", "jobs"])
 def test_a_layout_without_nodes_for_servers_does_not_fit(layout):
-    with pytest.raises(DoesNotFit, match=f"layout {layout} asks for the nodes of the servers apart, but the trainer is on all 1"):
+    with pytest.raises(
+        DoesNotFit,
+        match=f"layout {layout} asks for the nodes of the servers apart, but the trainer is on all 1",
+    ):
         plan(f"launcher.slurm.layout={layout}")
 
 

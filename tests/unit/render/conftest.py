@@ -69,7 +69,13 @@ def scripts(tmp_path):
             python=python,
         )
         stamp = Stamp(
-            version="1", config_sha256="0", command=["render"], tag="tag", wheel=wheel, workdir=workdir, start_mode=mode
+            version="1",
+            config_sha256="0",
+            command=["render"],
+            tag="tag",
+            wheel=wheel,
+            workdir=workdir,
+            start_mode=mode,
         )
         folders = [site] if isinstance(site, Path) else site
         return render(config, plan, Trial(root / "exp" / "one"), stamp, scheduler, folders)

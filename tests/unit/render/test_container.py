@@ -62,13 +62,20 @@ def test_each_role_has_its_image_and_interpreter_and_the_supervisor_none():
         ("rollout", "/images/t.sif", "python3"),
         ("server", "/images/s.sif", "python3"),
     }
-    some = plan("launcher.slurm.inference_server_image=/images/s.sif", "launcher.slurm.rollout_image=/images/r.sif")
+    some = plan(
+        "launcher.slurm.inference_server_image=/images/s.sif", "launcher.slurm.rollout_image=/images/r.sif"
+    )
     assert {one.role: one.container and one.container.image for one in some.units} == {
         "trainer": None,
         "rollout": "/images/r.sif",
         "server": "/images/s.sif",
     }
-    assert unit("launcher.slurm.trainer_image=/t.sif", "launcher.slurm.rollout_image=none", role="rollout").container is None
+    assert (
+        unit(
+            "launcher.slurm.trainer_image=/t.sif", "launcher.slurm.rollout_image=none", role="rollout"
+        ).container
+        is None
+    )
     assert all(one.container is None for one in plan().units)
     assert Plan.from_json(made.to_json()) == made
 
@@ -121,7 +128,9 @@ def test_what_must_hold_within_is_told_in_the_environment_and_never_in_the_argum
 
 def test_pyxis_is_options_of_srun():
     made = unit(
-        PYXIS, "launcher.slurm.inference_server_image=/i/s.sqsh", "launcher.slurm.container_args=[--no-container-mount-home]"
+        PYXIS,
+        "launcher.slurm.inference_server_image=/i/s.sqsh",
+        "launcher.slurm.container_args=[--no-container-mount-home]",
     )
     wrapped = wrap(made, ARGV, ENV, {"HPC_RL_STEPS"}, TRIAL, WORKDIR)
     assert wrapped.argv == ["python3", *ARGV[1:]]
@@ -166,11 +175,20 @@ def test_strange_characters_stay_one_word(text):
         gpus_per_task=0,
         module="m",
         container=Container(
-            type="apptainer", image=image, python="python3", program="apptainer", mounts=[f"/{text}:/x"], args=[]
+            type="apptainer",
+            image=image,
+            python="python3",
+            program="apptainer",
+            mounts=[f"/{text}:/x"],
+            args=[],
         ),
     )
     wrapped = wrap(made, ARGV, {}, (), TRIAL / text, WORKDIR)
-    assert image in wrapped.argv and f"/{text}:/x" in wrapped.argv and f"{TRIAL / text}:{TRIAL / text}" in wrapped.argv
+    assert (
+        image in wrapped.argv
+        and f"/{text}:/x" in wrapped.argv
+        and f"{TRIAL / text}:{TRIAL / text}" in wrapped.argv
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,10 +199,19 @@ def test_strange_characters_stay_one_word(text):
             "is no file: pull it once, to where every node sees it, as with `apptainer pull",
         ),
         ([PYXIS, "launcher.slurm.trainer_image=docker://x/y:1"], "`enroot import -o FILE.sqsh docker://…`"),
-        (["launcher.slurm.rollout_image=r.sif"], "rollout_image r.sif is no path: write /…/r.sif, or ./r.sif"),
+        (
+            ["launcher.slurm.rollout_image=r.sif"],
+            "rollout_image r.sif is no path: write /…/r.sif, or ./r.sif",
+        ),
         (["launcher.slurm.trainer_image=/a:b.sif"], "the path of an image holds no colons"),
-        (["launcher.slurm.container_type=none", IMAGES[0]], "trainer_image contradicts launcher.slurm.container_type none"),
-        (["launcher.slurm.mount=/a:/b"], "mount has no effect without launcher.slurm.trainer_image or inference_server_image"),
+        (
+            ["launcher.slurm.container_type=none", IMAGES[0]],
+            "trainer_image contradicts launcher.slurm.container_type none",
+        ),
+        (
+            ["launcher.slurm.mount=/a:/b"],
+            "mount has no effect without launcher.slurm.trainer_image or inference_server_image",
+        ),
         (["launcher.slurm.container_args=[--no-home]"], "container_args has no effect without"),
         (
             [IMAGES[1], "launcher.slurm.trainer_image_python=/p"],
@@ -192,7 +219,10 @@ def test_strange_characters_stay_one_word(text):
         ),
         ([*IMAGES, "launcher.slurm.mount=a:/b"], "'a:/b' is no bind: /source:/target"),
         ([*IMAGES, "launcher.slurm.mount=/a\\,b:/c"], "is no bind"),
-        ([*IMAGES, "cluster.fileroot='/shared/a,b'"], "cluster.fileroot /shared/a,b can't be bound into a container"),
+        (
+            [*IMAGES, "cluster.fileroot='/shared/a,b'"],
+            "cluster.fileroot /shared/a,b can't be bound into a container",
+        ),
         ([*IMAGES, "actor.path='/m\"x'"], "can't be bound into a container"),
         (
             [*IMAGES, "launcher.slurm.container_args=[--pid]"],
@@ -201,12 +231,21 @@ def test_strange_characters_stay_one_word(text):
         ([*IMAGES, "launcher.slurm.container_args=[-C]"], "-C can't be given: it implies --pid"),
         ([*IMAGES, "launcher.slurm.container_args=[--cleanenv]"], "ranks are told by the environment"),
         ([*IMAGES, "launcher.slurm.container_args=['--bind=/a']"], "use launcher.slurm.mount"),
-        ([*IMAGES, "launcher.slurm.container_args=['--bind /a']"], "write the value behind an equals sign: --bind=…"),
+        (
+            [*IMAGES, "launcher.slurm.container_args=['--bind /a']"],
+            "write the value behind an equals sign: --bind=…",
+        ),
         ([*IMAGES, "launcher.slurm.container_args=[-B/a]"], "write the long form"),
         ([*IMAGES, "launcher.slurm.container_args=[image.sif]"], "is no option"),
-        ([PYXIS, *IMAGES, "launcher.slurm.container_args=[--container-mounts=/a:/b]"], "use launcher.slurm.mount"),
+        (
+            [PYXIS, *IMAGES, "launcher.slurm.container_args=[--container-mounts=/a:/b]"],
+            "use launcher.slurm.mount",
+        ),
         ([PYXIS, *IMAGES, "launcher.slurm.container_args=[--comment=x]"], "is no option of pyxis"),
-        (["launcher.slurm.srun_additional_args=--container-image=x"], "name images in launcher.slurm.trainer_image"),
+        (
+            ["launcher.slurm.srun_additional_args=--container-image=x"],
+            "name images in launcher.slurm.trainer_image",
+        ),
     ],
 )
 def test_refusals(overrides, words):
@@ -214,7 +253,9 @@ def test_refusals(overrides, words):
 
 
 def test_pyxis_needs_slurm():
-    with pytest.raises(ConfigError, match=r"container_type pyxis is an extension of srun, and launcher.type local has none"):
+    with pytest.raises(
+        ConfigError, match=r"container_type pyxis is an extension of srun, and launcher.type local has none"
+    ):
         plan(PYXIS, *IMAGES, scheduler="local")
     plan(PYXIS, scheduler="local")  # no image: nothing to start with it
 
@@ -232,14 +273,19 @@ def test_an_image_that_is_missing_where_this_node_looks_is_refused(tmp_path):
     def refused(*overrides: str) -> list[str]:
         return list(image_files(load([], [*BASE, *overrides], profiles=[]).config, ()))
 
-    there, missing = f"launcher.slurm.trainer_image={tmp_path}/s.sif", f"launcher.slurm.inference_server_image={tmp_path}/x/t.sif"
+    there, missing = (
+        f"launcher.slurm.trainer_image={tmp_path}/s.sif",
+        f"launcher.slurm.inference_server_image={tmp_path}/x/t.sif",
+    )
     assert refused(there) == []
     [words] = refused(there, missing)
     assert words == (
         f"launcher.slurm.inference_server_image {tmp_path}/x/t.sif does not exist; "
         "it must be a .sif file or an unpacked image's directory, where every node sees it."
     )
-    assert refused("launcher.slurm.trainer_image=/on-the-nodes-only/t.sif") == []  # nothing of that path is here
+    assert (
+        refused("launcher.slurm.trainer_image=/on-the-nodes-only/t.sif") == []
+    )  # nothing of that path is here
     [words] = refused(PYXIS, f"launcher.slurm.trainer_image={tmp_path}")
     assert words.endswith("is not a file; pyxis needs a .sqsh file.")
     [words] = refused(there, f"launcher.slurm.mount={tmp_path}/none:/x")

@@ -26,7 +26,9 @@ def test_none_and_misspelt_names_are_refused(source):
 def test_bash_reads_what_sh_wrote(words):
     words = [*words, "$(touch /tmp/pwned)", "a b", "'", '"', "\n", "\\", "`id`", "ü", "-n", "*", "!x", "~"]
     script = "printf '%s\\0' " + " ".join(map(sh, words))
-    assert subprocess.run(["bash", "-c", script], capture_output=True).stdout.decode() == "".join(f"{word}\0" for word in words)
+    assert subprocess.run(["bash", "-c", script], capture_output=True).stdout.decode() == "".join(
+        f"{word}\0" for word in words
+    )
 
 
 @pytest.mark.parametrize("value", ["a\nb", "a\rb", "a\u2028b", "x\0"])

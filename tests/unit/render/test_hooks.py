@@ -42,12 +42,18 @@ class Runner:
         python.chmod(0o755)
         self.trial.make_dirs()
         self.trial.scripts.mkdir(exist_ok=True)
-        texts = self.make(scheduler, python=str(python), workdir=self.here, hooks=hooks, site=[site] if site else [])
+        texts = self.make(
+            scheduler, python=str(python), workdir=self.here, hooks=hooks, site=[site] if site else []
+        )
         for name, text in texts.items():
             (self.trial.scripts / name).write_text(text)
             (self.trial.scripts / name).chmod(0o755)
         env = os.environ | {"NOTES": str(self.notes)}
-        argv = ["bash", str(self.trial.scripts / {"local": "local.sh", "slurm": "trial.sbatch"}[scheduler]), "job"]
+        argv = [
+            "bash",
+            str(self.trial.scripts / {"local": "local.sh", "slurm": "trial.sbatch"}[scheduler]),
+            "job",
+        ]
         return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def run(self, hooks: dict, site: Path | None = None, scheduler: str = "local") -> tuple[int, str]:
@@ -75,17 +81,31 @@ def test_they_run_in_their_order_site_first_and_site_last(runner, tmp_path):
     (tmp_path / "site" / "hooks.d").mkdir(parents=True)
     (tmp_path / "site" / "hooks.d" / "pre_job").write_text(note("site", "pre_job", "$HPC_RL_ATTEMPT"))
     (tmp_path / "site" / "hooks.d" / "post_job").write_text(note("site", "post_job", "$HPC_RL_CODE"))
-    own = {event: note(event, "$HPC_RL_HOOK") for event in ("pre_job", "pre_node", "post_node", "post_job", "on_preempt")}
+    own = {
+        event: note(event, "$HPC_RL_HOOK")
+        for event in ("pre_job", "pre_node", "post_node", "post_job", "on_preempt")
+    }
     code, said = runner.run(own, tmp_path / "site")
     assert code == 0, said
-    lines = ["site pre_job job.0", "pre_job pre_job", "pre_node pre_node", "supervisor", "post_node post_node"]
+    lines = [
+        "site pre_job job.0",
+        "pre_job pre_job",
+        "pre_node pre_node",
+        "supervisor",
+        "post_node post_node",
+    ]
     assert runner.noted() == [*lines, "post_job post_job", "site post_job 0"]
 
 
 def test_they_run_around_every_attempt(runner):
     (runner.here / "notes.code").write_text("75")
     again = 'if [[ $HPC_RL_ATTEMPT == job.1 ]]; then echo 0 >"$NOTES.code"; fi\n'
-    assert runner.run({"pre_job": note("pre", "$HPC_RL_ATTEMPT") + again, "post_job": note("post", "$HPC_RL_CODE")})[0] == 0
+    assert (
+        runner.run(
+            {"pre_job": note("pre", "$HPC_RL_ATTEMPT") + again, "post_job": note("post", "$HPC_RL_CODE")}
+        )[0]
+        == 0
+    )
     assert runner.noted() == ["pre job.0", "supervisor", "post 75", "pre job.1", "supervisor", "post 0"]
 
 
@@ -107,11 +127,19 @@ def test_words_of_a_sites_task_prolog_are_no_answers(runner, tmp_path, monkeypat
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "srun").write_text(SRUN)
     (tmp_path / "bin" / "srun").chmod(0o755)
-    for name, value in {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7"}.items():
+    for name, value in {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_ID": "7",
+    }.items():
         monkeypatch.setenv(name, value)
-    code, said = runner.run({"pre_node": note("pre_node"), "post_node": "#!/bin/bash\nexit 5\n"}, scheduler="slurm")
+    code, said = runner.run(
+        {"pre_node": note("pre_node"), "post_node": "#!/bin/bash\nexit 5\n"}, scheduler="slurm"
+    )
     assert code == 0 and "hook.post_node.0 ended with code 5" in said, said
-    assert runner.noted() == ["pre_node", "supervisor"] and "Welcome" not in said and "answers came" not in said
+    assert (
+        runner.noted() == ["pre_node", "supervisor"] and "Welcome" not in said and "answers came" not in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,9 +193,13 @@ def test_told_to_end_ends_a_hook_too(runner):
 
 def test_a_script_is_a_path_or_a_text(tmp_path):
     (tmp_path / "check.sh").write_text("true\n")
-    [by_path, by_text] = gather(HooksConfig(pre_job=str(tmp_path / "check.sh"), post_job="echo a\necho b"), [])
+    [by_path, by_text] = gather(
+        HooksConfig(pre_job=str(tmp_path / "check.sh"), post_job="echo a\necho b"), []
+    )
     assert by_path.text == "#!/bin/bash\ntrue\n" and by_text.text == "#!/bin/bash\necho a\necho b\n"
-    with pytest.raises(ConfigError, match=r"launcher\.hooks\.pre_job: .* can't be read: No such file .*several lines"):
+    with pytest.raises(
+        ConfigError, match=r"launcher\.hooks\.pre_job: .* can't be read: No such file .*several lines"
+    ):
         gather(HooksConfig(pre_job=str(tmp_path / "nowhere")), [])
     with pytest.raises(ConfigError, match=r"launcher\.hooks\.dir"):
         gather(HooksConfig(dir=str(tmp_path / "nowhere")), [])

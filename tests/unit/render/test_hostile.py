@@ -26,14 +26,29 @@ from hpc_rl.render.lint import bash_problems, directive_problems
 from hpc_rl.render.scripts import Stamp, render
 from hpc_rl.trial import Trial
 
-BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "train_dataset.batch_size=8", "model.path=/m"]
+BASE = [
+    "experiment_name=e",
+    "trial_name=t",
+    "train_dataset.path=/d",
+    "train_dataset.batch_size=8",
+    "model.path=/m",
+]
 BASE += ["cluster.n_gpus_per_node=0", "recover.mode=auto"]
 # What can't be judged by a text alone: the path of what is run, and directories that must exist.
-NOT_HERE = {"launcher.python", "launcher.templates_dir", "cluster.fileroot", "launcher.hooks.dir", "trainer", "launcher.type"}
+NOT_HERE = {
+    "launcher.python",
+    "launcher.templates_dir",
+    "cluster.fileroot",
+    "launcher.hooks.dir",
+    "trainer",
+    "launcher.type",
+}
 TEXTS = sorted(
     name
     for name, hint in options(SFTConfig).items()
-    if name.startswith(("launcher.", "cluster.", "experiment_name", "trial_name")) and "str" in str(hint) and name not in NOT_HERE
+    if name.startswith(("launcher.", "cluster.", "experiment_name", "trial_name"))
+    and "str" in str(hint)
+    and name not in NOT_HERE
 )
 HOSTILE = [
     "a b",
@@ -64,7 +79,9 @@ def accepted(text: str) -> tuple[list[str], list[str]]:
         try:
             check(load([], [*BASE, _said(name, text)], profiles=[]), files=False)
         except ConfigError as error:
-            assert name.rpartition(".")[2] in str(error) or "launcher" in str(error), f"{name} is not named: {error}"
+            assert name.rpartition(".")[2] in str(error) or "launcher" in str(error), (
+                f"{name} is not named: {error}"
+            )
             refused.append(name)
         else:
             fine.append(name)
@@ -73,7 +90,13 @@ def accepted(text: str) -> tuple[list[str], list[str]]:
 
 def _said(name: str, text: str) -> str:
     """The option as an argument; JSON is YAML, and says exactly this text."""
-    value = [f"--hint={text}"] if name.endswith("extra_args") else {"NAME": text} if name.endswith("env_vars") else text
+    value = (
+        [f"--hint={text}"]
+        if name.endswith("extra_args")
+        else {"NAME": text}
+        if name.endswith("env_vars")
+        else text
+    )
     return f"{name}={json.dumps(value)}"
 
 
@@ -89,7 +112,9 @@ def run_with(text: str, here: Path) -> int:
     for scheduler in ("local", "slurm"):
         try:
             loaded = _together(text)
-            plan = make_plan(loaded.config, loaded.explicit, interpreter=str(root / "py thon"), scheduler=scheduler)
+            plan = make_plan(
+                loaded.config, loaded.explicit, interpreter=str(root / "py thon"), scheduler=scheduler
+            )
             trial = Trial(root / "runs" / loaded.config.experiment_name / loaded.config.trial_name)
             stamp = Stamp(
                 version=text,
@@ -111,7 +136,9 @@ def run_with(text: str, here: Path) -> int:
 def _together(text: str) -> Loaded:
     """Every option that takes the text; without images where they exclude a path that a bind can't hold. Raises ConfigError."""
     fine, _ = accepted(text)
-    without = [name for name in fine if "image" not in name and not name.endswith(("mount", "nfs_record_root"))]
+    without = [
+        name for name in fine if "image" not in name and not name.endswith(("mount", "nfs_record_root"))
+    ]
     for names in (fine, without):
         try:
             return check(load([], [*BASE, *(_said(name, text) for name in names)], profiles=[]), files=False)
@@ -141,7 +168,13 @@ def _execute(texts: dict[str, str], trial: Trial, root: Path, here: Path, schedu
     first = next(i for i, line in enumerate(texts[main].split("\n")) if line and not line.startswith("#"))
     assert texts[main].split("\n")[first] == "set -euo pipefail", "a text became a line of the script"
     (here / "argv").unlink(missing_ok=True)
-    env = {"PATH": os.environ["PATH"], "HERE": str(here), "HOME": str(here), "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+    env = {
+        "PATH": os.environ["PATH"],
+        "HERE": str(here),
+        "HOME": str(here),
+        "SLURM_JOB_ID": "7",
+        "SLURMD_NODENAME": "n1",
+    }
     argv = ["bash", str(trial.scripts / main), *(["job"] if scheduler == "local" else [])]
     bin_ = here / "bin"
     bin_.mkdir(exist_ok=True)
@@ -169,7 +202,11 @@ def test_some_options_take_each_of_them():
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), min_size=1, max_size=40))
+@given(
+    text=st.text(
+        st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), min_size=1, max_size=40
+    )
+)
 def test_any_text_is_inert(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_with(text, tmp_path / "here")

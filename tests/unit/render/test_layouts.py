@@ -15,7 +15,13 @@ from hpc_rl.plan.plan import make_plan
 from hpc_rl.render.scripts import Stamp, render
 from hpc_rl.trial import Trial
 
-BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/t", "actor.path=/m", "cluster.n_gpus_per_node=0"]
+BASE = [
+    "experiment_name=e",
+    "trial_name=t",
+    "train_dataset.path=/t",
+    "actor.path=/m",
+    "cluster.n_gpus_per_node=0",
+]
 BASE += ["cluster.n_nodes=3", "allocation_mode=embedded:d2+fsdp:d1", "launcher.type=slurm"]
 BASE += ["train_dataset.batch_size=8", "recover.mode=auto"]
 
@@ -29,7 +35,9 @@ def made(*options: str):
 def scripts(*options: str, avoid: tuple[str, ...] = ()) -> dict[str, str]:
     config, plan = made(*options)
     where = {"wheel": "w.zip", "workdir": Path("/w")}
-    stamp = Stamp(version="1", config_sha256="0", command=["x"], tag="TAG", start_mode="auto", avoid=avoid, **where)
+    stamp = Stamp(
+        version="1", config_sha256="0", command=["x"], tag="TAG", start_mode="auto", avoid=avoid, **where
+    )
     return render(config, plan, Trial(Path("/r/e/t")), stamp, "slurm")
 
 
@@ -40,14 +48,31 @@ def directives(text: str) -> list[list[str]]:
     return [lines[:at], lines[at + 1 :]]
 
 
-SPARE = ["partition=normal", "account=lab", "qos=high", "time=2-0", "servers.partition=spare", "servers.qos=preemptible"]
+SPARE = [
+    "partition=normal",
+    "account=lab",
+    "qos=high",
+    "time=2-0",
+    "servers.partition=spare",
+    "servers.qos=preemptible",
+]
 
 
 def test_the_servers_array_has_options_of_its_own_and_the_others_from_the_section():
-    texts = scripts("layout=jobs", *SPARE, "servers.time=4:00:00", "servers.max_running=1", "dependency=afterok:7")
+    texts = scripts(
+        "layout=jobs", *SPARE, "servers.time=4:00:00", "servers.max_running=1", "dependency=afterok:7"
+    )
     trial, servers = directives(texts["trial.sbatch"])[0], directives(texts["servers.sbatch"])[0]
-    assert {"--partition=normal", "--qos=high", "--time=2-0", "--nodes=1", "--dependency=afterok:7"} <= set(trial)
-    assert {"--partition=spare", "--qos=preemptible", "--time=4:00:00", "--account=lab", "--array=0-1%1"} <= set(servers)
+    assert {"--partition=normal", "--qos=high", "--time=2-0", "--nodes=1", "--dependency=afterok:7"} <= set(
+        trial
+    )
+    assert {
+        "--partition=spare",
+        "--qos=preemptible",
+        "--time=4:00:00",
+        "--account=lab",
+        "--array=0-1%1",
+    } <= set(servers)
     assert {"--nodes=1", "--requeue"} <= set(servers)
     assert not any(line.startswith("--dependency") for line in servers), "only the trial waits for other jobs"
 
@@ -63,13 +88,21 @@ def test_bad_nodes_are_avoided_by_every_part_and_only_by_this_submission(layout)
 
 
 def test_a_component_says_only_what_is_its_own():
-    first, second = directives(scripts("layout=hetjob", *SPARE, "mail_type=END", "mail_user=me")["trial.sbatch"])
+    first, second = directives(
+        scripts("layout=hetjob", *SPARE, "mail_type=END", "mail_user=me")["trial.sbatch"]
+    )
     assert {"--nodes=1", "--partition=normal", "--mail-type=END"} <= set(first)
     assert {"--nodes=2", "--partition=spare", "--qos=preemptible", "--account=lab"} <= set(second)
-    assert not [line for line in second if line.startswith(("--job-name", "--mail", "--output", "--signal", "--requeue"))]
+    assert not [
+        line
+        for line in second
+        if line.startswith(("--job-name", "--mail", "--output", "--signal", "--requeue"))
+    ]
 
 
-@pytest.mark.parametrize(("how", "line", "calls"), [("requeue", "--requeue", 1), ("successor", "--no-requeue", 0)])
+@pytest.mark.parametrize(
+    ("how", "line", "calls"), [("requeue", "--requeue", 1), ("successor", "--no-requeue", 0)]
+)
 def test_where_requeue_is_refused_nothing_asks_for_it(how, line, calls):
     for text in scripts("layout=jobs", f"continue_by={how}").values():
         assert line in directives(text)[0]
@@ -82,29 +115,45 @@ def test_both_parts_are_compared_with_the_cluster():
     found = [(one.launcher.slurm.partition, part.n_nodes) for one, part in parts(config, plan)]
     assert found == [("normal", 1), ("spare", 1)]
     config, plan = made("layout=hetjob", *SPARE)
-    assert [(one.launcher.slurm.partition, part.n_nodes) for one, part in parts(config, plan)] == [("normal", 1), ("spare", 2)]
+    assert [(one.launcher.slurm.partition, part.n_nodes) for one, part in parts(config, plan)] == [
+        ("normal", 1),
+        ("spare", 2),
+    ]
 
 
 def test_hooks_on_every_node_are_refused_where_one_srun_does_not_reach_them():
-    with pytest.raises(ConfigError, match=r"launcher.hooks.pre_node can't be used with launcher.slurm.layout hetjob"):
+    with pytest.raises(
+        ConfigError, match=r"launcher.hooks.pre_node can't be used with launcher.slurm.layout hetjob"
+    ):
         scripts("layout=hetjob", "launcher.hooks.pre_node='#!/bin/sh'")
-    assert "server_attempts" in scripts("layout=jobs", "launcher.hooks.pre_node='#!/bin/sh'")["servers.sbatch"]
+    assert (
+        "server_attempts" in scripts("layout=jobs", "launcher.hooks.pre_node='#!/bin/sh'")["servers.sbatch"]
+    )
 
 
 def test_what_submitit_is_told():
-    texts = scripts("backend=submitit", "time=2:00:00", "partition=p", "extra_args=[--hint=nomultithread]", "wckey=w")
+    texts = scripts(
+        "backend=submitit", "time=2:00:00", "partition=p", "extra_args=[--hint=nomultithread]", "wckey=w"
+    )
     told = json.loads(texts["submitit.json"])
     options = told["additional_parameters"]
     assert (told["time"], told["wckey"], options["time"], options["partition"]) == (120, "w", "2:00:00", "p")
-    assert options["signal"] == "USR2@300" and options["requeue"] is True and options["hint"] == "nomultithread"
+    assert (
+        options["signal"] == "USR2@300" and options["requeue"] is True and options["hint"] == "nomultithread"
+    )
     assert "--overlap" in told["srun_args"], "its step leaves the job to the roles"
-    assert told["setup"] == ["trap '' USR1"], "the nudge of a cancel does not kill the batch shell, which is submitit's"
+    assert told["setup"] == ["trap '' USR1"], (
+        "the nudge of a cancel does not kill the batch shell, which is submitit's"
+    )
     assert "submitit requeues" in texts["trial.sbatch"] and 'scontrol requeue "$' not in texts["trial.sbatch"]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [([], "submitit needs launcher.slurm.time"), (["time=1-0", "extra_args=[-s]"], "'-s' can't be passed to submitit")],
+    [
+        ([], "submitit needs launcher.slurm.time"),
+        (["time=1-0", "extra_args=[-s]"], "'-s' can't be passed to submitit"),
+    ],
 )
 def test_what_submitit_can_not_be_told_is_refused(options, words):
     with pytest.raises(ConfigError, match=words):

@@ -24,16 +24,28 @@ if [[ $1 == show ]]; then tr , '\\n' <<<"$3"; else echo "${0##*/} $*" >>"$CALLS"
         ("n1,n2,n3,n4", "n9", ["scontrol update jobid=7 ExcNodeList=n9"]),  # too few would be left
     ],
 )
-def test_a_requeue_says_which_nodes_are_bad_and_takes_back_those_whose_time_is_over(script, tmp_path, told, own, calls):
-    assert asked(script("slurm", root=tmp_path, n_nodes=2, exclude=own), tmp_path, told) == ["scontrol requeue 7", *calls]
+def test_a_requeue_says_which_nodes_are_bad_and_takes_back_those_whose_time_is_over(
+    script, tmp_path, told, own, calls
+):
+    assert asked(script("slurm", root=tmp_path, n_nodes=2, exclude=own), tmp_path, told) == [
+        "scontrol requeue 7",
+        *calls,
+    ]
 
 
 @pytest.mark.parametrize(
     ("told", "own", "flags"),
-    [(None, "n9", ""), ("n2", "n9", " --exclude n9,n2"), ("", "n9", " --exclude n9"), ("", None, " --exclude ")],
+    [
+        (None, "n9", ""),
+        ("n2", "n9", " --exclude n9,n2"),
+        ("", "n9", " --exclude n9"),
+        ("", None, " --exclude "),
+    ],
 )
 def test_a_successor_is_told_the_same(script, tmp_path, told, own, flags):
-    [call] = asked(script("slurm", root=tmp_path, n_nodes=2, exclude=own, continue_by="successor"), tmp_path, told)
+    [call] = asked(
+        script("slurm", root=tmp_path, n_nodes=2, exclude=own, continue_by="successor"), tmp_path, told
+    )
     assert call.startswith("python -m hpc_rl.app.successor ") and f"--after 7{flags} --name" in call
 
 
@@ -44,7 +56,11 @@ def asked(text: str, tmp_path: Path, told: str | None) -> list[str]:
     (here / "jobs").mkdir(parents=True)
     if told is not None:
         (here / "jobs" / "7.exclude").write_text(told + "\n")
-    for name, content in (("scontrol", SCONTROL), ("python", SCONTROL), ("sinfo", "#!/bin/bash\nprintf 'n%s\\n' 1 2 3 4\n")):
+    for name, content in (
+        ("scontrol", SCONTROL),
+        ("python", SCONTROL),
+        ("sinfo", "#!/bin/bash\nprintf 'n%s\\n' 1 2 3 4\n"),
+    ):
         (tmp_path / name).write_text(content)
         (tmp_path / name).chmod(0o755)
     stubs = f"set -euo pipefail\nsay() {{ :; }}\nrecord() {{ :; }}\ntrial_dir={here} job_id=7 slurm_job=7 restart=0\n"

@@ -22,7 +22,13 @@ def test_options_that_are_not_set_are_not_there(script):
 
 def test_options_that_are_set_are_there(script):
     text = script("slurm", partition="gpu", gres="gpu:a100:2", mem="10G", licenses="a:1", comment="mine")
-    for line in ("--partition=gpu", "--gres=gpu:a100:2", "--mem=10G", "--licenses=a:1", '--comment="tag mine"'):
+    for line in (
+        "--partition=gpu",
+        "--gres=gpu:a100:2",
+        "--mem=10G",
+        "--licenses=a:1",
+        '--comment="tag mine"',
+    ):
         assert f"#SBATCH {line}\n" in text
 
 
@@ -145,12 +151,18 @@ def test_a_site_overrides_a_block_and_keeps_the_rest(script, tmp_path):
     for number, base in enumerate(("builtin", "below")):
         site = override(tmp_path / f"site{number}", EXTENDS.replace("below", base) + block)
         ours, theirs = script("slurm"), script("slurm", site=site)
-        assert "module load cuda/12.4\n" in theirs and f"# changed by {site}/sbatch/trial.sbatch.j2\n" in theirs
-        assert [line for line in theirs.splitlines() if "cuda" not in line and "changed by" not in line] == ours.splitlines()
+        assert (
+            "module load cuda/12.4\n" in theirs and f"# changed by {site}/sbatch/trial.sbatch.j2\n" in theirs
+        )
+        assert [
+            line for line in theirs.splitlines() if "cuda" not in line and "changed by" not in line
+        ] == ours.splitlines()
 
 
 def test_layers_add_up_and_the_nearest_wins(script, tmp_path):
-    system = "{% block site %}\nmodule load base\n{% endblock %}{% block teardown %}\necho system\n{% endblock %}"
+    system = (
+        "{% block site %}\nmodule load base\n{% endblock %}{% block teardown %}\necho system\n{% endblock %}"
+    )
     person = "{% block site %}\n{{ super() }}module load mine\n{% endblock %}"
     trial = "{% block teardown %}\necho trial\n{% endblock %}"
     text = script(
@@ -181,7 +193,15 @@ def test_a_missing_templates_dir_is_refused(script, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "want"),
-    [("90", 5400), ("1:30", 90), ("2:00:00", 7200), ("1-0", 86400), ("1-2:30", 95400), ("1-0:0:5", 86405), ("UNLIMITED", None)],
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("2:00:00", 7200),
+        ("1-0", 86400),
+        ("1-2:30", 95400),
+        ("1-0:0:5", 86405),
+        ("UNLIMITED", None),
+    ],
 )
 def test_slurm_time(text, want):
     assert seconds(text) == want

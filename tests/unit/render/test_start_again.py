@@ -40,7 +40,12 @@ class Script:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(
-        self, waits: str = "", refuses: bool = False, reason: str = " Reason=None ", next_job: str = "8", **slurm
+        self,
+        waits: str = "",
+        refuses: bool = False,
+        reason: str = " Reason=None ",
+        next_job: str = "8",
+        **slurm,
     ) -> subprocess.Popen[bytes]:
         programs = self.here / "bin"
         programs.mkdir()
@@ -54,7 +59,9 @@ class Script:
             (self.here / "waits").write_text(f"*{waits}*")
         self.trial.make_dirs()
         (self.trial.jobs / "7.exclude").write_text("n9")
-        (self.here / "trial.sbatch").write_text(self.texts("slurm", python=str(programs / "python"), workdir=self.here, **slurm))
+        (self.here / "trial.sbatch").write_text(
+            self.texts("slurm", python=str(programs / "python"), workdir=self.here, **slurm)
+        )
         env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         env |= {"HERE": str(self.here), "PATH": f"{programs}:{os.environ['PATH']}"}
         env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_PARTITION": "main"}
@@ -108,12 +115,18 @@ def job(script, tmp_path) -> Iterator[Script]:
 def test_a_cancel_while_the_nodes_are_counted_ends_it(job):
     job.tell_to_end_in(job.start(waits="sinfo"), "sinfo")
     assert not job.called("scontrol requeue") and not job.called("app.successor"), job.said()
-    assert (job.last()["event"], job.last()["reason"], job.last()["cancelled"]) == ("ended", "told to end by a signal", True)
+    assert (job.last()["event"], job.last()["reason"], job.last()["cancelled"]) == (
+        "ended",
+        "told to end by a signal",
+        True,
+    )
 
 
 def test_the_time_limit_at_that_moment_does_not(job):
     job.tell_to_end_in(job.start(waits="sinfo", reason=" Reason=TimeLimit "), "sinfo")
-    assert job.called("scontrol requeue") == ["scontrol requeue 7"] and job.last()["event"] == "requeued", job.said()
+    assert job.called("scontrol requeue") == ["scontrol requeue 7"] and job.last()["event"] == "requeued", (
+        job.said()
+    )
 
 
 def test_a_cancel_while_the_successor_is_submitted_takes_it_back(job):
@@ -146,4 +159,6 @@ def test_where_requeue_is_refused_the_nodes_are_counted_once(job):
 
 def test_where_neither_is_taken_it_is_told(job):
     job.start(refuses=True, next_job="").wait(60)
-    assert "neither a requeue nor a successor" in job.last()["reason"] and not job.last()["cancelled"], job.said()
+    assert "neither a requeue nor a successor" in job.last()["reason"] and not job.last()["cancelled"], (
+        job.said()
+    )

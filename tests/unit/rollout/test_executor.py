@@ -29,16 +29,32 @@ async def test_a_reward_that_can_not_be_imported_is_told_in_the_words_of_its_own
     trial.make_secret()
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     names = {"experiment_name": "e", "trial_name": "t", "tokenizer_path": str(tmp_path)}
-    data = {"train_dataset": {"path": "/d"}, "actor": {"path": "/m"}, "rollout": {"reward_fn": "nosuch:score"}}
+    data = {
+        "train_dataset": {"path": "/d"},
+        "actor": {"path": "/m"},
+        "rollout": {"reward_fn": "nosuch:score"},
+    }
     write_json(trial.config_json, names | data)
-    argv = [sys.executable, "-m", "hpc_rl.app.rollout_worker", "--trial_dir", str(trial.dir), "--attempt", "1.0"]
-    with pytest.raises(ConfigError, match=r"rollout\.reward_fn: 'nosuch:score' can't be imported: No module named 'nosuch'"):
+    argv = [
+        sys.executable,
+        "-m",
+        "hpc_rl.app.rollout_worker",
+        "--trial_dir",
+        str(trial.dir),
+        "--attempt",
+        "1.0",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"rollout\.reward_fn: 'nosuch:score' can't be imported: No module named 'nosuch'"
+    ):
         await end_of(argv)
 
 
 async def test_a_worker_that_ends_again_and_again_says_why(monkeypatch):
     monkeypatch.setattr(executor_module, "MAX_SHORT_LIVES", 1)
     ends = "import sys; from hpc_rl.rollout import frames; "
-    ends += "sys.stdout.buffer.write(frames.pack({'op': 'ends', 'error': 'no server in sight'})); sys.exit(70)"
+    ends += (
+        "sys.stdout.buffer.write(frames.pack({'op': 'ends', 'error': 'no server in sight'})); sys.exit(70)"
+    )
     with pytest.raises(RoleFailed, match="ended 1 times in a row, at last with code 70: no server in sight"):
         await end_of([sys.executable, "-c", ends])

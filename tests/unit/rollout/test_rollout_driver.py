@@ -48,7 +48,9 @@ class Instant:
         self.driver = driver
         self.fate = fate or (lambda frame: "group")
         self.cancelled: list[int] = []
-        self.version_of = lambda asked: asked  # which weights the servers have, by the version that was asked for
+        self.version_of = lambda asked: (
+            asked
+        )  # which weights the servers have, by the version that was asked for
 
     def run(self, frame: dict) -> None:
         asyncio.get_running_loop().call_soon(self.answer, frame)
@@ -58,10 +60,19 @@ class Instant:
         if op is None:
             return
         version = frame["version"]
-        answer = {"op": "scored", "reward": 1.0, "num_tokens": 3, "versions": [version]} if frame["evaluate"] else {"op": op}
+        answer = (
+            {"op": "scored", "reward": 1.0, "num_tokens": 3, "versions": [version]}
+            if frame["evaluate"]
+            else {"op": op}
+        )
         if op == "group" and not frame["evaluate"]:
             lineage, step = map(int, self.version_of(version).split("."))
-            numbers = {"oldest_step": step, "oldest_lineage": lineage, "newest_lineage": lineage, "num_trajectories": 1}
+            numbers = {
+                "oldest_step": step,
+                "oldest_lineage": lineage,
+                "newest_lineage": lineage,
+                "num_trajectories": 1,
+            }
             numbers["num_tokens"] = 3
             answer |= {**numbers, "reward_sum": 1.0, "group": encode(TrajectoryGroup(frame["index"], []))}
         if isinstance(op, dict):
@@ -103,7 +114,9 @@ async def test_a_log_goes_on_only_with_the_rows_that_it_was_begun_with(tmp_path)
     await two.close()
     for damage in ("{", '{"rows": 50}'):
         (tmp_path / "data.json").write_text(damage)
-        await make(tmp_path, num_rows=24).close()  # the trainer knows the rows from its generation, and refuses
+        await make(
+            tmp_path, num_rows=24
+        ).close()  # the trainer knows the rows from its generation, and refuses
         assert (tmp_path / "data.json").read_text() == damage  # so these are not the measure from now on
 
 
@@ -131,7 +144,9 @@ async def test_requests_at_the_same_time_get_the_same_batch(tmp_path):
 async def test_synchronous_no_group_is_made_by_weights_of_a_trainer_that_went_back_further(tmp_path):
     """It published 1.1 before it asked: what ran meanwhile is not the data of batch 4, and the server has nothing better yet."""
     runs: list[str] = []
-    driver = make(tmp_path, fate=lambda frame: runs.append(frame["version"]) or "group", eta=0, order="in_order")
+    driver = make(
+        tmp_path, fate=lambda frame: runs.append(frame["version"]) or "group", eta=0, order="in_order"
+    )
     for step in (1, 2, 3):
         await driver.batch(step, 0, 5)
     driver.executor.version_of = lambda asked: max(asked, "1.1")
@@ -182,7 +197,9 @@ async def test_an_older_lineage_a_skipped_step_and_a_trimmed_batch_are_refused(t
     await later.close()
 
 
-async def test_what_a_trim_that_was_killed_left_goes_and_the_log_says_from_where_it_replays(tmp_path, monkeypatch):
+async def test_what_a_trim_that_was_killed_left_goes_and_the_log_says_from_where_it_replays(
+    tmp_path, monkeypatch
+):
     trial = Trial(tmp_path)
     monkeypatch.setattr("hpc_rl.rollout.ledger.Ledger.drop_segment", lambda *_: None)
     driver = make(trial.rollout)
@@ -278,7 +295,9 @@ async def test_a_disk_that_fails_while_a_batch_is_sealed_ends_the_role_and_the_n
     await after.close()
 
 
-async def test_on_a_full_disk_the_batch_waits_for_room_and_who_asks_hears_that_it_is_not_there_yet(tmp_path, monkeypatch, caplog):
+async def test_on_a_full_disk_the_batch_waits_for_room_and_who_asks_hears_that_it_is_not_there_yet(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr("hpc_rl.room.PAUSE_S", (0.01, 0.01))
     driver = make(tmp_path)
     await driver.batch(1, 0, 5)
@@ -338,7 +357,11 @@ async def test_a_filter_that_rejects_for_long_is_no_failure_within_an_epoch(tmp_
 
 async def test_answers_of_a_dead_worker_do_not_count_twice(tmp_path):
     held = []
-    driver = make(tmp_path, lambda frame: held.append(frame) if frame["index"] == 0 and len(held) == 0 else "group", eta=0)
+    driver = make(
+        tmp_path,
+        lambda frame: held.append(frame) if frame["index"] == 0 and len(held) == 0 else "group",
+        eta=0,
+    )
     assert await driver.batch(1, 0, 0.1) is None
     driver.on_lost([held[0]["ticket"]])
     body = await driver.batch(1, 0, 5)

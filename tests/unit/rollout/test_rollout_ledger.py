@@ -42,10 +42,15 @@ def group(index: int) -> TrajectoryGroup:
 
 def test_records_come_back_as_they_were_written(tmp_path):
     ledger = Ledger(tmp_path)
-    places = [ledger.append_group(record(7), b"tokens"), ledger.append_reject(RejectRecord(8, 3, "reward_timeout: é"))]
+    places = [
+        ledger.append_group(record(7), b"tokens"),
+        ledger.append_reject(RejectRecord(8, 3, "reward_timeout: é")),
+    ]
     assert list(read_segment(tmp_path, 0)) == []  # nothing is promised before the commit
     ledger.commit()
-    assert list(read_segment(tmp_path, 0)) == list(zip(places, [record(7), RejectRecord(8, 3, "reward_timeout: é")], strict=True))
+    assert list(read_segment(tmp_path, 0)) == list(
+        zip(places, [record(7), RejectRecord(8, 3, "reward_timeout: é")], strict=True)
+    )
     assert ledger.read_group(places[0]) == b"tokens"
     ledger.close()
 

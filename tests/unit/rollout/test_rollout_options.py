@@ -15,9 +15,20 @@ from hpc_rl.types import Trajectory, TrajectoryGroup
 
 
 def test_sampling_says_what_is_not_neutral():
-    assert sampling(GenerationHyperparameters(), [2]) == {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop_token_ids": [2]}
+    assert sampling(GenerationHyperparameters(), [2]) == {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "stop_token_ids": [2],
+    }
     unusual = GenerationHyperparameters(
-        stop=["\n\n"], frequency_penalty=0.5, min_p=0.1, repetition_penalty=1.2, top_p=0.9, top_k=50, stop_token_ids=[7]
+        stop=["\n\n"],
+        frequency_penalty=0.5,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        top_p=0.9,
+        top_k=50,
+        stop_token_ids=[7],
     )
     assert sampling(unusual, [2]) == {
         "temperature": 1.0,
@@ -32,7 +43,13 @@ def test_sampling_says_what_is_not_neutral():
 
 
 def test_rules_come_from_the_configuration():
-    words = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "actor.path=/m", "train_dataset.batch_size=4"]
+    words = [
+        "experiment_name=e",
+        "trial_name=t",
+        "train_dataset.path=/d",
+        "actor.path=/m",
+        "train_dataset.batch_size=4",
+    ]
     more = ["rollout.queue_size=9", "rollout.max_head_offpolicyness=3", "rollout.max_concurrent_rollouts=5"]
     made = rules(load([], words + more).config)
     assert (made.queue_size, made.eta, made.max_concurrent, made.batch_size) == (9, 3, 5, 4)
@@ -47,7 +64,13 @@ def test_the_queue_bounds_what_runs_and_what_waits():
     assert len(issued) == 6 and core.issue() == []
     for issue in issued[:2]:
         record = GroupRecord(
-            index=issue.index, begun=0, oldest_step=0, oldest_lineage=0, num_trajectories=1, num_tokens=1, reward_sum=0.0
+            index=issue.index,
+            begun=0,
+            oldest_step=0,
+            oldest_lineage=0,
+            num_trajectories=1,
+            num_tokens=1,
+            reward_sum=0.0,
         )
         core.finished(issue.ticket, record, Place(0, issue.index))
     assert core.issue() == []  # two are ready, four run

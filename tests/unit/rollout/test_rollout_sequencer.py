@@ -155,7 +155,11 @@ class World:
             del self.seals[number]
         ready = {group.place for group in self.core.ready.values()}
         needed = ready | {place for seal in self.seals.values() for place in seal.places.values()}
-        self.records = [(place, record) for place, record in self.records if place in needed or isinstance(record, BaseRecord)]
+        self.records = [
+            (place, record)
+            for place, record in self.records
+            if place in needed or isinstance(record, BaseRecord)
+        ]
         self.commit()
 
     def check(self) -> None:
@@ -168,7 +172,9 @@ class World:
         assert len(set(consumed)) == len(consumed) == core.consumed
         for step, seal in self.every_seal.items():
             if self.rules.bound != "soft":
-                assert all(staleness(step, self.oldest[place]) <= self.rules.eta for place in seal.places.values())
+                assert all(
+                    staleness(step, self.oldest[place]) <= self.rules.eta for place in seal.places.values()
+                )
 
     def drain(self, num_steps: int) -> None:
         """From here on everything finishes: the trainer must get its batches."""
@@ -179,7 +185,9 @@ class World:
             if not self.ask():
                 assert self.core.running, "nothing runs and no batch can be cut"
                 self.finish(turn)
-        raise AssertionError(f"no batch {self.version + 1}: {len(self.core.ready)} ready, {len(self.core.running)} running")
+        raise AssertionError(
+            f"no batch {self.version + 1}: {len(self.core.ready)} ready, {len(self.core.running)} running"
+        )
 
 
 def plan(**fixed):
@@ -196,7 +204,9 @@ def plan(**fixed):
 @st.composite
 def scripts(draw, without: tuple[str, ...] = ()) -> list[tuple[str, int]]:
     """Long scripts: what matters needs many finished groups, and drawn lists stay short."""
-    rare = draw(st.lists(st.sampled_from([a for a in dict.fromkeys(ACTIONS) if a not in without]), max_size=12))
+    rare = draw(
+        st.lists(st.sampled_from([a for a in dict.fromkeys(ACTIONS) if a not in without]), max_size=12)
+    )
     chance = random.Random(draw(st.integers(0, 2**32)))
     script = [chance.choices(["finish", "ask"], [3, 1])[0] for _ in range(draw(st.integers(0, 120)))]
     for action in rare:

@@ -50,7 +50,12 @@ def make(client, workflow=single_turn, tracing=False, checking=False, **gconfig)
 
 
 async def answer(made: Worker, sent: list[bytes], evaluate: bool = False, input_ids=(5, 6)) -> dict:
-    content = {"columns": {"prompt": "x", "answer": "1299"}, "input_ids": list(input_ids), "version": "0.3", "evaluate": evaluate}
+    content = {
+        "columns": {"prompt": "x", "answer": "1299"},
+        "input_ids": list(input_ids),
+        "version": "0.3",
+        "evaluate": evaluate,
+    }
     await made._answer({"op": "run", "ticket": 4, "index": 40, "epoch": 0, "row": 2, **content})
     return decode(sent[-1][4:])
 
@@ -62,11 +67,21 @@ async def test_a_group_has_scored_trajectories_with_versions_by_token():
     assert (outcome["op"], outcome["ticket"], group.index, len(group.trajectories)) == ("group", 4, 40, 3)
     assert (outcome["oldest_step"], outcome["oldest_lineage"], outcome["reward_sum"]) == (2, 0, 3.0)
     first = group.trajectories[0]
-    assert first.ids.tolist() == [5, 6, 1, 2, 99] and first.loss_mask.tolist() == [False, False, True, True, True]
+    assert first.ids.tolist() == [5, 6, 1, 2, 99] and first.loss_mask.tolist() == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert first.logprobs.tolist() == [0, 0, -1, -2, -3]
     assert first.steps.tolist() == [-1, -1, 3, 2, 2] and first.lineages.tolist() == [-1, -1, 0, 1, 1]
     request = client.requests[0]
-    assert request.min_version == "0.3" and request.sampling["stop_token_ids"] == [3, 99, 7] and request.sampling["top_k"] == -1
+    assert (
+        request.min_version == "0.3"
+        and request.sampling["stop_token_ids"] == [3, 99, 7]
+        and request.sampling["top_k"] == -1
+    )
     assert len({r.sampling["sampling_seed"] for r in client.requests}) == 3
     assert len({len(r.rid) for r in client.requests}) == 1 and len({r.rid for r in client.requests}) == 3
 
@@ -83,7 +98,12 @@ async def test_an_evaluation_samples_once_and_tells_every_version():
     client = Client()
     outcome = await answer(*make(client), evaluate=True)
     assert len(client.requests) == 1
-    assert (outcome["op"], outcome["reward"], outcome["versions"], outcome["num_tokens"]) == ("scored", 1.0, ["0.3", "1.2"], 3)
+    assert (outcome["op"], outcome["reward"], outcome["versions"], outcome["num_tokens"]) == (
+        "scored",
+        1.0,
+        ["0.3", "1.2"],
+        3,
+    )
 
 
 @pytest.mark.parametrize(("input_len", "room"), [(2, 6), (7, 3), (10, None), (12, None)])
@@ -165,7 +185,10 @@ async def test_a_cancelled_ticket_is_not_answered():
 
 
 def test_several_turns_make_one_record():
-    turns = [([5, 6], Turn([1], [-1.0], [("0.1", 0, 1)], "stop")), ([7], Turn([2, 3], [-2.0, -3.0], [("0.2", 0, 2)], "length"))]
+    turns = [
+        ([5, 6], Turn([1], [-1.0], [("0.1", 0, 1)], "stop")),
+        ([7], Turn([2, 3], [-2.0, -3.0], [("0.2", 0, 2)], "length")),
+    ]
     made = trajectory(turns, 0.5)
     assert made.ids.tolist() == [5, 6, 1, 7, 2, 3]
     assert made.loss_mask.tolist() == [False, False, True, False, True, True]
@@ -215,7 +238,12 @@ def test_a_reward_that_is_no_finite_number_is_refused(value):
 
 
 def test_numbers_of_other_kinds_are_rewards():
-    assert [checked(True), checked(2), checked(np.float32(0.5)), checked(np.array(1.5))] == [1.0, 2.0, 0.5, 1.5]
+    assert [checked(True), checked(2), checked(np.float32(0.5)), checked(np.array(1.5))] == [
+        1.0,
+        2.0,
+        0.5,
+        1.5,
+    ]
 
 
 @pytest.fixture
@@ -251,7 +279,12 @@ async def together(prompt, completion, **columns):
 async def test_the_users_reward_runs_elsewhere_with_a_time_limit_per_call(reward_process):
     process = await reward_process("score", timeout_s=0.4)
     calls = [process.reward("p", str(i), {"wait_s": 0.15}) for i in range(4)]
-    assert await asyncio.gather(*calls) == [0.0, 1.0, 2.0, 3.0]  # 0.6 s in all: the clock of a call starts when the call does
+    assert await asyncio.gather(*calls) == [
+        0.0,
+        1.0,
+        2.0,
+        3.0,
+    ]  # 0.6 s in all: the clock of a call starts when the call does
     slow = process.reward("p", "1", {"wait_s": 60.0})
     others = [process.reward("p", str(i), {}) for i in range(3)]
     outcomes = await asyncio.gather(slow, *others, return_exceptions=True)
@@ -277,7 +310,9 @@ async def test_a_reward_that_ends_its_process_is_given_up(reward_process):
 
 
 async def test_a_reward_that_is_not_there_is_a_bad_configuration(reward_process):
-    with pytest.raises(ConfigError, match="'own_rewards:nothing' can't be imported: module 'own_rewards' has no attribute"):
+    with pytest.raises(
+        ConfigError, match="'own_rewards:nothing' can't be imported: module 'own_rewards' has no attribute"
+    ):
         await reward_process("nothing")
 
 

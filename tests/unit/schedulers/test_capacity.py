@@ -29,7 +29,9 @@ NODES = read_sinfo(SINFO)
 
 def test_sinfo_is_read():
     assert len(NODES) == 10
-    assert NODES[1] == Node("gpu", "g2", 64, 512000, {"a100": 8}, frozenset({"ib", "a100"}), max_time_s=86400, is_default=True)
+    assert NODES[1] == Node(
+        "gpu", "g2", 64, 512000, {"a100": 8}, frozenset({"ib", "a100"}), max_time_s=86400, is_default=True
+    )
     assert NODES[5].cpus == 128 and NODES[5].gpus == {"": 8} and NODES[5].max_time_s is None
     assert NODES[6].max_nodes == 2 and NODES[6].max_time_s == 1800 and NODES[6].features == frozenset()
 
@@ -45,16 +47,51 @@ def test_sinfo_is_read():
             "2 of 3 nodes of partition gpu have 8 GPUs",
             "--n_nodes 2 or cluster.n_gpus_per_node=4",
         ),
-        ({"n_nodes": 1, "gpus": 16}, "gpus", "no node of partition gpu has 16 GPUs", "cluster.n_gpus_per_node=8"),
-        ({"n_nodes": 1, "gpus": 8, "gpu_type": "h100"}, "gpus", "has 8 h100 GPUs per node; on 1 node the most is 0", ""),
-        ({"n_nodes": 1, "cpus": 65}, "cpus", "no node of partition gpu has 65 CPUs", "at most 64 CPUs per node"),
-        ({"n_nodes": 3, "mem_mb": 300000}, "memory", "2 of 3 nodes", "--n_nodes 2 or at most 256000 MB per node"),
+        (
+            {"n_nodes": 1, "gpus": 16},
+            "gpus",
+            "no node of partition gpu has 16 GPUs",
+            "cluster.n_gpus_per_node=8",
+        ),
+        (
+            {"n_nodes": 1, "gpus": 8, "gpu_type": "h100"},
+            "gpus",
+            "has 8 h100 GPUs per node; on 1 node the most is 0",
+            "",
+        ),
+        (
+            {"n_nodes": 1, "cpus": 65},
+            "cpus",
+            "no node of partition gpu has 65 CPUs",
+            "at most 64 CPUs per node",
+        ),
+        (
+            {"n_nodes": 3, "mem_mb": 300000},
+            "memory",
+            "2 of 3 nodes",
+            "--n_nodes 2 or at most 256000 MB per node",
+        ),
         ({"n_nodes": 1, "time_s": 86401}, "time", "after 1-00:00:00, and 1-00:00:01", "--time 1-00:00:00"),
         ({"n_nodes": 3, "partition": "short"}, "nodes", "gives a job at most 2 nodes", "--n_nodes 2"),
-        ({"n_nodes": 3, "constraint": "ib"}, "constraint", "2 of 3 nodes of partition gpu have the features 'ib'", "--n_nodes 2"),
-        ({"n_nodes": 1, "constraint": "ib&h100"}, "constraint", "its features: a100, ib", "launcher.slurm.constraint=null"),
+        (
+            {"n_nodes": 3, "constraint": "ib"},
+            "constraint",
+            "2 of 3 nodes of partition gpu have the features 'ib'",
+            "--n_nodes 2",
+        ),
+        (
+            {"n_nodes": 1, "constraint": "ib&h100"},
+            "constraint",
+            "its features: a100, ib",
+            "launcher.slurm.constraint=null",
+        ),
         ({"n_nodes": 1, "nodelist": "g[1,4]"}, "nodelist", "has no node g4", "launcher.slurm.nodelist=null"),
-        ({"n_nodes": 3, "exclude": "g[2-3]"}, "exclude", "leaves 1 of partition gpu's 3 nodes", "--n_nodes 1"),
+        (
+            {"n_nodes": 3, "exclude": "g[2-3]"},
+            "exclude",
+            "leaves 1 of partition gpu's 3 nodes",
+            "--n_nodes 1",
+        ),
     ],
 )
 def test_the_binding_limit_and_what_would_fit(request_, limit, words, nearest):
@@ -100,7 +137,9 @@ def test_no_default_partition():
     assert judge(Request(n_nodes=1), nodes)[0].nearest == "--partition NAME"
 
 
-@given(st.integers(1, 6), st.integers(0, 12), st.integers(1, 200), st.integers(1, 10**6), st.integers(60, 10**6))
+@given(
+    st.integers(1, 6), st.integers(0, 12), st.integers(1, 200), st.integers(1, 10**6), st.integers(60, 10**6)
+)
 def test_following_the_nearest_leads_to_a_request_that_fits(n_nodes, gpus, cpus, mem_mb, time_s):
     """One change at a time, always the first; never more than a few."""
     request = Request(n_nodes=n_nodes, gpus=gpus, cpus=cpus, mem_mb=mem_mb, time_s=time_s)

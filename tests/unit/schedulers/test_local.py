@@ -73,9 +73,22 @@ class Job:
             python=str(python),
         )
         config = from_dict(
-            {"experiment_name": "exp", "trial_name": "one", "train_dataset": {"path": "/d"}, "model": {"path": "/m"}}
+            {
+                "experiment_name": "exp",
+                "trial_name": "one",
+                "train_dataset": {"path": "/d"},
+                "model": {"path": "/m"},
+            }
         )
-        stamp = Stamp(version="1", config_sha256="0", command=["x\ny"], tag="t", wheel="w.zip", workdir=root, start_mode=mode)
+        stamp = Stamp(
+            version="1",
+            config_sha256="0",
+            command=["x\ny"],
+            tag="t",
+            wheel="w.zip",
+            workdir=root,
+            start_mode=mode,
+        )
         [(name, text)] = render(config, plan, self.trial, stamp, "local").items()
         (self.trial.scripts / name).write_text(text)
         self.scheduler = LocalScheduler(self.trial, grace_s)
@@ -105,7 +118,11 @@ class Job:
     def until(self, condition, timeout_s: float = 20) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < deadline, (self.state, self.log, (self.trial.jobs / f"{self.id}.out").read_text())
+            assert time.monotonic() < deadline, (
+                self.state,
+                self.log,
+                (self.trial.jobs / f"{self.id}.out").read_text(),
+            )
             time.sleep(0.02)
 
 
@@ -158,7 +175,12 @@ def test_cancel_stays_dead(start):
     assert job.state is State.RUNNING
     job.scheduler.cancel(job.id)
     job.until(lambda: not job.state.alive)
-    assert job.state is State.CANCELLED and ["SIGTERM"] in job.log and job.starts == [".0"] and job.end["code"] == 75
+    assert (
+        job.state is State.CANCELLED
+        and ["SIGTERM"] in job.log
+        and job.starts == [".0"]
+        and job.end["code"] == 75
+    )
     job.scheduler.cancel(job.id)
     job.scheduler.nudge(job.id)
 
@@ -179,7 +201,11 @@ def test_a_nudge_with_a_cancel_intent_stays_dead(start):
     job.trial.cancel_intent(job.id).write_text("{}")
     job.scheduler.nudge(job.id)
     job.until(lambda: not job.state.alive)
-    assert job.state is State.CANCELLED and ["SIGUSR1"] in job.log and job.end["reason"] == "cancelled by a person"
+    assert (
+        job.state is State.CANCELLED
+        and ["SIGUSR1"] in job.log
+        and job.end["reason"] == "cancelled by a person"
+    )
 
 
 def test_a_nudge_alone_is_a_restart(start):

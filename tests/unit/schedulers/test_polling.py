@@ -110,7 +110,9 @@ def test_a_job_that_left_the_list_without_accounting_is_gone(poller, clock, clus
     for _ in range(20):
         clock.now += 30
         poller().look({"7": 1.0}, UID)
-    assert 1 <= sum(what == "sacct" for _, what in cluster.asked) <= 2, "accounting is not asked again and again"
+    assert 1 <= sum(what == "sacct" for _, what in cluster.asked) <= 2, (
+        "accounting is not asked again and again"
+    )
 
 
 def test_an_end_is_remembered_for_longer_than_the_scheduler_does(poller, clock, cluster):
@@ -159,7 +161,9 @@ def test_one_that_dies_with_the_claim_holds_the_others_up_for_half_a_minute(tmp_
     assert len(cluster.asked) == 2
 
 
-def test_where_the_state_directory_cannot_be_written_a_process_still_keeps_the_times(tmp_path, clock, cluster):
+def test_where_the_state_directory_cannot_be_written_a_process_still_keeps_the_times(
+    tmp_path, clock, cluster
+):
     (tmp_path / "file").write_text("")
     cluster.has("7", State.RUNNING)
     watcher = Poller(cluster, tmp_path / "file" / "polling", clock)

@@ -52,14 +52,18 @@ def test_a_refusal_is_told_once_in_its_own_words(programs, scheduler):
 
 def test_a_lost_answer_is_looked_up_by_its_tag(programs, scheduler):
     programs(
-        sbatch="echo 'Socket timed out on send/recv operation' >&2; exit 1", squeue="echo '8|the:tag2'; echo '9|the:tag mine'"
+        sbatch="echo 'Socket timed out on send/recv operation' >&2; exit 1",
+        squeue="echo '8|the:tag2'; echo '9|the:tag mine'",
     )
     assert scheduler.submit(SPEC) == "9"
     assert [call.split()[0] for call in programs.calls()] == ["sbatch", "squeue"]
 
 
 def test_where_the_job_is_not_there_it_is_submitted_again(programs, scheduler):
-    programs(sbatch="if ((n == 1)); then echo 'Unable to contact slurm controller' >&2; exit 1; fi; echo 5", squeue="")
+    programs(
+        sbatch="if ((n == 1)); then echo 'Unable to contact slurm controller' >&2; exit 1; fi; echo 5",
+        squeue="",
+    )
     assert scheduler.submit(SPEC) == "5"
     assert [call.split()[0] for call in programs.calls()] == ["sbatch", "squeue", "sbatch"]
 
@@ -73,7 +77,8 @@ def test_a_silent_controller_is_given_up(programs, scheduler, monkeypatch):
 
 def test_the_last_answer_that_is_lost_is_looked_up_too(programs, scheduler):
     programs(
-        sbatch="echo 'Socket timed out on send/recv operation' >&2; exit 1", squeue="if ((n == 3)); then echo '9|the:tag'; fi"
+        sbatch="echo 'Socket timed out on send/recv operation' >&2; exit 1",
+        squeue="if ((n == 3)); then echo '9|the:tag'; fi",
     )
     assert scheduler.submit(SPEC) == "9"
     assert [call.split()[0] for call in programs.calls()] == ["sbatch", "squeue"] * 3
@@ -99,9 +104,21 @@ def test_one_question_for_all_and_accounting_only_for_the_forgotten(programs, sc
         sacct="echo '3|NODE_FAIL|None|2026-01-01T00:00:00|n1'; echo '3|CANCELLED by 0|None|Unknown|n1'",
     )
     states = scheduler.states(["1", "2", "3", "4"])
-    assert [states[job].state for job in "1234"] == [State.RUNNING, State.PENDING, State.CANCELLED, State.UNKNOWN]
-    assert states["1"].end_time == 1767225600 and states["1"].nodes == "n[1-2]" and states["2"].reason == "Priority"
-    assert [call.split()[0] for call in programs.calls()] == ["squeue", "sacct"] and "-j 3,4" in programs.calls()[1]
+    assert [states[job].state for job in "1234"] == [
+        State.RUNNING,
+        State.PENDING,
+        State.CANCELLED,
+        State.UNKNOWN,
+    ]
+    assert (
+        states["1"].end_time == 1767225600
+        and states["1"].nodes == "n[1-2]"
+        and states["2"].reason == "Priority"
+    )
+    assert [call.split()[0] for call in programs.calls()] == [
+        "squeue",
+        "sacct",
+    ] and "-j 3,4" in programs.calls()[1]
 
 
 def test_it_works_without_accounting_and_for_a_forgotten_job(programs, scheduler):
@@ -132,7 +149,10 @@ def test_nothing_of_a_surrounding_job_is_passed_on(programs, scheduler, monkeypa
     programs(sbatch='echo "${SBATCH_PARTITION-0}${SLURM_NTASKS-0}1"')
     assert scheduler.submit(SPEC) == "001"
     assert "SBATCH_PARTITION" in caplog.text
-    assert clean_environment({"SLURM_CONF": "a", "SLURM_X": "b", "PMIX_Y": "c", "HOME": "d"}) == {"SLURM_CONF": "a", "HOME": "d"}
+    assert clean_environment({"SLURM_CONF": "a", "SLURM_X": "b", "PMIX_Y": "c", "HOME": "d"}) == {
+        "SLURM_CONF": "a",
+        "HOME": "d",
+    }
 
 
 def test_without_slurm_the_message_says_so(scheduler, monkeypatch, tmp_path):

@@ -9,7 +9,8 @@ from hpc_rl.schedulers.slurm_parts import fold, whole
 
 
 @pytest.mark.parametrize(
-    ("job_id", "expected"), [("12", "12"), ("12_0", "12"), ("12_[1-3%2]", "12"), ("12+1", "12"), ("local-7", "local-7")]
+    ("job_id", "expected"),
+    [("12", "12"), ("12_0", "12"), ("12_[1-3%2]", "12"), ("12+1", "12"), ("local-7", "local-7")],
 )
 def test_a_part_belongs_to_its_job(job_id, expected):
     assert whole(job_id) == expected

@@ -81,7 +81,10 @@ def test_no_text_is_an_exception(text):
 
 def test_why_a_job_waits():
     assert why_pending("(BeginTime)")[0] is None and "two minutes" in why_pending("BeginTime")[1]
-    assert why_pending("AssocGrpCpuLimit")[0] is FailureClass.USER and "AssocGrpCpuLimit" in why_pending("AssocGrpCpuLimit")[1]
+    assert (
+        why_pending("AssocGrpCpuLimit")[0] is FailureClass.USER
+        and "AssocGrpCpuLimit" in why_pending("AssocGrpCpuLimit")[1]
+    )
     assert why_pending("ReqNodeNotAvail, UnavailableNodes:n[1-2]")[0] is FailureClass.INFRASTRUCTURE
     assert why_pending("SomethingNew") == (None, "SomethingNew")
     assert REASONS["DependencyNeverSatisfied"][0] is FailureClass.USER

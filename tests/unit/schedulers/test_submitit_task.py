@@ -41,7 +41,9 @@ def start(folder: Path, script: str) -> subprocess.Popen[str]:
     return child
 
 
-@pytest.mark.parametrize(("last", "said"), [("requeued", "requeued"), ("ended", "the trial ended with code 75")])
+@pytest.mark.parametrize(
+    ("last", "said"), [("requeued", "requeued"), ("ended", "the trial ended with code 75")]
+)
 def test_submitits_signal_waits_for_the_save_and_the_scripts_word(tmp_path, until, last, said):
     end = f"""echo '{{"event": "{last}"}}' >>"$(dirname "$0")/7.state"\nexit 75\n"""
     child = start(tmp_path, SCRIPT + end)

@@ -21,12 +21,18 @@ def folder(tmp_path):
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<pad>", "<eos>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}, "chat_template": TEMPLATE}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<eos>"}, "chat_template": TEMPLATE})
+    )
     return tmp_path
 
 
 def answer(ids, matched=None):
-    reason = {"type": "stop", "matched": matched} if matched is not None else {"type": "length", "length": len(ids)}
+    reason = (
+        {"type": "stop", "matched": matched}
+        if matched is not None
+        else {"type": "length", "length": len(ids)}
+    )
     meta = {
         "finish_reason": reason,
         "prompt_tokens": 4,
@@ -78,7 +84,9 @@ def test_completion_drops_the_stop_token_and_cuts_at_stop_strings(folder):
 
 
 def test_template_file_wins_and_can_refuse(folder):
-    (folder / "chat_template.jinja").write_text("{% if messages|length > 1 %}{{ raise_exception('one only') }}{% endif %}x")
+    (folder / "chat_template.jinja").write_text(
+        "{% if messages|length > 1 %}{{ raise_exception('one only') }}{% endif %}x"
+    )
     tokenizer = ChatTokenizer(folder)
     assert tokenizer.render([{"role": "user", "content": "a"}]) == "x"
     with pytest.raises(RequestRefused, match="one only"):

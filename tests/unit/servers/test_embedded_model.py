@@ -32,8 +32,19 @@ KINDS = {
 
 def make(folder, kind="qwen3", seed=0, tie=False, **more):
     config_class, model_class = KINDS[kind]
-    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "tie_word_embeddings": tie}
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    sizes |= {
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": tie,
+    }
     tokens = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
     torch.manual_seed(seed)
     model = model_class(config_class(**{**sizes, **tokens, **more}))
@@ -61,7 +72,9 @@ def decode_all(model, prompts, num_tokens=12, **options):
 def check(module, sequences):
     for sequence in sequences:
         with torch.no_grad():
-            logits = module(torch.tensor([sequence.ids + sequence.tokens])).logits[0, len(sequence.ids) - 1 : -1]
+            logits = module(torch.tensor([sequence.ids + sequence.tokens])).logits[
+                0, len(sequence.ids) - 1 : -1
+            ]
         assert logits.argmax(-1).tolist() == sequence.tokens
         wanted = torch.log_softmax(logits, -1).max(-1).values
         assert (wanted - torch.tensor(sequence.logprobs)).abs().max() < 1e-4

@@ -25,7 +25,10 @@ def made(ids, reason, version="0.1"):
 
 
 def requests(count):
-    return [GenerateRequest([1], {"max_new_tokens": 5, "sampling_seed": i}, f"rid{i}", "0.1") for i in range(count)]
+    return [
+        GenerateRequest([1], {"max_new_tokens": 5, "sampling_seed": i}, f"rid{i}", "0.1")
+        for i in range(count)
+    ]
 
 
 async def test_one_call_makes_all_turns():
@@ -43,4 +46,6 @@ async def test_an_interrupted_one_goes_on_alone():
     client = Scripted([made([2], "stop"), made([3], "abort")], made([4], "stop", "0.2"))
     turns = await client.generate_many(requests(2))
     assert turns[1].output_ids == [3, 4] and turns[1].versions == [("0.1", 0, 1), ("0.2", 1, 2)]
-    assert client.bodies[1]["input_ids"] == [1, 3] and client.bodies[1]["sampling_params"]["max_new_tokens"] == 4
+    assert (
+        client.bodies[1]["input_ids"] == [1, 3] and client.bodies[1]["sampling_params"]["max_new_tokens"] == 4
+    )

@@ -42,7 +42,9 @@ def test_child_dies_when_the_parent_is_killed(tmp_path):
 
 
 async def test_end_and_last_words_are_told(tmp_path):
-    process = TiedProcess(sys.executable, ["-c", "print('last words'); raise SystemExit(3)"], dict(os.environ), tmp_path / "log")
+    process = TiedProcess(
+        sys.executable, ["-c", "print('last words'); raise SystemExit(3)"], dict(os.environ), tmp_path / "log"
+    )
     while not process.exit_status():
         await asyncio.sleep(0.02)
     assert process.exit_status() == "exit code 3"

@@ -84,17 +84,27 @@ async def test_wrong_tokens_reach_nothing():
         for token in (None, "wrong", ""):
             assert (await call("POST", "/generate", {}, token))[0] == 401
             assert (await call("GET", "/health", None, token))[0] == 401
-        for path in ("/pause_generation", "/continue_generation", "/abort_request", "/update_weights_from_disk", "/shutdown"):
+        for path in (
+            "/pause_generation",
+            "/continue_generation",
+            "/abort_request",
+            "/update_weights_from_disk",
+            "/shutdown",
+        ):
             assert (await call("POST", path, {}, "data"))[0] == 401
         assert proxy.backend.calls == []
 
 
 async def test_min_version_is_compared_as_a_label():
     async with proxy_at(version="0.9") as (_, call):
-        assert (await call("POST", "/generate", {}, headers={"X-Hpc-Rl-Min-Version": "0.9"}.items()))[0] == 200
+        assert (await call("POST", "/generate", {}, headers={"X-Hpc-Rl-Min-Version": "0.9"}.items()))[
+            0
+        ] == 200
         refused = await call("POST", "/generate", {}, headers={"X-Hpc-Rl-Min-Version": "0.10"}.items())
         assert refused == (503, {"error": "stale", "weight_version": "0.9"})
-        assert (await call("POST", "/generate", {}, headers={"X-Hpc-Rl-Min-Version": "nine"}.items()))[0] == 400
+        assert (await call("POST", "/generate", {}, headers={"X-Hpc-Rl-Min-Version": "nine"}.items()))[
+            0
+        ] == 400
 
 
 async def test_update_of_the_same_label_loads_nothing_and_an_older_one_is_refused():
@@ -102,7 +112,9 @@ async def test_update_of_the_same_label_loads_nothing_and_an_older_one_is_refuse
         body = {"model_path": "/p", "weight_version": "1.3"}
         assert (await call("POST", "/update_weights_from_disk", body, "control"))[0] == 200
         for label in ("1.2", "0.9", "x", None):
-            refused = await call("POST", "/update_weights_from_disk", {"model_path": "/p", "weight_version": label}, "control")
+            refused = await call(
+                "POST", "/update_weights_from_disk", {"model_path": "/p", "weight_version": label}, "control"
+            )
             assert refused[0] == 400 and not refused[1]["success"]
         assert proxy.backend.calls == []
 
@@ -110,14 +122,18 @@ async def test_update_of_the_same_label_loads_nothing_and_an_older_one_is_refuse
 async def test_failed_update_keeps_the_version():
     async with proxy_at(version="0.3") as (proxy, call):
         proxy.backend.fail_updates = True
-        status, _ = await call("POST", "/update_weights_from_disk", {"model_path": "/p", "weight_version": "0.4"}, "control")
+        status, _ = await call(
+            "POST", "/update_weights_from_disk", {"model_path": "/p", "weight_version": "0.4"}, "control"
+        )
         assert (status, proxy.version) == (400, "0.3")
 
 
 async def test_first_update_makes_a_waiting_server_serve():
     async with proxy_at("waiting", "") as (proxy, call):
         await call("POST", "/pause_generation", {"mode": "retract"}, "control")
-        await call("POST", "/update_weights_from_disk", {"model_path": "/p", "weight_version": "0.0"}, "control")
+        await call(
+            "POST", "/update_weights_from_disk", {"model_path": "/p", "weight_version": "0.0"}, "control"
+        )
         assert proxy.state == "paused"
         await call("POST", "/continue_generation", {}, "control")
         assert (proxy.state, proxy.version) == ("serving", "0.0")
@@ -128,7 +144,9 @@ async def test_in_place_pause_refuses_an_update_that_flushes():
         await call("POST", "/pause_generation", {"mode": "in_place"}, "control")
         body = {"model_path": "/p", "weight_version": "0.4"}
         assert (await call("POST", "/update_weights_from_disk", body, "control"))[0] == 400
-        assert (await call("POST", "/update_weights_from_disk", {**body, "flush_cache": False}, "control"))[0] == 200
+        assert (await call("POST", "/update_weights_from_disk", {**body, "flush_cache": False}, "control"))[
+            0
+        ] == 200
 
 
 # the replica around it
@@ -140,7 +158,10 @@ def trial(tmp_path):
 
 
 def publish(trial, label):
-    write_json(trial.current_weights, {"label": label, "path": f"/weights/{label}", "lineage": 0, "step": int(label[2:])})
+    write_json(
+        trial.current_weights,
+        {"label": label, "path": f"/weights/{label}", "lineage": 0, "step": int(label[2:])},
+    )
 
 
 async def until(holds):

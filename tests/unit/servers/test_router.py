@@ -42,7 +42,11 @@ class FakeServer:
         self.headers.append(dict(request.headers))
         await self.gate.wait()
         reply = self.reply(self.bodies[-1])
-        return web.json_response({"error": "x"}, status=reply) if isinstance(reply, int) else web.json_response(reply)
+        return (
+            web.json_response({"error": "x"}, status=reply)
+            if isinstance(reply, int)
+            else web.json_response(reply)
+        )
 
     async def _health(self, _request):
         return web.json_response({"state": "serving", "epoch": 1, "weight_version": self.version})
@@ -52,7 +56,10 @@ def _answer(ids, version, finish="stop"):
     spans = [{"version": version, "start": 0, "end": len(ids)}]
     logprobs = [[-0.5, token, None] for token in ids]
     versions = {"weight_version": version, "weight_versions": spans}
-    return {"output_ids": ids, "meta_info": {"finish_reason": {"type": finish}, "output_token_logprobs": logprobs, **versions}}
+    return {
+        "output_ids": ids,
+        "meta_info": {"finish_reason": {"type": finish}, "output_token_logprobs": logprobs, **versions},
+    }
 
 
 @contextlib.asynccontextmanager
@@ -68,7 +75,15 @@ async def servers(count):
 
 
 def announce(names, index, fake, state="serving"):
-    value = {"url": fake.url, "version": fake.version, "state": state, "attempt": "1.0", "incarnation": 0, "pid": 1, "host": "h"}
+    value = {
+        "url": fake.url,
+        "version": fake.version,
+        "state": state,
+        "attempt": "1.0",
+        "incarnation": 0,
+        "pid": 1,
+        "host": "h",
+    }
     return names.lease(keys.server(index), value, 60.0)
 
 

@@ -44,5 +44,11 @@ def test_refusals_name_key_and_what_is_allowed(given, words):
 
 
 def test_neutral_values_of_what_is_not_served_are_accepted():
-    neutral = {"min_p": 0.0, "repetition_penalty": 1.0, "stop": [], "regex": None, "skip_special_tokens": False}
+    neutral = {
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "stop": [],
+        "regex": None,
+        "skip_special_tokens": False,
+    }
     assert parse(neutral) == SamplingParams()

@@ -25,14 +25,26 @@ def value(argv, flag):
 
 
 def test_a_gpu_replica_gets_what_the_configuration_says():
-    argv = flags_of("cuda", SGLangConfig(random_seed=10, mem_fraction_static=0.8), index=3, tensor_parallel_size=4)
-    assert (value(argv, "--random-seed"), value(argv, "--tp-size"), value(argv, "--mem-fraction-static")) == ("13", "4", "0.8")
+    argv = flags_of(
+        "cuda", SGLangConfig(random_seed=10, mem_fraction_static=0.8), index=3, tensor_parallel_size=4
+    )
+    assert (value(argv, "--random-seed"), value(argv, "--tp-size"), value(argv, "--mem-fraction-static")) == (
+        "13",
+        "4",
+        "0.8",
+    )
     assert value(argv, "--host") == "127.0.0.1" and value(argv, "--attention-backend") == "fa3"
     assert "--device" not in argv and "--max-total-tokens" not in argv and "None" not in argv
 
 
 def test_a_cpu_replica_is_bounded_and_takes_native_paths():
-    words = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "actor.path=/m", "cluster.n_gpus_per_node=0"]
+    words = [
+        "experiment_name=e",
+        "trial_name=t",
+        "train_dataset.path=/d",
+        "actor.path=/m",
+        "cluster.n_gpus_per_node=0",
+    ]
     words += ["allocation_mode=sglang:d1+fsdp:d1", "actor.ppo_n_minibatches=1"]
     argv = flags_of("cpu", check(load([], words), files=False).config.sglang)
     assert (value(argv, "--device"), value(argv, "--sampling-backend")) == ("cpu", "pytorch")
@@ -60,7 +72,11 @@ def test_no_secret_can_be_a_flag():
     assert not any("key" in flag for flag in FLAGS["0.5.23"].values())
 
 
-SWITCHES = [field.name for field in dataclasses.fields(SGLangConfig) if field.default is False and field.name not in NOT_FLAGS]
+SWITCHES = [
+    field.name
+    for field in dataclasses.fields(SGLangConfig)
+    if field.default is False and field.name not in NOT_FLAGS
+]
 VALUES = {
     "torch_compile_max_bs": ("8", "--torch-compile-max-bs"),
     "cuda_graph_max_bs": ("16", "--cuda-graph-max-bs-decode"),
@@ -115,7 +131,13 @@ def test_metrics_are_on_and_can_be_switched_off():
 
 
 def test_null_leaves_it_to_sglang():
-    names = ["attention_backend", "context_length", "mem_fraction_static", "chunked_prefill_size", "log_level_http"]
+    names = [
+        "attention_backend",
+        "context_length",
+        "mem_fraction_static",
+        "chunked_prefill_size",
+        "log_level_http",
+    ]
     argv = flags_of("cuda", SGLangConfig(**dict.fromkeys(names)))
     assert not {f"--{name.replace('_', '-')}" for name in names} & set(argv)
 

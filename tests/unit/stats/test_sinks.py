@@ -114,7 +114,11 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
 
     (file,) = (tmp_path / "tensorboard").iterdir()
     events = list(EventFileLoader(str(file)).Load())
-    scalars = [(event.step, value.tag, round(value.tensor.float_val[0], 6)) for event in events for value in event.summary.value]
+    scalars = [
+        (event.step, value.tag, round(value.tensor.float_val[0], 6))
+        for event in events
+        for value in event.summary.value
+    ]
     assert scalars == [(5, "loss", 0.25)]
     assert [event.step for event in events if event.HasField("session_log")] == [5]
 
@@ -168,14 +172,25 @@ def test_services_get_names_tags_and_numbers(tmp_path, monkeypatch):
     )
     sinks.log(3, {"loss": 0.5, "version": "0.3", "time": 1.0})
     sinks.close()
-    wanted = {"mode": "offline", "entity": "team", "project": "sums", "name": "grpo", "group": "sums_grpo", "tags": ["a"]}
+    wanted = {
+        "mode": "offline",
+        "entity": "team",
+        "project": "sums",
+        "name": "grpo",
+        "group": "sums_grpo",
+        "tags": ["a"],
+    }
     assert wanted.items() <= wandb.options.items()
     assert (wandb.id, wandb.options["config"], wandb.options["settings"]) == (
         "sums_grpo_train",
         {"seed": 1},
         {"base_url": "http://w"},
     )
-    assert (swanlab.options["project"], swanlab.options["experiment_name"], swanlab.options["mode"]) == ("p", "grpo", "local")
+    assert (swanlab.options["project"], swanlab.options["experiment_name"], swanlab.options["mode"]) == (
+        "p",
+        "grpo",
+        "local",
+    )
     assert wandb.rows == swanlab.rows == [(3, {"loss": 0.5})]
     assert wandb.finished and swanlab.finished
 
@@ -184,7 +199,9 @@ def test_services_get_names_tags_and_numbers(tmp_path, monkeypatch):
 def test_a_service_that_is_not_installed_says_how_to_install_it(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     modes = (
-        {"wandb": WandBConfig(mode="online"), "swanlab": None} if package == "wandb" else {"swanlab": SwanlabConfig(mode="cloud")}
+        {"wandb": WandBConfig(mode="online"), "swanlab": None}
+        if package == "wandb"
+        else {"swanlab": SwanlabConfig(mode="cloud")}
     )
     who = RunIdentity("sums", "grpo", tmp_path, {})
     with pytest.raises(ConfigError, match=rf"pip install 'hpc-rl\[{package}\]', or set it to disabled"):
@@ -195,5 +212,10 @@ def test_services_are_not_imported_while_they_are_disabled(tmp_path, monkeypatch
     for package in ("wandb", "swanlab"):
         monkeypatch.setitem(sys.modules, package, None)
     open_sinks(
-        tmp_path / "m.jsonl", tmp_path / "tb", 0, RunIdentity("e", "t", tmp_path, {}), WandBConfig(), SwanlabConfig()
+        tmp_path / "m.jsonl",
+        tmp_path / "tb",
+        0,
+        RunIdentity("e", "t", tmp_path, {}),
+        WandBConfig(),
+        SwanlabConfig(),
     ).close()

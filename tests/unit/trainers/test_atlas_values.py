@@ -11,7 +11,13 @@ from hpc_rl.config.load import load
 from hpc_rl.config.train import PPOActorConfig
 from hpc_rl.trainers.grpo import levels
 
-WORDS = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "train_dataset.batch_size=4", "actor.path=/m"]
+WORDS = [
+    "experiment_name=e",
+    "trial_name=t",
+    "train_dataset.path=/d",
+    "train_dataset.batch_size=4",
+    "actor.path=/m",
+]
 
 
 @pytest.fixture
@@ -28,7 +34,11 @@ def actor() -> PPOActorConfig:
 )
 def test_advantages(actor, rewards, wanted):
     mask_BT = torch.tensor([[False, True, True]] * 4)
-    how = {"reward_norm": levels(actor.reward_norm), "adv_norm": levels(actor.adv_norm), "discount": actor.discount}
+    how = {
+        "reward_norm": levels(actor.reward_norm),
+        "adv_norm": levels(actor.adv_norm),
+        "discount": actor.discount,
+    }
     got_BT = grpo.advantages(torch.tensor(rewards), mask_BT, group_size=4, gae_lambda=actor.gae_lambda, **how)
     torch.testing.assert_close(got_BT, torch.tensor(wanted)[:, None] * mask_BT, atol=1e-5, rtol=0)
 
@@ -37,7 +47,15 @@ def test_token_loss_and_kl(actor):
     logprobs_T, one = torch.tensor([-1.0]), torch.tensor([True])
     behav_T, advantage_T, ref_T = logprobs_T.clone(), torch.tensor([0.865875]), torch.tensor([-1.2])
     loss, sums = grpo.policy_loss(
-        logprobs_T, behav_T, behav_T, advantage_T, one, torch.zeros(1), eps_clip=actor.eps_clip, ref_T=ref_T, beta=actor.beta
+        logprobs_T,
+        behav_T,
+        behav_T,
+        advantage_T,
+        one,
+        torch.zeros(1),
+        eps_clip=actor.eps_clip,
+        ref_T=ref_T,
+        beta=actor.beta,
     )
     assert float(sums["kl_loss"]) == pytest.approx(0.0187308, abs=1e-6)
     assert float(loss) == pytest.approx(-0.865126, abs=1e-6)

@@ -17,7 +17,10 @@ LOSSES = {2: {"eval_loss": 0.5}, 4: {"eval_loss": 0.2}, 6: {"eval_loss": 0.9}}
 def starter(tmp_path, **keep) -> Starter:
     saver = SaverConfig(keep_best=KeepBestConfig(**keep), freq_steps=3, keep_last=1)
     return Starter(
-        tmp_path, saver=saver, evaluator=EvaluatorConfig(freq_steps=2), recover=RecoverConfig(mode="auto", freq_steps=2)
+        tmp_path,
+        saver=saver,
+        evaluator=EvaluatorConfig(freq_steps=2),
+        recover=RecoverConfig(mode="auto", freq_steps=2),
     )
 
 
@@ -37,7 +40,11 @@ def test_the_best_model_is_kept_and_is_the_final_one(tmp_path):
     best = record(start, "best")
     assert (best["step"], best["version"], best["metric"], best["value"]) == (4, "0.4", "eval_loss", 0.2)
     final = record(start, "final")
-    assert (final["step"], final["version"], final["best"]["step"]) == (6, "0.4", 4)  # the end of all 6 steps, weights of the 4th
+    assert (final["step"], final["version"], final["best"]["step"]) == (
+        6,
+        "0.4",
+        4,
+    )  # the end of all 6 steps, weights of the 4th
     assert start(6)[1].trained == []  # it is done
 
 
@@ -51,7 +58,11 @@ def test_without_as_final_the_last_weights_are_the_final_ones(tmp_path):
     ("keep", "numbers", "step"),
     [
         ({"mode": "max"}, LOSSES, 6),
-        ({"metric": "eval_accuracy"}, {2: {"eval_accuracy": 0.7, "eval_loss": 3}, 4: {"eval_accuracy": 0.7}, 6: {}}, 2),
+        (
+            {"metric": "eval_accuracy"},
+            {2: {"eval_accuracy": 0.7, "eval_loss": 3}, 4: {"eval_accuracy": 0.7}, 6: {}},
+            2,
+        ),
         ({}, {2: {"eval_loss": float("nan")}, 4: {"eval_loss": 7.0}, 6: {"eval_loss": float("inf")}}, 4),
     ],
 )
@@ -69,7 +80,9 @@ def test_a_restart_remembers_the_best(tmp_path):
     assert (record(start, "best")["step"], model(start, "final")) == (4, 10)
 
 
-def test_told_to_stop_while_the_best_waits_for_room_it_is_measured_and_kept_by_the_next_start(tmp_path, monkeypatch):
+def test_told_to_stop_while_the_best_waits_for_room_it_is_measured_and_kept_by_the_next_start(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("hpc_rl.room.PAUSE_S", (0.001, 0.001))
     start = starter(tmp_path)
     start.config.saver.freq_steps = None
@@ -104,14 +117,21 @@ def test_where_nothing_was_measured_the_last_weights_are_final(tmp_path):
     assert not (start.trial.exports / "best").exists()
 
 
-BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "train_dataset.batch_size=4", "actor.path=/m"]
+BASE = [
+    "experiment_name=e",
+    "trial_name=t",
+    "train_dataset.path=/d",
+    "train_dataset.batch_size=4",
+    "actor.path=/m",
+]
 
 
 def test_it_needs_held_out_data_and_a_number_that_is_measured():
     with pytest.raises(ConfigError, match=r"saver.keep_best has no effect without valid_dataset"):
         check(load([], [*BASE, "load_best_model_at_end=true"]), files=False)
     with pytest.raises(
-        ConfigError, match=r"saver.keep_best.metric eval_loss is not measured in a grpo trial; allowed: eval_reward"
+        ConfigError,
+        match=r"saver.keep_best.metric eval_loss is not measured in a grpo trial; allowed: eval_reward",
     ):
         check(load([], [*BASE, "valid_dataset.path=/v", "metric_for_best_model=loss"]), files=False)
     done = check(load([], [*BASE, "valid_dataset.path=/v", "load_best_model_at_end=true"]), files=False)

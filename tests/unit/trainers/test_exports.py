@@ -57,7 +57,10 @@ def test_on_a_full_disk_the_final_export_waits_for_room(starter, full_disk, capl
     assert code == ExitCode.DONE and recipe.trained == [1, 2, 3, 4]
     assert sorted(path.name for path in starter.trial.exports.iterdir()) == ["final"]
     assert json.loads((starter.trial.exports / "final" / "model.json").read_text()) == 10
-    assert caplog.text.count("DISK FULL: exports/final can't be written") == 1 and "there is room again" in caplog.text
+    assert (
+        caplog.text.count("DISK FULL: exports/final can't be written") == 1
+        and "there is room again" in caplog.text
+    )
 
 
 def test_told_to_stop_while_the_final_export_waits_the_next_start_writes_it(starter, full_disk):
@@ -81,7 +84,9 @@ def test_a_periodic_export_that_finds_no_room_is_left_out_loudly(starter, full_d
 
 
 @pytest.mark.parametrize("cut", range(1, 8))
-def test_whatever_instant_an_export_is_killed_at_a_whole_one_lies_there_after_the_next_start(starter, monkeypatch, cut):
+def test_whatever_instant_an_export_is_killed_at_a_whole_one_lies_there_after_the_next_start(
+    starter, monkeypatch, cut
+):
     """The final export of a longer training takes the place of the one before; it is killed before its n-th change of names."""
     starter(3)
     starter.end(0)

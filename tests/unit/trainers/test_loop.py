@@ -62,7 +62,13 @@ def test_told_to_stop_in_a_step_it_finishes_the_step_saves_and_exits_75(starter)
     assert recipe.calls[:2] == ["publish 4", "update 5"]
     assert starter.last.engine.total == 55
     manifest = scan(starter.trial)[0].manifest
-    assert (manifest.lineage, manifest.version, manifest.submission, manifest.epoch, manifest.cursor) == (1, "1.10", "7", 2, 0)
+    assert (manifest.lineage, manifest.version, manifest.submission, manifest.epoch, manifest.cursor) == (
+        1,
+        "1.10",
+        "7",
+        2,
+        0,
+    )
 
 
 def test_told_to_stop_while_it_waits_for_a_batch_it_saves_what_it_has(starter):
@@ -105,7 +111,10 @@ def test_killed_anywhere_it_goes_on_from_the_newest_generation(starter, moment):
     assert code == ExitCode.DONE
     assert recipe.trained == list(range(resumed_from + 1, 11))
     assert starter.last.engine.total == 55
-    assert [read_json(path)["from_step"] for path in sorted(starter.trial.lineages.iterdir())] == [0, resumed_from]
+    assert [read_json(path)["from_step"] for path in sorted(starter.trial.lineages.iterdir())] == [
+        0,
+        resumed_from,
+    ]
 
 
 def test_a_damaged_generation_is_set_aside_and_the_one_before_is_taken(starter, caplog):
@@ -126,7 +135,10 @@ def test_a_damaged_generation_is_set_aside_and_the_one_before_is_taken(starter, 
     ("now", "words"),
     [
         ({"rows": 24, "xxh3": "bb"}, "had 32 rows when generation 6 was made, and has 24 rows now"),
-        ({"rows": 32, "xxh3": "bb"}, "had 32 rows when generation 6 was made, and has as many with other content now"),
+        (
+            {"rows": 32, "xxh3": "bb"},
+            "had 32 rows when generation 6 was made, and has as many with other content now",
+        ),
     ],
 )
 def test_a_generation_of_other_rows_is_refused_and_left_as_it_is(starter, now, words):
@@ -264,7 +276,11 @@ def full(*_: object) -> None:
 def test_a_full_disk_fails_the_save_loudly_and_training_goes_on(starter, monkeypatch, caplog):
     saved = FakeSnapshot.write
     states = {3: saved, 6: full, 9: saved}
-    monkeypatch.setattr(FakeSnapshot, "write", lambda self, folder, cancel: states[int(folder.name[5:13])](self, folder, cancel))
+    monkeypatch.setattr(
+        FakeSnapshot,
+        "write",
+        lambda self, folder, cancel: states[int(folder.name[5:13])](self, folder, cancel),
+    )
     with pytest.raises(Killed):
         starter(12, {11: kill})
     assert starter.generations() == [9, 3]
@@ -281,21 +297,32 @@ def test_a_full_disk_fails_the_save_loudly_and_training_goes_on(starter, monkeyp
 
 def test_a_stop_whose_save_fails_does_not_say_that_the_state_is_saved(starter, monkeypatch):
     monkeypatch.setattr(FakeSnapshot, "write", full)
-    with pytest.raises(CannotWrite, match=r"generation 2 could not be saved: .*No space left.*; there is no generation yet"):
+    with pytest.raises(
+        CannotWrite, match=r"generation 2 could not be saved: .*No space left.*; there is no generation yet"
+    ):
         starter(4, {"during 2": stop(lambda: starter.last)})
     assert starter.generations() == []
 
 
-def test_a_last_save_that_fails_is_tried_again_after_the_export_and_on_record_where_it_fails(starter, monkeypatch, caplog):
+def test_a_last_save_that_fails_is_tried_again_after_the_export_and_on_record_where_it_fails(
+    starter, monkeypatch, caplog
+):
     saved, states = FakeSnapshot.write, {3: FakeSnapshot.write, 4: full}
-    monkeypatch.setattr(FakeSnapshot, "write", lambda self, folder, cancel: states[int(folder.name[5:13])](self, folder, cancel))
+    monkeypatch.setattr(
+        FakeSnapshot,
+        "write",
+        lambda self, folder, cancel: states[int(folder.name[5:13])](self, folder, cancel),
+    )
     assert starter(4)[0] == ExitCode.DONE
     words = "generation 4 could not be saved: [Errno 28] No space left on device; generation 3 is the newest"
     assert f"THE LAST STATE IS NOT SAVED: {words}" in caplog.text and "Training goes on" not in caplog.text
     assert read_json(starter.trial.exports / "final" / "hpc_rl.json")["not_saved"] == words
     write_json(starter.trial.done, {})
     story = tell(starter.trial)
-    assert (story.state, story.reason) == ("done", f"its last state is not saved: {words}; exports/final is whole")
+    assert (story.state, story.reason) == (
+        "done",
+        f"its last state is not saved: {words}; exports/final is whole",
+    )
     starter.end(0)
     states[4] = lambda self, folder, cancel: states.update({4: saved}) or full()
     assert starter(4)[0] == ExitCode.DONE
@@ -341,7 +368,12 @@ class TestAsynchronous:
 
         with pytest.raises(Killed):
             starter(10, {3: look, 5: look, 6: finish, 8: look, "during 8": finish, 9: look, 10: kill})
-        assert seen == [([], 1), ([], 1), ([2], 2), ([6, 2], 3)]  # what was due at 4 is made up for by that of 6
+        assert seen == [
+            ([], 1),
+            ([], 1),
+            ([2], 2),
+            ([6, 2], 3),
+        ]  # what was due at 4 is made up for by that of 6
         assert all(copied for _, copied in slow)
         slow[-1][0].may_write.set()
         wait_until(lambda: written(starter))
@@ -397,8 +429,13 @@ def test_a_large_file_is_checked_while_it_is_loaded_and_walked_back(starter, mon
     code, recipe = starter(10)
     assert code == ExitCode.DONE
     assert recipe.trained == list(range(1, 11)) and starter.last.engine.total == 55
-    assert "GENERATION SET ASIDE: gen-00000006 state.json: bytes 0 to 2 are not what was written" in caplog.text
-    assert sorted(p.name[:12] for p in (starter.trial.recover / "set-aside").iterdir()) == ["gen-00000003", "gen-00000006"]
+    assert (
+        "GENERATION SET ASIDE: gen-00000006 state.json: bytes 0 to 2 are not what was written" in caplog.text
+    )
+    assert sorted(p.name[:12] for p in (starter.trial.recover / "set-aside").iterdir()) == [
+        "gen-00000003",
+        "gen-00000006",
+    ]
     assert [read_json(path)["from_step"] for path in sorted(starter.trial.lineages.iterdir())] == [0, 0]
 
 
@@ -406,7 +443,12 @@ def test_leftovers_of_killed_incarnations_go(starter):
     (starter.trial.recover / ".gen-00000003.7.0.0.tmp").mkdir()
     (starter.trial.weights / ".0.1.tmp").mkdir()
     starter(1)
-    assert not [p for folder in (starter.trial.recover, starter.trial.weights) for p in folder.iterdir() if p.name[0] == "."]
+    assert not [
+        p
+        for folder in (starter.trial.recover, starter.trial.weights)
+        for p in folder.iterdir()
+        if p.name[0] == "."
+    ]
 
 
 def test_total_steps(tmp_path):
@@ -426,7 +468,9 @@ def test_total_steps(tmp_path):
 def test_sequences_and_the_rest_of_the_last_pass_count_in_the_end_of_a_trial(tmp_path):
     config = make_config(tmp_path)
     config.total_train_n_seqs = 7
-    assert total_steps(config, 11) == -(-7 // (2 * (config.gconfig.n_samples if hasattr(config, "gconfig") else 1)))
+    assert total_steps(config, 11) == -(
+        -7 // (2 * (config.gconfig.n_samples if hasattr(config, "gconfig") else 1))
+    )
     config.total_train_steps = 1
     assert total_steps(config, 11) == 1
     config.total_train_steps = config.total_train_n_seqs = None

@@ -37,7 +37,9 @@ def recipe(tmp_path, monkeypatch):
     trial.make_dirs()
     waited = []
     writer = exports.Writer(engine, Ranks(), stopping, tmp_path, lambda: waited.append(1))
-    publisher = SimpleNamespace(publish=lambda *what: published.append(what) or SimpleNamespace(acknowledged=["s"]))
+    publisher = SimpleNamespace(
+        publish=lambda *what: published.append(what) or SimpleNamespace(acknowledged=["s"])
+    )
     stats = SimpleNamespace(value=lambda *_: None)
     run = SimpleNamespace(
         trial=trial, ranks=Ranks(), writer=writer, engine=engine, stopping=stopping, step=0, stats=stats,
@@ -58,7 +60,10 @@ def test_it_waits_for_room_and_goes_on(recipe, caplog):
     recipe.publish(1)
     assert [str(version) for version, *_ in recipe.published] == ["0.1"]
     assert read_json(recipe.trial.current_weights)["label"] == "0.1"
-    assert caplog.text.count("DISK FULL: weights 0.1 can't be written") == 1 and "there is room again" in caplog.text
+    assert (
+        caplog.text.count("DISK FULL: weights 0.1 can't be written") == 1
+        and "there is room again" in caplog.text
+    )
     assert len(recipe.waited) == 3  # whoever watches sees that it is alive
     assert not [path for path in recipe.trial.weights.iterdir() if path.name.startswith(".")]
 

@@ -46,13 +46,23 @@ class RecordingEngine:
         self.updates.append((rows, loss_weight, temperature))
         columns = {name: torch.from_numpy(np.concatenate(values)) for name, values in rows.columns.items()}
         tokens = len(columns["loss_mask"])
-        batch = MicroBatch(torch.full((tokens,), -1.0), torch.ones(tokens), columns, torch.zeros(tokens, dtype=torch.int64))
+        batch = MicroBatch(
+            torch.full((tokens,), -1.0), torch.ones(tokens), columns, torch.zeros(tokens, dtype=torch.int64)
+        )
         total, sums = loss(batch)
         numbers = {name: float(value) for name, value in sums.items()}
-        return {**numbers, "loss": float(total) / loss_weight, "grad_norm": 1.0, "lr": 0.5, "update_successful": 1.0}
+        return {
+            **numbers,
+            "loss": float(total) / loss_weight,
+            "grad_norm": 1.0,
+            "lr": 0.5,
+            "update_successful": 1.0,
+        }
 
 
-def trajectory(reward: float, completion: int = 3, prompt: int = 2, step: int = 4, finish: str = "stop") -> Trajectory:
+def trajectory(
+    reward: float, completion: int = 3, prompt: int = 2, step: int = 4, finish: str = "stop"
+) -> Trajectory:
     mask = np.arange(prompt + completion) >= prompt
     return Trajectory(
         ids=np.arange(prompt + completion, dtype=np.int32),
@@ -66,14 +76,18 @@ def trajectory(reward: float, completion: int = 3, prompt: int = 2, step: int = 
 
 
 def batch_of(*rewards: list[float], step: int = 6, **more) -> Batch:
-    return Batch(step, [TrajectoryGroup(i, [trajectory(r, **more) for r in group]) for i, group in enumerate(rewards)])
+    return Batch(
+        step, [TrajectoryGroup(i, [trajectory(r, **more) for r in group]) for i, group in enumerate(rewards)]
+    )
 
 
 class FakeRollout:
     def __init__(self, *answers: bytes | None) -> None:
         self.answers = list(answers)  # b"": not yet
 
-    def batch_bytes(self, step: int, lineage: int, stopping: threading.Event, within_s: float) -> bytes | None:
+    def batch_bytes(
+        self, step: int, lineage: int, stopping: threading.Event, within_s: float
+    ) -> bytes | None:
         if self.answers[0] == b"":
             raise TimeoutError(self.answers.pop(0))
         return self.answers.pop(0)
@@ -84,7 +98,9 @@ class FakeRollout:
 
 def make_run(tmp_path, config) -> Run:
     trial = Trial(tmp_path / "trial")
-    return Run(trial, trial.attempt("1.0"), 0, config, RecordingEngine(), Ranks(), threading.Event(), 0, 0, Sinks([]))
+    return Run(
+        trial, trial.attempt("1.0"), 0, config, RecordingEngine(), Ranks(), threading.Event(), 0, 0, Sinks([])
+    )
 
 
 def grpo_recipe(tmp_path, reference: RecordingEngine | None = None, **actor) -> GRPO:
@@ -95,7 +111,12 @@ def grpo_recipe(tmp_path, reference: RecordingEngine | None = None, **actor) -> 
         valid_dataset=DatasetConfig(path="y.jsonl"),
         gconfig=GenerationHyperparameters(n_samples=2, temperature=0.7),
         actor=PPOActorConfig(
-            path="m", **{"ppo_n_minibatches": 1, "reward_norm": NormConfig(mean_level="group", std_level=None), **actor}
+            path="m",
+            **{
+                "ppo_n_minibatches": 1,
+                "reward_norm": NormConfig(mean_level="group", std_level=None),
+                **actor,
+            },
         ),
     )
     return GRPO(make_run(tmp_path, config), FakeRollout(), None, num_prompts=10, reference=reference)
@@ -117,12 +138,22 @@ def test_rows_without_advantage_are_skipped_and_still_count_in_the_weight(tmp_pa
     recipe.update(6, batch_of([1.0, 0.0], [1.0, 1.0]))
     ((rows, weight, temperature),) = recipe.run.engine.updates
     assert len(rows) == 2 and weight == 12.0 and temperature == 0.7
-    assert [column.tolist() for column in rows.columns["advantages"]] == [[0, 0, 0.5, 0.5, 0.5], [0, 0, -0.5, -0.5, -0.5]]
+    assert [column.tolist() for column in rows.columns["advantages"]] == [
+        [0, 0, 0.5, 0.5, 0.5],
+        [0, 0, -0.5, -0.5, -0.5],
+    ]
     numbers = recipe.run.stats.take()
     assert numbers["rows_skipped"] == 2
     assert numbers["reward"] == 0.75
-    assert numbers["staleness_mean"] == numbers["staleness_max"] == 1  # step 6 trains on version 5; the tokens are of 4
-    assert (numbers["seq_len"], numbers["num_tokens"], numbers["lr"], numbers["grad_norm"]) == (5, 20, 0.5, 1.0)
+    assert (
+        numbers["staleness_mean"] == numbers["staleness_max"] == 1
+    )  # step 6 trains on version 5; the tokens are of 4
+    assert (numbers["seq_len"], numbers["num_tokens"], numbers["lr"], numbers["grad_norm"]) == (
+        5,
+        20,
+        0.5,
+        1.0,
+    )
     # ratio e^(-1+2), clipped to 1.2 for A > 0, not for A < 0: loss = 3 * 0.5 * (-1.2 + e) / 12
     assert numbers["loss"] == pytest.approx(3 * 0.5 * (-1.2 + np.e) / 12)
     assert numbers["clip_ratio"] == 0.5 and numbers["entropy"] == 1.0
@@ -192,7 +223,9 @@ def test_dynamic_sampling_drops_groups_before_anything_is_normalized(tmp_path):
     assert numbers["groups_dropped"] == 1 and numbers["reward"] == 2.75  # rewards are reported of all
 
 
-def test_where_dynamic_sampling_drops_all_groups_there_is_no_update_and_the_schedule_goes_on(tmp_path, caplog):
+def test_where_dynamic_sampling_drops_all_groups_there_is_no_update_and_the_schedule_goes_on(
+    tmp_path, caplog
+):
     recipe = grpo_recipe(tmp_path, dynamic_sampling=True, ppo_n_minibatches=2)
     recipe.update(6, batch_of([1.0, 1.0], [0.0, 0.0]))
     assert recipe.run.engine.updates == [] and recipe.run.engine.passed == 2
@@ -236,18 +269,30 @@ def test_areal_rewards_improbable_tokens_where_there_is_no_reference_model(tmp_p
     recipe = grpo_recipe(tmp_path, compat="areal", kl_ctl=0.1)
     recipe.update(6, batch_of([1.0, 1.0], [1.0, 1.0]))
     rows = recipe.run.engine.updates[0][0]
-    np.testing.assert_allclose(rows.columns["advantages"][0], [0, 0, 0.6, 0.4, 0.2], rtol=1e-6)  # 0.1 * 2 a token
+    np.testing.assert_allclose(
+        rows.columns["advantages"][0], [0, 0, 0.6, 0.4, 0.2], rtol=1e-6
+    )  # 0.1 * 2 a token
 
 
 def test_overlong_completions_lose_reward_up_to_the_factor_and_for_areal_beyond(tmp_path):
-    options = {"overlong_reward_penalty": True, "overlong_tokens": 4, "overlong_penalty_factor": 2.0, "kl_ctl": 0.0}
+    options = {
+        "overlong_reward_penalty": True,
+        "overlong_tokens": 4,
+        "overlong_penalty_factor": 2.0,
+        "kl_ctl": 0.0,
+    }
     for compat, penalty in ((None, -2.0), ("areal", -2.5)):
         recipe = grpo_recipe(tmp_path, compat=compat, **options)
         recipe.config.gconfig.max_new_tokens = 20
-        recipe.update(6, Batch(6, [TrajectoryGroup(i, [trajectory(1.0, n) for n in (16, 21)]) for i in range(2)]))
+        recipe.update(
+            6, Batch(6, [TrajectoryGroup(i, [trajectory(1.0, n) for n in (16, 21)]) for i in range(2)])
+        )
         rows = recipe.run.engine.updates[0][0]
         # rewards 1 and 1 + penalty, minus their mean
-        assert sorted({float(column[-1]) for column in rows.columns["advantages"]}) == [penalty / 2, -penalty / 2]
+        assert sorted({float(column[-1]) for column in rows.columns["advantages"]}) == [
+            penalty / 2,
+            -penalty / 2,
+        ]
         assert recipe.run.stats.take()["overlong_penalty"] == penalty / 2
 
 
@@ -261,7 +306,9 @@ def test_the_loss_by_sequence_and_by_constant_length(tmp_path):
     ):
         recipe = grpo_recipe(tmp_path, loss_aggregation=aggregation)
         recipe.config.gconfig.max_new_tokens = 10
-        recipe.update(6, Batch(6, [TrajectoryGroup(i, [trajectory(1.0, 2), trajectory(0.0, 4)]) for i in range(2)]))
+        recipe.update(
+            6, Batch(6, [TrajectoryGroup(i, [trajectory(1.0, 2), trajectory(0.0, 4)]) for i in range(2)])
+        )
         assert recipe.run.stats.take()["loss"] == pytest.approx(loss), aggregation
 
 
@@ -298,7 +345,9 @@ def test_minibatches_are_updates_and_the_schedule_knows(tmp_path):
 )
 def test_nothing_but_the_share_depends_on_the_number_of_ranks(drawn, num_minibatches, num_ranks):
     rows = [trajectory(0.0, completion) for completion, _ in drawn]
-    advantages = [np.full(len(row.ids), float(useful), np.float32) for row, (_, useful) in zip(rows, drawn, strict=True)]
+    advantages = [
+        np.full(len(row.ids), float(useful), np.float32) for row, (_, useful) in zip(rows, drawn, strict=True)
+    ]
     members = list(range(len(rows)))
     one = shares(rows, advantages, members, Cut(num_minibatches, 1))
     many = shares(rows, advantages, members, Cut(num_minibatches, num_ranks))
@@ -318,7 +367,12 @@ def test_evaluation_is_logged_as_a_line_of_its_own(tmp_path):
     recipe.run.sinks.log = lambda step, scalars: lines.append((step, dict(scalars)))  # type: ignore[method-assign]
     assert recipe.evaluate(3)
     ((step, row),) = lines
-    assert step == 3 and row["eval_reward"] == 0.25 and row["eval_num_prompts"] == 200 and row["eval_version"] == "0.3"
+    assert (
+        step == 3
+        and row["eval_reward"] == 0.25
+        and row["eval_num_prompts"] == 200
+        and row["eval_version"] == "0.3"
+    )
     recipe.run.stopping.set()
     assert recipe.evaluate(3) is None
     recipe.config.valid_dataset = None
@@ -365,21 +419,24 @@ def test_sft_evaluation_is_the_mean_loss_of_the_held_out_tokens(tmp_path):
 
 def test_a_reward_model_trains_on_the_last_tokens_of_pairs(tmp_path):
     dataset = DatasetConfig(path="x.jsonl", batch_size=2, shuffle=False, type="rw")
-    config = RWConfig(experiment_name="e", trial_name="t", train_dataset=dataset, model=TrainEngineConfig(path="m"))
+    config = RWConfig(
+        experiment_name="e", trial_name="t", train_dataset=dataset, model=TrainEngineConfig(path="m")
+    )
     pairs = [(np.full(3 + i, i, np.int32), np.full(2, 10 + i, np.int32)) for i in range(4)]
     recipe = RewardModel(make_run(tmp_path, config), pairs, pairs[:3])
     assert (recipe.total_steps, recipe.position(1)) == (2, (0, 2))
     recipe.update(2, recipe.batch(2))
     ((rows, weight, _),) = recipe.run.engine.updates
     assert weight == 2.0
-    assert [(int(ids[0]), mask.tolist()) for ids, mask in zip(rows.ids, rows.columns["loss_mask"], strict=True)] == [
-        (2, [False] * 4 + [True]),
-        (12, [False, True]),
-        (3, [False] * 5 + [True]),
-        (13, [False, True]),
-    ]
+    assert [
+        (int(ids[0]), mask.tolist()) for ids, mask in zip(rows.ids, rows.columns["loss_mask"], strict=True)
+    ] == [(2, [False] * 4 + [True]), (12, [False, True]), (3, [False] * 5 + [True]), (13, [False, True])]
     numbers = recipe.run.stats.take()
-    assert numbers["loss"] == pytest.approx(np.log(2)) and numbers["accuracy"] == 0 and numbers["num_tokens"] == 15
+    assert (
+        numbers["loss"] == pytest.approx(np.log(2))
+        and numbers["accuracy"] == 0
+        and numbers["num_tokens"] == 15
+    )
     assert recipe.evaluate(0) == {}
     assert recipe.evaluate(1) == pytest.approx({"eval_loss": np.log(2), "eval_accuracy": 0.0})
 

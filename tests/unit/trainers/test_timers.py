@@ -36,7 +36,14 @@ def test_each_counter_starts_again_only_when_it_was_due_itself():
 
 def test_epochs():
     timer = Timer(FrequencyConfig(freq_epochs=2))
-    assert [timer.check(epochs=ended) for ended in (0, 1, 0, 1, 1, 1)] == [False, False, False, True, False, True]
+    assert [timer.check(epochs=ended) for ended in (0, 1, 0, 1, 1, 1)] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_nothing_set_never_fires():

@@ -145,7 +145,9 @@ async def test_a_server_with_a_new_epoch_is_asked_again(publisher, trial, server
     servers[0].lie = True
     assert (await publish(publisher, trial, 1)).failed["server/0"] == "reports '' after the update"
     servers[0].lie = False
-    servers[0].lease = servers[0].names.lease(keys.server(0), {"url": servers[0].url, "version": ""}, ttl_s=60)
+    servers[0].lease = servers[0].names.lease(
+        keys.server(0), {"url": servers[0].url, "version": ""}, ttl_s=60
+    )
     assert "server/0" in (await publish(publisher, trial, 2)).acknowledged
 
 
@@ -161,7 +163,9 @@ async def test_it_waits_for_the_first_server_to_appear(publisher, trial, servers
         server.lease.release()
     waiting = asyncio.create_task(publish(publisher, trial, 1))
     await asyncio.sleep(0.3)
-    servers[1].lease = servers[1].names.lease(keys.server(1), {"url": servers[1].url, "version": ""}, ttl_s=60)
+    servers[1].lease = servers[1].names.lease(
+        keys.server(1), {"url": servers[1].url, "version": ""}, ttl_s=60
+    )
     assert (await waiting).acknowledged == ["server/1"]
 
 

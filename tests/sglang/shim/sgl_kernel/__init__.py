@@ -38,7 +38,12 @@ def _rotate(x, bits):
 def _murmur_hash32(seed, positions, columns):
     """MurmurHash3 (32 bits) of seed low, seed high, position and column; the hash behind per-request seeds."""
     seed = seed.to(torch.int64)
-    blocks = (seed & _MASK, (seed >> 32) & _MASK, positions.to(torch.int64) & _MASK, columns.to(torch.int64) & _MASK)
+    blocks = (
+        seed & _MASK,
+        (seed >> 32) & _MASK,
+        positions.to(torch.int64) & _MASK,
+        columns.to(torch.int64) & _MASK,
+    )
     state = torch.zeros_like(seed)
     for index, block in enumerate(blocks):
         if index == 3:

@@ -54,7 +54,9 @@ def _attribute(owner, name):
         raise AttributeError(name)
     full = f"{owner.__name__}.{name}"
     if name[:1].isupper():
-        value = type(name, (), {"__module__": owner.__name__, "__init_subclass__": classmethod(lambda cls, **_: None)})
+        value = type(
+            name, (), {"__module__": owner.__name__, "__init_subclass__": classmethod(lambda cls, **_: None)}
+        )
     else:
         value = sys.modules.setdefault(full, _Anything(full))
     setattr(owner, name, value)
