@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests" / "unit" / "config" / "areal" / "gsm8k_grpo.yaml"
 LOAD = """
 import sys
-from hpc_rl.config.check import check
-from hpc_rl.config.load import load
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.loading.load import load
 from hpc_rl.plan.plan import make_plan
 loaded = check(load(sys.argv[1:2], sys.argv[2:]), files=False)
 make_plan(loaded.config, loaded.explicit, interpreter=sys.executable, scheduler="slurm")

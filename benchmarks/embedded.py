@@ -27,8 +27,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from hpc_rl.config.generation import EmbeddedConfig
-from hpc_rl.servers.embedded import EmbeddedBackend
+from hpc_rl.config.sections.inference import EmbeddedConfig
+from hpc_rl.servers.embedded.backend import EmbeddedBackend
 
 
 @dataclass(frozen=True)

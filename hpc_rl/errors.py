@@ -43,7 +43,7 @@ class ExitCode(enum.IntEnum):
 
 
 class FailureClass(enum.StrEnum):
-    """What a failure comes of: it decides what is done about it (launch/failures.py)."""
+    """What a failure comes of: it decides what is done about it (supervise/failures.py)."""
 
     USER = "user"
     DATA = "data"

@@ -215,7 +215,7 @@ class Trial:
 
     @property
     def bad_nodes(self) -> Path:
-        """Nodes that failed and are avoided for a while; see launch/bad_nodes.py."""
+        """Nodes that failed and are avoided for a while; see supervise/bad_nodes.py."""
         return self.dir / "bad_nodes.json"
 
     def exclude(self, job_id: str) -> Path:

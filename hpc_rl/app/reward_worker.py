@@ -6,12 +6,12 @@ import sys
 
 from hpc_rl import log
 from hpc_rl.errors import ConfigError, ExitCode
-from hpc_rl.rollout import frames
-from hpc_rl.rollout.rewards.process import serve
+from hpc_rl.rollout import pipes
+from hpc_rl.rollout.rewards.reward_process import serve
 
 
 def main() -> int:
-    frames.die_with_parent()
+    pipes.die_with_parent()
     log.setup("reward")
     try:
         serve(sys.argv[1])

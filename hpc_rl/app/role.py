@@ -24,12 +24,12 @@ from pathlib import Path
 
 from hpc_rl import log
 from hpc_rl.app.control import Deadline, Stacks, listen, obey_signals
-from hpc_rl.config.load import from_dict
-from hpc_rl.config.root import Config
+from hpc_rl.config.loading.load import from_dict
+from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError, ExitCode, FailureClass, GivenUp, HpcRlError, TrialBusy
+from hpc_rl.files import FULL, is_full
 from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import start_ticks
-from hpc_rl.room import FULL, is_full
 from hpc_rl.trial import Attempt, Trial, write_json
 
 logger = logging.getLogger(__name__)

@@ -13,17 +13,17 @@ from aiohttp import web
 from hpc_rl import net
 from hpc_rl.app import role
 from hpc_rl.checkpoint.lineage import newest_number
-from hpc_rl.config.root import GRPOConfig
+from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.name_resolve.base import Lease
-from hpc_rl.rollout import service
-from hpc_rl.rollout.driver import Driver
+from hpc_rl.rollout import routes
 from hpc_rl.rollout.executor import Executor
 from hpc_rl.rollout.report import keep_reporting
 from hpc_rl.rollout.sequencer import Rules, Sequencer
+from hpc_rl.rollout.service import Driver
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
         return sum(seen.alive for seen in names.leases(keys.SERVERS).values())
 
     runner = web.AppRunner(
-        service.application(service.routes(driver, num_servers), context.tokens),
+        routes.application(routes.routes(driver, num_servers), context.tokens),
         access_log=None,
         shutdown_timeout=1.0,
     )

@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 
 from hpc_rl import log
-from hpc_rl.config.load import from_dict
-from hpc_rl.config.model_rules import context_of
-from hpc_rl.config.root import GRPOConfig
+from hpc_rl.config.loading.load import from_dict
+from hpc_rl.config.rules.model_rules import context_of
+from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
 from hpc_rl.name_resolve import open_names
-from hpc_rl.rollout import frames
+from hpc_rl.rollout import pipes
 from hpc_rl.rollout.rewards import BUILTINS, Inline, Rewarder
-from hpc_rl.rollout.rewards.process import RewardProcess
+from hpc_rl.rollout.rewards.reward_process import RewardProcess
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflow import load_workflow
 from hpc_rl.servers.router import Router
@@ -26,8 +26,8 @@ from hpc_rl.trial import Trial
 
 
 def main() -> int:
-    frames.die_with_parent()
-    out = frames.take_stdout()
+    pipes.die_with_parent()
+    out = pipes.take_stdout()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trial_dir", type=Path, required=True)
     parser.add_argument("--attempt", required=True)
@@ -42,7 +42,7 @@ def main() -> int:
         asyncio.run(work(trial, config, tokens["data"], out))
     except HpcRlError as error:
         print(error, file=sys.stderr)
-        os.write(out, frames.pack({"op": "ends", "error": str(error)}))
+        os.write(out, pipes.pack({"op": "ends", "error": str(error)}))
         return ExitCode.BAD_CONFIG if isinstance(error, ConfigError) else ExitCode.FAILED
     return ExitCode.DONE
 
@@ -61,9 +61,9 @@ async def work(trial: Trial, config: GRPOConfig, data_token: str, out: int) -> N
         rollout.schedule_policy,
     )
     async with router:
-        write = await frames.pipe_writer(out)
+        write = await pipes.pipe_writer(out)
         worker = Worker(config, tokenizer, router, workflow, rewarder, write, context_of(config))
-        await worker.serve(await frames.stdin_reader())
+        await worker.serve(await pipes.stdin_reader())
     os._exit(ExitCode.DONE)  # the parent is gone: nobody waits for what still runs
 
 

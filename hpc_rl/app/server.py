@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 
 from hpc_rl.app import role
-from hpc_rl.config.root import GRPOConfig
+from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.name_resolve import open_names
-from hpc_rl.servers.backend import Backend
+from hpc_rl.servers.base import Backend
 from hpc_rl.servers.replica import Identity, Replica
 
 
@@ -32,7 +32,7 @@ async def _serve(context: role.Context, config: GRPOConfig) -> int:
 def _backend(context: role.Context, config: GRPOConfig) -> Backend:
     tokenizer_path = config.tokenizer_path or config.actor.path
     if context.plan.server_backend == "embedded":
-        from hpc_rl.servers.embedded import (
+        from hpc_rl.servers.embedded.backend import (
             EmbeddedBackend,
         )  # torch, which a role in front of SGLang does without
 

@@ -12,17 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_rl import log
-from hpc_rl.config.load import from_dict
-from hpc_rl.config.root import Config, GRPOConfig
+from hpc_rl.config.loading.load import from_dict
+from hpc_rl.config.sections.experiment import Config, GRPOConfig
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialBusy
-from hpc_rl.launch.driver import Driver
-from hpc_rl.launch.server_job import ServerJob
-from hpc_rl.launch.steps import open_steps
-from hpc_rl.launch.wall_time import JobEndTime
+from hpc_rl.files import Room
 from hpc_rl.name_resolve import open_names
 from hpc_rl.name_resolve.base import NameResolve
 from hpc_rl.plan.schema import Plan
-from hpc_rl.room import Room
+from hpc_rl.supervise.deadline import JobEndTime
+from hpc_rl.supervise.processes import open_steps
+from hpc_rl.supervise.runner import Driver
+from hpc_rl.supervise.server_runner import ServerJob
 from hpc_rl.trial import Attempt, Trial, read_json, write_atomic, write_json
 
 logger = logging.getLogger(__name__)

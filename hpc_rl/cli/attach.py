@@ -8,11 +8,11 @@ import sys
 
 from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
 from hpc_rl.errors import ConfigError, SchedulerError
-from hpc_rl.launch import index
-from hpc_rl.launch.ask import ask
-from hpc_rl.launch.attach import choose, command, places
-from hpc_rl.launch.story import tell
 from hpc_rl.schedulers.slurm import clean_environment
+from hpc_rl.status.scheduler_view import ask
+from hpc_rl.status.trial_status import tell
+from hpc_rl.submit import trial_index
+from hpc_rl.submit.attachment import choose, command, places
 
 ROLES = ("trainer", "rollout", "server", "supervisor")
 EPILOG = """The command goes to standard output, so `$(hpc-rl attach TRIAL)` runs it too. On Slurm it is a step that overlaps with
@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--exec", action="store_true", help="run the command instead of printing it")
     add_json(parser, "the places")
     args = parser.parse_args(own)
-    trial = index.resolve(args.trial)
+    trial = trial_index.resolve(args.trial)
     answer = ask(trial)
     story = tell(trial, answer.newest, answer.asked_at or None)
     if args.list or args.json:

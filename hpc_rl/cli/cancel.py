@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hpc_rl.cli.options import add_json, add_trial, new_parser, print_json, seconds
 from hpc_rl.errors import ExitCode
-from hpc_rl.launch import index
-from hpc_rl.launch.cancel import Cancelled, Outcome, cancel, wait
-from hpc_rl.launch.story import tell
-from hpc_rl.launch.verdict import NOTHING_SAVED
-from hpc_rl.launch.words import span, typed
+from hpc_rl.status.formatting import span, typed
+from hpc_rl.status.trial_state import NOTHING_SAVED
+from hpc_rl.status.trial_status import tell
+from hpc_rl.submit import trial_index
+from hpc_rl.submit.cancellation import Cancelled, Outcome, cancel, wait
 from hpc_rl.trial import Trial
 
 WORDS = {
@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
     )
     add_json(parser, "what was done")
     args = parser.parse_args(argv)
-    trial = index.resolve(args.trial)
+    trial = trial_index.resolve(args.trial)
     done = cancel(trial, args.now)
     if args.json:
         print_json(
@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
     if args.wait_s and acted:
         return _wait(trial, acted[-1], args.wait_s, quiet=args.json)
     if acted and not args.json:
-        print(f"next  {typed()} status {index.handle(trial)}")
+        print(f"next  {typed()} status {trial_index.handle(trial)}")
     return 0
 
 
@@ -68,7 +68,7 @@ def _wait(trial: Trial, item: Cancelled, timeout_s: float, quiet: bool) -> int:
     state = wait(trial, item.job, timeout_s)
     if state is None:
         if not quiet:
-            look = f"{typed()} status {index.handle(trial)}"
+            look = f"{typed()} status {trial_index.handle(trial)}"
             print(f"job {item.job.job_id} still runs after {span(timeout_s)}; it goes on ending: {look}")
         return ExitCode.STOPPED
     if not quiet:
@@ -76,6 +76,6 @@ def _wait(trial: Trial, item: Cancelled, timeout_s: float, quiet: bool) -> int:
         print(f"job {item.job.job_id} is over: {story.state}" + (f", {story.reason}" if story.reason else ""))
         if story.generation is not None and story.state != "done":
             print(
-                f"newest generation {story.generation}; to go on one day: {typed()} recover {index.handle(trial)}"
+                f"newest generation {story.generation}; to go on one day: {typed()} recover {trial_index.handle(trial)}"
             )
     return 0

@@ -1,6 +1,6 @@
 """`hpc-rl checkpoint`: look at the generations of a trial, check them, and turn them into Hugging Face checkpoints or back.
 
-What needs torch is handed to `python -m hpc_rl.app.checkpoint`.
+What needs torch is handed to `python -m hpc_rl.app.convert`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hpc_rl.checkpoint import generation, manifest
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.holds import hold
 from hpc_rl.checkpoint.retention import best
-from hpc_rl.checkpoint.situation import seals_of, trimmed
+from hpc_rl.checkpoint.start_facts import seals_of, trimmed
 from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
-from hpc_rl.config.agreement import METRICS
-from hpc_rl.config.load import from_dict
+from hpc_rl.config.loading.load import from_dict
+from hpc_rl.config.rules.consistency import METRICS
 from hpc_rl.datasets.rows import fingerprint_in_passing
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, TrialStateError
-from hpc_rl.launch import index
-from hpc_rl.launch import submit as submission
-from hpc_rl.launch.claim import Claim
-from hpc_rl.launch.outlook import refuse_end_before, sound_steps
+from hpc_rl.submit import submission as submission
+from hpc_rl.submit import trial_index
+from hpc_rl.submit.first_start import refuse_end_before, sound_steps
+from hpc_rl.submit.lock import Claim
 from hpc_rl.trial import Trial, fsync_dir, read_json
 
 MEANWHILE_S = 60.0  # between signs of life while the half with torch works
@@ -85,7 +85,7 @@ def _list(argv: list[str]) -> int:
     made.add_argument("--metric", help="number to show (default: what the trainer evaluates, as eval_reward)")
     add_json(made, "the list")
     args = made.parse_args(argv)
-    trial = index.resolve(args.trial)
+    trial = trial_index.resolve(args.trial)
     found = generation.scan(trial)
     set_aside = sorted(path.name for path in (trial.recover / "set-aside").glob("*"))
     if args.json:
@@ -149,7 +149,7 @@ def _verify(argv: list[str]) -> int:
     made.add_argument("--step", type=count, help="only the generation of this step (default: all)")
     add_json(made, "what was found")
     args = made.parse_args(argv)
-    trial = index.resolve(args.trial)
+    trial = trial_index.resolve(args.trial)
     found = [_chosen(trial, args.step)] if args.step is not None else generation.scan(trial)
     results = [{"step": one.step, "path": str(one.path), "problems": _problems(trial, one)} for one in found]
     if args.json:
@@ -195,7 +195,7 @@ def _export(argv: list[str]) -> int:
     )
     add_json(made, "where it is")
     args = made.parse_args(argv)
-    trial = index.resolve(args.trial)
+    trial = trial_index.resolve(args.trial)
     one = _chosen(trial, args.step, args.best)
     if one.problem:
         raise TrialStateError(f"generation {one.step} of {trial} is damaged: {one.problem}. {_others(trial)}")
@@ -251,7 +251,7 @@ def _import(argv: list[str]) -> int:
     )
     made.add_argument("--step", type=count, default=0, help="step that the generation counts as (default: 0)")
     args = made.parse_args(argv)
-    trial = index.resolve(args.trial)
+    trial = trial_index.resolve(args.trial)
     source = args.folder.expanduser().absolute()
     if not (source / "config.json").is_file():
         raise ConfigError(f"{source} is not a Hugging Face checkpoint: config.json is missing")
@@ -264,7 +264,7 @@ def _import(argv: list[str]) -> int:
         code = _hand_over("import", trial, args.step, "--source", str(source), meanwhile=claim.renew)
     if code == 0:
         print(
-            f"{source} is generation {args.step} of {trial}; to go on from it: hpc-rl recover {index.handle(trial)}"
+            f"{source} is generation {args.step} of {trial}; to go on from it: hpc-rl recover {trial_index.handle(trial)}"
         )
     return code
 
@@ -342,7 +342,7 @@ def _hand_over(
     command = [
         sys.executable,
         "-m",
-        "hpc_rl.app.checkpoint",
+        "hpc_rl.app.convert",
         action,
         "--trial_dir",
         str(trial.dir),

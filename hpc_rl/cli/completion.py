@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from hpc_rl.cli import checkpoint, templates
 from hpc_rl.cli.__main__ import COMMANDS, main
-from hpc_rl.config.root import CONFIGS
+from hpc_rl.config.sections.experiment import CONFIGS
 
 _LINE = re.compile(r"^  (-.*?)(?:  |$)", re.MULTILINE)  # of an option, without what it means
 _OPTION = re.compile(r"--[a-z][\w.]*(?![\w.-])")

@@ -7,9 +7,9 @@ import json
 import sys
 
 from hpc_rl.cli.options import add_config, new_parser, print_json
-from hpc_rl.config.check import check
-from hpc_rl.config.load import Loaded, load
-from hpc_rl.config.root import CONFIGS
+from hpc_rl.config.loading.load import Loaded, load
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.show import Shown, as_json, as_yaml, derived_values, diff, show
 
 ACTIONS = {
@@ -83,7 +83,7 @@ def _side(shown: Shown | None) -> str:
 
 
 def _schema(argv: list[str]) -> int:
-    from hpc_rl.config.schema import schema
+    from hpc_rl.config.json_schema import schema
 
     made = new_parser("config schema", "Print a JSON Schema (draft 2020-12) of a configuration file.")
     made.add_argument("--trainer", choices=CONFIGS, help="of one trainer only")

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from hpc_rl.cli.options import add_config, add_json, count, new_parser, print_json, seconds
 from hpc_rl.cli.submit import plan_of
-from hpc_rl.config.cluster import ClusterSpecConfig, SlurmLauncherConfig
-from hpc_rl.config.load import load
-from hpc_rl.config.slurm_rules import DERIVED
-from hpc_rl.doctor import allocation, checks, cluster
-from hpc_rl.doctor.allocation import Nodes, Report, Request
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.slurm_rules import DERIVED
+from hpc_rl.config.sections.cluster import ClusterSpecConfig, SlurmLauncherConfig
+from hpc_rl.doctor import checks, job_probe, slurm_facts
 from hpc_rl.doctor.facts import gather
 from hpc_rl.doctor.finding import Finding, Status, Wanted, fail
+from hpc_rl.doctor.job_probe import Nodes, Report, Request
 from hpc_rl.errors import ConfigError, HpcRlError
 from hpc_rl.render.directives import Ask, resources
 from hpc_rl.render.roots import template_root
@@ -135,7 +135,7 @@ def look_here(wanted: Wanted, inside: bool) -> list[Finding]:
     own = replace(wanted, cpus=0, gpus=0, mem_mb=0) if wanted.on_slurm and not inside else wanted
     findings = checks.judge(facts, own, (*checks.HERE_ONLY, *checks.MACHINE, *checks.DIRECTORY))
     if wanted.on_slurm or pick("auto") == "slurm":
-        findings += cluster.judge(cluster.ask(dict(os.environ)), wanted)
+        findings += slurm_facts.judge(slurm_facts.ask(dict(os.environ)), wanted)
     return [replace(finding, where=facts.host) for finding in findings]
 
 
@@ -149,7 +149,7 @@ def look_at_nodes(wanted: Wanted, options: SlurmLauncherConfig, wait_s: float) -
         wait_s=wait_s,
     )
     try:
-        reports, complaint = allocation.visit(Path(wanted.fileroot), request)
+        reports, complaint = job_probe.visit(Path(wanted.fileroot), request)
     except HpcRlError as error:
         return [
             replace(
@@ -160,7 +160,7 @@ def look_at_nodes(wanted: Wanted, options: SlurmLauncherConfig, wait_s: float) -
     num_nodes = (
         int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) if "SLURM_JOB_ID" in os.environ else wanted.num_nodes
     )
-    together = allocation.judge(Nodes(reports, num_nodes, complaint))
+    together = job_probe.judge(Nodes(reports, num_nodes, complaint))
     return [*(replace(finding, where="nodes") for finding in together), *each_node(reports, wanted)]
 
 

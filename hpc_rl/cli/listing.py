@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 from hpc_rl.cli.options import add_json, new_parser, print_json
-from hpc_rl.launch import index
-from hpc_rl.launch.ask import Answer, ask_all
-from hpc_rl.launch.story import tell
-from hpc_rl.launch.words import span
+from hpc_rl.status.formatting import span
+from hpc_rl.status.scheduler_view import Answer, ask_all
+from hpc_rl.status.trial_status import tell
+from hpc_rl.submit import trial_index
 
 
 def run(argv: list[str]) -> int:
@@ -18,8 +18,8 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--offline", action="store_true", help="do not ask the scheduler")
     add_json(parser, "the list")
     args = parser.parse_args(argv)
-    pruned = index.prune() if args.prune else []
-    entries = index.entries()
+    pruned = trial_index.prune() if args.prune else []
+    entries = trial_index.entries()
     answers = {} if args.offline else ask_all(entry.trial for entry in entries if not entry.gone)
     rows = [_row(entry, answers.get(entry.trial.dir, Answer())) for entry in entries]
     if args.json:
@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _row(entry: index.Entry, answer: Answer) -> dict[str, Any]:
+def _row(entry: trial_index.Entry, answer: Answer) -> dict[str, Any]:
     row: dict[str, Any] = {
         "trial": str(entry.trial),
         "dir": str(entry.trial.dir),

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
 from hpc_rl.errors import ConfigError, TrialStateError
-from hpc_rl.launch import index
-from hpc_rl.launch.ask import ask
-from hpc_rl.launch.incarnations import log_files
-from hpc_rl.launch.server_array import attempts_of
-from hpc_rl.launch.story import tell
-from hpc_rl.launch.tail import Tail, last_lines
-from hpc_rl.launch.watch import Watch
-from hpc_rl.launch.words import clock
+from hpc_rl.files import Tail, last_lines
 from hpc_rl.schedulers.record import followers
+from hpc_rl.status.attempts import log_files
+from hpc_rl.status.formatting import clock
+from hpc_rl.status.scheduler_view import ask
+from hpc_rl.status.trial_status import tell
+from hpc_rl.status.watch import Watch
+from hpc_rl.submit import trial_index
+from hpc_rl.supervise.server_array import attempts_of
 from hpc_rl.trial import Trial
 
 ROLES = ("trainer", "rollout", "server", "sglang", "supervisor", "job")
@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     if args.json and not args.list:
         raise ConfigError("--json goes with --list: it lists the files; the logs themselves are text.")
-    trial = index.resolve(args.trial)
+    trial = trial_index.resolve(args.trial)
     found = collect(trial)
     if args.list:
         return _list(trial, found, args.json)

@@ -1,4 +1,4 @@
-"""`hpc-rl quickstart`: hands over to `python -m hpc_rl.app.quickstart`, whose trials need torch, which nothing here imports."""
+"""`hpc-rl quickstart`: hands over to `python -m hpc_rl.app.quickstart_trial`, whose trials need torch, which nothing here imports."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def run(argv: list[str]) -> int:
         )
     refuse(rest)
     where = os.path.abspath(os.path.expanduser(args.dir))
-    command = [sys.executable, "-m", "hpc_rl.app.quickstart", "--dir", where, "--seed", str(args.seed)]
+    command = [sys.executable, "-m", "hpc_rl.app.quickstart_trial", "--dir", where, "--seed", str(args.seed)]
     sys.stdout.flush()
     os.execv(sys.executable, [*command, *(["--only_prepare"] if args.only_prepare else []), *rest])
 
 
 def refuse(overrides: list[str]) -> None:
     """What the GRPO trial would refuse after the preparation is refused before it. Raises ConfigError."""
-    from hpc_rl.config.load import load
+    from hpc_rl.config.loading.load import load
     from hpc_rl.render.roots import template_root
 
     load([template_root() / "configs" / "quickstart" / "grpo.yaml"], overrides)

@@ -12,16 +12,16 @@ from hpc_rl.checkpoint.decide import Decision, Situation
 from hpc_rl.checkpoint.lineage import read_lineages
 from hpc_rl.cli.options import add_trial, new_parser, print_json
 from hpc_rl.cli.submit import Planned, add_outcome, announce, changed_lines, compared, parse, plan_of
-from hpc_rl.config.changes import Change
-from hpc_rl.config.check import check
-from hpc_rl.config.load import Loaded, load
+from hpc_rl.config.loading.load import Loaded, load
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.tables.changes import Change
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialStateError
-from hpc_rl.launch import index
-from hpc_rl.launch import submit as submission
-from hpc_rl.launch.claim import refuse_claimed
-from hpc_rl.launch.outlook import Outlook, look, option_changes
-from hpc_rl.launch.submit import Recovery
 from hpc_rl.schedulers import pick, slurm
+from hpc_rl.submit import submission as submission
+from hpc_rl.submit import trial_index
+from hpc_rl.submit.first_start import Outlook, look, option_changes
+from hpc_rl.submit.lock import refuse_claimed
+from hpc_rl.submit.submission import Recovery
 from hpc_rl.trial import Trial
 
 EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, where the trial's state can take it; what changed is printed:
@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
     )
     add_outcome(made)
     args, overrides = parse(made, argv)
-    trial = index.resolve(args.trial)
+    trial = trial_index.resolve(args.trial)
     loaded = stored(trial, overrides)
     parent = next((record.submission for record in reversed(read_lineages(trial))), None)
     recovery = submission.Recovery(from_step=args.from_step, parent=parent)
@@ -121,7 +121,7 @@ def not_read(trial: Trial, outlook: Outlook) -> str:
     then = "so a start checks it while it loads, and takes the generation before where it is damaged"
     if outlook.situation.wanted is not None:
         then = "so the start reads it before it sets later ones aside, and ends where it is damaged"
-    return f"not read     {names}: large, {then}. Read it now: hpc-rl checkpoint verify {index.handle(trial)} --step {step}"
+    return f"not read     {names}: large, {then}. Read it now: hpc-rl checkpoint verify {trial_index.handle(trial)} --step {step}"
 
 
 def explanation(trial: Trial, situation: Situation, decision: Decision) -> list[str]:

@@ -8,17 +8,17 @@ from dataclasses import asdict
 from typing import Any
 
 from hpc_rl.checkpoint.decide import PastStart
-from hpc_rl.checkpoint.situation import fruitless_starts
+from hpc_rl.checkpoint.start_facts import fruitless_starts
 from hpc_rl.cli.options import add_json, add_trial, new_parser, print_json
 from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
-from hpc_rl.launch import index
-from hpc_rl.launch.ask import Answer, ask
-from hpc_rl.launch.incarnations import RoleStory
-from hpc_rl.launch.rollout_report import counts, troubles
-from hpc_rl.launch.server_array import array_line
-from hpc_rl.launch.story import AttemptStory, Story, tell
-from hpc_rl.launch.words import clock, end_words, number, rate, span, typed
 from hpc_rl.stats.read import Lineage
+from hpc_rl.status.attempts import RoleStory
+from hpc_rl.status.formatting import clock, end_words, number, rate, span, typed
+from hpc_rl.status.rollout_report import counts, troubles
+from hpc_rl.status.scheduler_view import Answer, ask
+from hpc_rl.status.trial_status import AttemptStory, Story, tell
+from hpc_rl.submit import trial_index
+from hpc_rl.supervise.server_array import array_line
 from hpc_rl.trial import Trial
 
 WIDTH = 12  # of the first column
@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
     )
     add_json(parser, "everything")
     args = parser.parse_args(argv)
-    trial = index.resolve(args.trial)
+    trial = trial_index.resolve(args.trial)
     if args.follow:
         return _follow(trial, args.json)
     answer = Answer() if args.offline else ask(trial)
@@ -70,7 +70,7 @@ all commands of an account share one query for all of its jobs, at most 4 a minu
 def _follow(trial: Trial, as_json: bool) -> int:
     if as_json:
         raise ConfigError("--json is for one look; --follow is a live view. Give one of them.")
-    from hpc_rl.launch.follow import follow  # rich takes its time to import
+    from hpc_rl.status.follow import follow  # rich takes its time to import
 
     try:
         return follow(trial)
@@ -310,7 +310,7 @@ def next_lines(story: Story) -> list[str]:
 
 def suggestions(story: Story) -> list[str]:
     """What to type next."""
-    name, program = index.handle(story.trial), typed()
+    name, program = trial_index.handle(story.trial), typed()
     if story.state in ("running", "pending", "stopping"):
         commands = [f"{program} logs {name} --follow"]
         return commands if story.state == "stopping" else [*commands, f"{program} cancel {name}"]

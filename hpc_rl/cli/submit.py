@@ -12,19 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.cli.options import add_config, add_json, new_parser, print_json
-from hpc_rl.config.changes import Change
-from hpc_rl.config.check import check
-from hpc_rl.config.load import Loaded, load
+from hpc_rl.config.loading.load import Loaded, load
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.tables.changes import Change
 from hpc_rl.errors import ExitCode, HpcRlError
-from hpc_rl.launch import bad_nodes, index, preflight
-from hpc_rl.launch import submit as submission
-from hpc_rl.launch.claim import refuse_claimed
-from hpc_rl.launch.submit import Submission
-from hpc_rl.launch.words import typed
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.schedulers import pick
 from hpc_rl.schedulers.slurm import SlurmScheduler
+from hpc_rl.status.formatting import typed
+from hpc_rl.submit import preflight, trial_index
+from hpc_rl.submit import submission as submission
+from hpc_rl.submit.lock import refuse_claimed
+from hpc_rl.submit.submission import Submission
+from hpc_rl.supervise import bad_nodes
 from hpc_rl.trial import Trial
 
 
@@ -96,7 +97,7 @@ def add_outcome(made: argparse.ArgumentParser) -> None:
 def parse(made: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """A command's own arguments, and the rest in its order: overrides of the configuration. `--help` lists those too."""
     if "-h" in argv or "--help" in argv:
-        from hpc_rl.config.arguments import add_config_arguments  # only help needs it
+        from hpc_rl.config.loading.arguments import add_config_arguments  # only help needs it
 
         add_config_arguments(made)
         made.usage = f"{made.prog} [options] [--a.b VALUE | a.b=VALUE ...]"
@@ -109,9 +110,8 @@ def plan_of(loaded: Loaded) -> Planned:
     """Check and plan. Raises ConfigError."""
     checked = check(loaded)
     config = checked.config
-    plan = make_plan(
-        config, checked.explicit, interpreter=sys.executable, scheduler=pick(config.launcher.type)
-    )  # type: ignore[arg-type]
+    scheduler = pick(config.launcher.type)
+    plan = make_plan(config, checked.explicit, interpreter=sys.executable, scheduler=scheduler)  # type: ignore[arg-type]
     return Planned(checked, plan)
 
 
@@ -156,12 +156,12 @@ def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> in
     sys.stdout.flush()
     if not args.follow:
         return 0
-    from hpc_rl.launch.follow import follow  # rich takes its time to import
+    from hpc_rl.status.follow import follow  # rich takes its time to import
 
     try:
         return follow(made.trial)
     except KeyboardInterrupt:
-        name, program = index.handle(made.trial), typed()
+        name, program = trial_index.handle(made.trial), typed()
         print(
             f"\nhpc-rl: interrupted; the trial goes on. End it with: {program} cancel {name}", file=sys.stderr
         )
@@ -214,7 +214,7 @@ def start_words(made: Submission) -> str:
 
 
 def next_lines(trial: Trial) -> list[str]:
-    name, program = index.handle(trial), typed()
+    name, program = trial_index.handle(trial), typed()
     commands = [f"{program} status {name}", f"{program} logs {name} --follow", f"{program} cancel {name}"]
     return [f"{'next' if number == 0 else '':<11}{command}" for number, command in enumerate(commands)]
 

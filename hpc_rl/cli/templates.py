@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.cli.options import add_json, new_parser, print_json
-from hpc_rl.config.site import known_profiles, profile_dirs, site_dirs
+from hpc_rl.config.loading.profiles import known_profiles, profile_dirs, site_dirs
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode
 from hpc_rl.render import lint, overrides, sample
 from hpc_rl.render.hooks import EVENTS

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpc_rl.config.arguments import Option, describe_options
-from hpc_rl.config.atlas import ALIASES as ATLAS
-from hpc_rl.config.departures import DEPARTURES
-from hpc_rl.config.load import ALIASES
-from hpc_rl.config.root import CONFIGS
-from hpc_rl.config.unavailable import UNAVAILABLE
+from hpc_rl.config.loading.arguments import Option, describe_options
+from hpc_rl.config.loading.load import ALIASES
+from hpc_rl.config.sections.experiment import CONFIGS
+from hpc_rl.config.tables.atlas import ALIASES as ATLAS
+from hpc_rl.config.tables.departures import DEPARTURES
+from hpc_rl.config.tables.unavailable import UNAVAILABLE
 
 _HEAD = """# Configuration
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.config.build import default_of, hints, section_of
-from hpc_rl.config.load import Loaded
-from hpc_rl.config.root import Config, GRPOConfig
-from hpc_rl.config.source import literal
+from hpc_rl.config.loading.build import default_of, hints, section_of
+from hpc_rl.config.loading.load import Loaded
+from hpc_rl.config.loading.source import literal
+from hpc_rl.config.sections.experiment import Config, GRPOConfig
 
 REDACTED = "***"
 _SECRET = re.compile(r"(^|_)(api_?key|token|secret|password)($|_)", re.IGNORECASE)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hpc_rl.config.data import DatasetConfig
+from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.datasets.order import locate
 from hpc_rl.datasets.rows import Rows, load_rows
 from hpc_rl.datasets.tokenizer import Tokenizer

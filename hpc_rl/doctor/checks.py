@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from hpc_rl.config.sglang_versions import DROPPED
+from hpc_rl.config.tables.sglang_versions import DROPPED
 from hpc_rl.doctor.facts import UNLIMITED, Facts
 from hpc_rl.doctor.finding import Finding, Wanted, fail, ok, warn
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hpc_rl.blocks import FileRecord
-from hpc_rl.config.train import TrainEngineConfig
+from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.engines import hf_io, model, state
 from hpc_rl.engines.base import LossFn, Sequences, sum_over_ranks
 from hpc_rl.engines.distributed import init_alone

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_rl.config.train import OptimizerConfig
+from hpc_rl.config.sections.training import OptimizerConfig
 
 
 class LossScale:

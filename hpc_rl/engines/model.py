@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
-from hpc_rl.config.train import TrainEngineConfig
+from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.engines import hf_io
 from hpc_rl.engines.logprobs import token_logprobs
 from hpc_rl.errors import ConfigError, NotBuilt

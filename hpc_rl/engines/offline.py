@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hpc_rl.blocks import FileRecord
-from hpc_rl.config.train import OptimizerConfig, TrainEngineConfig
+from hpc_rl.config.sections.training import OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines import hf_io, model, state
 from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.errors import ConfigError

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpc_rl.config.train import OptimizerConfig
+from hpc_rl.config.sections.training import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> float:

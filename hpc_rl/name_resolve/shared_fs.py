@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import Stale
+from hpc_rl.files import is_full
 from hpc_rl.name_resolve.base import Seen
 from hpc_rl.name_resolve.polling import Polling, components
-from hpc_rl.room import is_full
 from hpc_rl.trial import create_exclusive, overwrite, write_atomic
 
 READ_TRIES = 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
-from hpc_rl.config.containers import Role, binds_of, bound_paths, image_of
-from hpc_rl.config.root import Config
+from hpc_rl.config.rules.container_rules import Role, binds_of, bound_paths, image_of
+from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Container
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Literal
 
 from hpc_rl.allocation import Allocation, Servers, Train, parse
-from hpc_rl.config.cluster import environment_of
-from hpc_rl.config.load import trainer_of
-from hpc_rl.config.root import Config, GRPOConfig
-from hpc_rl.config.slurm_rules import asks_for_gpus
-from hpc_rl.config.train_rules import models, trained
+from hpc_rl.config.loading.load import trainer_of
+from hpc_rl.config.rules.slurm_rules import asks_for_gpus
+from hpc_rl.config.rules.training_rules import models, trained
+from hpc_rl.config.sections.cluster import environment_of
+from hpc_rl.config.sections.experiment import Config, GRPOConfig
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan import containers
 from hpc_rl.plan.placement import Demand, Placement, nearest, place

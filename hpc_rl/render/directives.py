@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, field
 
-from hpc_rl.config.cluster import SlurmLauncherConfig
-from hpc_rl.config.slurm_rules import DERIVED, asks_for_gpus
+from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus
+from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
-from hpc_rl.render.environment import LINE_BREAK
+from hpc_rl.render.templates import LINE_BREAK
 
 Option = tuple[str, str]  # name without dashes; value, empty for an option that has none
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_rl.config.cluster import HooksConfig
-from hpc_rl.config.limits import Place
+from hpc_rl.config.sections.cluster import HooksConfig
+from hpc_rl.config.sections.limits import Place
 from hpc_rl.errors import ConfigError
 
 EVENTS = ("pre_job", "pre_node", "post_node", "post_job", "on_preempt")

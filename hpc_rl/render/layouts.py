@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.cluster import SlurmLauncherConfig
+from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Group, Plan
-from hpc_rl.render import submitit
+from hpc_rl.render import submitit_script
 from hpc_rl.render.directives import Ask, Directives, directives
 from hpc_rl.render.slurm_time import signal_lead_s
 
@@ -132,7 +132,7 @@ def trial_values(asks: Asks) -> dict[str, Any]:
 def submitit_values(asks: Asks) -> dict[str, Any]:
     """What submitit is told instead of the first lines of the script."""
     with_gpus = any(unit.gpus_per_task for unit in asks.plan.units)
-    return submitit.parameters(asks.slurm, trial_values(asks)["directives"], with_gpus=with_gpus)
+    return submitit_script.parameters(asks.slurm, trial_values(asks)["directives"], with_gpus=with_gpus)
 
 
 def _component(asks: Asks, first: Ask) -> Directives:

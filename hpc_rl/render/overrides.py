@@ -11,8 +11,8 @@ import jinja2
 from jinja2 import nodes
 
 from hpc_rl.errors import ConfigError
-from hpc_rl.render.environment import environment
 from hpc_rl.render.roots import template_root
+from hpc_rl.render.templates import environment
 
 FOLDERS = ("sbatch", "templates")
 _COMMENT = {"site": "what this machine or cluster needs: module load …; it runs with `set +u`"}

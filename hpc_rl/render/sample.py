@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_rl.config.load import load
+from hpc_rl.config.loading.load import load
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render.scripts import Stamp, render
 from hpc_rl.trial import Trial

@@ -10,14 +10,14 @@ from typing import Any
 
 import jinja2
 
-from hpc_rl.config.root import Config
+from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError
 from hpc_rl.name_resolve import keys, names_dir
 from hpc_rl.plan.schema import Plan
-from hpc_rl.render import container, layouts, submitit
-from hpc_rl.render.environment import LINE_BREAK, environment
+from hpc_rl.render import container_command, layouts, submitit_script
 from hpc_rl.render.hooks import EVENTS, Hook, gather
 from hpc_rl.render.layers import Layers
+from hpc_rl.render.templates import LINE_BREAK, environment
 from hpc_rl.schedulers.submitit import PARAMETERS
 from hpc_rl.trial import Trial
 
@@ -103,7 +103,7 @@ def render(
         for template, name, values in wanted
     }
     if scheduler == "slurm" and config.launcher.slurm.backend == "submitit":
-        texts[PARAMETERS] = submitit.text(layouts.submitit_values(asks))
+        texts[PARAMETERS] = submitit_script.text(layouts.submitit_values(asks))
     return texts
 
 
@@ -144,7 +144,7 @@ def _common(plan: Plan, trial: Trial, stamp: Stamp) -> dict[str, Any]:
             raise ConfigError(
                 f"{what}: {str(path)!r} can't be used: PYTHONPATH and #SBATCH lines hold no colons and no line breaks."
             )
-    container.check_places(plan, trial.dir, stamp.workdir)
+    container_command.check_places(plan, trial.dir, stamp.workdir)
     return {
         "version": stamp.version,
         "trial_dir": str(trial.dir),

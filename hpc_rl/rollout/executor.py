@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_rl.errors import ConfigError, ExitCode, RoleFailed
-from hpc_rl.rollout import frames
+from hpc_rl.rollout import pipes
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Executor:
             keeper.cancel()
         for seat in self._seats:
             if seat.process is not None and seat.process.returncode is None:
-                frames.kill(seat.process)
+                pipes.kill(seat.process)
                 await seat.process.wait()
 
     @property
@@ -107,7 +107,7 @@ class Executor:
             and seat.process.stdin is not None
             and not seat.process.stdin.is_closing()
         ):
-            seat.process.stdin.write(frames.pack(frame))  # a worker that is gone is noticed by its other pipe
+            seat.process.stdin.write(pipes.pack(frame))  # a worker that is gone is noticed by its other pipe
 
     async def _keep(self, seat: _Seat) -> None:
         while True:
@@ -124,7 +124,7 @@ class Executor:
                 lost, seat.tickets = list(seat.tickets), set()
                 for ticket in lost:
                     self._owner.pop(ticket, None)
-            code = await frames.exit_code(seat.process)
+            code = await pipes.exit_code(seat.process)
             if code == ExitCode.BAD_CONFIG:
                 raise ConfigError(
                     seat.last_words or "an executor worker refused the configuration and left no word"
@@ -148,7 +148,7 @@ class Executor:
 
     async def _listen(self, seat: _Seat) -> None:
         assert seat.process is not None and seat.process.stdout is not None
-        while (frame := await frames.read(seat.process.stdout)) is not None:
+        while (frame := await pipes.read(seat.process.stdout)) is not None:
             if frame["op"] == "ready":
                 seat.ready = True
                 queue, self._queue = self._queue, []

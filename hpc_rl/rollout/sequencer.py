@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpc_rl.errors import Stale
-from hpc_rl.rollout.batches import Seal
-from hpc_rl.rollout.ledger import GroupRecord, Place
-from hpc_rl.rollout.restore import State
+from hpc_rl.rollout.batch_log.ledger import GroupRecord, Place
+from hpc_rl.rollout.batch_log.replay import State
+from hpc_rl.rollout.batch_log.seals import Seal
 from hpc_rl.rollout.staleness import capacity, leaves_room, staleness
 
 STALE = "stale"

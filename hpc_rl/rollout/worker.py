@@ -21,10 +21,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hpc_rl.config.root import GRPOConfig
+from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import InputRefused, RoleFailed, ServerUnavailable
-from hpc_rl.rollout import frames
+from hpc_rl.rollout import pipes
 from hpc_rl.rollout.rewards import Rewarder, RewardFailed, checked
 from hpc_rl.rollout.workflow import Generate, TooLong, Workflow, check_format, sampling
 from hpc_rl.servers.client import GenerateRequest
@@ -78,14 +78,14 @@ class Worker:
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Until the pipe ends."""
         self._send({"op": "ready"})
-        while (frame := await frames.read(reader)) is not None:
+        while (frame := await pipes.read(reader)) is not None:
             if frame["op"] == "run":
                 self._tasks[frame["ticket"]] = asyncio.create_task(self._answer(frame))
             elif frame["ticket"] in self._tasks:
                 self._tasks[frame["ticket"]].cancel()
 
     def _send(self, frame: dict[str, Any]) -> None:
-        self._write(frames.pack(frame))
+        self._write(pipes.pack(frame))
 
     async def _answer(self, frame: dict[str, Any]) -> None:
         try:

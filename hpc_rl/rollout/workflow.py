@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hpc_rl.config.generation import GenerationHyperparameters
+from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.datasets.order import sample_seed
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, InputRefused

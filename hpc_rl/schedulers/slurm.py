@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from hpc_rl.errors import SchedulerError
 from hpc_rl.schedulers.base import JobSpec, JobState, State
-from hpc_rl.schedulers.capacity import SINFO, Node, read_sinfo
+from hpc_rl.schedulers.sinfo import SINFO, Node, read_sinfo
 from hpc_rl.schedulers.slurm_parts import fold, whole
 from hpc_rl.schedulers.slurm_states import parse
 

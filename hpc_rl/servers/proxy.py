@@ -19,7 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
-from hpc_rl.servers.backend import Answer, Backend
+from hpc_rl.servers.base import Answer, Backend
 from hpc_rl.servers.client import MIN_VERSION_HEADER
 from hpc_rl.servers.router import is_older
 

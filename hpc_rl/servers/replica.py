@@ -20,7 +20,7 @@ from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed, Stale
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.base import Lease, NameResolve
 from hpc_rl.net import bind, reachable_address
-from hpc_rl.servers.backend import Backend
+from hpc_rl.servers.base import Backend
 from hpc_rl.servers.proxy import Proxy
 from hpc_rl.servers.router import is_older
 from hpc_rl.trial import Trial, read_json

@@ -19,14 +19,14 @@ from typing import Any
 
 import aiohttp
 
-from hpc_rl.config.cluster import environment_of
-from hpc_rl.config.root import GRPOConfig
+from hpc_rl.config.sections.cluster import environment_of
+from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError, RoleFailed
 from hpc_rl.net import bind
-from hpc_rl.servers.backend import Answer
+from hpc_rl.servers.base import Answer
 from hpc_rl.servers.client import open_session
-from hpc_rl.servers.process import TiedProcess
 from hpc_rl.servers.sglang_flags import SGLangLaunch, arguments, settings_of, table_for
+from hpc_rl.servers.sglang_process import TiedProcess
 from hpc_rl.trial import write_atomic
 
 logger = logging.getLogger(__name__)

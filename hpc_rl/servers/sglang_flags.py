@@ -1,4 +1,4 @@
-"""Command line of one SGLang replica, by the table of its version (config/sglang_versions.py). Pure.
+"""Command line of one SGLang replica, by the table of its version (config/tables/sglang_versions.py). Pure.
 
 A version that is not in the table gets the newest one that is, with a warning: SGLang itself refuses a flag that it does
 not know, and the server's error shows its words.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from hpc_rl.config.generation import SGLangConfig
-from hpc_rl.config.sglang_versions import DROPPED, FLAGS, Flags
+from hpc_rl.config.sections.inference import SGLangConfig
+from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS, Flags
 
 Setting = str | int | float | bool | list[int]
 

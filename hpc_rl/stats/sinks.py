@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_rl.errors import ConfigError
-from hpc_rl.room import is_full
+from hpc_rl.files import is_full
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.room import is_full
+from hpc_rl.files import is_full
 from hpc_rl.trial import overwrite, write_json
 
 logger = logging.getLogger(__name__)

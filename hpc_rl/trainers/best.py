@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.agreement import METRICS
-from hpc_rl.config.load import trainer_of
-from hpc_rl.config.root import Config
+from hpc_rl.config.loading.load import trainer_of
+from hpc_rl.config.rules.consistency import METRICS
+from hpc_rl.config.sections.experiment import Config
 from hpc_rl.trial import read_json
 
 

@@ -8,18 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.length import total_steps
-from hpc_rl.config.root import GRPOConfig, RWConfig, SFTConfig
+from hpc_rl.config.sections.experiment import GRPOConfig, RWConfig, SFTConfig
+from hpc_rl.config.sections.length import total_steps
+from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.config.show import redacted
-from hpc_rl.config.train import TrainEngineConfig
 from hpc_rl.datasets.encode import Prompts, load_pairs, load_sequences
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.engines import ENGINES
 from hpc_rl.engines.base import Engine
-from hpc_rl.rollout.client import RolloutClient
+from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.stats.sinks import RunIdentity, Sinks, open_sinks
 from hpc_rl.trainers.activity import Activity
-from hpc_rl.trainers.grpo import GRPO, num_updates, place_schedule
+from hpc_rl.trainers.grpo_recipe import GRPO, num_updates, place_schedule
 from hpc_rl.trainers.loop import Recipe
 from hpc_rl.trainers.reward_model import RewardModel
 from hpc_rl.trainers.run import Run, tokenizer_folder

@@ -10,7 +10,7 @@ import torch
 
 from hpc_rl.algorithms.losses import pairwise_loss
 from hpc_rl.engines.base import Engine, Sequences, sum_over_ranks
-from hpc_rl.rollout.client import RolloutClient
+from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.trainers.run import Run
 
 logger = logging.getLogger(__name__)

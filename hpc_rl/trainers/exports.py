@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpc_rl import room
+from hpc_rl import files
 from hpc_rl.engines.base import Engine
 from hpc_rl.errors import RoleFailed
 from hpc_rl.trainers.ranks import Ranks
@@ -134,7 +134,7 @@ class Writer:
     ) -> bool:
         """Do the parts, one after another, again and again while rank 0 finds the disk full; see `weights`."""
         told = False
-        for pause_s in room.pauses():
+        for pause_s in files.pauses():
             error: OSError | None = None
             for part in parts:
                 try:
@@ -142,7 +142,9 @@ class Writer:
                 except OSError as caught:
                     error = caught
                 full, broken, stop = self.ranks.any(
-                    room.is_full(error), error is not None and not room.is_full(error), self.stopping.is_set()
+                    files.is_full(error),
+                    error is not None and not files.is_full(error),
+                    self.stopping.is_set(),
                 )
                 if broken:
                     raise error or RoleFailed(f"rank 0 could not write {what}; its log says why")
@@ -150,12 +152,12 @@ class Writer:
                     break
             else:
                 if told and self.ranks.rank == 0:
-                    room.tell_room(what)
+                    files.tell_room(what)
                 return True
             if self.ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # others need what little it took
                 if patient and not told:
-                    room.tell_full(what, error, where)
+                    files.tell_full(what, error, where)
             if stop or not patient:
                 return False
             told = True

@@ -22,8 +22,8 @@ from hpc_rl.checkpoint.generation import scan
 from hpc_rl.checkpoint.lineage import submission_of
 from hpc_rl.checkpoint.manifest import Manifest, config_hash
 from hpc_rl.checkpoint.retention import Policy
-from hpc_rl.config.root import Config
-from hpc_rl.config.service import FrequencyConfig
+from hpc_rl.config.sections.experiment import Config
+from hpc_rl.config.sections.operations import FrequencyConfig
 from hpc_rl.engines.base import Engine
 from hpc_rl.engines.hf_io import fsync_file
 from hpc_rl.errors import CannotWrite, ExitCode

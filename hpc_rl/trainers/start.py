@@ -13,15 +13,15 @@ from hpc_rl.blocks import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision
 from hpc_rl.checkpoint.lineage import next_lineage, submission_of, withdraw
-from hpc_rl.checkpoint.situation import decide_start
-from hpc_rl.config.root import Config
-from hpc_rl.config.service import RecoverConfig
+from hpc_rl.checkpoint.start_facts import decide_start
+from hpc_rl.config.sections.experiment import Config
+from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.datasets.rows import check_same_rows
 from hpc_rl.engines.base import Engine
 from hpc_rl.errors import ConfigError, Damaged, ExitCode, GivenUp, HpcRlError, NothingToResume, RoleFailed
 from hpc_rl.name_resolve.base import NameResolve
-from hpc_rl.rollout.ledger import LedgerDamaged
-from hpc_rl.rollout.restore import check_replay
+from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
+from hpc_rl.rollout.batch_log.replay import check_replay
 from hpc_rl.trainers import exports
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trial import Attempt, Trial, read_json

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hpc_rl.config.service import FrequencyConfig
+from hpc_rl.config.sections.operations import FrequencyConfig
 
 
 class Timer:

@@ -28,7 +28,7 @@ from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Commit, clear_leftovers, scan, verify
 from hpc_rl.checkpoint.manifest import Manifest
 from hpc_rl.checkpoint.retention import Policy, retain
-from hpc_rl.config.train import OptimizerConfig
+from hpc_rl.config.sections.training import OptimizerConfig
 from hpc_rl.engines import state
 from hpc_rl.engines.optimizer import Optimizer, Shard
 from hpc_rl.trainers.ranks import Ranks

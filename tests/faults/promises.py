@@ -12,8 +12,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_rl.rollout.batches import Seal, batch_bytes, read_seals
-from hpc_rl.rollout.ledger import (
+from hpc_rl.rollout.batch_log.ledger import (
     GroupRecord,
     LedgerDamaged,
     Place,
@@ -22,7 +21,8 @@ from hpc_rl.rollout.ledger import (
     segment_path,
     segments,
 )
-from hpc_rl.rollout.restore import State, read_state
+from hpc_rl.rollout.batch_log.replay import State, read_state
+from hpc_rl.rollout.batch_log.seals import Seal, batch_bytes, read_seals
 from hpc_rl.stats import read as stats
 from hpc_rl.trial import Trial
 from hpc_rl.types import TrajectoryGroup, decode

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from toy_plans import toy_plan
 
-from hpc_rl.launch.takeover import ProcessRecord
 from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import is_alive
 from hpc_rl.stats.read import JsonLines
+from hpc_rl.supervise.ownership import ProcessRecord
 from hpc_rl.trial import Trial, read_json, write_json
 
 HERE = Path(__file__).parent

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 from rollout_trial import FakeServer, RolloutRole, make_trial, wait_until
 
 from hpc_rl.errors import RoleFailed
-from hpc_rl.rollout.restore import read_state
+from hpc_rl.rollout.batch_log.replay import read_state
 from hpc_rl.types import encode
 
 STEPS = 12

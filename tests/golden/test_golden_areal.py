@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.check import check
-from hpc_rl.config.load import load
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render.scripts import Stamp, render
 from hpc_rl.trial import Trial

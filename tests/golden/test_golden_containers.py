@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.check import check
-from hpc_rl.config.load import load
-from hpc_rl.launch.steps import common_env, srun_argv
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan, Unit
-from hpc_rl.render.container import wrap
+from hpc_rl.render.container_command import wrap
 from hpc_rl.render.scripts import Stamp, render
+from hpc_rl.supervise.processes import common_env, srun_argv
 from hpc_rl.trial import Trial
 
 CHECKOUT = Path(__file__).resolve().parents[2]

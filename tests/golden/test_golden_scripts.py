@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.check import check
-from hpc_rl.config.load import load
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render.lint import directive_problems, shellcheck

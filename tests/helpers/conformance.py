@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from hpc_rl.errors import InputRefused, RequestRefused, ServerStale
 from hpc_rl.examples.toy import make_tokenizer
 from hpc_rl.name_resolve import keys, open_names
-from hpc_rl.servers.backend import Backend
+from hpc_rl.servers.base import Backend
 from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_session
 from hpc_rl.servers.replica import Identity, Replica
 from hpc_rl.trial import Trial, write_json

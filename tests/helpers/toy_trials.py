@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from hpc_rl.examples import toy
-from hpc_rl.rollout.ledger import GroupRecord, Ledger, read_segment, segments
+from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, read_segment, segments
 from hpc_rl.trial import Trial
 from hpc_rl.types import TrajectoryGroup, decode
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from hpc_rl import blocks
 from hpc_rl.blocks import FileRecord, Reader
 from hpc_rl.checkpoint.generation import scan, verify
-from hpc_rl.config.data import DatasetConfig
-from hpc_rl.config.root import SFTConfig
-from hpc_rl.config.service import RecoverConfig
-from hpc_rl.config.train import TrainEngineConfig
+from hpc_rl.config.sections.dataset import DatasetConfig
+from hpc_rl.config.sections.experiment import SFTConfig
+from hpc_rl.config.sections.operations import RecoverConfig
+from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.errors import ExitCode
 from hpc_rl.name_resolve.memory import MemoryNames
 from hpc_rl.stats.sinks import JsonlSink, Sinks

@@ -16,9 +16,9 @@ from hpc_rl.algorithms.losses import supervised_loss
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.manifest import Manifest
 from hpc_rl.checkpoint.retention import Policy
-from hpc_rl.config.data import DatasetConfig
-from hpc_rl.config.service import RecoverConfig
-from hpc_rl.config.train import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from hpc_rl.config.sections.dataset import DatasetConfig
+from hpc_rl.config.sections.operations import RecoverConfig
+from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines import ENGINES, state
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.distributed import init_ranks, shutdown
@@ -168,9 +168,11 @@ def scenario_walk_back(folder: Path, rank: int, num_ranks: int) -> None:
         counters = engine.counters()
         saving.start(
             step,
-            lambda step=step, who=who: Manifest(step=step, lineage=0, counters=counters, **who),
+            lambda step=step, who=who, counters=counters: Manifest(
+                step=step, lineage=0, counters=counters, **who
+            ),
             copied=False,
-        )  # noqa: B023
+        )
         assert saving.settle(wait=True) is not None, saving.problem
     path = trial.generation(2) / state.file_name(num_ranks - 1)
     if rank == 0:

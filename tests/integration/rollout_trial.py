@@ -16,17 +16,17 @@ import tokenizers
 import xxhash
 from aiohttp import web
 
-from hpc_rl.config.cluster import ClusterSpecConfig
-from hpc_rl.config.data import DatasetConfig
-from hpc_rl.config.generation import GenerationHyperparameters, InferenceEngineConfig
-from hpc_rl.config.load import to_dict
-from hpc_rl.config.root import GRPOConfig
-from hpc_rl.config.train import PPOActorConfig
+from hpc_rl.config.loading.load import to_dict
+from hpc_rl.config.sections.cluster import ClusterSpecConfig
+from hpc_rl.config.sections.dataset import DatasetConfig
+from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.config.sections.inference import GenerationHyperparameters, InferenceEngineConfig
+from hpc_rl.config.sections.training import PPOActorConfig
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import SharedFsNames
 from hpc_rl.net import bind
 from hpc_rl.plan.schema import Plan
-from hpc_rl.rollout.client import RolloutClient
+from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.trial import Trial, write_json
 
 ALPHABET = "0123456789+=; "

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import PROGRAM, Shell
 
-from hpc_rl.launch import index
+from hpc_rl.submit import trial_index
 from hpc_rl.trial import Trial, account
 
 
@@ -317,7 +317,7 @@ def test_an_ambiguous_trial_name(shell, tmp_path, monkeypatch):
         trial = Trial.of(tmp_path / "runs", account(), experiment, "small")
         trial.make_dirs()
         trial.plan_json.write_text("{}")
-        index.record(trial)
+        trial_index.record(trial)
     for command in ("status", "logs", "cancel", "recover"):
         message = shell.refused(64, command, "small")
         assert "'small' is the name of 2 trials" in message

@@ -139,7 +139,7 @@ def test_the_half_with_torch_ends_with_the_command(trial, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "hpc_rl.app.checkpoint",
+        "hpc_rl.app.convert",
         "export",
         "--trial_dir",
         str(trial.dir),

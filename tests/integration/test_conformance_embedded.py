@@ -11,8 +11,8 @@ pytest.register_assert_rewrite("conformance")
 
 from conformance import PROMPT, Conformance, ServedReplica, api  # noqa: E402, F401
 
-from hpc_rl.config.generation import EmbeddedConfig  # noqa: E402
-from hpc_rl.servers.embedded import EmbeddedBackend  # noqa: E402
+from hpc_rl.config.sections.inference import EmbeddedConfig  # noqa: E402
+from hpc_rl.servers.embedded.backend import EmbeddedBackend  # noqa: E402
 
 
 def _served(folder: Path, **config):

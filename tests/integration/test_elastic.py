@@ -11,7 +11,7 @@ from promises import read_groups
 from trainer_processes import Roles, make_toy, make_trial, write_plan
 
 from hpc_rl.checkpoint.lineage import read_lineages
-from hpc_rl.rollout.batches import Seal, read_seals
+from hpc_rl.rollout.batch_log.seals import Seal, read_seals
 from hpc_rl.stats.read import JsonLines, read
 from hpc_rl.trial import Trial, write_json
 

@@ -12,7 +12,7 @@ from rollout_trial import FakeServer, RolloutRole, make_trial
 from hpc_rl.errors import ExitCode, RoleFailed, Stale
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import SharedFsNames
-from hpc_rl.rollout.restore import read_state
+from hpc_rl.rollout.batch_log.replay import read_state
 from hpc_rl.types import encode
 
 

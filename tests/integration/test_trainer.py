@@ -12,13 +12,13 @@ import torch
 from trainer_processes import Roles, make_toy, make_trial, write_plan
 
 from hpc_rl.checkpoint.generation import scan, verify
-from hpc_rl.config.data import DatasetConfig
-from hpc_rl.config.generation import GenerationHyperparameters
-from hpc_rl.config.root import GRPOConfig
-from hpc_rl.config.train import NormConfig, PPOActorConfig
+from hpc_rl.config.sections.dataset import DatasetConfig
+from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.config.sections.inference import GenerationHyperparameters
+from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
 from hpc_rl.engines import ENGINES
 from hpc_rl.stats.sinks import Sinks
-from hpc_rl.trainers.grpo import GRPO
+from hpc_rl.trainers.grpo_recipe import GRPO
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.run import Run
 from hpc_rl.trial import Trial, read_json, write_json
@@ -142,7 +142,7 @@ def test_rows_without_advantage_change_nothing(toy, tmp_path, monkeypatch):
         run = Run(trial, trial.attempt("1.0"), 0, config, engine, Ranks(), threading.Event(), 0, 0, Sinks([]))
         recipe = GRPO(run, None, None, num_prompts=3)
         if not skip:
-            monkeypatch.setattr("hpc_rl.trainers.grpo.is_useful", lambda advantages: True)
+            monkeypatch.setattr("hpc_rl.trainers.grpo_recipe.is_useful", lambda advantages: True)
         recipe.update(1, toy_batch())
         numbers = run.stats.take()
         assert numbers["rows_skipped"] == (4 if skip else 0)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.check import check
-from hpc_rl.config.load import load, to_dict
+from hpc_rl.config.loading.load import load, to_dict
+from hpc_rl.config.rules.check import check
 from hpc_rl.examples import toy
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.trial import Trial, write_json

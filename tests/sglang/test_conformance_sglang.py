@@ -14,7 +14,7 @@ pytest.register_assert_rewrite("conformance")
 
 from conformance import Conformance, ServedReplica, api, make_model  # noqa: E402, F401
 
-from hpc_rl.config.generation import SGLangConfig  # noqa: E402
+from hpc_rl.config.sections.inference import SGLangConfig  # noqa: E402
 from hpc_rl.errors import RoleFailed  # noqa: E402
 from hpc_rl.servers.sglang import SGLangBackend  # noqa: E402
 from hpc_rl.servers.sglang_flags import SGLangLaunch, settings_of  # noqa: E402

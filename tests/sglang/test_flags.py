@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.sglang_versions import FLAGS
+from hpc_rl.config.tables.sglang_versions import FLAGS
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 

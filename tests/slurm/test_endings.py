@@ -17,19 +17,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 from cluster import Cluster, speak_to
 from supervised import HERE, unit
 
-from hpc_rl.config.load import Loaded, from_dict
+from hpc_rl.config.loading.load import Loaded, from_dict
 from hpc_rl.errors import TrialBusy
-from hpc_rl.launch import bad_nodes
-from hpc_rl.launch.ask import ask
-from hpc_rl.launch.cancel import Outcome, cancel
-from hpc_rl.launch.story import Story, tell
-from hpc_rl.launch.submit import check_idle, submit
 from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.stats.read import JsonLines
+from hpc_rl.status.scheduler_view import ask
+from hpc_rl.status.trial_status import Story, tell
+from hpc_rl.submit.cancellation import Outcome, cancel
+from hpc_rl.submit.submission import check_idle, submit
+from hpc_rl.supervise import bad_nodes
 from hpc_rl.trial import Trial, read_json, write_json
 
 pytestmark = pytest.mark.timeout(400)
@@ -137,7 +137,7 @@ def submit_to(
     scheduler = SlurmScheduler(retry_wait_s=0.1)
     ours = _WithScript(scheduler, trial, script)
     through_submitit = _WithScript(SubmititScheduler(), trial, script)
-    monkeypatch.setattr("hpc_rl.launch.submit.SubmititScheduler", lambda: through_submitit)
+    monkeypatch.setattr("hpc_rl.submit.submission.SubmititScheduler", lambda: through_submitit)
     made = submit(
         Loaded(from_dict(data), {}), plan, command=["hpc-rl", "submit"], trial=trial, scheduler=ours
     )

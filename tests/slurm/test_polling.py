@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from toy_trials import hpc_rl
 
-from hpc_rl.launch import index
+from hpc_rl.submit import trial_index
 from hpc_rl.trial import Trial, write_json
 
 NUM_TRIALS = 20
@@ -55,7 +55,7 @@ def trials(cluster, counted, tmp_path) -> list[Trial]:
             "sbatch", "--parsable", "-o", "/dev/null", f"-J{trial}", "--wrap", "sleep 600"
         ).strip()
         write_json(trial.job(job_id), {"job_id": job_id, "scheduler": "slurm", "time": time.time()})
-        index.record(trial)
+        trial_index.record(trial)
         made.append(trial)
     return made
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.load import Loaded, from_dict
+from hpc_rl.config.loading.load import Loaded, from_dict
 from hpc_rl.errors import SchedulerError, TrialBusy
-from hpc_rl.launch.submit import submit
 from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.slurm import SlurmScheduler
+from hpc_rl.submit.submission import submit
 from hpc_rl.trial import Trial
 
 pytestmark = pytest.mark.timeout(300)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.check import check
-from hpc_rl.config.load import load
-from hpc_rl.launch.submit import render_to
-from hpc_rl.launch.wall_time import JobEndTime
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.schedulers import record
+from hpc_rl.submit.submission import render_to
+from hpc_rl.supervise.deadline import JobEndTime
 from hpc_rl.trial import Trial
 
 pytestmark = pytest.mark.timeout(300)

@@ -12,9 +12,9 @@ import pytest
 from chaos import EVENTS, Chaos
 from kill_anything import EXACT, READY, Killed, Trials, make_toy, new_luck, short_name
 
-from hpc_rl.launch.story import tell
 from hpc_rl.schedulers import record
 from hpc_rl.stats.read import JsonLines
+from hpc_rl.status.trial_status import tell
 
 pytestmark = pytest.mark.timeout(900)
 FOUR_NODES = {"cluster.n_nodes": 4, "allocation_mode": "embedded:d2+fsdp:d2"}

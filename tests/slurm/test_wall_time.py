@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 from kill_anything import READY, Killed, Trials, make_toy, short_name
 
-from hpc_rl.launch.story import tell
-from hpc_rl.launch.wall_time import SITE_END
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.slurm import SlurmScheduler
+from hpc_rl.status.trial_status import tell
+from hpc_rl.supervise.deadline import SITE_END
 from hpc_rl.trial import read_json
 
 pytestmark = pytest.mark.timeout(600)

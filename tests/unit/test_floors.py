@@ -12,11 +12,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2] / "hpc_rl"
 FLOORS = [
     {"__init__", "errors"},
-    {"types", "trial", "allocation", "log", "net", "proc", "blocks", "room"},
+    {"types", "trial", "allocation", "log", "net", "proc", "blocks", "files"},
     {"config", "schedulers", "name_resolve", "stats", "algorithms"},
     {"plan", "engines", "servers", "datasets"},
     {"render", "checkpoint", "rollout", "weights"},
-    {"launch", "doctor", "trainers", "environments", "examples"},
+    {"supervise", "doctor", "trainers", "examples"},
+    {"status"},
+    {"submit"},
     {"cli", "app"},
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
@@ -52,12 +54,12 @@ def test_everything_has_a_floor():
     "module",
     [
         "hpc_rl.cli.__main__",
-        "hpc_rl.launch.submit",
-        "hpc_rl.launch.driver",
-        "hpc_rl.doctor.allocation",
+        "hpc_rl.submit.submission",
+        "hpc_rl.supervise.runner",
+        "hpc_rl.doctor.job_probe",
         "hpc_rl.doctor.node",
         "hpc_rl.checkpoint.decide",
-        "hpc_rl.rollout.service",
+        "hpc_rl.rollout.routes",
         "hpc_rl.app.supervisor",
         "hpc_rl.app.rollout",
         "hpc_rl.app.rollout_worker",
@@ -85,7 +87,7 @@ def test_the_server_role_needs_no_more_packages_than_an_image_of_sglang_has():
     }
     code = (
         "import sys, hpc_rl.app.server, hpc_rl.servers.sglang, hpc_rl.name_resolve.shared_fs\n"
-        "from hpc_rl.config.load import from_dict\n"
+        "from hpc_rl.config.loading.load import from_dict\n"
         "from_dict({'experiment_name': 'e', 'trial_name': 't', 'train_dataset': {'path': '/d'}, 'actor': {'path': '/m'}})\n"
         "files = {name: getattr(module, '__file__', None) or '' for name, module in sys.modules.items()}\n"
         "print(*sorted({name.split('.')[0] for name, file in files.items() if 'site-packages' in file}))"

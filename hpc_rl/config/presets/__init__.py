@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.build import Given
-from hpc_rl.config.source import read_yaml
+from hpc_rl.config.loading.build import Given
+from hpc_rl.config.loading.source import read_yaml
 from hpc_rl.errors import ConfigError
 
 BELOW = ("atlas",)

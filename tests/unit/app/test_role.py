@@ -8,8 +8,8 @@ from pathlib import Path
 
 from toy_plans import toy_plan
 
-from hpc_rl.launch.ends import end_of
 from hpc_rl.plan.schema import Unit
+from hpc_rl.supervise.ends import end_of
 from hpc_rl.trial import Trial, write_json
 
 ROLE = """

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from hpc_rl.cli.__main__ import main
-from hpc_rl.launch import index
 from hpc_rl.schedulers.base import State
+from hpc_rl.submit import trial_index
 from hpc_rl.trial import write_json
 
 pytestmark = pytest.mark.usefixtures("state_home")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("state_home")
 @pytest.fixture
 def trial(fake_trial, scheduler):
     fake_trial.run_to(5)
-    index.record(fake_trial.trial)
+    trial_index.record(fake_trial.trial)
     scheduler.answers["7"] = State.RUNNING
     return fake_trial.trial
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.cli.__main__ import main
-from hpc_rl.config.check import check
-from hpc_rl.config.load import load, to_dict
+from hpc_rl.config.loading.load import load, to_dict
+from hpc_rl.config.rules.check import check
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 GRPO = str(CONFIGS / "grpo.yaml")

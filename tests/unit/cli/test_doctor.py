@@ -8,7 +8,7 @@ import pytest
 
 from hpc_rl.cli.__main__ import main
 from hpc_rl.cli.doctor import srun_options
-from hpc_rl.config.cluster import SlurmLauncherConfig
+from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.doctor.finding import Wanted
 
 pytestmark = pytest.mark.usefixtures("state_home")

@@ -148,7 +148,7 @@ except SystemExit:
     pass
 heavy = [name for name in {HEAVY!r} if name in sys.modules]
 if {argv[0]!r} != "submit":
-    heavy += [name for name in ("jinja2", "rich", "numpy", "hpc_rl.config.load") if name in sys.modules]
+    heavy += [name for name in ("jinja2", "rich", "numpy", "hpc_rl.config.loading.load") if name in sys.modules]
 sys.exit(f"imported {{heavy}}" if heavy else 0)
 """
     done = python(code, XDG_STATE_HOME=str(tmp_path))
@@ -166,7 +166,7 @@ def test_quickstart_hands_over_with_an_absolute_directory(monkeypatch, tmp_path)
     monkeypatch.setattr("os.execv", lambda path, argv: handed.append(argv))
     monkeypatch.chdir(tmp_path)
     cli.main(["quickstart", "--dir", "here", "--seed", "3", "total_train_steps=20"])
-    assert handed[0][1:3] == ["-m", "hpc_rl.app.quickstart"]
+    assert handed[0][1:3] == ["-m", "hpc_rl.app.quickstart_trial"]
     assert handed[0][3:] == ["--dir", str(tmp_path / "here"), "--seed", "3", "total_train_steps=20"]
 
 

@@ -17,21 +17,21 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.checkpoint import generation, situation
+from hpc_rl.checkpoint import generation, start_facts
 from hpc_rl.checkpoint.decide import Decision
 from hpc_rl.checkpoint.generation import scan
 from hpc_rl.checkpoint.lineage import next_lineage, read_lineages
 from hpc_rl.cli.__main__ import main
-from hpc_rl.config.load import from_dict
+from hpc_rl.config.loading.load import from_dict
 from hpc_rl.datasets import rows as rows_module
 from hpc_rl.datasets.rows import load_rows
 from hpc_rl.errors import ConfigError, GivenUp, NothingToResume
-from hpc_rl.launch import index
 from hpc_rl.proc import start_ticks
-from hpc_rl.rollout.batches import Batches
-from hpc_rl.rollout.ledger import GroupRecord, Ledger
+from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger
+from hpc_rl.rollout.batch_log.seals import Batches
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import State
+from hpc_rl.submit import trial_index
 from hpc_rl.trainers.start import Start, begin
 from hpc_rl.trial import Trial, read_json, write_json
 
@@ -44,7 +44,7 @@ def trial(config, scheduler, capsys, make_generation) -> Trial:
     """sums/small: job-1 made generations 3, 6 and 9 and was cancelled."""
     assert main(["submit", "--config", str(config)]) == 0
     scheduler.answers["job-1"] = State.CANCELLED
-    trial = index.resolve("small")
+    trial = trial_index.resolve("small")
     trial.attempt("job-1.0").make_dirs()
     next_lineage(trial, trial.attempt("job-1.0"), 0, Decision("fresh", "first"))
     for step in (3, 6, 9):
@@ -137,7 +137,7 @@ def test_the_generation_asked_for_is_read_whole_where_that_is_quick(trial, capsy
     assert "not read     " not in said
     assert "generation   9, of lineage 0, job job-1: looks sound; its content was not read\n" in said
     assert "generation   6, of lineage 0, job job-1: valid\n" in said
-    monkeypatch.setattr(situation, "IN_PASSING_BYTES", 8)
+    monkeypatch.setattr(start_facts, "IN_PASSING_BYTES", 8)
     assert main(["recover", "small", "--from", "6", "--explain"]) == 0
     assert "so the start reads it before it sets later ones aside" in capsys.readouterr().out
     (trial.generation(6) / "state").write_text("tornx of 6")

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from hpc_rl.cli.__main__ import main
-from hpc_rl.launch import index
 from hpc_rl.schedulers.base import State
+from hpc_rl.submit import trial_index
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -63,7 +63,7 @@ def trial(fake_trial, scheduler, monkeypatch):
     fake_trial.generation(70)
     fake_trial.lineage(2, 70, "8.0", incarnation=1, reason="loading generation 70")
     fake_trial.steps("8.0", 71, 80, lineage=2, incarnation=1, at=540)
-    index.record(fake_trial.trial)
+    trial_index.record(fake_trial.trial)
     scheduler.answers["8"] = State.RUNNING
     return fake_trial.trial
 
@@ -110,7 +110,7 @@ def test_starts_that_led_nowhere_are_shown_with_what_ended_each(fake_trial, sche
     fake_trial.exited("7.1", "trainer", 75, at=60)
     fake_trial.ended("7.1", 75, "the job's time is nearly over", at=61)
     scheduler.answers["7"] = State.PENDING
-    index.record(fake_trial.trial)
+    trial_index.record(fake_trial.trial)
     assert main(["status", "t1"]) == 0
     out = capsys.readouterr().out
     assert "no progress 2 starts in a row without a new generation" in out
@@ -129,7 +129,7 @@ def test_an_exception_of_two_lines_takes_one(fake_trial, scheduler, capsys):
         "7.0", "exited", role="trainer", index=0, incarnation=0, code=70, reason="boom\nbang", failure=True
     )
     fake_trial.ended("7.0", 70, "trainer: boom\nbang")
-    index.record(fake_trial.trial)
+    trial_index.record(fake_trial.trial)
     main(["status", "t1"])
     out = capsys.readouterr().out
     assert (
@@ -147,7 +147,7 @@ def test_a_trial_that_goes_on_from_an_imported_generation_0_is_not_called_fresh(
     record.write_text(
         json.dumps(json.loads(record.read_text()) | {"from_lineage": -1, "reason": "loading generation 0"})
     )
-    index.record(fake_trial.trial)
+    trial_index.record(fake_trial.trial)
     main(["status", "t1"])
     out = capsys.readouterr().out
     assert (
@@ -163,7 +163,7 @@ def test_a_place_of_generations_that_is_no_folder_does_not_keep_status_from_the_
     fake_trial.run_to(3)
     fake_trial.trial.recover.rmdir()
     fake_trial.trial.recover.write_text("")
-    index.record(fake_trial.trial)
+    trial_index.record(fake_trial.trial)
     assert main(["status", "t1"]) == 0
     said = capsys.readouterr()
     assert "step 3" in said.out and "recover must be a folder" in said.err
@@ -179,7 +179,7 @@ def test_as_json(trial, capsys):
 
 def test_list_shows_every_trial_newest_first(trial, make_fake_trial, tmp_path, capsys):
     other = make_fake_trial(tmp_path / "runs", "exp", "t2").trial
-    index.record(other)
+    trial_index.record(other)
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [
@@ -193,7 +193,7 @@ def test_list_shows_every_trial_newest_first(trial, make_fake_trial, tmp_path, c
     assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["gone", "running"]
     main(["list", "--prune"])
     assert "forgotten: exp/t2" in capsys.readouterr().out
-    assert len(index.entries()) == 1
+    assert len(trial_index.entries()) == 1
 
 
 def test_list_asks_once_for_all_and_never_calls_a_new_job_unknown(
@@ -202,7 +202,7 @@ def test_list_asks_once_for_all_and_never_calls_a_new_job_unknown(
     for number in range(3):
         fake = make_fake_trial(tmp_path / "runs", "exp", f"t{number}")
         fake.job(str(number), at=time.time() - 1_790_000_000.0)
-        index.record(fake.trial)
+        trial_index.record(fake.trial)
     scheduler.answers["1"] = State.PENDING
     assert main(["list", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -13,9 +13,10 @@ import pytest
 from hpc_rl.cli import submit as submitting
 from hpc_rl.cli.__main__ import main
 from hpc_rl.datasets.rows import load_rows
-from hpc_rl.launch import bad_nodes, index
 from hpc_rl.schedulers.base import State
-from hpc_rl.schedulers.capacity import Node
+from hpc_rl.schedulers.sinfo import Node
+from hpc_rl.submit import trial_index
+from hpc_rl.supervise import bad_nodes
 from hpc_rl.trial import read_json, write_json
 
 pytestmark = pytest.mark.usefixtures("state_home")
@@ -28,7 +29,7 @@ def submitted(config, *more: str) -> int:
 def test_submit_says_what_it_did_and_what_to_type_next(config, scheduler, capsys):
     assert submitted(config, "--actor.optimizer.lr", "1e-4", "total_train_steps=20") == 0
     out = capsys.readouterr().out
-    trial = index.resolve("small")
+    trial = trial_index.resolve("small")
     assert scheduler.calls == [("submit", "job-1")]
     for words in (
         "note: allocation_mode is derived",
@@ -50,7 +51,7 @@ def test_for_scripts(config, scheduler, capsys):
     assert submitted(config, "--json", "trial_name=other") == 0
     said = json.loads(capsys.readouterr().out)
     assert said["job_id"] == "job-2"
-    assert said["dir"] == str(index.resolve("other").dir)
+    assert said["dir"] == str(trial_index.resolve("other").dir)
     assert said["notes"]
 
 
@@ -99,7 +100,7 @@ def test_a_scheduler_that_refuses_leaves_nothing(config, scheduler, tmp_path, ca
     assert submitted(config) == 69
     assert "invalid partition" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
-    assert index.entries() == []
+    assert trial_index.entries() == []
 
 
 def test_nodes_that_failed_the_trial_are_avoided_where_enough_others_are_left(
@@ -109,7 +110,7 @@ def test_nodes_that_failed_the_trial_are_avoided_where_enough_others_are_left(
     monkeypatch.setattr(submitting, "SlurmScheduler", lambda: SimpleNamespace(nodes=lambda: nodes))
     scheduler.name = "slurm"
     assert submitted(config, "launcher.type=slurm") == 0
-    trial = index.resolve("small")
+    trial = trial_index.resolve("small")
     bad_nodes.add(trial, "job-1.0", ["n1"], "lost", time.time(), hours=1)
     for left, excluded, words in ((nodes[1], True, "avoided"), (None, False, "not avoided, or too few")):
         nodes[1:] = [left] if left else []
@@ -135,7 +136,7 @@ def stopped(config, scheduler, capsys, make_generation):
     submitted(config)
     capsys.readouterr()
     scheduler.answers["job-1"] = State.CANCELLED
-    trial = index.resolve("small")
+    trial = trial_index.resolve("small")
     make_generation(trial, 5)
     return trial
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpc_rl.cli.__main__ import main
-from hpc_rl.config.site import site_dirs
+from hpc_rl.config.loading.profiles import site_dirs
 
 TRIAL = "sbatch/trial.sbatch.j2"
 

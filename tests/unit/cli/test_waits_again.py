@@ -9,13 +9,13 @@ import pytest
 
 from hpc_rl.cli.__main__ import main
 from hpc_rl.errors import SchedulerError, TrialBusy
-from hpc_rl.launch import ask as asking
-from hpc_rl.launch import index
-from hpc_rl.launch.ask import Answer
-from hpc_rl.launch.story import tell
-from hpc_rl.launch.submit import check_idle
-from hpc_rl.launch.watch import Watch
 from hpc_rl.schedulers.base import JobState, State
+from hpc_rl.status import scheduler_view as asking
+from hpc_rl.status.scheduler_view import Answer
+from hpc_rl.status.trial_status import tell
+from hpc_rl.status.watch import Watch
+from hpc_rl.submit import trial_index
+from hpc_rl.submit.submission import check_idle
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -28,7 +28,7 @@ def trial(fake_trial, scheduler):
     fake_trial.ended("7.0", 75, "SIGTERM of the scheduler", at=20)
     fake_trial.script_said("7", "ended", code=143, cancelled=True, reason="told to end by a signal")
     scheduler.answers["7"] = State.PENDING
-    index.record(fake_trial.trial)
+    trial_index.record(fake_trial.trial)
     return fake_trial.trial
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpc_rl.config.check import check
-from hpc_rl.config.load import load
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
 from hpc_rl.errors import ConfigError, NotBuilt
-from hpc_rl.launch.submit import submit
 from hpc_rl.plan.plan import make_plan
+from hpc_rl.submit.submission import submit
 
 FOLDER = Path(__file__).parent / "areal"
 FILES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -92,8 +92,8 @@ def test_the_cpu_preset_makes_it_run_here(tmp_path):
 def test_loading_and_planning_a_whole_file_needs_no_torch():
     code = f"""
 import sys
-from hpc_rl.config.check import check
-from hpc_rl.config.load import load
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.loading.load import load
 from hpc_rl.plan.plan import make_plan
 loaded = check(load([{str(FOLDER / "gsm8k_grpo.yaml")!r}], presets=["cpu"]), files=False)
 make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from hpc_rl.config.arguments import add_config_arguments, describe_options
-from hpc_rl.config.build import options
-from hpc_rl.config.root import CONFIGS
+from hpc_rl.config.loading.arguments import add_config_arguments, describe_options
+from hpc_rl.config.loading.build import options
+from hpc_rl.config.sections.experiment import CONFIGS
 
 
 @pytest.mark.parametrize("trainer", CONFIGS)
@@ -35,8 +35,8 @@ def test_help_lists_options_with_types_and_defaults():
 
 def test_no_heavy_import():
     code = (
-        "import sys, hpc_rl.config.arguments, hpc_rl.config.check, hpc_rl.plan.plan\n"
-        "from hpc_rl.config.load import load\n"
+        "import sys, hpc_rl.config.loading.arguments, hpc_rl.config.rules.check, hpc_rl.plan.plan\n"
+        "from hpc_rl.config.loading.load import load\n"
         "load([], ['actor.path=/m', 'train_dataset.path=/t', 'experiment_name=a', 'trial_name=b'])\n"
         "heavy = ['torch', 'transformers', 'omegaconf', 'jsonargparse', 'numpy', 'aiohttp']\n"
         "print([m for m in heavy if m in sys.modules])"

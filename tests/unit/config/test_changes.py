@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_rl.config.build import options, section_of
-from hpc_rl.config.changes import SAFE, UNSAFE, changes, classify, refuse_unsafe
-from hpc_rl.config.load import load
-from hpc_rl.config.root import CONFIGS
+from hpc_rl.config.loading.build import options, section_of
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.sections.experiment import CONFIGS
+from hpc_rl.config.tables.changes import SAFE, UNSAFE, changes, classify, refuse_unsafe
 from hpc_rl.errors import ConfigError
 
 GIVEN = [

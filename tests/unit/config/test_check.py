@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.check import check, file_system
-from hpc_rl.config.load import Loaded, load
-from hpc_rl.config.values import value_of
+from hpc_rl.config.loading.load import Loaded, load
+from hpc_rl.config.rules.check import check, file_system
+from hpc_rl.config.sections.values import value_of
 from hpc_rl.errors import ConfigError
 
 GRPO = [
@@ -493,13 +493,13 @@ def test_a_fileroot_in_the_memory_of_one_node(tmp_path, model, monkeypatch):
     assert file_system(tmp_path / "with blank/nfs/trials", str(mounts)) == "nfs4"
     assert file_system(tmp_path / "with blanks", str(mounts)) == "ext4"
     assert file_system(tmp_path, str(tmp_path / "none")) == ""
-    monkeypatch.setattr("hpc_rl.config.check.file_system", lambda path: "tmpfs")
+    monkeypatch.setattr("hpc_rl.config.rules.check.file_system", lambda path: "tmpfs")
     with pytest.raises(
         ConfigError,
         match=r"cluster\.fileroot .* is on tmpfs, which only this node sees, but the trial has 2 nodes",
     ):
         on_disk(model, "--n_nodes=2")
     assert on_disk(model, "--n_nodes=1").config.cluster.n_nodes == 1
-    monkeypatch.setattr("hpc_rl.config.check.file_system", lambda path: "xfs")
+    monkeypatch.setattr("hpc_rl.config.rules.check.file_system", lambda path: "xfs")
     assert any("is on xfs, a disk of this machine" in note for note in on_disk(model, "--n_nodes=2").notes)
     assert not any("xfs" in note for note in on_disk(model, "--n_nodes=1").notes)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpc_rl.config.check import check
-from hpc_rl.config.load import load
-from hpc_rl.config.site import site_dirs
-from hpc_rl.config.unavailable import UNAVAILABLE
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.loading.profiles import site_dirs
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.tables.unavailable import UNAVAILABLE
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 

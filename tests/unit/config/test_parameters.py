@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.atlas import ALIASES
-from hpc_rl.config.build import default_of, hints, options, section_of
-from hpc_rl.config.check import check
-from hpc_rl.config.departures import DEPARTURES
-from hpc_rl.config.load import load
-from hpc_rl.config.root import CONFIGS
+from hpc_rl.config.loading.build import default_of, hints, options, section_of
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.sections.experiment import CONFIGS
+from hpc_rl.config.tables.atlas import ALIASES
+from hpc_rl.config.tables.departures import DEPARTURES
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 

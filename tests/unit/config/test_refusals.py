@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.config.atlas import ALIASES as ATLAS
-from hpc_rl.config.build import alternatives, options, section_of
-from hpc_rl.config.limits import Grammar, Limits, Place
-from hpc_rl.config.load import ALIASES, load
-from hpc_rl.config.root import CONFIGS
+from hpc_rl.config.loading.build import alternatives, options, section_of
+from hpc_rl.config.loading.load import ALIASES, load
+from hpc_rl.config.sections.experiment import CONFIGS
+from hpc_rl.config.sections.limits import Grammar, Limits, Place
 from hpc_rl.config.show import scalar
+from hpc_rl.config.tables.atlas import ALIASES as ATLAS
 from hpc_rl.errors import ConfigError
 
 BASE = "experiment_name: e\ntrial_name: t\ntrainer: {trainer}\ntrain_dataset: {{path: /d}}\n{model}: {{path: /m}}\n"

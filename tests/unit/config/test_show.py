@@ -12,16 +12,16 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.config.atlas import ALIASES
-from hpc_rl.config.build import alternatives, options, section_of
-from hpc_rl.config.check import check
-from hpc_rl.config.limits import Grammar, Limits, Place
-from hpc_rl.config.load import load, to_dict
+from hpc_rl.config.json_schema import DRAFT, schema
+from hpc_rl.config.loading.build import alternatives, options, section_of
+from hpc_rl.config.loading.load import load, to_dict
+from hpc_rl.config.loading.source import literal
 from hpc_rl.config.reference import reference
-from hpc_rl.config.root import CONFIGS
-from hpc_rl.config.schema import DRAFT, schema
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.sections.experiment import CONFIGS
+from hpc_rl.config.sections.limits import Grammar, Limits, Place
 from hpc_rl.config.show import REDACTED, as_yaml, derived_values, diff, redacted, scalar, show
-from hpc_rl.config.source import literal
+from hpc_rl.config.tables.atlas import ALIASES
 from hpc_rl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

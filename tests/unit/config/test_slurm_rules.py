@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from hpc_rl.config.load import load
-from hpc_rl.config.slurm_rules import scheduler_options
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.slurm_rules import scheduler_options
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.config.data import DatasetConfig
+from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.datasets.encode import (
     Prompts,
     encode_pair,

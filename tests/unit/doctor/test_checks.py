@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_rl.doctor import allocation, checks, cluster
-from hpc_rl.doctor.allocation import Nodes, Report
-from hpc_rl.doctor.cluster import Cluster, Partition
+from hpc_rl.doctor import checks, job_probe, slurm_facts
 from hpc_rl.doctor.facts import UNLIMITED, Facts, Leftover
 from hpc_rl.doctor.filesystem import FileSystem
 from hpc_rl.doctor.finding import Status, Wanted
+from hpc_rl.doctor.job_probe import Nodes, Report
 from hpc_rl.doctor.node import Seen
+from hpc_rl.doctor.slurm_facts import Cluster, Partition
 
 GB = 10**9
 LIBRARIES = {"python": "3.12.1", "torch": "2.9.1+cu128", "transformers": "4.57.0", "safetensors": "0.5", "sglang": "0.5.23",
@@ -161,21 +161,21 @@ SLURM = [
 
 
 def test_all_is_well_with_a_good_cluster():
-    assert {finding.status for finding in cluster.judge(WELL, WANTED)} == {Status.OK}
-    assert {name for name, *_ in SLURM} == {finding.check for finding in cluster.judge(WELL, WANTED)}
+    assert {finding.status for finding in slurm_facts.judge(WELL, WANTED)} == {Status.OK}
+    assert {name for name, *_ in SLURM} == {finding.check for finding in slurm_facts.judge(WELL, WANTED)}
 
 
 @pytest.mark.parametrize(("name", "wrong", "wish", "status", "found", "fix"), SLURM)
 def test_a_cluster_that_is_not_well(name, wrong, wish, status, found, fix):
     assert_finding(
-        one(cluster.judge(replace(WELL, **wrong), replace(WANTED, **wish)), name), status, found, fix
+        one(slurm_facts.judge(replace(WELL, **wrong), replace(WANTED, **wish)), name), status, found, fix
     )
 
 
 def test_no_slurm_is_fine_where_none_is_wanted():
-    nothing = Cluster(missing=list(cluster.PROGRAMS))
-    assert [finding.status for finding in cluster.judge(nothing, Wanted())] == [Status.OK]
-    assert [finding.status for finding in cluster.judge(nothing, WANTED)] == [Status.FAIL]
+    nothing = Cluster(missing=list(slurm_facts.PROGRAMS))
+    assert [finding.status for finding in slurm_facts.judge(nothing, Wanted())] == [Status.OK]
+    assert [finding.status for finding in slurm_facts.judge(nothing, WANTED)] == [Status.FAIL]
 
 
 # --- nodes ---------------------------------------------------------------------------------------------------------------
@@ -230,17 +230,17 @@ TOGETHER = [
 
 
 def test_all_is_well_with_good_nodes():
-    findings = allocation.judge(nodes())
+    findings = job_probe.judge(nodes())
     assert [finding for finding in findings if finding.status is not Status.OK] == []
     assert {name for name, *_ in TOGETHER} == {finding.check for finding in findings}
 
 
 @pytest.mark.parametrize(("name", "wrong", "status", "found", "fix"), TOGETHER)
 def test_nodes_that_are_not_well(name, wrong, status, found, fix):
-    assert_finding(one(allocation.judge(wrong), name), status, found, fix)
+    assert_finding(one(job_probe.judge(wrong), name), status, found, fix)
 
 
 def test_where_no_node_came_that_is_all_that_is_said():
-    [finding] = allocation.judge(Nodes([], 2, "Requested node configuration is not available"))
+    [finding] = job_probe.judge(Nodes([], 2, "Requested node configuration is not available"))
     assert (finding.status, finding.check) == (Status.FAIL, "nodes reported")
     assert "not available" in finding.found

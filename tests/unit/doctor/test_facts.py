@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.doctor import filesystem
-from hpc_rl.doctor.allocation import reports
-from hpc_rl.doctor.cluster import PROGRAMS, ask
 from hpc_rl.doctor.facts import Facts, cgroup_memory, gather, leftovers, versions
 from hpc_rl.doctor.filesystem import FileSystem, look, mount_of, probe
+from hpc_rl.doctor.job_probe import reports
 from hpc_rl.doctor.node import Visit
+from hpc_rl.doctor.slurm_facts import PROGRAMS, ask
 
 
 def test_a_good_directory(tmp_path):

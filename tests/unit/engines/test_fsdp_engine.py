@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hpc_rl import blocks
 from hpc_rl.algorithms.losses import supervised_loss
-from hpc_rl.config.train import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines import ENGINES, fsdp, model
 from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.errors import ConfigError, Damaged

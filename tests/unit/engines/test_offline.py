@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hpc_rl.config.train import OptimizerConfig, TrainEngineConfig
+from hpc_rl.config.sections.training import OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.engines.offline import import_weights
 from hpc_rl.errors import ConfigError, ExitCode, FailureClass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpc_rl.config.train import OptimizerConfig
+from hpc_rl.config.sections.training import OptimizerConfig
 from hpc_rl.engines.optimizer import Optimizer, learning_rate, shards_of
 
 

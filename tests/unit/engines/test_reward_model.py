@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hpc_rl.config.train import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines import ENGINES
 from hpc_rl.engines.base import Sequences
 from hpc_rl.trainers.reward_model import pair_loss

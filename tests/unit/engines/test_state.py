@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hpc_rl.config.train import OptimizerConfig
+from hpc_rl.config.sections.training import OptimizerConfig
 from hpc_rl.engines import state
 from hpc_rl.engines.optimizer import Optimizer, Shard
 

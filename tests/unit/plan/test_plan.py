@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_rl.config.check import check
-from hpc_rl.config.load import load
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.check import check
-from hpc_rl.config.containers import image_files
-from hpc_rl.config.load import load
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.rules.container_rules import image_files
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.containers import with_paths
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Container, Plan, Unit
-from hpc_rl.render.container import check_places, wrap
+from hpc_rl.render.container_command import check_places, wrap
 
 BASE = [
     "experiment_name=e",

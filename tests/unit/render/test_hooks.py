@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.cluster import HooksConfig
+from hpc_rl.config.sections.cluster import HooksConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.render.hooks import gather
 from hpc_rl.schedulers import record

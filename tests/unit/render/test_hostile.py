@@ -14,16 +14,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.config.build import options
-from hpc_rl.config.check import check
-from hpc_rl.config.cluster import HooksConfig
-from hpc_rl.config.load import Loaded, load
-from hpc_rl.config.root import SFTConfig
+from hpc_rl.config.loading.build import options
+from hpc_rl.config.loading.load import Loaded, load
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.sections.cluster import HooksConfig
+from hpc_rl.config.sections.experiment import SFTConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
-from hpc_rl.render.environment import LINE_BREAK
 from hpc_rl.render.lint import bash_problems, directive_problems
 from hpc_rl.render.scripts import Stamp, render
+from hpc_rl.render.templates import LINE_BREAK
 from hpc_rl.trial import Trial
 
 BASE = [

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.check import check
-from hpc_rl.config.load import load
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
 from hpc_rl.errors import ConfigError
-from hpc_rl.launch.preflight import parts
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render.scripts import Stamp, render
+from hpc_rl.submit.preflight import parts
 from hpc_rl.trial import Trial
 
 BASE = [
@@ -107,7 +107,7 @@ def test_where_requeue_is_refused_nothing_asks_for_it(how, line, calls):
     for text in scripts("layout=jobs", f"continue_by={how}").values():
         assert line in directives(text)[0]
         assert text.count('scontrol requeue "$slurm_job"') == calls
-        assert "hpc_rl.app.successor" in text
+        assert "hpc_rl.app.submit_successor" in text
 
 
 def test_both_parts_are_compared_with_the_cluster():

@@ -46,7 +46,7 @@ def test_a_successor_is_told_the_same(script, tmp_path, told, own, flags):
     [call] = asked(
         script("slurm", root=tmp_path, n_nodes=2, exclude=own, continue_by="successor"), tmp_path, told
     )
-    assert call.startswith("python -m hpc_rl.app.successor ") and f"--after 7{flags} --name" in call
+    assert call.startswith("python -m hpc_rl.app.submit_successor ") and f"--after 7{flags} --name" in call
 
 
 def asked(text: str, tmp_path: Path, told: str | None) -> list[str]:

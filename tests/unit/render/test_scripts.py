@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.cluster import SlurmLauncherConfig
+from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.render.directives import Ask, resources
 from hpc_rl.render.slurm_time import seconds, signal_lead_s

@@ -52,7 +52,7 @@ async def test_a_reward_that_can_not_be_imported_is_told_in_the_words_of_its_own
 
 async def test_a_worker_that_ends_again_and_again_says_why(monkeypatch):
     monkeypatch.setattr(executor_module, "MAX_SHORT_LIVES", 1)
-    ends = "import sys; from hpc_rl.rollout import frames; "
+    ends = "import sys; from hpc_rl.rollout import pipes as frames; "
     ends += (
         "sys.stdout.buffer.write(frames.pack({'op': 'ends', 'error': 'no server in sight'})); sys.exit(70)"
     )

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hpc_rl.rollout.client import RolloutClient
+from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.last_call import LastCall
 
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.rollout.batches import Batches, batch_bytes, read_seals
-from hpc_rl.rollout.ledger import (
+from hpc_rl.rollout.batch_log.ledger import (
     FRAME,
     MAGIC,
     GroupRecord,
@@ -24,7 +23,8 @@ from hpc_rl.rollout.ledger import (
     segment_path,
     segments,
 )  # fmt: skip
-from hpc_rl.rollout.restore import IndexSet, read_state, tell
+from hpc_rl.rollout.batch_log.replay import IndexSet, read_state, tell
+from hpc_rl.rollout.batch_log.seals import Batches, batch_bytes, read_seals
 from hpc_rl.types import Batch, Trajectory, TrajectoryGroup, decode, encode
 
 
@@ -97,7 +97,7 @@ def test_a_segment_that_is_begun_while_another_is_synced_can_still_be_written(tm
             later[0] = ledger.append_group(record(1), b"later")  # full: begins the next segment
         sync(fd)
 
-    monkeypatch.setattr("hpc_rl.rollout.ledger.os.fsync", slow_sync)
+    monkeypatch.setattr("hpc_rl.rollout.batch_log.ledger.os.fsync", slow_sync)
     ledger.commit()
     assert later[0].segment == 1
     ledger.commit()
@@ -107,7 +107,7 @@ def test_a_segment_that_is_begun_while_another_is_synced_can_still_be_written(tm
 
 def test_what_a_sync_finds_no_room_for_is_written_once_more_and_only_once(tmp_path, monkeypatch):
     """As network file systems have it: the bytes seem to be written, the sync tells of the quota, and forgets them."""
-    monkeypatch.setattr("hpc_rl.room.PAUSE_S", (0.01, 0.01))
+    monkeypatch.setattr("hpc_rl.files.PAUSE_S", (0.01, 0.01))
     ledger = Ledger(tmp_path)
     ledger.append_group(record(0), b"before")
     ledger.commit()
@@ -120,7 +120,7 @@ def test_what_a_sync_finds_no_room_for_is_written_once_more_and_only_once(tmp_pa
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
         sync(fd)
 
-    monkeypatch.setattr("hpc_rl.rollout.ledger.os.fsync", no_room)
+    monkeypatch.setattr("hpc_rl.rollout.batch_log.ledger.os.fsync", no_room)
     place = ledger.append_group(record(1), b"x" * 100)
     ledger.commit()
     ledger.append_group(record(2), b"after")

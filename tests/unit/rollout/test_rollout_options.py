@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hpc_rl.app.rollout import rules
-from hpc_rl.config.generation import GenerationHyperparameters
-from hpc_rl.config.load import load
-from hpc_rl.rollout.ledger import GroupRecord, Place
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.sections.inference import GenerationHyperparameters
+from hpc_rl.rollout.batch_log.ledger import GroupRecord, Place
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.workflow import check_format, sampling
 from hpc_rl.types import Trajectory, TrajectoryGroup

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_rl.errors import Stale
-from hpc_rl.rollout.batches import Seal
-from hpc_rl.rollout.ledger import BaseRecord, GroupRecord, Place, RejectRecord
-from hpc_rl.rollout.restore import tell
+from hpc_rl.rollout.batch_log.ledger import BaseRecord, GroupRecord, Place, RejectRecord
+from hpc_rl.rollout.batch_log.replay import tell
+from hpc_rl.rollout.batch_log.seals import Seal
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.staleness import staleness
 

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hpc_rl.config.generation import GenerationHyperparameters, InferenceEngineConfig
+from hpc_rl.config.sections.inference import GenerationHyperparameters, InferenceEngineConfig
 from hpc_rl.errors import ConfigError, InputRefused, RequestRefused, RoleFailed, ServerUnavailable
 from hpc_rl.rollout import worker as worker_module
 from hpc_rl.rollout.rewards import Inline, RewardFailed, checked, contains, exact_match, import_object
-from hpc_rl.rollout.rewards.process import RewardProcess
+from hpc_rl.rollout.rewards.reward_process import RewardProcess
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflow import load_workflow, sampling, single_turn, trajectory
 from hpc_rl.types import Turn, decode

@@ -17,9 +17,9 @@ from transformers import (
 )
 
 from hpc_rl.errors import ConfigError
-from hpc_rl.servers.embedded_engine import Engine
-from hpc_rl.servers.embedded_lane import Sequence
-from hpc_rl.servers.embedded_model import FusedDecoder, HFDecoder, Model
+from hpc_rl.servers.embedded.decoder import FusedDecoder, HFDecoder, Model
+from hpc_rl.servers.embedded.engine import Engine
+from hpc_rl.servers.embedded.lanes import Sequence
 from hpc_rl.servers.sampling import SamplingParams
 
 KINDS = {

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.servers.embedded_sampler import sample, uniforms
+from hpc_rl.servers.embedded.sampler import sample, uniforms
 
 
 def _sample(logits, uniform, temperature=1.0, top_k=0, top_p=1.0):

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from hpc_rl.config.check import check
-from hpc_rl.config.generation import SGLangConfig
-from hpc_rl.config.load import load
-from hpc_rl.config.sglang_versions import DROPPED, FLAGS
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.sections.inference import SGLangConfig
+from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS
 from hpc_rl.servers.sglang_flags import NOT_FLAGS, arguments, settings_of, table_for
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hpc_rl.config.service import SwanlabConfig, WandBConfig
+from hpc_rl.config.sections.operations import SwanlabConfig, WandBConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.stats.sinks import JsonlSink, RunIdentity, TensorBoardSink, open_sinks
 from hpc_rl.stats.tracker import Tracker

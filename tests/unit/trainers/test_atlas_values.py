@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hpc_rl.algorithms import grpo
-from hpc_rl.config.check import check
-from hpc_rl.config.load import load
-from hpc_rl.config.train import PPOActorConfig
-from hpc_rl.trainers.grpo import levels
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.sections.training import PPOActorConfig
+from hpc_rl.trainers.grpo_recipe import levels
 
 WORDS = [
     "experiment_name=e",

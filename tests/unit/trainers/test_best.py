@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from training import FakeEngine, Starter
 
-from hpc_rl.config.check import check
-from hpc_rl.config.load import load
-from hpc_rl.config.service import EvaluatorConfig, KeepBestConfig, RecoverConfig, SaverConfig
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.sections.operations import EvaluatorConfig, KeepBestConfig, RecoverConfig, SaverConfig
 from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.trial import read_json
 
@@ -83,7 +83,7 @@ def test_a_restart_remembers_the_best(tmp_path):
 def test_told_to_stop_while_the_best_waits_for_room_it_is_measured_and_kept_by_the_next_start(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("hpc_rl.room.PAUSE_S", (0.001, 0.001))
+    monkeypatch.setattr("hpc_rl.files.PAUSE_S", (0.001, 0.001))
     start = starter(tmp_path)
     start.config.saver.freq_steps = None
 

@@ -11,10 +11,10 @@ from training import FakeEngine, FakeSnapshot, Starter, make_config
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import scan
-from hpc_rl.config.length import total_steps
-from hpc_rl.config.service import EvaluatorConfig, RecoverConfig, SaverConfig
+from hpc_rl.config.sections.length import total_steps
+from hpc_rl.config.sections.operations import EvaluatorConfig, RecoverConfig, SaverConfig
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume
-from hpc_rl.launch.story import tell
+from hpc_rl.status.trial_status import tell
 from hpc_rl.trainers.run import Run
 from hpc_rl.trial import read_json, write_json
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from hpc_rl.engines import hf_io
 from hpc_rl.trainers import exports
-from hpc_rl.trainers.grpo import GRPO
+from hpc_rl.trainers.grpo_recipe import GRPO
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trial import Trial, read_json
 from hpc_rl.types import WeightVersion
@@ -32,7 +32,7 @@ class Engine:
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpc_rl.room.PAUSE_S", (0.001, 0.001))
+    monkeypatch.setattr("hpc_rl.files.PAUSE_S", (0.001, 0.001))
     trial, engine, stopping, published = Trial(tmp_path / "trial"), Engine(), threading.Event(), []
     trial.make_dirs()
     waited = []

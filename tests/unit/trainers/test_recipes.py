@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.config.data import DatasetConfig
-from hpc_rl.config.generation import GenerationHyperparameters
-from hpc_rl.config.root import GRPOConfig, RWConfig, SFTConfig
-from hpc_rl.config.train import NormConfig, PPOActorConfig, TrainEngineConfig
+from hpc_rl.config.sections.dataset import DatasetConfig
+from hpc_rl.config.sections.experiment import GRPOConfig, RWConfig, SFTConfig
+from hpc_rl.config.sections.inference import GenerationHyperparameters
+from hpc_rl.config.sections.training import NormConfig, PPOActorConfig, TrainEngineConfig
 from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.errors import RoleFailed
 from hpc_rl.stats.sinks import Sinks
-from hpc_rl.trainers.grpo import GRPO, Cut, num_updates, place_schedule, shares
+from hpc_rl.trainers.grpo_recipe import GRPO, Cut, num_updates, place_schedule, shares
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.reward_model import RewardModel
 from hpc_rl.trainers.run import Run

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.config.service import FrequencyConfig, RecoverConfig
+from hpc_rl.config.sections.operations import FrequencyConfig, RecoverConfig
 from hpc_rl.trainers.run import save_frequency
 from hpc_rl.trainers.timers import Timer
 

@@ -1,0 +1,185 @@
+"""The quickstart: a toy model and task, a short SFT trial, a GRPO trial, and what was learnt. Everything by `hpc-rl submit`.
+
+Started as `hpc-rl quickstart`. Further arguments go to the GRPO trial's `hpc-rl submit` as they stand. An interrupt ends the
+trial that runs, with its state saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, HpcRlError, RoleFailed
+from hpc_rl.examples import toy
+from hpc_rl.examples.curve import learning_curve
+from hpc_rl.render.roots import template_root
+from hpc_rl.stats import read
+from hpc_rl.status.follow import follow
+from hpc_rl.status.formatting import near, typed
+from hpc_rl.submit import trial_index
+from hpc_rl.submit.cancellation import cancel
+from hpc_rl.trial import Trial, read_json, write_json
+
+MADE = ("task", "base", "warm")  # folders that are ours to replace
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="hpc-rl quickstart", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--dir", type=Path, required=True, help="where model, task and trials go")
+    parser.add_argument("--seed", type=int, required=True, help="seed of model, task and training")
+    parser.add_argument(
+        "--only_prepare",
+        action="store_true",
+        help="make the model and the task, warm the model up, then stop",
+    )
+    args, overrides = parser.parse_known_args()
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # ends like an interrupt: the trial must not be left behind
+    try:
+        run(args.dir.absolute(), args.seed, args.only_prepare, overrides)
+    except KeyboardInterrupt:
+        print("hpc-rl quickstart: interrupted", file=sys.stderr)
+        return ExitCode.KILLED_BY_PERSON
+    except HpcRlError as error:
+        print(f"hpc-rl quickstart: {error}", file=sys.stderr)
+        return error.exit_code
+    except subprocess.CalledProcessError as error:  # it has said why
+        return error.returncode
+    return 0
+
+
+def run(here: Path, seed: int, only_prepare: bool, overrides: list[str]) -> None:
+    started = time.monotonic()
+    prepare(here, seed)
+    if only_prepare:
+        print(f"ready: {here}\nnext:  {submit_line(here)}")
+        return
+    elsewhere = any(
+        word.startswith(("--launcher", "launcher.", "--n_nodes", "--cluster", "cluster."))
+        for word in overrides
+    )
+    print("3/3  asynchronous GRPO: generation servers, a rollout service and a trainer", flush=True)
+    trial = train(here, "grpo", seed, [*([] if elsewhere else ["--launcher.type=local"]), *overrides])
+    show(here, trial, time.monotonic() - started)
+
+
+def prepare(here: Path, seed: int) -> None:
+    """Task, base model, and the warm model that an SFT trial makes of it. What an earlier call with this seed made is kept."""
+    made = here / "prepared.json"
+    found = read_json(made)
+    if found == {"seed": seed, "ready": True}:
+        print(f"1/3  model and task are in {here} already\n2/3  the model is warmed up already", flush=True)
+        return
+    foreign = [name for name in MADE if (here / name).exists()] if found is None else []
+    if foreign:
+        raise ConfigError(
+            f"{here / foreign[0]} is there and was not made by quickstart: give another place with --dir."
+        )
+    try:
+        here.mkdir(parents=True, exist_ok=True)
+        write_json(made, {"seed": seed, "ready": False})
+        print(
+            f"1/3  a toy in {here}: 1,000 sums of three digits (200 held out) and a Qwen3 of 131k parameters",
+            flush=True,
+        )
+        for name in MADE:
+            shutil.rmtree(here / name, ignore_errors=True)
+        toy.make_task(here / "task", seed)
+        toy.make_model(here / "base", seed)
+    except OSError as error:
+        raise CannotWrite(
+            f"{here} can't be written: {error.strerror or error}. Give another place with --dir."
+        ) from error
+    print("2/3  warming the model up: an SFT trial", flush=True)
+    trial = train(here, "sft", seed, ["--launcher.type=local"])
+    shutil.copytree(trial.exports / "final", here / "warm")
+    write_json(made, {"seed": seed, "ready": True})
+
+
+def train(here: Path, kind: str, seed: int, overrides: list[str]) -> Trial:
+    """Run `hpc-rl submit` and follow the trial to its end. Raises CalledProcessError, RoleFailed; SystemExit when interrupted."""
+    name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
+    fixed = [f"trial_name={name}", f"seed={seed}", *settings(here, kind)]
+    command = [
+        sys.executable,
+        "-m",
+        "hpc_rl.cli",
+        "submit",
+        "--json",
+        "--config",
+        str(config_of(f"quickstart/{kind}")),
+    ]
+    done = subprocess.run([*command, *fixed, *overrides], check=True, stdout=subprocess.PIPE, text=True)
+    made: dict[str, Any] = json.loads(done.stdout)
+    trial = Trial(Path(made["dir"]))
+    print(f"     trial {trial_index.handle(trial)}: {made['allocation']} as job {made['job_id']}", flush=True)
+    try:
+        code = follow(trial)
+    except KeyboardInterrupt:
+        cancel(trial)
+        words = "interrupted: the trial saves its state and ends. To go on with it:"
+        print(f"\nhpc-rl quickstart: {words} {typed()} recover {trial_index.handle(trial)}", file=sys.stderr)
+        raise SystemExit(int(ExitCode.KILLED_BY_PERSON)) from None
+    if code:
+        raise RoleFailed(
+            f"trial {trial} ended with exit code {code}; see {typed()} status {trial_index.handle(trial)}"
+        )
+    return trial
+
+
+def settings(here: Path, kind: str) -> list[str]:
+    """Where things are, as overrides of a configuration."""
+    if kind == "sft":
+        paths = {"model.path": "base", "train_dataset.path": "task/sft.jsonl"}
+    else:
+        paths = {
+            "actor.path": "warm",
+            "train_dataset.path": "task/train.jsonl",
+            "valid_dataset.path": "task/heldout.jsonl",
+        }
+    return [f"{option}={here / path}" for option, path in {"cluster.fileroot": "runs", **paths}.items()]
+
+
+def config_of(name: str) -> Path:
+    return template_root() / "configs" / f"{name}.yaml"
+
+
+def submit_line(here: Path) -> str:
+    """The command that trains the toy by the documented configuration, from the working directory."""
+    edits = (
+        []
+        if here == Path.cwd() / "quickstart"
+        else [near(Path(setting)) for setting in settings(here, "grpo")]
+    )
+    return " ".join([typed(), "submit", "--config", near(config_of("grpo")), *edits])
+
+
+def show(here: Path, trial: Trial, seconds: float) -> None:
+    """The curve, where things are, what to type next, and the two numbers that matter."""
+    history = read.read(trial)
+    heldout = [(row["step"], row["eval_reward"]) for row in history.evaluations]
+    train_points = [(row["step"], row["reward"]) for row in history.steps]
+    name = trial_index.handle(trial)
+    print(f"\n{learning_curve(train_points, heldout)}\n")
+    print(f"trial directory  {trial.dir}")
+    print(f"trained model    {trial.exports / 'final'}")
+    print(f"curves           {typed('tensorboard')} --logdir {near(trial.attempts)}")
+    print(f"next             {typed()} status {name}")
+    print(f"                 {submit_line(here)}   # on Slurm: --n_nodes 4")
+    print(
+        f"time             {seconds:.0f} s, of which GRPO {history.steps[-1]['time'] - history.steps[0]['time']:.0f} s"
+    )
+    if heldout:
+        print(f"held-out reward {heldout[0][1]:.2f} -> {heldout[-1][1]:.2f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

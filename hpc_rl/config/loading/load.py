@@ -1,0 +1,334 @@
+"""Loading: files, overrides and interpolation to a Config, and a Config to plain data and back.
+
+Order: defaults, a preset below files, the cluster's profile, the files from left to right, a preset over files, the overrides
+from left to right. Sections merge by key; lists and mappings of free keys are replaced. ATLAS names are translated (atlas.py).
+What can't hold together is check.py's to refuse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hpc_rl.config import presets as presets_of
+from hpc_rl.config.loading.build import (
+    Builder,
+    Given,
+    alternatives,
+    default_of,
+    given,
+    hints,
+    is_optional,
+    section_of,
+)
+from hpc_rl.config.loading.profiles import SHIPPED_PROFILES, known_profiles, profile_dirs
+from hpc_rl.config.loading.source import is_reference, read_argument, read_overrides, read_yaml
+from hpc_rl.config.sections.experiment import CONFIGS, Config, RWConfig, SFTConfig
+from hpc_rl.config.sections.limits import Place
+from hpc_rl.config.tables import atlas
+from hpc_rl.errors import ConfigError
+
+ALIASES = {
+    "n_nodes": "cluster.n_nodes",
+    "time": "launcher.slurm.time",
+    "partition": "launcher.slurm.partition",
+    "account": "launcher.slurm.account",
+    "qos": "launcher.slurm.qos",
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration, where each explicit value came from (dotted name -> `file:line` or argument), what to tell the user."""
+
+    config: Config
+    origins: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        return frozenset(self.origins)
+
+
+def load(
+    config_files: Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    *,
+    aliases: Mapping[str, str] = ALIASES,
+    presets: Sequence[str] = (),
+    profiles: Sequence[Path] | None = None,
+    cluster: str | None = None,
+) -> Loaded:
+    """Read files, then overrides (`a.b=c`, `--a.b=c`, `--a.b c`). Relative paths are made absolute. Raises ConfigError.
+
+    `cluster` names a profile that must exist; `profiles` are the directories searched, by default those of the site and ours.
+    """
+    files = [read_yaml(Path(file)) for file in config_files]
+    profiles = profile_dirs() if profiles is None else profiles
+    if cluster is not None:
+        _require_profile(cluster, list(profiles))
+        overrides = [f"cluster.cluster_name={cluster}", *overrides]
+    arguments = [
+        Given({name: item}, item.origin, is_argument=True)
+        for name, item in read_overrides(list(overrides), aliases)
+    ]
+    profile, notes = _profile([*files, *arguments], profiles)
+    sources = [*profile, *files, *arguments]
+    trainer = pick_trainer(sources, atlas_names="atlas" in presets)
+    others = {name: cls for name, cls in CONFIGS.items() if name != trainer}
+    builder = Builder(CONFIGS[trainer], others, aliases, atlas.ALIASES)
+    model = "actor" if "actor" in builder.known else "model"
+    translated = atlas.translate(sources, model, builder.known)
+    builder.refusals += translated.refusals
+    below, over = _presets(presets, builder, translated.sources)
+    num_files = len(profile) + len(files)
+    for source in [*below, *translated.sources[:num_files], *over, *translated.sources[num_files:]]:
+        builder.overlay(source)
+    if not builder.refusals:
+        _interpolate(builder)
+    config = _finish(builder)
+    return Loaded(_absolute(config), _origins(builder), [*notes, *translated.notes])
+
+
+def _presets(
+    names: Sequence[str], builder: Builder, sources: Sequence[Given]
+) -> tuple[list[Given], list[Given]]:
+    """Those below the files and those over them. Raises ConfigError."""
+    present = {
+        key.partition(".")[0]
+        for source in sources
+        for key, item in source.value.items()
+        if item.value is not None
+    }
+    fitted = [(name, presets_of.fit(presets_of.read_preset(name), builder.known, present)) for name in names]
+    return (
+        [source for name, source in fitted if name in presets_of.BELOW],
+        [source for name, source in fitted if name in presets_of.OVER],
+    )
+
+
+def _require_profile(name: str, folders: list[Path]) -> None:
+    known = known_profiles(folders)
+    if name not in known:
+        places = ", ".join(str(folder) for folder in folders if folder.is_dir()) or "no directory that exists"
+        raise ConfigError(
+            f"--cluster {name}: there is no such profile; known: {', '.join(sorted(known)) or 'none'} (in {places})."
+        )
+
+
+def _profile(sources: Sequence[Given], profiles: Sequence[Path]) -> tuple[list[Given], list[str]]:
+    """The file of the cluster that `cluster.cluster_name` names. Raises ConfigError where that file can't be read."""
+    found = [item for source in sources if (item := atlas.find(source, "cluster.cluster_name")) is not None]
+    name = found[-1].plain() if found else None
+    if isinstance(name, str) and is_reference(name):
+        raise ConfigError(
+            f"cluster.cluster_name ({found[-1].origin}): {name} can't be used: its profile is read before references are "
+            "resolved; write the name, or give --cluster NAME."
+        )
+    if not isinstance(name, str) or name == "local" or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        return [], []
+    for folder in profiles:
+        path = folder.expanduser() / f"{name}.yaml"
+        if path.is_file():
+            return [read_yaml(path)], [
+                f"cluster.cluster_name {name}: {path} is loaded before every other file."
+            ]
+    places = " nor ".join(str(folder) for folder in profiles if folder not in SHIPPED_PROFILES)
+    return [], [f"cluster.cluster_name {name} is only a name: there is no profile {name}.yaml in {places}."]
+
+
+def _origins(builder: Builder) -> dict[str, str]:
+    """Options and null sections that somebody wrote; a section that is there but empty was chosen with all its defaults."""
+    found: dict[str, str] = {}
+    for name, item in builder.settings.items():
+        if item.value is None or not section_of(builder.known[name]):
+            found[name] = item.origin
+        elif not item.value and is_optional(builder.known[name]):
+            inside = [
+                key
+                for key in builder.known
+                if key.startswith(f"{name}.") and not section_of(builder.known[key])
+            ]
+            if not any(key in builder.settings for key in inside):
+                found |= dict.fromkeys(inside, item.origin)
+    return found
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain JSON data of every option; `trainer` says which class it is."""
+    return dataclasses.asdict(config) | {"trainer": trainer_of(config)}
+
+
+def from_dict(data: dict[str, Any]) -> Config:
+    """The inverse of to_dict; as strict as load. Raises ConfigError."""
+    tree = given(data, "config.json")
+    builder = Builder(CONFIGS[pick_trainer([tree])])
+    builder.overlay(tree)
+    return _finish(builder)
+
+
+def trainer_of(config: Config) -> Literal["grpo", "sft", "rw"]:
+    return "rw" if isinstance(config, RWConfig) else "sft" if isinstance(config, SFTConfig) else "grpo"
+
+
+def pick_trainer(sources: Sequence[Given], atlas_names: bool = False) -> str:
+    """By the key `trainer`, else by the section that only one trainer has, else grpo for a file in ATLAS names.
+
+    `atlas_names`: it is said that they are ATLAS names. Raises ConfigError.
+    """
+    top = {name: item for source in sources for name, item in source.value.items()}
+    named = top.get("trainer")
+    if named is not None and named.value is not None:
+        if not isinstance(named.value, str) or named.value not in CONFIGS:
+            raise ConfigError(
+                f"trainer ({named.origin}): {named.plain()!r} can't be used; allowed: {', '.join(CONFIGS)}."
+            )
+        return named.value
+    sections = {"actor": "grpo", "model": "sft"}
+    given_sections = {name.partition(".")[0] for name, item in top.items() if item.value is not None}
+    found = [section for section in sections if section in given_sections]
+    if len(found) == 1:
+        return "rw" if found == ["model"] and _has_pairs(sources) else sections[found[0]]
+    if found:
+        where = " and ".join(item.origin for name, item in top.items() if name.partition(".")[0] in sections)
+        raise ConfigError(
+            f"both actor and model are given ({where}): a grpo trial has a section actor, an sft trial a section model."
+        )
+    if atlas_names or any(
+        alias.to.startswith(("actor.", "gconfig.")) for name, alias in atlas.ALIASES.items() if name in top
+    ):
+        return "grpo"
+    files = (source.origin for source in sources if not source.origin.startswith("command line"))
+    where = ", ".join(dict.fromkeys(origin.rpartition(":")[0] or origin for origin in files))
+    raise ConfigError(
+        f"neither actor nor model is given{f' in {where}' if where else ''}: "
+        "a grpo trial has a section actor, an sft trial a section model; or say it: trainer: grpo, sft or rw."
+        + ("" if where else " Give a configuration with --config FILE.")
+        + "".join(f" {name} ({top[name].origin}) is null." for name in sections if name in top)
+        + "".join(f"\n{line}" for line in _unknown_at_top(top))
+    )
+
+
+def _unknown_at_top(top: Mapping[str, Given]) -> list[str]:
+    """A refusal for each name that no trainer has; a section that is misspelt is one."""
+    known = {name for cls in CONFIGS.values() for name in hints(cls)} | set(atlas.ALIASES)
+    lines = []
+    for name, item in top.items():
+        if name.partition(".")[0] not in known:
+            near = difflib.get_close_matches(name.lower(), known, n=1)
+            lines.append(f"unknown key {name} ({item.origin}){f': did you mean {near[0]}?' if near else '.'}")
+    return lines
+
+
+def _has_pairs(sources: Sequence[Given]) -> bool:
+    """Whether a dataset's type is rw: what tells a reward-model file of AReaL's from a supervised one."""
+    for name in ("train_dataset.type", "valid_dataset.type"):  # the one may refer to the other
+        kinds = [item.value for source in sources if (item := atlas.find(source, name)) is not None]
+        if kinds and kinds[-1] == "rw":
+            return True
+    return False
+
+
+def _finish(builder: Builder) -> Config:
+    config = builder.build()
+    if config is None:
+        raise ConfigError("\n".join(builder.refusals))
+    return dataclasses.replace(config, trainer=trainer_of(config))
+
+
+_LITERAL = "; where no reference is meant, write \\${ for ${"
+
+
+def _interpolate(builder: Builder) -> None:
+    """Resolve `${a.b}` against everything that is set, defaults included. Raises ConfigError."""
+    _resolve(builder, "${oc.env:")  # first: what refers to such an option takes its type
+    _resolve(builder, "${")
+
+
+def _resolve(builder: Builder, mark: str) -> None:
+    wanted = {name: item for name, item in builder.settings.items() if mark in repr(item.plain())}
+    if not wanted:
+        return
+    import omegaconf  # a tenth of a second that most configurations need not spend
+
+    tree = _defaults(builder.root)
+    for name, item in sorted(builder.settings.items()):
+        _put(tree, name.split("."), builder.typed(name, item))
+    try:
+        whole = omegaconf.OmegaConf.create(tree)
+    except omegaconf.errors.GrammarParseError as error:
+        broken = str(error.full_key).partition("[")[0]
+        where = f" ({builder.settings[broken].origin})" if broken in builder.settings else ""
+        raise ConfigError(
+            f"{error.full_key}{where}: the ${{…}} in it can't be read; a reference is ${{section.option}}{_LITERAL}."
+        ) from error
+    for name, item in wanted.items():
+        try:
+            value = omegaconf.OmegaConf.select(whole, name)
+            value = (
+                omegaconf.OmegaConf.to_container(value, resolve=True)
+                if omegaconf.OmegaConf.is_config(value)
+                else value
+            )
+        except (omegaconf.errors.OmegaConfBaseException, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"{name} ({item.origin}): {item.plain()!r} can't be resolved: {reason}{_LITERAL}."
+            ) from error
+        if isinstance(value, str) and "${oc.env:" in str(item.value):  # the environment has text only
+            builder.settings[name] = read_argument(value, item.origin)
+        else:
+            builder.settings[name] = given(value, item.origin)
+    for name, item in wanted.items():
+        if builder.follows_a_default(name, item):
+            del builder.settings[name]
+
+
+def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        if not isinstance(tree.get(part), dict):
+            tree[part] = {}
+        tree = tree[part]
+    if not (isinstance(value, dict) and isinstance(tree.get(path[-1]), dict)):
+        tree[path[-1]] = value
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    """Every default as plain data; what has none is left out."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):
+        section = section_of(hints(cls)[item.name])
+        if section and item.default is not None:
+            found[item.name] = _defaults(section)
+        elif (default := default_of(item)) is not dataclasses.MISSING:
+            found[item.name] = default
+    return found
+
+
+def _absolute(section: Any) -> Any:
+    """The same section with absolute paths."""
+    changes: dict[str, Any] = {}
+    cls: type = type(section)
+    for name, hint in hints(cls).items():
+        value = getattr(section, name)
+        if dataclasses.is_dataclass(value):
+            changes[name] = _absolute(value)
+        elif isinstance(value, str) and value:
+            place = next(
+                (extra for kind in alternatives(hint) for extra in _extras(kind) if isinstance(extra, Place)),
+                None,
+            )
+            if place and place.is_path(value):
+                changes[name] = os.path.abspath(os.path.expanduser(value))
+    return dataclasses.replace(section, **changes)
+
+
+def _extras(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind)[1:] if typing.get_origin(kind) is typing.Annotated else ()

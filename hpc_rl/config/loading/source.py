@@ -1,0 +1,199 @@
+"""Where settings come from: YAML files and arguments of the command line, each value with its origin. Knows no option by name.
+
+YAML is read as YAML 1.2: `24:00:00`, `0123`, `no` and `1_0` are text, `1e-6` is a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpc_rl.config.loading.build import Given
+from hpc_rl.errors import ConfigError
+
+
+class Yaml12(yaml.SafeLoader):
+    """PyYAML with the scalars of YAML 1.2's core schema, octal and hexadecimal left out."""
+
+    num_values = 0
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own class attribute
+        first: [
+            (tag, rx)
+            for tag, rx in pairs
+            if tag.rsplit(":", 1)[1] not in {"bool", "int", "float", "timestamp"}
+        ]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+MOST_VALUES = 100_000  # in one file, aliases counted wherever they stand
+_REFERENCE = re.compile(r"(\\*)\$\{")
+_TAGS = {
+    f"tag:yaml.org,2002:{kind}"
+    for kind in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")
+}
+_FLOAT = (
+    r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
+for _tag, _regex, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
+):
+    Yaml12.add_implicit_resolver("tag:yaml.org,2002:" + _tag, re.compile(f"^(?:{_regex})$"), list(_first))
+
+
+def read_yaml(path: Path) -> Given:
+    """The mapping in a file; a .json file, as a trial's own, holds no references: `${` is itself there.
+
+    Raises ConfigError: missing, not YAML, a key twice, not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError):
+            reason = error.strerror
+        else:
+            line = error.object[: error.start].count(b"\n") + 1
+            reason = f"line {line} is not UTF-8 text"
+        raise ConfigError(f"config file {path} can't be read: {reason}.") from error
+    tree = _parse(text, str(path))
+    if tree.value is None:
+        return Given({}, str(path))
+    if not isinstance(tree.value, dict):
+        raise ConfigError(
+            f"config file {path} must hold a mapping of options (key: value), not {type(tree.value).__name__}."
+        )
+    return _without_references(tree) if path.suffix == ".json" else tree
+
+
+def _without_references(tree: Given) -> Given:
+    if isinstance(tree.value, dict):
+        return dataclasses.replace(
+            tree, value={key: _without_references(item) for key, item in tree.value.items()}
+        )
+    if isinstance(tree.value, list):
+        return dataclasses.replace(tree, value=[_without_references(item) for item in tree.value])
+    return dataclasses.replace(tree, value=literal(tree.value))
+
+
+def literal(value: Any) -> Any:
+    """Plain data as it must be written to be read as itself: `${` would begin a reference."""
+    if isinstance(value, dict):
+        return {key: literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [literal(item) for item in value]
+    return _REFERENCE.sub(lambda found: 2 * found[1] + r"\${", value) if isinstance(value, str) else value
+
+
+def is_reference(value: str) -> bool:
+    """Whether a `${` in it begins a reference: one that no odd number of backslashes stands before."""
+    return any(len(found[1]) % 2 == 0 for found in _REFERENCE.finditer(value))
+
+
+def read_argument(text: str, origin: str) -> Given:
+    """The value of one option on the command line: YAML as far as it is YAML, else text."""
+    try:
+        value = _parse(text, origin).value
+    except ConfigError:
+        value = text
+    if value is None and text.strip() not in ("", "~", "null", "Null", "NULL"):
+        value = text  # as '#1': on the command line there are no comments
+    quoted = isinstance(value, str) and text[:1] in ("'", '"')
+    return Given(value, origin, value if quoted else text, is_argument=True)
+
+
+def read_overrides(tokens: list[str], aliases: Mapping[str, str]) -> list[tuple[str, Given]]:
+    """`a.b=c`, `--a.b=c` and `--a.b c`, in their order, as (dotted name, value). Raises ConfigError."""
+    found: list[tuple[str, Given]] = []
+    rest = iter(tokens)
+    for token in rest:
+        name, equals, value = token.partition("=")
+        if token.startswith("--") and len(name) > 2:
+            name = name[2:]
+            if not equals:
+                value = next(rest, "--")
+                if value.startswith("--"):
+                    raise ConfigError(f"{token} needs a value: {token} VALUE, or {token}=VALUE.")
+        elif token.startswith(("-", "~")) or not equals or not name:
+            raise ConfigError(
+                f"argument {token!r} is not understood: an option is set with --a.b VALUE or a.b=VALUE."
+            )
+        name = name.lstrip("+")
+        full = aliases.get(name) or aliases.get(name.replace("-", "_")) or name
+        found.append((full, read_argument(value, f"command line: {token.partition('=')[0]}")))
+    return found
+
+
+def _parse(text: str, name: str) -> Given:
+    loader = None
+    try:
+        loader = Yaml12(text)
+        node = loader.get_single_node()
+        return Given(None, name) if node is None else _convert(loader, node, name)
+    except RecursionError:
+        raise ConfigError(f"{name}: not usable YAML: it is nested too deeply, or holds itself.") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}" if mark else name
+        raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}.") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{name}:{line}: not valid YAML: {error.reason}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {str(error).splitlines()[0]}.") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _convert(loader: Yaml12, node: yaml.Node, name: str) -> Given:
+    origin = f"{name}:{node.start_mark.line + 1}"
+    loader.num_values += 1
+    if loader.num_values > MOST_VALUES:
+        raise ConfigError(
+            f"{origin}: more than {MOST_VALUES} values; aliases (*name) that hold aliases multiply."
+        )
+    if node.tag not in _TAGS:
+        raise ConfigError(
+            f"{origin}: the YAML tag {node.tag.replace('tag:yaml.org,2002:', '!!')} can't be used here."
+        )
+    if isinstance(node, yaml.MappingNode):
+        return Given(_mapping(loader, node, name), origin)
+    if isinstance(node, yaml.SequenceNode):
+        return Given([_convert(loader, item, name) for item in node.value], origin)
+    try:
+        return Given(loader.construct_object(node), origin, node.value)
+    except ValueError as error:  # thousands of digits, or `!!int ten`
+        shown = node.value if len(node.value) < 40 else f"{node.value[:20]}… ({len(node.value)} characters)"
+        raise ConfigError(f"{origin}: {shown} can't be read as a number.") from error
+
+
+def _mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[str, Given]:
+    own: dict[str, Given] = {}
+    merged: dict[str, Given] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{name}:{line}: a key must be a plain word.")
+        item = _convert(loader, value_node, name)
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            for part in item.value if isinstance(item.value, list) else [item]:
+                if not isinstance(part.value, dict):
+                    raise ConfigError(f"{name}:{line}: << needs a mapping, or a list of mappings.")
+                merged = {**part.value, **merged}
+        elif key_node.value in own:
+            first = own[key_node.value].origin
+            raise ConfigError(
+                f"{name}:{line}: key {key_node.value} stands twice in one mapping; first at {first}."
+            )
+        else:
+            # A section's origin is the line of its key, where a person looks for it.
+            own[key_node.value] = Given(item.value, f"{name}:{line}", item.text)
+    return {**merged, **own}

@@ -1,0 +1,121 @@
+"""The whole configuration of a trial: `GRPOConfig`, `SFTConfig` or `RWConfig`, by the trainer that it is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hpc_rl.config.sections.cluster import ClusterSpecConfig, LauncherConfig
+from hpc_rl.config.sections.dataset import DatasetConfig
+from hpc_rl.config.sections.inference import (
+    EmbeddedConfig,
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    SGLangConfig,
+)
+from hpc_rl.config.sections.limits import NonNegativeInt, PathText, PositiveInt
+from hpc_rl.config.sections.operations import (
+    EvaluatorConfig,
+    RecoverConfig,
+    SaverConfig,
+    SchedulerConfig,
+    StatsLoggerConfig,
+)
+from hpc_rl.config.sections.training import PPOActorConfig, TrainEngineConfig
+
+
+@dataclass(kw_only=True)
+class BaseExperimentConfig:
+    """What every trial has.
+
+    Args:
+        experiment_name: The question.
+        trial_name: One configuration, run to its end.
+        trainer: Which trainer; null means by section: `actor` is grpo, `model` is rw with
+            train_dataset.type rw, else sft.
+        seed: Seed of everything.
+        allocation_mode: Who gets how many units, as `sglang:d4+fsdp:d4` or `embedded:d1+fsdp:d1`; empty means derived.
+        total_train_epochs: Passes over the training data; null, the default where one of the next two is set, means as many as
+            that takes.
+        total_train_steps: Stop after so many steps; null means by epochs.
+        total_train_n_seqs: Stop after so many sequences (prompts times samples for grpo); of all ends that are set the
+            earliest counts.
+        tokenizer_path: Directory of the tokenizer; empty means the model's.
+        cluster: The machines.
+        train_dataset: Training data.
+        valid_dataset: Held-out data.
+        saver: Exports for people.
+        evaluator: When to evaluate.
+        stats_logger: Where numbers go.
+        recover: Generations of recover state.
+        sglang: SGLang servers, where the allocation names them.
+        launcher: How processes are started.
+        scheduler: AReaL's scheduler service, which does not exist here.
+    """
+
+    experiment_name: str
+    trial_name: str
+    trainer: Literal["grpo", "sft", "rw"] | None = None
+    seed: NonNegativeInt = 1
+    allocation_mode: str = ""
+    total_train_epochs: PositiveInt | None = 1
+    total_train_steps: PositiveInt | None = None
+    total_train_n_seqs: PositiveInt | None = None
+    tokenizer_path: PathText = ""
+    cluster: ClusterSpecConfig = field(default_factory=ClusterSpecConfig)
+    train_dataset: DatasetConfig
+    valid_dataset: DatasetConfig | None = None
+    saver: SaverConfig = field(default_factory=SaverConfig)
+    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+@dataclass(kw_only=True)
+class GRPOConfig(BaseExperimentConfig):
+    """A GRPO trial.
+
+    Args:
+        async_training: Generate while training; false means one version, one batch.
+        gconfig: How completions are sampled.
+        rollout: The rollout role.
+        actor: The policy.
+        ref: The reference model of actor.kl_ctl and actor.beta, frozen, in the trainer's ranks; null means none.
+        embedded: Embedded servers, where the allocation names them.
+    """
+
+    async_training: bool = True
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    actor: PPOActorConfig
+    ref: TrainEngineConfig | None = None
+    embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
+
+
+@dataclass(kw_only=True)
+class SFTConfig(BaseExperimentConfig):
+    """A supervised fine-tuning trial.
+
+    Args:
+        model: The model.
+    """
+
+    model: TrainEngineConfig
+
+
+@dataclass(kw_only=True)
+class RWConfig(BaseExperimentConfig):
+    """A reward-model trial: rows with a chosen and a rejected text.
+
+    Args:
+        model: The model; its head is replaced by one number.
+    """
+
+    model: TrainEngineConfig
+
+
+Config = GRPOConfig | SFTConfig | RWConfig
+CONFIGS: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig, "rw": RWConfig}

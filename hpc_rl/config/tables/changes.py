@@ -1,0 +1,149 @@
+"""Going on with a trial under another configuration: what changed, and which changes its state can take.
+
+Pure: two configurations in, changes out. A `safe` change holds from the next step on. An `unsafe` one contradicts what is on
+disk (weights, data position, finished groups) and makes another trial. Every option is in exactly one table; a test says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_rl.config.sections.experiment import Config
+from hpc_rl.config.sections.values import ABSENT
+from hpc_rl.config.show import REDACTED, is_secret, scalar
+from hpc_rl.errors import ConfigError
+
+_MODEL = "the recover state holds this model"
+_DATA = "the position in the data, and the batches already cut, count by it"
+_GROUPS = "finished groups that wait for their batch were made with it"
+_NAME = "it says which trial this is"
+
+UNSAFE: dict[str, str] = {  # option -> what on disk contradicts a change; `model` stands for actor too
+    "experiment_name": _NAME,
+    "trial_name": _NAME,
+    "trainer": _NAME,
+    "cluster.fileroot": "the trial lies there",
+    "seed": _DATA,
+    "tokenizer_path": _GROUPS,
+    "train_dataset.path": _DATA,
+    "train_dataset.type": _DATA,
+    "train_dataset.batch_size": _DATA,
+    "train_dataset.shuffle": _DATA,
+    "train_dataset.max_length": _DATA,
+    "train_dataset.drop_last": _DATA,
+    "gconfig.n_samples": _GROUPS,
+    "gconfig.temperature": _GROUPS,
+    "gconfig.greedy": _GROUPS,
+    "rollout.workflow": _GROUPS,
+    "rollout.batch_order": "the batches already cut follow the old order",
+    "model.path": _MODEL,
+    "model.init_from_scratch": _MODEL,
+    "model.is_critic": _MODEL,
+    "model.dtype": _MODEL,
+    "model.backend": _MODEL,
+    "model.optimizer.type": _MODEL,
+    "ref.path": "the divergence would be measured from another model",
+}
+SAFE = (  # options and whole sections, without what stands in UNSAFE
+    "allocation_mode", "total_train_epochs", "total_train_steps", "total_train_n_seqs", "async_training",
+    "cluster", "launcher", "scheduler", "sglang", "embedded", "saver", "evaluator", "recover", "stats_logger",
+    "train_dataset.pin_memory", "train_dataset.num_workers", "valid_dataset", "gconfig", "rollout", "model", "ref",
+)  # fmt: skip
+REMARKS = {  # what a safe change does not do
+    "rollout.reward_fn": "finished groups keep the rewards that they have",
+    "actor.ppo_n_minibatches": "the learning-rate schedule goes on at the same share of the training",
+    "gconfig": "finished groups were sampled as before",
+    "valid_dataset": "held-out rewards before and after do not compare",
+}
+_SAME = {"": "fsdp"}  # of model.backend: two names of one thing
+
+
+@dataclass(frozen=True)
+class Change:
+    """One option that differs. `reason` says why it is unsafe, or what a safe change leaves as it was; it may be empty then."""
+
+    name: str
+    old: Any
+    new: Any
+    safe: bool
+    reason: str = ""
+
+    @property
+    def way(self) -> str:
+        return f"from {_shown(self.name, self.old)} to {_shown(self.name, self.new)}"
+
+    def __str__(self) -> str:
+        words = f"{self.name}: {_shown(self.name, self.old)} -> {_shown(self.name, self.new)}"
+        return f"{words}  ({'safe' if self.safe else 'unsafe'}{': ' + self.reason if self.reason else ''})"
+
+
+def changes(old: Config, new: Config) -> list[Change]:
+    """Options whose values differ, in their order. A section that comes or goes is one change, under its own name."""
+    return [Change(name, a, b, *classify(name)) for name, a, b in _differences(old, new, "")]
+
+
+def refuse_unsafe(found: Sequence[Change], trial: str) -> None:
+    """Raises ConfigError with a line for each unsafe change: why, and what to do."""
+    wrong = [change for change in found if not change.safe]
+    if not wrong:
+        return
+    lines = [
+        f"{change.name} can't change {change.way} in trial {trial}: {change.reason}." for change in wrong
+    ]
+    keep = " ".join(
+        f"{change.name}={_shown(change.name, change.old)}" for change in wrong if change.old is not ABSENT
+    )
+    back = f"To go on with {trial}, say {keep}" if keep else f"To go on with {trial}, leave it out"
+    raise ConfigError("\n".join([*lines, f"{back}; for the new values submit another trial_name."]))
+
+
+def classify(name: str) -> tuple[bool, str]:
+    """Whether a change of this option is safe, and the reason or remark. Raises KeyError for one that no table has."""
+    for known in _ways(name.replace("actor", "model", 1) if name.partition(".")[0] == "actor" else name):
+        if known in UNSAFE:
+            return False, UNSAFE[known]
+        if known in SAFE:
+            return True, next((REMARKS[one] for one in _ways(name) if one in REMARKS), "")
+    raise KeyError(name)
+
+
+def _ways(name: str) -> Iterator[str]:
+    """a.b.c, a.b, a: the most special first."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _differences(old: Any, new: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    """(name, old, new); a section as a whole is plain data. The two may be of different classes: another trainer."""
+    names = [field.name for field in dataclasses.fields(new)]
+    names += [field.name for field in dataclasses.fields(old) if field.name not in names]
+    for name in names:
+        a, b = getattr(old, name, ABSENT), getattr(new, name, ABSENT)
+        if dataclasses.is_dataclass(a) and dataclasses.is_dataclass(b):
+            yield from _differences(a, b, f"{prefix}{name}.")
+        elif _canonical(name, a) != _canonical(name, b):
+            yield prefix + name, _plain(a), _plain(b)
+
+
+def _canonical(name: str, value: Any) -> Any:
+    return _SAME.get(value, value) if name == "backend" else value
+
+
+def _plain(value: Any) -> Any:
+    return (
+        dataclasses.asdict(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type)
+        else value
+    )
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is ABSENT:
+        return "nothing"
+    if isinstance(value, dict) and "path" in value:
+        return f"{{path: {scalar(value['path'])}, ...}}"
+    return REDACTED if is_secret(name) and value else scalar(value)

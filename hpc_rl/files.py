@@ -1,0 +1,116 @@
+"""Files: reading the end of a text file, and waiting for space where the disk or a quota is full.
+
+Nothing is lost while a process waits for space: what it writes next stays in memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+FULL = (errno.ENOSPC, errno.EDQUOT)
+PAUSE_S = (0.5, 10.0)  # between two tries: first, longest
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error says that there is no room, which somebody may make."""
+    return isinstance(error, OSError) and error.errno in FULL
+
+
+def pauses() -> Iterator[float]:
+    """Seconds to wait before each further try."""
+    pause_s, longest_s = PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(longest_s, 2 * pause_s)
+
+
+def tell_full(what: str, error: object, where: Path) -> None:
+    logger.error("DISK FULL: %s can't be written (%s). Waiting; make room in %s", what, error, where)
+
+
+def tell_room(what: str) -> None:
+    logger.warning("there is room again: %s is written", what)
+
+
+class Room:
+    """The writes of one process below `where`. `closing` ends all waiting: what waits then fails."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self.closing = threading.Event()
+        self.waiting = False  # somebody waits now
+
+    def write(self, what: str, work: Callable[[], Result]) -> Result:
+        """Do it, again and again while the disk is full. For a thread that nobody waits for in vain. Raises OSError."""
+        for pause_s in pauses():
+            try:
+                result = work()
+            except OSError as error:
+                if not is_full(error) or self.closing.is_set():
+                    raise
+                if not self.waiting:
+                    tell_full(what, error, self.where)
+                self.waiting = True
+                self.closing.wait(pause_s)
+                continue
+            if self.waiting:
+                tell_room(what)
+            self.waiting = False
+            return result
+        raise AssertionError("pauses don't end")
+
+
+_TAIL_BLOCK_BYTES = 64 << 10
+
+
+def last_lines(path: Path, num_lines: int) -> list[str]:
+    """The last lines of a file, without reading the rest of it; empty where it is missing."""
+    return Tail(path, num_lines).poll()
+
+
+class Tail:
+    """Follows one file: the first poll gives its last `num_lines` lines, the next ones what is new. Whole lines only."""
+
+    def __init__(self, path: Path, num_lines: int) -> None:
+        self.path = path
+        self._num_lines = num_lines
+        self._offset: int | None = None  # of the first byte not given yet
+
+    def poll(self, to_the_end: bool = True) -> list[str]:
+        """New lines. With `to_the_end` the first poll also gives a last line that has no line feed yet."""
+        try:
+            with self.path.open("rb") as file:
+                size = file.seek(0, 2)
+                if self._offset is None:
+                    return self._first(file, size, to_the_end)
+                if size < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return _lines(complete)
+
+    def _first(self, file, size: int, to_the_end: bool) -> list[str]:
+        data, start = b"", size
+        while start > 0 and data.count(b"\n") <= self._num_lines:
+            start = max(0, start - _TAIL_BLOCK_BYTES)
+            file.seek(start)
+            data = file.read(size - start)
+        if not to_the_end:
+            data = data[: data.rfind(b"\n") + 1]
+        self._offset = start + len(data)
+        return _lines(data)[-self._num_lines :] if self._num_lines else []
+
+
+def _lines(data: bytes) -> list[str]:
+    return data.decode(errors="backslashreplace").splitlines()

@@ -1,0 +1,293 @@
+"""Ledger: what happened to each prompt, append-only, binary, checksummed; the only memory of the rollout role.
+
+A segment file `segment-<NNNN>.ledger` has one writer, the incarnation that created its number; it takes another number when
+a segment is full. Segment: 16 bytes of magic, then records. Record: `<IQ` length and xxh3-64 of the payload, then the
+payload: one byte of kind, then
+
+    GROUP   `<QiiiIId` index, begun, oldest step, oldest lineage, trajectories, tokens, sum of rewards; then the encoded group
+    REJECT  `<Qi` index, version; then the reason in UTF-8
+    BASE    msgpack: what had become of the prompts whose records were trimmed
+
+A reader stops at the first record that is short or does not match its checksum: the torn tail of a writer that was killed.
+Nothing is ever cut out of a file that another process may be writing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import xxhash
+
+from hpc_rl.files import Room, is_full
+from hpc_rl.trial import fsync_dir
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"hpc-rl ledger 1\n"
+FRAME = struct.Struct("<IQ")
+GROUP, REJECT, BASE = 1, 2, 3
+_GROUP = struct.Struct("<BQiiiIId")
+_REJECT = struct.Struct("<BQi")
+_SEGMENT = re.compile(r"segment-(\d+)\.ledger")
+SEGMENT_BYTES = 256 << 20  # a full segment can be trimmed although its writer lives
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record lies."""
+
+    segment: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """A finished group without its tokens, which `Ledger.read_group` fetches."""
+
+    index: int
+    begun: int  # the trainer's version when the prompt was issued
+    oldest_step: int
+    oldest_lineage: int
+    num_trajectories: int
+    num_tokens: int
+    reward_sum: float
+
+
+@dataclass(frozen=True, slots=True)
+class RejectRecord:
+    index: int
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BaseRecord:
+    content: dict[str, Any]
+
+
+Record = GroupRecord | RejectRecord | BaseRecord
+
+
+class LedgerDamaged(OSError):
+    """A record that something depends on can't be read."""
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / f"segment-{number:04d}.ledger"
+
+
+def segments(folder: Path) -> list[int]:
+    """Numbers of the segments that exist, ascending."""
+    names = [entry.name for entry in os.scandir(folder)] if folder.is_dir() else []
+    return sorted(int(found[1]) for name in names if (found := _SEGMENT.fullmatch(name)))
+
+
+def read_segment(folder: Path, number: int) -> Iterator[tuple[Place, Record]]:
+    """Records up to the end or the first damaged one. A segment that is gone has none."""
+    try:
+        file = segment_path(folder, number).open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        if file.read(len(MAGIC)) != MAGIC:
+            return
+        offset = len(MAGIC)
+        while len(frame := file.read(FRAME.size)) == FRAME.size:
+            length, checksum = FRAME.unpack(frame)
+            payload = file.read(length)
+            if len(payload) < length or xxhash.xxh3_64_intdigest(payload) != checksum:
+                break
+            yield Place(number, offset), _unpack(payload)
+            offset += FRAME.size + length
+        size = os.fstat(file.fileno()).st_size
+        if offset < size:
+            logger.warning(
+                "ledger segment %d: the last %d bytes are torn and left out", number, size - offset
+            )
+
+
+def group_at(fd: int, place: Place) -> bytes:
+    """The encoded group of a GROUP record, from its segment's open file. Raises LedgerDamaged."""
+    where = f"ledger segment {place.segment} offset {place.offset}"
+    try:
+        length, checksum = FRAME.unpack(os.pread(fd, FRAME.size, place.offset))
+        payload = os.pread(fd, length, place.offset + FRAME.size)
+    except (OSError, struct.error) as error:
+        raise LedgerDamaged(f"{where}: {error}") from error
+    if len(payload) < length or xxhash.xxh3_64_intdigest(payload) != checksum:
+        raise LedgerDamaged(f"{where}: the record is damaged")
+    if payload[0] != GROUP:
+        raise LedgerDamaged(f"{where}: no group")
+    return payload[_GROUP.size :]
+
+
+def _unpack(payload: bytes) -> Record:
+    if payload[0] == GROUP:
+        return GroupRecord(*_GROUP.unpack_from(payload)[1:])
+    if payload[0] == REJECT:
+        _, index, version = _REJECT.unpack_from(payload)
+        return RejectRecord(index, version, payload[_REJECT.size :].decode())
+    return BaseRecord(msgpack.unpackb(payload[1:], strict_map_key=False))
+
+
+def _write_durably(fd: int, data: bytes) -> None:
+    """All of it behind what is there, or, as far as the file's own position goes, nothing: then it can be called again.
+
+    A network file system may tell only at the fsync that there is no room, and forget the bytes: they are written once more then.
+    """
+    start, view = os.lseek(fd, 0, os.SEEK_CUR), memoryview(data)
+    try:
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    except OSError:
+        os.lseek(fd, start, os.SEEK_SET)
+        raise
+
+
+class Ledger:
+    """One incarnation's writer, and the reader of all segments.
+
+    `append_*` only buffer; `commit` writes and fsyncs all that was appended before it. Append from one thread, commit from any.
+    On a full disk a commit waits for room until `close` is called.
+
+    Args:
+        folder: The trial's `rollout/`.
+        segment_bytes: A segment that reached this size is followed by a new one.
+    """
+
+    def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.folder = folder
+        self.segment_bytes = segment_bytes
+        self.room = Room(folder)
+        self.bytes_written = 0
+        self._appending = threading.Lock()  # buffer and place of the next record
+        self._committing = threading.Lock()
+        self._fds: dict[int, int] = {}  # of segments that groups were read from
+        self._waiting: list[tuple[int, bytes]] = []  # segment, bytes
+        self._write_fds: dict[int, int] = {}
+        self.segment = self.room.write("the batch log", self._create_segment)
+
+    def append_group(self, record: GroupRecord, encoded: bytes) -> Place:
+        r = record
+        numbers = (
+            r.index,
+            r.begun,
+            r.oldest_step,
+            r.oldest_lineage,
+            r.num_trajectories,
+            r.num_tokens,
+            r.reward_sum,
+        )
+        return self._append(_GROUP.pack(GROUP, *numbers) + encoded)
+
+    def append_reject(self, record: RejectRecord) -> Place:
+        return self._append(_REJECT.pack(REJECT, record.index, record.version) + record.reason.encode())
+
+    def append_base(self, content: dict[str, Any]) -> Place:
+        return self._append(bytes([BASE]) + msgpack.packb(content))
+
+    def _append(self, payload: bytes) -> Place:
+        data = FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
+        with self._appending:
+            if self._size >= self.segment_bytes:
+                self._next_segment()
+            place = Place(self.segment, self._size)
+            self._waiting.append((self.segment, data))
+            self._size += len(data)
+            self.bytes_written += len(data)
+        return place
+
+    def _next_segment(self) -> None:
+        """On a full disk this one just gets longer: the thread that appends must not wait."""
+        try:
+            self.segment = self._create_segment()
+        except OSError as error:
+            if not is_full(error):
+                raise
+
+    @property
+    def uncommitted(self) -> bool:
+        return bool(self._waiting)
+
+    def commit(self) -> None:
+        """Make all that was appended durable. Raises OSError, after which the ledger must not be used any more."""
+        with self._committing:
+            with self._appending:
+                waiting, self._waiting = self._waiting, []
+                current = self.segment
+            for number in dict.fromkeys(number for number, _ in waiting):
+                data = b"".join(data for owner, data in waiting if owner == number)
+                self.room.write("the batch log", partial(_write_durably, self._write_fds[number], data))
+            for number in [
+                number for number in list(self._write_fds) if number < current
+            ]:  # a later one may be open by now
+                os.close(self._write_fds.pop(number))
+
+    def read_group(self, place: Place) -> bytes:
+        """The encoded group of a committed GROUP record. Raises LedgerDamaged."""
+        try:
+            if place.segment not in self._fds:
+                self._fds[place.segment] = os.open(segment_path(self.folder, place.segment), os.O_RDONLY)
+        except OSError as error:
+            raise LedgerDamaged(f"ledger segment {place.segment}: {error}") from error
+        return group_at(self._fds[place.segment], place)
+
+    def check_owned(self, numbers: set[int]) -> None:
+        """Raises LedgerDamaged if one of these segments was deleted, which a later owner of the ledger may have done."""
+        gone = [number for number in sorted(numbers) if not segment_path(self.folder, number).exists()]
+        if gone:
+            raise LedgerDamaged(f"ledger segments {gone} were deleted by another incarnation")
+
+    def drop_segment(self, number: int) -> None:
+        """Delete a segment that nothing needs."""
+        if number in self._fds:
+            os.close(self._fds.pop(number))
+        segment_path(self.folder, number).unlink(missing_ok=True)
+
+    def size_bytes(self) -> int:
+        """Bytes of all segments on disk."""
+        size = 0
+        for number in segments(self.folder):
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                size += segment_path(self.folder, number).stat().st_size
+        return size
+
+    def close(self) -> None:
+        self.room.closing.set()
+        self.commit()
+        for fd in (*self._fds.values(), *self._write_fds.values()):
+            os.close(fd)
+        self._fds, self._write_fds = {}, {}
+
+    def _create_segment(self) -> int:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        number = max(segments(self.folder), default=-1) + 1
+        while True:
+            try:
+                fd = os.open(segment_path(self.folder, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+                break
+            except FileExistsError:
+                number += 1
+        try:
+            os.write(fd, MAGIC)
+            os.fsync(fd)
+            fsync_dir(self.folder)
+        except OSError:
+            os.close(fd)
+            segment_path(self.folder, number).unlink()  # nothing is in it
+            raise
+        self._write_fds[number] = fd
+        self._size = len(MAGIC)
+        return number

@@ -1,0 +1,171 @@
+"""What a trial's ledger and seals say, read as a whole: how a new incarnation starts, and how anybody audits the promises.
+
+Of several records for one prompt index: a seal counts before everything, then the first group or rejection; a rejection
+after the group (it got too old) replaces it. So two services that both wrote come to the same story for every reader.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.datasets.rows import check_same_rows
+from hpc_rl.rollout.batch_log.ledger import (
+    BaseRecord,
+    GroupRecord,
+    LedgerDamaged,
+    Place,
+    Record,
+    RejectRecord,
+    read_segment,
+    segment_path,
+    segments,
+)
+from hpc_rl.rollout.batch_log.seals import Seal, read_seals
+from hpc_rl.trial import read_json, write_json
+
+DATA_NAME = "data.json"  # fingerprint of the rows whose prompts this log is of
+
+
+class IndexSet:
+    """A set of non-negative integers that is nearly a prefix: everything below `floor`, and some above."""
+
+    def __init__(self, floor: int = 0, above: list[int] | None = None) -> None:
+        self.floor = floor
+        self.above: set[int] = set()
+        for index in above or ():
+            self.add(index)
+
+    def add(self, index: int) -> None:
+        if index < self.floor:
+            return
+        self.above.add(index)
+        while self.floor in self.above:
+            self.above.remove(self.floor)
+            self.floor += 1
+
+    def raise_floor(self, floor: int) -> None:
+        """Add everything below `floor`."""
+        self.floor = max(self.floor, floor)
+        self.above = {index for index in self.above if index >= self.floor}
+        while self.floor in self.above:
+            self.above.remove(self.floor)
+            self.floor += 1
+
+    def __contains__(self, index: object) -> bool:
+        return isinstance(index, int) and (index < self.floor or index in self.above)
+
+    @property
+    def end(self) -> int:
+        """One more than the largest member."""
+        return max(self.above, default=self.floor - 1) + 1
+
+
+@dataclass
+class State:
+    """The story so far. `consumed` counts groups in batches, trimmed ones included."""
+
+    seals: dict[int, Seal] = field(default_factory=dict)
+    ready: dict[int, tuple[GroupRecord, Place]] = field(default_factory=dict)
+    resolved: IndexSet = field(default_factory=IndexSet)  # in a batch, or rejected
+    rejected: dict[int, str] = field(default_factory=dict)  # since the last trim
+    rejections: Counter[str] = field(default_factory=Counter)  # by reason, trimmed ones included
+    staleness: Counter[int] = field(default_factory=Counter)
+    consumed: int = 0
+    trimmed: int = 0  # batches up to this one are gone
+    lineage: int = 0  # the latest that asked for a batch
+
+    @property
+    def top(self) -> int:
+        """The newest batch that was cut."""
+        return max(self.seals, default=self.trimmed)
+
+    @property
+    def next_index(self) -> int:
+        return max(self.resolved.end, max(self.ready, default=-1) + 1)
+
+
+def read_state(folder: Path) -> State:
+    """The state of the trial whose `rollout/` this is. Raises OSError."""
+    records = [
+        (place, record) for number in segments(folder) for place, record in read_segment(folder, number)
+    ]
+    return tell(records, read_seals(folder))
+
+
+def check_data(folder: Path, state: State, path: str, now: dict[str, Any]) -> None:
+    """Keep a log to the rows that it was begun with: a prompt is known by its index alone. Raises ConfigError, OSError."""
+    if state.next_index:  # then it stays as it is: a start that is refused must not set a new measure
+        check_same_rows(path, rows_of(folder), now, "its batch log was begun")
+    elif now and rows_of(folder) != now:
+        folder.mkdir(exist_ok=True)
+        write_json(folder / DATA_NAME, now)
+
+
+def rows_of(folder: Path) -> dict[str, Any]:
+    """Fingerprint of the rows that a log was begun with; {} where that is not known."""
+    said: Any = read_json(folder / DATA_NAME)
+    return said if isinstance(said, dict) else {}
+
+
+def check_replay(folder: Path, step: int) -> None:
+    """Raises LedgerDamaged where a batch that was cut after `step` can't be given out again, or nobody can tell which were cut.
+
+    Reads every segment that such a batch has groups in.
+    """
+    seals = [seal for _, seal in sorted(read_seals(folder).items()) if seal.step > step]
+    needed = {place.segment for seal in seals for place in seal.places.values()}
+    records = [one for number in sorted(needed) for one in read_segment(folder, number)]
+    groups = {place for place, record in records if isinstance(record, GroupRecord)}
+    for seal in seals:
+        lost = [place.segment for place in seal.places.values() if place not in groups]
+        if lost:
+            raise LedgerDamaged(
+                f"batch {seal.step} can't be made again: {segment_path(folder, lost[0])} is damaged or gone"
+            )
+
+
+def tell(records: list[tuple[Place, Record]], seals: dict[int, Seal]) -> State:
+    """The state that these records and seals amount to. Pure."""
+    state = State()
+    bases = [record.content for _, record in records if isinstance(record, BaseRecord)]
+    for content in sorted(bases, key=lambda content: content["trimmed"]):
+        _apply_base(state, content)
+    consumed: set[int] = set()
+    for step in sorted(step for step in seals if step > state.trimmed):
+        seal = state.seals[step] = seals[step]
+        consumed.update(seal.places)
+        state.staleness.update(seal.staleness)
+        state.lineage = max(state.lineage, seal.lineage)
+    state.consumed += len(consumed)
+    trimmed_away = IndexSet(state.resolved.floor, list(state.resolved.above))
+    for place, record in records:
+        if isinstance(record, BaseRecord) or record.index in consumed or record.index in trimmed_away:
+            continue
+        if isinstance(record, RejectRecord):
+            _apply_reject(state, record)
+        elif record.index not in state.rejected:
+            state.ready.setdefault(record.index, (record, place))
+    for index in (*consumed, *state.rejected):
+        state.resolved.add(index)
+    return state
+
+
+def _apply_reject(state: State, record: RejectRecord) -> None:
+    if record.index not in state.rejected:
+        state.rejected[record.index] = record.reason
+        state.rejections[record.reason] += 1
+        state.ready.pop(record.index, None)
+
+
+def _apply_base(state: State, content: dict[str, Any]) -> None:
+    state.trimmed = content["trimmed"]
+    state.consumed = content["consumed"]
+    state.lineage = max(state.lineage, content["lineage"])
+    state.rejections = Counter(content["rejections"])
+    state.staleness = Counter(content["staleness"])
+    state.resolved.raise_floor(content["floor"])
+    for index in content["above"]:
+        state.resolved.add(index)

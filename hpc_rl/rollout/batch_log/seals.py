@@ -1,0 +1,171 @@
+"""Sealed batches: which groups batch k consists of, once and for ever; and the bytes that the trainer gets.
+
+A seal is `batches/<step>.seal`, made by link, so that of two services one wins and the other reads what won. It names the
+place of each group in the ledger and the checksum of the batch's bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgpack
+import xxhash
+
+from hpc_rl.rollout.batch_log.ledger import Ledger, LedgerDamaged, Place
+from hpc_rl.trial import create_exclusive, fsync_dir, read_json, write_json
+
+TRIMMED = "trimmed.json"
+
+
+@dataclass(frozen=True)
+class Seal:
+    """Batch `step`: prompt indexes in their order, and where each group lies."""
+
+    step: int
+    lineage: int  # of the trainer that first asked for it
+    places: dict[int, Place]
+    staleness: dict[int, int]  # age -> number of groups
+    num_bytes: int
+    checksum: str
+    counters: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def indexes(self) -> list[int]:
+        return list(self.places)
+
+
+def batch_bytes(step: int, groups: list[bytes]) -> bytes:
+    """What `types.encode(Batch(step, groups))` gives, from groups that are encoded already."""
+    packer = msgpack.Packer(use_bin_type=True)
+    head = [
+        packer.pack_map_header(2),
+        packer.pack("__t__"),
+        packer.pack("Batch"),
+        packer.pack("v"),
+        packer.pack_map_header(2),
+    ]
+    head += [
+        packer.pack("step"),
+        packer.pack(step),
+        packer.pack("groups"),
+        packer.pack_array_header(len(groups)),
+    ]
+    return b"".join([*head, *groups])
+
+
+class Batches:
+    """The seals of a trial.
+
+    Args:
+        folder: The trial's `rollout/`; seals lie in `batches/` below it.
+        ledger: Where the groups are read from.
+    """
+
+    def __init__(self, folder: Path, ledger: Ledger) -> None:
+        self.folder = folder / "batches"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.ledger = ledger
+
+    def seal(
+        self, step: int, lineage: int, places: dict[int, Place], ages: list[int], counters: dict[str, float]
+    ) -> tuple[Seal, bytes, bool]:
+        """Commit the ledger, then try to make this the batch of `step`.
+
+        Returns (the seal that holds, its bytes, whether it is ours). Raises OSError.
+        """
+        self.ledger.commit()
+        body = batch_bytes(step, [self.ledger.read_group(place) for place in places.values()])
+        seal = Seal(
+            step, lineage, places, dict(Counter(ages)), len(body), xxhash.xxh3_64_hexdigest(body), counters
+        )
+        self.ledger.check_owned({place.segment for place in places.values()})
+        if self.ledger.room.write(
+            f"batch {step}", lambda: create_exclusive(self._path(step), _to_json(seal))
+        ):
+            fsync_dir(self.folder)
+            return seal, body, True
+        won = self.read(step)
+        if won is None:
+            raise LedgerDamaged(f"{self._path(step)} exists and can't be read")
+        return won, self.body(won), False
+
+    def body(self, seal: Seal) -> bytes:
+        """The batch's bytes, as they were when it was sealed. Raises LedgerDamaged."""
+        body = batch_bytes(seal.step, [self.ledger.read_group(place) for place in seal.places.values()])
+        if xxhash.xxh3_64_hexdigest(body) != seal.checksum:
+            raise LedgerDamaged(f"batch {seal.step} is not what was sealed")
+        return body
+
+    def read(self, step: int) -> Seal | None:
+        return _read(self._path(step))
+
+    def delete(self, step: int) -> None:
+        self._path(step).unlink(missing_ok=True)
+
+    def note_trimmed(self, step: int) -> None:
+        """For checkpoint/start_facts.py, which does not read the log: what it can replay. Seals tell only while one is left."""
+        path = self.folder.parent / TRIMMED
+        self.ledger.room.write(TRIMMED, lambda: write_json(path, {"step": step}))
+
+    def drop_trimmed(self, step: int) -> None:
+        """Delete what a trim that was killed left of the batches up to this one."""
+        if not step:
+            return
+        self.note_trimmed(step)
+        for name in os.listdir(self.folder):
+            if (
+                name.endswith(".seal")
+                and name.removesuffix(".seal").isdecimal()
+                and int(name.removesuffix(".seal")) <= step
+            ):
+                (self.folder / name).unlink(missing_ok=True)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"{step:08d}.seal"
+
+
+def read_seals(folder: Path) -> dict[int, Seal]:
+    """All seals below a trial's `rollout/`, by step. Raises LedgerDamaged for one that can't be read."""
+    seals = {}
+    paths = sorted((folder / "batches").glob("[0-9]*.seal"))
+    for path in paths:
+        seal = _read(path)
+        if seal is not None:
+            seals[seal.step] = seal
+        elif path.exists():  # else trimmed meanwhile
+            raise LedgerDamaged(f"{path} can't be read")
+    return seals
+
+
+def _read(path: Path) -> Seal | None:
+    data = read_json(path)
+    try:
+        return None if data is None else _from_json(data)
+    except (KeyError, TypeError, ValueError):  # JSON, and no seal
+        return None
+
+
+def _to_json(seal: Seal) -> str:
+    groups = [[place.segment, place.offset, index] for index, place in seal.places.items()]
+    ages = sorted(seal.staleness.items())
+    content = {"step": seal.step, "lineage": seal.lineage, "groups": groups, "staleness": ages}
+    return json.dumps(
+        {**content, "num_bytes": seal.num_bytes, "xxh3": seal.checksum, "counters": seal.counters}
+    )
+
+
+def _from_json(data: dict) -> Seal:
+    places = {index: Place(segment, offset) for segment, offset, index in data["groups"]}
+    return Seal(
+        data["step"],
+        data["lineage"],
+        places,
+        dict(data["staleness"]),
+        data["num_bytes"],
+        data["xxh3"],
+        data["counters"],
+    )

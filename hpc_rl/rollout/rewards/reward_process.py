@@ -1,0 +1,220 @@
+"""The user's reward function in a process of its own, with a time limit: both ends of the pipe.
+
+Sync functions run one after the other, async ones together. The clock of a call starts when the call starts, which the
+process reports. A call over its limit costs the process: it is killed, a new one is started, and the other calls that were
+waiting for it are asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed
+from hpc_rl.rollout import pipes
+from hpc_rl.rollout.rewards import RewardFailed, checked, import_object
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 120.0  # the user's module may import much
+MAX_DEATHS = 3  # a call that ran when so many processes ended is taken to be the cause
+
+
+@dataclass
+class _Call:
+    frame: dict[str, Any]
+    answer: asyncio.Future[float]
+    timer: asyncio.TimerHandle | None = None  # set while the call runs
+    deaths: int = 0  # of processes that ended while this call ran
+
+
+class RewardProcess:
+    """The executor's end.
+
+    Args:
+        path: `package.module:name` of the function.
+        timeout_s: Seconds that one call may take.
+        argv: What starts the other end; None for `python -m hpc_rl.app.reward_worker`.
+    """
+
+    def __init__(self, path: str, timeout_s: float, argv: list[str] | None = None) -> None:
+        self.path = path
+        self.timeout_s = timeout_s
+        self.num_restarts = 0
+        self._argv = argv or [sys.executable, "-m", "hpc_rl.app.reward_worker", path]
+        self._process: asyncio.subprocess.Process | None = None
+        self._calls: dict[int, _Call] = {}
+        self._ids = itertools.count()
+        self._reading: asyncio.Task[None] | None = None
+        self._closing = False
+
+    async def start(self) -> None:
+        """Raises ConfigError for a path that can't be imported, RoleFailed where the process does not come up."""
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(*self._argv, stdin=pipe, stdout=pipe)
+        assert self._process.stdout
+        first, said = None, f"no word from it within {START_TIMEOUT_S:.0f} s"
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                first = await pipes.read(self._process.stdout)
+                if first is None or "error" in first:  # it ends, and its exit code says how
+                    said = f"it ended with code {await self._process.wait()}"
+        except TimeoutError:
+            pass
+        if first is None or "error" in first:
+            await self._kill()
+            said = first["error"] if first else said
+            if self._process.returncode == ExitCode.BAD_CONFIG:
+                raise ConfigError(said)
+            raise RoleFailed(f"the reward process for {self.path!r} does not come up: {said}")
+        self._reading = asyncio.create_task(self._read(self._process), name="reward-process")
+        for call in self._calls.values():
+            self._send(call)
+
+    async def reward(self, prompt: Any, completion: str, columns: dict[str, Any]) -> float:
+        number = next(self._ids)
+        frame = {"id": number, "prompt": prompt, "completion": completion, "columns": columns}
+        call = _Call(frame, asyncio.get_running_loop().create_future())
+        self._calls[number] = call
+        self._send(call)
+        try:
+            return await call.answer
+        finally:
+            self._forget(number)
+
+    async def close(self) -> None:
+        self._closing = True
+        while self._reading is not None and not self._reading.done():  # it may be in the middle of a restart
+            await self._kill()
+            await asyncio.wait({self._reading}, timeout=0.1)
+        await self._kill()
+
+    def _send(self, call: _Call) -> None:
+        process = self._process
+        if (
+            process is not None
+            and process.returncode is None
+            and process.stdin
+            and not process.stdin.is_closing()
+        ):
+            process.stdin.write(pipes.pack(call.frame))  # else the restart sends it
+
+    def _forget(self, number: int) -> None:
+        call = self._calls.pop(number, None)
+        if call and call.timer:
+            call.timer.cancel()
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout
+        while (frame := await pipes.read(process.stdout)) is not None:
+            call = self._calls.get(frame["id"])
+            if call is None or call.answer.done():
+                continue
+            if "started" in frame:
+                call.timer = asyncio.get_running_loop().call_later(self.timeout_s, self._expire, frame["id"])
+            elif "error" in frame:
+                call.answer.set_exception(RewardFailed("reward_exception", frame["error"]))
+            else:
+                call.answer.set_result(frame["value"])
+        await self._restart(process)
+
+    def _expire(self, number: int) -> None:
+        call = self._calls.get(number)
+        if call is None or call.answer.done():
+            return
+        logger.warning(
+            "a reward call took more than %.1f s: the reward process is killed and started again",
+            self.timeout_s,
+        )
+        call.answer.set_exception(
+            RewardFailed(
+                "reward_timeout", f"the reward took more than {self.timeout_s:g} s (rollout.reward_timeout_s)"
+            )
+        )
+        if self._process:
+            pipes.kill(self._process)  # its end of pipe makes _read restart it
+
+    async def _restart(self, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        if self._closing:
+            return
+        self.num_restarts += 1
+        for call in self._calls.values():
+            if call.timer is None:
+                continue
+            call.timer.cancel()
+            call.timer = None
+            call.deaths += 1
+            if call.deaths >= MAX_DEATHS and not call.answer.done():
+                call.answer.set_exception(
+                    RewardFailed("reward_exception", f"the reward process ended with code {code}")
+                )
+        for number in [number for number, call in self._calls.items() if call.answer.done()]:
+            del self._calls[number]
+        try:
+            await self.start()
+        except HpcRlError as error:
+            if self._closing:
+                return
+            logger.error("%s", error)
+            os._exit(
+                error.exit_code
+            )  # the executor worker is of no use without it; its parent starts another
+
+    async def _kill(self) -> None:
+        process = self._process
+        if process is not None and process.returncode is None:
+            pipes.kill(process)
+            await process.wait()
+
+
+def serve(path: str) -> None:
+    """The process's end: answers calls until its input ends. Raises ConfigError for a path that can't be imported."""
+    out = pipes.take_stdout()
+    loop = asyncio.new_event_loop()
+    writing = threading.Lock()
+
+    def answer(frame: dict[str, Any]) -> None:
+        with writing:
+            data = memoryview(pipes.pack(frame))
+            while data:
+                data = data[os.write(out, data) :]
+
+    def listen() -> None:
+        while (frame := pipes.read_blocking(sys.stdin.buffer)) is not None:
+            asyncio.run_coroutine_threadsafe(_call(function, frame, answer), loop)
+        os._exit(0)
+
+    try:
+        function = import_object("rollout.reward_fn", path)
+    except Exception as error:  # whatever the user's module raises is what the trial's end is told by
+        answer(
+            {"error": str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"}
+        )
+        raise
+    answer({"ready": True})
+    threading.Thread(target=listen, daemon=True, name="calls").start()
+    loop.run_forever()
+
+
+async def _call(
+    function: Callable[..., Any], frame: dict[str, Any], answer: Callable[[dict[str, Any]], None]
+) -> None:
+    answer({"id": frame["id"], "started": True})
+    try:
+        value = function(frame["prompt"], frame["completion"], **frame["columns"])
+        if inspect.isawaitable(value):
+            value = await value
+        answer({"id": frame["id"], "value": checked(value)})
+    except RewardFailed as error:
+        answer({"id": frame["id"], "error": error.message})
+    except Exception as error:  # whatever user code raises is the outcome of this call
+        answer({"id": frame["id"], "error": f"{type(error).__name__}: {error}"})

@@ -1,0 +1,305 @@
+"""The embedded backend: SGLang's native requests in front of the engine thread, in the server role's own process.
+
+Parsing and answers are here and cost the event loop's thread; the engine's thread sees sequences only. A step's finished
+sequences cross over in one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.config.sections.inference import EmbeddedConfig
+from hpc_rl.errors import ConfigError, RequestRefused
+from hpc_rl.servers.base import Answer
+from hpc_rl.servers.chat import ChatTokenizer, to_completion, to_generate
+from hpc_rl.servers.embedded.decoder import Model
+from hpc_rl.servers.embedded.engine import Engine
+from hpc_rl.servers.embedded.lanes import Sequence
+from hpc_rl.servers.sampling import SamplingParams, parse
+
+logger = logging.getLogger(__name__)
+
+_GENERATE_KEYS = {"input_ids", "text", "sampling_params", "return_logprob", "rid"}
+_GENERATE_KEYS |= {"stream", "logprob_start_len", "top_logprobs_num"}
+_PAUSE_MODES = ("abort", "retract", "in_place")
+_SWITCH_INTERVAL_S = (
+    0.001  # the engine gives the interpreter away in every tensor operation and wants it back soon
+)
+_MASK_63 = (1 << 63) - 1
+
+
+class EmbeddedBackend:
+    """See Backend.
+
+    Args:
+        config: The section `embedded`.
+        seed: Seed of requests that bring none.
+        tokenizer_path: Directory of the tokenizer, for text and chat; "" takes the model's.
+        scratch: The initial weights are random, of the architecture at the model's path.
+    """
+
+    def __init__(
+        self, config: EmbeddedConfig, seed: int = 1, tokenizer_path: str = "", scratch: bool = False
+    ) -> None:
+        self._config, self._seed, self._tokenizer_path, self._scratch = config, seed, tokenizer_path, scratch
+        self._engine: Engine | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tokenizer: ChatTokenizer | None = None
+        self._live: set[str] = set()
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "start() comes first"
+        return self._engine
+
+    async def start(self, path: str, version: str) -> None:
+        if not Path(path).is_dir():
+            raise ConfigError(f"model path {path!r} is not a directory")
+        self._loop = asyncio.get_running_loop()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        start = time.monotonic()
+        scratch = self._scratch and not version
+        model = await asyncio.to_thread(Model, path, self._config.dtype, scratch)
+        self._tokenizer = _tokenizer(self._tokenizer_path or path)
+        max_running, invariant = self._config.max_running_requests, self._config.batch_invariant
+        self._engine = Engine(model, version, max_running, invariant, self._seed, self._deliver)
+        self._engine.start()
+        name = type(model.decoder).__name__
+        logger.info("embedded engine: %s with %s in %.1f s", path, name, time.monotonic() - start)
+
+    def alive(self) -> str:
+        if self._engine is None or self._engine.alive():
+            return ""
+        return f"the engine thread has ended: {self._engine.failure or 'stopped'}"
+
+    async def stop(self) -> None:
+        if self._engine:
+            await asyncio.to_thread(self._engine.stop)
+
+    async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
+        handler = self._HANDLERS.get(path)
+        if handler is None:
+            return 404, _error(f"no such path: {path}")
+        try:
+            return 200, await handler(self, body or {})
+        except RequestRefused as error:
+            return 400, _error(str(error))
+        except RuntimeError as error:  # the engine has failed or stops
+            return 503, _error(str(error))
+
+    # generation
+    async def _generate(self, body: dict[str, Any]) -> Any:
+        unknown = body.keys() - _GENERATE_KEYS
+        if unknown:
+            raise RequestRefused(
+                f"unknown key {min(unknown)!r}; known are {', '.join(sorted(_GENERATE_KEYS))}"
+            )
+        if body.get("stream") or body.get("top_logprobs_num") or (body.get("logprob_start_len") or -1) >= 0:
+            raise RequestRefused(
+                "stream, top_logprobs_num and logprob_start_len are not served by the embedded engine"
+            )
+        inputs, batched = self._inputs(body)
+        rids = self._rids(body.get("rid"), len(inputs), batched)
+        given = body.get("sampling_params")
+        params = [parse(item) for item in given] if isinstance(given, list) else [parse(given)] * len(inputs)
+        if len(params) != len(inputs):
+            raise RequestRefused(f"{len(params)} sampling_params for {len(inputs)} inputs")
+        sequences: list[Sequence] = []
+        for ids, rid, one in zip(inputs, rids, params, strict=True):
+            sequences += self._sequences(ids, rid, one)
+        finished = await self._run(sequences, {rid for rid in rids if rid})
+        answers = [self._answer(sequence, bool(body.get("return_logprob"))) for sequence in finished]
+        return answers if batched or len(answers) > 1 or params[0].n > 1 else answers[0]
+
+    def _inputs(self, body: dict[str, Any]) -> tuple[list[list[int]], bool]:
+        ids, text = body.get("input_ids"), body.get("text")
+        if (ids is None) == (text is None):
+            raise RequestRefused("give either input_ids or text")
+        if text is not None:
+            batched = isinstance(text, list)
+            return [self._need_tokenizer().encode(one) for one in (text if batched else [text])], batched
+        if not isinstance(ids, list) or not ids:
+            raise RequestRefused("input_ids must be a list of integers, or a list of such lists, not empty")
+        batched = isinstance(ids[0], list)
+        return (ids if batched else [ids]), batched
+
+    def _rids(self, rid: Any, count: int, batched: bool) -> list[str]:
+        rids = rid if isinstance(rid, list) else [rid or ""] if not batched else [""] * count
+        if len(rids) != count or not all(isinstance(one, str) for one in rids):
+            raise RequestRefused(f"rid must be a string, or a list of {count} strings")
+        if any(one and one in self._live for one in rids):
+            raise RequestRefused("a request with this rid is running")
+        return rids
+
+    def _sequences(self, ids: list[int], rid: str, params: SamplingParams) -> list[Sequence]:
+        model = self.engine.model
+        if (
+            not isinstance(ids, list)
+            or set(map(type, ids)) != {int}
+            or min(ids) < 0
+            or max(ids) >= model.vocab_size
+        ):
+            raise RequestRefused(f"input_ids must be integers from 0 to {model.vocab_size - 1}, at least one")
+        total = len(ids) + params.max_new_tokens
+        if len(ids) >= model.context_length or total > model.context_length:
+            raise RequestRefused(
+                f"{len(ids)} input tokens and max_new_tokens {params.max_new_tokens} exceed the model's {model.context_length}"
+            )
+        rid = rid or uuid.uuid4().hex
+        sequences = []
+        for index in range(params.n):
+            # samples of one request differ; a sequence resubmitted after an abort goes on where it was
+            seed = (
+                self.engine.draw_seed()
+                if params.sampling_seed is None
+                else (params.sampling_seed + index) & _MASK_63
+            )
+            sequences.append(Sequence(ids, params, seed, rid if params.n == 1 else f"{rid}_{index}", _ignore))
+        return sequences
+
+    async def _run(self, sequences: list[Sequence], rids: set[str]) -> list[Sequence]:
+        assert self._loop is not None
+        future: asyncio.Future[None] = self._loop.create_future()
+        left = len(sequences)
+
+        def done(_sequence: Sequence) -> None:
+            nonlocal left
+            left -= 1
+            if not left and not future.done():
+                future.set_result(None)
+
+        for sequence in sequences:
+            sequence.done = done
+        self._live |= rids
+        if self.engine.failure:
+            raise RuntimeError(self.engine.failure)
+        self.engine.submit(sequences)
+        try:
+            await future
+        except asyncio.CancelledError:  # the client has gone: nobody wants the rest
+            for sequence in sequences:
+                sequence.cancelled = True
+            self.engine.abort(lambda sequence: sequence.cancelled, "the client has gone")
+            raise
+        finally:
+            self._live -= rids
+        return sequences
+
+    def _deliver(self, finished: list[Sequence]) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_call_done, finished)
+
+    def _answer(self, sequence: Sequence, return_logprob: bool) -> dict[str, Any]:
+        ids = sequence.tokens
+        meta: dict[str, Any] = {
+            "id": sequence.rid,
+            "finish_reason": sequence.finish,
+            "prompt_tokens": len(sequence.ids),
+            "completion_tokens": len(ids),
+            "cached_tokens": 0,
+            "weight_version": sequence.spans[-1][0] if sequence.spans else self.engine.version,
+            "weight_versions": [
+                {"version": v, "start": start, "end": end} for v, start, end in sequence.spans
+            ],
+            "num_retractions": sequence.num_retractions,
+        }
+        if return_logprob:
+            meta["output_token_logprobs"] = [
+                [value, token, None] for value, token in zip(sequence.logprobs, ids, strict=True)
+            ]
+            meta["output_token_logprobs_length"] = len(ids)
+        return {"output_ids": ids, "meta_info": meta}
+
+    async def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        tokenizer = self._need_tokenizer()
+        request, stops = to_generate(body, tokenizer, self.engine.model.context_length)
+        answers = await self._generate(request)
+        return to_completion(body, answers if isinstance(answers, list) else [answers], tokenizer, stops)
+
+    def _need_tokenizer(self) -> ChatTokenizer:
+        if self._tokenizer is None:
+            raise RequestRefused("the model has no tokenizer.json: send input_ids")
+        return self._tokenizer
+
+    # control
+    async def _pause(self, body: dict[str, Any]) -> dict[str, Any]:
+        mode = body.get("mode", "abort")
+        if mode not in _PAUSE_MODES:
+            raise RequestRefused(f"mode must be one of {', '.join(_PAUSE_MODES)}, got {mode!r}")
+        await asyncio.wrap_future(self.engine.pause(mode))
+        return {"status": "ok", "message": f"paused ({mode})"}
+
+    async def _continue(self, _body: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.wrap_future(self.engine.resume())
+        return {"status": "ok", "message": "continued"}
+
+    async def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
+        rid, everything = body.get("rid") or "", bool(body.get("abort_all"))
+
+        def match(sequence: Sequence) -> bool:
+            return everything or (bool(rid) and (sequence.rid == rid or sequence.rid.startswith(f"{rid}_")))
+
+        count = await asyncio.wrap_future(self.engine.abort(match, "aborted by abort_request"))
+        return {"status": "ok", "num_aborted": count}
+
+    async def _update(self, body: dict[str, Any]) -> dict[str, Any]:
+        path, version = body.get("model_path"), body.get("weight_version")
+        if not isinstance(path, str) or not path:
+            raise RequestRefused("model_path must be a directory")
+        keep_cache = not body.get("flush_cache", True)
+        try:
+            await asyncio.wrap_future(
+                self.engine.update(path, None if version is None else str(version), keep_cache)
+            )
+        except (OSError, ValueError) as error:
+            raise RequestRefused(
+                f"the weights at {path} can't be loaded, the old ones stay: {error}"
+            ) from error
+        return {"success": True, "message": "updated", "num_paused_requests": 0}
+
+    async def _flush(self, _body: dict[str, Any]) -> dict[str, Any]:
+        return {"status": "ok", "message": "there is no cache beyond the running requests"}
+
+    async def _info(self, _body: dict[str, Any]) -> dict[str, Any]:
+        engine = self.engine
+        info = {"model_path": engine.model.path, "is_generation": True, "weight_version": engine.version}
+        return {**info, "context_length": engine.model.context_length, "engine": "embedded", **engine.load()}
+
+    _HANDLERS = {  # noqa: RUF012 (a table, never changed)
+        "/generate": _generate,
+        "/v1/chat/completions": _chat,
+        "/pause_generation": _pause,
+        "/continue_generation": _continue,
+        "/abort_request": _abort,
+        "/update_weights_from_disk": _update,
+        "/flush_cache": _flush,
+        "/model_info": _info,
+    }
+
+
+def _ignore(_sequence: Sequence) -> None:
+    pass
+
+
+def _call_done(finished: list[Sequence]) -> None:
+    for sequence in finished:
+        sequence.done(sequence)
+
+
+def _error(message: str) -> dict[str, Any]:
+    return {"error": {"message": message}}
+
+
+def _tokenizer(path: str) -> ChatTokenizer | None:
+    try:
+        return ChatTokenizer(path)
+    except (OSError, ValueError) as error:
+        logger.info("no chat and no text input: %s", error)
+        return None

@@ -1,0 +1,148 @@
+"""Sequences, and the rows in which they are decoded together: bookkeeping of the embedded engine, one NumPy column per fact.
+
+What a row made lies in arrays until it leaves, so that a step costs no Python per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpc_rl.servers.embedded.decoder import Model, Rows
+from hpc_rl.servers.sampling import SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One sample in the making. The engine thread owns it between submit and done."""
+
+    ids: list[int]
+    params: SamplingParams
+    seed: int
+    rid: str
+    done: Callable[[Sequence], None]
+    tokens: list[int] = field(default_factory=list)  # made so far, once it has left the rows
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+    finish: dict[str, Any] | None = None
+    lane: Lane | None = None
+    row: int = -1
+    num_retractions: int = 0
+    prompt_key: bytes = b""
+    cancelled: bool = False
+
+
+_COLUMNS: dict[str, Any] = {
+    "length": np.int64,  # tokens in the cache
+    "pending": np.int64,  # the token to feed next
+    "made": np.int64,  # tokens made in this stay
+    "limit": np.int64,  # tokens that it may make in this stay
+    "least": np.int64,  # tokens before which no stop token is sampled
+    "seed": np.uint64,
+    "temperature": np.float64,
+    "top_k": np.int64,
+    "top_p": np.float64,
+    "stop": np.int64,  # index of the set of stop tokens
+}
+
+
+class Lane:
+    """Rows decoded together. There is one, or one per sequence in batch-invariant mode."""
+
+    def __init__(self, model: Model, exact: bool) -> None:
+        self.model, self.exact = model, exact
+        self.sequences: list[Sequence] = []
+        self.rows = Rows(model.num_layers)
+        self.state = {name: np.zeros(0, dtype) for name, dtype in _COLUMNS.items()}
+        self.tokens = np.zeros((0, 0), np.int64)
+        self.logprobs = np.zeros((0, 0), np.float32)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def longest(self) -> int:
+        return int(self.state["length"][: len(self)].max()) if self.sequences else 0
+
+    def reserve(self, num_rows: int, columns: int, made: int, like: torch.Tensor | None = None) -> None:
+        """Room for rows, for cache columns (needs `like` the first time) and for made tokens."""
+        if num_rows > len(self.state["length"]):
+            size = num_rows if self.exact else max(num_rows, 2 * len(self.state["length"]))
+            for name, array in self.state.items():
+                self.state[name] = np.resize(array, size) if len(array) else np.zeros(size, array.dtype)
+        have_rows, have_made = self.tokens.shape
+        if num_rows > have_rows or made > have_made:
+            shape = (
+                max(have_rows, len(self.state["length"])),
+                have_made if made <= have_made else max(made, 2 * have_made),
+            )
+            for name in ("tokens", "logprobs"):
+                old, new = getattr(self, name), np.zeros(shape, getattr(self, name).dtype)
+                new[:have_rows, :have_made] = old
+                setattr(self, name, new)
+        sample_of = self.rows.keys[0] if self.rows.keys else like
+        assert sample_of is not None
+        self.rows.reserve(num_rows, columns, sample_of, (len(self), self.longest()), self.exact)
+
+    def join(
+        self, sequences: list[Sequence], stops: list[int], lengths: list[int], pending: list[int]
+    ) -> None:
+        """Append rows; their room is reserved, their cache is written by the caller."""
+        first, params = len(self.sequences), [sequence.params for sequence in sequences]
+        made = [len(sequence.tokens) for sequence in sequences]
+        columns: dict[str, list[Any]] = {
+            "length": lengths,
+            "pending": pending,
+            "limit": [one.max_new_tokens - count for one, count in zip(params, made, strict=True)],
+            "least": [one.min_new_tokens - count for one, count in zip(params, made, strict=True)],
+            "seed": [sequence.seed for sequence in sequences],
+            "temperature": [one.temperature for one in params],
+            "top_k": [one.top_k if 0 < one.top_k < self.model.vocab_size else 0 for one in params],
+            "top_p": [one.top_p for one in params],
+            "stop": stops,
+        }
+        rows = slice(first, first + len(sequences))
+        self.state["made"][rows] = 0
+        for name, values in columns.items():
+            self.state[name][rows] = values
+        for row, sequence in enumerate(sequences, first):
+            sequence.lane, sequence.row = self, row
+        self.sequences += sequences
+
+    def leave(self, leaving: list[int]) -> None:
+        """Take rows out; the last rows fill the holes."""
+        keep = len(self) - len(leaving)
+        gone = set(leaving)
+        holes = [row for row in leaving if row < keep]
+        movers = [row for row in range(keep, len(self)) if row not in gone]
+        for row in leaving:
+            self.sequences[row].lane, self.sequences[row].row = None, -1
+        if holes:
+            columns = int(self.state["length"][movers].max())
+            self.rows.copy(movers, holes, columns)
+            for array in (*self.state.values(), self.tokens, self.logprobs):
+                array[holes] = array[movers]
+            for hole, mover in zip(holes, movers, strict=True):
+                self.sequences[hole] = self.sequences[mover]
+                self.sequences[hole].row = hole
+        del self.sequences[keep:]
+
+    def collect(self, row: int, version: str) -> Sequence:
+        """Move what the row made into its sequence."""
+        sequence = self.sequences[row]
+        self.close_span(row, version)
+        made = self.state["made"][row]
+        sequence.tokens += self.tokens[row, :made].tolist()
+        sequence.logprobs += self.logprobs[row, :made].tolist()
+        return sequence
+
+    def close_span(self, row: int, version: str) -> None:
+        """Record that what was made since the last span is of `version`."""
+        sequence = self.sequences[row]
+        start = sequence.spans[-1][2] if sequence.spans else 0
+        end = len(sequence.tokens) + int(self.state["made"][row])
+        if end > start:
+            sequence.spans.append((version, start, end))

@@ -1,0 +1,429 @@
+"""Steps: starts the processes of a unit and holds them as one handle. Two ways: children of this process, or one srun.
+
+Every process has a pipe from the supervisor as standard input. The supervisor alone holds the other end, so that its death,
+of whatever kind, ends them all; what it writes there asks them to stop. A pipe and not a signal, because srun brings signals
+to every process of the step, children of the role included.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from hpc_rl.errors import ConfigError, SchedulerError
+from hpc_rl.files import last_lines
+from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.proc import start_ticks
+from hpc_rl.render.container_command import wrap
+from hpc_rl.trial import Attempt, read_json
+
+logger = logging.getLogger(__name__)
+AFTER_CLEAN_S = 30.0  # for the other tasks, once one has ended with 0 or 75
+AFTER_FAILURE_S = 5.0  # enough for peers to put their own failure on record
+KILL_STEP_S = 10.0  # for srun to end its step, before the client itself is killed
+STOP, STACKS = "stop", "stacks"  # what the pipe says; see app/control.py
+CLEAN = (0, 75)
+_WAITS = re.compile(r"step creation (?:temporarily|still) disabled, retrying")  # srun's words
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that the supervisor started itself."""
+
+    pid: int
+    start_ticks: int | None
+    rank: int
+
+
+class Handle(Protocol):
+    """The processes of one incarnation of a unit."""
+
+    children: list[Child]
+
+    def poll(self) -> int | None:
+        """None while anything of it runs; then the launcher's code. To be called often: it ends stragglers."""
+
+    def ask_to_stop(self) -> None:
+        """Every process saves and ends when it can."""
+
+    def tell(self, words: str) -> None:
+        """A line to every process of it."""
+
+    def unplaced(self) -> str:
+        """What the scheduler says while it starts no process of it; empty where it does, or is not asked."""
+
+    def dump_stacks(self) -> None:
+        """Every process writes down where it is, though it may neither listen nor run."""
+
+    def kill(self) -> None:
+        """End everything of it by force; poll says when that has happened."""
+
+
+class Steps(Protocol):
+    """Raises OSError when a unit can't be started at all."""
+
+    def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle: ...
+
+
+def common_env(unit: Unit, kind: str) -> dict[str, str]:
+    """What every process of a unit finds in its environment, besides what the supervisor has."""
+    return {
+        "HPC_RL_STEPS": kind,
+        "HPC_RL_NUM_RANKS": str(unit.num_tasks),
+        "OMP_NUM_THREADS": str(unit.cpus_per_task),
+        **unit.env,
+    }
+
+
+def _search_path(environ: dict[str, str], unit: Unit) -> dict[str, str]:
+    """A PYTHONPATH of the unit's comes after that of the code of the submission, which must not get lost by it."""
+    paths = [path for path in (environ.get("PYTHONPATH"), unit.env.get("PYTHONPATH")) if path]
+    return {"PYTHONPATH": ":".join(paths)} if paths else {}
+
+
+# --- processes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ProcessSteps:
+    """Children of this process, each in a session and process group of its own.
+
+    Args:
+        environ: Environment to start from.
+    """
+
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> ProcessHandle:
+        own = {
+            "CUDA_VISIBLE_DEVICES": self._gpus(unit),
+            "OMP_NUM_THREADS": str(min(unit.cpus_per_task, os.cpu_count() or 1)),
+        }
+        env = self.environ | common_env(unit, "process") | own | unit.env | _search_path(self.environ, unit)
+        wrapped = wrap(unit, argv, env, common_env(unit, "process"), attempt.trial.dir, Path.cwd())
+        handle = ProcessHandle()
+        for rank in range(unit.num_tasks):
+            log = attempt.log(unit.role, unit.index, incarnation, rank if unit.num_tasks > 1 else None)
+            try:
+                handle.add(wrapped.argv, {**wrapped.env, "HPC_RL_RANK": str(rank)}, log, rank)
+            except OSError:
+                handle.kill()
+                handle.poll()
+                raise
+        return handle
+
+    def _gpus(self, unit: Unit) -> str:
+        count = unit.gpus_per_task * unit.tasks_per_node
+        visible = [gpu for gpu in self.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+        if visible and unit.gpu_offset + count > len(visible):
+            wanted = f"GPUs {unit.gpu_offset} to {unit.gpu_offset + count - 1} of this machine"
+            raise ConfigError(
+                f"the plan gives {unit.role} {unit.index} the {wanted}, but CUDA_VISIBLE_DEVICES shows {len(visible)}: "
+                "lower cluster.n_gpus_per_node, or show more."
+            )
+        ids = visible or [str(number) for number in range(unit.gpu_offset + count)]
+        return ",".join(ids[unit.gpu_offset : unit.gpu_offset + count])
+
+
+class ProcessHandle:
+    """Child processes, ended together."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.children: list[Child] = []
+        self._clock = clock
+        self._tasks: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[int] = []
+        self._codes: dict[int, int] = {}  # by rank, in the order of the ends
+        self._deadline = float("inf")
+
+    def add(self, argv: list[str], env: dict[str, str], log: Path, rank: int) -> None:
+        """Start one task. Raises OSError."""
+        task, pipe = _spawn(argv, env, log)
+        self._tasks.append(task)
+        self._pipes.append(pipe)
+        self.children.append(Child(task.pid, start_ticks(task.pid), rank))
+
+    def poll(self) -> int | None:
+        for rank, task in enumerate(self._tasks):
+            if rank not in self._codes and (code := _reap(task)) is not None:
+                self._codes[rank] = code
+                patience_s = AFTER_CLEAN_S if code in CLEAN else AFTER_FAILURE_S
+                self._deadline = min(self._deadline, self._clock() + patience_s)
+        if len(self._codes) == len(self._tasks):
+            _close(self._pipes)
+            return next((code for code in self._codes.values() if code), 0)
+        if self._clock() >= self._deadline:
+            self.kill()
+        return None
+
+    def ask_to_stop(self) -> None:
+        self.tell(STOP)
+
+    def tell(self, words: str) -> None:
+        _write(self._pipes, words)
+
+    def unplaced(self) -> str:
+        return ""
+
+    def dump_stacks(self) -> None:
+        """The tasks alone, not their children, which may not expect the signal; one that was stopped runs on to obey it."""
+        for rank, task in enumerate(self._tasks):
+            if rank not in self._codes:
+                for number in (signal.SIGUSR1, signal.SIGCONT):
+                    with suppress(ProcessLookupError):
+                        os.kill(task.pid, number)
+
+    def kill(self) -> None:
+        for rank, task in enumerate(self._tasks):
+            if rank not in self._codes:
+                _kill_group(task.pid)
+
+
+def _reap(task: subprocess.Popen[bytes]) -> int | None:
+    """The code of an ended child. What it left in its group is killed while the zombie still keeps the group's number."""
+    if task.returncode is not None:
+        return task.returncode
+    if os.waitid(os.P_PID, task.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        return None
+    _kill_group(task.pid)
+    return task.wait()
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+# --- srun --------------------------------------------------------------------------------------------------------------
+
+# Inherited, they would speak for a step that says everything itself, or make srun refuse (memory given twice).
+UNWANTED = (
+    *(
+        "SLURM_NTASKS",
+        "SLURM_NPROCS",
+        "SLURM_NTASKS_PER_NODE",
+        "SLURM_CPUS_PER_TASK",
+        "SRUN_CPUS_PER_TASK",
+        "SLURM_DISTRIBUTION",
+    ),
+    *(
+        "SLURM_MEM_PER_NODE",
+        "SLURM_MEM_PER_CPU",
+        "SLURM_MEM_PER_GPU",
+        "SLURM_GPUS",
+        "SLURM_GPUS_PER_NODE",
+        "SLURM_GPUS_PER_TASK",
+    ),
+    *(
+        "SLURM_EXPORT_ENV",
+        "SLURM_NO_KILL",
+        "SLURM_KILL_BAD_EXIT",
+        "SLURM_WAIT",
+        "SLURM_OVERLAP",
+        "SLURM_WHOLE",
+        "SLURM_OPEN_MODE",
+    ),
+    *("SLURM_LABELIO", "SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_STDERRMODE", "SLURM_UNBUFFEREDIO"),
+)
+
+
+@dataclass
+class SrunSteps:
+    """One srun per unit.
+
+    Args:
+        hosts: Node names of the job, in Slurm's order.
+        with_gpus: Whether the job has GPUs; only then may a step speak of them.
+        environ: Environment to start from.
+        components: Of which component of a heterogeneous job each host is; None for a job of one kind.
+    """
+
+    hosts: list[str]
+    with_gpus: bool
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    components: list[int] | None = None
+
+    def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> SrunHandle:
+        own_log = attempt.log(unit.role, unit.index, incarnation)
+        env = {name: value for name, value in self.environ.items() if name not in UNWANTED} | common_env(
+            unit, "srun"
+        )
+        env |= _search_path(self.environ, unit)
+        component = None if self.components is None else self.components[unit.nodes[0]]
+        wrapped = wrap(unit, argv, env, common_env(unit, "srun"), attempt.trial.dir, Path.cwd())
+        step = srun_argv(unit, self.hosts, self.with_gpus, own_log, incarnation, component)
+        command = [*step, *wrapped.srun_args, *wrapped.argv]
+        logger.info("%s %d.%d: %s", unit.role, unit.index, incarnation, " ".join(command))
+        return SrunHandle(command, wrapped.env, own_log, attempt.processes)
+
+
+def srun_argv(
+    unit: Unit, hosts: list[str], with_gpus: bool, log: Path, incarnation: int, component: int | None = None
+) -> list[str]:
+    """The srun of a unit, up to its program.
+
+    `--exact` with stated CPUs and GPUs gives steps of one node disjoint parts of it, so that none waits for another;
+    `--mem=0` lets each use the job's memory. A task that ends takes the others with it after `--wait` seconds, which leaves
+    them time for their exit records; `--kill-on-bad-exit` would not. The step, unlike the job, ends with a node of its own.
+    """
+    nodes = [hosts[index] for index in unit.nodes]
+    flags = [
+        *([f"--het-group={component}"] if component is not None else []),
+        f"--job-name={unit.role}-{unit.index}.{incarnation}",
+        f"--nodes={len(nodes)}",
+        f"--nodelist={','.join(nodes)}",
+        f"--ntasks={unit.num_tasks}",
+        f"--ntasks-per-node={unit.tasks_per_node}",
+        "--distribution=block",
+        f"--cpus-per-task={unit.cpus_per_task}",
+        "--exact",
+        "--mem=0",
+        *([f"--gpus-per-node={unit.gpus_per_task * unit.tasks_per_node}"] if with_gpus else []),
+        "--kill-on-bad-exit=0",
+        f"--wait={AFTER_CLEAN_S:.0f}",
+        "--no-kill=off",
+        "--export=ALL",
+        "--mpi=none",
+        "--input=all",
+    ]
+    if unit.num_tasks > 1:
+        pattern = str(log.parent).replace("%", "%%") + f"/{log.stem}-rank%t.log"
+        flags.append(f"--output={pattern}")
+    return ["srun", *flags, *unit.srun_args]
+
+
+class SrunHandle:
+    """One srun client; the tasks are Slurm's."""
+
+    def __init__(
+        self,
+        command: list[str],
+        env: dict[str, str],
+        log: Path,
+        processes: Path = Path("/nonexistent"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._log, self._processes, self._records = log, processes, f"{log.stem}-rank*.json"
+        self._client, pipe = _spawn(command, env, log)
+        self._pipes = [pipe]
+        self.children = [Child(self._client.pid, start_ticks(self._client.pid), 0)]
+        self._kill_client_at = float("inf")
+
+    def poll(self) -> int | None:
+        code = _reap(self._client)
+        if code is None and self._clock() >= self._kill_client_at:
+            _kill_group(self._client.pid)
+        if code is not None:
+            _close(self._pipes)
+        return code
+
+    def ask_to_stop(self) -> None:
+        self.tell(STOP)
+
+    def tell(self, words: str) -> None:
+        _write(self._pipes, words)
+
+    def unplaced(self) -> str:
+        """A job that has lost a node may wait for ever: Slurm does not take back what its earlier steps held (22.05)."""
+        last = "".join(last_lines(self._log, 1)).strip()
+        return last if _WAITS.search(last) and not any(self._processes.glob(self._records)) else ""
+
+    def dump_stacks(self) -> None:
+        """srun brings USR1 to its tasks. Those that were stopped need a CONT, which srun keeps to itself."""
+        if self._client.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._client.pid, signal.SIGUSR1)
+        if step := next(filter(None, map(self._step_of, self._processes.glob(self._records))), ""):
+            self._scancel = subprocess.Popen(["scancel", "--signal=CONT", step], stdin=subprocess.DEVNULL)
+
+    def _step_of(self, record: Path) -> str:
+        """`<job>.<step>` by what a task left on record; Slurm says it to the tasks alone."""
+        number = (read_json(record) or {}).get("step", "")
+        return (
+            f"{os.environ['SLURM_JOB_ID']}.{number}"
+            if str(number).isdigit() and "SLURM_JOB_ID" in os.environ
+            else ""
+        )
+
+    def kill(self) -> None:
+        """TERM makes srun kill its step; a client that does not manage is killed itself, and its tasks lose their pipe."""
+        if self._client.returncode is None and self._kill_client_at == float("inf"):
+            self._kill_client_at = self._clock() + KILL_STEP_S
+            with suppress(ProcessLookupError):
+                os.kill(self._client.pid, signal.SIGTERM)
+
+
+def open_steps(kind: str, plan: Plan) -> Steps:
+    """`srun` within a Slurm job, `process` on this machine. Raises SchedulerError."""
+    if kind == "process":
+        return ProcessSteps()
+    with_gpus = plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
+    if plan.layout != "hetjob":
+        return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]), with_gpus)
+    parts = [
+        job_hosts(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]) for number in range(len(plan.groups))
+    ]
+    components = [number for number, hosts in enumerate(parts) for _ in hosts]
+    return SrunSteps([host for hosts in parts for host in hosts], with_gpus, components=components)
+
+
+def job_hosts(nodelist: str) -> list[str]:
+    """Node names of a job in Slurm's order. Local: scontrol asks nobody for this. Raises SchedulerError."""
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", "hostnames", nodelist],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SchedulerError(f"scontrol show hostnames: {error}") from error
+    if done.returncode or not done.stdout.split():
+        raise SchedulerError(
+            f"scontrol show hostnames {nodelist!r} failed: {done.stderr.strip() or 'no names'}"
+        )
+    return done.stdout.split()
+
+
+# --- both --------------------------------------------------------------------------------------------------------------
+
+
+def _spawn(argv: list[str], env: dict[str, str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """A child in a session of its own, and the writing end of its standard input. Raises OSError."""
+    read_end, write_end = os.pipe()  # neither is inherited, but for the child's own standard input
+    try:
+        with log.open("ab") as output:
+            task = subprocess.Popen(
+                argv, env=env, stdin=read_end, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+    except OSError:
+        os.close(write_end)
+        raise
+    finally:
+        os.close(read_end)
+    os.set_blocking(write_end, False)
+    return task, write_end
+
+
+def _write(pipes: list[int], words: str) -> None:
+    for pipe in pipes:
+        with suppress(
+            BrokenPipeError, BlockingIOError
+        ):  # a process that reads nothing is found out by what it does not do
+            os.write(pipe, f"{words}\n".encode())
+
+
+def _close(pipes: list[int]) -> None:
+    while pipes:
+        os.close(pipes.pop())

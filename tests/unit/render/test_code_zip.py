@@ -1,0 +1,23 @@
+"""The code that travels with a trial."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from hpc_rl.render import code_zip
+
+
+def test_it_is_the_same_bytes_every_time():
+    assert code_zip.build() == code_zip.build()
+
+
+def test_python_imports_from_it_and_packs_it_again(tmp_path):
+    name, content = code_zip.build()
+    (tmp_path / name).write_bytes(content)
+    code = "import hpc_rl.plan.schema as m; from hpc_rl.render import code_zip; print(m.__file__); print(code_zip.build()[0])"
+    env = {"PYTHONPATH": str(tmp_path / name), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    where, again = done.stdout.split()
+    assert where.startswith(str(tmp_path / name)) and again == name

@@ -1,0 +1,166 @@
+"""A request against what sinfo shows: the limit that stands against it by name, and a nearest request that does fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_rl.schedulers.sinfo import Node, Request, expand, judge, read_sinfo
+
+SINFO = """\
+gpu*|up|1-00:00:00|1-infinite|g1|64|512000|ib,a100|gpu:a100:8(S:0-1)
+gpu*|up|1-00:00:00|1-infinite|g2|64|512000|ib,a100|gpu:a100:8(S:0-1),nvme:2
+gpu*|up|1-00:00:00|1-infinite|g3|64|256000|a100|gpu:a100:4
+big|up|infinite|1-infinite|g1|64|512000|ib,a100|gpu:a100:8
+big|up|infinite|1-infinite|g2|64|512000|ib,a100|gpu:a100:8
+big|up|infinite|1-infinite|h1|128+|1000000+|h100|gpu:8
+short|up|30:00|1-2|c1|32|128000|(null)|(null)
+short|up|30:00|1-2|c2|32|128000|(null)|(null)
+short|up|30:00|1-2|c3|32|128000|(null)|(null)
+off|down|infinite|1-infinite|c9|32|128000|(null)|(null)
+a banner of the site
+"""
+NODES = read_sinfo(SINFO)
+
+
+def test_sinfo_is_read():
+    assert len(NODES) == 10
+    assert NODES[1] == Node(
+        "gpu", "g2", 64, 512000, {"a100": 8}, frozenset({"ib", "a100"}), max_time_s=86400, is_default=True
+    )
+    assert NODES[5].cpus == 128 and NODES[5].gpus == {"": 8} and NODES[5].max_time_s is None
+    assert NODES[6].max_nodes == 2 and NODES[6].max_time_s == 1800 and NODES[6].features == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("request_", "limit", "words", "nearest"),
+    [
+        ({"n_nodes": 1, "partition": "gpus"}, "partition", "no partition 'gpus'", "--partition gpu"),
+        ({"n_nodes": 4}, "nodes", "has 3 nodes, and 4 are asked for", "--n_nodes 3"),
+        (
+            {"n_nodes": 3, "gpus": 8},
+            "gpus",
+            "2 of 3 nodes of partition gpu have 8 GPUs",
+            "--n_nodes 2 or cluster.n_gpus_per_node=4",
+        ),
+        (
+            {"n_nodes": 1, "gpus": 16},
+            "gpus",
+            "no node of partition gpu has 16 GPUs",
+            "cluster.n_gpus_per_node=8",
+        ),
+        (
+            {"n_nodes": 1, "gpus": 8, "gpu_type": "h100"},
+            "gpus",
+            "has 8 h100 GPUs per node; on 1 node the most is 0",
+            "",
+        ),
+        (
+            {"n_nodes": 1, "cpus": 65},
+            "cpus",
+            "no node of partition gpu has 65 CPUs",
+            "at most 64 CPUs per node",
+        ),
+        (
+            {"n_nodes": 3, "mem_mb": 300000},
+            "memory",
+            "2 of 3 nodes",
+            "--n_nodes 2 or at most 256000 MB per node",
+        ),
+        ({"n_nodes": 1, "time_s": 86401}, "time", "after 1-00:00:00, and 1-00:00:01", "--time 1-00:00:00"),
+        ({"n_nodes": 3, "partition": "short"}, "nodes", "gives a job at most 2 nodes", "--n_nodes 2"),
+        (
+            {"n_nodes": 3, "constraint": "ib"},
+            "constraint",
+            "2 of 3 nodes of partition gpu have the features 'ib'",
+            "--n_nodes 2",
+        ),
+        (
+            {"n_nodes": 1, "constraint": "ib&h100"},
+            "constraint",
+            "its features: a100, ib",
+            "launcher.slurm.constraint=null",
+        ),
+        ({"n_nodes": 1, "nodelist": "g[1,4]"}, "nodelist", "has no node g4", "launcher.slurm.nodelist=null"),
+        (
+            {"n_nodes": 3, "exclude": "g[2-3]"},
+            "exclude",
+            "leaves 1 of partition gpu's 3 nodes",
+            "--n_nodes 1",
+        ),
+    ],
+)
+def test_the_binding_limit_and_what_would_fit(request_, limit, words, nearest):
+    finding = judge(Request(**request_), NODES)[0]
+    assert (finding.limit, finding.nearest, finding.certain) == (limit, nearest, True)
+    assert words in finding.message
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"n_nodes": 3},
+        {"n_nodes": 2, "gpus": 8, "gpu_type": "a100", "cpus": 64, "mem_mb": 512000, "time_s": 86400},
+        {"n_nodes": 2, "constraint": "ib&a100"},
+        {"n_nodes": 3, "constraint": "ib|a100"},
+        {"n_nodes": 1, "constraint": "[rack1*2&rack2*1]"},
+        {"n_nodes": 1, "partition": "short,big", "gpus": 8},
+        {"n_nodes": 1, "nodelist": "g[1-2]", "exclude": "g3"},
+        {"n_nodes": 1, "partition": "big", "time_s": None},
+    ],
+)
+def test_what_can_run_is_not_refused(request_):
+    assert judge(Request(**request_), NODES) == []
+
+
+def test_a_limit_that_a_qos_may_lift_is_told_and_not_refused():
+    [finding] = judge(Request(n_nodes=1, time_s=10**6, qos="long"), NODES)
+    assert finding.limit == "time" and not finding.certain
+
+
+def test_another_partition_that_takes_it_is_named():
+    findings = judge(Request(n_nodes=2, time_s=10**6, gpus=8), NODES)
+    assert [finding.nearest for finding in findings] == ["--time 1-00:00:00", "--partition big"]
+
+
+def test_a_partition_that_is_down_is_told():
+    [finding] = judge(Request(n_nodes=1, partition="off"), NODES)
+    assert "not up" in finding.message and not finding.certain
+
+
+def test_no_default_partition():
+    nodes = [dataclasses.replace(node, is_default=False) for node in NODES]
+    assert judge(Request(n_nodes=1), nodes)[0].nearest == "--partition NAME"
+
+
+@given(
+    st.integers(1, 6), st.integers(0, 12), st.integers(1, 200), st.integers(1, 10**6), st.integers(60, 10**6)
+)
+def test_following_the_nearest_leads_to_a_request_that_fits(n_nodes, gpus, cpus, mem_mb, time_s):
+    """One change at a time, always the first; never more than a few."""
+    request = Request(n_nodes=n_nodes, gpus=gpus, cpus=cpus, mem_mb=mem_mb, time_s=time_s)
+    for _ in range(8):
+        refusals = [finding for finding in judge(request, NODES) if finding.certain]
+        if not refusals:
+            return
+        nearest = refusals[0].nearest.split(" or ")[-1]
+        value = re.search(r"[\d:-]+$|\d+", nearest)[0]
+        if nearest.startswith("--n_nodes"):
+            request = dataclasses.replace(request, n_nodes=int(value))
+        elif nearest.startswith("--time"):
+            request = dataclasses.replace(request, time_s=86400)
+        elif "gpus" in nearest:
+            request = dataclasses.replace(request, gpus=int(value))
+        else:
+            key = "cpus" if "CPUs" in nearest else "mem_mb"
+            request = dataclasses.replace(request, **{key: int(re.search(r"\d+", nearest)[0])})
+    raise AssertionError(request)
+
+
+def test_node_lists():
+    assert expand("a[1-3,07-09]b,c") == ["a1b", "a2b", "a3b", "a07b", "a08b", "a09b", "c"]
+    assert expand("r[1-2]n[1-2]") == ["r1n1", "r1n2", "r2n1", "r2n2"]

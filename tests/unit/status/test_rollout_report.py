@@ -1,0 +1,105 @@
+"""What the rollout role leaves of itself, and what a person reads of it: rejections with reasons, exceptions, hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+
+import pytest
+
+from hpc_rl.cli.status import text
+from hpc_rl.rollout import report
+from hpc_rl.status.rollout_report import Rollout, counts, read_rollout, troubles
+from hpc_rl.status.trial_status import tell
+from hpc_rl.trial import write_json
+
+
+def test_rejections_and_the_last_exception_are_in_status(fake_trial):
+    fake_trial.run_to(3)
+    words = {
+        "rejected": {"reward_timeout": 60, "too_long": 4},
+        "rejected_in_a_row": 64,
+        "last_reason": "reward_timeout",
+    }
+    words |= {
+        "last_error": "reward_timeout: the reward took more than 15 s",
+        "running": 8,
+        "time": time.time(),
+        "servers": 1,
+    }
+    write_json(fake_trial.trial.attempt("7.0").rollout_report(0), words)
+    said = "\n".join(text(tell(fake_trial.trial)))
+    assert "8 prompts running" in said and "64 rejected" in said
+    assert "rejected so far: reward_timeout 60, too_long 4" in said
+    assert "the last 64 prompts were rejected: reward_timeout" in said
+    assert "last exception: reward_timeout: the reward took more than 15 s" in said
+    assert tell(fake_trial.trial).to_json()["rollout"]["rejected_in_a_row"] == 64
+
+
+def test_the_newest_incarnation_counts_and_junk_is_left_out(fake_trial):
+    attempt = fake_trial.trial.attempt("7.0")
+    attempt.make_dirs()
+    assert read_rollout(attempt) is None
+    write_json(attempt.rollout_report(0), {"accepted": 5})
+    write_json(
+        attempt.rollout_report(10), {"accepted": "many", "running": 3, "rejected": [], "unheard_of": 1}
+    )
+    attempt.rollout_report(11).write_text('{"acce')
+    assert read_rollout(attempt) == Rollout(running=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"oldest_running_s": 300, "quiet_s": 290},
+            "nothing has finished for 4 min 50 s, the oldest prompt runs for 5 min",
+        ),
+        ({"oldest_running_s": 300, "quiet_s": None}, "does the reward function or the workflow hang?"),
+        ({"servers": 0, "oldest_running_s": 30}, "no generation server is alive"),
+        ({"time": 1_790_000_000.0}, "has not written for"),
+    ],
+)
+def test_what_hangs_is_told_while_it_is_live(given, words):
+    rollout = Rollout(**{"time": time.time(), "servers": 1} | given)
+    assert any(words in line for line in troubles(rollout, live=True))
+    assert troubles(rollout, live=False) == []
+
+
+def test_a_busy_rollout_is_no_trouble():
+    rollout = Rollout(
+        time=time.time(), running=9, oldest_running_s=300, quiet_s=2, servers=2, rejected_in_a_row=1
+    )
+    assert troubles(rollout, live=True) == []
+    assert counts(rollout, live=True).startswith("9 prompts running, 0 groups ready")
+    assert "running" not in counts(rollout, live=False)
+
+
+async def test_the_report_is_written_while_it_changes_and_at_the_end(tmp_path):
+    path, state = tmp_path / "rollout.0.json", {"accepted": 0}
+    task = asyncio.create_task(
+        report.keep_reporting(path, lambda: dict(state), lambda: {"servers": 2}, every_s=0.01)
+    )
+    while not path.exists():
+        await asyncio.sleep(0.01)
+    assert json.loads(path.read_text())["servers"] == 2
+    state["accepted"] = 7
+    while json.loads(path.read_text())["accepted"] != 7:
+        await asyncio.sleep(0.01)
+    state["accepted"] = 8
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    assert json.loads(path.read_text())["accepted"] == 8
+
+
+async def test_a_file_system_that_fails_does_not_end_the_role(tmp_path, caplog):
+    task = asyncio.create_task(report.keep_reporting(tmp_path / "no" / "x", dict, every_s=0.01))
+    while "can't be written" not in caplog.text:
+        await asyncio.sleep(0.01)
+    assert not task.done()
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

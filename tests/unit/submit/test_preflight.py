@@ -1,0 +1,137 @@
+"""The checks before a submission, with a cluster of few lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
+from hpc_rl.errors import ConfigError, SchedulerError
+from hpc_rl.plan.plan import make_plan
+from hpc_rl.render import lint
+from hpc_rl.schedulers.sinfo import Node
+from hpc_rl.submit import preflight
+
+BASE = [
+    "experiment_name=e",
+    "trial_name=t",
+    "train_dataset.path=/d.jsonl",
+    "train_dataset.batch_size=64",
+    "model.path=/m",
+]
+GOOD = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --no-requeue\n#SBATCH --open-mode=append\ntrue\n"
+
+
+class FakeCluster:
+    """Two nodes; counts what it is asked."""
+
+    def __init__(self, says: tuple[bool, str] = (True, "Job 1 to start at once"), broken: str = "") -> None:
+        self.says, self.broken = says, broken
+        self.asked: list[str] = []
+
+    def nodes(self) -> list[Node]:
+        self.asked.append("sinfo")
+        if self.broken:
+            raise SchedulerError(self.broken)
+        return [Node("main", f"n{i}", 64, 256_000, {"": 8}, is_default=True) for i in (1, 2)]
+
+    def test_only(self, script: str) -> tuple[bool, str]:
+        self.asked.append("sbatch")
+        return self.says
+
+
+def planned(*overrides: str):
+    loaded = check(load([], [*BASE, *overrides]), files=False)
+    return loaded.config, make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "asked"),
+    [
+        ([], {"cpus": 33, "mem_mb": 8 * 32768 + 1024, "gpus": 8}),
+        (
+            ["launcher.slurm.mem=0", "launcher.slurm.cpus_per_task=null"],
+            {"cpus": None, "mem_mb": None, "gpus": 8},
+        ),
+        (["launcher.slurm.mem_per_cpu=2G"], {"cpus": 33, "mem_mb": 33 * 2048, "gpus": 8}),
+        (
+            ["launcher.slurm.mem_per_gpu=1T", "launcher.slurm.gres=gpu:h100:8"],
+            {"gpu_type": "h100", "mem_mb": 8 * 1024**2},
+        ),
+        (["launcher.slurm.gpus_by=null", "launcher.slurm.time=90"], {"gpus": None, "time_s": 5400}),
+    ],
+)
+def test_what_is_asked_of_the_cluster(overrides, asked):
+    request = preflight.request_of(*planned(*overrides))
+    assert {name: getattr(request, name) for name in asked} == asked
+
+
+def test_a_submission_asks_once_and_refuses_what_can_never_run():
+    cluster = FakeCluster()
+    with pytest.raises(
+        ConfigError, match=r"(?s)can't run.*has 2 nodes, and 3 are asked for\. Nearest that fits: --n_nodes 2"
+    ):
+        preflight.quick(*planned("--n_nodes=3", "launcher.trainer_mem_per_gpu=1000"), cluster)
+    assert cluster.asked == ["sinfo"]
+
+
+def test_a_submission_goes_on_where_sinfo_does_not_answer():
+    said = preflight.quick(*planned(), FakeCluster(broken="sinfo: no"), ["n1"])
+    assert said.notes[0] == "not compared with the cluster: sinfo: no" and said.avoid == ("n1",)
+
+
+def test_bad_nodes_are_avoided_only_where_enough_others_are_left():
+    small = "launcher.trainer_mem_per_gpu=1000"
+    said = preflight.quick(*planned(small), FakeCluster(), ["n1"])
+    assert (said.avoid, said.notes) == (("n1",), ["n1 failed this trial lately: avoided"])
+    said = preflight.quick(*planned(small, "--n_nodes=2"), FakeCluster(), ["n1"])
+    assert (said.avoid, said.notes) == (
+        (),
+        ["n1 failed this trial lately: not avoided, or too few nodes would be left"],
+    )
+    said = preflight.quick(*planned(small, "launcher.slurm.exclude=n2"), FakeCluster(), ["n1"])
+    assert said.avoid == (), "what the configuration excludes stays excluded"
+    assert preflight.quick(*planned(small), FakeCluster()).notes == []
+
+
+def test_all_checks():
+    small = planned("launcher.trainer_mem_per_gpu=1000")
+    fine = preflight.everything(*small, {"a.sbatch": GOOD}, FakeCluster())
+    fine.raise_for()
+    assert {check.state for check in fine.checks} <= {"ok", "skipped"}
+    no = preflight.everything(*small, {"a.sbatch": GOOD + "if\n"}, FakeCluster((False, "Invalid account")))
+    with pytest.raises(ConfigError, match=r"(?s)syntax error.*Slurm says of a\.sbatch: Invalid account"):
+        no.raise_for()
+    with pytest.raises(SchedulerError, match="no controller"):
+        preflight.everything(*small, {"a.sbatch": GOOD}, FakeCluster(broken="no controller")).raise_for()
+    assert preflight.everything(*small, {"local.sh": "true\n"}, None).checks[-1].state == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (GOOD + "#SBATCH --time=1\n", "line 6 comes after the first command"),
+        (GOOD.replace("--nodes=1", "--nodes=1\n#SBATCH --nodes=2"), "--nodes is given twice"),
+        (
+            GOOD.replace("--nodes=1", "--mem=1\n#SBATCH --mem-per-cpu=2"),
+            "--mem and --mem-per-cpu exclude each other",
+        ),
+        (GOOD.replace("--nodes=1", "--account=$USER"), "shell variable"),
+        (GOOD.replace("#SBATCH --no-requeue\n", ""), "neither --requeue nor --no-requeue"),
+        (GOOD.replace("#SBATCH --open-mode=append\n", ""), "--open-mode=append"),
+        (GOOD + "for\n", "bash -n: "),
+    ],
+)
+def test_the_linter(text, words):
+    assert any(words in problem for problem in lint.problems(text))
+    assert lint.directive_problems(GOOD) == [] and lint.bash_problems(GOOD) == []
+
+
+def test_sizes_of_memory():
+    assert [preflight.megabytes(text) for text in ("200", "200M", "2G", "1T", "2048K")] == [
+        200,
+        200,
+        2048,
+        1048576,
+        2,
+    ]

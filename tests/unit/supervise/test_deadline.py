@@ -1,0 +1,118 @@
+"""When to stop before the end of the job: measured, on our own clock, asked again before it is said."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from hpc_rl.stats.percentile import p95
+from hpc_rl.supervise.deadline import ASK_EVERY_S, SITE_END, JobEndTime, WallTime
+from hpc_rl.supervise.exit_policy import MARGIN_S, drain_grace_s, lead_s
+from hpc_rl.supervise.measured import Measured
+from hpc_rl.trial import Trial
+
+
+class World:
+    """A job that began at 0 of the own clock; Unix time is a million later."""
+
+    def __init__(self, ends_at: float | None) -> None:
+        self.now, self.ends_at, self.num_asked = 0.0, ends_at, 0
+        self.time = WallTime(self.ask, clock=lambda: self.now, wall_clock=lambda: 1e6 + self.now)
+
+    def ask(self) -> float | None:
+        self.num_asked += 1
+        return None if self.ends_at is None else 1e6 + self.ends_at
+
+
+def test_the_lead_is_a_step_and_a_save_and_a_margin():
+    assert lead_s(100, 20) == 100 + 30 + MARGIN_S
+    assert drain_grace_s(120, 1, 1) == 120 and drain_grace_s(120, 300, 60) == 720
+
+
+def test_it_stops_in_time_and_asks_once_more_before():
+    world = World(ends_at=3600)
+    assert world.time.look(60, 10)
+    assert world.time.until_drain_s == 3600 - lead_s(60, 10)
+    world.now = 3600 - lead_s(60, 10) - 1
+    assert not world.time.is_up(60, 10) and world.num_asked == 1
+    world.now += 2
+    assert world.time.is_up(60, 10) and world.num_asked == 2
+
+
+def test_an_extension_is_seen_before_anything_is_stopped():
+    world = World(ends_at=3600)
+    world.time.look(60, 10)
+    world.ends_at, world.now = 7200, 3599
+    assert not world.time.is_up(60, 10)
+    assert world.time.until_drain_s > 3000
+
+
+def test_the_scheduler_is_asked_rarely():
+    world = World(ends_at=36_000)
+    for _ in range(360):
+        world.now += 10
+        world.time.look(1, 1)
+    assert 5 <= world.num_asked <= 1 + 3600 // ASK_EVERY_S
+
+
+def test_without_an_end_nothing_stops():
+    world = World(ends_at=None)
+    assert not world.time.look(60, 10) and not world.time.is_up(60, 10)
+    assert world.time.left_s == float("inf")
+
+
+def test_a_site_may_know_an_earlier_end(monkeypatch):
+    monkeypatch.setenv(SITE_END, str(int(1e6 + 500)))
+    world = World(ends_at=3600)
+    world.time.look(0, 0)
+    assert world.time.left_s == 500
+
+
+def test_the_first_answer_is_the_environments(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1234")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    ask = JobEndTime()
+    assert ask() == ask() == 1234.0
+    monkeypatch.delenv("SLURM_JOB_END_TIME")
+    assert JobEndTime()() is None
+
+
+def test_a_task_of_an_array_asks_for_itself(monkeypatch):
+    """Whatever its SLURM_JOB_ID is: Slurm lists a task as `<array>_<task>`."""
+    ends = {"12_0": 1000.0, "12_1": 2000.0}
+    monkeypatch.setattr(
+        "hpc_rl.supervise.deadline.SlurmScheduler", lambda: SimpleNamespace(end_time=ends.get)
+    )
+    for name, value in {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    assert JobEndTime()() == 2000.0
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([], 0), ([3], 3), (list(range(1, 101)), 95), ([1] * 19 + [50], 1), ([1] * 9 + [50], 50)],
+)
+def test_percentiles(values, expected):
+    assert p95(values) == expected
+
+
+def test_times_are_read_from_the_metrics_as_they_grow(tmp_path):
+    attempt = Trial(tmp_path / "u" / "e" / "t").attempt("7.0")
+    attempt.make_dirs()
+    measured = Measured(attempt)
+    measured.poll()
+    assert measured.step_s == measured.save_s == 0
+    for incarnation, seconds in ((0, 2.0), (1, 4.0)):
+        rows = [
+            {"step": 1, "step_s": seconds, "save_s": 0.0},
+            {"step": 1, "eval_reward": 1.0},
+            {"step": 2, "step_s": 1, "save_s": 0.5},
+        ]
+        attempt.metrics(incarnation).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        measured.poll()
+        assert (measured.step_s, measured.save_s) == (seconds, 0.5), (
+            "steps without a save don't make saves look fast"
+        )

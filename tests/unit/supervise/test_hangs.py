@@ -1,0 +1,152 @@
+"""Who is taken to hang, after how long, and who is to blame."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_rl.name_resolve.base import Seen
+from hpc_rl.supervise.hangs import PLACED_S, Liveness, serving
+
+TRAINER, ROLLOUT, SERVER = ("trainer", 0), ("rollout", 0), ("server", 0)
+ALL = [TRAINER, ROLLOUT, SERVER]
+
+
+@pytest.fixture
+def life() -> Liveness:
+    one = Liveness(factor=10, min_s=100, max_s=1000)
+    for key in ALL:
+        one.started(key, 0)
+    return one
+
+
+def blamed(life: Liveness, now: float, step_s: float = 0.0, running=ALL) -> list:
+    return [key for key, _ in life.hung(now, step_s, running)]
+
+
+def test_the_bound_is_a_multiple_of_a_step_between_floor_and_ceiling(life):
+    assert [life.bound_s(step_s) for step_s in (0, 1, 20, 500)] == [1000, 100, 200, 1000]
+
+
+def test_a_trainer_that_does_nothing_hangs(life):
+    life.observe(TRAINER, "a", 10, "train")
+    life.observe(TRAINER, "a", 205, "train")
+    assert not blamed(life, 209, 20)
+    assert blamed(life, 211, 20) == [TRAINER]
+    [(_, words)] = life.hung(211, 20, ALL)
+    assert "trainer 0 hangs: nothing moved for 201 s while it did 'train'; allowed are 200 s" in words
+    life.observe(TRAINER, "b", 211, "save")
+    assert not blamed(life, 300, 20)
+
+
+def test_a_trainer_that_waits_blames_the_rollout_role_where_there_is_one(life):
+    life.observe(TRAINER, "a", 10, "wait")
+    assert blamed(life, 300, 1) == [ROLLOUT]
+    assert blamed(life, 300, 1, running=[TRAINER]) == [TRAINER]
+
+
+def test_a_rollout_role_that_is_started_gives_the_trainer_that_waits_for_it_new_time(life):
+    life.observe(TRAINER, "a", 10, "wait")
+    life.started(ROLLOUT, 300)
+    assert not blamed(life, 399, 1)
+    assert blamed(life, 401, 1) == [ROLLOUT]
+
+
+def test_a_rollout_role_that_waits_for_room_on_a_full_disk_is_not_blamed(life):
+    life.observe(TRAINER, "a", 10, "wait")
+    for now in range(15, 900, 5):
+        lease = Seen("rollout/0", {"attempt": "9.0", "waits_for_room": now < 600}, 0, True, 0.0)
+        life.observe_leases({"rollout/0": lease}, "9.0", now)
+        assert blamed(life, now, 1) == ([ROLLOUT] if now - 595 > 100 else []), now
+
+
+def test_a_trainer_is_not_blamed_while_the_rollout_role_that_hung_starts_again(life):
+    life.observe(TRAINER, "a", 10, "wait")
+    assert blamed(life, 300, 1) == [ROLLOUT]
+    life.ended(ROLLOUT)
+    assert not blamed(life, 302, 1, running=[TRAINER])
+    life.started(ROLLOUT, 303)
+    assert not blamed(life, 400, 1)
+    assert blamed(life, 404, 1) == [ROLLOUT]
+
+
+@pytest.mark.parametrize(("doing", "to_blame"), [("train", TRAINER), ("wait", ROLLOUT)])
+def test_a_server_that_comes_and_goes_hides_no_hang_of_others(life, doing, to_blame):
+    life.observe(TRAINER, "a", 10, doing)
+    for now in range(15, 111, 5):
+        life.started(SERVER, now)
+        life.observe_servers(servers(serving=1), now)
+        assert not blamed(life, now, 1)
+    assert blamed(life, 111, 1) == [to_blame]
+
+
+def servers(**states: int) -> dict[str, Seen]:
+    found = [state for state, count in states.items() for _ in range(count)]
+    return {
+        f"server/{i}": Seen(
+            f"server/{i}", {"state": state, "attempt": f"9_{i}.0", "incarnation": 2}, 0, state != "dead", 0.0
+        )
+        for i, state in enumerate(found)
+    }
+
+
+@pytest.mark.parametrize("doing", ["wait", "evaluate", "publish"])
+@pytest.mark.parametrize("away", [{}, {"dead": 2}, {"loading": 1, "waiting": 1}])
+def test_while_no_server_serves_nobody_is_blamed_for_waiting(doing, away):
+    life = Liveness(factor=10, min_s=100, max_s=1000, away_s=3600)
+    for key in (TRAINER, ROLLOUT):
+        life.started(key, 0)
+    life.observe(TRAINER, "a", 10, doing)
+    for now in range(10, 3611, 50):
+        life.observe_servers(servers(**away), now)
+        life.observe(ROLLOUT, now, now)
+        assert not blamed(life, now, 1)
+    life.observe_servers(servers(serving=1, **away), 3650)
+    life.observe(ROLLOUT, 3711, 3711)
+    assert not blamed(life, 3710, 1), "once one is back there is the usual time"
+    assert blamed(life, 3711, 1) == [TRAINER if doing == "publish" else ROLLOUT]
+
+
+def test_servers_that_stay_away_too_long_are_a_hang_and_so_is_work_that_needs_none():
+    for doing, until in (("wait", 500), ("train", 0)):
+        life = Liveness(factor=10, min_s=100, max_s=1000, away_s=500)
+        life.started(TRAINER, 0)
+        life.observe(TRAINER, "a", 0, doing)
+        for now in range(0, until + 100, 10):
+            life.observe_servers({}, now)
+            assert not blamed(life, now, 1)
+        [(key, words)] = life.hung(until + 110, 1, [TRAINER])
+        assert key == TRAINER and ("no server has served for 610 s" in words) is (doing == "wait")
+
+
+def test_which_servers_of_an_attempt_serve():
+    assert serving(servers(serving=1, dead=1, paused=1, loading=1), "9_2.0") == [(("server", 2), 2)]
+    assert serving(servers(dead=1, loading=1), "9_0.0") == []
+
+
+def test_a_server_hangs_once_its_lease_has_rested(life):
+    assert not blamed(life, 999), "it may load a large model for long"
+    life.observe(SERVER, 5, 5)
+    assert blamed(life, 106) == [SERVER]
+    assert blamed(life, 1001) == [TRAINER, ROLLOUT, SERVER], (
+        "those that never showed anything have the ceiling"
+    )
+
+
+def test_nobody_is_blamed_for_the_time_that_the_watcher_itself_was_stopped(life):
+    life.observe(TRAINER, "a", 10, "train")
+    life.skip(5000)
+    assert not blamed(life, 5050, 1)
+
+
+def test_who_never_showed_that_it_runs_is_asked_for(life):
+    life.observe(TRAINER, "a", 10, "train")
+    assert life.unseen(PLACED_S) == [] and life.unseen(PLACED_S + 1) == [ROLLOUT, SERVER]
+    life.ended(SERVER)
+    life.started(ROLLOUT, PLACED_S)
+    assert life.unseen(PLACED_S + 2) == []
+
+
+def test_one_that_ended_is_not_watched(life):
+    life.ended(TRAINER)
+    assert TRAINER not in blamed(life, 5000)
+    life.observe(TRAINER, "a", 10)

@@ -1,0 +1,293 @@
+"""The supervisor of a server node: it keeps its replica alive, and ends in bounded time once nobody needs it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from hpc_rl.config.sections.operations import RecoverConfig
+from hpc_rl.name_resolve import keys
+from hpc_rl.name_resolve.memory import MemoryNames
+from hpc_rl.plan.schema import Group, Plan, Unit
+from hpc_rl.schedulers.base import JobState, State
+from hpc_rl.supervise import bad_nodes, server_array, server_runner, state_machine
+from hpc_rl.supervise.server_array import array_line, ensure, read_arrays
+from hpc_rl.supervise.server_runner import ServerJob
+from hpc_rl.trial import Trial, read_json, write_json
+
+SERVER = Unit(
+    role="server",
+    index=1,
+    nodes=[0],
+    tasks_per_node=1,
+    cpus_per_task=1,
+    mem_mb_per_task=1,
+    gpus_per_task=0,
+    module="none",
+)
+PLAN = Plan(
+    experiment_name="e",
+    trial_name="t",
+    trainer="grpo",
+    allocation="embedded:d2+fsdp:d1",
+    n_nodes=3,
+    n_gpus_per_node=0,
+    cpus_per_node=1,
+    mem_mb_per_node=1,
+    device="cpu",
+    server_backend="embedded",
+    units=[],
+    recover_mode="auto",
+    recover_retries=3,
+    python="/python",
+    layout="jobs",
+    groups=[
+        Group(name="trial", nodes=[0], cpus_per_node=1, mem_mb_per_node=1),
+        Group(name="servers", nodes=[1, 2], cpus_per_node=1, mem_mb_per_node=1),
+    ],
+)
+
+
+class FakeHandle:
+    def __init__(self) -> None:
+        self.children, self.code = [], None
+
+    def poll(self):
+        return self.code
+
+    def ask_to_stop(self) -> None:
+        self.code = 75
+
+    def kill(self) -> None:
+        self.code = -9
+
+    def dump_stacks(self) -> None:
+        self.dumped = self.code is None
+
+
+class FakeSteps:
+    def __init__(self) -> None:
+        self.started: list[FakeHandle] = []
+
+    def start(self, unit, argv, attempt, incarnation) -> FakeHandle:
+        self.started.append(FakeHandle())
+        return self.started[-1]
+
+
+@pytest.fixture(autouse=True)
+def no_signals(monkeypatch) -> None:
+    """They can't be caught in a thread."""
+    monkeypatch.setattr("hpc_rl.supervise.server_runner.obey_signals", lambda wish: None)
+
+
+class Running:
+    """A server job in a thread, with an owner of its trial whose lease is renewed while `owned`."""
+
+    def __init__(
+        self, trial: Trial, serves: str = "100", idle_s: float = 60.0, end_time=lambda: None, **rules
+    ) -> None:
+        self.trial, self.steps, self.names = trial, FakeSteps(), MemoryNames()
+        self.owner = self.names.lease(keys.OWNER, {"attempt": "100.0"}, 60.0)
+        attempt = trial.attempt("150_0.0")
+        self.job = ServerJob(
+            attempt, PLAN, [SERVER], self.steps, self.names, serves, idle_s, RecoverConfig(**rules), end_time
+        )
+        self.code = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.code = self.job.run()
+
+    def until(self, what, timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not what():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def ended(self) -> tuple[int, str]:
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        ended = read_json(self.trial.attempt("150_0.0").ended)
+        assert ended["exit_code"] == self.code
+        return self.code, ended["reason"]
+
+
+@pytest.fixture
+def trial(tmp_path, monkeypatch) -> Trial:
+    monkeypatch.setattr(server_runner, "TICK_S", 0.01)
+    monkeypatch.setattr(server_runner, "LOOK_EVERY_S", 0.02)
+    trial = Trial(tmp_path / "e" / "t")
+    trial.make_dirs()
+    return trial
+
+
+def started(running: Running) -> Running:
+    running.until(lambda: running.steps.started)
+    return running
+
+
+def test_a_replica_that_dies_is_started_again(trial):
+    running = started(Running(trial))
+    running.steps.started[0].code = -9
+    running.until(lambda: len(running.steps.started) == 2)
+    write_json(trial.done, {"job_id": "100"})
+    assert running.ended() == (0, "the trial has reached its end")
+    assert running.steps.started[1].code == 75
+    assert trial.attempt("150_0.0").dir.parent == trial.server_attempts, "no attempt of the trial"
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["that served", "that never came up"])
+def test_a_replica_that_hangs_leaves_its_stacks_and_is_started_again(trial, monkeypatch, seen):
+    monkeypatch.setattr(state_machine, "STACKS_S", 0.05)
+    running = Running(trial, hang_min_s=0.3 if seen else 60.0, hang_max_s=60.0 if seen else 0.3)
+    if seen:
+        running.names.lease("server/1", {"attempt": "150_0.0", "state": "serving"}, 0.2)
+    started(running)
+    running.until(lambda: len(running.steps.started) == 2)
+    assert running.steps.started[0].dumped and running.steps.started[0].code == -9
+    events = [json.loads(line) for line in trial.attempt("150_0.0").events.read_text().splitlines()]
+    [reason] = [row["reason"] for row in events if row["event"] == "hung"]
+    assert (
+        reason.startswith("server 1 hangs: nothing moved for 0 s")
+        and ("after its start" in reason) is not seen
+    )
+    write_json(trial.done, {"job_id": "100"})
+    running.ended()
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        (lambda trial: write_json(trial.cancel_intent("100"), {}), "cancelled by a person"),
+        (lambda trial: write_json(trial.cancel_intent("150"), {}), "cancelled by a person"),
+        (
+            lambda trial: (trial.jobs / "100.state").write_text(
+                '{"event": "ended", "code": 70, "reason": "gave up"}\n'
+            ),
+            "job 100 has ended: gave up",
+        ),
+    ],
+)
+def test_it_ends_with_its_trial(trial, what, reason):
+    running = started(Running(trial))
+    what(trial)
+    assert running.ended() == (0, reason)
+
+
+def test_a_requeue_of_the_trial_is_no_end_and_an_old_mark_is_none(trial):
+    write_json(trial.done, {"job_id": "90"})
+    (trial.jobs / "100.state").write_text('{"event": "started"}\n{"event": "requeued", "code": 75}\n')
+    running = started(Running(trial))
+    time.sleep(0.3)
+    assert running.code is None
+    running.names.lease(keys.OWNER, {"attempt": "101.0"}, 60.0)
+    assert running.ended() == (0, "job 101 runs the trial now, with servers of its own")
+
+
+def test_without_a_supervisor_of_the_trial_it_gives_its_node_back(trial):
+    running = started(Running(trial, idle_s=0.2))
+    running.owner.release()
+    code, reason = running.ended()
+    assert code == 0 and "no supervisor for 0.2 s (launcher.slurm.servers.idle_s)" in reason
+
+
+def test_near_its_end_it_stops_to_be_started_again(trial, monkeypatch):
+    monkeypatch.setattr(server_runner, "LEAD_S", 0.1)
+    running = started(Running(trial, end_time=lambda: time.time() + 0.05))
+    assert running.ended() == (75, "the job's time is nearly over")
+
+
+def test_a_replica_that_can_not_be_launched_gives_its_node_back_and_names_it(trial):
+    running = started(Running(trial))
+    trial.attempt("150_0.0").log("server", 1, 0).write_text(
+        "srun: error: launch of step 150.0 failed on node n3: no\n"
+    )
+    running.steps.started[0].code = 1
+    code, reason = running.ended()
+    assert code == 75 and reason.endswith("other nodes are needed")
+    assert list(bad_nodes.current(trial, time.time())) == ["n3"] and not trial.bad_nodes.exists()
+    assert trial.exclude("150_0").read_text() == "n3\n", "its own script is told"
+
+
+def test_what_is_over_already_starts_nothing(trial):
+    write_json(trial.cancel_intent("100"), {})
+    running = Running(trial)
+    assert running.ended()[0] == 0
+    assert not running.steps.started
+
+
+class FakeSlurm:
+    name = "slurm"
+
+    def __init__(self, states: dict[str, State]) -> None:
+        self.found, self.specs = states, []
+
+    def states(self, job_ids):
+        return {job_id: JobState(job_id, self.found.get(job_id, State.UNKNOWN)) for job_id in job_ids}
+
+    def submit(self, spec):
+        self.specs.append(spec)
+        return str(300 + len(self.specs))
+
+
+@pytest.mark.parametrize(
+    ("states", "made"),
+    [
+        ({"150": State.RUNNING}, ""),
+        ({"150": State.PENDING}, ""),
+        ({"150": State.DONE, "160": State.PENDING}, ""),  # a task that goes on by a successor
+        ({"150": State.DONE}, "301"),
+        ({}, "301"),
+    ],
+)
+def test_a_trainer_job_that_finds_no_servers_asks_for_them_again(trial, states, made):
+    write_json(trial.job("150"), {"kind": "servers", "serves": "100", "num_tasks": 2, "time": 1.0})
+    write_json(trial.job("140"), {"kind": "servers", "serves": "99", "num_tasks": 2, "time": 0.0})
+    trial.successor("150_1", 1).write_text('{"job_id": "160"}')
+    slurm = FakeSlurm(states)
+    assert ensure(trial, PLAN, "100", "tag", "name", slurm) == made
+    assert [spec.arguments for spec in slurm.specs] == ([("", "0", "100")] if made else [])
+    assert [array.job_id for array in read_arrays(trial)] == ["140", "150", *([made] if made else [])]
+
+
+def test_a_trainer_job_that_starts_at_once_leaves_its_servers_to_whoever_submits_them(trial, monkeypatch):
+    monkeypatch.setattr(server_array, "POLL_S", 0.01)
+    trial.submitting.touch()
+    slurm, made = FakeSlurm({"150": State.PENDING}), []
+    starting = threading.Thread(target=lambda: made.append(ensure(trial, PLAN, "100", "tag", "name", slurm)))
+    starting.start()
+    time.sleep(0.1)
+    write_json(trial.job("150"), {"kind": "servers", "serves": "100", "num_tasks": 2, "time": 1.0})
+    trial.submitting.unlink()
+    starting.join()
+    assert made == [""] and slurm.specs == []
+
+
+def test_of_a_submitter_that_died_the_trainer_job_takes_over_and_its_array_can_be_found(trial, monkeypatch):
+    monkeypatch.setattr(server_array, "SUBMITTING_S", 0.1)
+    trial.submitting.touch()
+    slurm = FakeSlurm({})
+    assert ensure(trial, PLAN, "100", "tag", "name", slurm) == "301"
+    [spec] = slurm.specs
+    assert spec.tag == "tag:0:servers" and not spec.known_as, "the script knows another tag"
+
+
+def test_status_tells_of_every_server_node(trial):
+    write_json(trial.job("150"), {"kind": "servers", "serves": "100", "num_tasks": 3, "time": 1.0})
+    lines = [
+        {"event": "started", "restart": 0},
+        {"event": "requeued", "restart": 0},
+        {"event": "started", "restart": 1},
+    ]
+    (trial.jobs / "150_0.state").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (trial.jobs / "150_1.state").write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
+    [array] = read_arrays(trial)
+    line = array_line(array)
+    assert (
+        line
+        == "job 150, 3 server nodes: 1 run, 1 wait to be started again, 1 not started, started again 1 time"
+    )

@@ -1,0 +1,523 @@
+"""The state machine without processes: what it starts, asks, kills and says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_rl.errors import FailureClass
+from hpc_rl.plan.schema import Unit
+from hpc_rl.supervise.exit_policy import drain_time, pause_s, unit_end
+from hpc_rl.supervise.failures import End
+from hpc_rl.supervise.state_machine import (
+    DRAIN_GRACE_S,
+    END_GRACE_S,
+    LAST_GRACE_S,
+    STACKS_S,
+    AskToStop,
+    Avoid,
+    DumpStacks,
+    Finish,
+    Kill,
+    Phase,
+    Record,
+    Standing,
+    Start,
+    Supervisor,
+)
+
+TRAINER, ROLLOUT, SERVER_0, SERVER_1 = ("trainer", 0), ("rollout", 0), ("server", 0), ("server", 1)
+
+
+def unit(role: str, index: int) -> Unit:
+    return Unit(
+        role=role,
+        index=index,
+        nodes=[0],
+        tasks_per_node=1,
+        cpus_per_task=1,
+        mem_mb_per_task=1,
+        gpus_per_task=0,
+        module="m",
+    )
+
+
+class World:
+    """Plays the driver: remembers who runs, and hands ends to the machine."""
+
+    def __init__(
+        self, mode: str = "auto", retries: int = 2, keys=(SERVER_0, SERVER_1, ROLLOUT, TRAINER), **more
+    ) -> None:
+        self.now = 1000.0
+        self.machine = Supervisor([unit(*key) for key in keys], mode, retries, **more)
+        self.running: dict[tuple[str, int], int] = {}
+        self.asked: list[tuple[str, int]] = []
+        self.killed: list[tuple[str, int]] = []
+        self.dumped: list[tuple[tuple[str, int], bool]] = []
+        self.avoided: list[str] = []
+        self.records: list[Record] = []
+        self.finish: Finish | None = None
+
+    def begin(self) -> World:
+        self.do(self.machine.start(self.now))
+        return self
+
+    def do(self, actions) -> None:
+        for action in actions:
+            match action:
+                case Start(one, incarnation):
+                    assert (one.role, one.index) not in self.running, "started while it runs"
+                    self.running[one.role, one.index] = incarnation
+                case AskToStop(key):
+                    self.asked.append(key)
+                case Kill(key):
+                    self.killed.append(key)
+                case DumpStacks(key, hangs):
+                    self.dumped.append((key, hangs))
+                case Avoid(nodes, _):
+                    self.avoided += nodes
+                case Record():
+                    self.records.append(action)
+                case Finish():
+                    assert self.finish is None, "finished twice"
+                    self.finish = action
+
+    def end(self, key, code: int, after_s: float = 1.0, reason: str = "", **more) -> None:
+        self.now += after_s
+        self.do(self.machine.exited(self.now, key, self.running.pop(key), End(code, reason, **more)))
+
+    def hang(self, key) -> None:
+        """Found to hang, its stacks written, killed."""
+        self.do(self.machine.hung(self.now, key, "nothing moved"))
+        self.pass_time(STACKS_S)
+        assert self.killed.pop() == key
+        self.end(key, 137, after_s=0.1)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.do(self.machine.tick(self.now))
+
+    def stop(self, why: str = "because") -> None:
+        self.do(self.machine.stop(self.now, why))
+
+    def all_end(self, code: int = 75) -> None:
+        for key in list(self.running):
+            self.end(key, code)
+
+
+@pytest.fixture
+def world() -> World:
+    return World().begin()
+
+
+def test_everything_starts_at_once(world):
+    assert world.running == {SERVER_0: 0, SERVER_1: 0, ROLLOUT: 0, TRAINER: 0}
+    assert [record.event for record in world.records] == ["started"] * 4
+
+
+def test_a_restarted_supervisor_goes_on_counting():
+    world = World(incarnations={TRAINER: 3}, failures=2).begin()
+    assert world.running[TRAINER] == 3 and world.running[ROLLOUT] == 0
+    world.end(TRAINER, 70)
+    assert world.machine.phase is Phase.ENDING  # the third failure with two retries
+
+
+@pytest.mark.parametrize(("code", "verdict"), [(0, 0), (75, 75), (78, 78), (64, 64), (3, 3)])
+def test_final_ends_of_the_trainer(world, code, verdict):
+    world.end(TRAINER, code, reason="words")
+    assert world.asked == [SERVER_0, SERVER_1, ROLLOUT] and world.finish is None
+    world.all_end()
+    assert world.finish.code == verdict
+
+
+def test_a_failed_trainer_starts_again_after_a_pause_while_the_others_go_on(world):
+    world.end(TRAINER, 137)
+    assert TRAINER not in world.running and not world.asked
+    world.pass_time(0.4)
+    assert TRAINER not in world.running
+    world.pass_time(0.2)
+    assert world.running[TRAINER] == 1
+
+
+def test_the_budget_counts_failures_without_a_generation(world):
+    for _ in range(2):
+        world.end(TRAINER, 70)
+        world.pass_time(60)
+    world.do(world.machine.progressed(5))
+    for _ in range(2):
+        world.end(TRAINER, 137)
+        world.pass_time(60)
+    assert world.running[TRAINER] == 4
+    world.end(TRAINER, 70, reason="boom")
+    world.all_end()
+    assert (
+        world.finish.code == 70
+        and "boom" in world.finish.reason
+        and "3 failures in a row" in world.finish.reason
+    )
+
+
+@pytest.mark.parametrize("key", [TRAINER, ROLLOUT, SERVER_0])
+def test_a_full_disk_uses_up_nothing_however_long_it_lasts(world, key):
+    for _ in range(20):
+        world.end(key, 73, failure=FailureClass.DISK_FULL)
+        world.pass_time(15)
+        assert key not in world.running
+        world.pass_time(6)
+        assert key in world.running
+    assert world.machine.phase is Phase.RUNNING and world.machine.failures == 0
+
+
+@pytest.mark.parametrize("mode", ["disabled", "resume"])
+def test_modes_that_do_not_start_again(mode):
+    world = World(mode).begin()
+    world.end(TRAINER, 70)
+    world.all_end()
+    assert world.finish.code == 70 and mode in world.finish.reason
+
+
+def test_a_server_comes_back_with_growing_pauses_and_gives_up_alone(world):
+    starts = 0
+    for _ in range(5):
+        world.end(SERVER_0, 1, after_s=5)
+        world.pass_time(30)
+        starts += SERVER_0 in world.running
+    assert starts == 4 and world.machine.slots[SERVER_0].standing is Standing.GAVE_UP
+    assert world.machine.phase is Phase.RUNNING and TRAINER in world.running
+    pauses = [record.details["pause_s"] for record in world.records if record.event == "restarting"]
+    assert pauses == [0.5, 1, 2, 4]
+
+
+def test_a_server_that_was_given_up_is_tried_again_much_later(world):
+    for _ in range(5):
+        world.end(SERVER_0, 1)
+        world.pass_time(30)
+    assert SERVER_0 not in world.running
+    world.pass_time(560)
+    assert SERVER_0 not in world.running
+    world.pass_time(20)
+    assert SERVER_0 in world.running
+    world.end(SERVER_0, 1, after_s=5)
+    world.pass_time(30)
+    assert SERVER_0 not in world.running  # once, not five times
+    world.pass_time(600)
+    world.machine.served(world.now, SERVER_0, world.running[SERVER_0])
+    world.end(SERVER_0, 1, after_s=70)  # it has lived: an end is an accident again
+    world.pass_time(1)
+    assert SERVER_0 in world.running
+    given_up = [record.details for record in world.records if record.event == "gave_up"]
+    assert [one["pause_s"] for one in given_up] == [600, 600] and "5 times in a row" in given_up[0]["reason"]
+
+
+def test_a_long_life_makes_earlier_ends_forgotten(world):
+    for _ in range(10):
+        world.end(ROLLOUT, 1, after_s=61)
+        world.pass_time(0.6)
+    assert world.running[ROLLOUT] == 10
+
+
+def test_a_server_that_loads_for_long_and_never_serves_for_long_is_in_a_crash_loop(world):
+    for _ in range(5):
+        assert SERVER_0 in world.running
+        world.pass_time(300)
+        world.machine.served(
+            world.now, SERVER_0, world.running[SERVER_0] - 1
+        )  # the lease of the one before, which rests
+        world.machine.served(world.now, SERVER_0, world.running[SERVER_0])
+        world.end(SERVER_0, 1, after_s=10)
+        world.pass_time(30)
+    assert world.machine.slots[SERVER_0].standing is Standing.GAVE_UP
+
+
+def test_progress_shows_that_a_helper_without_a_peer_is_in_no_crash_loop(world):
+    for _ in range(4):
+        world.end(ROLLOUT, 137)
+        world.pass_time(30)
+        world.end(SERVER_0, 137)
+        world.pass_time(30)
+    world.do(world.machine.progressed(5))
+    world.end(ROLLOUT, 137)
+    world.end(SERVER_0, 137)  # its peer may have done all the work
+    world.pass_time(30)
+    assert ROLLOUT in world.running and SERVER_0 not in world.running
+
+
+@pytest.mark.parametrize("lost", [[ROLLOUT], [SERVER_0, SERVER_1]])
+def test_without_rollout_or_without_any_server_the_trainer_saves_and_it_is_over(world, lost):
+    for key in lost:
+        for _ in range(5):
+            world.end(key, 1)
+            world.pass_time(30)
+    assert world.machine.phase is Phase.DRAINING and world.asked == [TRAINER]
+    world.end(TRAINER, 75)
+    world.all_end()
+    assert world.finish.code == 70 and "5 times in a row" in world.finish.reason
+
+
+def test_bad_config_of_a_helper_ends_all_after_the_trainer_has_saved(world):
+    world.end(SERVER_1, 78, reason="no such flag")
+    assert world.asked == [TRAINER]
+    world.end(TRAINER, 75)
+    world.all_end()
+    assert world.finish.code == 78 and "no such flag" in world.finish.reason
+
+
+@pytest.mark.parametrize(("end", "code"), [(75, 75), (0, 0), (137, 75), (143, 75), (70, 75), (78, 78)])
+def test_a_stop_lets_the_trainer_end_first(world, end, code):
+    world.stop("SIGTERM")
+    assert world.asked == [TRAINER]
+    world.stop("SIGTERM again")
+    assert world.asked == [TRAINER]
+    world.end(TRAINER, end)
+    assert world.asked[1:] == [SERVER_0, SERVER_1, ROLLOUT]
+    world.all_end()
+    assert world.finish.code == code
+
+
+def test_a_trainer_that_keeps_failing_while_it_stops_uses_up_the_retries():
+    world = World(retries=0).begin()
+    world.stop()
+    world.end(TRAINER, 70, reason="disk full")
+    world.all_end()
+    assert world.finish.code == 70 and "disk full" in world.finish.reason
+
+
+def test_nobody_is_started_again_while_the_trainer_stops(world):
+    world.end(SERVER_0, 1)
+    world.stop()
+    world.end(ROLLOUT, 1)
+    world.pass_time(20)
+    assert world.running == {SERVER_1: 0, TRAINER: 0}
+
+
+def test_a_stop_while_the_trainer_pauses_or_before_any_start():
+    world = World().begin()
+    world.end(TRAINER, 70)
+    world.stop()
+    world.all_end()
+    assert world.finish.code == 75
+    early = World()
+    early.stop()
+    assert early.finish.code == 75 and not early.running
+
+
+def test_a_trainer_that_does_not_stop_is_killed_and_then_left_behind(world):
+    world.stop()
+    world.pass_time(DRAIN_GRACE_S - 1)
+    assert not world.killed
+    world.pass_time(2)
+    assert world.killed == [TRAINER]
+    world.pass_time(LAST_GRACE_S + 1)
+    world.pass_time(END_GRACE_S + 1)
+    assert set(world.killed) == {SERVER_0, SERVER_1, ROLLOUT, TRAINER}
+    world.pass_time(LAST_GRACE_S + 1)
+    assert (
+        world.finish.code == 75
+        and "left behind: server 0, server 1, rollout 0, trainer 0" in world.finish.reason
+    )
+
+
+def test_helpers_that_do_not_end_are_killed(world):
+    world.end(TRAINER, 0)
+    world.pass_time(END_GRACE_S + 1)
+    assert world.killed == [SERVER_0, SERVER_1, ROLLOUT]
+    world.all_end(137)
+    assert world.finish.code == 0
+
+
+def test_who_lost_the_trial_kills_without_saving(world):
+    world.do(world.machine.abandon(world.now, 70, "another supervisor"))
+    assert not world.asked and len(world.killed) == 4
+    world.all_end(137)
+    assert world.finish.code == 70
+
+
+def test_who_hangs_is_killed_once_everybody_has_written_down_where_it_is(world):
+    world.do(world.machine.hung(world.now, TRAINER, "nothing moved for 300 s"))
+    assert dict(world.dumped) == {SERVER_0: False, SERVER_1: False, ROLLOUT: False, TRAINER: True}
+    assert not world.killed
+    world.do(world.machine.hung(world.now, TRAINER, "still"))
+    assert len(world.dumped) == 4, "once is enough"
+    world.pass_time(STACKS_S)
+    assert world.killed == [TRAINER]
+    world.end(TRAINER, 137, after_s=0.1)
+    world.pass_time(1)
+    assert world.running[TRAINER] == 1 and world.machine.failures == 1
+    [ended] = [record for record in world.records if record.event == "exited"]
+    assert ended.details["reason"] == "nothing moved for 300 s" and ended.details["class"] == "infrastructure"
+
+
+@pytest.mark.parametrize("key", [TRAINER, ROLLOUT])
+def test_who_gets_no_place_on_its_nodes_needs_others(world, key):
+    world.do(world.machine.unplaced(key, "Requested nodes are busy"))
+    assert world.killed == [key] and not world.dumped and not world.avoided
+    world.end(key, 1)
+    world.all_end()
+    assert world.finish.code == 75 and "Requested nodes are busy" in world.finish.reason
+
+
+def test_servers_go_on_without_one_that_gets_no_place(world):
+    world.do(world.machine.unplaced(SERVER_0, "Requested nodes are busy"))
+    world.end(SERVER_0, 1)
+    world.pass_time(10_000)
+    assert SERVER_0 not in world.running and world.machine.phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("key", [TRAINER, ROLLOUT])
+def test_hangs_without_progress_use_up_the_retries_whoever_hangs(key):
+    world = World(retries=2).begin()
+    for _ in range(2):
+        world.hang(key)
+        world.pass_time(100)
+        assert key in world.running
+    world.do(world.machine.progressed(7))
+    for _ in range(2):
+        world.hang(key)
+        world.pass_time(100)
+    world.hang(key)
+    assert key not in world.running
+    world.all_end()
+    assert (
+        world.finish.code == 70
+        and "nothing moved" in world.finish.reason
+        and "hpc-rl recover" in world.finish.reason
+    )
+
+
+def test_a_trainer_that_lost_its_node_needs_other_nodes(world):
+    world.end(TRAINER, 143, reason="lost its node", failure=FailureClass.NODE, nodes=("n3",))
+    assert world.avoided == ["n3"] and world.asked == [SERVER_0, SERVER_1, ROLLOUT]
+    world.all_end()
+    assert world.finish.code == 75 and "other nodes are needed" in world.finish.reason
+
+
+def test_a_lost_node_costs_a_replica_and_all_of_them_cost_the_attempt(world):
+    world.end(SERVER_0, 143, reason="lost its node", failure=FailureClass.NODE, nodes=("n3",))
+    world.pass_time(60)
+    assert SERVER_0 not in world.running and TRAINER in world.running and world.avoided == ["n3"]
+    world.end(SERVER_1, 143, reason="lost its node", failure=FailureClass.NODE, nodes=("n4",))
+    assert world.asked == [TRAINER]
+    world.end(TRAINER, 75)
+    world.all_end()
+    assert world.finish.code == 75 and world.avoided == ["n3", "n4"]
+
+
+def test_unusable_data_of_the_rollout_role_ends_all_after_the_trainer_has_saved(world):
+    world.end(ROLLOUT, 70, reason="all prompts rejected", failure=FailureClass.DATA)
+    assert world.asked == [TRAINER]
+    world.end(TRAINER, 75)
+    world.all_end()
+    assert world.finish.code == 70 and "look at the data" in world.finish.reason
+
+
+def test_a_trainer_that_finds_no_more_work_before_the_end_of_the_job_stopped_for_that(world):
+    world.machine.last_call("the job's time is nearly over")
+    world.end(TRAINER, 75)
+    world.all_end()
+    assert world.finish == Finish(75, "the job's time is nearly over")
+
+
+def test_a_trainer_with_long_steps_gets_the_time_for_one(world):
+    world.machine.drain_grace_s = 900
+    world.stop()
+    world.pass_time(899)
+    assert not world.killed
+    world.pass_time(2)
+    assert world.killed == [TRAINER]
+
+
+def test_an_end_of_an_older_incarnation_is_ignored(world):
+    assert world.machine.exited(world.now, TRAINER, 7, End(70, "")) == []
+    assert world.machine.phase is Phase.RUNNING
+
+
+def test_a_trial_without_rollout_and_servers():
+    world = World(keys=(TRAINER,)).begin()
+    world.end(TRAINER, 0)
+    assert world.finish.code == 0
+
+
+@given(st.data())
+def test_whatever_happens_it_ends_once_and_starts_nothing_twice(data):
+    world = World(mode=data.draw(st.sampled_from(["auto", "fault", "resume", "disabled"])), retries=1).begin()
+    codes = st.sampled_from([0, 1, 3, 70, 75, 78, 137, 143])
+    for _ in range(data.draw(st.integers(1, 25))):
+        what = data.draw(
+            st.sampled_from(
+                ["end", "time", "stop", "progress", "abandon", "hung"] if world.finish is None else ["time"]
+            )
+        )
+        if what == "end" and world.running:
+            key, failure = (
+                data.draw(st.sampled_from(sorted(world.running))),
+                data.draw(st.sampled_from(FailureClass)),
+            )
+            world.end(key, data.draw(codes), data.draw(st.sampled_from([1, 70])), failure=failure)
+        elif what == "hung":
+            world.do(
+                world.machine.hung(world.now, data.draw(st.sampled_from(sorted(world.machine.slots))), "x")
+            )
+        elif what == "stop":
+            world.stop()
+        elif what == "progress":
+            world.do(world.machine.progressed(1))
+        elif what == "abandon":
+            world.do(world.machine.abandon(world.now, 70, "other"))
+        else:
+            world.pass_time(data.draw(st.sampled_from([0.1, 5, 130])))
+    world.stop()
+    for _ in range(6):
+        world.pass_time(130)
+    assert world.finish is not None
+    assert world.machine.phase is Phase.OVER
+
+
+# --- rules ---------------------------------------------------------------------------------------------------------------
+
+
+def said(code: int, reason: str = "") -> dict:
+    return {"code": code, "reason": reason}
+
+
+@pytest.mark.parametrize(
+    ("records", "raw", "code"),
+    [
+        ([said(0)], 0, 0),
+        ([said(75)], 75, 75),
+        ([None], -9, 137),
+        ([None], 143, 143),
+        ([None], 0, 70),  # srun says 0 when the node of its task died
+        ([None], 1, 1),
+        ([None], 78, 78),
+        ([said(75), said(78)], 143, 78),  # srun -K would say 143
+        ([said(3), said(70)], 70, 3),
+        ([said(75), None, None], 143, 75),  # peers that were ended after rank 0
+        ([said(75), said(70, "x")], 75, 70),
+        ([None, said(70)], 137, 70),
+        ([None, said(75)], 137, 137),
+        ([said(0), said(0)], 0, 0),
+        ([said(0), said(143)], 143, 0),
+        ([None, {"reason": "no code"}], 9, 9),
+    ],
+)
+def test_the_end_of_a_unit_by_its_ranks(records, raw, code):
+    assert unit_end(records, raw).code == code
+
+
+def test_the_end_of_a_unit_in_words():
+    assert unit_end([None], -9).reason == "ended by SIGKILL"
+    assert unit_end([said(75), said(70, "boom")], 75).reason == "rank 1: boom"
+    assert unit_end([said(70, "lost a peer"), None], 70).reason.startswith(
+        "rank 1 ended without a word (killed?); then a peer:"
+    )
+    assert unit_end([None], 128 + 99).reason == "ended by signal 99"
+
+
+def test_pauses():
+    assert [pause_s(n) for n in (0, 1, 2, 3, 7, 100)] == [0.5, 0.5, 1, 2, 30, 30]
+
+
+def test_draining_begins_early_enough_but_not_in_the_first_half():
+    assert drain_time(0, 7200, step_s=20, save_s=6) == 7200 - 20 - 9 - 30
+    assert drain_time(100, 200, 20, 5) == 150

@@ -1,0 +1,324 @@
+"""Processes of a unit as one handle, and the srun line."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.errors import ConfigError, SchedulerError
+from hpc_rl.plan.schema import Unit
+from hpc_rl.proc import end_processes, is_alive, start_ticks
+from hpc_rl.supervise import processes
+from hpc_rl.supervise.ownership import end_leftovers, leave_client_records, next_incarnations
+from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, job_hosts, srun_argv
+from hpc_rl.trial import Attempt, Trial, read_json, write_json
+
+UNTIL_EOF = "import os, sys; print('up', flush=True)\nwhile d := os.read(0, 99): print(d.decode(), flush=True); sys.exit(75)"
+DEAF = "import time; print('up', flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def attempt(tmp_path) -> Attempt:
+    attempt = Trial(tmp_path / "u" / "e" / "t").attempt("7.0")
+    attempt.make_dirs()
+    return attempt
+
+
+def unit(tasks: int = 1, nodes: tuple[int, ...] = (0,), gpus: int = 0, **more) -> Unit:
+    values = {"role": "trainer", "index": 0, "cpus_per_task": 3, "mem_mb_per_task": 10, "module": "m", **more}
+    return Unit(nodes=list(nodes), tasks_per_node=tasks, gpus_per_task=gpus, **values)
+
+
+def start(attempt, code: str, tasks: int = 1, environ: dict | None = None, **more):
+    own = ProcessSteps({**os.environ, **(environ or {})})
+    return own.start(unit(tasks, **more), [sys.executable, "-c", code], attempt, 0)
+
+
+def wait(handle, timeout_s: float = 10.0) -> int:
+    deadline = time.monotonic() + timeout_s
+    while (code := handle.poll()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return code
+
+
+def until_up(attempt, num: int) -> None:
+    deadline = time.monotonic() + 10
+    while sum("up" in path.read_text() for path in (attempt.dir / "logs").iterdir()) < num:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_all_tasks_are_asked_by_their_pipes_and_write_logs_of_their_own(attempt):
+    handle = start(attempt, UNTIL_EOF, tasks=2)
+    until_up(attempt, 2)
+    assert handle.poll() is None
+    handle.ask_to_stop()
+    assert wait(handle) == 75
+    handle.ask_to_stop()  # harmless afterwards
+    handle.kill()
+    assert handle.poll() == 75
+    assert sorted(path.name for path in (attempt.dir / "logs").iterdir()) == [
+        "trainer-0.0-rank0.log",
+        "trainer-0.0-rank1.log",
+    ]
+    assert "stop" in attempt.log("trainer", 0, 0, 1).read_text()
+
+
+def test_the_pipe_of_a_unit_is_held_by_nobody_else(attempt):
+    first = start(attempt, UNTIL_EOF)
+    second = start(attempt, DEAF, role="server")
+    until_up(attempt, 2)
+    os.close(first._pipes.pop())  # what the supervisor's death does; the other child must not keep it open
+    assert wait(first) == 0
+    second.kill()
+    assert wait(second) == -9
+
+
+def test_environment(attempt):
+    shown = (
+        "HPC_RL_STEPS",
+        "HPC_RL_RANK",
+        "HPC_RL_NUM_RANKS",
+        "OMP_NUM_THREADS",
+        "X",
+        "CUDA_VISIBLE_DEVICES",
+    )
+    show = f"import os; print('up', *(os.environ.get(name, '-') for name in {shown}))"
+    wait(start(attempt, show, tasks=2, gpus=1, gpu_offset=1, env={"X": "y"}, cpus_per_task=1))
+    assert attempt.log("trainer", 0, 0, 1).read_text() == "up process 1 2 1 y 1,2\n"
+    wait(
+        start(
+            attempt,
+            show,
+            role="server",
+            gpus=2,
+            gpu_offset=1,
+            environ={"CUDA_VISIBLE_DEVICES": "4,5,6"},
+            cpus_per_task=1,
+        )
+    )
+    assert attempt.log("server", 0, 0).read_text() == "up process 0 1 1 - 5,6\n"
+    wait(start(attempt, show, role="rollout", env={"OMP_NUM_THREADS": "7"}))
+    assert attempt.log("rollout", 0, 0).read_text() == "up process 0 1 7 - \n"
+
+
+def test_a_search_path_of_the_users_comes_after_ours(attempt):
+    show = "import os; print(os.environ['PYTHONPATH'])"
+    wait(start(attempt, show, environ={"PYTHONPATH": "/ours"}, env={"PYTHONPATH": "/theirs"}))
+    assert attempt.log("trainer", 0, 0).read_text() == "/ours:/theirs\n"
+
+
+def test_fewer_gpus_than_planned_are_refused_in_words(attempt):
+    with pytest.raises(
+        ConfigError, match="the GPUs 1 to 2 of this machine, but CUDA_VISIBLE_DEVICES shows 2"
+    ):
+        start(attempt, "", tasks=2, gpus=1, gpu_offset=1, environ={"CUDA_VISIBLE_DEVICES": "4,5"})
+
+
+def test_peers_of_a_task_that_ended_get_a_bounded_time(attempt, monkeypatch):
+    monkeypatch.setattr(processes, "AFTER_FAILURE_S", 0.3)
+    code = f"import os, sys\nif os.environ['HPC_RL_RANK'] == '1': sys.exit(70)\n{DEAF}"
+    started = time.monotonic()
+    assert wait(start(attempt, code, tasks=3)) == 70
+    assert time.monotonic() - started < 5
+
+
+def test_what_a_task_leaves_in_its_group_ends_with_it(attempt):
+    code = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {DEAF!r}]); print(p.pid, flush=True)"
+    handle = start(attempt, code)
+    wait(handle)
+    pid = int(attempt.log("trainer", 0, 0).read_text().split()[0])
+    deadline = time.monotonic() + 5
+    while start_ticks(pid) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_program_that_is_not_there_is_an_error_and_leaves_nothing_open(attempt):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError):
+        ProcessSteps(dict(os.environ)).start(unit(), ["/no/such/python"], attempt, 0)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- srun ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_srun_line(tmp_path):
+    argv = srun_argv(
+        unit(tasks=2, nodes=(1, 2), gpus=2),
+        ["a1", "a2", "b7"],
+        True,
+        tmp_path / "100%" / "trainer-0.3.log",
+        3,
+    )
+    text = shlex.join(argv)
+    for flag in (
+        "--nodes=2 --nodelist=a2,b7 --ntasks=4 --ntasks-per-node=2 --distribution=block --cpus-per-task=3 --exact --mem=0",
+        "--gpus-per-node=4",
+        "--job-name=trainer-0.3",
+        "--no-kill=off",
+        "--export=ALL",
+        "--input=all",
+    ):
+        assert flag in text
+    assert argv[-1] == f"--output={tmp_path}/100%%/trainer-0.3-rank%t.log"
+
+
+def test_the_users_srun_options_come_last(tmp_path):
+    own = dataclasses.replace(unit(), srun_args=["--mpi=pmix", "--comment=a b"])
+    assert srun_argv(own, ["a"], False, tmp_path / "x.log", 0)[-2:] == ["--mpi=pmix", "--comment=a b"]
+
+
+def test_a_step_speaks_of_gpus_only_in_a_job_that_has_some(tmp_path):
+    log = tmp_path / "x.log"
+    assert not any("gpu" in flag for flag in srun_argv(unit(), ["a"], False, log, 0))
+    assert "--gpus-per-node=0" in srun_argv(unit(), ["a"], True, log, 0)
+
+
+FAKE_SRUN = """#!/bin/bash
+printf '%s\\n' "$@" > "$OUT/argv"; env > "$OUT/env"; echo $$ > "$OUT/pid"
+trap 'echo killed-step >> "$OUT/argv"; exit 137' TERM
+if [ -n "$STUBBORN" ]; then trap '' TERM; fi
+read -r line; echo "$line" >> "$OUT/argv"
+[ -n "$line" ] || exit 9
+while :; do sleep 0.05; done
+"""
+
+
+@pytest.fixture
+def fake_srun(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "srun").write_text(FAKE_SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def srun_start(attempt, out: Path, **env: str):
+    environ = {
+        **os.environ,
+        "OUT": str(out),
+        "SLURM_MEM_PER_NODE": "5",
+        "SLURM_CPUS_PER_TASK": "9",
+        "SLURM_JOB_ID": "7",
+        **env,
+    }
+    handle = SrunSteps(["a"], False, environ).start(unit(), ["python", "-m", "m"], attempt, 0)
+    deadline = time.monotonic() + 5
+    while not (out / "pid").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return handle
+
+
+def test_one_srun_is_asked_by_its_pipe_and_killed_by_term(attempt, fake_srun):
+    handle = srun_start(attempt, fake_srun)
+    handle.ask_to_stop()
+    time.sleep(0.3)
+    assert handle.poll() is None
+    handle.kill()
+    assert wait(handle) == 137
+    assert (fake_srun / "argv").read_text().split()[-5:] == ["python", "-m", "m", "stop", "killed-step"]
+    env = dict(line.split("=", 1) for line in (fake_srun / "env").read_text().splitlines() if "=" in line)
+    assert env["HPC_RL_STEPS"] == "srun" and env["SLURM_JOB_ID"] == "7" and env["OMP_NUM_THREADS"] == "3"
+    assert "SLURM_MEM_PER_NODE" not in env and "SLURM_CPUS_PER_TASK" not in env
+
+
+def test_a_step_that_slurm_does_not_make_says_so_until_a_process_runs(attempt, fake_srun):
+    handle = srun_start(attempt, fake_srun)
+    assert handle.unplaced() == "", "nothing was said"
+    said = "srun: Job 7 step creation still disabled, retrying (Requested nodes are busy)"
+    with attempt.log("trainer", 0, 0).open("a") as log:
+        log.write(f"{said}\n")
+    assert handle.unplaced() == said
+    write_json(attempt.processes / "trainer-0.0-rank0.json", {"pid": 1})
+    assert handle.unplaced() == ""
+    handle.kill()
+    wait(handle)
+
+
+def test_a_client_that_does_not_end_is_killed(attempt, fake_srun, monkeypatch):
+    monkeypatch.setattr(processes, "KILL_STEP_S", 0.3)
+    handle = srun_start(attempt, fake_srun, STUBBORN="1")
+    handle.kill()
+    assert wait(handle) == -signal.SIGKILL
+
+
+def test_hosts_come_from_scontrol_in_its_order(tmp_path, monkeypatch):
+    (tmp_path / "scontrol").write_text(
+        '#!/bin/bash\n[ "$3" = "b[2,1]" ] && printf "b2\\nb1\\n" || { echo nope >&2; exit 1; }\n'
+    )
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert job_hosts("b[2,1]") == ["b2", "b1"]
+    with pytest.raises(SchedulerError, match="nope"):
+        job_hosts("c")
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with pytest.raises(SchedulerError, match="scontrol"):
+        job_hosts("c")
+
+
+# --- leftovers -----------------------------------------------------------------------------------------------------------
+
+
+def test_leftovers_are_asked_then_killed_and_only_the_very_processes(attempt, monkeypatch):
+    from hpc_rl.supervise import ownership
+
+    for name in ("WAIT_S", "TERM_S", "KILL_S"):
+        monkeypatch.setattr(ownership, name, 0.3 if name != "KILL_S" else 5.0)
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    left = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+    reused = subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE)
+    elsewhere = subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE)
+    try:
+        for process in (left, reused, elsewhere):
+            process.stdout.readline()
+        children = [
+            processes.Child(p.pid, start_ticks(p.pid), rank)
+            for rank, p in enumerate((left, reused, elsewhere))
+        ]
+        leave_client_records(attempt, unit(tasks=3), 0, children)
+        for rank, change in ((1, {"start_ticks": 1}), (2, {"host": "another"})):
+            path = attempt.processes / f"client-trainer-0.0-rank{rank}.json"
+            write_json(path, read_json(path) | change)
+        (attempt.processes / "torn.json").write_text("{")
+        assert end_leftovers(attempt.trial) == []
+        assert left.wait(5) == -9
+        assert reused.poll() is None and elsewhere.poll() is None
+    finally:
+        for process in (left, reused, elsewhere):
+            process.kill()
+            process.communicate()
+
+
+def test_who_can_not_be_ended_is_told(monkeypatch):
+    me = (os.getpid(), start_ticks(os.getpid()))
+    monkeypatch.setattr(os, "kill", lambda pid, number: None)
+    assert end_processes([me, (me[0], 1)], 0.0, 0.0, 0.0) == [me]
+    assert is_alive(*me) and not is_alive(me[0], None)
+
+
+def test_incarnations_go_on_from_every_trace(attempt):
+    attempt.events.write_text('{"event": "started", "role": "trainer", "index": 0, "incarnation": 2}\n')
+    attempt.log("server", 1, 4).touch()
+    attempt.log("trainer", 0, 1, rank=3).touch()
+    attempt.exit_record("rollout", 0, 0).touch()
+    write_json(attempt.processes / "client-server-1.5-rank0.json", {})
+    assert next_incarnations(attempt) == {("trainer", 0): 3, ("server", 1): 6, ("rollout", 0): 1}
+
+
+def test_a_step_of_a_heterogeneous_job_names_its_component(tmp_path):
+    argv = srun_argv(unit(nodes=(2,)), ["a1", "a2", "b7"], True, tmp_path / "x.log", 0, 1)
+    assert "--het-group=1" in argv and "--nodelist=b7" in argv
+    assert not any(
+        flag.startswith("--het-group") for flag in srun_argv(unit(), ["a"], True, tmp_path / "x.log", 0)
+    )

@@ -1,0 +1,201 @@
+"""Roles in containers, started and ended as any other: with a stand-in for apptainer that checks its arguments, in a new root."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.plan.schema import Container, Unit
+from hpc_rl.proc import start_ticks
+from hpc_rl.supervise.processes import ProcessSteps, SrunSteps
+from hpc_rl.trial import Attempt, Trial
+
+STAND_IN = Path(__file__).resolve().parents[2] / "helpers" / "bin" / "apptainer"
+STRANGE = "a b;$(touch broken) 'q' `id`"
+ROLE = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("up", os.getpid(), child.pid, flush=True)
+while data := os.read(0, 99):
+    sys.exit(75)
+sys.exit(143)
+"""
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
+    """Below a directory with a strange name, which is also the working directory."""
+    here = tmp_path / STRANGE
+    here.mkdir()
+    monkeypatch.chdir(here)
+    made = Trial(here / "u" / "e" / "t").attempt("7.0")
+    made.make_dirs()
+    return made
+
+
+@pytest.fixture
+def container(tmp_path: Path) -> Container:
+    image_file = tmp_path / f"{STRANGE}.sif"
+    holds = [sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib")]
+    image_file.write_text(json.dumps({"holds": holds, "env": {"X": "of the image", "PYTHONPATH": "/image"}}))
+    return Container(
+        type="apptainer",
+        image=str(image_file),
+        python=sys.executable,
+        program=str(STAND_IN),
+        mounts=[],
+        args=[],
+    )
+
+
+def start(attempt: Attempt, container: Container, code: str, **env: str):
+    unit = Unit(
+        role="trainer",
+        index=0,
+        nodes=[0],
+        tasks_per_node=1,
+        cpus_per_task=1,
+        mem_mb_per_task=1,
+        gpus_per_task=0,
+        module="m",
+        env=env,
+        container=container,
+    )
+    environ = os.environ | {"PYTHONPATH": f"{Path.cwd()}:/elsewhere"}
+    return ProcessSteps(environ).start(unit, ["/host/python", "-c", code], attempt, 0)
+
+
+def wait(handle) -> int:
+    deadline = time.monotonic() + 60
+    while (code := handle.poll()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return code
+
+
+def said(attempt: Attempt, word: str) -> str:
+    """The line of the role's log that begins with a word, once it is there."""
+    deadline = time.monotonic() + 60
+    log = attempt.log("trainer", 0, 0)
+    while (
+        not (
+            found := [line for line in log.read_text().splitlines(keepends=True) if line.startswith(word)][
+                -1:
+            ]
+        )
+        or found[0][-1] != "\n"
+    ):
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    return found[0]
+
+
+def gone(*pids: int) -> None:
+    deadline = time.monotonic() + 60
+    while any(start_ticks(pid) is not None for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_role_is_asked_to_stop_through_its_container_and_its_code_comes_back(attempt, container):
+    handle = start(attempt, container, ROLE)
+    said(attempt, "up")
+    handle.ask_to_stop()
+    assert wait(handle) == 75
+
+
+def test_it_ends_with_the_supervisor_and_by_force_with_all_that_it_started(attempt, container):
+    handle = start(attempt, container, ROLE)
+    pids = [int(word) for word in said(attempt, "up").split()[1:]]
+    os.close(handle._pipes.pop())  # what the supervisor's death does
+    assert wait(handle) == 143
+    gone(*pids)
+    attempt.log("trainer", 0, 0).write_text("")
+    handle = start(
+        attempt,
+        container,
+        ROLE.replace("os.read(0, 99)", "os.read(0, 99) or True").replace("sys.exit(75)", "pass"),
+    )
+    pids = [int(word) for word in said(attempt, "up").split()[1:]]
+    handle.kill()
+    assert wait(handle) == -9
+    gone(*pids)
+
+
+def test_strange_text_reaches_the_role_as_it_is(attempt, container):
+    show = (
+        "import json, os, sys; seen = [dict(os.environ), os.getcwd(), sys.flags.safe_path, os.listdir('.')]; "
+    )
+    show += "print('env', json.dumps(seen), flush=True)"
+    assert wait(start(attempt, container, show, X=STRANGE, PLUS='"\\n, $HOME', HPC_RL_RANK="9")) == 0
+    env, cwd, safe_path, seen = json.loads(said(attempt, "env").removeprefix("env"))
+    assert (env["X"], env["PLUS"]) == (STRANGE, '"\\n, $HOME')
+    assert (env["HPC_RL_NUM_RANKS"], env["HPC_RL_RANK"], env["PYTHONPATH"], safe_path) == (
+        "1",
+        "9",
+        str(Path.cwd()),
+        True,
+    )
+    assert cwd == str(Path.cwd()) and seen == ["u"]
+    assert not (Path.cwd() / "broken").exists()
+
+
+def test_only_what_is_bound_is_seen(attempt, container, tmp_path):
+    (tmp_path / "bound").mkdir()
+    (tmp_path / "unbound").mkdir()
+    bound = Container(**{**vars(container), "mounts": [f"{tmp_path / 'bound'}:/there"]})
+    assert (
+        wait(
+            start(
+                attempt,
+                bound,
+                f"import os; print('seen', os.path.exists('/there'), os.path.exists({str(tmp_path / 'unbound')!r}))",
+            )
+        )
+        == 0
+    )
+    if "not isolated" in attempt.log("trainer", 0, 0).read_text():
+        pytest.skip("this account may not make mount namespaces")
+    assert said(attempt, "seen") == "seen True False\n"
+
+
+def test_what_apptainer_complains_about_is_in_the_roles_log(attempt, container):
+    missing = Container(**{**vars(container), "image": "/no/image.sif"})
+    assert wait(start(attempt, missing, "")) == 255
+    assert "could not open image /no/image.sif" in said(attempt, "FATAL:")
+
+
+def test_pyxis_is_handed_to_srun_behind_the_users_own_options(attempt, monkeypatch, tmp_path):
+    (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"; env\n')
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    container = Container(
+        type="pyxis", image=f"/{STRANGE}.sqsh", python="python3", program="", mounts=["/a:/b"], args=[]
+    )
+    unit = Unit(
+        role="server",
+        index=0,
+        nodes=[0],
+        tasks_per_node=1,
+        cpus_per_task=1,
+        mem_mb_per_task=1,
+        gpus_per_task=0,
+        module="m",
+        srun_args=["--comment=x"],
+        container=container,
+    )
+    handle = SrunSteps(["a"], False, dict(os.environ)).start(unit, ["/host/python", "-m", "m"], attempt, 0)
+    assert wait(handle) == 0
+    lines = attempt.log("server", 0, 0).read_text().splitlines()
+    at = lines.index("--comment=x")
+    assert lines[at + 1 : at + 3] == [
+        f"--container-image=/{STRANGE}.sqsh",
+        f"--container-mounts=/a:/b,{Path.cwd()}:{Path.cwd()}",
+    ]
+    assert lines[lines.index("--no-container-entrypoint") + 1 :][:3] == ["python3", "-m", "m"]

@@ -1,0 +1,148 @@
+"""A successor is submitted once, whatever dies in between, and never for a submission that a person wants dead."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_rl.errors import TrialBusy
+from hpc_rl.schedulers import record
+from hpc_rl.schedulers.base import JobSpec
+from hpc_rl.schedulers.slurm import _beside
+from hpc_rl.status.trial_status import read_jobs
+from hpc_rl.submit.cancellation import cancel
+from hpc_rl.supervise.successor import go_on
+from hpc_rl.trial import Trial, write_json
+
+
+class FakeSlurm:
+    """Knows the jobs that were submitted, by tag."""
+
+    name = "slurm"
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, JobSpec] = {}
+        self.cancelled: list[str] = []
+        self.after_submit = lambda: None
+
+    def find(self, spec: JobSpec) -> str | None:
+        return next((job_id for job_id, one in self.jobs.items() if one.tag == spec.tag), None)
+
+    def submit(self, spec: JobSpec) -> str:
+        job_id = str(200 + len(self.jobs))
+        self.jobs[job_id] = spec
+        self.after_submit()
+        return job_id
+
+    def cancel(self, job_id: str) -> None:
+        self.cancelled.append(job_id)
+
+
+@pytest.fixture
+def trial(tmp_path) -> Trial:
+    trial = Trial(tmp_path / "exp" / "one")
+    trial.make_dirs()
+    write_json(trial.job("100"), {"job_id": "100", "scheduler": "slurm", "time": 1.0, "tag": "t"})
+    return trial
+
+
+def call(trial: Trial, slurm: FakeSlurm, restart: int = 1, after: str = "100", **more) -> str:
+    script = trial.scripts / "trial.sbatch"
+    return go_on(
+        trial, "100", restart, after=after, name="hpc-rl.exp.one", script=script, scheduler=slurm, **more
+    )
+
+
+def test_it_depends_on_the_end_of_the_one_before_and_knows_what_it_goes_on_with(trial):
+    slurm = FakeSlurm()
+    assert call(trial, slurm) == "200"
+    spec = slurm.jobs["200"]
+    assert (spec.after, spec.arguments, spec.tag) == ("100", ("100", "1"), "hpc-rl:exp/one:100.1")
+    assert record.current(trial, "100") == "200"
+    assert call(trial, slurm, restart=2, after="200") == "201"
+    assert slurm.jobs["201"].after == "200"
+    [job] = read_jobs(trial)
+    assert (job.job_id, job.native_id) == ("100", "201"), (
+        "one submission, however many jobs of Slurm's it takes"
+    )
+
+
+def test_it_keeps_the_users_comment_and_carries_its_own_tag(trial):
+    slurm = FakeSlurm()
+    write_json(trial.config_json, {"launcher": {"slurm": {"comment": "project:42 urgent"}}})
+    call(trial, slurm)
+    assert "--comment=hpc-rl:exp/one:100.1 project:42 urgent" in _beside(slurm.jobs["200"])
+
+
+def test_again_gives_the_same_job(trial):
+    slurm = FakeSlurm()
+    assert [call(trial, slurm) for _ in range(3)] == ["200"] * 3
+    assert len(slurm.jobs) == 1
+
+
+def test_a_crash_between_submission_and_record_submits_no_second_one(trial):
+    slurm = FakeSlurm()
+    call(trial, slurm)
+    trial.successor("100", 1).unlink()
+    assert call(trial, slurm) == "200"
+    assert len(slurm.jobs) == 1 and record.current(trial, "100") == "200"
+
+
+def test_of_two_that_submit_at_once_one_job_stays(trial):
+    slurm, other = FakeSlurm(), FakeSlurm()
+    slurm.after_submit = lambda: call(trial, other)
+    other.jobs["199"] = JobSpec("x", trial.scripts, "another")
+    assert call(trial, slurm) == "201"
+    assert slurm.cancelled == ["200"]
+
+
+def test_never_after_a_cancel(trial):
+    slurm = FakeSlurm()
+    write_json(trial.cancel_intent("100"), {})
+    with pytest.raises(TrialBusy, match="cancelled by a person"):
+        call(trial, slurm)
+    assert not slurm.jobs
+
+
+def test_a_cancel_while_it_is_submitted_takes_it_back(trial):
+    slurm = FakeSlurm()
+    slurm.after_submit = lambda: write_json(trial.cancel_intent("100"), {})
+    with pytest.raises(TrialBusy):
+        call(trial, slurm)
+    assert slurm.cancelled == ["200"]
+
+
+def test_a_task_of_an_array_goes_on_alone(trial):
+    slurm = FakeSlurm()
+    script = trial.scripts / "servers.sbatch"
+    go_on(
+        trial,
+        "150_3",
+        2,
+        after="153",
+        name="n",
+        script=script,
+        array="3",
+        arguments=("100",),
+        scheduler=slurm,
+    )
+    spec = slurm.jobs["200"]
+    assert (spec.array, spec.arguments) == ("3", ("150_3", "2", "100"))
+    assert [job.job_id for job in read_jobs(trial)] == ["100"]
+
+
+def test_cancel_reaches_the_newest_job_and_the_servers(trial, monkeypatch):
+    from hpc_rl.schedulers.base import JobState, State
+
+    slurm = FakeSlurm()
+    call(trial, slurm)
+    write_json(
+        trial.job("150"),
+        {"kind": "servers", "serves": "100", "num_tasks": 2, "scheduler": "slurm", "time": 2.0},
+    )
+    trial.successor("150_1", 1).write_text('{"job_id": "300"}')
+    slurm.states = lambda ids, **_: {job: JobState(job, State.PENDING) for job in ids}
+    monkeypatch.setattr("hpc_rl.submit.cancellation.scheduler_of", lambda *_: slurm)
+    done = cancel(trial)
+    assert set(slurm.cancelled) == {"200", "150", "300"}
+    assert [item.job.job_id for item in done] == ["150", "100"]
+    assert trial.cancel_intent("100").exists()
