@@ -1,4 +1,4 @@
-"""The house rules: imports go down only, the login half never imports torch, no function over 100 lines, no file over 500."""
+"""The floors: imports go down only, the login half never imports torch, the server role needs few packages."""
 
 from __future__ import annotations
 
@@ -95,52 +95,3 @@ def test_the_server_role_needs_no_more_packages_than_an_image_of_sglang_has():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) - {"_distutils_hack"} <= aiohttp | {"numpy", "yaml", "typing_extensions"}
-
-
-def test_functions_fit_in_a_hundred_lines():
-    long = []
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-                and node.end_lineno - node.lineno >= 100
-            ):
-                long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
-    assert not long, "\n".join(long)
-
-
-def test_files_can_be_read_in_one_go():
-    long = [str(p.relative_to(ROOT)) for p in SOURCES if len(p.read_text().splitlines()) > 500]
-    assert not long, "\n".join(long)
-
-
-def test_modules_of_the_package_have_no_cycle():
-    modules = {
-        ".".join(("hpc_rl", *p.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): p
-        for p in SOURCES
-    }
-    edges: dict[str, set[str]] = {}
-    for name, path in modules.items():
-        wanted = {
-            n
-            for node in ast.walk(ast.parse(path.read_text()))
-            for n in imported(node)
-            if n.startswith("hpc_rl")
-        }
-        edges[name] = {n if n in modules else n.rpartition(".")[0] for n in wanted} & modules.keys() - {
-            name,
-            "hpc_rl",
-        }
-    state: dict[str, int] = {}
-
-    def visit(name: str, path: list[str]) -> None:
-        state[name] = 1
-        for other in sorted(edges[name]):
-            assert state.get(other) != 1, " -> ".join([*path, name, other])
-            if other not in state:
-                visit(other, [*path, name])
-        state[name] = 2
-
-    for name in modules:
-        if name not in state:
-            visit(name, [])
