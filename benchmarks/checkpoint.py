@@ -37,11 +37,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from hpc_rl.blocks import FileRecord
+from hpc_rl.checked_file import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Commit
 from hpc_rl.checkpoint.manifest import Manifest
-from hpc_rl.checkpoint.retention import Policy, retain
+from hpc_rl.checkpoint.retention import RetentionPolicy, retain
 from hpc_rl.config.sections.training import OptimizerConfig
 from hpc_rl.engines import state
 from hpc_rl.engines.optimizer import Optimizer, shards_of
@@ -82,7 +82,7 @@ class Subject:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     # what Saving wants of an engine
-    def snapshot(self, copied: bool) -> state.Snapshot:
+    def snapshot(self, copied: bool) -> state.ShardSnapshot:
         return state.take(0, 1, self.shards, self.optimizer, {"updates": 1}, self.buffer if copied else None)
 
     def state_bytes(self) -> int:
@@ -105,7 +105,7 @@ class Ours:
         commit.begin()
         commit.rank_done(0, self.subject.snapshot(copied=False).write(commit.folder))
         commit.commit(manifest(self.step))
-        retain(self.trial, Policy(2))
+        retain(self.trial, RetentionPolicy(2))
 
     def load(self) -> None:
         found = generation.verify(generation.scan(self.trial)[0], generation.LIGHT_BYTES)
@@ -218,7 +218,7 @@ class Stall:
         self.subject, self.folder = subject, folder / "dcp-async"
         self.trial = Trial(folder / "stall")
         self.trial.make_dirs()
-        self.saving = Saving(self.trial, "1.0", 0, subject, Ranks(), Policy(1))  # type: ignore[arg-type]
+        self.saving = Saving(self.trial, "1.0", 0, subject, Ranks(), RetentionPolicy(1))  # type: ignore[arg-type]
         self.into = [torch.zeros_like(tensor) for tensor in subject.tensors().values()]
         self.step = 0
 

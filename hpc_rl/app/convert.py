@@ -13,7 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
-from hpc_rl.blocks import FileRecord
+from hpc_rl.checked_file import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Commit
 from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE, Manifest, config_hash

@@ -26,8 +26,8 @@ from typing import Any
 
 import xxhash
 
-from hpc_rl import blocks
-from hpc_rl.blocks import FileRecord
+from hpc_rl import checked_file
+from hpc_rl.checked_file import FileRecord
 from hpc_rl.checkpoint import manifest as manifests
 from hpc_rl.checkpoint.manifest import Manifest
 from hpc_rl.errors import RoleFailed
@@ -67,7 +67,8 @@ class Commit:
     def rank_done(self, rank: int, files: Sequence[FileRecord | str]) -> None:
         """Say that this rank's files are written and synced; those given by name alone are hashed first. Raises OSError."""
         records = [
-            file if isinstance(file, FileRecord) else blocks.record(self.folder / file) for file in files
+            file if isinstance(file, FileRecord) else checked_file.record(self.folder / file)
+            for file in files
         ]
         write_json(
             self.folder / f"rank_{rank}.ok",
@@ -114,7 +115,7 @@ class Commit:
         if self.config_json.is_file():
             write_atomic(self.folder / CONFIG_NAME, self.config_json.read_bytes())
             others.append(CONFIG_NAME)
-        files += manifests.record(self.folder, others)
+        files += [checked_file.record(self.folder / name) for name in others]
         return sorted(files, key=lambda file: file.name)
 
     def _rename(self, manifest: Manifest) -> None:
@@ -165,7 +166,7 @@ def check(path: Path) -> Found:
     match = _FOLDER.fullmatch(path.name)
     step = int(match[1]) if match else -1
     try:
-        manifest = _unsealed(blocks.twice(lambda: _read(path / manifests.NAME)))
+        manifest = _unsealed(checked_file.retry_once(lambda: _read(path / manifests.NAME)))
     except FileNotFoundError:
         return Found(step, path, None, "has no manifest")
     except (OSError, ValueError) as error:

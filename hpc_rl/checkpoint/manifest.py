@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_rl import blocks
-from hpc_rl.blocks import FileRecord
+from hpc_rl import checked_file
+from hpc_rl.checked_file import FileRecord
 from hpc_rl.errors import Damaged
 
 SCHEMA = 2
@@ -93,15 +93,10 @@ def config_hash(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def record(folder: Path, names: list[str]) -> list[FileRecord]:
-    """Records of files that lie in `folder`. Raises OSError."""
-    return [blocks.record(folder / name) for name in names]
-
-
 def check_sizes(folder: Path, files: list[FileRecord]) -> str:
     """What is wrong with the files as far as a listing shows, or ''."""
     try:
-        found = blocks.twice(lambda: {entry.name: entry.stat() for entry in os.scandir(folder)})
+        found = checked_file.retry_once(lambda: {entry.name: entry.stat() for entry in os.scandir(folder)})
     except OSError as error:
         return f"can't be listed: {error}"
     for file in files:
@@ -119,14 +114,9 @@ def damages(folder: Path, files: list[FileRecord]) -> list[str]:
     return [words for file in files if (words := _damage(folder, file))]
 
 
-def check_content(folder: Path, files: list[FileRecord]) -> str:
-    """Like check_sizes, and reads every byte."""
-    return check_sizes(folder, files) or "; ".join(damages(folder, files))
-
-
 def _damage(folder: Path, file: FileRecord) -> str:
     try:
-        with blocks.Reader(folder / file.name, file) as reader:
+        with checked_file.CheckedReader(folder / file.name, file) as reader:
             reader.check()
     except FileNotFoundError:
         return f"{file.name} is missing"

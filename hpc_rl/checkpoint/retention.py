@@ -11,20 +11,30 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from hpc_rl.checkpoint.generation import LIGHT_BYTES, Found, scan, verify
-from hpc_rl.checkpoint.holds import Holds
-from hpc_rl.trial import Trial, fsync_dir
+from hpc_rl.errors import NothingToResume
+from hpc_rl.trial import Trial, fsync_dir, read_json, write_json
 
 logger = logging.getLogger(__name__)
+BEAT_S = 5.0
+STALE_S = 60.0
+APPEAR_S = 5.0  # a generation that retention took up just now, and puts back, is away for a moment
+_NAME = re.compile(r"\.hold-(\d{8,})\.[0-9a-f]+\.json")
 
 
 @dataclass(frozen=True)
-class Policy:
+class RetentionPolicy:
     """What stays: a generation goes when none of the three wants it.
 
     Args:
@@ -52,7 +62,7 @@ class Generation(Protocol):
     def metrics(self) -> Mapping[str, float]: ...
 
 
-def keep(generations: Iterable[Generation], policy: Policy) -> set[int]:
+def keep(generations: Iterable[Generation], policy: RetentionPolicy) -> set[int]:
     """Steps of those that stay, of any order."""
     newest_first = sorted(generations, key=lambda one: one.step, reverse=True)
     staying = {one.step for one in newest_first[: max(1, policy.newest)]}
@@ -68,7 +78,7 @@ def best(generations: Iterable[Generation], metric: str, higher_is_better: bool 
     return [one.step for one in sorted(measured, key=lambda one: (sign * one.metrics[metric], -one.step))]
 
 
-def surplus(found: Sequence[Found], policy: Policy, held: Iterable[int] = ()) -> list[Found]:
+def surplus(found: Sequence[Found], policy: RetentionPolicy, held: Iterable[int] = ()) -> list[Found]:
     """Those to delete: sound ones that the policy does not want and nobody holds.
 
     One that is not sound is neither counted nor deleted: it is evidence.
@@ -78,7 +88,7 @@ def surplus(found: Sequence[Found], policy: Policy, held: Iterable[int] = ()) ->
     return [one for one in sound if one.step not in staying]
 
 
-def proven(found: Sequence[Found], policy: Policy, known: dict[str, str]) -> list[Found]:
+def proven(found: Sequence[Found], policy: RetentionPolicy, known: dict[str, str]) -> list[Found]:
     """The same, with what is wrong with those that count against others, as far as light reading shows.
 
     `known` is what this process has found so far, by version: '' or the problem.
@@ -104,7 +114,7 @@ def proven(found: Sequence[Found], policy: Policy, known: dict[str, str]) -> lis
 
 
 def retain(
-    trial: Trial, policy: Policy, holds: Holds | None = None, known: dict[str, str] | None = None
+    trial: Trial, policy: RetentionPolicy, holds: Holds | None = None, known: dict[str, str] | None = None
 ) -> int:
     """Delete what is surplus, but nothing that somebody holds. `known` is remembered between calls, see `proven`.
 
@@ -128,3 +138,66 @@ def retain(
         staying.discard(one.step)
         logger.info("generation %d removed", one.step)
     return min(staying, default=0)
+
+
+@contextmanager
+def hold(trial: Trial, step: int, why: str) -> Iterator[Path]:
+    """Keep retention from removing a generation; gives its folder. Raises NothingToResume where it is gone."""
+    path = trial.recover / f".hold-{step:08d}.{uuid.uuid4().hex[:12]}.json"
+    ended = threading.Event()
+    beat = threading.Thread(target=_beat, args=(path, why, ended), daemon=True, name="hold")
+    try:
+        write_json(path, {"count": 0, "why": why, "pid": os.getpid()})
+        beat.start()
+    except OSError as error:  # a place that can only be read
+        logger.warning(
+            "generation %d can't be marked as in use (%s): retention may remove it meanwhile", step, error
+        )
+    try:
+        deadline = time.monotonic() + APPEAR_S
+        while not trial.generation(step).is_dir():
+            if time.monotonic() > deadline:
+                raise NothingToResume(f"generation {step} of {trial} is gone")
+            time.sleep(0.1)
+        yield trial.generation(step)
+    finally:
+        ended.set()
+        if beat.ident is not None:
+            beat.join()
+        path.unlink(missing_ok=True)
+
+
+def _beat(path: Path, why: str, ended: threading.Event) -> None:
+    count = 0
+    while not ended.wait(BEAT_S):
+        count += 1
+        try:
+            write_json(path, {"count": count, "why": why, "pid": os.getpid()})
+        except OSError as error:
+            logger.warning("the hold %s could not be renewed: %s", path.name, error)
+
+
+class Holds:
+    """The holds on a trial as its owner sees them, look after look."""
+
+    def __init__(self, trial: Trial, clock: Callable[[], float] = time.monotonic) -> None:
+        self.trial, self._clock = trial, clock
+        self._seen: dict[str, tuple[object, float]] = {}  # name -> (count, since when it is that)
+
+    def steps(self) -> set[int]:
+        """Generations that somebody alive holds; removes the holds of the dead. Raises OSError."""
+        now, held = self._clock(), set()
+        names = [entry.name for entry in os.scandir(self.trial.recover) if _NAME.fullmatch(entry.name)]
+        self._seen = {name: self._seen[name] for name in names if name in self._seen}
+        for name in names:
+            count = (read_json(self.trial.recover / name) or {}).get("count")
+            if name not in self._seen or self._seen[name][0] != count:
+                self._seen[name] = (count, now)
+            if now - self._seen[name][1] > STALE_S:
+                logger.warning(
+                    "the hold %s was not renewed for %.0f s and is removed", name, now - self._seen[name][1]
+                )
+                (self.trial.recover / name).unlink(missing_ok=True)
+            elif match := _NAME.fullmatch(name):
+                held.add(int(match[1]))
+        return held

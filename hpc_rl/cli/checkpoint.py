@@ -20,8 +20,7 @@ from typing import Any
 
 from hpc_rl.checkpoint import generation, manifest
 from hpc_rl.checkpoint.generation import Found
-from hpc_rl.checkpoint.holds import hold
-from hpc_rl.checkpoint.retention import best
+from hpc_rl.checkpoint.retention import best, hold
 from hpc_rl.checkpoint.start_facts import seals_of, trimmed
 from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
 from hpc_rl.config.loading.load import from_dict

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hpc_rl.blocks import FileRecord
+from hpc_rl.checked_file import FileRecord
 
 
 class Snapshot(Protocol):
@@ -22,7 +22,10 @@ class Snapshot(Protocol):
         """Bytes."""
 
     def write(self, folder: Path, cancel: threading.Event | None = None) -> list[FileRecord]:
-        """Write it into an existing folder, durably, by any thread. Raises OSError, blocks.Abandoned once `cancel` is set."""
+        """Write the state durably into an existing folder; may be called on any thread.
+
+        Raises OSError, and checked_file.Abandoned once `cancel` is set.
+        """
 
 
 @dataclass

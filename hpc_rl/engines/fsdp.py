@@ -18,14 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hpc_rl.blocks import FileRecord
+from hpc_rl.checked_file import FileRecord
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.engines import hf_io, model, state
 from hpc_rl.engines.base import LossFn, Sequences, sum_over_ranks
 from hpc_rl.engines.distributed import init_alone
-from hpc_rl.engines.loss_scale import LossScale
 from hpc_rl.engines.micro_batches import Inputs, Layout, cut, inputs_of, micro_batch
-from hpc_rl.engines.optimizer import Optimizer, learning_rate, shards_of
+from hpc_rl.engines.optimizer import LossScale, Optimizer, learning_rate, shards_of
 from hpc_rl.engines.packing import Groups
 
 
@@ -61,18 +60,18 @@ class FSDPEngine:
         """Collective. `num_train_steps` counts calls of `train_batch`: the schedule ends with the last."""
         self.num_train_steps = num_train_steps
         self.num_updates = 0  # calls of train_batch, skipped ones included: the position of the schedule
-        self.policy = model.build(self.config, self.seed, self.frozen)
-        names = [name for name, _ in self.policy.hf.named_parameters()]
-        saved = set(self.policy.hf.state_dict())
-        self.buffer_names = [name for name, _ in self.policy.hf.named_buffers() if name in saved]
+        self.model = model.build(self.config, self.seed, self.frozen)
+        names = [name for name, _ in self.model.hf.named_parameters()]
+        saved = set(self.model.hf.state_dict())
+        self.buffer_names = [name for name, _ in self.model.hf.named_buffers() if name in saved]
         if self.frozen:
             self._freeze()
             return
         if self.num_ranks > 1 or self.config.dtype != "float32":
             self._shard()
-        self.policy.to(self.device)
+        self.model.to(self.device)
         assert self.config.optimizer is not None, "check.py refuses a trained model without an optimizer"
-        parameters = dict(self.policy.hf.named_parameters())
+        parameters = dict(self.model.hf.named_parameters())
         self.shards = shards_of({name: parameters[name] for name in names}, self.rank, self.num_ranks)
         self.optimizer = Optimizer(self.config.optimizer, self.shards)
         self.scale = LossScale(self.config.optimizer, self.config.dtype == "float16")
@@ -81,12 +80,12 @@ class FSDPEngine:
     def _freeze(self) -> None:
         for (
             parameter
-        ) in self.policy.parameters():  # buffers keep their type: positions in bfloat16 would be wrong
+        ) in self.model.parameters():  # buffers keep their type: positions in bfloat16 would be wrong
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(model.DTYPES[self.config.dtype])
         if self.num_ranks > 1:
             self._shard()
-        self.policy.to(self.device)
+        self.model.to(self.device)
 
     def _shard(self) -> None:
         if not dist.is_initialized():
@@ -95,13 +94,13 @@ class FSDPEngine:
         compute, reduce = model.DTYPES[self.config.dtype], model.DTYPES[self.config.grad_reduce_dtype]
         precision = MixedPrecisionPolicy(None if compute == torch.float32 else compute, reduce)
         wrap = self.config.fsdp.wrap_policy
-        for block in self.policy.blocks(wrap.transformer_layer_cls_to_wrap if wrap else None):
+        for block in self.model.blocks(wrap.transformer_layer_cls_to_wrap if wrap else None):
             fully_shard(block, mesh=mesh, mp_policy=precision)
-        fully_shard(self.policy, mesh=mesh, mp_policy=precision)
+        fully_shard(self.model, mesh=mesh, mp_policy=precision)
 
     def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
         """Collective; 0 outside of the column `loss_mask`, where there is one."""
-        self.policy.eval()
+        self.model.eval()
         out = [np.zeros(len(ids), dtype=np.float32) for ids in rows.ids]
         groups, _ = self._rounds(rows)
         with torch.no_grad():
@@ -112,8 +111,8 @@ class FSDPEngine:
                 ends = np.cumsum([len(out[row]) for row in group])
                 for row, end in zip(group, ends, strict=True):
                     out[row][:] = flat_T[end - len(out[row]) : end]
-        if isinstance(self.policy, FSDPModule):
-            self.policy.reshard()  # a forward pass without a backward leaves the root gathered, and so out of date later
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # a forward pass without a backward leaves the root gathered, and so out of date later
         return out
 
     def train_batch(
@@ -123,7 +122,7 @@ class FSDPEngine:
 
         An update whose gradient is not finite is skipped, on all ranks. Raises ValueError where no rank has rows.
         """
-        self.policy.train()
+        self.model.train()
         groups, total_rows = self._rounds(rows)
         if not total_rows:
             raise ValueError("train_batch got no rows on any rank")
@@ -187,11 +186,11 @@ class FSDPEngine:
         )
 
     def _forward(self, inputs: Inputs, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.policy(
+        return self.model(
             inputs.input_ids, inputs.position_ids, inputs.source_N, inputs.targets_N, temperature
         )
 
-    def snapshot(self, copied: bool) -> state.Snapshot:
+    def snapshot(self, copied: bool) -> state.ShardSnapshot:
         if copied and self._buffer is None:
             self._buffer = state.Buffer(pin=self.device.type == "cuda")
         counters = {"updates": self.num_updates, **self.scale.state()}
@@ -219,7 +218,7 @@ class FSDPEngine:
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]] | None:
         """In the type of the configuration, on the CPU."""
         tensors = self._gather()
-        return iter(hf_io.on_disk_names(self.policy.hf, tensors).items()) if self.rank == 0 else None
+        return iter(hf_io.on_disk_names(self.model.hf, tensors).items()) if self.rank == 0 else None
 
     def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
         tensors = self._gather()
@@ -229,9 +228,9 @@ class FSDPEngine:
                 source / "generation_config.json",
                 *(hf_io.tokenizer_files(tokenizer) if tokenizer else []),
             ]
-            config_json = model.exported_config(source, self.policy.hf, self.config)
+            config_json = model.exported_config(source, self.model.hf, self.config)
             hf_io.write_checkpoint(
-                folder, hf_io.on_disk_names(self.policy.hf, tensors), config_json, others, durable
+                folder, hf_io.on_disk_names(self.model.hf, tensors), config_json, others, durable
             )
 
     def _gather(self) -> dict[str, torch.Tensor]:
@@ -244,6 +243,6 @@ class FSDPEngine:
             if self.rank == 0:
                 tensors[shard.name] = whole.to("cpu", dtype).contiguous()
         if self.rank == 0:
-            buffers = dict(self.policy.hf.named_buffers())
+            buffers = dict(self.model.hf.named_buffers())
             tensors |= {name: buffers[name].cpu() for name in self.buffer_names}
         return tensors

@@ -30,7 +30,7 @@ LOGIT_TRANSFORMS = {
 }  # key -> value that does nothing
 
 
-class Policy(nn.Module):
+class LanguageModel(nn.Module):
     """A causal language model that returns log-probabilities and entropies of wanted tokens.
 
     Args:
@@ -69,7 +69,7 @@ class Policy(nn.Module):
         return found
 
 
-class Scorer(Policy):
+class ScoreModel(LanguageModel):
     """A model with one number per token in place of a vocabulary: a reward model."""
 
     def forward(
@@ -98,7 +98,7 @@ def check(config: TrainEngineConfig, device: torch.device) -> None:
         )
 
 
-def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Policy:
+def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> LanguageModel:
     """The model in float32 on the CPU, the same on every rank. Raises ConfigError, OSError."""
     hf: Any
     disable_progress_bar()  # one per rank, into the role's log
@@ -142,7 +142,7 @@ def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Policy:
         _disable_dropout(hf)
     if config.gradient_checkpointing and not frozen:
         _recompute_activations(hf)
-    return Scorer(hf, unread) if config.is_critic else Policy(hf, unread)
+    return ScoreModel(hf, unread) if config.is_critic else LanguageModel(hf, unread)
 
 
 def architecture(folder: Path, **more: Any) -> Any:

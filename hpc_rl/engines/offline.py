@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hpc_rl.blocks import FileRecord
+from hpc_rl.checked_file import FileRecord
 from hpc_rl.config.sections.training import OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines import hf_io, model, state
 from hpc_rl.engines.fsdp import FSDPEngine
@@ -45,16 +45,16 @@ def export_state(
     """
     config = on_cpu(config)
     model.check(config, torch.device("cpu"))
-    policy = model.build(config, seed, frozen=True)
-    parameters = {name: parameter.detach() for name, parameter in policy.hf.named_parameters()}
+    built = model.build(config, seed, frozen=True)
+    parameters = {name: parameter.detach() for name, parameter in built.hf.named_parameters()}
     state.load_model(folder, num_ranks, parameters, files)
-    dtype, saved = model.DTYPES[config.dtype], set(policy.hf.state_dict())
+    dtype, saved = model.DTYPES[config.dtype], set(built.hf.state_dict())
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in parameters.items()}
-    tensors |= {name: buffer for name, buffer in policy.hf.named_buffers() if name in saved}
+    tensors |= {name: buffer for name, buffer in built.hf.named_buffers() if name in saved}
     source = Path(config.path)
     others = [source / "generation_config.json", *(hf_io.tokenizer_files(tokenizer) if tokenizer else [])]
-    config_json = model.exported_config(source, policy.hf, config)
-    hf_io.write_checkpoint(out, hf_io.on_disk_names(policy.hf, tensors), config_json, others, durable=True)
+    config_json = model.exported_config(source, built.hf, config)
+    hf_io.write_checkpoint(out, hf_io.on_disk_names(built.hf, tensors), config_json, others, durable=True)
 
 
 def import_weights(
@@ -73,7 +73,7 @@ def import_weights(
     )
     engine = FSDPEngine(config, seed=seed)
     engine.initialize(max(1, num_updates))
-    unread = set(engine.policy.unread)
+    unread = set(engine.model.unread)
     if unread and (
         surplus := sorted(unread - hf_io.tensor_names(ours))
     ):  # some models come with tensors that nobody reads

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -122,3 +123,39 @@ class Optimizer:
 
     def _gradients(self) -> list[torch.Tensor]:
         return [grad for shard in self.shards if (grad := shard.gradient()) is not None]
+
+
+class LossScale:
+    """Dynamic factor on a float16 loss, whose gradients would vanish without one; 1 for other types.
+
+    Halved after `hysteresis` overflows, doubled after `loss_scale_window` updates without one (Micikevicius et al.,
+    "Mixed Precision Training", 2018).
+    """
+
+    def __init__(self, config: OptimizerConfig, active: bool) -> None:
+        self.config = config
+        self.active = active
+        self.value = config.initial_loss_scale if active else 1.0
+        self._good = 0
+        self._patience = config.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        if not self.active:
+            return
+        if overflow:
+            self._good = 0
+            self._patience -= 1
+            if self._patience <= 0:
+                self.value = max(self.value / 2, self.config.min_loss_scale)
+            return
+        self._good += 1
+        if self._good >= self.config.loss_scale_window:
+            self._good, self._patience = 0, self.config.hysteresis
+            self.value *= 2
+
+    def state(self) -> dict[str, Any]:
+        return {"loss_scale": [self.value, self._good, self._patience]} if self.active else {}
+
+    def restore(self, counters: dict[str, Any]) -> None:
+        if self.active and "loss_scale" in counters:
+            self.value, self._good, self._patience = counters["loss_scale"]

@@ -3,9 +3,9 @@
 `rank-00000.safetensors` has this rank's rows of `model/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`, and `rng/cpu`
 (`rng/cuda`). Its header's metadata has `state`, JSON: {"format", "rank", "num_ranks", "counters": {…}, "shards": {name:
 {"shape": global shape, "offset": first row}}, "rng": Python's and NumPy's}. Whoever loads reads the rows that it needs from
-whichever files have them; the checksums of the blocks that it reads are checked on the way (blocks.py).
+whichever files have them; the checksums of the blocks that it reads are checked on the way (checked_file.py).
 
-A Snapshot is a state at one instant: views of the live tensors, to be written before the next update, or a copy of them
+A ShardSnapshot is a state at one instant: views of the live tensors, to be written before the next update, or a copy of them
 in a Buffer that is made once and used again, to be written while training goes on.
 """
 
@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_rl import blocks
-from hpc_rl.blocks import FileRecord, Reader
+from hpc_rl import checked_file
+from hpc_rl.checked_file import CheckedReader, FileRecord
 from hpc_rl.engines.optimizer import Optimizer, Shard
 from hpc_rl.errors import Damaged
 from hpc_rl.trial import fsync_dir
@@ -40,7 +40,7 @@ def file_name(rank: int) -> str:
 
 
 @dataclass
-class Snapshot:
+class ShardSnapshot:
     """One rank's state at one instant, as the parts of its file. `write` may be called by any thread."""
 
     name: str
@@ -51,8 +51,8 @@ class Snapshot:
         return sum(len(part) for part in self.parts)
 
     def write(self, folder: Path, cancel: threading.Event | None = None) -> list[FileRecord]:
-        """Write the file into an existing folder, durably. Raises OSError, blocks.Abandoned."""
-        record = blocks.write(folder / self.name, self.parts, cancel)
+        """Write the file into an existing folder, durably. Raises OSError, checked_file.Abandoned."""
+        record = checked_file.write(folder / self.name, self.parts, cancel)
         fsync_dir(folder)
         return [record]
 
@@ -86,7 +86,7 @@ def take(
     optimizer: Optimizer,
     counters: dict[str, Any],
     buffer: Buffer | None,
-) -> Snapshot:
+) -> ShardSnapshot:
     """This rank's state now. Without a buffer it is made of the live tensors where these lie in CPU memory."""
     named = {f"rng/{kind}": state for kind, state in _torch_rng().items()}
     for shard in shards:
@@ -106,7 +106,9 @@ def take(
         else [tensor.cpu().contiguous() for tensor in named.values()]
     )
     header = _header(named, {"state": json.dumps(state)})
-    return Snapshot(file_name(rank), [memoryview(header), *(_bytes_of(t).data for t in tensors if t.numel())])
+    return ShardSnapshot(
+        file_name(rank), [memoryview(header), *(_bytes_of(t).data for t in tensors if t.numel())]
+    )
 
 
 def size_bytes(shards: list[Shard], optimizer: Optimizer) -> int:
@@ -170,9 +172,9 @@ def load_model(
         raise Damaged(f"{folder.name} lacks rows of {next(name for name, rows in missing.items() if rows)}")
 
 
-def _open(path: Path, files: Mapping[str, FileRecord] | None) -> Reader:
+def _open(path: Path, files: Mapping[str, FileRecord] | None) -> CheckedReader:
     try:
-        return Reader(path, files[path.name] if files is not None else None)
+        return CheckedReader(path, files[path.name] if files is not None else None)
     except (FileNotFoundError, KeyError) as error:
         raise Damaged(f"{path.name} is missing") from error
 
@@ -187,7 +189,7 @@ class Header:
     begin: int  # of the tensors' bytes
 
     @classmethod
-    def read(cls, reader: Reader, rank: int, num_ranks: int) -> Header:
+    def read(cls, reader: CheckedReader, rank: int, num_ranks: int) -> Header:
         name = reader.path.name
         try:
             begin = 8 + int.from_bytes(reader.read(0, 8), "little")
@@ -221,7 +223,10 @@ class Header:
 
 
 def _fill(
-    reader: Reader, header: Header, targets: Mapping[str, tuple[torch.Tensor, Shard]], missing: dict[str, int]
+    reader: CheckedReader,
+    header: Header,
+    targets: Mapping[str, tuple[torch.Tensor, Shard]],
+    missing: dict[str, int],
 ) -> None:
     """Copy what one file has of the targets' rows; `missing` counts down."""
     wanted: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -304,7 +309,7 @@ def _python_rng() -> dict[str, Any]:
     return {"python": [version, list(numbers), gauss], "numpy": [name, np.asarray(keys).tolist(), *rest]}
 
 
-def _restore_rng(reader: Reader, header: Header) -> None:
+def _restore_rng(reader: CheckedReader, header: Header) -> None:
     saved = header.state["rng"]
     version, numbers, gauss = saved["python"]
     random.setstate((version, tuple(numbers), gauss))

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from hpc_rl.stats.percentile import p95
+from hpc_rl.stats.tracker import p95
 
 logger = logging.getLogger(__name__)
 LATEST = 200  # durations that count

@@ -1,9 +1,9 @@
-"""Tracker: sums with their counts, and seconds, collected over a step and read out as plain numbers. No torch here."""
+"""Numbers collected over a step (means, values, seconds) and read out as plain scalars, without torch."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -42,3 +42,9 @@ class Tracker:
         scalars = {**means, **self._values}
         self._totals, self._values = {}, {}
         return scalars
+
+
+def p95(values: Iterable[float]) -> float:
+    """Return the value that at least 95 of 100 do not exceed; 0 without values."""
+    known = sorted(values)
+    return known[-(-95 * len(known) // 100) - 1] if known else 0.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
-from hpc_rl.stats.percentile import p95
 from hpc_rl.stats.read import JsonLines
+from hpc_rl.stats.tracker import p95
 from hpc_rl.trial import Attempt
 
 LATEST = 200  # values that count, of each kind: what was slow long ago is no measure

@@ -21,7 +21,7 @@ from hpc_rl import __version__
 from hpc_rl.checkpoint.generation import scan
 from hpc_rl.checkpoint.lineage import submission_of
 from hpc_rl.checkpoint.manifest import Manifest, config_hash
-from hpc_rl.checkpoint.retention import Policy
+from hpc_rl.checkpoint.retention import RetentionPolicy
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.config.sections.operations import FrequencyConfig
 from hpc_rl.engines.base import Engine
@@ -98,7 +98,7 @@ class Run:
     def __post_init__(self) -> None:
         recover = self.config.recover
         metric, higher = measured_by(self.config)
-        policy = Policy(recover.keep, recover.keep_every_steps, recover.keep_best, metric, higher)
+        policy = RetentionPolicy(recover.keep, recover.keep_every_steps, recover.keep_best, metric, higher)
         self.saving = Saving(self.trial, self.attempt.id, self.incarnation, self.engine, self.ranks, policy)
         tokenizer = tokenizer_folder(self.config)
         self.writer = exports.Writer(

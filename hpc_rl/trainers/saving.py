@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hpc_rl.blocks import Abandoned
+from hpc_rl.checked_file import Abandoned
 from hpc_rl.checkpoint.generation import Commit, room_problem
-from hpc_rl.checkpoint.holds import Holds
 from hpc_rl.checkpoint.manifest import Manifest
-from hpc_rl.checkpoint.retention import Policy, retain
+from hpc_rl.checkpoint.retention import Holds, RetentionPolicy, retain
 from hpc_rl.engines.base import Engine, Snapshot, sum_over_ranks
 from hpc_rl.errors import CannotWrite
 from hpc_rl.trainers.ranks import Ranks
@@ -30,7 +29,7 @@ POLL_S = (0.02, 1.0)  # between looks for the other ranks' files: first, longest
 
 
 @dataclass
-class Job:
+class PendingSave:
     """One save: what this rank's thread does, and how far it is."""
 
     commit: Commit
@@ -66,7 +65,7 @@ class Saving:
         incarnation: int,
         engine: Engine,
         ranks: Ranks,
-        policy: Policy,
+        policy: RetentionPolicy,
         newest: int = -1,
     ) -> None:
         self.trial, self.engine, self.ranks, self.policy, self.newest = trial, engine, ranks, policy, newest
@@ -76,7 +75,7 @@ class Saving:
         self.problem = ""  # why the newest save failed; '' where it did not
         self.num_failed = 0  # saves in a row that failed
         self.owed = False  # a save was due while another was in flight
-        self._job: Job | None = None
+        self._job: PendingSave | None = None
         self._last = False
 
     def start(self, step: int, manifest: Callable[[], Manifest], copied: bool, last: bool = False) -> None:
@@ -93,7 +92,7 @@ class Saving:
             self._failed(step, problem)
             return
         first = self.ranks.rank == 0
-        job = self._job = Job(commit, manifest() if first else None, self.engine.snapshot(copied))
+        job = self._job = PendingSave(commit, manifest() if first else None, self.engine.snapshot(copied))
         threading.Thread(target=self._work, args=(job,), daemon=True, name=f"save-{step}").start()
 
     def settle(self, wait: bool) -> int | None:
@@ -148,7 +147,7 @@ class Saving:
             else ""
         )
 
-    def _work(self, job: Job) -> None:
+    def _work(self, job: PendingSave) -> None:
         try:
             os.listdir(
                 job.commit.folder.parent
@@ -165,7 +164,7 @@ class Saving:
             job.written.set()
             job.ended.set()
 
-    def _commit(self, job: Job, manifest: Manifest) -> None:
+    def _commit(self, job: PendingSave, manifest: Manifest) -> None:
         pause_s, longest_s = POLL_S
         while job.commit.missing_ranks(self.ranks.num):
             if job.cancel.wait(pause_s):
@@ -178,7 +177,7 @@ class Saving:
             logger.warning("older generations could not be removed: %s", error)
         job.committed = True
 
-    def _call_off(self, job: Job) -> None:
+    def _call_off(self, job: PendingSave) -> None:
         self.ranks.barrier()  # no rank writes any more
         if self.ranks.rank == 0:
             job.commit.abandon()
@@ -202,6 +201,6 @@ class Saving:
             then = "" if self._last else " Training goes on;"
             logger.error("SAVE FAILED: %s.%s make room in %s", self.problem, then, self.trial.recover)
 
-    def _tell(self, job: Job) -> None:
+    def _tell(self, job: PendingSave) -> None:
         if self.ranks.rank == 0:
             logger.info("generation %d saved in %.2f s", job.commit.step, job.took_s)

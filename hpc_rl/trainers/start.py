@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.blocks import FileRecord
+from hpc_rl.checked_file import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision
 from hpc_rl.checkpoint.lineage import next_lineage, submission_of, withdraw

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_rl import blocks
-from hpc_rl.blocks import FileRecord
+from hpc_rl import checked_file
+from hpc_rl.checked_file import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Commit, clear_leftovers, scan, verify
 from hpc_rl.checkpoint.manifest import Manifest
-from hpc_rl.checkpoint.retention import Policy, retain
+from hpc_rl.checkpoint.retention import RetentionPolicy, retain
 from hpc_rl.config.sections.training import OptimizerConfig
 from hpc_rl.engines import state
 from hpc_rl.engines.optimizer import Optimizer, Shard
@@ -62,7 +62,7 @@ class Shim:
         self.real_open, self.real_rename = os.open, os.rename
         for name in CALLS:
             setattr(os, name, self.wrapped(name, getattr(os, name)))
-        blocks._libc = self  # type: ignore[assignment]
+        checked_file._libc = self  # type: ignore[assignment]
         self.mincore = ctypes.CDLL(None, use_errno=True).mincore
 
     def fallocate(self, *_: Any) -> int:
@@ -131,7 +131,7 @@ def save(trial: Trial, step: int) -> None:
         commit.rank_done(rank, Rank(rank, NUM_RANKS, float(step)).write(commit.folder))
     who = {"attempt": "7.0", "incarnation": 0, "submission": "7", "version": f"0.{step}", "config_hash": ""}
     commit.commit(Manifest(step=step, lineage=0, num_ranks=NUM_RANKS, **who))
-    retain(trial, Policy(2))
+    retain(trial, RetentionPolicy(2))
 
 
 def save_by_thread(trial: Trial, step: int) -> None:
@@ -143,7 +143,7 @@ def save_by_thread(trial: Trial, step: int) -> None:
             0, 1, rank.shards, rank.optimizer, {"updates": 1}, state.Buffer() if copied else None
         ),
     )
-    saving = Saving(trial, "7.0", 0, engine, Ranks(), Policy(2))  # type: ignore[arg-type]
+    saving = Saving(trial, "7.0", 0, engine, Ranks(), RetentionPolicy(2))  # type: ignore[arg-type]
     who = {"attempt": "7.0", "incarnation": 0, "submission": "7", "version": f"0.{step}", "config_hash": ""}
     saving.start(step, lambda: Manifest(step=step, lineage=0, num_ranks=1, **who), copied=True)
     assert saving.settle(wait=True) is not None, saving.problem
@@ -188,7 +188,10 @@ def cut_once(folder: Path, template: Path, cut_at: int, how: str) -> dict[str, A
 def main() -> None:
     folder, hows, stride = Path(sys.argv[1]), sys.argv[2].split(","), int(sys.argv[3])
     torch.set_num_threads(1)
-    blocks.BLOCK_BYTES, blocks.DIRECT_BYTES = 8192, 60_000  # several writes a file; the files are larger
+    checked_file.BLOCK_BYTES, checked_file.DIRECT_BYTES = (
+        8192,
+        60_000,
+    )  # several writes a file; the files are larger
     generation.LIGHT_BYTES = 1 << 40
     template = Trial(folder / "template")
     template.make_dirs()

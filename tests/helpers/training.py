@@ -6,8 +6,8 @@ import json
 import threading
 from pathlib import Path
 
-from hpc_rl import blocks
-from hpc_rl.blocks import FileRecord, Reader
+from hpc_rl import checked_file
+from hpc_rl.checked_file import CheckedReader, FileRecord
 from hpc_rl.checkpoint.generation import scan, verify
 from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import SFTConfig
@@ -33,7 +33,7 @@ class FakeSnapshot:
 
     def write(self, folder: Path, cancel: threading.Event | None = None) -> list[FileRecord]:
         self.may_write.wait()
-        return [blocks.write(folder / "state.json", [memoryview(self.content)], cancel)]
+        return [checked_file.write(folder / "state.json", [memoryview(self.content)], cancel)]
 
 
 class FakeEngine:
@@ -57,7 +57,7 @@ class FakeEngine:
         self.total = 0
 
     def load(self, folder: Path, saved_num_ranks: int, files: dict | None = None) -> None:
-        with Reader(folder / "state.json", files and files["state.json"]) as reader:
+        with CheckedReader(folder / "state.json", files and files["state.json"]) as reader:
             self.total = json.loads(reader.read(0, reader.size))
 
     def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:

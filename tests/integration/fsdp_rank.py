@@ -15,7 +15,7 @@ import torch
 from hpc_rl.algorithms.losses import supervised_loss
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.manifest import Manifest
-from hpc_rl.checkpoint.retention import Policy
+from hpc_rl.checkpoint.retention import RetentionPolicy
 from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
@@ -152,7 +152,7 @@ def scenario_walk_back(folder: Path, rank: int, num_ranks: int) -> None:
         trial.make_dirs()
         trial.attempt("7.0").make_dirs()
     ranks.barrier()
-    saving = Saving(trial, "7.0", 0, engine, ranks, Policy(9))
+    saving = Saving(trial, "7.0", 0, engine, ranks, RetentionPolicy(9))
     sums = {}
     for step in (1, 2):
         train(engine, [step - 1])

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2] / "hpc_rl"
 FLOORS = [
     {"__init__", "errors"},
-    {"types", "trial", "allocation", "log", "net", "proc", "blocks", "files"},
+    {"types", "trial", "allocation", "log", "net", "proc", "checked_file", "files"},
     {"config", "schedulers", "name_resolve", "stats", "algorithms"},
     {"plan", "engines", "servers", "datasets"},
     {"render", "checkpoint", "rollout", "weights"},

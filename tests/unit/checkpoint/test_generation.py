@@ -5,12 +5,11 @@ import os
 
 import pytest
 
-from hpc_rl import blocks
+from hpc_rl import checked_file
 from hpc_rl.checkpoint import generation, manifest, retention
 from hpc_rl.checkpoint.generation import Commit, check, clear_leftovers, scan, set_aside, verify
-from hpc_rl.checkpoint.holds import hold
 from hpc_rl.checkpoint.manifest import Manifest
-from hpc_rl.checkpoint.retention import Policy, retain
+from hpc_rl.checkpoint.retention import RetentionPolicy, hold, retain
 from hpc_rl.errors import RoleFailed, TrialStateError
 from hpc_rl.trial import Trial
 
@@ -34,7 +33,7 @@ def save(trial: Trial, step: int, lineage: int = 0, num_ranks: int = 2) -> Manif
     commit.begin()
     for rank in range(num_ranks):
         (commit.folder / f"shard-{rank}.bin").write_bytes(bytes([step, rank]) * 100)
-        commit.rank_done(rank, [blocks.record(commit.folder / f"shard-{rank}.bin")])
+        commit.rank_done(rank, [checked_file.record(commit.folder / f"shard-{rank}.bin")])
     return commit.commit(facts(step, lineage, num_ranks))
 
 
@@ -81,7 +80,7 @@ def test_a_kill_at_any_stage_leaves_the_old_generations_or_those_and_the_new_one
                 cut()
             if point == ("first_ok", "second_ok")[rank]:
                 monkeypatch.setattr(generation, "write_json", cut)
-            commit.rank_done(rank, [blocks.record(commit.folder / f"shard-{rank}.bin")])
+            commit.rank_done(rank, [checked_file.record(commit.folder / f"shard-{rank}.bin")])
         if point == "gather":
             monkeypatch.setattr(Commit, "_gather", cut)
         elif point == "manifest":
@@ -175,7 +174,7 @@ def test_a_rank_that_did_not_finish_stops_the_commit(trial):
     commit = Commit(trial, 1, "7.0", 0)
     commit.begin()
     (commit.folder / "shard-0.bin").write_bytes(b"x")
-    commit.rank_done(0, [blocks.record(commit.folder / "shard-0.bin")])
+    commit.rank_done(0, [checked_file.record(commit.folder / "shard-0.bin")])
     with pytest.raises(RoleFailed, match=r"rank 1 left no rank_1\.ok"):
         commit.commit(facts(1))
     assert scan(trial) == []
@@ -185,7 +184,7 @@ def test_a_file_that_changed_after_its_rank_was_done_stops_the_commit(trial):
     commit = Commit(trial, 1, "7.0", 0)
     commit.begin()
     (commit.folder / "shard-0.bin").write_bytes(b"xyz")
-    commit.rank_done(0, [blocks.record(commit.folder / "shard-0.bin")])
+    commit.rank_done(0, [checked_file.record(commit.folder / "shard-0.bin")])
     (commit.folder / "shard-0.bin").write_bytes(b"x")
     with pytest.raises(RoleFailed, match="has 1 bytes, 3 were written"):
         commit.commit(facts(1, num_ranks=1))
@@ -239,14 +238,14 @@ def test_retention_keeps_the_newest_and_never_touches_what_is_damaged_or_loaded(
         save(trial, step)
     (trial.generation(5) / "manifest.json").unlink()
     with hold(trial, 1, "a test"):
-        assert retain(trial, Policy(2)) == 1
+        assert retain(trial, RetentionPolicy(2)) == 1
     assert [(found.step, bool(found.problem)) for found in scan(trial)] == [
         (6, False),
         (5, True),
         (4, False),
         (1, False),
     ]
-    assert retain(trial, Policy(0)) == 6
+    assert retain(trial, RetentionPolicy(0)) == 6
     assert steps(trial) == [6]
 
 
@@ -257,7 +256,7 @@ def test_an_intact_generation_never_goes_in_favour_of_a_damaged_one(trial, monke
         shard = trial.generation(step) / "shard-0.bin"
         shard.write_bytes(bytes(shard.stat().st_size))
     known: dict[str, str] = {}
-    assert retain(trial, Policy(2), known=known) == 1
+    assert retain(trial, RetentionPolicy(2), known=known) == 1
     assert [found.step for found in scan(trial)] == [4, 3, 2, 1]
     assert "generation 4 is damaged and does not count: shard-0.bin" in caplog.text
     save(trial, 5)
@@ -265,7 +264,7 @@ def test_an_intact_generation_never_goes_in_favour_of_a_damaged_one(trial, monke
     monkeypatch.setattr(
         retention, "verify", lambda found, most: read.append(found.step) or verify(found, most)
     )
-    assert retain(trial, Policy(2), known=known) == 3
+    assert retain(trial, RetentionPolicy(2), known=known) == 3
     assert [found.step for found in scan(trial)] == [5, 4, 3, 2] and read == [5]
 
 

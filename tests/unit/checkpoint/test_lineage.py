@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl import blocks
+from hpc_rl import checked_file
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Cause, Decision
 from hpc_rl.checkpoint.generation import Commit, set_aside
@@ -353,7 +353,7 @@ def test_mode_fault_passes_over_an_import_that_is_none_of_its_own(trial):
 def test_a_manifest_that_fails_to_be_read_for_an_instant_is_no_reason_to_set_aside(
     trial, monkeypatch, failures
 ):
-    monkeypatch.setattr(blocks, "AGAIN_S", 0.0)
+    monkeypatch.setattr(checked_file, "AGAIN_S", 0.0)
     commit(trial, 3, "7.0")
     commit(trial, 5, "7.0")
     left, read = [failures], Path.read_bytes

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hpc_rl import blocks
+from hpc_rl import checked_file
 from hpc_rl.algorithms.losses import supervised_loss
 from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines import ENGINES, fsdp, model
@@ -51,7 +51,7 @@ def supervised(batch: MicroBatch):
 
 def plain_logprobs(engine, ids: np.ndarray, temperature: float) -> torch.Tensor:
     tokens = torch.from_numpy(ids).long()[None]
-    logits = engine.policy.hf(input_ids=tokens).logits[0, :-1] / temperature
+    logits = engine.model.hf(input_ids=tokens).logits[0, :-1] / temperature
     return torch.log_softmax(logits, -1).gather(1, tokens[0, 1:, None]).squeeze(1)
 
 
@@ -98,8 +98,8 @@ def test_logprobs_only_where_the_mask_asks(model_dir) -> None:
 def test_a_frozen_engine_has_the_log_probabilities_of_the_one_that_trains(model_dir, dtype) -> None:
     frozen = ENGINES["fsdp"](config_of(model_dir, dtype=dtype, gradient_checkpointing=True), frozen=True)
     frozen.initialize(0)
-    assert {parameter.dtype for parameter in frozen.policy.parameters()} == {getattr(torch, dtype)}
-    assert not any(parameter.requires_grad for parameter in frozen.policy.parameters())
+    assert {parameter.dtype for parameter in frozen.model.parameters()} == {getattr(torch, dtype)}
+    assert not any(parameter.requires_grad for parameter in frozen.model.parameters())
     rows = some_rows()
     tolerance = 1e-6 if dtype == "float32" else 0.1  # beside a model in float32
     for got, want in zip(frozen.logprobs(rows, 0.8), engine_of(model_dir).logprobs(rows, 0.8), strict=True):
@@ -111,9 +111,7 @@ def test_update_equals_a_plain_torch_step(model_dir) -> None:
     rows = some_rows()
     weight = float(sum(mask.sum() for mask in rows.columns["loss_mask"]))
     result = engine.train_batch(rows, supervised, weight, 1.0)
-    adam = torch.optim.AdamW(
-        plain.policy.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0
-    )
+    adam = torch.optim.AdamW(plain.model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
     pairs = zip(rows.ids, rows.columns["loss_mask"], strict=True)
     loss = (
         -sum(
@@ -124,7 +122,7 @@ def test_update_equals_a_plain_torch_step(model_dir) -> None:
         / weight
     )
     loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(plain.policy.parameters(), 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 1.0)
     adam.step()
     assert result["loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert result["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
@@ -155,7 +153,7 @@ def test_padding_to_the_maximum_changes_the_shapes_and_not_the_result(model_dir,
     engines = [engine_of(model_dir, layout, mb_spec=spec, pad_to_maximum=pad) for pad in (False, True)]
     shapes: list[set] = [set(), set()]
     for engine, seen in zip(engines, shapes, strict=True):
-        engine.policy.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.add(inputs[0].numel()))
+        engine.model.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.add(inputs[0].numel()))
     rows = some_rows((9, 3, 12, 2))
     for one, other in zip(engines[0].logprobs(rows, 1.0), engines[1].logprobs(rows, 1.0), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
@@ -212,12 +210,12 @@ def test_float16_scales_the_loss_and_goes_on_after_overflows(model_dir, tmp_path
 
 def test_layers_to_shard_by_class_name(model_dir) -> None:
     engine = engine_of(model_dir)
-    assert len(engine.policy.blocks()) == 2
-    assert len(engine.policy.blocks(["Qwen3MLP", "Qwen3Attention"])) == 4
+    assert len(engine.model.blocks()) == 2
+    assert len(engine.model.blocks(["Qwen3MLP", "Qwen3Attention"])) == 4
     with pytest.raises(
         ConfigError, match=r"the model has no module of Qwen9Layer; it has .*Qwen3DecoderLayer"
     ):
-        engine.policy.blocks(["Qwen9Layer"])
+        engine.model.blocks(["Qwen9Layer"])
 
 
 @pytest.mark.parametrize("disable_dropout", [False, True])
@@ -225,7 +223,7 @@ def test_dropout_is_in_training_unless_it_is_disabled(model_dir, tmp_path, disab
     config = json.loads((model_dir / "config.json").read_text()) | {"attention_dropout": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(config))
     engine = engine_of(tmp_path, disable_dropout=disable_dropout)
-    engine.policy.train()
+    engine.model.train()
     with torch.no_grad():
         one, other = (plain_logprobs(engine, some_rows().ids[2], 1.0) for _ in range(2))
     assert torch.equal(one, other) == disable_dropout
@@ -286,7 +284,7 @@ def test_export_is_a_checkpoint_that_transformers_and_the_engine_read(model_dir,
     tokens = torch.arange(20)[None]
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="sdpa")
     torch.testing.assert_close(
-        reloaded(tokens).logits, engine.policy.hf.eval()(tokens).logits, atol=1e-6, rtol=0
+        reloaded(tokens).logits, engine.model.hf.eval()(tokens).logits, atol=1e-6, rtol=0
     )
     again = engine_of(tmp_path / "out", init_from_scratch=False)
     assert_equal_weights(weights_of(engine), weights_of(again))
@@ -322,7 +320,7 @@ def test_state_continues_bit_for_bit(model_dir, tmp_path) -> None:
     torch_draw = torch.rand(3)
     other = engine_of(model_dir, seed=5)
     other.load(tmp_path, saved_num_ranks=1)
-    assert records == [blocks.record(tmp_path / "rank-00000.safetensors")]
+    assert records == [checked_file.record(tmp_path / "rank-00000.safetensors")]
     assert torch.equal(torch.rand(3), torch_draw)
     rows = some_rows(seed=1)
     assert engine.train_batch(rows, supervised, 60.0, 1.0) == other.train_batch(rows, supervised, 60.0, 1.0)

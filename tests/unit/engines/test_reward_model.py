@@ -74,7 +74,7 @@ def test_layouts_and_micro_batches_do_not_matter(model_dir) -> None:
 
 
 def test_it_starts_from_a_language_model_with_a_head_that_the_seed_draws(model_dir, tmp_path) -> None:
-    language = AutoModelForCausalLM.from_config(engine_of(model_dir).policy.hf.config, dtype=torch.float32)
+    language = AutoModelForCausalLM.from_config(engine_of(model_dir).model.hf.config, dtype=torch.float32)
     language.save_pretrained(tmp_path / "lm")
     heads = [
         dict(engine_of(tmp_path / "lm", seed=s, init_from_scratch=False).hf_weights()) for s in (1, 1, 2)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_rl.stats.percentile import p95
+from hpc_rl.stats.tracker import p95
 from hpc_rl.supervise.deadline import ASK_EVERY_S, SITE_END, JobEndTime, WallTime
 from hpc_rl.supervise.exit_policy import MARGIN_S, drain_grace_s, lead_s
 from hpc_rl.supervise.measured import Measured

@@ -92,12 +92,12 @@ def write(path: Path, parts: Sequence[memoryview], cancel: threading.Event | Non
 
 def record(path: Path) -> FileRecord:
     """The record of a file as it lies there: reads every byte. Raises OSError."""
-    with Reader(path) as reader:
+    with CheckedReader(path) as reader:
         digests = _side_by_side(lambda i: _digest(reader.block(i)), range(reader.num_blocks), NUM_READERS)
         return FileRecord(path.name, reader.size, "".join(digests) or _digest(b""))
 
 
-def twice(work: Callable[[], Any]) -> Any:
+def retry_once(work: Callable[[], Any]) -> Any:
     """Read something; once more after a moment where the medium reports an error: a shared one may fail for an instant."""
     try:
         return work()
@@ -112,14 +112,14 @@ def twice(work: Callable[[], Any]) -> Any:
 def _or_damaged(what: str, work: Callable[[], Any]) -> Any:
     """What the medium does not give back at the second try either is lost. Raises Damaged for that, OSError for anything else."""
     try:
-        return twice(work)
+        return retry_once(work)
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         raise Damaged(f"{what} can't be read: {error.strerror}") from error
 
 
-class Reader:
+class CheckedReader:
     """One file, read in whole blocks that are checked against a record; without one nothing is checked.
 
     Raises OSError, and Damaged, which names the file, where the size or a block is not what was written.
@@ -141,7 +141,7 @@ class Reader:
             self.__exit__()
             raise Damaged(f"{path.name} has {self.size} bytes, {expected.size} were written")
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> CheckedReader:
         return self
 
     def __exit__(self, *_: object) -> None:
