@@ -22,7 +22,7 @@ from hpc_rl.examples.curve import learning_curve
 from hpc_rl.render.roots import template_root
 from hpc_rl.stats import read
 from hpc_rl.status.follow import follow
-from hpc_rl.status.formatting import near, typed
+from hpc_rl.status.formatting import program_name, shell_path
 from hpc_rl.submit import trial_index
 from hpc_rl.submit.cancellation import cancel
 from hpc_rl.trial import Trial, read_json, write_json
@@ -120,17 +120,22 @@ def train(here: Path, kind: str, seed: int, overrides: list[str]) -> Trial:
     done = subprocess.run([*command, *fixed, *overrides], check=True, stdout=subprocess.PIPE, text=True)
     made: dict[str, Any] = json.loads(done.stdout)
     trial = Trial(Path(made["dir"]))
-    print(f"     trial {trial_index.handle(trial)}: {made['allocation']} as job {made['job_id']}", flush=True)
+    print(
+        f"     trial {trial_index.cli_name(trial)}: {made['allocation']} as job {made['job_id']}", flush=True
+    )
     try:
         code = follow(trial)
     except KeyboardInterrupt:
         cancel(trial)
         words = "interrupted: the trial saves its state and ends. To go on with it:"
-        print(f"\nhpc-rl quickstart: {words} {typed()} recover {trial_index.handle(trial)}", file=sys.stderr)
+        print(
+            f"\nhpc-rl quickstart: {words} {program_name()} recover {trial_index.cli_name(trial)}",
+            file=sys.stderr,
+        )
         raise SystemExit(int(ExitCode.KILLED_BY_PERSON)) from None
     if code:
         raise RoleFailed(
-            f"trial {trial} ended with exit code {code}; see {typed()} status {trial_index.handle(trial)}"
+            f"trial {trial} ended with exit code {code}; see {program_name()} status {trial_index.cli_name(trial)}"
         )
     return trial
 
@@ -157,9 +162,9 @@ def submit_line(here: Path) -> str:
     edits = (
         []
         if here == Path.cwd() / "quickstart"
-        else [near(Path(setting)) for setting in settings(here, "grpo")]
+        else [shell_path(Path(setting)) for setting in settings(here, "grpo")]
     )
-    return " ".join([typed(), "submit", "--config", near(config_of("grpo")), *edits])
+    return " ".join([program_name(), "submit", "--config", shell_path(config_of("grpo")), *edits])
 
 
 def show(here: Path, trial: Trial, seconds: float) -> None:
@@ -167,12 +172,12 @@ def show(here: Path, trial: Trial, seconds: float) -> None:
     history = read.read(trial)
     heldout = [(row["step"], row["eval_reward"]) for row in history.evaluations]
     train_points = [(row["step"], row["reward"]) for row in history.steps]
-    name = trial_index.handle(trial)
+    name = trial_index.cli_name(trial)
     print(f"\n{learning_curve(train_points, heldout)}\n")
     print(f"trial directory  {trial.dir}")
     print(f"trained model    {trial.exports / 'final'}")
-    print(f"curves           {typed('tensorboard')} --logdir {near(trial.attempts)}")
-    print(f"next             {typed()} status {name}")
+    print(f"curves           {program_name('tensorboard')} --logdir {shell_path(trial.attempts)}")
+    print(f"next             {program_name()} status {name}")
     print(f"                 {submit_line(here)}   # on Slurm: --n_nodes 4")
     print(
         f"time             {seconds:.0f} s, of which GRPO {history.steps[-1]['time'] - history.steps[0]['time']:.0f} s"

@@ -9,10 +9,10 @@ import sys
 from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
 from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.schedulers.slurm import clean_environment
-from hpc_rl.status.scheduler_view import ask
-from hpc_rl.status.trial_status import tell
+from hpc_rl.status.scheduler_view import query
+from hpc_rl.status.trial_status import read_status
 from hpc_rl.submit import trial_index
-from hpc_rl.submit.attachment import choose, command, places
+from hpc_rl.submit.attachment import attach_command, choose_process, role_processes
 
 ROLES = ("trainer", "rollout", "server", "supervisor")
 EPILOG = """The command goes to standard output, so `$(hpc-rl attach TRIAL)` runs it too. On Slurm it is a step that overlaps with
@@ -32,19 +32,19 @@ def run(argv: list[str]) -> int:
     add_json(parser, "the places")
     args = parser.parse_args(own)
     trial = trial_index.resolve(args.trial)
-    answer = ask(trial)
-    story = tell(trial, answer.newest, answer.asked_at or None)
+    answer = query(trial)
+    story = read_status(trial, answer.newest, answer.asked_at or None)
     if args.list or args.json:
-        every = places(story)
+        every = role_processes(story)
         if args.json:
-            print_json([{**vars(place), "command": command(story, place, rest)} for place in every])
+            print_json([{**vars(place), "command": attach_command(story, place, rest)} for place in every])
         for place in every if not args.json else []:
             print(f"{place.name:<20}{place.node or place.host}  pid {place.pid}")
         return 0
     if rest and not args.exec:
         raise ConfigError("what follows -- is run with --exec only; without it a shell's command is printed.")
-    place = choose(story, args.role, args.index, args.rank)
-    line = command(story, place, rest)
+    place = choose_process(story, args.role, args.index, args.rank)
+    line = attach_command(story, place, rest)
     on_slurm = line[0] == "srun"
     print(
         f"{place.name}: pid {place.pid} on {place.node or place.host}, attempt {place.attempt}",

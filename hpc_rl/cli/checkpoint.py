@@ -29,8 +29,8 @@ from hpc_rl.datasets.rows import fingerprint_in_passing
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, TrialStateError
 from hpc_rl.submit import submission as submission
 from hpc_rl.submit import trial_index
-from hpc_rl.submit.first_start import refuse_end_before, sound_steps
-from hpc_rl.submit.lock import Claim
+from hpc_rl.submit.first_start import check_end, sound_steps
+from hpc_rl.submit.lock import TrialLock
 from hpc_rl.trial import Trial, fsync_dir, read_json
 
 MEANWHILE_S = 60.0  # between signs of life while the half with torch works
@@ -254,7 +254,7 @@ def _import(argv: list[str]) -> int:
     source = args.folder.expanduser().absolute()
     if not (source / "config.json").is_file():
         raise ConfigError(f"{source} is not a Hugging Face checkpoint: config.json is missing")
-    with Claim(
+    with TrialLock(
         trial, "given an imported generation"
     ) as claim:  # until it lies there: a start in between would not count on it
         submission.check_idle(trial)
@@ -263,7 +263,7 @@ def _import(argv: list[str]) -> int:
         code = _hand_over("import", trial, args.step, "--source", str(source), meanwhile=claim.renew)
     if code == 0:
         print(
-            f"{source} is generation {args.step} of {trial}; to go on from it: hpc-rl recover {trial_index.handle(trial)}"
+            f"{source} is generation {args.step} of {trial}; to go on from it: hpc-rl recover {trial_index.cli_name(trial)}"
         )
     return code
 
@@ -306,7 +306,7 @@ def _check_end(trial: Trial, step: int) -> None:
             f"{trial.config_json} is missing or damaged; `hpc-rl render` of the same configuration writes it again"
         )
     loaded = from_dict(config)
-    refuse_end_before(step, trial, loaded, fingerprint_in_passing(loaded.train_dataset.path).get("rows"))
+    check_end(step, trial, loaded, fingerprint_in_passing(loaded.train_dataset.path).get("rows"))
 
 
 def _chosen(trial: Trial, step: int | None = None, metric: str | None = None) -> Found:

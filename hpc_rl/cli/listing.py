@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from hpc_rl.cli.options import add_json, new_parser, print_json
-from hpc_rl.status.formatting import span
-from hpc_rl.status.scheduler_view import Answer, ask_all
-from hpc_rl.status.trial_status import tell
+from hpc_rl.status.formatting import format_duration
+from hpc_rl.status.scheduler_view import SchedulerAnswer, query_all
+from hpc_rl.status.trial_status import read_status
 from hpc_rl.submit import trial_index
 
 
@@ -20,8 +20,8 @@ def run(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     pruned = trial_index.prune() if args.prune else []
     entries = trial_index.entries()
-    answers = {} if args.offline else ask_all(entry.trial for entry in entries if not entry.gone)
-    rows = [_row(entry, answers.get(entry.trial.dir, Answer())) for entry in entries]
+    answers = {} if args.offline else query_all(entry.trial for entry in entries if not entry.gone)
+    rows = [_row(entry, answers.get(entry.trial.dir, SchedulerAnswer())) for entry in entries]
     if args.json:
         print_json(rows)
         return 0
@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _row(entry: trial_index.Entry, answer: Answer) -> dict[str, Any]:
+def _row(entry: trial_index.IndexEntry, answer: SchedulerAnswer) -> dict[str, Any]:
     row: dict[str, Any] = {
         "trial": str(entry.trial),
         "dir": str(entry.trial.dir),
@@ -47,7 +47,7 @@ def _row(entry: trial_index.Entry, answer: Answer) -> dict[str, Any]:
     row |= {"step": None, "total_steps": None, "eta_s": None, "reason": ""}
     if entry.gone:
         return row | {"state": "gone"}
-    story = tell(entry.trial, answer.newest, answer.asked_at or None)
+    story = read_status(entry.trial, answer.newest, answer.asked_at or None)
     job = {
         "job_id": story.jobs[-1].job_id if story.jobs else None,
         "eta_s": story.eta_s if story.live else None,
@@ -68,8 +68,8 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
             if row["step"] is None
             else f"{row['step']}" + (f"/{row['total_steps']}" if row["total_steps"] else "")
         )
-        left = "" if row["eta_s"] is None else span(row["eta_s"])
-        age = f"{span(now - row['time'])} ago" if row["time"] else ""
+        left = "" if row["eta_s"] is None else format_duration(row["eta_s"])
+        age = f"{format_duration(now - row['time'])} ago" if row["time"] else ""
         cells.append((row["trial"], row["state"], row["job_id"] or "", step, left, age, row["dir"]))
     widths = [max(len(line[column]) for line in cells) for column in range(6)]
     return [

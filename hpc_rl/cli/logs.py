@@ -13,10 +13,9 @@ from hpc_rl.errors import ConfigError, TrialStateError
 from hpc_rl.files import Tail, last_lines
 from hpc_rl.schedulers.record import followers
 from hpc_rl.status.attempts import log_files
-from hpc_rl.status.formatting import clock
-from hpc_rl.status.scheduler_view import ask
-from hpc_rl.status.trial_status import tell
-from hpc_rl.status.watch import Watch
+from hpc_rl.status.formatting import format_time
+from hpc_rl.status.scheduler_view import TrialWatch, query
+from hpc_rl.status.trial_status import read_status
 from hpc_rl.submit import trial_index
 from hpc_rl.supervise.server_array import attempts_of
 from hpc_rl.trial import Trial
@@ -64,9 +63,9 @@ def run(argv: list[str]) -> int:
 
 def _nothing_yet(trial: Trial) -> str:
     """Why a trial has no log."""
-    answer = ask(trial)
-    story = tell(trial, answer.newest, answer.asked_at or None)
-    since = f" since {clock(story.since)}" if story.since else ""
+    answer = query(trial)
+    story = read_status(trial, answer.newest, answer.asked_at or None)
+    since = f" since {format_time(story.since)}" if story.since else ""
     why = f" ({story.reason})" if story.reason else ""
     return f"no log yet: {trial} is {story.state}{since}{why}"
 
@@ -110,7 +109,7 @@ def _rank(text: str) -> int | str:
 
 def collect(trial: Trial) -> list[Log]:
     """Every log of a trial: attempts in their order, those of server jobs too, and the batch scripts' outputs."""
-    story = tell(trial)
+    story = read_status(trial)
     tasks = [task.id for array in story.servers for task in array.tasks]
     found = [
         log for job_id in (*tasks, *(job.job_id for job in story.jobs)) for log in _outputs(trial, job_id)
@@ -229,7 +228,7 @@ def _list(trial: Trial, found: list[Log], as_json: bool) -> int:
 def _follow(trial: Trial, args: argparse.Namespace) -> int:
     """New lines of what is chosen, newer incarnations and attempts included, until the trial is over."""
     tails: dict[Path, Tail] = {}
-    watch, shown, said = Watch(trial), None, ""
+    watch, shown, said = TrialWatch(trial), None, ""
     while True:
         story = watch.look()
         try:

@@ -19,8 +19,8 @@ from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialStateError
 from hpc_rl.schedulers import pick, slurm
 from hpc_rl.submit import submission as submission
 from hpc_rl.submit import trial_index
-from hpc_rl.submit.first_start import Outlook, look, option_changes
-from hpc_rl.submit.lock import refuse_claimed
+from hpc_rl.submit.first_start import FirstStart, option_changes, predict_start
+from hpc_rl.submit.lock import check_unlocked
 from hpc_rl.submit.submission import Recovery
 from hpc_rl.trial import Trial
 
@@ -85,15 +85,17 @@ def stored(trial: Trial, overrides: list[str]) -> Loaded:
 def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: argparse.Namespace) -> int:
     """Print what the first start of a recover would do now; refusals and the exit code are those of the recover."""
     config = check(loaded, files=False).config
-    outlook = look(trial, config, "resume", recovery.from_step)
+    outlook = predict_start(trial, config, "resume", recovery.from_step)
     decision = outlook.decision
     changed: list[Change] = []
     with contextlib.suppress(ConfigError):  # it is told below, where a recover would come to it
         changed = option_changes(trial, config, decision)
     try:
-        refuse_claimed(trial)
+        check_unlocked(trial)
         planned = prepared(trial, loaded, args.no_check)
-        submission.ready(trial, planned.loaded, planned.plan, pick(config.launcher.type), recovery)
+        submission.check_submittable(
+            trial, planned.loaded, planned.plan, pick(config.launcher.type), recovery
+        )
     except HpcRlError as error:
         decision = Decision("refuse", str(error), exit_code=error.exit_code)
     if args.json:
@@ -115,13 +117,13 @@ def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: argparse.Nam
     return ExitCode(decision.exit_code)
 
 
-def not_read(trial: Trial, outlook: Outlook) -> str:
+def not_read(trial: Trial, outlook: FirstStart) -> str:
     """Which files of the generation to load only the start reads, and what it does where one is damaged."""
     step, names = outlook.decision.step, ", ".join(outlook.unread)
     then = "so a start checks it while it loads, and takes the generation before where it is damaged"
     if outlook.situation.wanted is not None:
         then = "so the start reads it before it sets later ones aside, and ends where it is damaged"
-    return f"not read     {names}: large, {then}. Read it now: hpc-rl checkpoint verify {trial_index.handle(trial)} --step {step}"
+    return f"not read     {names}: large, {then}. Read it now: hpc-rl checkpoint verify {trial_index.cli_name(trial)} --step {step}"
 
 
 def explanation(trial: Trial, situation: Situation, decision: Decision) -> list[str]:

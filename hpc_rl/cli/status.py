@@ -12,11 +12,18 @@ from hpc_rl.checkpoint.start_facts import fruitless_starts
 from hpc_rl.cli.options import add_json, add_trial, new_parser, print_json
 from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
 from hpc_rl.stats.read import Lineage
-from hpc_rl.status.attempts import RoleStory
-from hpc_rl.status.formatting import clock, end_words, number, rate, span, typed
-from hpc_rl.status.rollout_report import counts, troubles
-from hpc_rl.status.scheduler_view import Answer, ask
-from hpc_rl.status.trial_status import AttemptStory, Story, tell
+from hpc_rl.status.attempts import RoleStatus
+from hpc_rl.status.formatting import (
+    exit_text,
+    format_duration,
+    format_number,
+    format_rate,
+    format_time,
+    program_name,
+)
+from hpc_rl.status.rollout_report import problems, summary
+from hpc_rl.status.scheduler_view import SchedulerAnswer, query
+from hpc_rl.status.trial_status import AttemptStatus, TrialStatus, read_status
 from hpc_rl.submit import trial_index
 from hpc_rl.supervise.server_array import array_line
 from hpc_rl.trial import Trial
@@ -42,8 +49,8 @@ def run(argv: list[str]) -> int:
     trial = trial_index.resolve(args.trial)
     if args.follow:
         return _follow(trial, args.json)
-    answer = Answer() if args.offline else ask(trial)
-    story = tell(trial, answer.newest, answer.asked_at or None)
+    answer = SchedulerAnswer() if args.offline else query(trial)
+    story = read_status(trial, answer.newest, answer.asked_at or None)
     past = fruitless(story)
     if args.json:
         asked = {"scheduler_error": answer.complaint, "scheduler_asked_at": answer.asked_at or None}
@@ -51,14 +58,15 @@ def run(argv: list[str]) -> int:
         return 0
     print("\n".join(text(story, SHOWN_ATTEMPTS if not args.all else None, past)))
     if answer.complaint:
-        known = f"what it said {span(answer.age_s)} ago" if answer.asked_at else "files alone"
+        known = f"what it said {format_duration(answer.age_s)} ago" if answer.asked_at else "files alone"
         print(
             f"hpc-rl: the scheduler did not answer, so this is from {known}: {answer.complaint}",
             file=sys.stderr,
         )
     elif answer.asked_at and answer.age_s > OLD_S:
         print(
-            f"hpc-rl: the scheduler was asked {span(answer.age_s)} ago; it is asked rarely", file=sys.stderr
+            f"hpc-rl: the scheduler was asked {format_duration(answer.age_s)} ago; it is asked rarely",
+            file=sys.stderr,
         )
     return 0
 
@@ -79,7 +87,7 @@ def _follow(trial: Trial, as_json: bool) -> int:
         return ExitCode.KILLED_BY_PERSON
 
 
-def fruitless(story: Story) -> tuple[PastStart, ...]:
+def fruitless(story: TrialStatus) -> tuple[PastStart, ...]:
     """What the loop guard counts: starts of the newest job since the newest generation; none once the trial is done."""
     if story.state in ("done", "rendered") or not story.attempts:
         return ()
@@ -91,7 +99,7 @@ def fruitless(story: Story) -> tuple[PastStart, ...]:
         return ()
 
 
-def text(story: Story, max_attempts: int | None = None, past: tuple[PastStart, ...] = ()) -> list[str]:
+def text(story: TrialStatus, max_attempts: int | None = None, past: tuple[PastStart, ...] = ()) -> list[str]:
     """The lines of `hpc-rl status`."""
     lines = [headline(story), *time_lines(story), row("directory", str(story.trial.dir))]
     if story.plan:
@@ -116,8 +124,8 @@ def text(story: Story, max_attempts: int | None = None, past: tuple[PastStart, .
     if story.rollout is not None and story.state != "done":
         lines += [
             "",
-            row("rollout", counts(story.rollout, story.live is not None)),
-            *(row("", line) for line in troubles(story.rollout, story.live is not None)),
+            row("rollout", summary(story.rollout, story.live is not None)),
+            *(row("", line) for line in problems(story.rollout, story.live is not None)),
         ]
     if story.history.steps or story.history.evaluations:
         lines += ["", *metric_lines(story)]
@@ -133,35 +141,40 @@ def row(name: str, words: str) -> str:
     return f"{name:<{WIDTH}}{words}"
 
 
-def headline(story: Story) -> str:
+def headline(story: TrialStatus) -> str:
     parts = [str(story.trial), story.state]
     if story.step or story.total_steps:
         parts.append(progress(story))
     if story.state == "running" and story.rate:
         parts.append(
-            rate(story.rate) + (f", done in about {span(story.eta_s)}" if story.eta_s is not None else "")
+            format_rate(story.rate)
+            + (f", done in about {format_duration(story.eta_s)}" if story.eta_s is not None else "")
         )
     lines = "   ".join(parts)
     return f"{lines}\n{row('', one_line(story.reason))}" if story.reason else lines
 
 
-def time_lines(story: Story) -> list[str]:
+def time_lines(story: TrialStatus) -> list[str]:
     """Since when, until when, and when the last sign of life was."""
-    parts = [f"since {clock(story.since)}"] if story.since and story.state in ("running", "stopping") else []
+    parts = (
+        [f"since {format_time(story.since)}"]
+        if story.since and story.state in ("running", "stopping")
+        else []
+    )
     if story.ends_at:
         left_s = story.ends_at - time.time()
         parts.append(
-            f"the scheduler ends the job {clock(story.ends_at)}"
-            + (f", in {span(left_s)}" if left_s > 0 else "")
+            f"the scheduler ends the job {format_time(story.ends_at)}"
+            + (f", in {format_duration(left_s)}" if left_s > 0 else "")
         )
         if story.eta_s is not None and story.eta_s > left_s > 0:
             parts.append("training goes on in a later attempt")
     if story.state == "unknown" and story.last_sign:
-        parts.append(f"last sign of life {clock(story.last_sign)}")
+        parts.append(f"last sign of life {format_time(story.last_sign)}")
     return [row("time", "; ".join(parts))] if parts else []
 
 
-def progress(story: Story) -> str:
+def progress(story: TrialStatus) -> str:
     total = story.total_steps
     return f"step {story.step}" + (f" of {total} ({100 * story.step // total} %)" if total else "")
 
@@ -173,16 +186,20 @@ def plan_line(plan: dict[str, Any]) -> str:
     return ", ".join(str(part) for part in parts if part)
 
 
-def job_line(story: Story) -> str:
+def job_line(story: TrialStatus) -> str:
     job = story.jobs[-1]
     words = f"{job.job_id}" + (f" ({job.scheduler})" if job.scheduler else "")
     words += f", goes on as job {job.native_id}" if job.native_id not in ("", job.job_id) else ""
-    return words + (f", submitted {clock(job.time)}" if job.time else "")
+    return words + (f", submitted {format_time(job.time)}" if job.time else "")
 
 
-def attempt_lines(attempt: AttemptStory, story: Story) -> list[str]:
-    start = f"started {clock(attempt.started)}" if attempt.started else "started"
-    took = f" after {span(attempt.ended - attempt.started)}" if attempt.ended and attempt.started else ""
+def attempt_lines(attempt: AttemptStatus, story: TrialStatus) -> list[str]:
+    start = f"started {format_time(attempt.started)}" if attempt.started else "started"
+    took = (
+        f" after {format_duration(attempt.ended - attempt.started)}"
+        if attempt.ended and attempt.started
+        else ""
+    )
     lines = [f"  {attempt.id:<{WIDTH}}  {attempt.state}{took}   {start}, {span_of_steps(attempt)}"]
     if (
         attempt.cause
@@ -200,7 +217,7 @@ def attempt_lines(attempt: AttemptStory, story: Story) -> list[str]:
     return lines + [f"  {'':<{WIDTH}}  {words}" for role in attempt.roles if (words := restarts(role))]
 
 
-def restarts(role: RoleStory) -> str:
+def restarts(role: RoleStatus) -> str:
     """Why a role was started again, the last time; empty where it was not."""
     before = [end for end in role.ends if end.incarnation < role.incarnation]
     if not before:
@@ -209,10 +226,10 @@ def restarts(role: RoleStory) -> str:
     again = (
         f"after incarnation {last.incarnation}" if len(before) == 1 else f"{len(before)} times, the last time"
     )
-    return f"{role.name} started again {again}: {end_words(last.code, last.reason)}"
+    return f"{role.name} started again {again}: {exit_text(last.code, last.reason)}"
 
 
-def guard_lines(story: Story, past: tuple[PastStart, ...]) -> list[str]:
+def guard_lines(story: TrialStatus, past: tuple[PastStart, ...]) -> list[str]:
     """How near the trial is to being given up, and what happened."""
     allowed = story.plan.get("recover_retries")
     limit = f" (recover.retries allows {allowed} at fault)" if isinstance(allowed, int) else ""
@@ -227,7 +244,7 @@ def origin(line: Lineage) -> str:
     return f"generation {line.from_step}" if line.from_step or line.from_lineage is not None else FRESH
 
 
-def span_of_steps(attempt: AttemptStory) -> str:
+def span_of_steps(attempt: AttemptStatus) -> str:
     first = origin(attempt.lineages[0]) if attempt.lineages else None
     reached = "" if attempt.last_step is None else f", reached step {attempt.last_step}"
     if first is None:
@@ -235,7 +252,7 @@ def span_of_steps(attempt: AttemptStory) -> str:
     return ("fresh" if first == FRESH else f"from {first}") + reached
 
 
-def role_line(role: RoleStory) -> str:
+def role_line(role: RoleStatus) -> str:
     state = "running" if role.running else "ended"
     if role.gave_up:
         return f"{role.name:<{WIDTH}}given up: {role.gave_up}"
@@ -265,7 +282,7 @@ SHOWN = (  # what a person looks at first, in this order
 ONLY_IF_ANY = ("older_lineage",)
 
 
-def metric_lines(story: Story) -> list[str]:
+def metric_lines(story: TrialStatus) -> list[str]:
     lines = []
     if story.history.steps:
         last = story.history.steps[-1]
@@ -281,7 +298,9 @@ def metric_lines(story: Story) -> list[str]:
             )
         there = [(key, words) for key, words in SHOWN if isinstance(last.get(key), (int, float))]
         shown = [
-            f"{words} {number(last[key])}" for key, words in there if key not in ONLY_IF_ANY or last[key]
+            f"{words} {format_number(last[key])}"
+            for key, words in there
+            if key not in ONLY_IF_ANY or last[key]
         ]
         lines.append(row("metrics", f"step {last['step']}: " + ", ".join(shown)))
     name, values = story.history.held_out
@@ -289,13 +308,14 @@ def metric_lines(story: Story) -> list[str]:
         ends = values[:1] if len(values) == 1 else [values[0], values[-1]]
         lines.append(
             row(
-                "held-out", f"{name} " + " -> ".join(f"{number(value)} (step {step})" for step, value in ends)
+                "held-out",
+                f"{name} " + " -> ".join(f"{format_number(value)} (step {step})" for step, value in ends),
             )
         )
     return lines
 
 
-def next_lines(story: Story) -> list[str]:
+def next_lines(story: TrialStatus) -> list[str]:
     lines = []
     if story.attempts:
         lines.append(
@@ -308,9 +328,9 @@ def next_lines(story: Story) -> list[str]:
     return lines
 
 
-def suggestions(story: Story) -> list[str]:
+def suggestions(story: TrialStatus) -> list[str]:
     """What to type next."""
-    name, program = trial_index.handle(story.trial), typed()
+    name, program = trial_index.cli_name(story.trial), program_name()
     if story.state in ("running", "pending", "stopping"):
         commands = [f"{program} logs {name} --follow"]
         return commands if story.state == "stopping" else [*commands, f"{program} cancel {name}"]

@@ -20,10 +20,10 @@ from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.schedulers import pick
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.status.formatting import typed
+from hpc_rl.status.formatting import program_name
 from hpc_rl.submit import preflight, trial_index
 from hpc_rl.submit import submission as submission
-from hpc_rl.submit.lock import refuse_claimed
+from hpc_rl.submit.lock import check_unlocked
 from hpc_rl.submit.submission import Submission
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.trial import Trial
@@ -120,19 +120,19 @@ def compared(planned: Planned, trial: Trial, no_check: bool) -> Planned:
     config = planned.loaded.config
     if no_check or pick(config.launcher.type) != "slurm":
         return planned
-    said = preflight.quick(
+    said = preflight.quick_check(
         config, planned.plan, SlurmScheduler(), list(bad_nodes.current(trial, time.time()))
     )
     loaded = dataclasses.replace(planned.loaded, notes=[*planned.loaded.notes, *said.notes])
     return dataclasses.replace(planned, loaded=loaded, avoid=said.avoid)
 
 
-def checked_scripts(planned: Planned, trial: Trial) -> preflight.Report:
+def checked_scripts(planned: Planned, trial: Trial) -> preflight.PreflightReport:
     """Everything that can be said before a submission."""
     config = planned.loaded.config
     where = pick(config.launcher.type)
-    scripts = submission.scripts_of(planned.loaded, planned.plan, trial, where)
-    return preflight.everything(config, planned.plan, scripts, SlurmScheduler() if where == "slurm" else None)
+    scripts = submission.render_scripts(planned.loaded, planned.plan, trial, where)
+    return preflight.full_check(config, planned.plan, scripts, SlurmScheduler() if where == "slurm" else None)
 
 
 def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> int:
@@ -161,7 +161,7 @@ def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> in
     try:
         return follow(made.trial)
     except KeyboardInterrupt:
-        name, program = trial_index.handle(made.trial), typed()
+        name, program = trial_index.cli_name(made.trial), program_name()
         print(
             f"\nhpc-rl: interrupted; the trial goes on. End it with: {program} cancel {name}", file=sys.stderr
         )
@@ -214,7 +214,7 @@ def start_words(made: Submission) -> str:
 
 
 def next_lines(trial: Trial) -> list[str]:
-    name, program = trial_index.handle(trial), typed()
+    name, program = trial_index.cli_name(trial), program_name()
     commands = [f"{program} status {name}", f"{program} logs {name} --follow", f"{program} cancel {name}"]
     return [f"{'next' if number == 0 else '':<11}{command}" for number, command in enumerate(commands)]
 
@@ -237,8 +237,8 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
 def _dry_run(planned: Planned, json: bool) -> int:
     trial = submission.trial_of(planned.loaded.config)
     where = pick(planned.loaded.config.launcher.type)
-    refuse_claimed(trial)
-    _, changes = submission.ready(trial, planned.loaded, planned.plan, where)
+    check_unlocked(trial)
+    _, changes = submission.check_submittable(trial, planned.loaded, planned.plan, where)
     report = checked_scripts(planned, trial)
     if json:
         found = {
@@ -263,7 +263,7 @@ def _dry_run(planned: Planned, json: bool) -> int:
     return 0
 
 
-def _quietly(report: preflight.Report) -> int:
+def _quietly(report: preflight.PreflightReport) -> int:
     """The exit code alone: the JSON has the words."""
     try:
         report.raise_for()
@@ -298,7 +298,7 @@ def run_render(argv: list[str]) -> int:
     add_json(made, "paths, notes and checks")
     args, overrides = parse(made, argv)
     planned = plan_of(load(args.config, overrides, presets=args.preset, cluster=args.cluster))
-    report = preflight.Report()
+    report = preflight.PreflightReport()
     if args.check:
         report = checked_scripts(planned, submission.trial_of(planned.loaded.config))
         if args.json and _quietly(report):

@@ -14,7 +14,7 @@ ROLE_ORDER = {"supervisor": 0, "trainer": 1, "rollout": 2, "server": 3}
 
 
 @dataclass
-class End:
+class IncarnationExit:
     """Why one incarnation ended."""
 
     incarnation: int
@@ -24,14 +24,14 @@ class End:
 
 
 @dataclass
-class RoleStory:
+class RoleStatus:
     """One replica of a role over an attempt. `incarnation` is the newest, counted from 0."""
 
     role: str
     index: int
     incarnation: int
     running: bool
-    ends: list[End] = field(default_factory=list)
+    ends: list[IncarnationExit] = field(default_factory=list)
     gave_up: str = ""  # why it is not started again
     restarting: str = ""  # why it is about to be
     started: float | None = None  # of the newest incarnation, Unix seconds
@@ -58,9 +58,9 @@ class EventFiles:
         return file.rows
 
 
-def roles_of(attempt: Attempt, events: list[Row]) -> list[RoleStory]:
+def roles_of(attempt: Attempt, events: list[Row]) -> list[RoleStatus]:
     """The replicas that the events (and the log files, where events are missing) name, trainer first."""
-    found: dict[tuple[str, int], RoleStory] = {}
+    found: dict[tuple[str, int], RoleStatus] = {}
     for row in events:
         if not isinstance(row.get("role"), str) or row["role"] == "supervisor":
             continue
@@ -69,7 +69,7 @@ def roles_of(attempt: Attempt, events: list[Row]) -> list[RoleStory]:
             continue
         index = row["index"] if isinstance(row.get("index"), int) else 0
         story = found.setdefault(
-            (row["role"], index), RoleStory(row["role"], index, row["incarnation"], running=True)
+            (row["role"], index), RoleStatus(row["role"], index, row["incarnation"], running=True)
         )
         story.incarnation = max(story.incarnation, row["incarnation"])
         if row.get("event") == "started":
@@ -79,7 +79,7 @@ def roles_of(attempt: Attempt, events: list[Row]) -> list[RoleStory]:
             _note_end(story, row)
     for log in log_files(attempt.dir):
         story = found.setdefault(
-            (log.role, log.index), RoleStory(log.role, log.index, log.incarnation, running=True)
+            (log.role, log.index), RoleStatus(log.role, log.index, log.incarnation, running=True)
         )
         story.incarnation = max(story.incarnation, log.incarnation)
     for story in found.values():
@@ -92,7 +92,7 @@ def is_end(row: Row) -> bool:
     return str(row.get("event", "")).startswith(("end", "exit"))
 
 
-def _note_standing(found: dict[tuple[str, int], RoleStory], row: Row) -> None:
+def _note_standing(found: dict[tuple[str, int], RoleStatus], row: Row) -> None:
     """That a replica is given up, or waits to be started again."""
     story = found.get((row["role"], row["index"] if isinstance(row.get("index"), int) else 0))
     if story is not None and row.get("event") == "gave_up":
@@ -101,12 +101,12 @@ def _note_standing(found: dict[tuple[str, int], RoleStory], row: Row) -> None:
         story.restarting = str(row.get("reason") or "it ended")
 
 
-def _note_end(story: RoleStory, row: Row) -> None:
+def _note_end(story: RoleStatus, row: Row) -> None:
     if any(end.incarnation == row["incarnation"] for end in story.ends):
         return
     code = row.get("code") if isinstance(row.get("code"), int) else None
     when = row.get("time") if isinstance(row.get("time"), (int, float)) else None
-    story.ends.append(End(row["incarnation"], code, str(row.get("reason") or ""), when))
+    story.ends.append(IncarnationExit(row["incarnation"], code, str(row.get("reason") or ""), when))
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from rich.text import Text
 
 from hpc_rl.errors import ExitCode
 from hpc_rl.files import last_lines
-from hpc_rl.status.attempts import RoleStory
-from hpc_rl.status.formatting import end_words, number, rate, span
-from hpc_rl.status.rollout_report import troubles
-from hpc_rl.status.trial_status import AttemptStory, Story
-from hpc_rl.status.watch import Watch
+from hpc_rl.status.attempts import RoleStatus
+from hpc_rl.status.formatting import exit_text, format_duration, format_number, format_rate
+from hpc_rl.status.rollout_report import problems
+from hpc_rl.status.scheduler_view import TrialWatch
+from hpc_rl.status.trial_status import AttemptStatus, TrialStatus
 from hpc_rl.trial import Trial
 
 TICK_S = 0.5
@@ -42,7 +42,7 @@ def follow(trial: Trial, tick_s: float = TICK_S) -> int:
     """Show the trial until it is over; returns its exit code."""
     console = Console(highlight=False, soft_wrap=True)
     view = _Terminal(console) if console.is_terminal else _Plain(print)
-    watch, narrator = Watch(trial), Narrator()
+    watch, narrator = TrialWatch(trial), ChangeReporter()
     with view:
         while True:
             story = watch.look()
@@ -52,36 +52,36 @@ def follow(trial: Trial, tick_s: float = TICK_S) -> int:
             if story.over:
                 break
             time.sleep(tick_s)
-    for line in epilogue(story):
+    for line in final_lines(story):
         print(line)
     sys.stdout.flush()
     return exit_code(story)
 
 
-class Narrator:
+class ChangeReporter:
     """Turns successive stories into lines, each fact once."""
 
     def __init__(self) -> None:
         self._told: set[tuple[object, ...]] = set()
         self._state = ""
 
-    def news(self, story: Story) -> list[str]:
+    def news(self, story: TrialStatus) -> list[str]:
         lines = []
         if story.state != self._state and not story.over:
             lines.append(f"{story.trial}: {story.state}" + (f" ({story.reason})" if story.reason else ""))
             self._state = story.state
         for attempt in story.attempts:
             lines += self._attempt(attempt)
-        for trouble in troubles(story.rollout, story.live is not None) if story.rollout else []:
+        for trouble in problems(story.rollout, story.live is not None) if story.rollout else []:
             if self._first("trouble", re.sub(r"\d+", "", trouble)):  # once, not at every count
                 lines.append(f"rollout: {trouble}")
         name, values = story.history.held_out
         for step, value in values:
             if self._first("held-out", step, value):
-                lines.append(f"step {step}: held-out {name} {number(value)}")
+                lines.append(f"step {step}: held-out {name} {format_number(value)}")
         return lines
 
-    def _attempt(self, attempt: AttemptStory) -> list[str]:
+    def _attempt(self, attempt: AttemptStatus) -> list[str]:
         lines = []
         if self._first("attempt", attempt.id):
             lines.append(f"attempt {attempt.id} started")
@@ -92,7 +92,7 @@ class Narrator:
                 if end.incarnation < role.incarnation and self._first(
                     "end", attempt.id, role.name, end.incarnation
                 ):
-                    why = end_words(end.code, end.reason)
+                    why = exit_text(end.code, end.reason)
                     lines.append(f"{role.name}: {why}; started again (incarnation {end.incarnation + 1})")
         for line in attempt.lineages:
             if line.lineage and self._first("lineage", line.lineage):
@@ -109,21 +109,21 @@ class Narrator:
         return not seen
 
 
-def progress_text(story: Story) -> str:
+def progress_text(story: TrialStatus) -> str:
     """One line on how far training is."""
     total = f"/{story.total_steps}" if story.total_steps else ""
     parts = [f"step {story.step}{total}"]
     last = story.history.steps[-1] if story.history.steps else {}
     for key, words in (("reward", "reward"), ("loss", "loss"), ("staleness_mean", "staleness")):
         if isinstance(last.get(key), (int, float)):
-            parts.append(f"{words} {number(last[key])}")
+            parts.append(f"{words} {format_number(last[key])}")
     name, values = story.history.held_out
     if values:
-        parts.append(f"held-out {name} {number(values[-1][1])}")
+        parts.append(f"held-out {name} {format_number(values[-1][1])}")
     if story.rate:
-        parts.append(rate(story.rate))
+        parts.append(format_rate(story.rate))
         if story.eta_s is not None and not story.over:
-            parts.append(f"{span(story.eta_s)} left")
+            parts.append(f"{format_duration(story.eta_s)} left")
     return "  ".join(parts)
 
 
@@ -143,7 +143,7 @@ class _Plain:
         self._write(line)
         sys.stdout.flush()
 
-    def show(self, story: Story) -> None:
+    def show(self, story: TrialStatus) -> None:
         step, when = self._shown
         if (
             story.history.steps
@@ -170,11 +170,11 @@ class _Terminal:
     def say(self, line: str) -> None:
         self._live.console.print(Text(line))
 
-    def show(self, story: Story) -> None:
+    def show(self, story: TrialStatus) -> None:
         self._live.update(panel(story), refresh=True)
 
 
-def panel(story: Story) -> Group:
+def panel(story: TrialStatus) -> Group:
     """What stands at the foot of a terminal."""
     grid = Table.grid(padding=(0, 2))
     total = story.total_steps
@@ -199,12 +199,12 @@ STYLES = {
 }
 
 
-def role_text(role: RoleStory) -> str:
+def role_text(role: RoleStatus) -> str:
     restarts = f" (started again {role.num_restarts}x)" if role.num_restarts else ""
     return f"{role.name} {'up' if role.running else 'ended'}{restarts}"
 
 
-def epilogue(story: Story) -> list[str]:
+def final_lines(story: TrialStatus) -> list[str]:
     """How it ended; where it failed, the last lines of the log of the role that failed first."""
     lines = [f"{story.trial}: {story.state}" + (f" ({story.reason})" if story.reason else "")]
     path = _telling_log(story) if story.state in ("failed", "killed") else None
@@ -213,7 +213,7 @@ def epilogue(story: Story) -> list[str]:
     return lines
 
 
-def _telling_log(story: Story) -> Path | None:
+def _telling_log(story: TrialStatus) -> Path | None:
     """The log of the role that failed first, else the batch script's own output."""
     attempt = story.attempts[-1] if story.attempts else None
     failed = failing_role(attempt) if attempt is not None else None
@@ -222,7 +222,7 @@ def _telling_log(story: Story) -> Path | None:
     return story.trial.jobs / f"{story.jobs[-1].job_id}.out" if story.jobs else None
 
 
-def failing_role(attempt: AttemptStory) -> RoleStory | None:
+def failing_role(attempt: AttemptStatus) -> RoleStatus | None:
     """The role whose newest incarnation was the first to end badly."""
     bad = [
         (end.time or 0.0, role)
@@ -233,7 +233,7 @@ def failing_role(attempt: AttemptStory) -> RoleStory | None:
     return min(bad, key=lambda pair: pair[0])[1] if bad else None
 
 
-def exit_code(story: Story) -> int:
+def exit_code(story: TrialStatus) -> int:
     """The trial's exit code as that of the command line."""
     if story.state == "done":
         return ExitCode.DONE

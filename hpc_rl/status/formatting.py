@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`42 s`, `3 min 5 s`, `2 h 7 min`, `3 d 4 h`."""
     whole = max(0, round(seconds))
     units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -22,14 +22,14 @@ def span(seconds: float) -> str:
     return f"{whole} s"
 
 
-def clock(when: float) -> str:
+def format_time(when: float) -> str:
     """Local time; with the date where it is not today's."""
     local = time.localtime(when)
     today = time.localtime()[:3] == local[:3]
     return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M", local)
 
 
-def rate(steps_per_second: float) -> str:
+def format_rate(steps_per_second: float) -> str:
     """Steps per second, minute or hour, whichever reads best."""
     for factor, unit in ((1, "s"), (60, "min")):
         if steps_per_second * factor >= 1:
@@ -37,7 +37,7 @@ def rate(steps_per_second: float) -> str:
     return f"{steps_per_second * 3600:.1f} steps/h"
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Four digits that count, without an exponent where that reads well; `nan` for what JSON has no word for."""
     if value is None:
         return "nan"
@@ -48,7 +48,7 @@ def number(value: float | None) -> str:
     )
 
 
-def end_words(code: int | None, reason: str) -> str:
+def exit_text(code: int | None, reason: str) -> str:
     """Why a process ended: its recorded reason, else its exit code."""
     if reason:
         return reason
@@ -61,16 +61,16 @@ def end_words(code: int | None, reason: str) -> str:
     )
 
 
-def typed(program: str = "hpc-rl") -> str:
+def program_name(program: str = "hpc-rl") -> str:
     """What to type, from here, for a program of this environment: its name where the PATH has it, else a path."""
     ours = Path(sys.executable).with_name(program)
     found = shutil.which(program)
     if (found and os.path.realpath(found) == os.path.realpath(ours)) or not ours.exists():
         return program
-    return near(ours)
+    return shell_path(ours)
 
 
-def near(path: Path) -> str:
+def shell_path(path: Path) -> str:
     """A path as a person would type it: relative where it lies below the working directory, quoted for a shell."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))

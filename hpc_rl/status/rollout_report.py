@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_rl.status.formatting import span
+from hpc_rl.status.formatting import format_duration
 from hpc_rl.trial import Attempt, read_json
 
 HANGING_S = 60.0  # a prompt that runs for longer is worth a word where nothing else has finished meanwhile
@@ -15,7 +15,7 @@ WORRYING_IN_A_ROW = 4
 
 
 @dataclass
-class Rollout:
+class RolloutReport:
     """Counters of one incarnation of the rollout role.
 
     Args:
@@ -49,7 +49,7 @@ class Rollout:
     evaluating: list[str] = field(default_factory=list)
 
 
-def read_rollout(attempt: Attempt) -> Rollout | None:
+def read_rollout(attempt: Attempt) -> RolloutReport | None:
     """The report of the newest incarnation that left one; None where there is none."""
     found: list[tuple[int, Any]] = []
     for path in attempt.dir.glob("rollout.*.json"):
@@ -60,19 +60,19 @@ def read_rollout(attempt: Attempt) -> Rollout | None:
     if not found:
         return None
     data = max(found, key=lambda pair: pair[0])[1]
-    names = Rollout.__dataclass_fields__
+    names = RolloutReport.__dataclass_fields__
     fitting = {name: data[name] for name in names if name in data and _fits(name, data[name])}
-    return Rollout(**fitting)
+    return RolloutReport(**fitting)
 
 
 def _fits(name: str, value: Any) -> bool:
-    default = getattr(Rollout(), name)
+    default = getattr(RolloutReport(), name)
     if default is None:
         return value is None or isinstance(value, (int, float))
     return isinstance(value, (int, float) if isinstance(default, (int, float)) else type(default))
 
 
-def counts(rollout: Rollout, live: bool) -> str:
+def summary(rollout: RolloutReport, live: bool) -> str:
     """One line: what is made and what waits; of one that is over, what it made."""
     parts = [f"{rollout.running} prompts running", f"{rollout.ready} groups ready"] if live else []
     parts += [f"{rollout.accepted} prompts accepted", f"{sum(rollout.rejected.values())} rejected"]
@@ -85,7 +85,7 @@ def counts(rollout: Rollout, live: bool) -> str:
     return ", ".join(parts)
 
 
-def troubles(rollout: Rollout, live: bool) -> list[str]:
+def problems(rollout: RolloutReport, live: bool) -> list[str]:
     """What a person should look at: rejections with their reason, the last exception, prompts that hang."""
     lines = []
     if rollout.rejected:
@@ -104,11 +104,11 @@ def troubles(rollout: Rollout, live: bool) -> list[str]:
         lines.append("no generation server is alive: nothing is generated until one is")
     oldest, quiet = rollout.oldest_running_s, rollout.quiet_s
     if live and oldest is not None and oldest > HANGING_S and (quiet is None or quiet > HANGING_S):
-        since = f"nothing has finished for {span(oldest if quiet is None else quiet)}"
+        since = f"nothing has finished for {format_duration(oldest if quiet is None else quiet)}"
         lines.append(
-            f"{since}, the oldest prompt runs for {span(oldest)}: does the reward function or the workflow hang?"
+            f"{since}, the oldest prompt runs for {format_duration(oldest)}: does the reward function or the workflow hang?"
         )
     silent_s = time.time() - rollout.time
     if live and rollout.time and silent_s > HANGING_S:
-        lines.append(f"the rollout role has not written for {span(silent_s)}")
+        lines.append(f"the rollout role has not written for {format_duration(silent_s)}")
     return lines

@@ -13,7 +13,7 @@ from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.shared_query import GONE
 from hpc_rl.schedulers.slurm_states import find, why_pending
-from hpc_rl.status.formatting import clock
+from hpc_rl.status.formatting import format_time
 
 SILENCE_S = (
     120.0  # without a scheduler's word, a trial whose files rest for so long is no longer called running
@@ -62,7 +62,7 @@ ENDS: dict[int, tuple[str, str]] = {
 NOTHING_SAVED = "nothing is saved (recover.mode disabled)"
 
 
-def describe_end(code: int | None, reason: str, cancelled: bool, saves: bool = True) -> tuple[str, str]:
+def describe_exit(code: int | None, reason: str, cancelled: bool, saves: bool = True) -> tuple[str, str]:
     """State and words for an exit code with its recorded reason; `saves`: it was a trial that saves when it stops."""
     state, words = (
         ENDS.get(code, ("failed", f"ended with exit code {code}"))
@@ -94,7 +94,7 @@ DEAD_JOBS = {
 }
 
 
-def verdict(
+def determine_state(
     job: JobFacts | None,
     own: AttemptFacts | None,
     job_state: JobState | None,
@@ -160,7 +160,7 @@ def _has_started_since(own: AttemptFacts | None, asked_at: float | None) -> bool
 def _waiting(job_state: JobState, again: bool) -> str:
     words = "waits to be started again" if again else "waits to be started"
     if job_state.start_time is not None and job_state.start_time > time.time():
-        words += f", expected to start {clock(job_state.start_time)}"
+        words += f", expected to start {format_time(job_state.start_time)}"
     return words + _pending_words(job_state.reason)
 
 
@@ -194,7 +194,7 @@ def _unended(
 ) -> tuple[str, str]:
     """The newest attempt left no word of its end."""
     if job is not None and job.event == "ended":
-        return describe_end(job.code, f"{job.reason} (code {job.code})", job.cancelled, job.saves)
+        return describe_exit(job.code, f"{job.reason} (code {job.code})", job.cancelled, job.saves)
     if job_state is not None and job_state.state in DEAD_JOBS:
         return DEAD_JOBS[job_state.state], _scheduler_words(job_state)
     if job_state is not None and job_state.native == GONE:

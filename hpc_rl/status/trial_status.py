@@ -14,9 +14,9 @@ from typing import Any
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobState
 from hpc_rl.stats.read import History, JsonLines, Lineage, MetricsReader, Row, lineages
-from hpc_rl.status.attempts import EventFiles, RoleStory, roles_of
-from hpc_rl.status.rollout_report import Rollout, read_rollout
-from hpc_rl.status.trial_state import describe_end, verdict
+from hpc_rl.status.attempts import EventFiles, RoleStatus, roles_of
+from hpc_rl.status.rollout_report import RolloutReport, read_rollout
+from hpc_rl.status.trial_state import describe_exit, determine_state
 from hpc_rl.supervise.server_array import KIND, ServerArray, read_arrays
 from hpc_rl.trial import Trial, read_json
 
@@ -26,7 +26,7 @@ RATE_STEPS = 50  # steps over which the rate is taken
 
 
 @dataclass
-class Job:
+class TrialJob:
     """One submission, as `jobs/<jobid>.json` has it, and the last word of its script in `jobs/<jobid>.state`."""
 
     job_id: str
@@ -52,7 +52,7 @@ class Job:
 
 
 @dataclass
-class AttemptStory:
+class AttemptStatus:
     """One start by the scheduler. `state` is running | done | cancelled | stopped | failed | killed | pending."""
 
     id: str
@@ -64,7 +64,7 @@ class AttemptStory:
     ended: float | None
     lineages: list[Lineage]
     last_step: int | None  # the newest step it logged, cut off later or not
-    roles: list[RoleStory]
+    roles: list[RoleStatus]
     stopping: str = ""  # why it is about to end, in the supervisor's words
 
     @property
@@ -73,14 +73,14 @@ class AttemptStory:
 
 
 @dataclass
-class Story:
+class TrialStatus:
     """Everything that status and follow show. `state` is one of the attempts' words, or rendered | stopping | unknown."""
 
     trial: Trial
     state: str
     reason: str
-    jobs: list[Job]
-    attempts: list[AttemptStory]
+    jobs: list[TrialJob]
+    attempts: list[AttemptStatus]
     history: History
     lineages: list[Lineage]
     step: int
@@ -92,7 +92,7 @@ class Story:
     servers: list[ServerArray] = field(default_factory=list)  # of layout jobs, oldest first
     last_sign: float | None = None  # Unix seconds, by the file server's clock
     ends_at: float | None = None  # when the scheduler ends the newest job, Unix seconds
-    rollout: Rollout | None = None  # of the newest attempt
+    rollout: RolloutReport | None = None  # of the newest attempt
 
     @property
     def over(self) -> bool:
@@ -105,7 +105,7 @@ class Story:
         return max(0.0, (self.total_steps - self.step) / self.rate)
 
     @property
-    def live(self) -> AttemptStory | None:
+    def live(self) -> AttemptStatus | None:
         return self.attempts[-1] if self.attempts and self.attempts[-1].state == "running" else None
 
     @property
@@ -148,7 +148,7 @@ class Story:
         }
 
 
-class Reader:
+class StatusReader:
     """Reads a trial's story again and again; files that grow are read on, not from the start."""
 
     def __init__(self, trial: Trial) -> None:
@@ -156,7 +156,7 @@ class Reader:
         self._metrics = MetricsReader(trial)
         self._events = EventFiles(trial)
 
-    def read(self, job_state: JobState | None = None, asked_at: float | None = None) -> Story:
+    def read(self, job_state: JobState | None = None, asked_at: float | None = None) -> TrialStatus:
         """The story now. `job_state` is what the scheduler says of the newest job, None where it was not asked; `asked_at` is
         when it said so (Unix seconds), None for just now."""
         jobs = read_jobs(self.trial)
@@ -170,7 +170,7 @@ class Reader:
         if isinstance(done, dict):
             state, reason = "done", _not_saved(self.trial)
         else:
-            state, reason = verdict(job, own, job_state, asked_at, last_sign)
+            state, reason = determine_state(job, own, job_state, asked_at, last_sign)
         if attempts and attempts[-1].state == "running" and state not in ("running", "stopping", "unknown"):
             attempts[-1].state, attempts[-1].cause = (
                 state if state in ("done", "cancelled") else "killed",
@@ -180,7 +180,7 @@ class Reader:
                 attempts[-1].cause = TAKEN_BACK
         step = max(history.last_step, lines[-1].from_step if lines else 0)
         plan = read_json(self.trial.plan_json)
-        return Story(
+        return TrialStatus(
             trial=self.trial,
             state=state,
             reason=reason,
@@ -208,7 +208,7 @@ class Reader:
             rollout=read_rollout(self.trial.attempt(attempts[-1].id)) if attempts else None,
         )
 
-    def _trains(self, attempts: list[AttemptStory], lines: list[Lineage]) -> bool:
+    def _trains(self, attempts: list[AttemptStatus], lines: list[Lineage]) -> bool:
         """Whether the newest steps are of a trainer that is still at work; of an attempt that is over, of any."""
         if not attempts or attempts[-1].last_step is None or attempts[-1].state != "running":
             return bool(attempts) and attempts[-1].last_step is not None
@@ -226,7 +226,7 @@ class Reader:
             return False
         return not lines or (lines[-1].attempt, lines[-1].incarnation) == (newest.id, trainer.incarnation)
 
-    def _ends_at(self, attempts: list[AttemptStory], job_state: JobState | None) -> float | None:
+    def _ends_at(self, attempts: list[AttemptStatus], job_state: JobState | None) -> float | None:
         """By the scheduler where it was asked, else as the supervisor last heard."""
         if job_state is not None and job_state.end_time is not None:
             return job_state.end_time
@@ -238,7 +238,7 @@ class Reader:
         ]
         return told[-1] if told else None
 
-    def _attempts(self, jobs: list[Job], lines: list[Lineage]) -> list[AttemptStory]:
+    def _attempts(self, jobs: list[TrialJob], lines: list[Lineage]) -> list[AttemptStatus]:
         submitted = {job.job_id: number for number, job in enumerate(jobs)}
         by_id = {job.job_id: job for job in jobs}
         last_steps = self._metrics.last_steps()
@@ -248,7 +248,7 @@ class Reader:
             if folder.is_dir() and job_id and restart.isdecimal():
                 events = self._events.rows(folder.name)
                 own = [line for line in lines if line.attempt == folder.name]
-                story = _attempt(self.trial, folder.name, events, own, by_id.get(job_id, Job(job_id)))
+                story = _attempt(self.trial, folder.name, events, own, by_id.get(job_id, TrialJob(job_id)))
                 story.last_step = last_steps.get(folder.name)
                 found.append(((submitted.get(job_id, len(jobs)), story.started or 0.0, int(restart)), story))
         stories = [story for _, story in sorted(found, key=lambda pair: pair[0])]
@@ -258,7 +258,7 @@ class Reader:
         ):  # a later start means that these are over, whether they left a word or not
             job = ended.get(earlier.job_id) if later.job_id != earlier.job_id else None
             if earlier.state == "running" and job is not None:
-                earlier.state, earlier.cause = describe_end(
+                earlier.state, earlier.cause = describe_exit(
                     job.code, f"{job.reason} (code {job.code})", job.cancelled, job.saves
                 )
             elif earlier.state == "running":
@@ -269,12 +269,14 @@ class Reader:
         return stories
 
 
-def tell(trial: Trial, job_state: JobState | None = None, asked_at: float | None = None) -> Story:
+def read_status(
+    trial: Trial, job_state: JobState | None = None, asked_at: float | None = None
+) -> TrialStatus:
     """The story of a trial as its files stand now."""
-    return Reader(trial).read(job_state, asked_at)
+    return StatusReader(trial).read(job_state, asked_at)
 
 
-def read_jobs(trial: Trial) -> list[Job]:
+def read_jobs(trial: Trial) -> list[TrialJob]:
     """The submissions of a trial, oldest first."""
     jobs = []
     for path in trial.jobs.glob("*.json"):
@@ -282,7 +284,7 @@ def read_jobs(trial: Trial) -> list[Job]:
         if isinstance(data, dict) and data.get("kind") != KIND and "_" not in path.stem:
             when = data.get("time")
             jobs.append(
-                Job(
+                TrialJob(
                     job_id=path.stem,
                     time=float(when) if isinstance(when, (int, float)) else 0.0,
                     scheduler=str(data.get("scheduler") or ""),
@@ -337,7 +339,7 @@ def _not_saved(trial: Trial) -> str:
     return f"its last state is not saved: {words}; exports/final is whole" if words else ""
 
 
-def _attempt(trial: Trial, name: str, events: list[Row], own: list[Lineage], job: Job) -> AttemptStory:
+def _attempt(trial: Trial, name: str, events: list[Row], own: list[Lineage], job: TrialJob) -> AttemptStatus:
     attempt = trial.attempt(name)
     ended = read_json(attempt.ended)
     times = [row["time"] for row in events if isinstance(row.get("time"), (int, float))]
@@ -345,8 +347,8 @@ def _attempt(trial: Trial, name: str, events: list[Row], own: list[Lineage], job
     if isinstance(ended, dict):
         code = ended.get("exit_code") if isinstance(ended.get("exit_code"), int) else None
         end_time = ended.get("time") if isinstance(ended.get("time"), (int, float)) else None
-        state, cause = describe_end(code, str(ended.get("reason") or ""), job.cancelled, job.saves)
-    return AttemptStory(
+        state, cause = describe_exit(code, str(ended.get("reason") or ""), job.cancelled, job.saves)
+    return AttemptStatus(
         id=name,
         job_id=job.job_id,
         state=state,
@@ -368,7 +370,7 @@ def _attempt(trial: Trial, name: str, events: list[Row], own: list[Lineage], job
     )
 
 
-def _last_sign(trial: Trial, attempts: list[AttemptStory]) -> float | None:
+def _last_sign(trial: Trial, attempts: list[AttemptStatus]) -> float | None:
     if not attempts:
         return None
     attempt = trial.attempt(attempts[-1].id)
@@ -398,7 +400,7 @@ def _logged_by(history: History, lines: list[Lineage]) -> str:
 
 
 def _total_steps(
-    trial: Trial, history: History, logged_by: str, jobs: list[Job], reached: int | None
+    trial: Trial, history: History, logged_by: str, jobs: list[TrialJob], reached: int | None
 ) -> int | None:
     """By the trainer's own word in the metrics, else by the configuration; epochs alone don't tell without the data.
 

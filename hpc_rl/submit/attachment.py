@@ -11,7 +11,7 @@ from typing import Any
 from hpc_rl.errors import TrialStateError
 from hpc_rl.stats.read import JsonLines
 from hpc_rl.status.attempts import ROLE_ORDER, roles_of
-from hpc_rl.status.trial_status import Story
+from hpc_rl.status.trial_status import TrialStatus
 from hpc_rl.supervise.ownership import PROCESS_FILE
 from hpc_rl.supervise.server_array import attempts_of
 from hpc_rl.trial import Attempt, read_json
@@ -20,7 +20,7 @@ SHELL = ("bash", "--login")
 
 
 @dataclass(frozen=True)
-class Place:
+class RoleProcess:
     """Where one process of a role runs. `node` is the scheduler's name, empty on a machine without one."""
 
     role: str
@@ -38,7 +38,7 @@ class Place:
         return f"{self.role}-{self.index} rank {self.rank}"
 
 
-def places(story: Story) -> list[Place]:
+def role_processes(story: TrialStatus) -> list[RoleProcess]:
     """Where the processes of the live attempt and of its server jobs run: of each role, replica and rank the newest
     incarnation, trainer first."""
     names = [story.live.id] if story.live else []
@@ -54,9 +54,9 @@ def places(story: Story) -> list[Place]:
     return sorted(alive, key=lambda place: (order.get(place.role, 9), place.role, place.index, place.rank))
 
 
-def _places(attempt: Attempt) -> list[Place]:
+def _places(attempt: Attempt) -> list[RoleProcess]:
     """Of one attempt, without the roles that have ended."""
-    found: dict[tuple[str, int, int], Place] = {}
+    found: dict[tuple[str, int, int], RoleProcess] = {}
     for path in attempt.processes.glob("*.json"):
         place = _place(path, attempt.id)
         if place is not None:
@@ -69,7 +69,7 @@ def _places(attempt: Attempt) -> list[Place]:
     return [place for place in found.values() if running.get((place.role, place.index), True)]
 
 
-def _place(path: Path, attempt: str) -> Place | None:
+def _place(path: Path, attempt: str) -> RoleProcess | None:
     match, data = PROCESS_FILE.fullmatch(path.name), read_json(path)
     if match is None or path.name.startswith("client-") or not isinstance(data, dict):
         return None
@@ -77,12 +77,12 @@ def _place(path: Path, attempt: str) -> Place | None:
     if not isinstance(host, str) or not isinstance(pid, int) or not isinstance(rank, int):
         return None
     where = (str(data.get("node") or ""), str(data.get("job_id") or ""), attempt)
-    return Place(match["role"], int(match["index"]), int(match["incarnation"]), rank, host, pid, *where)
+    return RoleProcess(match["role"], int(match["index"]), int(match["incarnation"]), rank, host, pid, *where)
 
 
-def choose(story: Story, role: str | None, index: int | None, rank: int | None) -> Place:
+def choose_process(story: TrialStatus, role: str | None, index: int | None, rank: int | None) -> RoleProcess:
     """The place that is meant; by default that of the trainer's first rank. Raises TrialStateError, with what there is."""
-    every = places(story)
+    every = role_processes(story)
     if story.live is None and not every:
         why = f" ({story.reason})" if story.reason else ""
         raise TrialStateError(f"{story.trial} is {story.state}{why}: no role of it runs anywhere.")
@@ -100,7 +100,7 @@ def choose(story: Story, role: str | None, index: int | None, rank: int | None) 
     )
 
 
-def command(story: Story, place: Place, argv: list[str]) -> list[str]:
+def attach_command(story: TrialStatus, place: RoleProcess, argv: list[str]) -> list[str]:
     """What to run for a shell there, or for `argv`. Raises TrialStateError where that is on another machine without Slurm."""
     job_id = place.job_id or place.attempt.rpartition(".")[0]
     if story.jobs and story.jobs[-1].scheduler == "slurm":
@@ -123,7 +123,7 @@ def command(story: Story, place: Place, argv: list[str]) -> list[str]:
     return argv or [os.environ.get("SHELL") or "bash"]
 
 
-def _component(plan: dict[str, Any], place: Place) -> int | None:
+def _component(plan: dict[str, Any], place: RoleProcess) -> int | None:
     """Which component of a heterogeneous job has the place; None for a job of one kind. srun sees the first one only, else."""
     if plan.get("layout") != "hetjob":
         return None

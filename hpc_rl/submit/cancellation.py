@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from hpc_rl.errors import CannotWrite, SchedulerError
 from hpc_rl.files import is_full
 from hpc_rl.schedulers.base import JobState, Scheduler, State
-from hpc_rl.status.scheduler_view import Watcher, scheduler_of
-from hpc_rl.status.trial_status import Job, read_jobs
+from hpc_rl.status.scheduler_view import ThrottledQuery, scheduler_of
+from hpc_rl.status.trial_status import TrialJob, read_jobs
 from hpc_rl.supervise.server_array import read_arrays, successors
 from hpc_rl.trial import Trial, account, write_json
 
 POLL_S = 0.5  # of files; the scheduler is asked as rarely as ask.py does
 
 
-class Outcome(enum.StrEnum):
+class CancelOutcome(enum.StrEnum):
     """What was done about one job."""
 
     OVER = "over"  # nothing: it has ended
@@ -30,22 +30,22 @@ class Outcome(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Cancelled:
+class CancelledJob:
     """One job and what was done about it."""
 
-    job: Job
-    outcome: Outcome
+    job: TrialJob
+    outcome: CancelOutcome
     was: JobState | None
 
 
-def cancel(trial: Trial, now: bool = False) -> list[Cancelled]:
+def cancel(trial: Trial, now: bool = False) -> list[CancelledJob]:
     """End every job of the trial that may be alive; the newest last. Doing it again does no harm.
 
     With `now` the scheduler ends running jobs at once, otherwise their supervisors save and stop.
     Raises CannotWrite, or SchedulerError where a scheduler did not take its part; every wish is written then.
     """
     jobs = read_jobs(trial)
-    done: list[Cancelled] = []
+    done: list[CancelledJob] = []
     problems: list[str] = []
     for job in jobs:  # each is told, whatever comes of another
         if not job.over or job is jobs[-1]:
@@ -62,22 +62,22 @@ def cancel(trial: Trial, now: bool = False) -> list[Cancelled]:
     return done
 
 
-def _cancel_servers(trial: Trial, cluster: str) -> list[Cancelled]:
+def _cancel_servers(trial: Trial, cluster: str) -> list[CancelledJob]:
     """Take the server arrays away, those of earlier submissions too. They hold nothing that could be lost; the wish that they
     see is the trial's. Raises SchedulerError."""
     done = []
     for array in read_arrays(trial):
-        job = Job(array.job_id, native_id=array.job_id, scheduler="slurm", cluster=cluster)
+        job = TrialJob(array.job_id, native_id=array.job_id, scheduler="slurm", cluster=cluster)
         if all(task.state == "ended" for task in array.tasks) and array.tasks:
             continue
         scheduler = scheduler_of(trial, job)
         for job_id in (array.job_id, *successors(trial, array.job_id)):
             scheduler.cancel(job_id)
-        done.append(Cancelled(job, Outcome.SERVERS, None))
+        done.append(CancelledJob(job, CancelOutcome.SERVERS, None))
     return done
 
 
-def _cancel(trial: Trial, job: Job, now: bool) -> Cancelled:
+def _cancel(trial: Trial, job: TrialJob, now: bool) -> CancelledJob:
     try:
         scheduler = scheduler_of(trial, job)
         state = scheduler.states([job.native_id]).get(job.native_id, JobState(job.native_id, State.UNKNOWN))
@@ -87,27 +87,27 @@ def _cancel(trial: Trial, job: Job, now: bool) -> Cancelled:
             f"{error}\nThe wish to cancel is written down; the supervisor obeys it once it sees it."
         ) from error
     if not state.state.alive and state.state is not State.UNKNOWN:
-        return Cancelled(job, Outcome.OVER, state)
+        return CancelledJob(job, CancelOutcome.OVER, state)
     if job.event == "ended" and state.state is State.UNKNOWN:
-        return Cancelled(job, Outcome.OVER, state)
+        return CancelledJob(job, CancelOutcome.OVER, state)
     _wish(trial, job, now)
-    return Cancelled(job, _tell(scheduler, job, state, now), state)
+    return CancelledJob(job, _tell(scheduler, job, state, now), state)
 
 
-def _tell(scheduler: Scheduler, job: Job, state: JobState, now: bool) -> Outcome:
+def _tell(scheduler: Scheduler, job: TrialJob, state: JobState, now: bool) -> CancelOutcome:
     if state.state is State.PENDING or job.event == "ended":  # no script is there to be told
         scheduler.cancel(job.native_id)
-        return Outcome.REMOVED
+        return CancelOutcome.REMOVED
     if state.state is State.UNKNOWN:
-        return Outcome.UNSURE
+        return CancelOutcome.UNSURE
     if now:
         scheduler.cancel(job.native_id)
-        return Outcome.KILLED
+        return CancelOutcome.KILLED
     scheduler.nudge(job.native_id)
-    return Outcome.DRAINING
+    return CancelOutcome.DRAINING
 
 
-def _wish(trial: Trial, job: Job, now: bool) -> None:
+def _wish(trial: Trial, job: TrialJob, now: bool) -> None:
     wish = {"time": time.time(), "user": account(), "host": socket.gethostname(), "now": now}
     path = trial.cancel_intent(job.job_id)
     try:
@@ -121,10 +121,10 @@ def _wish(trial: Trial, job: Job, now: bool) -> None:
         raise CannotWrite(words) from error
 
 
-def wait(trial: Trial, job: Job, timeout_s: float) -> JobState | None:
+def wait_until_over(trial: Trial, job: TrialJob, timeout_s: float) -> JobState | None:
     """Wait until the job's script or the scheduler says that it is over; None when it is not by then. Raises SchedulerError."""
     deadline, since = time.monotonic() + timeout_s, time.time()
-    watcher = Watcher(trial)
+    watcher = ThrottledQuery(trial)
     while True:
         if any(now.job_id == job.job_id and now.over for now in read_jobs(trial)):
             return JobState(job.job_id, State.UNKNOWN, reason="its script said so")

@@ -34,7 +34,7 @@ PLACE = ("cluster.fileroot", "experiment_name", "trial_name")  # options that sa
 
 
 @dataclass(frozen=True)
-class Outlook:
+class FirstStart:
     """What a first start would find and do. `unread`: files of the generation to load that only the start itself reads."""
 
     situation: Situation
@@ -42,17 +42,17 @@ class Outlook:
     unread: tuple[str, ...] = ()
 
 
-def look(trial: Trial, config: Config, start_mode: str, from_step: int | None = None) -> Outlook:
+def predict_start(trial: Trial, config: Config, start_mode: str, from_step: int | None = None) -> FirstStart:
     """What a first start in `start_mode` would do now, from the generation `from_step` where a person named one."""
     mode, retries = config.recover.mode, config.recover.retries
     if not os.path.isdir(trial.dir):
         situation = Situation(mode, start_mode, first_start=True, wanted=from_step)
-        return Outlook(situation, decide(situation))
+        return FirstStart(situation, decide(situation))
     situation, _ = gather(
         trial, trial.attempt(NEXT), 0, mode, start_mode, retries, from_step, in_passing=True
     )
     decision = decide(situation)
-    return Outlook(situation, decision, _unread(trial, decision, from_step))
+    return FirstStart(situation, decision, _unread(trial, decision, from_step))
 
 
 def _unread(trial: Trial, decision: Decision, from_step: int | None) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ def _unread(trial: Trial, decision: Decision, from_step: int | None) -> tuple[st
     return tuple(file.name for file in found.manifest.files if limit is not None and file.size > limit)
 
 
-def refuse(trial: Trial, config: Config, outlook: Outlook) -> list[Change]:
+def check_start(trial: Trial, config: Config, outlook: FirstStart) -> list[Change]:
     """Raises TrialBusy, NothingToResume or ConfigError where the job would come to nothing; returns what changes, all safe."""
     mode, situation = config.recover.mode, outlook.situation
     will_start = outlook.decision.action in ("load", "fresh")
@@ -73,7 +73,7 @@ def refuse(trial: Trial, config: Config, outlook: Outlook) -> list[Change]:
             f"For a fresh start give another trial_name, or remove {trial.dir}."
         )
     if not will_start:
-        raise NothingToResume(f"{outlook.decision.reason}. {advice(trial, situation)}".rstrip())
+        raise NothingToResume(f"{outlook.decision.reason}. {advice_on(trial, situation)}".rstrip())
     _refuse_length(trial, config, outlook.decision.step)
     found = option_changes(trial, config, outlook.decision)
     refuse_unsafe(found, str(trial))
@@ -90,7 +90,7 @@ def _ways_on(trial: Trial, situation: Situation) -> str:
     return "" if situation.trimmed else "Go on from it with recover.mode=auto. "
 
 
-def advice(trial: Trial, situation: Situation) -> str:
+def advice_on(trial: Trial, situation: Situation) -> str:
     """What to do where there is nothing to start from as asked; nothing that is refused as well."""
     if situation.wanted is not None and (steps := sound_steps(trial, situation.trimmed)):
         return f"Allowed: {', '.join(map(str, steps))}."
@@ -111,10 +111,10 @@ def _refuse_length(trial: Trial, config: Config, step: int | None) -> None:
     if step is None:
         return
     data = _data_of(trial, step) or fingerprint_in_passing(config.train_dataset.path)
-    refuse_end_before(step, trial, config, data.get("rows"))
+    check_end(step, trial, config, data.get("rows"))
 
 
-def refuse_end_before(step: int, trial: Trial, config: Config, num_rows: int | None = None) -> None:
+def check_end(step: int, trial: Trial, config: Config, num_rows: int | None = None) -> None:
     """Raises ConfigError where a trial ends before a generation; `num_rows` are those of its dataset, where they are known."""
     end = latest_end(config, num_rows)
     if end is not None and end < step:
@@ -161,7 +161,7 @@ def option_changes(trial: Trial, config: Config, decision: Decision) -> list[Cha
     That is the configuration of the generation to be loaded: of what was submitted since, nothing is in it. The trial's own
     file counts where there are only batches. Raises ConfigError where neither can be read, or is of another version.
     """
-    if not holds_state(trial):
+    if not has_progress(trial):
         return []
     copy = (
         trial.generation(decision.step) / generation.CONFIG_NAME
@@ -203,7 +203,7 @@ def _same_place(one: Trial, other: Trial) -> bool:
     return os.path.realpath(one.dir) == os.path.realpath(other.dir)
 
 
-def holds_state(trial: Trial) -> bool:
+def has_progress(trial: Trial) -> bool:
     """Whether anything was made that a start goes on from: a generation, be it damaged, or a batch."""
     return _has_batches(trial) or any(trial.recover.glob("gen-*/manifest.json"))
 
@@ -212,13 +212,13 @@ def _has_batches(trial: Trial) -> bool:
     return trial.trimmed.exists() or any(trial.batches.glob("*.seal"))
 
 
-def unused(trial: Trial, config: Config) -> list[Path]:
+def stale_leftovers(trial: Trial, config: Config) -> list[Path]:
     """Files that a trial without generation or batch has of earlier starts, where other options or rows made them: no start may
     use them.
 
     Those are groups and rejections that no batch came of, and the pointer to the weights that servers begin with.
     """
-    if holds_state(trial):
+    if has_progress(trial):
         return []
     data, path = read_json(trial.config_json), config.train_dataset.path
     with contextlib.suppress(ConfigError):
@@ -234,6 +234,6 @@ def _refuse_finished(trial: Trial, config: Config, changed: Sequence[Change]) ->
     if trial.done.exists() and not any(change.name in ENDS for change in changed):
         end = "total_train_steps" if config.total_train_epochs is None else "total_train_epochs"
         raise NothingToResume(
-            f"{trial} has reached its end. To train it longer: hpc-rl recover {trial_index.handle(trial)} {end}=N; "
+            f"{trial} has reached its end. To train it longer: hpc-rl recover {trial_index.cli_name(trial)} {end}=N; "
             f"what it made is in {trial.exports}. For a fresh start give another trial_name."
         )

@@ -22,7 +22,7 @@ STALE_S = (
 )
 
 
-class Claim:
+class TrialLock:
     """Context manager: exclusive use of a trial directory.
 
     Leaving it by an exception takes back what was written through it: files get their old content, new ones vanish, and so does
@@ -43,7 +43,7 @@ class Claim:
         self._fresh = False  # nothing but our lock lies in the trial directory
         self._old: dict[Path, bytes | None] = {}
 
-    def __enter__(self) -> Claim:
+    def __enter__(self) -> TrialLock:
         here = self.trial.dir
         try:
             self._missing = [path for path in reversed([here, *here.parents]) if not path.exists()]
@@ -136,7 +136,7 @@ class Claim:
                 path.rmdir()
 
 
-def refuse_claimed(trial: Trial) -> None:
+def check_unlocked(trial: Trial) -> None:
     """Raises TrialBusy while somebody has the claim: for those who write nothing, and only say what a submission would do."""
     other = read_json(trial.submitting)
     if trial.submitting.exists() and not _is_stale(other or {}, trial.submitting):

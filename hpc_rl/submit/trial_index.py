@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Entry:
+class IndexEntry:
     """One indexed trial. `time` is when it was last submitted, Unix seconds."""
 
     trial: Trial
@@ -54,7 +54,7 @@ def record(trial: Trial) -> bool:
     return True
 
 
-def entries() -> list[Entry]:
+def entries() -> list[IndexEntry]:
     """All indexed trials, newest submission first. Files that are no entries are passed over."""
     found = []
     for file in directory().glob("*.json"):
@@ -62,12 +62,14 @@ def entries() -> list[Entry]:
         if isinstance(data, dict) and isinstance(data.get("dir"), str) and os.path.isabs(data["dir"]):
             when = data.get("time")
             found.append(
-                Entry(Trial(Path(data["dir"])), float(when) if isinstance(when, (int, float)) else 0.0, file)
+                IndexEntry(
+                    Trial(Path(data["dir"])), float(when) if isinstance(when, (int, float)) else 0.0, file
+                )
             )
     return sorted(found, key=lambda entry: (-entry.time, str(entry.trial.dir)))
 
 
-def prune() -> list[Entry]:
+def prune() -> list[IndexEntry]:
     """Forget the trials whose directory is gone; returns them."""
     gone = [entry for entry in entries() if entry.gone]
     for entry in gone:
@@ -112,7 +114,7 @@ def resolve(text: str) -> Trial:
     raise TrialNameError(f"no trial is called {text!r}. {_suggestion(wanted, known)}")
 
 
-def handle(trial: Trial) -> str:
+def cli_name(trial: Trial) -> str:
     """What to type for this trial: experiment/trial where that means it and no other, else its path, quoted for a shell."""
     try:
         if _real(resolve(str(trial)).dir) == _real(trial.dir):
@@ -129,7 +131,7 @@ def _by_path(text: str, path: Path) -> Trial:
     raise TrialNameError(f"{text} {what}. `hpc-rl list` shows the trials that this account submitted.")
 
 
-def _suggestion(wanted: str, known: list[Entry]) -> str:
+def _suggestion(wanted: str, known: list[IndexEntry]) -> str:
     names = {name for entry in known if not entry.gone for name in (entry.trial.name, str(entry.trial))}
     near = difflib.get_close_matches(wanted, sorted(names), n=3, cutoff=0.5)
     if near:

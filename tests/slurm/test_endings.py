@@ -25,9 +25,9 @@ from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.stats.read import JsonLines
-from hpc_rl.status.scheduler_view import ask
-from hpc_rl.status.trial_status import Story, tell
-from hpc_rl.submit.cancellation import Outcome, cancel
+from hpc_rl.status.scheduler_view import query
+from hpc_rl.status.trial_status import TrialStatus, read_status
+from hpc_rl.submit.cancellation import CancelOutcome, cancel
 from hpc_rl.submit.submission import check_idle, submit
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.trial import Trial, read_json, write_json
@@ -50,8 +50,8 @@ class Job:
         return self.scheduler.states([self.id])[self.id].state
 
     @property
-    def story(self) -> Story:
-        return tell(self.trial, self.scheduler.states([self.id])[self.id])
+    def story(self) -> TrialStatus:
+        return read_status(self.trial, self.scheduler.states([self.id])[self.id])
 
     def events(self, event: str, restart: int = 0) -> list[dict]:
         rows = JsonLines(self.trial.attempt(f"{self.id}.{restart}").events).poll()
@@ -159,7 +159,8 @@ def test_a_preempted_trial_comes_back_by_itself_and_saves_first(cluster, tmp_pat
     until(lambda: record.read(job.trial, job.id)[-1]["event"] == "ended" and job.state is State.PENDING, 60)
     until(
         lambda: (
-            tell(job.trial, ask(job.trial, newer_than=time.time() - 1).newest, time.time()).state == "pending"
+            read_status(job.trial, query(job.trial, newer_than=time.time() - 1).newest, time.time()).state
+            == "pending"
         ),
         60,
     )
@@ -217,7 +218,7 @@ def test_cancel_saves_first_where_submitit_submitted(cluster, tmp_path, monkeypa
         cluster, tmp_path, monkeypatch, {"trainer": ["save 8"]}, slurm
     )  # longer than Slurm waits after a TERM
     until(job.is_up, 60)
-    assert [one.outcome for one in cancel(job.trial)] == [Outcome.DRAINING]
+    assert [one.outcome for one in cancel(job.trial)] == [CancelOutcome.DRAINING]
     until(lambda: not job.state.alive, 60)
     assert [row["code"] for row in job.events("exited") if row["role"] == "trainer"] == [75], job.said()
     last = record.read(job.trial, job.id)[-1]

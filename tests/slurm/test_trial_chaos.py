@@ -14,7 +14,7 @@ from kill_anything import EXACT, READY, Killed, Trials, make_toy, new_luck, shor
 
 from hpc_rl.schedulers import record
 from hpc_rl.stats.read import JsonLines
-from hpc_rl.status.trial_status import tell
+from hpc_rl.status.trial_status import read_status
 
 pytestmark = pytest.mark.timeout(900)
 FOUR_NODES = {"cluster.n_nodes": 4, "allocation_mode": "embedded:d2+fsdp:d2"}
@@ -66,7 +66,7 @@ def events_of(one: Chaos) -> list[str]:
 
 def check(one: Chaos) -> None:
     one.finish().promises.check()
-    story = tell(one.trial)
+    story = read_status(one.trial)
     assert story.state == "done"
     assert [row["step"] for row in story.history.steps] == list(range(1, one.total_steps + 1)), (
         "each step once"

@@ -13,7 +13,7 @@ from kill_anything import READY, Killed, Trials, make_toy, short_name
 
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.status.trial_status import tell
+from hpc_rl.status.trial_status import read_status
 from hpc_rl.supervise.deadline import SITE_END
 from hpc_rl.trial import read_json
 
@@ -70,7 +70,7 @@ def test_a_job_whose_time_is_nearly_over_saves_is_requeued_and_goes_on(trials, m
         ended = read_json(one.trial.attempt(f"{one.job_id}.{restart}").ended)
         assert ended["exit_code"] == 75 and "time is nearly over" in ended["reason"]
     assert one.promises.steps_repeated() == 0, "each stop saved the last step that it had trained"
-    story = tell(one.trial, SlurmScheduler().states([one.job_id])[one.job_id])
+    story = read_status(one.trial, SlurmScheduler().states([one.job_id])[one.job_id])
     assert "time is nearly over" in story.attempts[0].cause and story.attempts[-1].state == "done"
 
 

@@ -11,9 +11,8 @@ from hpc_rl.cli.__main__ import main
 from hpc_rl.errors import SchedulerError, TrialBusy
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.status import scheduler_view as asking
-from hpc_rl.status.scheduler_view import Answer
-from hpc_rl.status.trial_status import tell
-from hpc_rl.status.watch import Watch
+from hpc_rl.status.scheduler_view import SchedulerAnswer, TrialWatch
+from hpc_rl.status.trial_status import read_status
 from hpc_rl.submit import trial_index
 from hpc_rl.submit.submission import check_idle
 
@@ -73,7 +72,7 @@ def test_a_job_of_another_cluster_hides_none_from_a_cancel_and_starts_no_second(
 def test_while_slurm_cleans_up_it_is_not_over_and_cancel_does_not_talk_to_a_script_that_is_gone(
     trial, scheduler
 ):
-    story = tell(trial, JobState("7", State.RUNNING, "COMPLETING"), asked_at=time.time())
+    story = read_status(trial, JobState("7", State.RUNNING, "COMPLETING"), asked_at=time.time())
     assert not story.over and "only the scheduler knows whether it starts the job again" in story.reason
     scheduler.answers["7"] = State.RUNNING
     assert main(["cancel", "t1"]) == 0
@@ -82,12 +81,12 @@ def test_while_slurm_cleans_up_it_is_not_over_and_cancel_does_not_talk_to_a_scri
 
 @pytest.mark.parametrize("dead", [State.CANCELLED, State.PREEMPTED])
 def test_once_slurm_calls_it_dead_it_is_over(trial, dead):
-    story = tell(trial, JobState("7", dead, dead.value.upper()))
+    story = read_status(trial, JobState("7", dead, dead.value.upper()))
     assert (story.state, story.over) == ("stopped", True) and "only the scheduler" not in story.reason
 
 
 def test_without_the_schedulers_word_the_doubt_is_told(trial):
-    story = tell(trial)
+    story = read_status(trial)
     assert story.state == "stopped" and story.reason.endswith(
         "only the scheduler knows whether it starts the job again"
     )
@@ -96,13 +95,16 @@ def test_without_the_schedulers_word_the_doubt_is_told(trial):
 def test_a_wish_to_cancel_leaves_no_doubt(trial, fake_trial, scheduler):
     fake_trial.cancel_wish("7")
     check_idle(trial)
-    assert (story := tell(trial)).state == "cancelled" and "only the scheduler" not in story.reason
+    assert (story := read_status(trial)).state == "cancelled" and "only the scheduler" not in story.reason
 
 
 def test_a_follower_waits_for_the_schedulers_word(trial, monkeypatch):
-    answers = [Answer(asked_at=1.0), Answer(newest=JobState("7", State.PENDING), asked_at=time.time() + 60)]
-    monkeypatch.setattr(asking, "ask", lambda *_, **__: answers.pop(0))
-    watch = Watch(trial)
+    answers = [
+        SchedulerAnswer(asked_at=1.0),
+        SchedulerAnswer(newest=JobState("7", State.PENDING), asked_at=time.time() + 60),
+    ]
+    monkeypatch.setattr(asking, "query", lambda *_, **__: answers.pop(0))
+    watch = TrialWatch(trial)
     assert watch.look().state == "unknown"
     assert watch.look().state == "pending"
 
@@ -112,6 +114,6 @@ def test_an_answer_about_an_older_job_is_none_about_the_newest(trial, fake_trial
     fake_trial.event("8.0", "started", at=501, role="trainer", index=0, incarnation=0)
     fake_trial.ended("8.0", 70, "gave up", at=510)
     fake_trial.script_said("8", "ended", code=70, reason="gave up")
-    answer = asking.ask(trial)
+    answer = asking.query(trial)
     assert answer.states["7"].state is State.PENDING and answer.newest is None
-    assert tell(trial, answer.newest, answer.asked_at).state == "failed"
+    assert read_status(trial, answer.newest, answer.asked_at).state == "failed"

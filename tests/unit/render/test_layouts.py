@@ -12,7 +12,7 @@ from hpc_rl.config.rules.check import check
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render.scripts import Stamp, render
-from hpc_rl.submit.preflight import parts
+from hpc_rl.submit.preflight import job_requests
 from hpc_rl.trial import Trial
 
 BASE = [
@@ -112,10 +112,10 @@ def test_where_requeue_is_refused_nothing_asks_for_it(how, line, calls):
 
 def test_both_parts_are_compared_with_the_cluster():
     config, plan = made("layout=jobs", *SPARE)
-    found = [(one.launcher.slurm.partition, part.n_nodes) for one, part in parts(config, plan)]
+    found = [(one.launcher.slurm.partition, part.n_nodes) for one, part in job_requests(config, plan)]
     assert found == [("normal", 1), ("spare", 1)]
     config, plan = made("layout=hetjob", *SPARE)
-    assert [(one.launcher.slurm.partition, part.n_nodes) for one, part in parts(config, plan)] == [
+    assert [(one.launcher.slurm.partition, part.n_nodes) for one, part in job_requests(config, plan)] == [
         ("normal", 1),
         ("spare", 2),
     ]

@@ -9,27 +9,27 @@ import pytest
 
 from hpc_rl.files import Tail, last_lines
 from hpc_rl.status import scheduler_view as asking
-from hpc_rl.status.follow import Narrator, exit_code, failing_role, follow, progress_text
-from hpc_rl.status.scheduler_view import Answer
-from hpc_rl.status.trial_status import tell
+from hpc_rl.status.follow import ChangeReporter, exit_code, failing_role, follow, progress_text
+from hpc_rl.status.scheduler_view import SchedulerAnswer
+from hpc_rl.status.trial_status import read_status
 
 
 @pytest.fixture(autouse=True)
 def silent(monkeypatch):
     """A scheduler that was asked and knows nothing."""
-    monkeypatch.setattr(asking, "ask", lambda *_, **__: Answer(asked_at=time.time()))
+    monkeypatch.setattr(asking, "query", lambda *_, **__: SchedulerAnswer(asked_at=time.time()))
 
 
 def test_news_are_told_once(fake_trial):
-    narrator = Narrator()
+    narrator = ChangeReporter()
     fake_trial.run_to(3)
-    first = narrator.news(tell(fake_trial.trial))
+    first = narrator.news(read_status(fake_trial.trial))
     assert first == ["exp/t1: running", "attempt 7.0 started", "step 0: held-out reward 0.31"]
-    assert narrator.news(tell(fake_trial.trial)) == []
+    assert narrator.news(read_status(fake_trial.trial)) == []
     fake_trial.exited("7.0", "trainer", 137)
     fake_trial.started("7.0", "trainer", incarnation=1)
     fake_trial.lineage(1, 2, "7.0", incarnation=1, reason="loading generation 2")
-    assert narrator.news(tell(fake_trial.trial)) == [
+    assert narrator.news(read_status(fake_trial.trial)) == [
         "trainer-0: killed by signal 9; started again (incarnation 1)",
         "training goes on from generation 2 as lineage 1: loading generation 2",
     ]
@@ -37,7 +37,7 @@ def test_news_are_told_once(fake_trial):
 
 def test_progress_names_what_matters(fake_trial):
     fake_trial.run_to(50)
-    assert progress_text(tell(fake_trial.trial)) == (
+    assert progress_text(read_status(fake_trial.trial)) == (
         "step 50/100  reward 0.5  staleness 0.5  held-out reward 0.31  1.0 steps/s  50 s left"
     )
 
@@ -68,7 +68,7 @@ def test_a_failure_shows_its_reason_and_the_log_of_the_role_that_failed_first(fa
     fake_trial.exited("7.0", "trainer", 143, at=31)
     fake_trial.exited("7.0", "server", 1, at=32)
     fake_trial.ended("7.0", 70, "rollout-0 gave up", at=33)
-    assert failing_role(tell(fake_trial.trial).attempts[-1]).name == "rollout-0"
+    assert failing_role(read_status(fake_trial.trial).attempts[-1]).name == "rollout-0"
     assert follow(fake_trial.trial, tick_s=0.01) == 70
     out = capsys.readouterr().out
     assert "exp/t1: failed (failed: rollout-0 gave up)" in out
@@ -89,7 +89,7 @@ def test_its_exit_code_is_the_trials(fake_trial, code, wish, expected):
     if wish:
         fake_trial.cancel_wish("7")
     fake_trial.ended("7.0", code)
-    assert exit_code(tell(fake_trial.trial)) == expected
+    assert exit_code(read_status(fake_trial.trial)) == expected
 
 
 def test_tail_gives_the_last_lines_then_what_is_new(tmp_path):

@@ -11,8 +11,8 @@ import pytest
 
 from hpc_rl.cli.status import text
 from hpc_rl.rollout import report
-from hpc_rl.status.rollout_report import Rollout, counts, read_rollout, troubles
-from hpc_rl.status.trial_status import tell
+from hpc_rl.status.rollout_report import RolloutReport, problems, read_rollout, summary
+from hpc_rl.status.trial_status import read_status
 from hpc_rl.trial import write_json
 
 
@@ -30,12 +30,12 @@ def test_rejections_and_the_last_exception_are_in_status(fake_trial):
         "servers": 1,
     }
     write_json(fake_trial.trial.attempt("7.0").rollout_report(0), words)
-    said = "\n".join(text(tell(fake_trial.trial)))
+    said = "\n".join(text(read_status(fake_trial.trial)))
     assert "8 prompts running" in said and "64 rejected" in said
     assert "rejected so far: reward_timeout 60, too_long 4" in said
     assert "the last 64 prompts were rejected: reward_timeout" in said
     assert "last exception: reward_timeout: the reward took more than 15 s" in said
-    assert tell(fake_trial.trial).to_json()["rollout"]["rejected_in_a_row"] == 64
+    assert read_status(fake_trial.trial).to_json()["rollout"]["rejected_in_a_row"] == 64
 
 
 def test_the_newest_incarnation_counts_and_junk_is_left_out(fake_trial):
@@ -47,7 +47,7 @@ def test_the_newest_incarnation_counts_and_junk_is_left_out(fake_trial):
         attempt.rollout_report(10), {"accepted": "many", "running": 3, "rejected": [], "unheard_of": 1}
     )
     attempt.rollout_report(11).write_text('{"acce')
-    assert read_rollout(attempt) == Rollout(running=3)
+    assert read_rollout(attempt) == RolloutReport(running=3)
 
 
 @pytest.mark.parametrize(
@@ -63,18 +63,18 @@ def test_the_newest_incarnation_counts_and_junk_is_left_out(fake_trial):
     ],
 )
 def test_what_hangs_is_told_while_it_is_live(given, words):
-    rollout = Rollout(**{"time": time.time(), "servers": 1} | given)
-    assert any(words in line for line in troubles(rollout, live=True))
-    assert troubles(rollout, live=False) == []
+    rollout = RolloutReport(**{"time": time.time(), "servers": 1} | given)
+    assert any(words in line for line in problems(rollout, live=True))
+    assert problems(rollout, live=False) == []
 
 
 def test_a_busy_rollout_is_no_trouble():
-    rollout = Rollout(
+    rollout = RolloutReport(
         time=time.time(), running=9, oldest_running_s=300, quiet_s=2, servers=2, rejected_in_a_row=1
     )
-    assert troubles(rollout, live=True) == []
-    assert counts(rollout, live=True).startswith("9 prompts running, 0 groups ready")
-    assert "running" not in counts(rollout, live=False)
+    assert problems(rollout, live=True) == []
+    assert summary(rollout, live=True).startswith("9 prompts running, 0 groups ready")
+    assert "running" not in summary(rollout, live=False)
 
 
 async def test_the_report_is_written_while_it_changes_and_at_the_end(tmp_path):

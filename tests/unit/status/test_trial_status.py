@@ -9,7 +9,7 @@ import pytest
 
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.shared_query import GONE
-from hpc_rl.status.trial_status import Reader, tell
+from hpc_rl.status.trial_status import StatusReader, read_status
 from hpc_rl.trial import write_json
 
 T0 = 1_790_000_000.0  # of the fake trial
@@ -36,7 +36,7 @@ def cancelled_and_recovered(fake) -> None:
 
 def test_the_story_of_cancel_and_recover_is_told_from_files_alone(fake_trial):
     cancelled_and_recovered(fake_trial)
-    story = tell(fake_trial.trial)
+    story = read_status(fake_trial.trial)
     assert (story.state, story.step, story.total_steps, story.generation) == ("running", 80, 100, 70)
     first, second = story.attempts
     assert (first.id, first.state, first.last_step) == ("7.0", "cancelled", 57)
@@ -51,7 +51,7 @@ def test_the_story_of_cancel_and_recover_is_told_from_files_alone(fake_trial):
 
 def test_rate_and_eta_count_the_steps_since_the_last_start(fake_trial):
     cancelled_and_recovered(fake_trial)
-    story = tell(fake_trial.trial)
+    story = read_status(fake_trial.trial)
     assert story.rate == pytest.approx(1.0)
     assert story.eta_s == pytest.approx(20.0)
 
@@ -59,16 +59,16 @@ def test_rate_and_eta_count_the_steps_since_the_last_start(fake_trial):
 def test_no_rate_is_told_while_nothing_trains(fake_trial):
     """From the death of the trainer, or of its supervisor, to the first step of the next one."""
     fake_trial.run_to(36)
-    rates = [tell(fake_trial.trial).rate]
+    rates = [read_status(fake_trial.trial).rate]
     fake_trial.exited("7.0", "trainer", 137, at=60)
-    rates.append(tell(fake_trial.trial).rate)
+    rates.append(read_status(fake_trial.trial).rate)
     fake_trial.started("7.0", "trainer", incarnation=1, at=61)
-    rates.append(tell(fake_trial.trial).rate)
+    rates.append(read_status(fake_trial.trial).rate)
     fake_trial.lineage(1, 30, "7.0", incarnation=1)
     fake_trial.steps("7.0", 31, 36, lineage=1, incarnation=1, at=70)
-    rates.append(tell(fake_trial.trial).rate)
+    rates.append(read_status(fake_trial.trial).rate)
     fake_trial.event("7.0", "supervisor_started", at=80, role="supervisor", number=1)
-    story = tell(fake_trial.trial)
+    story = read_status(fake_trial.trial)
     rates.append(story.rate)
     assert rates == [pytest.approx(1.0), None, None, pytest.approx(1.0), None]
     assert (story.state, story.eta_s) == ("running", None)
@@ -78,7 +78,7 @@ def test_done(fake_trial):
     fake_trial.run_to(100)
     fake_trial.ended("7.0", 0, at=120)
     fake_trial.trial.done.write_text("{}")
-    story = tell(fake_trial.trial)
+    story = read_status(fake_trial.trial)
     assert (story.state, story.over, story.attempts[0].state) == ("done", True, "done")
 
 
@@ -96,7 +96,7 @@ def test_an_end_is_told_by_its_code_and_reason(fake_trial, code, reason, state):
     fake_trial.run_to(5)
     fake_trial.ended("7.0", code, reason, at=20)
     fake_trial.script_said("7", "ended", code=code, reason="")
-    story = tell(fake_trial.trial)
+    story = read_status(fake_trial.trial)
     assert (story.state, story.attempts[0].exit_code) == (state, code)
     assert reason in story.reason
 
@@ -104,9 +104,9 @@ def test_an_end_is_told_by_its_code_and_reason(fake_trial, code, reason, state):
 def test_a_stop_is_pending_while_its_job_starts_again_and_stopped_where_it_does_not(fake_trial):
     fake_trial.run_to(5)
     fake_trial.ended("7.0", 75, "wall time", at=20)
-    assert tell(fake_trial.trial).state == "pending"
+    assert read_status(fake_trial.trial).state == "pending"
     fake_trial.script_said("7", "ended", code=75, reason="told to end by a signal")
-    story = tell(fake_trial.trial)
+    story = read_status(fake_trial.trial)
     assert story.state == "stopped"
     assert "told to end by a signal" in story.reason
 
@@ -114,7 +114,7 @@ def test_a_stop_is_pending_while_its_job_starts_again_and_stopped_where_it_does_
 def test_a_later_attempt_means_that_the_silent_one_before_is_over(fake_trial):
     fake_trial.run_to(5)
     fake_trial.started("7.1", "trainer", at=900)
-    story = tell(fake_trial.trial)
+    story = read_status(fake_trial.trial)
     assert [(attempt.id, attempt.state) for attempt in story.attempts] == [
         ("7.0", "killed"),
         ("7.1", "running"),
@@ -126,7 +126,7 @@ def test_attempts_are_in_order_of_submission_then_of_restart(fake_trial):
         fake_trial.job(job, at=number * 100)
     for attempt in ("9.0", "10.10", "10.9"):
         fake_trial.event(attempt, "started")
-    assert [attempt.id for attempt in tell(fake_trial.trial).attempts] == ["10.9", "10.10", "9.0"]
+    assert [attempt.id for attempt in read_status(fake_trial.trial).attempts] == ["10.9", "10.10", "9.0"]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_attempts_are_in_order_of_submission_then_of_restart(fake_trial):
 )
 def test_the_scheduler_decides_whether_a_silent_attempt_still_runs(fake_trial, said, state):
     fake_trial.run_to(5)
-    story = tell(fake_trial.trial, JobState("7", said, native="WORD"))
+    story = read_status(fake_trial.trial, JobState("7", said, native="WORD"))
     assert story.state == state
     assert (story.attempts[0].state == "running") is (said is State.RUNNING)
 
@@ -150,46 +150,46 @@ def test_the_scheduler_decides_whether_a_silent_attempt_still_runs(fake_trial, s
 def test_what_the_files_say_for_certain_outweighs_an_old_word_of_the_scheduler(fake_trial):
     fake_trial.run_to(5)
     fake_trial.ended("7.0", 70, "server-0 gave up")
-    assert tell(fake_trial.trial, JobState("7", State.RUNNING)).state == "failed"
+    assert read_status(fake_trial.trial, JobState("7", State.RUNNING)).state == "failed"
 
 
 def test_without_a_scheduler_silence_is_called_unknown(fake_trial):
     fake_trial.run_to(5)
-    assert tell(fake_trial.trial).state == "running"
+    assert read_status(fake_trial.trial).state == "running"
     past = time.time() - 3600
     for path in fake_trial.trial.dir.rglob("*"):
         os.utime(path, (past, past))
-    story = tell(fake_trial.trial)
+    story = read_status(fake_trial.trial)
     assert story.state == "unknown"
     assert "60 min" in story.reason
 
 
 def test_before_anything_has_started(fake_trial):
-    assert tell(fake_trial.trial).state == "rendered"
+    assert read_status(fake_trial.trial).state == "rendered"
     fake_trial.job("7")
-    assert tell(fake_trial.trial).state == "unknown"
-    assert tell(fake_trial.trial, JobState("7", State.PENDING, reason="Resources")).reason == (
+    assert read_status(fake_trial.trial).state == "unknown"
+    assert read_status(fake_trial.trial, JobState("7", State.PENDING, reason="Resources")).reason == (
         "waits to be started (Resources: no nodes are free)"
     )
-    assert tell(fake_trial.trial, JobState("7", State.RUNNING)).state == "running"
+    assert read_status(fake_trial.trial, JobState("7", State.RUNNING)).state == "running"
     fake_trial.script_said("7", "ended", code=1, reason="python is not there")
-    story = tell(fake_trial.trial)
+    story = read_status(fake_trial.trial)
     assert story.state == "failed"
     assert "python is not there" in story.reason
 
 
 def test_a_job_of_a_moment_ago_is_never_unknown(fake_trial):
     fake_trial.job("7", at=time.time() - T0 - 3)
-    story = tell(fake_trial.trial)
+    story = read_status(fake_trial.trial)
     assert (story.state, story.since) == ("pending", pytest.approx(time.time() - 3, abs=60))
 
 
 def test_a_job_that_the_scheduler_does_not_list_any_more_was_killed(fake_trial):
     gone = JobState("7", State.UNKNOWN, GONE, "does not list the job any more")
     fake_trial.job("7")
-    assert tell(fake_trial.trial, gone).state == "killed"
+    assert read_status(fake_trial.trial, gone).state == "killed"
     fake_trial.run_to(5)
-    story = tell(fake_trial.trial, gone)
+    story = read_status(fake_trial.trial, gone)
     assert (story.state, story.reason) == (
         "killed",
         "left no word of its end; the scheduler does not list the job any more",
@@ -198,7 +198,9 @@ def test_a_job_that_the_scheduler_does_not_list_any_more_was_killed(fake_trial):
 
 def test_a_job_that_slurm_took_back_waits_and_its_attempt_says_why_it_ended(fake_trial):
     fake_trial.run_to(5)
-    story = tell(fake_trial.trial, JobState("7", State.PENDING, "PENDING", "BeginTime"), asked_at=time.time())
+    story = read_status(
+        fake_trial.trial, JobState("7", State.PENDING, "PENDING", "BeginTime"), asked_at=time.time()
+    )
     assert story.state == "pending"
     assert story.reason.startswith("waits to be started again (BeginTime: ") and "two minutes" in story.reason
     assert story.attempts[0].state == "killed"
@@ -213,14 +215,14 @@ def test_a_job_that_ended_because_its_first_node_died_was_cancelled_by_nobody(fa
     fake_trial.run_to(5)
     fake_trial.script_said("7", "started")
     fake_trial.script_said("7", "first_node_lost", at=40)
-    story = tell(fake_trial.trial, said)
+    story = read_status(fake_trial.trial, said)
     assert (
         story.state == "killed"
         and story.reason.startswith("its first node died")
         and "by a person" not in story.reason
     )
     assert story.attempts[-1].cause == story.reason
-    assert tell(fake_trial.trial, JobState("7", State.PENDING)).state == "pending", (
+    assert read_status(fake_trial.trial, JobState("7", State.PENDING)).state == "pending", (
         "where it may be requeued it goes on"
     )
 
@@ -228,25 +230,25 @@ def test_a_job_that_ended_because_its_first_node_died_was_cancelled_by_nobody(fa
 def test_an_old_pending_does_not_hide_that_it_has_started(fake_trial):
     fake_trial.run_to(5)
     pending = JobState("7", State.PENDING, "PENDING", "Resources")
-    assert tell(fake_trial.trial, pending, asked_at=T0 - 10).state == "running"
-    assert tell(fake_trial.trial, pending, asked_at=time.time()).state == "pending"
+    assert read_status(fake_trial.trial, pending, asked_at=T0 - 10).state == "running"
+    assert read_status(fake_trial.trial, pending, asked_at=time.time()).state == "pending"
 
 
 def test_when_it_will_be_ended_is_told_by_the_supervisor_or_the_scheduler(fake_trial):
     fake_trial.run_to(5)
-    assert tell(fake_trial.trial).ends_at is None
+    assert read_status(fake_trial.trial).ends_at is None
     for ends_at in (T0 + 100, T0 + 200):
         fake_trial.event("7.0", "end_time", ends_at=ends_at)
-    assert tell(fake_trial.trial).ends_at == T0 + 200
-    assert tell(fake_trial.trial, JobState("7", State.RUNNING, end_time=5.0)).ends_at == 5.0
+    assert read_status(fake_trial.trial).ends_at == T0 + 200
+    assert read_status(fake_trial.trial, JobState("7", State.RUNNING, end_time=5.0)).ends_at == 5.0
 
 
 def test_epochs_alone_tell_how_far_it_is_once_a_step_is_logged(fake_trial):
     fake_trial.run_to(5)
     fake_trial.trial.config_json.write_text("{}")
-    assert tell(fake_trial.trial).total_steps is None
+    assert read_status(fake_trial.trial).total_steps is None
     fake_trial.row("7.0", {"step": 6, "time": T0 + 16, "total_steps": 60})
-    story = tell(fake_trial.trial)
+    story = read_status(fake_trial.trial)
     assert (story.total_steps, story.eta_s) == (60, pytest.approx(54.0, rel=0.2))
 
 
@@ -254,14 +256,14 @@ def test_the_length_that_the_newest_submission_asked_for_counts_before_its_first
     fake_trial.run_to(5)
     fake_trial.row("7.0", {"step": 6, "time": T0 + 16, "lineage": 0, "total_steps": 60})
     fake_trial.job("8", 100, changed=["actor.optimizer.lr: 1e-05 -> 1e-06  (safe)"])
-    assert tell(fake_trial.trial).total_steps == 60
+    assert read_status(fake_trial.trial).total_steps == 60
     fake_trial.job("9", 200, changed=["total_train_steps: 60 -> 100  (safe)"])
-    assert tell(fake_trial.trial).total_steps == 100
+    assert read_status(fake_trial.trial).total_steps == 100
     fake_trial.trial.config_json.write_text("{}")  # by epochs: only the trainer knows
-    assert tell(fake_trial.trial).total_steps is None
+    assert read_status(fake_trial.trial).total_steps is None
     fake_trial.lineage(1, 6, "9.0")
     fake_trial.row("9.0", {"step": 7, "time": T0 + 216, "lineage": 1, "total_steps": 90})
-    assert tell(fake_trial.trial).total_steps == 90
+    assert read_status(fake_trial.trial).total_steps == 90
 
 
 def test_a_replica_that_is_given_up_and_one_that_waits_are_told(fake_trial):
@@ -270,12 +272,14 @@ def test_a_replica_that_is_given_up_and_one_that_waits_are_told(fake_trial):
     fake_trial.event("7.0", "gave_up", role="server", index=0, reason="server 0 ended 5 times in a row")
     fake_trial.exited("7.0", "rollout", 1, "a bad reward")
     fake_trial.event("7.0", "restarting", role="rollout", index=0, pause_s=8, reason="a bad reward")
-    roles = {role.role: role for role in tell(fake_trial.trial).attempts[0].roles}
+    roles = {role.role: role for role in read_status(fake_trial.trial).attempts[0].roles}
     assert roles["server"].gave_up == "server 0 ended 5 times in a row"
     assert roles["rollout"].restarting == "a bad reward"
     fake_trial.started("7.0", "rollout", incarnation=1)
     assert (
-        next(role for role in tell(fake_trial.trial).attempts[0].roles if role.role == "rollout").restarting
+        next(
+            role for role in read_status(fake_trial.trial).attempts[0].roles if role.role == "rollout"
+        ).restarting
         == ""
     )
 
@@ -283,18 +287,20 @@ def test_a_replica_that_is_given_up_and_one_that_waits_are_told(fake_trial):
 def test_a_cancelled_job_that_never_started(fake_trial):
     fake_trial.job("7")
     fake_trial.cancel_wish("7")
-    assert tell(fake_trial.trial).state == "cancelled"
+    assert read_status(fake_trial.trial).state == "cancelled"
 
 
 def test_a_wish_hides_that_the_scheduler_was_asked_before_it(fake_trial):
     fake_trial.run_to(5)
     fake_trial.cancel_wish("7")
-    story = tell(fake_trial.trial, JobState("7", State.PENDING, "PENDING", "BeginTime"), asked_at=time.time())
+    story = read_status(
+        fake_trial.trial, JobState("7", State.PENDING, "PENDING", "BeginTime"), asked_at=time.time()
+    )
     assert (story.state, story.reason) == (
         "stopping",
         "a person cancelled it; the scheduler has not confirmed it yet",
     )
-    story = tell(fake_trial.trial, JobState("7", State.CANCELLED, "CANCELLED", "BeginTime"))
+    story = read_status(fake_trial.trial, JobState("7", State.CANCELLED, "CANCELLED", "BeginTime"))
     assert (story.state, story.reason) == ("cancelled", "cancelled by a person: the scheduler says CANCELLED")
     assert story.attempts[0].state == "cancelled"
 
@@ -302,7 +308,7 @@ def test_a_wish_hides_that_the_scheduler_was_asked_before_it(fake_trial):
 def test_a_wish_makes_a_running_trial_stopping(fake_trial):
     fake_trial.run_to(5)
     fake_trial.cancel_wish("7")
-    assert tell(fake_trial.trial, JobState("7", State.RUNNING)).state == "stopping"
+    assert read_status(fake_trial.trial, JobState("7", State.RUNNING)).state == "stopping"
 
 
 def test_every_file_may_be_missing_or_torn(fake_trial):
@@ -320,7 +326,7 @@ def test_every_file_may_be_missing_or_torn(fake_trial):
     trial.attempt("7.0").ended.write_text('"not an object"')
     (trial.attempts / "junk").mkdir()
     (trial.recover / "gen-00000004").mkdir()
-    story = tell(trial)
+    story = read_status(trial)
     assert (story.step, story.generation, len(story.attempts)) == (5, None, 1)
     assert {role.name for role in story.attempts[0].roles} == {
         "trainer-0",
@@ -340,12 +346,12 @@ def test_names_that_look_like_numbers_and_are_none_are_passed_over(fake_trial):
     write_json(trial.jobs / "7.next-²", {"job_id": "8"})
     write_json(trial.attempt("7.0").dir / "rollout.².json", {})
     (trial.attempt("7.0").dir / "metrics.².jsonl").write_text("")
-    story = tell(trial)
+    story = read_status(trial)
     assert (story.step, story.generation, [attempt.id for attempt in story.attempts]) == (5, 4, ["7.0"])
 
 
 def test_a_reader_follows_what_grows(fake_trial):
-    reader = Reader(fake_trial.trial)
+    reader = StatusReader(fake_trial.trial)
     assert reader.read().state == "rendered"
     fake_trial.run_to(3)
     assert reader.read().step == 3
@@ -358,7 +364,7 @@ def test_a_reader_follows_what_grows(fake_trial):
 def test_a_sentence_of_the_local_scheduler_is_set_off(fake_trial):
     fake_trial.run_to(3)
     said = JobState("7", State.FAILED, "FAILED", "the runner was killed")
-    assert "the scheduler says FAILED: the runner was killed" in tell(fake_trial.trial, said).reason
+    assert "the scheduler says FAILED: the runner was killed" in read_status(fake_trial.trial, said).reason
 
 
 @pytest.mark.parametrize(
@@ -375,4 +381,4 @@ def test_a_sentence_of_the_local_scheduler_is_set_off(fake_trial):
 )
 def test_an_end_without_a_word_is_told_in_the_schedulers_words_and_in_ours(fake_trial, native, state, words):
     fake_trial.run_to(3)
-    assert tell(fake_trial.trial, JobState("7", state, native, "TimeLimit")).reason == words
+    assert read_status(fake_trial.trial, JobState("7", state, native, "TimeLimit")).reason == words

@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from hpc_rl.errors import TrialStateError
-from hpc_rl.status.trial_status import tell
-from hpc_rl.submit.attachment import choose, command, places
+from hpc_rl.status.trial_status import read_status
+from hpc_rl.submit.attachment import attach_command, choose_process, role_processes
 from hpc_rl.trial import write_json
 
 
@@ -39,11 +39,11 @@ def on_slurm(fake_trial):
     record("server-0.1", 0, "n3", 13)
     record("client-server-0.1", 0, "n1", 14)
     (fake_trial.trial.attempt("7.0").processes / "torn-0.0-rank0.json").write_text("{")
-    return tell(fake_trial.trial)
+    return read_status(fake_trial.trial)
 
 
 def test_every_place_once_trainer_first(on_slurm):
-    assert [(place.name, place.node, place.pid) for place in places(on_slurm)] == [
+    assert [(place.name, place.node, place.pid) for place in role_processes(on_slurm)] == [
         ("trainer-0 rank 0", "n1", 10),
         ("trainer-0 rank 1", "n2", 11),
         ("server-0 rank 0", "n3", 13),
@@ -51,12 +51,12 @@ def test_every_place_once_trainer_first(on_slurm):
 
 
 def test_on_slurm_an_overlapping_step_on_the_node(on_slurm):
-    line = command(on_slurm, choose(on_slurm, None, None, None), [])
+    line = attach_command(on_slurm, choose_process(on_slurm, None, None, None), [])
     assert line[0] == "srun" and line[-3:] == ["--pty", "bash", "--login"]
     assert {"--jobid=7", "--overlap", "--mem=0", "--nodelist=n1"} <= set(line)
-    line = command(on_slurm, choose(on_slurm, "trainer", None, 1), ["nvidia-smi"])
+    line = attach_command(on_slurm, choose_process(on_slurm, "trainer", None, 1), ["nvidia-smi"])
     assert "--nodelist=n2" in line and "--pty" not in line and line[-1] == "nvidia-smi"
-    assert choose(on_slurm, "server", 0, None).node == "n3"
+    assert choose_process(on_slurm, "server", 0, None).node == "n3"
 
 
 def leave(fake_trial, attempt, name, **more):
@@ -77,10 +77,12 @@ def test_servers_in_a_job_of_their_own_are_places_too(on_slurm, fake_trial):
         (1, "n8"),
     ):  # its second start is the tenth at the latest: as numbers, not as text
         leave(fake_trial, f"8_2.{9 + restart}", "server-7.0", node=node, job_id="8")
-    story = tell(trial)
-    servers = [(place.name, place.node, place.attempt) for place in places(story) if place.attempt != "7.0"]
+    story = read_status(trial)
+    servers = [
+        (place.name, place.node, place.attempt) for place in role_processes(story) if place.attempt != "7.0"
+    ]
     assert servers == [("server-5 rank 0", "n5", "8_0.0"), ("server-7 rank 0", "n8", "8_2.10")]
-    line = command(story, choose(story, "server", 5, None), [])
+    line = attach_command(story, choose_process(story, "server", 5, None), [])
     assert "--jobid=9" in line and "--nodelist=n5" in line
 
 
@@ -90,20 +92,22 @@ def test_the_component_of_a_heterogeneous_job_is_named(on_slurm, fake_trial):
     write_json(
         fake_trial.trial.plan_json, {"trainer": "grpo", "layout": "hetjob", "units": units, "groups": groups}
     )
-    story = tell(fake_trial.trial)
-    assert "--het-group=0" in command(story, choose(story, "trainer", None, None), [])
-    assert "--het-group=1" in command(story, choose(story, "server", None, None), [])
+    story = read_status(fake_trial.trial)
+    assert "--het-group=0" in attach_command(story, choose_process(story, "trainer", None, None), [])
+    assert "--het-group=1" in attach_command(story, choose_process(story, "server", None, None), [])
     assert not [
-        word for word in command(on_slurm, choose(on_slurm, None, None, None), []) if "het-group" in word
+        word
+        for word in attach_command(on_slurm, choose_process(on_slurm, None, None, None), [])
+        if "het-group" in word
     ]
 
 
 def test_what_does_not_run_is_told_with_what_does(on_slurm, fake_trial):
     with pytest.raises(TrialStateError, match="--role rollout; what runs: trainer-0 rank 0"):
-        choose(on_slurm, "rollout", None, None)
+        choose_process(on_slurm, "rollout", None, None)
     fake_trial.ended("7.0", 70, "server-0 gave up")
     with pytest.raises(TrialStateError, match=r"is failed \(failed: server-0 gave up\)"):
-        choose(tell(fake_trial.trial), None, None, None)
+        choose_process(read_status(fake_trial.trial), None, None, None)
 
 
 def test_on_this_machine_a_shell_and_elsewhere_a_word(fake_trial):
@@ -111,7 +115,7 @@ def test_on_this_machine_a_shell_and_elsewhere_a_word(fake_trial):
     for host, role in ((socket.gethostname(), "trainer"), ("elsewhere", "server")):
         path = fake_trial.trial.attempt("7.0").processes / f"{role}-0.0-rank0.json"
         write_json(path, {"pid": 10, "host": host, "rank": 0})
-    story = tell(fake_trial.trial)
-    assert command(story, choose(story, None, None, None), ["ls"]) == ["ls"]
+    story = read_status(fake_trial.trial)
+    assert attach_command(story, choose_process(story, None, None, None), ["ls"]) == ["ls"]
     with pytest.raises(TrialStateError, match="runs on elsewhere: give the command there"):
-        command(story, choose(story, "server", None, None), [])
+        attach_command(story, choose_process(story, "server", None, None), [])

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_rl.errors import CannotWrite
 from hpc_rl.schedulers.base import JobState, State
-from hpc_rl.status.trial_status import Job
+from hpc_rl.status.trial_status import TrialJob
 from hpc_rl.submit import cancellation
 from hpc_rl.trial import Trial
 
@@ -27,4 +27,4 @@ def test_on_a_full_disk_it_says_how_the_job_is_ended_all_the_same(tmp_path, monk
     trial = Trial(tmp_path / "u" / "e" / "t")
     trial.make_dirs()
     with pytest.raises(CannotWrite, match=r"Nothing was cancelled\. Make room, or: scancel 8"):
-        cancellation._cancel(trial, Job("7", native_id="8", scheduler="slurm"), now=False)
+        cancellation._cancel(trial, TrialJob("7", native_id="8", scheduler="slurm"), now=False)

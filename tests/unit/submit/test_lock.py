@@ -19,7 +19,7 @@ from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers.base import JobSpec, JobState, State
 from hpc_rl.status import scheduler_view as asking
 from hpc_rl.submit import submission as submission
-from hpc_rl.submit.lock import Claim
+from hpc_rl.submit.lock import TrialLock
 from hpc_rl.trial import Trial, write_json
 
 
@@ -241,7 +241,7 @@ def test_the_lock_of_a_dead_submitter_is_taken_over(tmp_path):
     trial.dir.mkdir(parents=True)
     lock = trial.dir / ".submitting"
     lock.write_text(json.dumps({"host": os.uname().nodename, "pid": os.getpid(), "start_ticks": 1}))
-    with Claim(trial), pytest.raises(TrialBusy, match=f"process {os.getpid()}"), Claim(trial):
+    with TrialLock(trial), pytest.raises(TrialBusy, match=f"process {os.getpid()}"), TrialLock(trial):
         pass
     assert not lock.exists()
 

@@ -71,40 +71,40 @@ def test_a_submission_asks_once_and_refuses_what_can_never_run():
     with pytest.raises(
         ConfigError, match=r"(?s)can't run.*has 2 nodes, and 3 are asked for\. Nearest that fits: --n_nodes 2"
     ):
-        preflight.quick(*planned("--n_nodes=3", "launcher.trainer_mem_per_gpu=1000"), cluster)
+        preflight.quick_check(*planned("--n_nodes=3", "launcher.trainer_mem_per_gpu=1000"), cluster)
     assert cluster.asked == ["sinfo"]
 
 
 def test_a_submission_goes_on_where_sinfo_does_not_answer():
-    said = preflight.quick(*planned(), FakeCluster(broken="sinfo: no"), ["n1"])
+    said = preflight.quick_check(*planned(), FakeCluster(broken="sinfo: no"), ["n1"])
     assert said.notes[0] == "not compared with the cluster: sinfo: no" and said.avoid == ("n1",)
 
 
 def test_bad_nodes_are_avoided_only_where_enough_others_are_left():
     small = "launcher.trainer_mem_per_gpu=1000"
-    said = preflight.quick(*planned(small), FakeCluster(), ["n1"])
+    said = preflight.quick_check(*planned(small), FakeCluster(), ["n1"])
     assert (said.avoid, said.notes) == (("n1",), ["n1 failed this trial lately: avoided"])
-    said = preflight.quick(*planned(small, "--n_nodes=2"), FakeCluster(), ["n1"])
+    said = preflight.quick_check(*planned(small, "--n_nodes=2"), FakeCluster(), ["n1"])
     assert (said.avoid, said.notes) == (
         (),
         ["n1 failed this trial lately: not avoided, or too few nodes would be left"],
     )
-    said = preflight.quick(*planned(small, "launcher.slurm.exclude=n2"), FakeCluster(), ["n1"])
+    said = preflight.quick_check(*planned(small, "launcher.slurm.exclude=n2"), FakeCluster(), ["n1"])
     assert said.avoid == (), "what the configuration excludes stays excluded"
-    assert preflight.quick(*planned(small), FakeCluster()).notes == []
+    assert preflight.quick_check(*planned(small), FakeCluster()).notes == []
 
 
 def test_all_checks():
     small = planned("launcher.trainer_mem_per_gpu=1000")
-    fine = preflight.everything(*small, {"a.sbatch": GOOD}, FakeCluster())
+    fine = preflight.full_check(*small, {"a.sbatch": GOOD}, FakeCluster())
     fine.raise_for()
     assert {check.state for check in fine.checks} <= {"ok", "skipped"}
-    no = preflight.everything(*small, {"a.sbatch": GOOD + "if\n"}, FakeCluster((False, "Invalid account")))
+    no = preflight.full_check(*small, {"a.sbatch": GOOD + "if\n"}, FakeCluster((False, "Invalid account")))
     with pytest.raises(ConfigError, match=r"(?s)syntax error.*Slurm says of a\.sbatch: Invalid account"):
         no.raise_for()
     with pytest.raises(SchedulerError, match="no controller"):
-        preflight.everything(*small, {"a.sbatch": GOOD}, FakeCluster(broken="no controller")).raise_for()
-    assert preflight.everything(*small, {"local.sh": "true\n"}, None).checks[-1].state == "skipped"
+        preflight.full_check(*small, {"a.sbatch": GOOD}, FakeCluster(broken="no controller")).raise_for()
+    assert preflight.full_check(*small, {"local.sh": "true\n"}, None).checks[-1].state == "skipped"
 
 
 @pytest.mark.parametrize(

@@ -104,9 +104,9 @@ def test_an_index_that_cannot_be_written_costs_no_more_than_a_log_line(fake_tria
 
 
 def test_the_handle_is_the_short_name_only_where_that_finds_the_trial(fake_trial, make_fake_trial, tmp_path):
-    assert trial_index.handle(fake_trial.trial) == str(fake_trial.trial.dir)
+    assert trial_index.cli_name(fake_trial.trial) == str(fake_trial.trial.dir)
     trial_index.record(fake_trial.trial)
-    assert trial_index.handle(fake_trial.trial) == "exp/t1"
+    assert trial_index.cli_name(fake_trial.trial) == "exp/t1"
     other = make_fake_trial(tmp_path / "with space").trial
     trial_index.record(other)
-    assert trial_index.handle(other) == f"'{other.dir}'"
+    assert trial_index.cli_name(other) == f"'{other.dir}'"

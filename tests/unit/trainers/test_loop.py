@@ -14,7 +14,7 @@ from hpc_rl.checkpoint.generation import scan
 from hpc_rl.config.sections.length import total_steps
 from hpc_rl.config.sections.operations import EvaluatorConfig, RecoverConfig, SaverConfig
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume
-from hpc_rl.status.trial_status import tell
+from hpc_rl.status.trial_status import read_status
 from hpc_rl.trainers.run import Run
 from hpc_rl.trial import read_json, write_json
 
@@ -318,7 +318,7 @@ def test_a_last_save_that_fails_is_tried_again_after_the_export_and_on_record_wh
     assert f"THE LAST STATE IS NOT SAVED: {words}" in caplog.text and "Training goes on" not in caplog.text
     assert read_json(starter.trial.exports / "final" / "hpc_rl.json")["not_saved"] == words
     write_json(starter.trial.done, {})
-    story = tell(starter.trial)
+    story = read_status(starter.trial)
     assert (story.state, story.reason) == (
         "done",
         f"its last state is not saved: {words}; exports/final is whole",
@@ -326,7 +326,7 @@ def test_a_last_save_that_fails_is_tried_again_after_the_export_and_on_record_wh
     starter.end(0)
     states[4] = lambda self, folder, cancel: states.update({4: saved}) or full()
     assert starter(4)[0] == ExitCode.DONE
-    assert starter.generations()[0] == 4 and tell(starter.trial).reason == ""
+    assert starter.generations()[0] == 4 and read_status(starter.trial).reason == ""
 
 
 def test_a_generation_that_does_not_fit_is_not_begun(starter, monkeypatch, caplog):
