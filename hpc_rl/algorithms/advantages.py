@@ -26,10 +26,9 @@ def overlong_penalty(
     return (-excess_B / overlong_tokens * factor).clamp(-factor, 0.0)
 
 
-def uninformative_groups(rewards_B: torch.Tensor, group_size: int) -> list[int]:
-    """Numbers of the groups of `group_size` consecutive rows whose rewards are all equal: nothing can be learnt from them."""
-    rewards_GS = rewards_B.reshape(-1, group_size)
-    return torch.nonzero((rewards_GS == rewards_GS[:, :1]).all(1)).flatten().tolist()
+def uninformative_groups(rewards_B: torch.Tensor, group_B: torch.Tensor) -> list[int]:
+    """Return the numbers of the groups whose rewards are all equal: nothing can be learnt from them."""
+    return [g for g in group_B.unique().tolist() if len(rewards_B[group_B == g].unique()) == 1]
 
 
 def place_rewards(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

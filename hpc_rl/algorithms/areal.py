@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from hpc_rl.algorithms.advantages import gae, shape_rewards
-from hpc_rl.algorithms.normalization import Levels, normalize
+from hpc_rl.algorithms.normalization import Levels, consecutive_groups, normalize
 
 
 def overlong_penalty(
@@ -49,17 +49,19 @@ def advantages(
 ) -> torch.Tensor:
     """Float32 [B, T], position t for token t itself (AReaL's are one to the left); 0 outside of the mask.
 
-    `lengths_B`: tokens of each row, prompt included. `token_rewards_BT`: kl.kl_rewards of the whole batch.
+    A group is `group_size` consecutive rows. `lengths_B`: tokens of each row, prompt included.
+    `token_rewards_BT`: kl.kl_rewards of the whole batch.
     """
     rewards_BT = torch.zeros(mask_BT.shape) if token_rewards_BT is None else token_rewards_BT.clone()
     shaped_B = shape_rewards(rewards_B, reward_bias, reward_scaling, reward_clip)
+    group_B = consecutive_groups(len(rewards_B), group_size)
     if reward_norm is not None:
-        shaped_B = normalize(shaped_B, reward_norm, group_size, remainder=True)
+        shaped_B = normalize(shaped_B, reward_norm, group_B)
     if mask_no_eos_with_zero:
         shaped_B = torch.where(lengths_B == mask_BT.shape[1], torch.zeros_like(shaped_B), shaped_B)
     rows_B = torch.arange(len(shaped_B))
     rewards_BT[rows_B, lengths_B.long() - 1] += shaped_B
     advantages_BT = gae(rewards_BT, torch.ones_like(mask_BT), discount, gae_lambda)
     if adv_norm is not None:
-        advantages_BT = normalize(advantages_BT, adv_norm, group_size, mask_BT, remainder=True)
+        advantages_BT = normalize(advantages_BT, adv_norm, group_B, mask_BT)
     return torch.where(mask_BT, advantages_BT, torch.zeros_like(advantages_BT))

@@ -1,10 +1,10 @@
 """GRPO (and PPO without a critic) on one page: rewards -> advantages; log-probabilities -> loss.
 
-    advantages_BT = grpo.advantages(rewards_B, mask_BT, group_size=8, reward_norm=Levels("group", "group"))
+    advantages_BT = grpo.advantages(rewards_B, mask_BT, group_B=group_B, reward_norm=Levels("group", "group"))
     prox, behav   = grpo.reference_logprobs(inference, recomputed, decoupled=False)
     loss, sums    = grpo.policy_loss(logprobs_T, prox_T, behav_T, advantages_T, mask_T, entropy_T, eps_clip=0.2)
 
-Rows are trajectories in groups of `group_size` consecutive ones. Left out: a critic.
+Rows are trajectories; group_B [B] has the group number of each. Left out: a critic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from hpc_rl.algorithms.advantages import gae, place_rewards, shape_rewards
 from hpc_rl.algorithms.kl import k3
 from hpc_rl.algorithms.losses import policy_token_loss, token_sums
-from hpc_rl.algorithms.normalization import Levels, check_whole_groups, normalize
+from hpc_rl.algorithms.normalization import Levels, normalize
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ def advantages(
     rewards_B: torch.Tensor,
     mask_BT: torch.Tensor,
     *,
-    group_size: int,
+    group_B: torch.Tensor,
     reward_bias: float = 0.0,
     reward_scaling: float = 1.0,
     reward_clip: float = 20.0,
@@ -38,17 +38,15 @@ def advantages(
     """Float32 [B, T], 0 outside of the mask; to be called with the whole train batch, before it is shared out over ranks.
 
     `token_rewards_BT` (kl.kl_rewards) are added as they are, after the trajectory's reward was shaped and placed.
-    Raises ValueError unless the rows are whole groups.
     """
-    check_whole_groups(len(rewards_B), group_size)
     shaped_B = shape_rewards(rewards_B, reward_bias, reward_scaling, reward_clip)
     if reward_norm is not None:
-        shaped_B = normalize(shaped_B, reward_norm, group_size)
+        shaped_B = normalize(shaped_B, reward_norm, group_B)
     rewards_BT = place_rewards(shaped_B, mask_BT)
     if token_rewards_BT is not None:
         rewards_BT = rewards_BT + token_rewards_BT
     advantages_BT = gae(rewards_BT, mask_BT, discount, gae_lambda)
-    return advantages_BT if adv_norm is None else normalize(advantages_BT, adv_norm, group_size, mask_BT)
+    return advantages_BT if adv_norm is None else normalize(advantages_BT, adv_norm, group_B, mask_BT)
 
 
 def reference_logprobs(inference: T, recomputed: T | None, decoupled: bool) -> tuple[T, T]:

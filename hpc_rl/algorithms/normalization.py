@@ -27,62 +27,59 @@ class Levels(NamedTuple):
     unbiased: bool = False
 
 
+NO_GROUP = -1
+
+
 def normalize(
     x: torch.Tensor,
     levels: Levels,
-    group_size: int = 1,
+    group_B: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
-    remainder: bool = False,
 ) -> torch.Tensor:
-    """(x - mean) / (std + eps) over the entries that `mask` selects; the others become 0.
+    """Return (x - mean) / (std + eps) over the entries that `mask` selects, as a new float32 tensor; the others become 0.
 
-    x: [B] or [B, T]; a group is `group_size` consecutive rows. Returns a new float32 tensor.
-    Raises ValueError where a level is `group` and the rows are not whole groups; with `remainder` (compat: areal) the rows beyond
-    the last whole group have mean and deviation 0 instead.
+    x: [B] or [B, T]. group_B: the group number of each row, int64 [B]; rows of NO_GROUP have group mean and deviation 0. By
+    default each row is a group.
     """
     if mask is None:
         mask = torch.ones_like(x, dtype=torch.bool)
-    if "group" in levels and not remainder:
-        check_whole_groups(len(x), group_size)
+    if group_B is None:
+        group_B = torch.arange(len(x))
     x64 = torch.where(mask, x, torch.zeros_like(x)).double()
     out = x64
     if levels.mean is not None:
         own = x64 if levels.leave_one_out else torch.zeros_like(x64)
-        total, count = _totals(x64, mask, levels.mean, group_size)
+        total, count = _totals(x64, mask, levels.mean, group_B)
         out = out - (total - own) / (count - int(levels.leave_one_out)).clamp(min=1)
     if levels.std is not None:
         deviation = torch.where(mask, out, torch.zeros_like(out)).square()
-        total, count = _totals(deviation, mask, levels.std, group_size)
+        total, count = _totals(deviation, mask, levels.std, group_B)
         out = out / ((total / (count - int(levels.unbiased)).clamp(min=1)).sqrt() + levels.eps)
     return torch.where(mask, out, torch.zeros_like(out)).float()
 
 
 def _totals(
-    x: torch.Tensor, mask: torch.Tensor, level: Level, group_size: int
+    x: torch.Tensor, mask: torch.Tensor, level: Level, group_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the masked entries (the others are 0 already) and their count, in shapes that broadcast against x."""
+    """Return the sum of the masked entries (the others are 0) and their count, in shapes that broadcast against x."""
     if level == "batch":
         return x.sum(), mask.sum()
     if level != "group":
         raise ValueError(f"a normalization level is batch, group or None, got {level!r}")
-    whole = len(x) // group_size * group_size
+    member_B = group_B != NO_GROUP
+    num_groups = int(group_B.max()) + 1 if len(group_B) else 0
 
     def per_row(values: torch.Tensor) -> torch.Tensor:
-        sums = (
-            values[:whole]
-            .reshape(whole, -1)
-            .sum(1)
-            .reshape(-1, group_size)
-            .sum(1)
-            .repeat_interleave(group_size)
-        )
-        rest = torch.zeros(len(x) - whole, dtype=sums.dtype)
-        return torch.cat([sums, rest]).reshape(-1, *[1] * (x.dim() - 1))
+        row_B = values.reshape(len(values), -1).sum(1).double() * member_B
+        group_B0 = group_B.clamp(min=0)
+        total_G = torch.zeros(max(1, num_groups), dtype=torch.float64).index_add_(0, group_B0, row_B)
+        return (total_G[group_B0] * member_B).reshape(-1, *[1] * (x.dim() - 1))
 
     return per_row(x), per_row(mask)
 
 
-def check_whole_groups(num_rows: int, group_size: int) -> None:
-    """Raises ValueError unless the rows are whole groups: a remainder has no mean to be compared with."""
-    if group_size < 1 or num_rows % group_size:
-        raise ValueError(f"{num_rows} rows are not whole groups of {group_size}")
+def consecutive_groups(num_rows: int, group_size: int) -> torch.Tensor:
+    """Return group numbers for groups of `group_size` consecutive rows; rows beyond the last whole group have NO_GROUP."""
+    group_B = torch.arange(num_rows) // group_size
+    group_B[num_rows // group_size * group_size :] = NO_GROUP
+    return group_B

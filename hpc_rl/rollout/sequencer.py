@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpc_rl.errors import Stale
-from hpc_rl.rollout.batch_log.ledger import GroupRecord, Place
+from hpc_rl.rollout.batch_log.ledger import GroupRecord, Place, RejectReason
 from hpc_rl.rollout.batch_log.replay import State
 from hpc_rl.rollout.batch_log.seals import Seal
 from hpc_rl.rollout.staleness import capacity, leaves_room, staleness
-
-STALE = "stale"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +213,7 @@ class Sequencer:
         self._failures.pop(index, None)
         self.resolved.add(index)
         self.rejections[reason] += 1
-        self.rejected_in_a_row += reason != STALE
+        self.rejected_in_a_row += reason != RejectReason.STALE
 
     def too_old(self, step: int) -> list[int]:
         """Ready groups that may not go into batch `step`: the shell rejects them as stale before it cuts."""

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.errors import DataUnusable, HpcRlError, RoleFailed, Stale
-from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, RejectRecord, segments
+from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, RejectReason, RejectRecord, segments
 from hpc_rl.rollout.batch_log.replay import check_data, read_state
 from hpc_rl.rollout.batch_log.seals import Batches, Seal
 from hpc_rl.rollout.evaluation import Evaluation
 from hpc_rl.rollout.last_call import LastCall
-from hpc_rl.rollout.sequencer import STALE, Sequencer
+from hpc_rl.rollout.sequencer import Sequencer
 from hpc_rl.types import EvalResult, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Driver:
         elif frame["op"] == "rejected":
             self._reject(issue.index, frame["reason"])
         elif not self.core.failed(ticket):
-            self._reject(issue.index, "exception")
+            self._reject(issue.index, RejectReason.EXCEPTION)
         self._pump()
         self._changed.set()
 
@@ -162,7 +162,7 @@ class Driver:
         self._last_reason = reason
         in_a_row = self.core.rejected_in_a_row
         self._faults = 0 if in_a_row <= 1 else self._faults
-        self._faults += reason not in (STALE, "workflow_none")
+        self._faults += reason not in (RejectReason.STALE, RejectReason.WORKFLOW_NONE)
         hopeless = max(MIN_HOPELESS, 4 * self.core.rules.batch_size)
         if (
             self._faults >= hopeless or in_a_row >= max(hopeless, len(self.prompts))
@@ -259,7 +259,7 @@ class Driver:
             if step in self.core.seals:  # another request was faster
                 return self._bodies.get(step)
             for index in self.core.too_old(step):
-                self._reject(index, STALE)
+                self._reject(index, RejectReason.STALE)
             indexes = self.core.cut(step)
             if indexes is None:
                 self._pump()

@@ -25,8 +25,9 @@ from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import InputRefused, RoleFailed, ServerUnavailable
 from hpc_rl.rollout import pipes
+from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards import Rewarder, RewardFailed, checked
-from hpc_rl.rollout.workflow import Generate, TooLong, Workflow, check_format, sampling
+from hpc_rl.rollout.workflow import WORKFLOWS, BadGroup, Generate, TooLong, Workflow, check_group, sampling
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.types import TrajectoryGroup, Turn, encode
 
@@ -95,10 +96,17 @@ class Worker:
             outcome = {"op": "rejected", "reason": error.reason, "error": str(error)}
         except TooLong as error:
             logger.warning("prompt %d is too long: %s", frame["index"], error)
-            outcome = {"op": "rejected", "reason": "too_long", "error": str(error)}
+            outcome = {"op": "rejected", "reason": RejectReason.TOO_LONG, "error": str(error)}
+        except BadGroup as error:
+            logger.warning("the group is rejected: %s", error)
+            outcome = {"op": "rejected", "reason": RejectReason.BAD_GROUP, "error": str(error)}
         except InputRefused as error:  # by every server alike: it was not sent to another one
             logger.warning("prompt %d was refused by a server: %s", frame["index"], error)
-            outcome = {"op": "rejected", "reason": "refused", "error": f"refused by a server: {error}"}
+            outcome = {
+                "op": "rejected",
+                "reason": RejectReason.REFUSED,
+                "error": f"refused by a server: {error}",
+            }
         except (
             Exception
         ) as error:  # of a user's workflow or of a request: the prompt is issued again, with a bound
@@ -123,12 +131,16 @@ class Worker:
             context=self.context,
         )
         group = await self.workflow({**frame["columns"], "input_ids": frame["input_ids"]}, generate)
-        if group is not None and self.config.rollout.check_trajectory_format:
-            check_format(group, frame["index"])
-        if group is None or not group.trajectories:
-            return {"op": "rejected", "reason": "workflow_none"}
+        if group is None:
+            return {"op": "rejected", "reason": RejectReason.WORKFLOW_NONE}
+        built_in = self.workflow in WORKFLOWS.values()
+        strict = self.config.rollout.check_trajectory_format
+        check_group(group, frame["index"], generate.n_samples if built_in else None, strict)
+        if not group.trajectories:
+            return {"op": "rejected", "reason": RejectReason.WORKFLOW_NONE}
+        # a workflow may set the reward by itself
         for trajectory in group.trajectories:
-            trajectory.reward = checked(trajectory.reward)  # a workflow may set it by itself
+            trajectory.reward = checked(trajectory.reward)
         return _scored(group) if frame["evaluate"] else _finished(group, frame["index"])
 
     async def _generate(self, requests: list[GenerateRequest]) -> list[Turn]:

@@ -29,6 +29,10 @@ class TooLong(Exception):
     """No room for a single new token within gconfig.max_tokens, or within the model's context."""
 
 
+class BadGroup(Exception):
+    """What a workflow returned can't be trained on: its prompt is rejected."""
+
+
 class Generate:
     """What one run of a workflow generates with; knows its prompt index, seeds and sampling settings.
 
@@ -124,40 +128,62 @@ def sampling(gconfig: GenerationHyperparameters, eos_token_ids: Sequence[int]) -
     return {**made, **{name: value for name, (value, neutral) in unusual.items() if value != neutral}}
 
 
-def check_format(group: Any, index: int) -> None:
-    """What `rollout.check_trajectory_format` asks of a workflow's result. Raises TypeError or ValueError: what is wrong."""
+DTYPES = {
+    "ids": np.int32,
+    "loss_mask": np.bool_,
+    "logprobs": np.float32,
+    "lineages": np.int32,
+    "steps": np.int32,
+}
+
+
+def check_group(group: Any, index: int, num_trajectories: int | None = None, strict: bool = False) -> None:
+    """Raise BadGroup unless a workflow's result can be trained on.
+
+    Args:
+        group: The result.
+        index: Prompt index, for the message.
+        num_trajectories: The size that the group must have; None allows any.
+        strict: Check what `rollout.check_trajectory_format` asks for as well.
+    """
     if not isinstance(group, TrajectoryGroup):
-        raise TypeError(
-            f"the workflow returned {type(group).__name__} for prompt {index}; it must be a TrajectoryGroup or None"
+        raise BadGroup(
+            f"prompt {index}: the workflow returned {type(group).__name__}, not TrajectoryGroup or None"
         )
-    dtypes = {
-        "ids": np.int32,
-        "loss_mask": np.bool_,
-        "logprobs": np.float32,
-        "lineages": np.int32,
-        "steps": np.int32,
-    }
+    found = len(group.trajectories)
+    if num_trajectories is not None and found != num_trajectories:
+        raise BadGroup(
+            f"prompt {index}: the group has {found} trajectories; gconfig.n_samples is {num_trajectories}"
+        )
     for number, one in enumerate(group.trajectories):
         where = f"prompt {index}, trajectory {number}"
         if not isinstance(one, Trajectory):
-            raise TypeError(f"{where} is {type(one).__name__}; it must be a Trajectory")
-        for name, dtype in dtypes.items():
-            array = getattr(one, name)
-            if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
-                raise TypeError(f"{where}: {name} must be a one-dimensional array of {np.dtype(dtype).name}")
-            if len(array) != len(one.ids):
-                raise ValueError(f"{where}: {name} has {len(array)} entries, ids has {len(one.ids)}")
-        if not one.loss_mask.any():
-            raise ValueError(f"{where}: loss_mask marks no token, so there is nothing to learn from")
-        if not np.isfinite(one.reward):
-            raise ValueError(f"{where}: reward {one.reward} is not finite")
-        made = one.loss_mask
-        if not np.isfinite(one.logprobs[made]).all() or (one.logprobs[made] > 0).any():
-            raise ValueError(f"{where}: logprobs must be finite and at most 0 where loss_mask is true")
-        if (one.steps[made] < 0).any() or (one.lineages[made] < 0).any():
-            raise ValueError(
-                f"{where}: steps and lineages must name a weight version where loss_mask is true"
-            )
+            raise BadGroup(f"{where} is {type(one).__name__}; it must be a Trajectory")
+        _check_arrays(one, where)
+        if strict:
+            _check_strictly(one, where)
+
+
+def _check_arrays(one: Trajectory, where: str) -> None:
+    for name, dtype in DTYPES.items():
+        array = getattr(one, name)
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
+            raise BadGroup(f"{where}: {name} must be a one-dimensional array of {np.dtype(dtype).name}")
+        if len(array) != len(one.ids):
+            raise BadGroup(f"{where}: {name} has {len(array)} entries, ids has {len(one.ids)}")
+    if not len(one.ids):
+        raise BadGroup(f"{where} has no token")
+    if not np.isfinite(one.logprobs).all():
+        raise BadGroup(f"{where}: logprobs must be finite")
+    if (one.steps[one.loss_mask] < 0).any() or (one.lineages[one.loss_mask] < 0).any():
+        raise BadGroup(f"{where}: steps and lineages must name a weight version where loss_mask is true")
+
+
+def _check_strictly(one: Trajectory, where: str) -> None:
+    if not one.loss_mask.any():
+        raise BadGroup(f"{where}: loss_mask marks no token, so there is nothing to learn from")
+    if (one.logprobs[one.loss_mask] > 0).any():
+        raise BadGroup(f"{where}: logprobs must be at most 0 where loss_mask is true")
 
 
 def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Trajectory:

@@ -7,6 +7,7 @@ rank from the whole batch, before rows are shared out: nothing depends on the nu
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +18,10 @@ import torch
 
 from hpc_rl.algorithms import areal, grpo, kl
 from hpc_rl.algorithms.advantages import overlong_penalty, uninformative_groups
-from hpc_rl.algorithms.normalization import Levels, check_whole_groups
+from hpc_rl.algorithms.normalization import Levels
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.sections.length import total_steps
-from hpc_rl.config.sections.training import NormConfig
+from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
 from hpc_rl.engines.base import Engine, MicroBatch, Sequences
 from hpc_rl.engines.packing import balance
 from hpc_rl.errors import DataUnusable
@@ -32,6 +33,7 @@ from hpc_rl.weights import disk
 from hpc_rl.weights.publish import Publisher
 
 logger = logging.getLogger(__name__)
+MAX_STEPS_WITHOUT_UPDATE = 20  # in a row; with float16 also as many as the loss scale may need to come down
 ROUND_S = 10.0  # a rank that waits for another must not wait as long as a collective may last
 
 
@@ -67,6 +69,7 @@ class GRPO:
         self.group_size = self.actor.group_size or self.config.gconfig.n_samples
         self._frontier: dict[str, int] = {}
         self._told: set[str] = set()  # keys of agent stats that were missing
+        self._steps_without_update = 0  # in a row
         self.areal = self.actor.compat == "areal"
         self.has_kl_rewards = self.actor.kl_ctl > 0 and (reference is not None or self.areal)
 
@@ -92,21 +95,26 @@ class GRPO:
 
     def update(self, step: int, batch: Batch) -> None:
         rows = [trajectory for group in batch.groups for trajectory in group.trajectories]
+        sizes = torch.tensor([len(group.trajectories) for group in batch.groups])
+        group_B = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         self._describe(step, rows)
-        rows, rewards_B = self._drop_uninformative(rows, self._rewards(rows))
+        rows, rewards_B, group_B = self._drop_uninformative(rows, self._rewards(rows), group_B)
         minibatches: list[Minibatch] = []
         known, advantages = None, []
         if rows:
             known = self._logprobs_of_all(rows) if self.has_kl_rewards else None
-            advantages = self._advantages(rows, rewards_B, known)
+            advantages = self._advantages(rows, rewards_B, group_B, known)
             minibatches = self._minibatches(rows, advantages, rewards_B)
+        num_successful = 0
         mine = [minibatch.rows[self.run.ranks.rank] for minibatch in minibatches]
         known = known or self._logprobs(rows, [row for part in mine for row in part])
         for minibatch, part in zip(minibatches, mine, strict=True):
             sequences = self._sequences(rows, advantages, known, part)
             sums = self.run.engine.train_batch(sequences, self._loss, minibatch.loss_weight, self.temperature)
             self._report(sums, minibatch)
+            num_successful += int(sums["update_successful"])
         self._pass_updates(len(minibatches))
+        self._check_progress(step, num_successful, len(minibatches))
 
     def publish(self, step: int) -> None:
         version = self.run.version(step)
@@ -158,32 +166,26 @@ class GRPO:
         return rewards_B + penalty_B
 
     def _drop_uninformative(
-        self, rows: list[Trajectory], rewards_B: torch.Tensor
-    ) -> tuple[list[Trajectory], torch.Tensor]:
+        self, rows: list[Trajectory], rewards_B: torch.Tensor, group_B: torch.Tensor
+    ) -> tuple[list[Trajectory], torch.Tensor, torch.Tensor]:
         """Dynamic sampling; AReaL's own comes after the normalization, see _minibatches."""
         if self.areal or not self.actor.dynamic_sampling:
-            return rows, rewards_B
-        self._check_groups(rows)
-        dropped = set(uninformative_groups(rewards_B, self.group_size))
+            return rows, rewards_B, group_B
+        dropped = set(uninformative_groups(rewards_B, group_B))
         self.run.stats.add("groups_dropped", len(dropped))
-        kept = [i for i in range(len(rows)) if i // self.group_size not in dropped]
-        return [rows[i] for i in kept], rewards_B[kept]
-
-    def _check_groups(self, rows: list[Trajectory]) -> None:
-        try:
-            check_whole_groups(len(rows), self.group_size)
-        except (
-            ValueError
-        ) as error:  # a workflow of the user's own made other groups than the configuration says
-            raise DataUnusable(f"the batch can't be used: {error}") from error
+        kept = [i for i, group in enumerate(group_B.tolist()) if group not in dropped]
+        return [rows[i] for i in kept], rewards_B[kept], group_B[kept]
 
     def _advantages(
-        self, rows: list[Trajectory], rewards_B: torch.Tensor, known: Known | None
+        self,
+        rows: list[Trajectory],
+        rewards_B: torch.Tensor,
+        group_B: torch.Tensor,
+        known: Known | None,
     ) -> list[np.ndarray]:
         """float32 [L] per row, of the whole batch."""
         mask_BT = rectangle([row.loss_mask for row in rows])
         options: dict[str, Any] = {
-            "group_size": self.group_size,
             "reward_bias": self.actor.reward_bias,
             "reward_scaling": self.actor.reward_scaling,
             "reward_clip": self.actor.reward_clip,
@@ -197,11 +199,15 @@ class GRPO:
             lengths_B = torch.tensor([len(row.ids) for row in rows])
             zero = self.actor.mask_no_eos_with_zero
             advantages_BT = areal.advantages(
-                rewards_B, mask_BT, lengths_B, **options, mask_no_eos_with_zero=zero
+                rewards_B,
+                mask_BT,
+                lengths_B,
+                group_size=self.group_size,
+                mask_no_eos_with_zero=zero,
+                **options,
             )
         else:
-            self._check_groups(rows)
-            advantages_BT = grpo.advantages(rewards_B, mask_BT, **options)
+            advantages_BT = grpo.advantages(rewards_B, mask_BT, group_B=group_B, **options)
         return [advantages_BT[i, : len(row.ids)].numpy() for i, row in enumerate(rows)]
 
     def _minibatches(
@@ -231,6 +237,16 @@ class GRPO:
         if not done:
             self.run.stats.mean("update_successful", 0.0, 1)
             logger.warning("no update in this step: no row is left to train on")
+
+    def _check_progress(self, step: int, num_successful: int, num_tried: int) -> None:
+        """Raise DataUnusable after too many steps in a row in which the weights did not change."""
+        self._steps_without_update = 0 if num_successful else self._steps_without_update + 1
+        if self._steps_without_update < max_steps_without_update(self.actor):
+            return
+        why = "the loss or its gradient was not finite" if num_tried else "no row was left to train on"
+        raise DataUnusable(
+            f"{self._steps_without_update} steps in a row made no optimizer update, the last one step {step}: {why}"
+        )
 
     def _kl_rewards(
         self, rows: list[Trajectory], mask_BT: torch.Tensor, known: Known | None
@@ -379,6 +395,15 @@ def num_updates(config: GRPOConfig, num_prompts: int) -> int:
 def place_schedule(engine: Engine, step: int, config: GRPOConfig) -> None:
     """Put the learning-rate schedule where `step` lies now: it counts updates, and `ppo_n_minibatches` may have changed since."""
     engine.pass_updates(step * updates_per_step(config) - engine.counters()["updates"])
+
+
+def max_steps_without_update(actor: PPOActorConfig) -> int:
+    """Return after how many steps in a row without an optimizer update the trial ends."""
+    scale = actor.optimizer if actor.dtype == "float16" else None
+    if scale is None:
+        return MAX_STEPS_WITHOUT_UPDATE
+    halvings = math.ceil(math.log2(scale.initial_loss_scale / scale.min_loss_scale))
+    return MAX_STEPS_WITHOUT_UPDATE + halvings + scale.hysteresis
 
 
 def updates_per_step(config: GRPOConfig) -> int:

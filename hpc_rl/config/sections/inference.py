@@ -63,7 +63,8 @@ class InferenceEngineConfig:
         queue_size: Prompts in flight and finished groups that wait for their batch, together; null leaves that to staleness.
         consumer_batch_size: The same as `train_dataset.batch_size`; null follows it.
         enable_rollout_tracing: Log every generation request when it is sent and when it is answered.
-        check_trajectory_format: Check shapes and types of what a workflow returns, and say what is wrong; the prompt fails.
+        check_trajectory_format: Also reject groups with a trajectory without tokens of the model, or with a positive log-probability.
+            Array types, equal lengths, finite log-probabilities and rewards are always checked.
         schedule_policy: Which server gets a request: the one with the fewest of ours, or one after the other.
         max_concurrent_rollouts: Prompts in flight; null means twice the batch size.
         max_head_offpolicyness: How many versions the data may lag behind the trainer.

@@ -14,6 +14,7 @@ Nothing is ever cut out of a file that another process may be writing.
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import re
@@ -41,6 +42,19 @@ _GROUP = struct.Struct("<BQiiiIId")
 _REJECT = struct.Struct("<BQi")
 _SEGMENT = re.compile(r"segment-(\d+)\.ledger")
 SEGMENT_BYTES = 256 << 20  # a full segment can be trimmed although its writer lives
+
+
+class RejectReason(enum.StrEnum):
+    """Why a prompt is rejected, as the ledger has it; a prompt is rejected for good."""
+
+    STALE = "stale"  # its group got too old for its batch
+    TOO_LONG = "too_long"
+    REFUSED = "refused"  # every server refused the input
+    WORKFLOW_NONE = "workflow_none"
+    BAD_GROUP = "bad_group"
+    EXCEPTION = "exception"  # of the workflow, again and again
+    REWARD_TIMEOUT = "reward_timeout"
+    REWARD_EXCEPTION = "reward_exception"
 
 
 @dataclass(frozen=True, slots=True)

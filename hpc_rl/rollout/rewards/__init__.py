@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hpc_rl.errors import ConfigError
+from hpc_rl.rollout.batch_log.ledger import RejectReason
 
 
 class RewardFailed(Exception):
@@ -33,7 +34,8 @@ def checked(value: Any) -> float:
     said = repr(value)
     said = said if len(said) <= 60 else said[:60] + "…"
     raise RewardFailed(
-        "reward_exception", f"the reward is {said} ({type(value).__name__}); allowed: a finite number"
+        RejectReason.REWARD_EXCEPTION,
+        f"the reward is {said} ({type(value).__name__}); allowed: a finite number",
     )
 
 
@@ -84,7 +86,7 @@ class Inline:
             return self._function(prompt, completion, **columns)
         except TypeError as error:
             raise RewardFailed(
-                "reward_exception", f"{error}; the row has the columns {sorted(columns)}"
+                RejectReason.REWARD_EXCEPTION, f"{error}; the row has the columns {sorted(columns)}"
             ) from error
 
     async def close(self) -> None:

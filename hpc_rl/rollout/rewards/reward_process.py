@@ -20,6 +20,7 @@ from typing import Any
 
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed
 from hpc_rl.rollout import pipes
+from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards import RewardFailed, checked, import_object
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class RewardProcess:
             if "started" in frame:
                 call.timer = asyncio.get_running_loop().call_later(self.timeout_s, self._expire, frame["id"])
             elif "error" in frame:
-                call.answer.set_exception(RewardFailed("reward_exception", frame["error"]))
+                call.answer.set_exception(RewardFailed(RejectReason.REWARD_EXCEPTION, frame["error"]))
             else:
                 call.answer.set_result(frame["value"])
         await self._restart(process)
@@ -136,7 +137,8 @@ class RewardProcess:
         )
         call.answer.set_exception(
             RewardFailed(
-                "reward_timeout", f"the reward took more than {self.timeout_s:g} s (rollout.reward_timeout_s)"
+                RejectReason.REWARD_TIMEOUT,
+                f"the reward took more than {self.timeout_s:g} s (rollout.reward_timeout_s)",
             )
         )
         if self._process:
@@ -155,7 +157,7 @@ class RewardProcess:
             call.deaths += 1
             if call.deaths >= MAX_DEATHS and not call.answer.done():
                 call.answer.set_exception(
-                    RewardFailed("reward_exception", f"the reward process ended with code {code}")
+                    RewardFailed(RejectReason.REWARD_EXCEPTION, f"the reward process ended with code {code}")
                 )
         for number in [number for number, call in self._calls.items() if call.answer.done()]:
             del self._calls[number]

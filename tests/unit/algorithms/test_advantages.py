@@ -42,7 +42,10 @@ def test_overlong_penalty_is_bounded_below() -> None:
 
 
 def test_groups_of_equal_rewards_are_uninformative() -> None:
-    assert uninformative_groups(torch.tensor([1.0, 1, 0, 1, 0, 0]), 2) == [0, 2]
+    assert uninformative_groups(torch.tensor([1.0, 1, 0, 1, 0, 0]), torch.tensor([0, 0, 1, 1, 2, 2])) == [
+        0,
+        2,
+    ]
 
 
 def test_reward_goes_to_the_last_masked_token_of_a_row() -> None:

@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from hpc_rl.algorithms import grpo
-from hpc_rl.algorithms.normalization import Levels
+from hpc_rl.algorithms.normalization import Levels, consecutive_groups
 
 MASK = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0]]).bool()
 
 
 def test_group_normalized_reward_at_every_token_of_the_trajectory() -> None:
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
-    got = grpo.advantages(rewards, MASK, group_size=2, reward_norm=Levels("group", "group"))
+    got = grpo.advantages(
+        rewards, MASK, group_B=consecutive_groups(4, 2), reward_norm=Levels("group", "group")
+    )
     unit = 0.5 / (0.5 + 1e-5)
     torch.testing.assert_close(
         got, torch.tensor([[0, unit, unit, 0], [0, -unit, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
@@ -24,7 +26,7 @@ def test_bias_scaling_and_clip_come_before_the_normalization() -> None:
     got = grpo.advantages(
         torch.tensor([0.0, 9.0]),
         MASK[:2],
-        group_size=2,
+        group_B=consecutive_groups(2, 2),
         reward_bias=-1.0,
         reward_scaling=2.0,
         reward_clip=4.0,
@@ -34,13 +36,10 @@ def test_bias_scaling_and_clip_come_before_the_normalization() -> None:
 
 
 def test_advantage_norm_counts_tokens_not_rows() -> None:
-    got = grpo.advantages(torch.tensor([3.0, 0.0]), MASK[:2], group_size=2, adv_norm=Levels("batch", None))
+    got = grpo.advantages(
+        torch.tensor([3.0, 0.0]), MASK[:2], group_B=consecutive_groups(2, 2), adv_norm=Levels("batch", None)
+    )
     assert got.tolist() == [[0, 1, 1, 0], [0, -2, 0, 0]]
-
-
-def test_part_of_a_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="4 rows are not whole groups of 3"):
-        grpo.advantages(torch.zeros(4), MASK, group_size=3)
 
 
 def test_reference_logprobs() -> None:

@@ -19,7 +19,9 @@ def test_k1_is_a_reward_at_each_token_of_the_model_and_flows_backward_through_th
     torch.testing.assert_close(
         rewards, torch.tensor([[0.0, -0.05, 0.1]])
     )  # more probable than the reference costs
-    got = grpo.advantages(torch.tensor([1.0]), mask, group_size=1, discount=0.5, token_rewards_BT=rewards)
+    got = grpo.advantages(
+        torch.tensor([1.0]), mask, group_B=torch.tensor([0]), discount=0.5, token_rewards_BT=rewards
+    )
     torch.testing.assert_close(got, torch.tensor([[0.0, -0.05 + 0.5 * 1.1, 1.1]]))
 
 
@@ -27,7 +29,11 @@ def test_the_kl_reward_is_not_clipped_or_normalized_with_the_task_reward() -> No
     mask = torch.tensor([[True], [True]])
     more = torch.tensor([[100.0], [0.0]])
     got = grpo.advantages(
-        torch.tensor([3.0, 1.0]), mask, group_size=2, reward_norm=Levels("group", None), token_rewards_BT=more
+        torch.tensor([3.0, 1.0]),
+        mask,
+        group_B=torch.tensor([0, 0]),
+        reward_norm=Levels("group", None),
+        token_rewards_BT=more,
     )
     assert got.tolist() == [[101.0], [-1.0]]
 

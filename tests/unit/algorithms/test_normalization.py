@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpc_rl.algorithms.normalization import Levels, normalize
+from hpc_rl.algorithms.normalization import Levels, consecutive_groups, normalize
 
 X = torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 1])
 
@@ -15,17 +15,24 @@ def close(got: torch.Tensor, want: list) -> None:
 
 
 def test_group_mean_and_group_deviation() -> None:
-    close(normalize(X, Levels("group", "group"), 4), [0.99998, -0.99998, -0.99998, 0.99998, 0.0, 0, 0, 0])
+    close(
+        normalize(X, Levels("group", "group"), consecutive_groups(8, 4)),
+        [0.99998, -0.99998, -0.99998, 0.99998, 0.0, 0, 0, 0],
+    )
 
 
 def test_batch_mean_and_batch_deviation() -> None:
     close(
-        normalize(X, Levels("batch", "batch"), 4), [0.577337, -1.732011, -1.732011, 0.577337] + [0.577337] * 4
+        normalize(X, Levels("batch", "batch"), consecutive_groups(8, 4)),
+        [0.577337, -1.732011, -1.732011, 0.577337] + [0.577337] * 4,
     )
 
 
 def test_mean_only_leaves_the_scale() -> None:
-    close(normalize(torch.tensor([1.0, 3, 10, 20]), Levels("group", None), 2), [-1.0, 1, -5, 5])
+    close(
+        normalize(torch.tensor([1.0, 3, 10, 20]), Levels("group", None), consecutive_groups(4, 2)),
+        [-1.0, 1, -5, 5],
+    )
 
 
 def test_without_a_mean_the_deviation_is_a_root_mean_square() -> None:
@@ -35,7 +42,7 @@ def test_without_a_mean_the_deviation_is_a_root_mean_square() -> None:
 def test_group_mean_with_batch_deviation() -> None:
     # after the group means: -1 1 -5 5, whose mean square over the batch is 13
     close(
-        normalize(torch.tensor([1.0, 3, 10, 20]), Levels("group", "batch"), 2),
+        normalize(torch.tensor([1.0, 3, 10, 20]), Levels("group", "batch"), consecutive_groups(4, 2)),
         [x / 13**0.5 for x in (-1.0, 1, -5, 5)],
     )
 
@@ -43,19 +50,26 @@ def test_group_mean_with_batch_deviation() -> None:
 def test_only_masked_tokens_count_and_others_become_zero() -> None:
     x = torch.tensor([[2.0, 99.0, 4.0], [6.0, 8.0, float("nan")]])
     mask = torch.tensor([[True, False, True], [True, True, False]])
-    close(normalize(x, Levels("batch", None), 1, mask), [[-3.0, 0, -1], [1, 3, 0]])
-    close(normalize(x, Levels("group", None), 1, mask), [[-1.0, 0, 1], [-1, 1, 0]])
+    close(normalize(x, Levels("batch", None), mask=mask), [[-3.0, 0, -1], [1, 3, 0]])
+    close(normalize(x, Levels("group", None), mask=mask), [[-1.0, 0, 1], [-1, 1, 0]])
 
 
-def test_rows_that_are_not_whole_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match="8 rows are not whole groups of 3"):
-        normalize(X, Levels("group", None), 3)
+def test_groups_are_known_by_their_number_and_may_differ_in_size() -> None:
+    x = torch.tensor([1.0, 5, 3, 7, 2])
+    close(normalize(x, Levels("group", None), torch.tensor([0, 1, 0, 1, 0])), [-1.0, -1, 1, 1, 0])
+    # two prompts whose answers all earn the same teach nothing, whatever the sizes of their groups
+    uneven = torch.tensor([0.0] * 6 + [1.0] * 10)
+    close(normalize(uneven, Levels("group", "group"), torch.tensor([0] * 6 + [1] * 10)), [0.0] * 16)
 
 
 def test_leave_one_out_and_unbiased_by_hand() -> None:
     # the others' means of 1 3 | 10 40 are 3 1 | 40 10
     close(
-        normalize(torch.tensor([1.0, 3, 10, 40]), Levels("group", None, leave_one_out=True), 2),
+        normalize(
+            torch.tensor([1.0, 3, 10, 40]),
+            Levels("group", None, leave_one_out=True),
+            consecutive_groups(4, 2),
+        ),
         [-2.0, 2, -30, 30],
     )
     # around the plain mean 2: squares 1 + 1, over 2 - 1
@@ -64,22 +78,24 @@ def test_leave_one_out_and_unbiased_by_hand() -> None:
         [-1 / (2**0.5 + 0.5), 1 / (2**0.5 + 0.5)],
     )
     close(
-        normalize(torch.tensor([5.0]), Levels("group", "group", leave_one_out=True, unbiased=True), 1),
+        normalize(torch.tensor([5.0]), Levels("group", "group", leave_one_out=True, unbiased=True)),
         [5 / (5 + 1e-5)],
     )
 
 
 def test_leave_one_out_counts_masked_entries_only() -> None:
     x, mask = torch.tensor([[2.0, 99.0], [4.0, 9.0]]), torch.tensor([[True, False], [True, True]])
-    close(normalize(x, Levels("batch", None, leave_one_out=True), 1, mask), [[2 - 6.5, 0], [4 - 5.5, 9 - 3]])
+    close(
+        normalize(x, Levels("batch", None, leave_one_out=True), mask=mask), [[2 - 6.5, 0], [4 - 5.5, 9 - 3]]
+    )
 
 
 def test_remainder_rows_of_areal_are_divided_by_eps() -> None:
     close(
-        normalize(torch.tensor([1.0, 3, 0.5]), Levels("group", "group"), 2, remainder=True)[:2],
+        normalize(torch.tensor([1.0, 3, 0.5]), Levels("group", "group"), consecutive_groups(3, 2))[:2],
         [-0.99999, 0.99999],
     )
-    assert normalize(torch.tensor([1.0, 3, 0.5]), Levels("group", "group"), 2, remainder=True)[
+    assert normalize(torch.tensor([1.0, 3, 0.5]), Levels("group", "group"), consecutive_groups(3, 2))[
         2
     ] == pytest.approx(0.5e5)
 

@@ -10,7 +10,7 @@ from hpc_rl.config.loading.load import load
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, Place
 from hpc_rl.rollout.sequencer import Rules, Sequencer
-from hpc_rl.rollout.workflow import check_format, sampling
+from hpc_rl.rollout.workflow import BadGroup, check_group, sampling
 from hpc_rl.types import Trajectory, TrajectoryGroup
 
 
@@ -92,17 +92,34 @@ def group(**changes) -> TrajectoryGroup:
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        ([1, 2], "returned list for prompt 3; it must be a TrajectoryGroup"),
+        ([1, 2], "prompt 3: the workflow returned list"),
         (TrajectoryGroup(3, [{}]), "trajectory 0 is dict"),
         (group(ids=[5, 6, 7]), "ids must be a one-dimensional array of int32"),
         (group(logprobs=np.array([0, -1], np.float32)), "logprobs has 2 entries, ids has 3"),
-        (group(loss_mask=np.zeros(3, bool)), "marks no token"),
-        (group(reward=float("nan")), "reward nan is not finite"),
-        (group(logprobs=np.array([0, 1, -2], np.float32)), "logprobs must be finite and at most 0"),
+        (group(logprobs=np.array([0, np.nan, -2], np.float32)), "logprobs must be finite"),
         (group(steps=np.array([-1, -1, 3], np.int32)), "must name a weight version"),
     ],
 )
-def test_a_trajectory_in_the_wrong_format_is_named(made, words):
-    with pytest.raises((TypeError, ValueError), match=words):
-        check_format(made, 3)
-    check_format(group(), 3)
+def test_a_group_that_can_not_be_trained_on_is_refused_whatever_the_options_say(made, words):
+    with pytest.raises(BadGroup, match=words):
+        check_group(made, 3)
+    check_group(group(), 3)
+
+
+def test_a_group_of_another_size_is_refused_where_the_workflow_is_built_in():
+    check_group(group(), 3)
+    with pytest.raises(BadGroup, match=r"prompt 3: the group has 1 trajectories; gconfig.n_samples is 4"):
+        check_group(group(), 3, num_trajectories=4)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (group(loss_mask=np.zeros(3, bool)), "marks no token"),
+        (group(logprobs=np.array([0, 1, -2], np.float32)), "logprobs must be at most 0"),
+    ],
+)
+def test_what_the_strict_check_adds(made, words):
+    check_group(made, 3)
+    with pytest.raises(BadGroup, match=words):
+        check_group(made, 3, strict=True)

@@ -15,7 +15,7 @@ from hpc_rl.rollout import worker as worker_module
 from hpc_rl.rollout.rewards import Inline, RewardFailed, checked, contains, exact_match, import_object
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
 from hpc_rl.rollout.worker import Worker
-from hpc_rl.rollout.workflow import load_workflow, sampling, single_turn, trajectory
+from hpc_rl.rollout.workflow import WORKFLOWS, load_workflow, sampling, single_turn, trajectory
 from hpc_rl.types import Turn, decode
 
 
@@ -334,12 +334,31 @@ async def test_tracing_logs_each_request_and_its_answer(caplog):
     assert not [record for record in caplog.records if record.getMessage().startswith("request ")]
 
 
-async def test_the_format_of_trajectories_is_checked_where_that_is_asked_for():
-    async def wrong(prompt, generate):
+@pytest.mark.parametrize("checking", [True, False])
+async def test_a_group_that_can_not_be_trained_on_never_reaches_the_ledger(checking, caplog):
+    async def short(prompt, generate):
         made = await single_turn(prompt, generate)
         made.trajectories[0].logprobs = made.trajectories[0].logprobs[:-1]
         return made
 
-    outcome = await answer(*make(Client(), workflow=wrong, checking=True))
-    assert outcome["op"] == "failed" and "logprobs has 4 entries, ids has 5" in outcome["error"]
-    assert (await answer(*make(Client(), checking=True)))["op"] == "group"
+    async def not_a_number(prompt, generate):
+        made = await single_turn(prompt, generate)
+        made.trajectories[2].logprobs[-1] = np.nan
+        return made
+
+    for workflow, words in ((short, "logprobs has 4 entries, ids has 5"), (not_a_number, "must be finite")):
+        outcome = await answer(*make(Client(), workflow, checking=checking))
+        assert (outcome["op"], outcome["reason"]) == ("rejected", "bad_group")
+        assert words in outcome["error"] and "prompt 40, trajectory" in caplog.text
+
+
+async def test_the_users_workflow_may_return_a_group_of_another_size_and_the_built_in_may_not(monkeypatch):
+    async def two(prompt, generate):
+        made = await single_turn(prompt, generate)
+        del made.trajectories[0]
+        return made
+
+    assert (await answer(*make(Client(), two)))["num_trajectories"] == 2
+    monkeypatch.setitem(WORKFLOWS, "two", two)
+    outcome = await answer(*make(Client(), two))
+    assert (outcome["reason"], "gconfig.n_samples is 3" in outcome["error"]) == ("bad_group", True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hpc_rl.algorithms import grpo
+from hpc_rl.algorithms.normalization import consecutive_groups
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.training import PPOActorConfig
@@ -39,7 +40,13 @@ def test_advantages(actor, rewards, wanted):
         "adv_norm": levels(actor.adv_norm),
         "discount": actor.discount,
     }
-    got_BT = grpo.advantages(torch.tensor(rewards), mask_BT, group_size=4, gae_lambda=actor.gae_lambda, **how)
+    got_BT = grpo.advantages(
+        torch.tensor(rewards),
+        mask_BT,
+        group_B=consecutive_groups(len(rewards), 4),
+        gae_lambda=actor.gae_lambda,
+        **how,
+    )
     torch.testing.assert_close(got_BT, torch.tensor(wanted)[:, None] * mask_BT, atol=1e-5, rtol=0)
 
 

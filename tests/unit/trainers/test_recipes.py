@@ -15,9 +15,16 @@ from hpc_rl.config.sections.experiment import GRPOConfig, RWConfig, SFTConfig
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.config.sections.training import NormConfig, PPOActorConfig, TrainEngineConfig
 from hpc_rl.engines.base import MicroBatch, Sequences
-from hpc_rl.errors import RoleFailed
+from hpc_rl.errors import DataUnusable
 from hpc_rl.stats.sinks import Sinks
-from hpc_rl.trainers.grpo_recipe import GRPO, Cut, num_updates, place_schedule, shares
+from hpc_rl.trainers.grpo_recipe import (
+    GRPO,
+    Cut,
+    max_steps_without_update,
+    num_updates,
+    place_schedule,
+    shares,
+)
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.reward_model import RewardModel
 from hpc_rl.trainers.run import Run
@@ -324,9 +331,40 @@ def test_agent_stats_are_logged_by_name_and_a_name_that_no_trajectory_has_is_tol
     assert caplog.text.count("no trajectory has num_trns; the workflow gives: num_turns") == 1
 
 
-def test_a_batch_that_is_not_whole_groups_is_refused_in_words(tmp_path):
-    with pytest.raises(RoleFailed, match="not whole groups of 2"):
-        grpo_recipe(tmp_path).update(1, batch_of([1.0, 0.0, 1.0]))
+def test_groups_of_different_sizes_are_normalized_by_membership(tmp_path):
+    recipe = grpo_recipe(tmp_path)
+    recipe.update(1, batch_of([1.0, 0.0, 0.5, 2.5], [3.0, 3.0]))
+    rows = recipe.run.engine.updates[0][0]  # the second group teaches nothing
+    assert sorted(float(column[-1]) for column in rows.columns["advantages"]) == [-1.0, -0.5, 1.5]
+    # two prompts whose answers all earn the same teach nothing
+    recipe.update(2, batch_of([0.0] * 3, [1.0] * 5))
+    rows = recipe.run.engine.updates[1][0]
+    assert not any(column.any() for column in rows.columns["advantages"])
+
+
+def test_steps_in_a_row_without_an_update_end_the_trial(tmp_path, monkeypatch):
+    monkeypatch.setattr("hpc_rl.trainers.grpo_recipe.MAX_STEPS_WITHOUT_UPDATE", 3)
+    recipe = grpo_recipe(tmp_path)
+    train_batch, worked = recipe.run.engine.train_batch, 0.0
+
+    def not_finite(*args, **kwargs):
+        return train_batch(*args, **kwargs) | {"update_successful": worked}
+
+    monkeypatch.setattr(recipe.run.engine, "train_batch", not_finite)
+    for step in (1, 2):
+        recipe.update(step, batch_of([1.0, 0.0]))
+    worked = 1.0
+    recipe.update(3, batch_of([1.0, 0.0]))  # one that succeeds: counted from zero again
+    worked = 0.0
+    for step in (4, 5):
+        recipe.update(step, batch_of([1.0, 0.0]))
+    with pytest.raises(DataUnusable, match=r"3 steps in a row .* step 6: .*not finite"):
+        recipe.update(6, batch_of([1.0, 0.0]))
+
+
+def test_float16_has_the_steps_that_its_loss_scale_needs_to_come_down():
+    actor = PPOActorConfig(path="m", dtype="float16")
+    assert max_steps_without_update(actor) >= 20 + 32 > max_steps_without_update(PPOActorConfig(path="m"))
 
 
 def test_minibatches_are_updates_and_the_schedule_knows(tmp_path):
