@@ -1,30 +1,138 @@
-"""Addresses: bind first, publish the port that was bound, and find the address that peers can reach."""
+"""Network addresses of this host: which one its peers can reach, and sockets that listen on all of them."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import ipaddress
 import socket
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_rl.errors import ConfigError
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
+# Reserved for documentation, so that only the default route leads there.
+PUBLIC_HOSTS = ("192.0.2.1", "2001:db8::1")
+DISCARD_PORT = 9
 
 
-def reachable_address(peer: str | None = None) -> str:
-    """This host's address on the route to `peer` (a host name; default: any public route), IPv4 or bracketed IPv6.
+@dataclass(frozen=True)
+class NetworkInterface:
+    """A network interface of this host with its addresses, IPv4 first."""
 
-    No packet is sent: connecting a UDP socket only picks the route. Falls back to loopback on a host without routes.
+    name: str
+    addresses: tuple[Address, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(map(str, self.addresses)) or 'no address'})"
+
+
+def published_address(num_hosts: int, interface: str = "", peers: Iterable[str] = ()) -> str:
+    """Return the address of this host to publish to the other processes of a trial, IPv6 without brackets.
+
+    Args:
+        num_hosts: Hosts of the trial; loopback is published only where it is 1.
+        interface: Interface by name (`ib0`) or network (`10.1.0.0/16`); empty to choose by route.
+        peers: Names or addresses of other hosts of the trial; the route to the first that resolves decides.
+
+    Raises ConfigError where `interface` has no address, or where other hosts can't reach any address.
     """
-    for family, probe in ((socket.AF_INET, peer or "192.0.2.1"), (socket.AF_INET6, peer or "2001:db8::1")):
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as sock:
-                sock.connect((probe, 9))
-                address = sock.getsockname()[0]
-        except OSError:
-            continue
-        return f"[{address}]" if ":" in address else address
-    return "127.0.0.1"
+    if interface:
+        return _address_of_interface(interface)
+    if num_hosts == 1:
+        return _address_toward(PUBLIC_HOSTS) or "127.0.0.1"
+    found = _address_toward(peers) or _address_toward(PUBLIC_HOSTS)
+    if found:
+        return found
+    candidates = [one for known in interfaces() for one in known.addresses if _reaches_others(one)]
+    if len(candidates) == 1:
+        return str(candidates[0])
+    raise ConfigError(
+        f"no address that the other {num_hosts - 1} hosts of the trial can reach: no route leads to them; "
+        f"this host has {_listed()}. Set cluster.interface to a name or network (10.1.0.0/16) of these."
+    )
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface with this address, None where there is none."""
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    return next((known.name for known in interfaces() if wanted in known.addresses), None)
+
+
+def interfaces() -> list[NetworkInterface]:
+    """Return the network interfaces of this host."""
+    ipv6: dict[str, list[Address]] = {}
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else ():
+        digits, *_, name = line.split()
+        ipv6.setdefault(name, []).append(ipaddress.IPv6Address(int(digits, 16)))
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            addresses: list[Address] = []
+            with contextlib.suppress(OSError):  # of an interface without an IPv4 address
+                answer = fcntl.ioctl(sock.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                addresses.append(ipaddress.IPv4Address(answer[20:24]))
+            found.append(NetworkInterface(name, (*addresses, *ipv6.get(name, ()))))
+    return found
+
+
+def http_url(address: str, port: int) -> str:
+    """Return the base URL of a service; an IPv6 address gets its brackets."""
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
 def bind(host: str = "") -> socket.socket:
-    """A listening TCP socket on a port that the system chose; hand it to the server, then publish its port."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((host, 0))
-    sock.listen(512)
-    return sock
+    """Return a TCP socket that listens on a port chosen by the system: of `host`, or of all IPv4 and IPv6 addresses."""
+    if not host and socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # of a host where IPv6 is switched off
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=512, dualstack_ipv6=True)
+    return socket.create_server((host, 0), backlog=512)
+
+
+def _address_of_interface(wanted: str) -> str:
+    network: ipaddress.IPv4Network | ipaddress.IPv6Network | None = None
+    with contextlib.suppress(ValueError):  # of a name
+        network = ipaddress.ip_network(wanted, strict=False)
+    for known in interfaces():
+        for address in known.addresses:
+            matches = known.name == wanted if network is None else address in network
+            if matches and not address.is_link_local:
+                return str(address)
+    raise ConfigError(f"cluster.interface {wanted}: this host has no address there; it has {_listed()}.")
+
+
+def _address_toward(hosts: Iterable[str]) -> str | None:
+    """Return this host's address on the route to the first of these hosts that has one which others can reach."""
+    for host in hosts:
+        try:
+            resolved = socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM)
+        except OSError:
+            continue
+        for family, kind, protocol, _, where in resolved:
+            address = _source_address(family, kind, protocol, where)
+            if address is not None and _reaches_others(address):
+                return str(address)
+    return None
+
+
+def _source_address(family: int, kind: int, protocol: int, where: tuple) -> Address | None:
+    # Connecting a UDP socket picks the route and sends no packet.
+    try:
+        with socket.socket(family, kind, protocol) as sock:
+            sock.connect(where)
+            return ipaddress.ip_address(sock.getsockname()[0].partition("%")[0])
+    except OSError:
+        return None
+
+
+def _reaches_others(address: Address) -> bool:
+    return not (address.is_loopback or address.is_link_local or address.is_unspecified)
+
+
+def _listed() -> str:
+    return ", ".join(map(str, interfaces())) or "no network interface"

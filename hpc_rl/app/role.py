@@ -20,9 +20,10 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
-from hpc_rl import log
+from hpc_rl import log, net
 from hpc_rl.app.control import Deadline, Stacks, listen, obey_signals
 from hpc_rl.config.loading.load import from_dict
 from hpc_rl.config.sections.experiment import Config
@@ -30,6 +31,7 @@ from hpc_rl.errors import ConfigError, ExitCode, FailureClass, GivenUp, HpcRlErr
 from hpc_rl.files import FULL, is_full
 from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import start_ticks
+from hpc_rl.schedulers.hostlist import peer_hosts
 from hpc_rl.trial import Attempt, Trial, write_json
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,16 @@ class Context:
     tokens: dict[str, str]
     stopping: threading.Event
     deadline: Deadline = field(default_factory=Deadline)
+
+    @property
+    def interface(self) -> str:
+        """The network interface that the user or the site asks for; empty to choose by route."""
+        return self.config.cluster.interface or os.environ.get("HPC_RL_INTERFACE", "")
+
+    @cached_property
+    def address(self) -> str:
+        """The address of this host to publish. Raises ConfigError where the other hosts can't reach any."""
+        return net.published_address(self.plan.n_nodes, self.interface, peer_hosts(os.environ))
 
 
 def run(role: str, body: Callable[[Context], int | None]) -> None:

@@ -106,7 +106,7 @@ def worker_argv(context: role.Context, number: int) -> list[str]:
 
 
 def _record(context: role.Context, port: int) -> dict:
-    url = f"http://{net.reachable_address()}:{port}"
+    url = net.http_url(context.address, port)
     return {"url": url, "attempt": context.attempt.id, "pid": os.getpid(), "host": socket.gethostname()}
 
 

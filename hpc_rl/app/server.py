@@ -26,7 +26,8 @@ async def _serve(context: role.Context, config: GRPOConfig) -> int:
     backend = _backend(context, config)
     wait = config.actor.init_from_scratch and context.plan.server_backend == "sglang"
     base_path = "" if wait else str(Path(config.actor.path).expanduser().absolute())
-    return await Replica(backend, context.trial, names, context.tokens, who, base_path).run(context.stopping)
+    replica = Replica(backend, context.trial, names, context.tokens, who, base_path, context.address)
+    return await replica.run(context.stopping)
 
 
 def _backend(context: role.Context, config: GRPOConfig) -> Backend:

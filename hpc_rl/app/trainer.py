@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import ExitStack
 
+from hpc_rl import net
 from hpc_rl.app import role
 from hpc_rl.app.role import Context
 from hpc_rl.name_resolve import keys, open_names
@@ -28,8 +30,17 @@ def body(context: Context) -> int:
     names = open_names(context.trial, context.config)
     device = device_of(context)
     meet = Rendezvous(names, keys.rendezvous(context.attempt.id, context.incarnation))
+    if context.interface:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", net.interface_of(context.address) or "")
     distributed.init_ranks(
-        context.rank, context.num_ranks, device, meet.publish, meet.find, COLLECTIVE_TIMEOUT_S, JOIN_TIMEOUT_S
+        context.rank,
+        context.num_ranks,
+        device,
+        meet.publish,
+        meet.find,
+        COLLECTIVE_TIMEOUT_S,
+        JOIN_TIMEOUT_S,
+        context.address,
     )
     log_start(context, "all ranks have joined")
     ranks = Ranks()

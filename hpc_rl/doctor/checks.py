@@ -283,14 +283,10 @@ def ports(facts: Facts, wanted: Wanted) -> Finding:
 
 
 def address(facts: Facts, wanted: Wanted) -> Finding:
-    if facts.address.startswith(("127.", "[::1]")):
-        words = f"only {facts.address}: other nodes can't reach this one"
-        fix = "give the host a route: servers publish the address of the interface that leads to their peers."
-        return (
-            fail("address", words, fix)
-            if wanted.num_nodes > 1
-            else warn("address", words, "fine for one machine; " + fix)
-        )
+    if facts.address_error:
+        fix = "set cluster.interface, or HPC_RL_INTERFACE in the job: servers publish the address of that interface."
+        status = fail if wanted.num_nodes > 1 else warn
+        return status("address", facts.address_error, fix)
     return ok("address", f"peers reach {facts.address}")
 
 

@@ -20,6 +20,8 @@ from typing import Any
 
 from hpc_rl import net
 from hpc_rl.doctor.filesystem import FileSystem, look
+from hpc_rl.errors import ConfigError
+from hpc_rl.schedulers.hostlist import peer_hosts
 from hpc_rl.trial import state_home
 
 DISTRIBUTION = re.compile(r"[A-Za-z0-9._-]+")
@@ -92,6 +94,7 @@ class Facts:
     port_error: str = ""
     port_range: tuple[int, int] = (0, 0)
     address: str = ""
+    address_error: str = ""  # why other hosts can't reach this one
     resolves: bool = True
     leftovers: list[Leftover] = field(default_factory=list)
     fs: FileSystem = field(default_factory=FileSystem)
@@ -278,11 +281,20 @@ def _network(facts: Facts) -> None:
         facts.port_range = int(low), int(high)
     except (OSError, ValueError):
         facts.port_range = (0, 0)
-    facts.address = net.reachable_address()
+    facts.address, facts.address_error = own_address()
     try:
         socket.getaddrinfo(facts.host, None)
     except OSError:
         facts.resolves = False
+
+
+def own_address() -> tuple[str, str]:
+    """The address that a role would publish to other hosts; else the one for a trial on this host alone, and why."""
+    interface = os.environ.get("HPC_RL_INTERFACE", "")
+    try:
+        return net.published_address(2, interface, peer_hosts(os.environ)), ""
+    except ConfigError as error:
+        return net.published_address(1), str(error)
 
 
 def leftovers(proc: Path = Path("/proc")) -> list[Leftover]:

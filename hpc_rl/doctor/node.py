@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl import net
-from hpc_rl.doctor.facts import Facts, gather
+from hpc_rl.doctor.facts import Facts, gather, own_address
 from hpc_rl.trial import create_exclusive, read_json, write_json
 
 POLL_S = 0.05
@@ -73,7 +73,7 @@ class Visit:
         listener = net.bind()
         listener.listen(BACKLOG)
         threading.Thread(target=_echo, args=(listener,), daemon=True).start()
-        url = [net.reachable_address().strip("[]"), listener.getsockname()[1]]
+        url = [own_address()[0], listener.getsockname()[1]]
         mine = facts()  # before the meeting, so that it takes nobody's time
         self.deadline = time.monotonic() + self.patience_s
         if self.rank == 0:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
-import struct
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -13,9 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_rl.errors import RoleFailed
-from hpc_rl.net import reachable_address
-
-SIOCGIFADDR = 0x8915  # ask Linux for an interface's IPv4 address
+from hpc_rl.net import interface_of
 
 
 def init_ranks(
@@ -26,27 +21,33 @@ def init_ranks(
     find: Callable[[], tuple[str, int]] | None = None,
     timeout_s: float = 600.0,
     join_timeout_s: float | None = None,
+    address: str = "127.0.0.1",
 ) -> None:
-    """Join the process group: gloo on CPU, NCCL on CUDA. One rank alone needs none, and gets none.
+    """Join the process group: gloo on CPU, NCCL on CUDA. A single rank gets none.
 
-    Rank 0 starts the store on a port that the system chooses and calls `publish(address, port)`; each other rank calls `find()`,
-    which waits for that. `timeout_s` is a collective's; ranks that are not there within `join_timeout_s` (by default the same)
-    raise RoleFailed in those that are. Raises TimeoutError from `find`, RuntimeError (DistStoreError) without the store.
+    Args:
+        rank: This rank.
+        num_ranks: All ranks.
+        device: Device of the ranks.
+        publish: Called by rank 0 with address and port of the store, which it starts on a port that the system chooses.
+        find: Called by the other ranks; waits for what rank 0 published. May raise TimeoutError.
+        timeout_s: Time limit of a collective, in seconds.
+        join_timeout_s: Time limit for all ranks to join, in seconds; by default that of a collective.
+        address: Address of this host that the other ranks can reach.
+
+    Raises RoleFailed where ranks are missing after `join_timeout_s`, RuntimeError (DistStoreError) without the store.
     """
     if num_ranks == 1:
         return
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
         assert publish is not None, "rank 0 needs a way to publish the store's address"
-        address = reachable_address().strip("[]")
         store = dist.TCPStore(address, 0, num_ranks, is_master=True, timeout=timeout, wait_for_workers=False)
         publish(address, store.port)
     else:
         assert find is not None, "ranks above 0 need a way to find the store"
-        address, port = find()
-        store = dist.TCPStore(
-            address, port, num_ranks, is_master=False, timeout=timeout, wait_for_workers=False
-        )
+        host, port = find()
+        store = dist.TCPStore(host, port, num_ranks, is_master=False, timeout=timeout, wait_for_workers=False)
     _wait_for_all(store, num_ranks, timeout_s if join_timeout_s is None else join_timeout_s)
     _join(store, rank, num_ranks, torch.device(device), timeout, address)
 
@@ -80,7 +81,7 @@ def _join(
 ) -> None:
     if device.type == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
         # gloo would bind to what the host's own name resolves to, which is loopback on many systems
-        interface = _interface_of(reachable_address(address))
+        interface = interface_of(address)
         if interface:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     if device.type == "cuda":
@@ -90,17 +91,3 @@ def _join(
 
 def _backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
-
-
-def _interface_of(address: str) -> str | None:
-    """The network interface that has an IPv4 address, None where there is none (or it is an IPv6 address)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                request = struct.pack("256s", name.encode()[:15])
-                found = socket.inet_ntoa(fcntl.ioctl(sock.fileno(), SIOCGIFADDR, request)[20:24])
-            except OSError:
-                continue  # an interface without an IPv4 address
-            if found == address:
-                return name
-    return None

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from hpc_rl.schedulers.hostlist import expand
+
 SINFO = ["sinfo", "-h", "-a", "-N", "-o", "%P|%a|%l|%s|%N|%c|%m|%f|%G"]
 
 
@@ -265,25 +267,6 @@ def _gpus(gres: str) -> dict[str, int]:
             kind = words[1] if len(words) > 1 and not words[1].isdigit() else ""
             found[kind] = found.get(kind, 0) + int(count)
     return found
-
-
-def expand(nodes: str) -> list[str]:
-    """`a[1-3,07-09]b,c` -> names, in Slurm's order; a part that is not understood stays as it is."""
-    names: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
-        expanded = [""]
-        for text, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
-            options = [text] if text else [number for piece in ranges.split(",") for number in _range(piece)]
-            expanded = [head + tail for head in expanded for tail in options]
-        names += expanded
-    return names
-
-
-def _range(piece: str) -> list[str]:
-    first, dash, last = piece.partition("-")
-    if not dash or not (first.isdigit() and last.isdigit()):
-        return [piece]
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
 
 
 def _time_s(text: str) -> int | None:

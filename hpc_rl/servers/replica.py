@@ -19,7 +19,7 @@ from typing import Any
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed, Stale
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.base import Lease, NameResolve
-from hpc_rl.net import bind, reachable_address
+from hpc_rl.net import bind, http_url
 from hpc_rl.servers.base import Backend
 from hpc_rl.servers.proxy import Proxy
 from hpc_rl.servers.router import is_older
@@ -53,6 +53,7 @@ class Replica:
         tokens: The trial's two tokens.
         identity: Who this is.
         base_path: Checkpoint to start from before anything is published; "" waits for the first publish instead.
+        address: Address of this host to publish.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Replica:
         tokens: dict[str, str],
         identity: Identity,
         base_path: str,
+        address: str = "127.0.0.1",
     ) -> None:
         self._backend, self._trial, self._names, self._who, self._base = (
             backend,
@@ -71,6 +73,7 @@ class Replica:
             identity,
             base_path,
         )
+        self._address = address
         self._shutdown = threading.Event()
         self._changed = asyncio.Event()
         self._loading = ""  # label of the weights that are being loaded: the lease keeps their directory from being deleted
@@ -84,7 +87,7 @@ class Replica:
     async def run(self, stopping: threading.Event) -> int:
         """Until `stopping` or POST /shutdown: ExitCode.STOPPED. Raises RoleFailed when backend or lease is lost, ConfigError."""
         sock = bind()
-        self._url = f"http://{reachable_address()}:{sock.getsockname()[1]}"
+        self._url = http_url(self._address, sock.getsockname()[1])
         await self.proxy.serve(sock)
         value = self._value()
         self._lease = await asyncio.to_thread(

@@ -50,6 +50,8 @@ class ClusterSpecConfig:
         fileroot: Directory on a file system that every node shares; trials live in `{fileroot}/{user}/{experiment}/{trial}`.
         n_nodes: Number of nodes.
         n_gpus_per_node: GPUs per node; 0 means that allocation units are processes without a GPU.
+        interface: Network interface that the roles publish, by name (`ib0`) or network (`10.1.0.0/16`); empty means that of
+            the environment variable HPC_RL_INTERFACE of the job, else the one on the route to the other nodes.
     """
 
     name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
@@ -57,6 +59,7 @@ class ClusterSpecConfig:
     fileroot: PathText = "~/hpc-rl"
     n_nodes: NodeCount = 1
     n_gpus_per_node: UnitCount = 8
+    interface: str = ""
 
 
 @dataclass(kw_only=True)

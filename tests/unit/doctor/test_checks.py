@@ -60,7 +60,7 @@ MACHINE = [  # check, what is wrong, how bad, words of the finding, words of the
     ("locked memory", {"memlock": (8 << 20, 8 << 20)}, "warn", "8388608", "MEMLOCK"),
     ("ports", {"port_error": "Operation not permitted"}, "fail", "not permitted", "sockets"),
     ("ports", {"port_range": (60000, 60999)}, "warn", "60000", "ip_local_port_range"),
-    ("address", {"address": "127.0.0.1"}, "fail", "127.0.0.1", "route"),
+    ("address", {"address_error": "no route; this host has lo (127.0.0.1)"}, "fail", "127.0.0.1", "interface"),
     ("host name", {"resolves": False}, "warn", "login1", "DNS"),
     ("leftovers", {"leftovers": [Leftover(4711, "python -m hpc_rl.app.server", "12")]}, "warn", "4711 of job 12", "kill 4711"),
     ("fileroot", {"fs": replace(GOOD_FS, error="Read-only file system")}, "fail", "Read-only", "cluster.fileroot"),

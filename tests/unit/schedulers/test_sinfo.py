@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.schedulers.sinfo import Node, Request, expand, judge, read_sinfo
+from hpc_rl.schedulers.sinfo import Node, Request, judge, read_sinfo
 
 SINFO = """\
 gpu*|up|1-00:00:00|1-infinite|g1|64|512000|ib,a100|gpu:a100:8(S:0-1)
@@ -159,8 +159,3 @@ def test_following_the_nearest_leads_to_a_request_that_fits(n_nodes, gpus, cpus,
             key = "cpus" if "CPUs" in nearest else "mem_mb"
             request = dataclasses.replace(request, **{key: int(re.search(r"\d+", nearest)[0])})
     raise AssertionError(request)
-
-
-def test_node_lists():
-    assert expand("a[1-3,07-09]b,c") == ["a1b", "a2b", "a3b", "a07b", "a08b", "a09b", "c"]
-    assert expand("r[1-2]n[1-2]") == ["r1n1", "r1n2", "r2n1", "r2n2"]

@@ -1,0 +1,35 @@
+"""Slurm's lists of node names, and who the other hosts of a job are."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_rl.schedulers.hostlist import expand, peer_hosts
+
+
+@pytest.mark.parametrize(
+    ("environ", "peers"),
+    [
+        ({}, []),
+        ({"SLURM_JOB_NODELIST": "n[1-4]", "SLURMD_NODENAME": "n1"}, ["n2", "n3"]),
+        ({"SLURM_JOB_NODELIST": "n7", "SLURMD_NODENAME": "n7", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7"}, ["10.0.0.7"]),
+        (
+            {
+                "SLURM_JOB_NODELIST": "gpu1",
+                "SLURM_HET_SIZE": "2",
+                "SLURM_JOB_NODELIST_HET_GROUP_0": "gpu1",
+                "SLURM_JOB_NODELIST_HET_GROUP_1": "cpu[1-3]",
+                "SLURMD_NODENAME": "gpu1",
+                "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+            },
+            ["cpu1", "cpu2", "10.0.0.1"],
+        ),
+    ],
+)  # fmt: skip
+def test_the_other_hosts_of_a_job(environ, peers):
+    assert peer_hosts(environ) == peers
+
+
+def test_node_lists():
+    assert expand("a[1-3,07-09]b,c") == ["a1b", "a2b", "a3b", "a07b", "a08b", "a09b", "c"]
+    assert expand("r[1-2]n[1-2]") == ["r1n1", "r1n2", "r2n1", "r2n2"]
