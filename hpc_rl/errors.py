@@ -24,6 +24,7 @@ HpcRlError
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 
 class ExitCode(enum.IntEnum):
@@ -54,6 +55,61 @@ class FailureClass(enum.StrEnum):
     PREEMPTION = "preemption"
     WALL_TIME = "wall time"
     UNKNOWN = "unknown"  # nobody left a word that tells
+
+
+class StopCause(enum.StrEnum):
+    """Why an attempt was asked to stop, in `events.jsonl`, intents and `jobs/<job id>.state`."""
+
+    TIME_LIMIT = "time_limit"  # by the supervisor's clock, or as the job script was told after a TERM
+    PREEMPTION = "preemption"  # SIGTERM: the scheduler sends the same for a cancel and for a time limit
+    USER_SIGNAL = "user_signal"  # SIGUSR1: also Slurm's warning some time before the limit
+    INTERRUPTED = "interrupted"  # SIGINT
+    CANCELLED = "cancelled"  # `hpc-rl cancel`
+    SCRIPT_KILLED = "script_killed"  # the job script is gone: no process would record the end
+    NOT_NEEDED = "not_needed"  # of servers: their trial is over, or has other ones
+
+
+class ScriptAction(enum.StrEnum):
+    """What the job script does once its supervisor has exited."""
+
+    DONE = "done"
+    START_AGAIN = "start_again"  # requeue, or a successor; on this machine in place
+    RESTART_SUPERVISOR = "restart_supervisor"  # in place, a limited number of times
+    END = "end"
+
+
+@dataclass(frozen=True)
+class ScriptRule:
+    """An action of the job script, and the reason that it reports where the job ends with it."""
+
+    action: ScriptAction
+    reason: str
+
+
+# The job script is rendered from these two tables. A stop that the script knows of comes before the exit code, but
+# for code 0. With recover.mode disabled nothing is started again. Its last line in `jobs/<job id>.state` has the
+# cause of the stop under `cause`.
+AFTER_STOP: dict[StopCause, ScriptRule] = {
+    StopCause.CANCELLED: ScriptRule(ScriptAction.END, "cancelled by the user"),
+    StopCause.TIME_LIMIT: ScriptRule(ScriptAction.START_AGAIN, "the time limit was reached"),
+    # A requeue of a cancelled job would succeed and revive it; preempted jobs are requeued by the scheduler itself.
+    StopCause.PREEMPTION: ScriptRule(ScriptAction.END, "stopped by a signal"),
+}
+AFTER_EXIT: dict[ExitCode, ScriptRule] = {
+    ExitCode.DONE: ScriptRule(ScriptAction.DONE, "done"),
+    ExitCode.STOPPED: ScriptRule(ScriptAction.START_AGAIN, "stopped with its state saved"),
+}
+AFTER_SIGNAL = ScriptRule(
+    ScriptAction.RESTART_SUPERVISOR, "the supervisor was killed too often"
+)  # code > 128
+AFTER_OTHER_EXIT = ScriptRule(ScriptAction.END, "the supervisor gave up; see events.jsonl of the attempt")
+
+
+def after_exit(code: int) -> ScriptRule:
+    """Return what the job script does after a supervisor that exited with `code`."""
+    if code > 128:
+        return AFTER_SIGNAL
+    return AFTER_EXIT[ExitCode(code)] if code in AFTER_EXIT else AFTER_OTHER_EXIT
 
 
 class HpcRlError(Exception):

@@ -6,11 +6,12 @@ Nothing is lost while a process waits for space: what it writes next stays in me
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -114,3 +115,42 @@ class Tail:
 
 def _lines(data: bytes) -> list[str]:
     return data.decode(errors="backslashreplace").splitlines()
+
+
+Row = dict[str, Any]
+
+
+class JsonLines:
+    """A file of JSON lines that one writer appends to, read incrementally.
+
+    A line counts once it is complete; lines that are not JSON objects (torn by a kill) are skipped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        self._offset = 0
+
+    def poll(self) -> list[Row]:
+        """Return the new rows; `rows` has all of them."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:  # another file under this name
+                    self._offset, self.rows = 0, []
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        new = [row for row in map(_json_object, complete.splitlines()) if row is not None]
+        self.rows.extend(new)
+        return new
+
+
+def _json_object(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

@@ -142,6 +142,38 @@ def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
     write_atomic(path, json.dumps(value, indent=2, sort_keys=True) + "\n", mode)
 
 
+@dataclass(frozen=True, order=True)
+class AttemptId:
+    """One start by the scheduler, `<job id>.<restart>`; of a server array `<array>_<task>.<restart>`."""
+
+    job_id: str
+    restart: int
+
+    def __str__(self) -> str:
+        return f"{self.job_id}.{self.restart}"
+
+    @classmethod
+    def parse(cls, text: str) -> AttemptId | None:
+        """Return the id in a text, or None where it is not one."""
+        job_id, _, restart = text.rpartition(".")
+        return cls(job_id, int(restart)) if job_id and restart.isdecimal() else None
+
+    @property
+    def is_server_task(self) -> bool:
+        return "_" in self.job_id
+
+    @property
+    def array_id(self) -> str:
+        """Job id of the whole array, where the job is a task of one."""
+        return self.job_id.partition("_")[0]
+
+
+def submission_of(attempt_id: str) -> str:
+    """Return the job id of an attempt; a text that is not an attempt id counts as one."""
+    known = AttemptId.parse(attempt_id)
+    return known.job_id if known else attempt_id
+
+
 @dataclass(frozen=True)
 class Trial:
     """A trial by its directory `{fileroot}/{user}/{experiment}/{trial}`."""
@@ -196,6 +228,10 @@ class Trial:
 
     def job(self, job_id: str) -> Path:
         return self.jobs / f"{job_id}.json"
+
+    def job_state(self, job_id: str) -> Path:
+        """What the job script itself reported, one JSON object a line."""
+        return self.jobs / f"{job_id}.state"
 
     def successor(self, job_id: str, restart: int) -> Path:
         """`{"job_id", "after", "time"}` of the job that goes on with this submission as its start number `restart`."""
@@ -320,6 +356,21 @@ class Attempt:
 
     trial: Trial
     id: str
+
+    @property
+    def job_id(self) -> str:
+        return submission_of(self.id)
+
+    @property
+    def restart(self) -> int:
+        """Number of this start of the job, from 0; -1 where the id has none."""
+        known = AttemptId.parse(self.id)
+        return known.restart if known else -1
+
+    @property
+    def is_server_task(self) -> bool:
+        known = AttemptId.parse(self.id)
+        return known is not None and known.is_server_task
 
     @property
     def dir(self) -> Path:

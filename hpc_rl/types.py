@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class WeightVersion:
-    """A published set of weights. Its text form `<lineage>.<step>` is the label everywhere: directory, server, token record."""
+    """A published set of weights, ordered by lineage, then step.
+
+    Its text form `<lineage>.<step>` is the label everywhere: directory, server, token record.
+    """
 
     lineage: int
     step: int

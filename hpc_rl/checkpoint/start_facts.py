@@ -9,10 +9,10 @@ from typing import Any
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision, GenerationInfo, PastStart, Situation, decide
 from hpc_rl.checkpoint.generation import Found
-from hpc_rl.checkpoint.lineage import LineageRecord, read_lineages, submission_of
 from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE
 from hpc_rl.checkpoint.starts import cause_of, past_starts, trainer_end
-from hpc_rl.trial import Attempt, Trial, entries, read_json
+from hpc_rl.records import LineageRecord, read_lineages
+from hpc_rl.trial import Attempt, Trial, entries, read_json, submission_of
 
 _SEAL = re.compile(r"(\d+)\.seal")
 IN_PASSING_BYTES = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hpc_rl.checkpoint.decide import Cause, GenerationInfo, PastStart
-from hpc_rl.checkpoint.lineage import LineageRecord, submission_of
 from hpc_rl.errors import ExitCode, FailureClass
-from hpc_rl.stats.read import JsonLines, Row
-from hpc_rl.trial import Attempt, Trial, entries, read_json
+from hpc_rl.files import JsonLines, Row
+from hpc_rl.records import LineageRecord
+from hpc_rl.trial import Attempt, Trial, entries, read_json, submission_of
 
 TIME_IS_OVER = "the job's time is nearly over"  # why a supervisor drains, in its events
 

@@ -9,13 +9,13 @@ import re
 from typing import Any
 
 from hpc_rl.checkpoint.decide import Decision, Situation
-from hpc_rl.checkpoint.lineage import read_lineages
 from hpc_rl.cli.options import add_trial, new_parser, print_json
 from hpc_rl.cli.submit import Planned, add_outcome, announce, changed_lines, compared, parse, plan_of
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.tables.changes import Change
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialStateError
+from hpc_rl.records import read_lineages
 from hpc_rl.schedulers import pick, slurm
 from hpc_rl.submit import submission as submission
 from hpc_rl.submit import trial_index

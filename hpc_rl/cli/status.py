@@ -11,7 +11,7 @@ from hpc_rl.checkpoint.decide import PastStart
 from hpc_rl.checkpoint.start_facts import fruitless_starts
 from hpc_rl.cli.options import add_json, add_trial, new_parser, print_json
 from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
-from hpc_rl.stats.read import Lineage
+from hpc_rl.records import LineageRecord
 from hpc_rl.status.attempts import RoleStatus
 from hpc_rl.status.formatting import (
     exit_text,
@@ -240,7 +240,7 @@ def guard_lines(story: TrialStatus, past: tuple[PastStart, ...]) -> list[str]:
     return [row("no progress", words), *(one_line(f"  {one}") for one in past)]
 
 
-def origin(line: Lineage) -> str:
+def origin(line: LineageRecord) -> str:
     return f"generation {line.from_step}" if line.from_step or line.from_lineage is not None else FRESH
 
 

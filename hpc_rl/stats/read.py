@@ -6,85 +6,21 @@ the steps that an earlier one made beyond that are cut off: each step appears on
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from hpc_rl.trial import Trial, read_json
-
-Row = dict[str, Any]
-
-
-class JsonLines:
-    """A file of JSON lines that one writer appends to, read on from where the last poll ended.
-
-    A line counts once it is complete; lines that are not JSON objects (torn by a kill) are passed over.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: list[Row] = []
-        self._offset = 0
-
-    def poll(self) -> list[Row]:
-        """The rows that are new; `rows` has all."""
-        try:
-            with self.path.open("rb") as file:
-                if file.seek(0, 2) < self._offset:  # another file under this name
-                    self._offset, self.rows = 0, []
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            return []
-        complete = data[: data.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        new = [row for row in map(_object, complete.splitlines()) if row is not None]
-        self.rows.extend(new)
-        return new
+from hpc_rl.errors import TrialStateError
+from hpc_rl.files import JsonLines, Row
+from hpc_rl.records import LineageRecord, read_lineages
+from hpc_rl.trial import Trial
 
 
-def _object(line: bytes) -> Row | None:
+def lineages(trial: Trial) -> list[LineageRecord]:
+    """Return the lineages of a trial, oldest first; none where the folder can't be read."""
     try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
-
-
-@dataclass(frozen=True)
-class Lineage:
-    """A stretch of the training history: `lineage` went on from the state after `from_step`."""
-
-    lineage: int
-    from_step: int
-    attempt: str
-    incarnation: int
-    reason: str = ""
-    submission: str = ""
-    from_lineage: int | None = None  # None: a fresh start
-
-
-def lineages(trial: Trial) -> list[Lineage]:
-    """The lineages of a trial, oldest first; records that can't be read are passed over."""
-    found = []
-    for path in trial.lineages.glob("[0-9]*.json"):
-        data: Any = read_json(path)
-        try:
-            found.append(
-                Lineage(
-                    lineage=int(data["lineage"]),
-                    from_step=int(data["from_step"]),
-                    attempt=str(data["attempt"]),
-                    incarnation=int(data["incarnation"]),
-                    reason=str(data.get("reason") or ""),
-                    submission=str(data.get("submission") or ""),
-                    from_lineage=data.get("from_lineage"),
-                )
-            )
-        except (TypeError, KeyError, ValueError):
-            continue
-    return sorted(found, key=lambda line: line.lineage)
+        return read_lineages(trial)
+    except (OSError, TrialStateError):
+        return []
 
 
 @dataclass

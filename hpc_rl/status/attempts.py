@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_rl.stats.read import JsonLines, Row
+from hpc_rl.files import JsonLines, Row
 from hpc_rl.trial import Attempt, Trial
 
 LOG_NAME = re.compile(r"(?P<role>[a-z]+)-(?P<index>\d+)\.(?P<incarnation>\d+)(-rank(?P<rank>\d+))?\.log")

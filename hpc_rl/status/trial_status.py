@@ -11,9 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.files import JsonLines, Row
+from hpc_rl.records import LineageRecord
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobState
-from hpc_rl.stats.read import History, JsonLines, Lineage, MetricsReader, Row, lineages
+from hpc_rl.stats.read import History, MetricsReader, lineages
 from hpc_rl.status.attempts import EventFiles, RoleStatus, roles_of
 from hpc_rl.status.rollout_report import RolloutReport, read_rollout
 from hpc_rl.status.trial_state import describe_exit, determine_state
@@ -62,7 +64,7 @@ class AttemptStatus:
     exit_code: int | None
     started: float | None
     ended: float | None
-    lineages: list[Lineage]
+    lineages: list[LineageRecord]
     last_step: int | None  # the newest step it logged, cut off later or not
     roles: list[RoleStatus]
     stopping: str = ""  # why it is about to end, in the supervisor's words
@@ -82,7 +84,7 @@ class TrialStatus:
     jobs: list[TrialJob]
     attempts: list[AttemptStatus]
     history: History
-    lineages: list[Lineage]
+    lineages: list[LineageRecord]
     step: int
     total_steps: int | None
     rate: float | None  # steps per second
@@ -208,7 +210,7 @@ class StatusReader:
             rollout=read_rollout(self.trial.attempt(attempts[-1].id)) if attempts else None,
         )
 
-    def _trains(self, attempts: list[AttemptStatus], lines: list[Lineage]) -> bool:
+    def _trains(self, attempts: list[AttemptStatus], lines: list[LineageRecord]) -> bool:
         """Whether the newest steps are of a trainer that is still at work; of an attempt that is over, of any."""
         if not attempts or attempts[-1].last_step is None or attempts[-1].state != "running":
             return bool(attempts) and attempts[-1].last_step is not None
@@ -238,7 +240,7 @@ class StatusReader:
         ]
         return told[-1] if told else None
 
-    def _attempts(self, jobs: list[TrialJob], lines: list[Lineage]) -> list[AttemptStatus]:
+    def _attempts(self, jobs: list[TrialJob], lines: list[LineageRecord]) -> list[AttemptStatus]:
         submitted = {job.job_id: number for number, job in enumerate(jobs)}
         by_id = {job.job_id: job for job in jobs}
         last_steps = self._metrics.last_steps()
@@ -339,7 +341,9 @@ def _not_saved(trial: Trial) -> str:
     return f"its last state is not saved: {words}; exports/final is whole" if words else ""
 
 
-def _attempt(trial: Trial, name: str, events: list[Row], own: list[Lineage], job: TrialJob) -> AttemptStatus:
+def _attempt(
+    trial: Trial, name: str, events: list[Row], own: list[LineageRecord], job: TrialJob
+) -> AttemptStatus:
     attempt = trial.attempt(name)
     ended = read_json(attempt.ended)
     times = [row["time"] for row in events if isinstance(row.get("time"), (int, float))]
@@ -393,7 +397,7 @@ def _mtime(path: Path) -> float | None:
         return None
 
 
-def _logged_by(history: History, lines: list[Lineage]) -> str:
+def _logged_by(history: History, lines: list[LineageRecord]) -> str:
     """The submission whose trainer logged the newest step."""
     lineage = history.steps[-1].get("lineage") if history.steps else None
     return next((line.submission for line in reversed(lines) if line.lineage == lineage), "")

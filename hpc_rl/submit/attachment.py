@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import TrialStateError
-from hpc_rl.stats.read import JsonLines
+from hpc_rl.files import JsonLines
 from hpc_rl.status.attempts import ROLE_ORDER, roles_of
 from hpc_rl.status.trial_status import TrialStatus
 from hpc_rl.supervise.ownership import PROCESS_FILE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
-from hpc_rl.stats.read import JsonLines
+from hpc_rl.files import JsonLines
 from hpc_rl.stats.tracker import p95
 from hpc_rl.trial import Attempt
 

@@ -17,15 +17,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpc_rl.checkpoint.lineage import submission_of
 from hpc_rl.errors import TrialBusy
+from hpc_rl.files import JsonLines
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.base import Lease, NameResolve, Seen
 from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import end_processes, is_alive, start_ticks
-from hpc_rl.stats.read import JsonLines
 from hpc_rl.supervise.processes import Child
-from hpc_rl.trial import Attempt, Trial, read_json, write_json
+from hpc_rl.trial import Attempt, Trial, read_json, submission_of, write_json
 
 logger = logging.getLogger(__name__)
 LEASE_TTL_S = 15.0

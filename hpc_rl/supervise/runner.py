@@ -12,14 +12,13 @@ import os
 import time
 from collections.abc import Callable
 
-from hpc_rl.checkpoint.lineage import submission_of
 from hpc_rl.checkpoint.starts import TIME_IS_OVER, attempts_of, failures_without_progress
 from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.errors import ExitCode, FailureClass, Stale
+from hpc_rl.files import JsonLines
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.base import Lease, NameResolve
 from hpc_rl.plan.schema import Plan
-from hpc_rl.stats.read import JsonLines
 from hpc_rl.supervise import exit_policy, ownership
 from hpc_rl.supervise.deadline import WallTime
 from hpc_rl.supervise.ends import end_of, not_started
@@ -42,7 +41,7 @@ from hpc_rl.supervise.state_machine import (
     Supervisor,
 )
 from hpc_rl.supervise.supervision import Events, avoid, obey_signals, start_unit, tell_script, tolerant
-from hpc_rl.trial import Attempt, read_json, write_json
+from hpc_rl.trial import Attempt, read_json, submission_of, write_json
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.1

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from hpc_rl.checkpoint.lineage import submission_of
 from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.errors import ExitCode
 from hpc_rl.name_resolve import keys
@@ -40,7 +39,7 @@ from hpc_rl.supervise.state_machine import (
     Supervisor,
 )
 from hpc_rl.supervise.supervision import Events, avoid, obey_signals, start_unit, tell_script
-from hpc_rl.trial import Attempt, read_json, write_json
+from hpc_rl.trial import Attempt, read_json, submission_of, write_json
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.2

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hpc_rl.checkpoint.lineage import submission_of
 from hpc_rl.errors import ExitCode
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.supervise import bad_nodes, ownership
 from hpc_rl.supervise.processes import Handle, Steps
-from hpc_rl.trial import Attempt
+from hpc_rl.trial import Attempt, submission_of
 
 logger = logging.getLogger(__name__)
 SAME_TERM_S = 2.0  # the scheduler and the batch script both bring the same TERM

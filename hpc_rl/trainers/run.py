@@ -19,7 +19,6 @@ from typing import Any
 
 from hpc_rl import __version__
 from hpc_rl.checkpoint.generation import scan
-from hpc_rl.checkpoint.lineage import submission_of
 from hpc_rl.checkpoint.manifest import Manifest, config_hash
 from hpc_rl.checkpoint.retention import RetentionPolicy
 from hpc_rl.config.sections.experiment import Config
@@ -35,7 +34,7 @@ from hpc_rl.trainers.best import Best, measured_by
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.saving import Saving
 from hpc_rl.trainers.timers import Timer
-from hpc_rl.trial import Attempt, Trial, read_json, write_json
+from hpc_rl.trial import Attempt, Trial, read_json, submission_of, write_json
 from hpc_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)

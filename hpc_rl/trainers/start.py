@@ -12,7 +12,7 @@ from typing import Any
 from hpc_rl.checked_file import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision
-from hpc_rl.checkpoint.lineage import next_lineage, submission_of, withdraw
+from hpc_rl.checkpoint.lineage import next_lineage, withdraw
 from hpc_rl.checkpoint.start_facts import decide_start
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.config.sections.operations import RecoverConfig
@@ -24,7 +24,7 @@ from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
 from hpc_rl.rollout.batch_log.replay import check_replay
 from hpc_rl.trainers import exports
 from hpc_rl.trainers.ranks import Ranks
-from hpc_rl.trial import Attempt, Trial, read_json
+from hpc_rl.trial import Attempt, Trial, read_json, submission_of
 from hpc_rl.weights import disk
 
 logger = logging.getLogger(__name__)

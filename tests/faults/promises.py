@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpc_rl.files import JsonLines
 from hpc_rl.rollout.batch_log.ledger import (
     GroupRecord,
     LedgerDamaged,
@@ -151,9 +152,7 @@ class Promises:
 def every_row(trial: Trial) -> list[stats.Row]:
     """Lines of metrics of all incarnations, those of lost steps included."""
     return [
-        row
-        for path in sorted(trial.attempts.glob("*/metrics.*.jsonl"))
-        for row in stats.JsonLines(path).poll()
+        row for path in sorted(trial.attempts.glob("*/metrics.*.jsonl")) for row in JsonLines(path).poll()
     ]
 
 
@@ -183,7 +182,7 @@ def story(trial: Trial) -> str:
     """What happened, for whoever reads a failed test."""
     lines = []
     for attempt in sorted(trial.attempts.iterdir()):
-        for row in stats.JsonLines(attempt / "events.jsonl").poll():
+        for row in JsonLines(attempt / "events.jsonl").poll():
             lines.append(json.dumps({name: value for name, value in row.items() if name != "time"}))
     logs = sorted(trial.attempts.glob("*/logs/*.log"), key=lambda path: path.stat().st_mtime)
     tails = [

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from toy_plans import toy_plan
 
+from hpc_rl.files import JsonLines
 from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import is_alive
-from hpc_rl.stats.read import JsonLines
 from hpc_rl.supervise.ownership import ProcessRecord
 from hpc_rl.trial import Trial, read_json, write_json
 

@@ -10,9 +10,10 @@ import pytest
 from promises import read_groups
 from trainer_processes import Roles, make_toy, make_trial, write_plan
 
-from hpc_rl.checkpoint.lineage import read_lineages
+from hpc_rl.files import JsonLines
+from hpc_rl.records import read_lineages
 from hpc_rl.rollout.batch_log.seals import Seal, read_seals
-from hpc_rl.stats.read import JsonLines, read
+from hpc_rl.stats.read import read
 from hpc_rl.trial import Trial, write_json
 
 pytestmark = pytest.mark.timeout(1500)

@@ -19,12 +19,12 @@ from supervised import HERE, unit
 
 from hpc_rl.config.loading.load import Loaded, from_dict
 from hpc_rl.errors import TrialBusy
+from hpc_rl.files import JsonLines
 from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.schedulers.submitit import SubmititScheduler
-from hpc_rl.stats.read import JsonLines
 from hpc_rl.status.scheduler_view import query
 from hpc_rl.status.trial_status import TrialStatus, read_status
 from hpc_rl.submit.cancellation import CancelOutcome, cancel

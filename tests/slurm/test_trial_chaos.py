@@ -12,8 +12,8 @@ import pytest
 from chaos import EVENTS, Chaos
 from kill_anything import EXACT, READY, Killed, Trials, make_toy, new_luck, short_name
 
+from hpc_rl.files import JsonLines
 from hpc_rl.schedulers import record
-from hpc_rl.stats.read import JsonLines
 from hpc_rl.status.trial_status import read_status
 
 pytestmark = pytest.mark.timeout(900)

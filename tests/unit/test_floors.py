@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2] / "hpc_rl"
 FLOORS = [
     {"__init__", "errors"},
     {"types", "trial", "allocation", "log", "net", "proc", "checked_file", "files"},
+    {"records"},
     {"config", "schedulers", "name_resolve", "stats", "algorithms"},
     {"plan", "engines", "servers", "datasets"},
     {"render", "checkpoint", "rollout", "weights"},

@@ -20,13 +20,14 @@ import pytest
 from hpc_rl.checkpoint import generation, start_facts
 from hpc_rl.checkpoint.decide import Decision
 from hpc_rl.checkpoint.generation import scan
-from hpc_rl.checkpoint.lineage import next_lineage, read_lineages
+from hpc_rl.checkpoint.lineage import next_lineage
 from hpc_rl.cli.__main__ import main
 from hpc_rl.config.loading.load import from_dict
 from hpc_rl.datasets import rows as rows_module
 from hpc_rl.datasets.rows import load_rows
 from hpc_rl.errors import ConfigError, GivenUp, NothingToResume
 from hpc_rl.proc import start_ticks
+from hpc_rl.records import read_lineages
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger
 from hpc_rl.rollout.batch_log.seals import Batches
 from hpc_rl.schedulers import record

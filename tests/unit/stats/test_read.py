@@ -7,7 +7,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.stats.read import JsonLines, MetricsReader, lineages, merge, read
+from hpc_rl.files import JsonLines
+from hpc_rl.stats.read import MetricsReader, lineages, merge, read
 
 
 def rows(first: int, last: int, mark: str) -> list[dict]:

@@ -1,0 +1,444 @@
+"""Records: the JSON files by which the processes of a trial tell each other, and later commands, what happened.
+
+Each record is a dataclass with one tolerant reader. What decides anything is an enum or a number; `reason` is for
+people only. Fields that a later version adds are ignored; a field of the wrong type counts as missing.
+
+    jobs/<job id>.json          JobRecord          submit, or the job script where it was submitted by hand
+    jobs/<job id>.state         JobStateLine       the job script, one JSON object a line
+    jobs/<job id>.next-<n>      SuccessorRecord    the job that continues a submission
+    intent/drain-<attempt>.json DrainIntent        the job script or a supervisor
+    lineages/<n>.json           LineageRecord      the trainer
+    done.json                   DoneRecord         the supervisor
+    attempts/<id>/
+        events.jsonl            Event              the supervisor, one JSON object a line
+        ended.json              EndedRecord        the supervisor
+        exits/                  ExitRecord         every rank of every role
+        processes/              ProcessRecord      every rank of every role, and the supervisor for what it started
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from hpc_rl.errors import FailureClass, StopCause
+from hpc_rl.files import JsonLines
+from hpc_rl.trial import Attempt, Trial, entries, read_json
+
+
+class TrialState(enum.StrEnum):
+    """What `hpc-rl status` calls a trial or an attempt."""
+
+    RENDERED = "rendered"
+    PENDING = "pending"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    DONE = "done"
+    CANCELLED = "cancelled"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    KILLED = "killed"
+    UNKNOWN = "unknown"
+
+    @property
+    def is_over(self) -> bool:
+        return self not in (TrialState.PENDING, TrialState.RUNNING, TrialState.STOPPING, TrialState.UNKNOWN)
+
+
+class JobEvent(enum.StrEnum):
+    """What the job script reports in `jobs/<job id>.state`."""
+
+    STARTED = "started"
+    SUPERVISOR_KILLED = "supervisor_killed"
+    REQUEUED = "requeued"
+    FIRST_NODE_LOST = "first_node_lost"  # by a step on another node, which then requeues or cancels the job
+    ENDED = "ended"
+
+
+class EventKind(enum.StrEnum):
+    """What the supervisor reports in `events.jsonl`."""
+
+    SUPERVISOR_STARTED = "supervisor_started"
+    LEFT_BEHIND = "left_behind"  # a process of an earlier start that can't be killed
+    END_TIME = "end_time"  # the scheduler ends the job at another time than known before
+    STARTED = "started"
+    EXITED = "exited"
+    RESTARTING = "restarting"
+    GAVE_UP = "gave_up"
+    PROGRESS = "progress"  # a new generation
+    HUNG = "hung"
+    UNPLACED = "unplaced"  # the scheduler starts no process of a unit
+    BAD_NODES = "bad_nodes"
+    REMINDED = "reminded"  # a warning of the scheduler that comes too early to stop for
+    STOPPING = "stopping"
+    STOP_REPEATED = "stop_repeated"
+    FAILING = "failing"
+    ABANDONING = "abandoning"
+    KILLING = "killing"
+    ENDED = "ended"
+
+
+_FIELDS: dict[type, list[tuple[str, str, Any, bool]]] = {}
+
+
+def _fields(cls: type) -> list[tuple[str, str, Any, bool]]:
+    """Return (name, JSON key, type, whether it is required) of each field."""
+    if cls not in _FIELDS:
+        hints = typing.get_type_hints(cls)
+        _FIELDS[cls] = [
+            (one.name, one.metadata.get("key", one.name), hints[one.name], _is_required(one))
+            for one in dataclasses.fields(cls)
+        ]
+    return _FIELDS[cls]
+
+
+def _is_required(one: dataclasses.Field[Any]) -> bool:
+    return one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """Return `value` as the type of a field. Raises ValueError."""
+    origin = typing.get_origin(hint)
+    if origin is types.UnionType:
+        if value is None:
+            return None
+        hint = next(one for one in typing.get_args(hint) if one is not types.NoneType)
+        origin = typing.get_origin(hint)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_convert(one, typing.get_args(hint)[0]) for one in value)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, bool) != (hint is bool) or not isinstance(value, origin or hint):
+        raise ValueError(f"expected {hint}, got {value!r}")
+    return value
+
+
+class JsonRecord:
+    """A dataclass that is stored as a JSON object."""
+
+    STRICT: typing.ClassVar[bool] = False  # a field of the wrong type makes the whole record unsound
+
+    @classmethod
+    def parse(cls, data: Any) -> Self | None:
+        """Return the record in parsed JSON, or None where a required field is missing or of another type."""
+        if not isinstance(data, dict):
+            return None
+        values = {}
+        for name, key, hint, required in _fields(cls):
+            try:
+                values[name] = _convert(data[key], hint)
+            except (KeyError, ValueError):
+                if required or (cls.STRICT and key in data):
+                    return None
+        return cls(**values)
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Return the record in a file, or None where it is missing, not complete or not sound."""
+        return cls.parse(read_json(path))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object, without fields that are None."""
+        pairs = [(key, getattr(self, name)) for name, key, _, _ in _fields(type(self))]
+        return {key: value for key, value in pairs if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord(JsonRecord):
+    """One submission of a trial, or of the servers that serve one (`kind` is SERVERS then)."""
+
+    SERVERS: typing.ClassVar[str] = "servers"
+
+    job_id: str
+    kind: str = ""
+    scheduler: str = ""
+    cluster: str = ""  # Slurm's name; empty where it is not known
+    time: float = 0.0  # Unix seconds
+    command: tuple[str, ...] = ()
+    tag: str = ""
+    start_mode: str = ""  # recover.mode of its first start
+    from_step: int | None = None  # `hpc-rl recover --from`
+    lineage_parent: str | None = None  # submission that `hpc-rl recover` continues
+    changed: tuple[str, ...] = ()  # options that differ from those of the trial before
+    serves: str = ""  # of servers: the submission that they serve
+    num_tasks: int = 0  # of servers
+
+    @classmethod
+    def read(cls, path: Path) -> JobRecord | None:
+        """Return the record with the id that the file name gives."""
+        data = read_json(path)
+        return cls.parse(data | {"job_id": path.stem}) if isinstance(data, dict) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStateLine(JsonRecord):
+    """One line of a job script. A job that started and never ended was killed, or still runs."""
+
+    event: JobEvent
+    time: float = 0.0  # Unix seconds
+    restart: int = 0
+    code: int | None = None
+    reason: str = ""
+    cause: StopCause | None = None  # why nothing is started again, or why the job is requeued
+    cancelled: bool = False  # ended by a signal or a cancel: Slurm may still start the job again
+    successor: str = ""  # of a requeue that is a new job: its id
+    host: str = ""
+    pid: int = 0
+    start_ticks: int = 0
+
+    @classmethod
+    def parse(cls, data: Any) -> JobStateLine | None:
+        line = super().parse(data)
+        if line is not None and line.cause is None:
+            line = dataclasses.replace(line, cause=_cause_in_prose(line.reason))
+        return line
+
+
+def read_job_state(trial: Trial, job_id: str) -> list[JobStateLine]:
+    """Return what the script of a job reported, oldest first."""
+    rows = JsonLines(trial.job_state(job_id)).poll()
+    return [line for line in map(JobStateLine.parse, rows) if line is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuccessorRecord(JsonRecord):
+    """The job that continues a submission as one of its starts."""
+
+    job_id: str
+    after: str = ""
+    time: float = 0.0
+
+
+def successors(trial: Trial, job_id: str) -> dict[int, str]:
+    """Return the scheduler's ids of the jobs that continued a submission, by the number of the start of each."""
+    found = {}
+    for path in sorted(trial.jobs.glob(f"{job_id}.next-*")):
+        restart, record = path.name.rpartition("-")[2], SuccessorRecord.read(path)
+        if restart.isdecimal() and record is not None and record.job_id:
+            found[int(restart)] = record.job_id
+    return found
+
+
+def newest_job(trial: Trial, job_id: str) -> str:
+    """Return the scheduler's id of the newest job of a submission: its own, or that of the last successor."""
+    newest = max(trial.jobs.glob(f"{job_id}.next-*"), default=None, key=lambda path: path.name)
+    record = SuccessorRecord.read(newest) if newest is not None else None
+    return record.job_id if record is not None and record.job_id else job_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainIntent(JsonRecord):
+    """A request that an attempt saves and stops; it outlives a supervisor that is killed."""
+
+    cause: StopCause
+    reason: str = ""
+    time: float = 0.0
+
+    @classmethod
+    def parse(cls, data: Any) -> DrainIntent | None:
+        if isinstance(data, dict) and "cause" not in data:
+            data = data | {"cause": _cause_in_prose(str(data.get("reason") or ""))}
+        return super().parse(data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoneRecord(JsonRecord):
+    """The trial reached its last step."""
+
+    job_id: str
+    attempt: str = ""
+    time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineageRecord(JsonRecord):
+    """One start of training that came as far as having state.
+
+    Args:
+        lineage: Its number, from 0.
+        from_step: Step of the state that it started from; 0 for a fresh start.
+        from_lineage: Lineage that made this state; None for a fresh start.
+        attempt: Attempt id.
+        incarnation: Trainer incarnation.
+        submission: Job id.
+        reason: Why it started so.
+        set_aside: Steps of the generations that `--from` moved out of the way.
+        time: Unix seconds by the clock of its host.
+    """
+
+    STRICT = True
+
+    lineage: int
+    from_step: int
+    from_lineage: int | None = None
+    attempt: str
+    incarnation: int
+    submission: str = ""
+    reason: str = ""
+    set_aside: tuple[int, ...] = ()
+    time: float = 0.0
+
+
+_LINEAGE_FILE = re.compile(r"(\d{4,})\.json")
+
+
+def lineage_files(trial: Trial) -> dict[int, Path]:
+    """Return the lineage records of a trial by their numbers, sound or not."""
+    found = ((_LINEAGE_FILE.fullmatch(entry.name), Path(entry.path)) for entry in entries(trial.lineages))
+    return {int(match[1]): path for match, path in found if match}
+
+
+def read_lineages(trial: Trial) -> list[LineageRecord]:
+    """Return the lineages of a trial, oldest first. Unreadable records are skipped.
+
+    Raises OSError, TrialStateError where the folder itself can't be read.
+    """
+    records = [(number, LineageRecord.read(path)) for number, path in sorted(lineage_files(trial).items())]
+    return [record for number, record in records if record is not None and record.lineage == number]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event(JsonRecord):
+    """One line of `events.jsonl`. Which fields are set depends on the kind."""
+
+    kind: EventKind = field(metadata={"key": "event"})
+    time: float | None = None  # Unix seconds
+    role: str = ""
+    index: int = 0
+    incarnation: int | None = None
+    code: int | None = None
+    reason: str = ""
+    failure: FailureClass = field(default=FailureClass.UNKNOWN, metadata={"key": "class"})
+    uses_retry: bool = field(default=False, metadata={"key": "failure"})  # it counts against recover.retries
+    cause: StopCause | None = None  # of STOPPING
+    step: int | None = None  # of PROGRESS
+    ends_at: float | None = None  # of END_TIME, Unix seconds
+    pause_s: float | None = None  # of RESTARTING and GAVE_UP
+
+    @property
+    def unit(self) -> tuple[str, int]:
+        """Role and index."""
+        return self.role, self.index
+
+    @classmethod
+    def parse(cls, data: Any) -> Event | None:
+        event = super().parse(data)
+        if event is not None and event.kind is EventKind.STOPPING and event.cause is None:
+            event = dataclasses.replace(event, cause=_cause_in_prose(event.reason))
+        return event
+
+
+class EventLog:
+    """The events of an attempt, read incrementally. Lines that are torn or of an unknown kind are skipped."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.events: list[Event] = []
+        self._file = JsonLines(attempt.events)
+
+    def poll(self) -> list[Event]:
+        """Return all events so far."""
+        new = self._file.poll()
+        if len(new) == len(self._file.rows):  # also where the file was replaced
+            self.events = []
+        self.events += [event for event in map(Event.parse, new) if event is not None]
+        return self.events
+
+
+def read_events(attempt: Attempt) -> list[Event]:
+    """Return the events of an attempt so far."""
+    return EventLog(attempt).poll()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedRecord(JsonRecord):
+    """Why an attempt ended; missing where the supervisor was killed."""
+
+    exit_code: int | None = None
+    reason: str = ""
+    cause: StopCause | None = None  # of an attempt that was asked to stop
+    time: float | None = None  # Unix seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitRecord(JsonRecord):
+    """How one process of a role ended, by itself; srun's own code is only a fallback."""
+
+    code: int
+    reason: str = ""
+    failure: FailureClass = field(default=FailureClass.UNKNOWN, metadata={"key": "class"})
+    final: bool = False  # another start would end the same way
+    time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessRecord(JsonRecord):
+    """One process of a trial; pid, kernel start time and host tell it from any other."""
+
+    pid: int
+    start_ticks: int | None
+    host: str
+    role: str
+    rank: int = 0
+    step: str = ""  # Slurm's number of its step
+    node: str = ""  # Slurm's name of its node
+    job_id: str = ""  # Slurm's
+
+
+@dataclass(frozen=True)
+class ProcessFile:
+    """A file named after one process: a log, an exit record or a process record.
+
+    Args:
+        rank: None for what all ranks share.
+        by_client: By the supervisor, of what it started (a rank or an srun).
+    """
+
+    path: Path
+    role: str
+    index: int
+    incarnation: int
+    rank: int | None
+    by_client: bool
+
+    @classmethod
+    def parse(cls, path: Path) -> ProcessFile | None:
+        """Return what the name of a file tells, or None for another file."""
+        match = _PROCESS_FILE.fullmatch(path.name)
+        if match is None:
+            return None
+        numbers = int(match["index"]), int(match["incarnation"])
+        rank = int(match["rank"]) if match["rank"] else None
+        return cls(path, match["role"], *numbers, rank, bool(match["client"]))
+
+
+_PROCESS_FILE = re.compile(
+    r"(?P<client>client-)?(?P<role>[a-z]+)-(?P<index>\d+)\.(?P<incarnation>\d+)(?:-rank(?P<rank>\d+))?\.(?:json|log)"
+)
+
+
+# --- compatibility -------------------------------------------------------------------------------------
+# Up to 34bf276 a cause was told by its English message alone. This is the only place that reads a message.
+
+_PROSE = (
+    ("the job's time is nearly over", StopCause.TIME_LIMIT),
+    ("the time limit", StopCause.TIME_LIMIT),
+    ("SIGUSR1", StopCause.USER_SIGNAL),
+    ("SIGTERM", StopCause.PREEMPTION),
+    ("told to end by a signal", StopCause.PREEMPTION),
+    ("SIGINT", StopCause.INTERRUPTED),
+    ("cancelled by a person", StopCause.CANCELLED),
+    ("the batch script that started the supervisor was killed", StopCause.SCRIPT_KILLED),
+)
+
+
+def _cause_in_prose(reason: str) -> StopCause | None:
+    """Return the cause that a message of an earlier version tells; None for any other message."""
+    return next((cause for start, cause in _PROSE if reason.startswith(start)), None)
