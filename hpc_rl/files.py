@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -154,3 +155,23 @@ def _json_object(line: bytes) -> Row | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+def mount_of(path: Path, table: Path = Path("/proc/self/mountinfo")) -> tuple[str, list[str]]:
+    """Return type and options of the mount that holds a path, or would hold it; empty where the table can't be read."""
+    real, longest, kind, options = os.path.realpath(path), 0, "", [""]
+    try:
+        lines = table.read_text(errors="replace").splitlines()
+    except OSError:
+        return "", []
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        fields, more = left.split(), right.split()
+        if len(fields) < 6 or len(more) < 3:
+            continue
+        point = fields[4].encode().decode("unicode_escape")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        # Of two mounts on one point the later one hides the other.
+        if inside and len(point) >= longest:
+            longest, kind, options = len(point), more[0], [*fields[5].split(","), *more[2].split(",")]
+    return kind, options

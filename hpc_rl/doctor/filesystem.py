@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.files import mount_of
+
 TIMEOUT_S = 60.0
 
 
@@ -125,24 +127,6 @@ def _refuses(act: Any, error: type[OSError] = FileExistsError) -> bool:
     except error:
         return True
     return False
-
-
-def mount_of(path: Path, table: Path = Path("/proc/self/mountinfo")) -> tuple[str, list[str]]:
-    """Type and options of the mount that a path lies on; empty where they can't be read."""
-    real, best = os.path.realpath(path), (-1, "", [""])
-    try:
-        lines = table.read_text(errors="replace").splitlines()
-    except OSError:
-        return "", []
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        fields, more = left.split(), right.split()
-        if len(fields) < 6 or len(more) < 3:
-            continue
-        point = fields[4].encode().decode("unicode_escape")
-        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= best[0]:
-            best = (len(point), more[0], [*fields[5].split(","), *more[2].split(",")])
-    return best[1], best[2]
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision, Situation, decide
 from hpc_rl.checkpoint.start_facts import gather, read_limit
 from hpc_rl.config.loading.load import from_dict
-from hpc_rl.config.sections.experiment import Config
-from hpc_rl.config.sections.length import ENDS, latest_end
+from hpc_rl.config.sections.experiment import LENGTH_OPTIONS, Config, last_step
 from hpc_rl.config.tables.changes import Change, changes, refuse_unsafe
 from hpc_rl.datasets.rows import check_same_rows, fingerprint_in_passing
 from hpc_rl.errors import ConfigError, NothingToResume, TrialBusy
@@ -116,10 +115,10 @@ def _refuse_length(trial: Trial, config: Config, step: int | None) -> None:
 
 def check_end(step: int, trial: Trial, config: Config, num_rows: int | None = None) -> None:
     """Raises ConfigError where a trial ends before a generation; `num_rows` are those of its dataset, where they are known."""
-    end = latest_end(config, num_rows)
+    end = last_step(config, num_rows)
     if end is not None and end < step:
         given = ", ".join(
-            f"{name} {getattr(config, name)}" for name in ENDS if getattr(config, name) is not None
+            f"{name} {getattr(config, name)}" for name in LENGTH_OPTIONS if getattr(config, name) is not None
         )
         raise ConfigError(
             f"{given}: trial {trial} ends at step {end}, and generation {step} is past that. "
@@ -231,7 +230,7 @@ def stale_leftovers(trial: Trial, config: Config) -> list[Path]:
 
 
 def _refuse_finished(trial: Trial, config: Config, changed: Sequence[Change]) -> None:
-    if trial.done.exists() and not any(change.name in ENDS for change in changed):
+    if trial.done.exists() and not any(change.name in LENGTH_OPTIONS for change in changed):
         end = "total_train_steps" if config.total_train_epochs is None else "total_train_epochs"
         raise NothingToResume(
             f"{trial} has reached its end. To train it longer: hpc-rl recover {trial_index.cli_name(trial)} {end}=N; "

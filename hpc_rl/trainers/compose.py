@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.sections.experiment import GRPOConfig, RWConfig, SFTConfig
-from hpc_rl.config.sections.length import total_steps
+from hpc_rl.config.sections.experiment import GRPOConfig, RWConfig, SFTConfig, total_steps
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.config.show import redacted
 from hpc_rl.datasets.encode import Prompts, load_pairs, load_sequences

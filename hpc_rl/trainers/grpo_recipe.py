@@ -19,8 +19,7 @@ import torch
 from hpc_rl.algorithms import areal, grpo, kl
 from hpc_rl.algorithms.advantages import overlong_penalty, uninformative_groups
 from hpc_rl.algorithms.normalization import Levels
-from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.config.sections.length import total_steps
+from hpc_rl.config.sections.experiment import GRPOConfig, total_steps
 from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
 from hpc_rl.engines.base import Engine, MicroBatch, Sequences
 from hpc_rl.engines.packing import balance

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from hpc_rl.algorithms.losses import pairwise_loss
-from hpc_rl.config.sections.experiment import RWConfig
-from hpc_rl.config.sections.length import total_steps
+from hpc_rl.config.sections.experiment import RWConfig, total_steps
 from hpc_rl.datasets.order import locate
 from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.engines.packing import balance

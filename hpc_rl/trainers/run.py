@@ -22,7 +22,6 @@ from hpc_rl.checkpoint.generation import scan
 from hpc_rl.checkpoint.manifest import Manifest, config_hash
 from hpc_rl.checkpoint.retention import RetentionPolicy
 from hpc_rl.config.sections.experiment import Config
-from hpc_rl.config.sections.operations import FrequencyConfig
 from hpc_rl.engines.base import Engine
 from hpc_rl.engines.hf_io import fsync_file
 from hpc_rl.errors import CannotWrite, ExitCode
@@ -39,7 +38,6 @@ from hpc_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 SAID = ("reward", "loss", "grad_norm", "lr", "staleness_mean", "step_s")  # of a step's metrics, in the log
-DEFAULT_SAVE_SECS = 600
 TRIM_EVERY_STEPS = 10  # of the batch log, where no generation is saved
 EXPORT_RECORD = "hpc_rl.json"
 LIBRARIES = ("torch", "transformers", "numpy", "safetensors")
@@ -104,7 +102,7 @@ class Run:
             self.engine, self.ranks, self.stopping, tokenizer, lambda: self.does("wait for room", self.step)
         )
         self.timers = {
-            "save": Timer(save_frequency(self.config.recover, self.ranks.rank == 0)),
+            "save": Timer(self.config.recover),
             "evaluate": Timer(self.config.evaluator),
             "export": Timer(self.config.saver),
         }
@@ -340,15 +338,6 @@ class Run:
     def _say(self, words: str, *values: object) -> None:
         if self.ranks.rank == 0:
             logger.info(words, *values)
-
-
-def save_frequency(recover: Any, tell: bool = True) -> FrequencyConfig:
-    """How often generations are saved: every 10 minutes where nothing is said and the mode saves at all."""
-    if recover.mode == "disabled" or recover.freq_epochs or recover.freq_steps or recover.freq_secs:
-        return recover
-    if tell:
-        logger.info("recover.freq_* are not set: a generation is saved every %d s", DEFAULT_SAVE_SECS)
-    return FrequencyConfig(freq_secs=DEFAULT_SAVE_SECS)
 
 
 @functools.cache

@@ -7,7 +7,6 @@ refusals; an option that somebody wrote is never changed, only refused.
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -20,12 +19,19 @@ from hpc_rl.config.rules.slurm_rules import scheduler_options
 from hpc_rl.config.rules.training_rules import TRAIN_RULES, adapted
 from hpc_rl.config.rules.training_rules import notes as train_notes
 from hpc_rl.config.sections.cluster import environment_of
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, SFTConfig
-from hpc_rl.config.sections.length import ENDS
-from hpc_rl.config.sections.values import ABSENT, replaced, value_of
+from hpc_rl.config.sections.experiment import (
+    ABSENT,
+    LENGTH_OPTIONS,
+    Config,
+    GRPOConfig,
+    SFTConfig,
+    replaced,
+    value_of,
+)
 from hpc_rl.config.show import REDACTED, is_secret
 from hpc_rl.config.tables.unavailable import unavailable
 from hpc_rl.errors import ConfigError
+from hpc_rl.files import mount_of
 from hpc_rl.trial import check_name
 
 DEFAULT_RECOVER_SECS = 600
@@ -107,7 +113,9 @@ def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
         f"recover.freq_{unit}" in explicit for unit in ("epochs", "steps", "secs")
     ):
         yield "recover.freq_* has no effect: recover.mode is disabled, so nothing is saved and nothing can be resumed."
-    given = [f"{name} {getattr(config, name)}" for name in ENDS if getattr(config, name) is not None]
+    given = [
+        f"{name} {getattr(config, name)}" for name in LENGTH_OPTIONS if getattr(config, name) is not None
+    ]
     if len(given) > 1:
         yield f"the trial ends at the earliest of {', '.join(given)}."
     evaluator = config.evaluator
@@ -132,8 +140,8 @@ def names(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 def ends(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    if all(getattr(config, name) is None for name in ENDS):
-        yield f"{', '.join(ENDS)} are all null: nothing would end the trial; set one of them."
+    if all(getattr(config, name) is None for name in LENGTH_OPTIONS):
+        yield f"{', '.join(LENGTH_OPTIONS)} are all null: nothing would end the trial; set one of them."
 
 
 def datasets(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -328,24 +336,7 @@ def _places(config: Config) -> Iterator[tuple[str, str, str]]:
     }
     for name, place in places.items() if config.cluster.n_nodes > 1 else ():
         if place:
-            yield name, place, file_system(Path(place))
-
-
-def file_system(path: Path, mounts: str = "/proc/self/mounts") -> str:
-    """Type of the file system that holds a path, or would hold it; empty where that can't be known."""
-    try:
-        lines = Path(mounts).read_text().splitlines()
-    except OSError:
-        return ""
-    best, kind = "", ""
-    real = os.path.realpath(path)
-    for line in lines:
-        point, found = line.split()[1:3]
-        point = point.encode().decode("unicode_escape")
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):  # of two mounts on one point the later one hides the other
-            best, kind = point, found
-    return kind
+            yield name, place, mount_of(Path(place))[0]
 
 
 Rule = Callable[[Config, Collection[str]], Iterator[str]]

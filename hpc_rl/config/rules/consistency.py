@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterator
 
-from hpc_rl.config.sections.experiment import Config, GRPOConfig
+from hpc_rl.config.sections.experiment import ABSENT, Config, GRPOConfig, value_of
 from hpc_rl.config.sections.inference import SGLangConfig
-from hpc_rl.config.sections.values import ABSENT, value_of
 from hpc_rl.config.tables.sglang_versions import ALSO, DROPPED, FLAGS, SET_BY_THE_TRIAL
 
 _SECTIONS = ("saver", "evaluator", "recover", "stats_logger", "rollout", "actor", "ref", "model")

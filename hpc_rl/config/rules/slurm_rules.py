@@ -11,8 +11,7 @@ import shlex
 from collections.abc import Collection, Iterator
 
 from hpc_rl.config.sections.cluster import ServerJobsConfig, SlurmLauncherConfig
-from hpc_rl.config.sections.experiment import Config, GRPOConfig
-from hpc_rl.config.sections.values import value_of
+from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 
 DERIVED = "derived"  # the value of an option that the plan decides
 

@@ -1,9 +1,10 @@
-"""The whole configuration of a trial: `GRPOConfig`, `SFTConfig` or `RWConfig`, by the trainer that it is for."""
+"""The whole configuration of a trial: `GRPOConfig`, `SFTConfig` or `RWConfig`, by trainer. Its length, and dotted access."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hpc_rl.config.sections.cluster import ClusterSpecConfig, LauncherConfig
 from hpc_rl.config.sections.dataset import DatasetConfig
@@ -22,6 +23,7 @@ from hpc_rl.config.sections.operations import (
     StatsLoggerConfig,
 )
 from hpc_rl.config.sections.training import PPOActorConfig, TrainEngineConfig
+from hpc_rl.errors import ConfigError
 
 
 @dataclass(kw_only=True)
@@ -119,3 +121,58 @@ class RWConfig(BaseExperimentConfig):
 
 Config = GRPOConfig | SFTConfig | RWConfig
 CONFIGS: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig, "rw": RWConfig}
+LENGTH_OPTIONS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")
+
+
+def total_steps(config: Config, num_rows: int) -> int:
+    """Return the number of steps of a trial: the smallest that `LENGTH_OPTIONS` give.
+
+    Raises ConfigError where the passes over the data make no whole batch.
+    """
+    steps = last_step(config, num_rows)
+    assert steps is not None, "rules/check.py requires one of LENGTH_OPTIONS"
+    if steps < 1:
+        size = config.train_dataset.batch_size
+        raise ConfigError(
+            f"train_dataset.batch_size {size}: {config.total_train_epochs} epoch(s) of {num_rows} rows make no "
+            "whole batch. Lower it, raise total_train_epochs, or set total_train_steps."
+        )
+    return steps
+
+
+def last_step(config: Config, num_rows: int | None) -> int | None:
+    """Return an upper bound of the number of steps, from the number of rows before `max_length` drops any.
+
+    None where only `total_train_epochs` is set and the number of rows is not known.
+    """
+    size = config.train_dataset.batch_size
+    bounds = [config.total_train_steps] if config.total_train_steps is not None else []
+    if config.total_train_n_seqs is not None:
+        num_samples = config.gconfig.n_samples if isinstance(config, GRPOConfig) else 1
+        bounds.append(-(-config.total_train_n_seqs // (size * num_samples)))
+    if config.total_train_epochs is not None and num_rows is not None:
+        rows = config.total_train_epochs * num_rows
+        bounds.append(rows // size if config.train_dataset.drop_last else -(-rows // size))
+    return min(bounds, default=None)
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT: Any = _Absent()
+
+
+def value_of(config: Any, name: str) -> Any:
+    """Return the value of a dotted option, or ABSENT where a section is missing or null."""
+    for part in name.split("."):
+        config = getattr(config, part, ABSENT)
+    return config
+
+
+def replaced(section: Any, path: list[str], value: Any) -> Any:
+    """Return the same configuration with one option changed."""
+    if len(path) > 1:
+        value = replaced(getattr(section, path[0]), path[1:], value)
+    return dataclasses.replace(section, **{path[0]: value})

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.config.sections.experiment import Config
-from hpc_rl.config.sections.values import ABSENT
+from hpc_rl.config.sections.experiment import ABSENT, Config
 from hpc_rl.config.show import REDACTED, is_secret, scalar
 from hpc_rl.errors import ConfigError
 

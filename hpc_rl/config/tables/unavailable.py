@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.config.sections.experiment import Config
-from hpc_rl.config.sections.values import ABSENT, value_of
+from hpc_rl.config.sections.experiment import ABSENT, Config, value_of
 
 _ONE_DIRECTORY = "the roles find each other by files on the shared file system, no daemon is needed; use nfs, or leave it out"
 _NO_SERVICE = "there is no scheduler service: Slurm places the roles; leave the section out"

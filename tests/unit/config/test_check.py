@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.config.loading.load import Loaded, load
-from hpc_rl.config.rules.check import check, file_system
-from hpc_rl.config.sections.values import value_of
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.sections.experiment import value_of
 from hpc_rl.errors import ConfigError
 
 GRPO = [
@@ -484,22 +484,14 @@ def test_a_directory_must_be_a_saved_dataset(model):
         on_disk(model)
 
 
-def test_a_fileroot_in_the_memory_of_one_node(tmp_path, model, monkeypatch):
-    mounts = tmp_path / "mounts"
-    mounts.write_text(
-        f"/dev/a / ext4 rw 0 0\nx {tmp_path}/with\\040blank tmpfs rw 0 0\nserver:/x {tmp_path}/with\\040blank/nfs nfs4 rw 0 0\n"
-    )
-    assert file_system(tmp_path / "with blank/trials", str(mounts)) == "tmpfs"
-    assert file_system(tmp_path / "with blank/nfs/trials", str(mounts)) == "nfs4"
-    assert file_system(tmp_path / "with blanks", str(mounts)) == "ext4"
-    assert file_system(tmp_path, str(tmp_path / "none")) == ""
-    monkeypatch.setattr("hpc_rl.config.rules.check.file_system", lambda path: "tmpfs")
+def test_a_fileroot_in_the_memory_of_one_node(model, monkeypatch):
+    monkeypatch.setattr("hpc_rl.config.rules.check.mount_of", lambda path: ("tmpfs", []))
     with pytest.raises(
         ConfigError,
         match=r"cluster\.fileroot .* is on tmpfs, which only this node sees, but the trial has 2 nodes",
     ):
         on_disk(model, "--n_nodes=2")
     assert on_disk(model, "--n_nodes=1").config.cluster.n_nodes == 1
-    monkeypatch.setattr("hpc_rl.config.rules.check.file_system", lambda path: "xfs")
+    monkeypatch.setattr("hpc_rl.config.rules.check.mount_of", lambda path: ("xfs", []))
     assert any("is on xfs, a disk of this machine" in note for note in on_disk(model, "--n_nodes=2").notes)
     assert not any("xfs" in note for note in on_disk(model, "--n_nodes=1").notes)

@@ -17,7 +17,7 @@ import pytest
 
 from hpc_rl.config.loading.build import hints, options, section_of
 from hpc_rl.config.rules.container_rules import OPTION
-from hpc_rl.config.sections.experiment import CONFIGS
+from hpc_rl.config.sections.experiment import CONFIGS, last_step
 from hpc_rl.config.tables import unavailable
 from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS
 from hpc_rl.plan.containers import PYTHONS
@@ -96,8 +96,8 @@ def own_names() -> set[str]:
 @cache
 def _trees() -> list[ast.AST]:
     files = [path for path in (ROOT / "hpc_rl").rglob("*.py") if path.relative_to(ROOT).parts[1] != "config"]
-    files.append(ROOT / "hpc_rl" / "config" / "sections" / "length.py")  # what the trainers read there
-    return [ast.parse(path.read_text()) for path in files]
+    length = ast.parse(inspect.getsource(last_step))  # what the trainers read of the configuration through it
+    return [*(ast.parse(path.read_text()) for path in files), length]
 
 
 @cache

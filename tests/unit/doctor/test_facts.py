@@ -15,7 +15,7 @@ import pytest
 
 from hpc_rl.doctor import filesystem
 from hpc_rl.doctor.facts import Facts, cgroup_memory, gather, leftovers, versions
-from hpc_rl.doctor.filesystem import FileSystem, look, mount_of, probe
+from hpc_rl.doctor.filesystem import FileSystem, look, probe
 from hpc_rl.doctor.job_probe import reports
 from hpc_rl.doctor.node import Visit
 from hpc_rl.doctor.slurm_facts import PROGRAMS, ask
@@ -52,16 +52,6 @@ def test_a_mount_that_hangs_costs_a_time_limit(tmp_path, monkeypatch):
     slow.chmod(0o755)
     monkeypatch.setattr(filesystem.sys, "executable", str(slow))
     assert "no answer within 0.3 s" in look(tmp_path, timeout_s=0.3).error
-
-
-def test_the_longest_mount_counts(tmp_path):
-    table = tmp_path / "mountinfo"
-    table.write_text(
-        "1 0 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
-        f"2 1 0:9 / {tmp_path} rw - nfs4 server:/x rw,vers=4.2,local_lock=none\n"
-    )
-    assert mount_of(tmp_path / "deeper", table) == ("nfs4", ["rw", "rw", "vers=4.2", "local_lock=none"])
-    assert mount_of(Path("/"), table)[0] == "ext4"
 
 
 def test_the_smallest_memory_limit_above_a_process_counts(tmp_path):

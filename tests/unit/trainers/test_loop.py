@@ -11,7 +11,7 @@ from training import FakeEngine, FakeSnapshot, Starter, make_config
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import scan
-from hpc_rl.config.sections.length import total_steps
+from hpc_rl.config.sections.experiment import total_steps
 from hpc_rl.config.sections.operations import EvaluatorConfig, RecoverConfig, SaverConfig
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume
 from hpc_rl.status.trial_status import read_status

@@ -3,8 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.config.sections.operations import FrequencyConfig, RecoverConfig
-from hpc_rl.trainers.run import save_frequency
+from hpc_rl.config.sections.operations import FrequencyConfig
 from hpc_rl.trainers.timers import Timer
 
 
@@ -77,11 +76,3 @@ def test_time_while_nothing_ran_does_not_count_and_frequencies_come_from_the_con
     assert not timer.check()
     clock.now += 1
     assert timer.check()
-
-
-def test_a_mode_that_saves_saves_every_ten_minutes_where_nothing_is_set_and_says_so(caplog):
-    caplog.set_level("INFO")
-    assert save_frequency(RecoverConfig(mode="auto")).freq_secs == 600
-    assert "every 600 s" in caplog.text
-    assert save_frequency(RecoverConfig(mode="auto", freq_steps=5)).freq_secs is None
-    assert save_frequency(RecoverConfig(mode="disabled")).freq_secs is None
