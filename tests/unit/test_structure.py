@@ -47,7 +47,7 @@ KNOWN_SMALL = {
 }  # fmt: skip
 KNOWN_FILE_NAMES = {"templates.py"}
 KNOWN_CLASS_NAMES = {
-    "Cluster", "Driver", "End", "Engine", "Finding", "Job", "Place", "Policy", "Reader", "Report", "Request",
+    "Cluster", "Driver", "End", "Engine", "Finding", "Job", "Place", "Policy", "ProcessRecord", "Reader", "Report", "Request",
     "Rows", "Seen", "Snapshot", "Start", "State",
 }  # fmt: skip
 KNOWN_LONG_FUNCTIONS = {"submit/submission.py submit"}
