@@ -21,8 +21,9 @@ from hpc_rl.config.loading.load import from_dict
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError, Damaged, ExitCode, HpcRlError
 from hpc_rl.files import is_full
+from hpc_rl.trainers.exports import RECORD_NAME
 from hpc_rl.trainers.grpo_recipe import updates_per_step
-from hpc_rl.trainers.run import EXPORT_RECORD, tokenizer_folder, versions
+from hpc_rl.trainers.run import tokenizer_folder, versions
 from hpc_rl.trial import Trial, fsync_dir, read_json, write_json
 
 
@@ -41,7 +42,7 @@ def export(trial: Trial, step: int, out: Path) -> None:
     files = {file.name: FileRecord(file.name, file.size, file.xxh3) for file in found.manifest.files}
     model = config.actor if isinstance(config, GRPOConfig) else config.model
     export_state(model, config.seed, folder, found.manifest.num_ranks, files, out, tokenizer_folder(config))
-    write_json(out / EXPORT_RECORD, {"step": step, "version": found.manifest.version, "trial": str(trial)})
+    write_json(out / RECORD_NAME, {"step": step, "version": found.manifest.version, "trial": str(trial)})
     fsync_dir(out)
 
 

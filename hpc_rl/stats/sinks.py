@@ -1,6 +1,6 @@
-"""Sinks: where the numbers of a step go. JSON lines always, TensorBoard beside them. One process writes: rank 0. No torch here.
+"""Sinks: where the metrics of a step go. JSON lines always, TensorBoard beside them. Only rank 0 writes. No torch here.
 
-A line is whole and handed to the file system before `log` returns, so that a killed trainer loses none that it reported.
+A line is handed whole to the file system before `log` returns: a killed trainer loses none that it reported.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,26 +25,26 @@ Scalars = Mapping[str, float | int | str]
 
 
 class StatsSink(Protocol):
-    """What takes numbers."""
+    """A receiver of metrics."""
 
     def log(self, step: int, scalars: Scalars) -> None: ...
 
     def close(self) -> None: ...
 
     def state(self) -> dict[str, Any]:
-        """Where the sink stands, for the manifest of a generation."""
+        """Return the sink's position, for the manifest of a generation."""
 
 
 class JsonlSink:
-    """One JSON object a line, `step` first. A number that JSON has no word for (NaN, infinity) becomes null.
+    """One JSON object per line, `step` first; NaN and infinity become null.
 
-    On a full disk lines wait in memory, in their order, for the next call.
+    On a full disk lines wait in memory, in order, for the next call. `file` takes the bytes in place of `path`'s own.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: RawIOBase | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file = path.open("ab", buffering=0)
+        self._file: Any = file or path.open("ab", buffering=0)
         self._waiting = b""
         self._told = False
 
@@ -75,7 +76,7 @@ class JsonlSink:
             self._file.close()
 
     def state(self) -> dict[str, Any]:
-        """Before a generation is committed, so that lines that wait go first."""
+        # called before a generation is committed, so the lines that wait are written first
         if self._file.closed:
             return {"file": self.path.name, "bytes": 0}
         self._write()
@@ -89,25 +90,27 @@ def _finite(value: float | int | str) -> float | int | str | None:
 class TensorBoardSink:
     """Event files by TensorBoard's own writer, which needs neither TensorFlow nor torch.
 
-    What a full disk keeps out of them is lost to them (the JSON lines have it); a new file is begun once there is room.
+    Metrics of a full disk are missing there (the JSON lines have them); a new file is begun once there is space.
+    `open_writer` replaces TensorBoard's writer.
     """
 
-    def __init__(self, folder: Path, start_step: int = 0) -> None:
+    def __init__(
+        self, folder: Path, start_step: int = 0, open_writer: Callable[[], Any] | None = None
+    ) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.folder = folder
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._open: Callable[[], Any] = lambda: EventFileWriter(str(folder), flush_secs=5)
+        self._open = open_writer or (lambda: EventFileWriter(str(folder), flush_secs=5))
         self._writer: Any = None
         self._told = False
-        start = event_pb2.SessionLog(
-            status=event_pb2.SessionLog.START
-        )  # what lies beyond it from before is dropped by readers
+        # readers drop the events of earlier starts that are beyond this one
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=start))
 
     def _add(self, event: Any) -> None:
-        """The writer's own thread may have failed since the last event: it says so now, and is of no use any more."""
+        # the writer's thread may have failed since the last event: it reports that now, and cannot be used again
         try:
             self._writer = self._writer or self._open()
             self._writer.add_event(event)
@@ -125,12 +128,8 @@ class TensorBoardSink:
             self._told = False
 
     def log(self, step: int, scalars: Scalars) -> None:
-        numbers = {
-            name: float(value)
-            for name, value in scalars.items()
-            if isinstance(value, (int, float)) and name != "time"
-        }
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        numbers = _numbers(scalars).items()
+        values = [self._summary.Value(tag=name, simple_value=float(value)) for name, value in numbers]
         when = scalars.get("time", 0.0)
         self._add(self._event(wall_time=float(when), step=step, summary=self._summary(value=values)))
 
@@ -169,7 +168,7 @@ class Sinks:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a service shows a trial as: its names, a folder for the service's files, and its configuration."""
+    """A trial as a metrics service shows it: its names, a folder for the service's files, and its configuration."""
 
     experiment_name: str
     trial_name: str
@@ -178,7 +177,7 @@ class RunIdentity:
 
 
 class WandBSink:
-    """Weights & Biases; every attempt of a trial goes on in one run. `settings` is the section `stats_logger.wandb`."""
+    """Weights & Biases; all attempts of a trial share one run. `settings` is the section `stats_logger.wandb`."""
 
     def __init__(self, who: RunIdentity, settings: Any) -> None:
         wandb = _load("wandb", "stats_logger.wandb.mode", settings.mode)
@@ -256,8 +255,11 @@ def open_sinks(
     wandb: Any = None,
     swanlab: Any = None,
 ) -> Sinks:
-    """The sinks of a trainer incarnation that goes on from `start_step`: JSON lines, TensorBoard where it is installed, and
-    the services whose section is there and not disabled. Raises ConfigError where a service's package is missing."""
+    """Open the sinks of an incarnation that continues from `start_step`.
+
+    These are JSON lines, TensorBoard if it is installed, and the services whose section is present and not disabled.
+    Raises ConfigError if the package of a service is missing.
+    """
     sinks: list[StatsSink] = [JsonlSink(metrics)]
     try:
         sinks.append(TensorBoardSink(tensorboard, start_step))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import GRPOConfig, RWConfig, SFTConfig, total_steps
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.config.show import redacted
@@ -20,10 +21,9 @@ from hpc_rl.stats.sinks import RunIdentity, Sinks, open_sinks
 from hpc_rl.trainers.activity import Activity
 from hpc_rl.trainers.grpo_recipe import GRPO, num_updates, place_schedule
 from hpc_rl.trainers.loop import Recipe
-from hpc_rl.trainers.reward_model import RewardModel
 from hpc_rl.trainers.run import Run, tokenizer_folder
-from hpc_rl.trainers.sft import SFT
 from hpc_rl.trainers.start import Start, begin, load_state
+from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe, SupervisedTask
 from hpc_rl.trial import read_json
 from hpc_rl.weights.publish import Publisher
 
@@ -51,31 +51,30 @@ def compose_grpo(start: Start, stack: ExitStack) -> Composed:
 
 
 def compose_sft(start: Start, stack: ExitStack) -> Composed:
-    """Batches from the dataset, computed by each rank."""
-    config = start.config
-    assert isinstance(config, SFTConfig)
-    tokenizer = Tokenizer(tokenizer_folder(config))
-    rows = load_sequences(config.train_dataset, tokenizer)
-    start, begun = _begin(start, rows.fingerprint)
-    held_out = load_sequences(config.valid_dataset, tokenizer) if config.valid_dataset is not None else None
-    run = _run(start, begun, config.model, total_steps(config, len(rows)), stack)
-    return run, SFT(run, rows, held_out)
+    """Compose the training of a language model on written completions."""
+    return _compose_supervised(start, stack, SFT, load_sequences)
 
 
 def compose_rw(start: Start, stack: ExitStack) -> Composed:
-    """Pairs from the dataset, a model that ends in one number."""
-    config = start.config
-    assert isinstance(config, RWConfig)
-    tokenizer = Tokenizer(tokenizer_folder(config))
-    pairs = load_pairs(config.train_dataset, tokenizer)
-    start, begun = _begin(start, pairs.fingerprint)
-    held_out = load_pairs(config.valid_dataset, tokenizer) if config.valid_dataset is not None else None
-    run = _run(start, begun, config.model, total_steps(config, len(pairs)), stack)
-    return run, RewardModel(run, pairs, held_out)
+    """Compose the training of a reward model on pairs."""
+    return _compose_supervised(start, stack, REWARD_MODEL, load_pairs)
 
 
 Compose = Callable[[Start, ExitStack], Composed]
 COMPOSE: dict[str, Compose] = {"grpo": compose_grpo, "sft": compose_sft, "rw": compose_rw}
+
+
+def _compose_supervised(
+    start: Start, stack: ExitStack, task: SupervisedTask, load: Callable[[DatasetConfig, Tokenizer], Any]
+) -> Composed:
+    config = start.config
+    assert isinstance(config, SFTConfig | RWConfig)
+    tokenizer = Tokenizer(tokenizer_folder(config))
+    rows = load(config.train_dataset, tokenizer)
+    start, begun = _begin(start, rows.fingerprint)
+    held_out = load(config.valid_dataset, tokenizer) if config.valid_dataset is not None else None
+    run = _run(start, begun, config.model, total_steps(config, len(rows)), stack)
+    return run, SupervisedRecipe(run, task, rows, held_out)
 
 
 def _prompts(config: GRPOConfig) -> tuple[int, dict[str, Any]]:

@@ -1,15 +1,10 @@
-"""Evaluation on held-out data: mean reward of what the servers make (GRPO), mean loss of what is written (SFT),
-loss and accuracy over pairs (reward model)."""
+"""Evaluation on held-out prompts: the mean reward of what the servers generate."""
 
 from __future__ import annotations
 
 import logging
 import time
 
-import torch
-
-from hpc_rl.algorithms.losses import pairwise_loss
-from hpc_rl.engines.base import Engine, Sequences, sum_over_ranks
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.trainers.run import Run
 
@@ -37,22 +32,3 @@ def held_out_reward(run: Run, rollout: RolloutClient, step: int) -> dict[str, fl
     run.sinks.log(step, {"time": time.time(), "lineage": run.lineage, **numbers})
     logger.info("step %d: held-out reward %.4f over %d prompts", step, result.reward, result.num_prompts)
     return numbers
-
-
-def held_out_loss(engine: Engine, rows: Sequences) -> dict[str, float]:
-    """Mean negative log-likelihood per completion token; `rows` is this rank's share."""
-    total, count = 0.0, 0.0
-    for logprobs, mask in zip(engine.logprobs(rows, 1.0), rows.columns["loss_mask"], strict=True):
-        total -= float(logprobs[mask].sum(dtype="float64"))
-        count += int(mask.sum())
-    total, count = sum_over_ranks([total, count])
-    return {"eval_loss": total / max(1.0, count)}
-
-
-def held_out_preferences(engine: Engine, rows: Sequences) -> dict[str, float]:
-    """Mean Bradley-Terry loss, and the share of pairs whose chosen sequence scores higher; `rows` is this rank's share."""
-    made = zip(engine.logprobs(rows, 1.0), rows.columns["loss_mask"], strict=True)
-    scores_P2 = torch.tensor([float(scores[mask].sum()) for scores, mask in made]).reshape(-1, 2)
-    loss, sums = pairwise_loss(scores_P2[:, 0], scores_P2[:, 1])
-    total, correct, count = sum_over_ranks([float(loss), float(sums["num_correct"]), float(len(scores_P2))])
-    return {"eval_loss": total / max(1.0, count), "eval_accuracy": correct / max(1.0, count)}

@@ -1,43 +1,50 @@
-"""Exports: folders of weights, each whole under its name at any instant, and what happens where the disk is full.
+"""Exports: folders of weights that appear under their names only when whole, and what happens on a full disk.
 
-A folder that takes the place of another comes in by two renames: the old one out of sight, the new one in. A kill between
-them is mended by the next start (`repair`).
+A folder takes the place of another by two renames: the old one out of sight, the new one in. A start after a kill between
+the two calls `repair`.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hpc_rl import files
+from hpc_rl.config.loading.load import trainer_of
+from hpc_rl.config.rules.consistency import METRICS
+from hpc_rl.config.sections.experiment import Config
 from hpc_rl.engines.base import Engine
+from hpc_rl.engines.hf_io import fsync_file
 from hpc_rl.errors import RoleFailed
 from hpc_rl.trainers.ranks import Ranks
-from hpc_rl.trial import fsync_dir
+from hpc_rl.trial import Trial, fsync_dir, read_json, write_json
 
+logger = logging.getLogger(__name__)
+RECORD_NAME = "hpc_rl.json"  # in every export: step, version, trial
 _LEFTOVER = re.compile(r"\.(best|final|step-\d{8,})\.(tmp|old|gone)")
 
 
-def beside(folder: Path, mark: str) -> Path:
-    return folder.with_name(f".{folder.name}.{mark}")
-
-
 def begin(folder: Path) -> Path:
-    """An empty folder that readers don't see, to write into. Raises OSError."""
-    temporary = beside(folder, "tmp")
+    """Make an empty folder beside `folder`, hidden from readers, to write into. Raises OSError."""
+    temporary = _beside(folder, "tmp")
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
     return temporary
 
 
-def put(folder: Path) -> None:
-    """Give what was written into `begin`'s folder its name, durably, in place of what has it. Raises OSError."""
-    temporary, old = beside(folder, "tmp"), beside(folder, "old")
+def put(temporary: Path, folder: Path) -> None:
+    """Give what was written the name of `folder`, durably, in place of what has it now. Raises OSError."""
+    old = _beside(folder, "old")
     fsync_dir(temporary)
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -48,8 +55,8 @@ def put(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """First out of sight: nobody sees half of it. Raises OSError."""
-    gone = beside(folder, "gone")
+    """Remove an export: first its name, so that no reader sees half of it. Raises OSError."""
+    gone = _beside(folder, "gone")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(folder, gone)
     fsync_dir(folder.parent)  # a power failure must not bring the name back to a half
@@ -57,7 +64,7 @@ def remove(folder: Path) -> None:
 
 
 def repair(exports: Path) -> None:
-    """Mend what a killed incarnation left. Only the owner of the trial does this. Raises OSError."""
+    """Finish or undo what a killed incarnation left. For the owner of the trial only. Raises OSError."""
     for entry in sorted(os.listdir(exports)) if exports.is_dir() else []:
         if match := _LEFTOVER.fullmatch(entry):
             name, mark = match.groups()
@@ -68,15 +75,19 @@ def repair(exports: Path) -> None:
                 shutil.rmtree(exports / entry, ignore_errors=True)
 
 
-class Writer:
-    """Writes weights for all ranks together. Nothing that a full disk keeps from being written is lost: it is tried again.
+def _beside(folder: Path, mark: str) -> Path:
+    return folder.with_name(f".{folder.name}.{mark}")
+
+
+class WeightWriter:
+    """Writes weights for all ranks together, and waits while the disk is full.
 
     Args:
         engine: Whose weights.
         ranks: All ranks.
-        stopping: Ends the waiting for room.
+        stopping: Ends the waiting.
         tokenizer: Folder whose tokenizer files go with the weights.
-        waits: Called at each further try.
+        on_wait: Called before each further try.
     """
 
     def __init__(
@@ -85,55 +96,58 @@ class Writer:
         ranks: Ranks,
         stopping: threading.Event,
         tokenizer: Path,
-        waits: Callable[[], None] = lambda: None,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
-        self.engine, self.ranks, self.stopping, self.tokenizer, self.waits = (
-            engine,
-            ranks,
-            stopping,
-            tokenizer,
-            waits,
-        )
+        self.engine = engine
+        self.ranks = ranks
+        self.stopping = stopping
+        self.tokenizer = tokenizer
+        self.on_wait = on_wait
 
-    def weights(
+    def write(
         self,
         what: str,
         folder: Path,
         begin: Callable[[], Path],
-        finish: Callable[[], object],
+        finish: Callable[[Path], object],
         durable: bool,
         patient: bool = True,
     ) -> bool:
-        """Write the weights into the folder that `begin` makes, then `finish`; both are rank 0's. Collective.
+        """Write the weights into the folder that `begin` makes, then give that to `finish`. Collective.
 
-        On a full disk: waits for room, or with `patient` false gives up at once. False where nothing was written, because of that
-        or because the trainer was told to stop meanwhile. Raises on every rank what is no matter of room.
+        Both callables run on rank 0; `folder` is the final place. On a full disk: wait for space, or return False at once
+        unless `patient`. Returns False if nothing was written because of that, or of a stop. Any other error is raised on
+        every rank.
         """
+        first = self.ranks.rank == 0
+        temporary = folder
+
+        def make() -> None:
+            nonlocal temporary
+            temporary = begin()
 
         def export() -> None:
             self.engine.export(temporary, self.tokenizer, durable=durable)
-            if self.ranks.rank == 0:
-                finish()
+            if first:
+                finish(temporary)
 
-        temporary = beside(folder, "tmp")
-        return self.until_room(
-            what,
-            folder.parent,
-            [lambda: begin() if self.ranks.rank == 0 else None, export],
-            temporary,
-            patient,
-        )
+        def clear() -> None:
+            if temporary != folder:
+                shutil.rmtree(temporary, ignore_errors=True)
 
-    def until_room(
+        parts = [lambda: make() if first else None, export]
+        return self.until_space(what, folder.parent, parts, clear, patient)
+
+    def until_space(
         self,
         what: str,
         where: Path,
         parts: Sequence[Callable[[], object]],
-        temporary: Path,
+        clear: Callable[[], None],
         patient: bool = True,
     ) -> bool:
-        """Do the parts, one after another, again and again while rank 0 finds the disk full; see `weights`."""
-        told = False
+        """Run the parts in order, again from the first whenever rank 0 finds the disk full; see `write`."""
+        reported = False
         for pause_s in files.pauses():
             error: OSError | None = None
             for part in parts:
@@ -147,20 +161,163 @@ class Writer:
                     self.stopping.is_set(),
                 )
                 if broken:
-                    raise error or RoleFailed(f"rank 0 could not write {what}; its log says why")
+                    raise error or RoleFailed(f"rank 0 could not write {what}; its log has the reason")
                 if full:
                     break
             else:
-                if told and self.ranks.rank == 0:
+                if reported and self.ranks.rank == 0:
                     files.tell_room(what)
                 return True
             if self.ranks.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)  # others need what little it took
-                if patient and not told:
+                clear()  # other writers need the little space that it took
+                if patient and not reported:
                     files.tell_full(what, error, where)
             if stop or not patient:
                 return False
-            told = True
-            self.waits()
+            reported = True
+            self.on_wait()
             self.stopping.wait(pause_s)
-        raise AssertionError("pauses don't end")
+        raise AssertionError("files.pauses() is endless")
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The number of an evaluation by which states are compared."""
+
+    metric: str
+    higher_is_better: bool
+
+    @classmethod
+    def of(cls, config: Config) -> Ranking:
+        keep = config.saver.keep_best
+        metric = (keep.metric if keep else None) or METRICS[trainer_of(config)][0]
+        mode = (keep.mode if keep else None) or ("min" if metric.endswith("loss") else "max")
+        return cls(metric, mode == "max")
+
+    def improvement(
+        self, numbers: Mapping[str, Any] | None, standing: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """Return the record of an evaluation that beats the `standing` record; None if it does not, or lacks the metric."""
+        value = (numbers or {}).get(self.metric)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return None
+        mode = "max" if self.higher_is_better else "min"
+        new = {"metric": self.metric, "mode": mode, "value": float(value)}
+        if (standing.get("metric"), standing.get("mode")) != (self.metric, mode):
+            return new
+        old = float(standing["value"])
+        better = value > old if self.higher_is_better else value < old
+        return new if better else None
+
+
+class Exports:
+    """The folders in `exports/` that training writes: `step-…` now and then, `best` and `final`. Every rank has one.
+
+    What is on disk is the memory: a restart compares with the best there. A best model of steps that a recover discarded
+    stays, since it was evaluated and is whole.
+
+    Args:
+        trial: The trial.
+        config: The configuration in force.
+        writer: Writes the weights.
+        ranks: All ranks.
+        version_of: The label of the weights after a step.
+        on_export: Called with the step before weights are written.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        config: Config,
+        writer: WeightWriter,
+        ranks: Ranks,
+        version_of: Callable[[int], str],
+        on_export: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self.folder = trial.exports
+        self.trial = trial
+        self.saver = config.saver
+        self.ranking = Ranking.of(config)
+        self.writer = writer
+        self.ranks = ranks
+        self.version_of = version_of
+        self.on_export = on_export
+
+    def write_step(self, step: int) -> None:
+        """Write `exports/step-<step>`; on a full disk leave it out and say so."""
+        folder = self.folder / f"step-{step:08d}"
+        if not self._write(folder, step, patient=False) and self.ranks.rank == 0:
+            logger.error(
+                "EXPORT FAILED: no room for %s. Training continues; free space in %s",
+                folder.name,
+                self.folder,
+            )
+
+    def keep_best(self, numbers: Mapping[str, Any] | None, step: int) -> bool:
+        """Write `exports/best` if the evaluation (rank 0's numbers) beats what is there; False if a stop prevented it."""
+        found = None
+        if self.saver.keep_best is not None and self.ranks.rank == 0:
+            found = self.ranking.improvement(numbers, self.record("best") or {})
+        if not self.ranks.any(found is not None)[0]:
+            return True
+        if not self._write(self.folder / "best", step, found or {}):
+            return False
+        if found:
+            logger.info("step %d is the best so far: %s %.4g", step, found["metric"], found["value"])
+        return True
+
+    def write_final(self, step: int) -> bool:
+        """Write `exports/final`: the last weights, or with `saver.keep_best.as_final` the best ones.
+
+        Returns False if the trainer was asked to stop while it waited for space.
+        """
+        folder = self.folder / "final"
+        keep, best = self.saver.keep_best, self.record("best")
+        use_best = keep is not None and keep.as_final and best is not None
+        if not self.ranks.any(self.ranks.rank == 0 and use_best)[0]:
+            return self._write(folder, step)
+        copy = [lambda: self._best_as_final(folder, step, best or {}) if self.ranks.rank == 0 else None]
+        clear = partial(shutil.rmtree, _beside(folder, "tmp"), ignore_errors=True)
+        return self.writer.until_space("exports/final", self.folder, copy, clear)
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """Return the record of an export, None if there is no such export."""
+        return read_json(self.folder / name / RECORD_NAME)
+
+    def note_not_saved(self, problem: str) -> None:
+        """Record in `exports/final` that the last state could not be saved."""
+        path = self.folder / "final" / RECORD_NAME
+        try:
+            write_json(path, (self.record("final") or {}) | {"not_saved": problem})
+        except OSError as error:  # what prevents a save may prevent this, too
+            logger.error("that can't be written to %s either: %s", path, error)
+
+    def _write(
+        self, folder: Path, step: int, extra: Mapping[str, Any] | None = None, patient: bool = True
+    ) -> bool:
+        self.on_export(step)
+        finish = partial(self._finish, folder, step, extra or {})
+        what = f"exports/{folder.name}"
+        done = self.writer.write(what, folder, partial(begin, folder), finish, durable=True, patient=patient)
+        if done and self.ranks.rank == 0:
+            logger.info("step %d exported to %s", step, folder)
+        return done
+
+    def _best_as_final(self, folder: Path, step: int, best: Mapping[str, Any]) -> None:
+        temporary = begin(folder)
+        for source in sorted((self.folder / "best").iterdir()):
+            fsync_file(Path(shutil.copyfile(source, temporary / source.name)))
+        self._finish(folder, step, {"version": best["version"], "best": best}, temporary)
+        logger.info("the final export is the best model, of step %d", best["step"])
+
+    def _finish(self, folder: Path, step: int, extra: Mapping[str, Any], temporary: Path) -> None:
+        record = {"step": step, "version": self.version_of(step), "trial": str(self.trial), **extra}
+        write_json(temporary / RECORD_NAME, record)
+        put(temporary, folder)
+        drop_old_exports(self.folder, self.saver.keep_last)
+
+
+def drop_old_exports(folder: Path, keep_last: int | None) -> None:
+    """Remove all `step-…` exports but the newest `keep_last`; null keeps all. Raises OSError."""
+    for old in sorted(folder.glob("step-[0-9]*"))[:-keep_last] if keep_last else []:
+        remove(old)

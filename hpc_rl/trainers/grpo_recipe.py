@@ -124,7 +124,7 @@ class GRPO:
             partial(disk.begin, trial, version),
             partial(disk.finish, trial, version),
         )
-        if not self.run.writer.weights(f"weights {version}", folder, begin, finish, durable=False):
+        if not self.run.writer.write(f"weights {version}", folder, begin, finish, durable=False):
             return  # told to stop while there was no room: whoever goes on publishes first of all
         if first and self.publisher is not None:
             result = self.publisher.publish(version, folder, self.run.stopping)

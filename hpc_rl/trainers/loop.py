@@ -74,7 +74,7 @@ def train(run: Run, recipe: Recipe) -> ExitCode:
         if due.evaluate or step == total:
             run.evaluate(recipe, step)
         if due.export:
-            run.export(step)
+            run.exports.write_step(step)
         run.log(step)
         stops = due.stop or run.owes_evaluation  # told to stop meanwhile: it is owed of this very state
         if due.save or stops or step == total:
@@ -82,6 +82,6 @@ def train(run: Run, recipe: Recipe) -> ExitCode:
         if stops and step < total:
             return run.stop(recipe, step)
 
-    if run.owes_evaluation or not run.export_final(total):
+    if run.owes_evaluation or not run.exports.write_final(total):
         return run.stop(recipe, total)
     return run.finish(recipe, total)

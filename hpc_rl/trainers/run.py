@@ -1,6 +1,6 @@
-"""Run: one incarnation of a trainer: where it stands, what it reports, and how its state, exports and exit come about.
+"""Run: one incarnation of a trainer: its position, metrics and timers, and how its state is saved and it exits.
 
-The loop (loop.py) says when; this says how, for all ranks together. What is trained is the recipe's.
+The loop (loop.py) decides when, this does it for all ranks together; what a step trains is the recipe's.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 import functools
 import logging
 import platform
-import shutil
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,30 +21,64 @@ from hpc_rl.checkpoint.generation import scan
 from hpc_rl.checkpoint.manifest import Manifest, config_hash
 from hpc_rl.checkpoint.retention import RetentionPolicy
 from hpc_rl.config.sections.experiment import Config
+from hpc_rl.config.sections.operations import FrequencyConfig
 from hpc_rl.engines.base import Engine
-from hpc_rl.engines.hf_io import fsync_file
 from hpc_rl.errors import CannotWrite, ExitCode
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.stats.tracker import Tracker
-from hpc_rl.trainers import exports
 from hpc_rl.trainers.activity import Activity
-from hpc_rl.trainers.best import Best, measured_by
+from hpc_rl.trainers.exports import Exports, Ranking, WeightWriter
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.saving import Saving
-from hpc_rl.trainers.timers import Timer
-from hpc_rl.trial import Attempt, Trial, read_json, submission_of, write_json
+from hpc_rl.trial import Attempt, Trial, read_json, submission_of
 from hpc_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
-SAID = ("reward", "loss", "grad_norm", "lr", "staleness_mean", "step_s")  # of a step's metrics, in the log
-TRIM_EVERY_STEPS = 10  # of the batch log, where no generation is saved
-EXPORT_RECORD = "hpc_rl.json"
+LOGGED_METRICS = ("reward", "loss", "grad_norm", "lr", "staleness_mean", "step_s")
+TRIM_EVERY_STEPS = 10  # of the batch log, if no generation is saved
 LIBRARIES = ("torch", "transformers", "numpy", "safetensors")
+
+
+class Timer:
+    """Fires by epochs, steps or seconds; each of the three counters starts again only when it was due itself.
+
+    freq_steps 4 and freq_secs 60: steps 4, 8, 12 … fire, and the first step that ends 60 s after the last one that fired by
+    seconds. Seconds are rank 0's clock. State is what has elapsed, never the frequencies.
+    """
+
+    def __init__(self, frequency: FrequencyConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.frequency = frequency
+        self._clock = clock
+        self._epochs = 0
+        self._steps = 0
+        self._since = clock()
+
+    def check(self, epochs: int = 0, steps: int = 1) -> bool:
+        """Count finished epochs and steps; return whether something is due."""
+        self._epochs += epochs
+        self._steps += steps
+        due = False
+        if self.frequency.freq_epochs and self._epochs >= self.frequency.freq_epochs:
+            self._epochs, due = 0, True
+        if self.frequency.freq_steps and self._steps >= self.frequency.freq_steps:
+            self._steps, due = 0, True
+        if self.frequency.freq_secs and self._clock() - self._since >= self.frequency.freq_secs:
+            self._since, due = self._clock(), True
+        return due
+
+    def state(self) -> dict[str, Any]:
+        return {"epochs": self._epochs, "steps": self._steps, "secs": self._clock() - self._since}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state; time without a running trainer does not count."""
+        self._epochs = int(state.get("epochs", 0))
+        self._steps = int(state.get("steps", 0))
+        self._since = self._clock() - float(state.get("secs", 0.0))
 
 
 @dataclass(frozen=True)
 class Due:
-    """What the end of a step asks for."""
+    """What is to be done at the end of a step."""
 
     stop: bool
     save: bool
@@ -94,12 +127,29 @@ class Run:
 
     def __post_init__(self) -> None:
         recover = self.config.recover
-        metric, higher = measured_by(self.config)
-        policy = RetentionPolicy(recover.keep, recover.keep_every_steps, recover.keep_best, metric, higher)
+        ranking = Ranking.of(self.config)
+        policy = RetentionPolicy(
+            newest=recover.keep,
+            every_steps=recover.keep_every_steps,
+            best=recover.keep_best,
+            metric=ranking.metric,
+            higher_is_better=ranking.higher_is_better,
+        )
         self.saving = Saving(self.trial, self.attempt.id, self.incarnation, self.engine, self.ranks, policy)
-        tokenizer = tokenizer_folder(self.config)
-        self.writer = exports.Writer(
-            self.engine, self.ranks, self.stopping, tokenizer, lambda: self.does("wait for room", self.step)
+        self.writer = WeightWriter(
+            self.engine,
+            self.ranks,
+            self.stopping,
+            tokenizer_folder(self.config),
+            lambda: self.does("wait for room", self.step),
+        )
+        self.exports = Exports(
+            self.trial,
+            self.config,
+            self.writer,
+            self.ranks,
+            self.export_version,
+            lambda step: self.does("export", step),
         )
         self.timers = {
             "save": Timer(self.config.recover),
@@ -117,6 +167,10 @@ class Run:
 
     def version(self, step: int) -> WeightVersion:
         return WeightVersion(self.lineage, step)
+
+    def export_version(self, step: int) -> str:
+        """Return the version that an export after `step` has: of weights that were only loaded, the one that made them."""
+        return self.loaded if step == self.step and self.loaded else str(self.version(step))
 
     def any_rank(self, flag: bool) -> bool:
         return self.ranks.any(flag)[0]
@@ -144,7 +198,7 @@ class Run:
             self.metrics = {
                 name: value for name, value in numbers.items() if isinstance(value, int | float)
             } | {"step": step}
-        kept = self._keep_best(numbers, step)
+        kept = self.exports.keep_best(numbers, step)
         self.owes_evaluation = self.any_rank(numbers is None or not kept)
 
     def log(self, step: int) -> None:
@@ -165,7 +219,9 @@ class Run:
         self._say(
             "step %d: %s",
             step,
-            "  ".join(f"{name} {row[name]:.4g}" for name in SAID if isinstance(row.get(name), float)),
+            "  ".join(
+                f"{name} {row[name]:.4g}" for name in LOGGED_METRICS if isinstance(row.get(name), float)
+            ),
         )
         self._line_at = now
 
@@ -227,84 +283,14 @@ class Run:
             versions=versions(self.trial),
         )
 
-    def export(self, step: int) -> None:
-        """Write the weights for people, as `exports/step-<step>`; where the disk is full there is none of this step."""
-        folder = self.trial.exports / f"step-{step:08d}"
-        if not self._export(folder, step, patient=False) and self.ranks.rank == 0:
-            logger.error(
-                "EXPORT FAILED: no room for %s. Training goes on; make room in %s", folder.name, folder.parent
-            )
-
-    def export_final(self, step: int) -> bool:
-        """Write `exports/final`, the last thing that a trial does: the last weights, or the best where that was asked for.
-
-        False where the trainer was told to stop while it waited for room.
-        """
-        folder = self.trial.exports / "final"
-        keep, best = self.config.saver.keep_best, read_json(self._best_record)
-        if not self.any_rank(
-            self.ranks.rank == 0 and keep is not None and keep.as_final and best is not None
-        ):
-            return self._export(folder, step)
-        copy = [lambda: self._best_as_final(folder, step, best or {}) if self.ranks.rank == 0 else None]
-        return self.writer.until_room("exports/final", folder.parent, copy, exports.beside(folder, "tmp"))
-
-    @property
-    def _best_record(self) -> Path:
-        return self.trial.exports / "best" / EXPORT_RECORD
-
-    def _keep_best(self, numbers: dict[str, Any] | None, step: int) -> bool:
-        """Write `exports/best` where these numbers (rank 0's) beat what stands there. False where a stop kept it from that."""
-        best = Best.of(self.config, self._best_record)
-        found = best.improvement(numbers) if best is not None and self.ranks.rank == 0 else None
-        if not self.any_rank(found is not None):
-            return True
-        if not self._export(self._best_record.parent, step, found or {}):
-            return False
-        if found:
-            self._say("step %d is the best so far: %s %.4g", step, found["metric"], found["value"])
-        return True
-
-    def _best_as_final(self, folder: Path, step: int, best: dict[str, Any]) -> None:
-        temporary = exports.begin(folder)
-        for source in sorted(self._best_record.parent.iterdir()):
-            fsync_file(Path(shutil.copyfile(source, temporary / source.name)))
-        self._name_export(folder, step, {"version": best["version"], "best": best})
-        logger.info("the final export is the best model, of step %d", best["step"])
-
     def is_done(self, total: int) -> bool:
-        """Whether an earlier start came to the end of these very `total` steps: its export is of the state that was loaded."""
-        record = read_json(self.trial.exports / "final" / EXPORT_RECORD) or {}
+        """Return whether an earlier start finished these `total` steps: its final export has the version that was loaded."""
+        record = self.exports.record("final") or {}
         exported = record.get("step") == total and record.get("version") == self.loaded
         return self.step >= total and self.any_rank(self.ranks.rank == 0 and exported)
 
-    def _export(
-        self, folder: Path, step: int, said: dict[str, Any] | None = None, patient: bool = True
-    ) -> bool:
-        self.does("export", step)
-        begin, finish = partial(exports.begin, folder), partial(self._name_export, folder, step, said or {})
-        done = self.writer.weights(
-            f"exports/{folder.name}", folder, begin, finish, durable=True, patient=patient
-        )
-        if done:
-            self._say("step %d exported to %s", step, folder)
-        return done
-
-    def _name_export(self, folder: Path, step: int, said: dict[str, Any]) -> None:
-        version = self.loaded if step == self.step and self.loaded else str(self.version(step))
-        record = {"step": step, "version": version, "trial": str(self.trial), **said}
-        write_json(exports.beside(folder, "tmp") / EXPORT_RECORD, record)
-        exports.put(folder)
-        self._drop_old_exports()
-
-    def _drop_old_exports(self) -> None:
-        """Keep the newest `saver.keep_last` exports, the final and the best one not counted."""
-        keep = self.config.saver.keep_last
-        for folder in sorted(self.trial.exports.glob("step-[0-9]*"))[:-keep] if keep else []:
-            exports.remove(folder)
-
     def finish(self, recipe: Any, step: int) -> ExitCode:
-        """The end, after the export. A last save that failed is tried once more, and put on record where it fails again."""
+        """Exit after the final export. A last save that failed is tried once more; if it fails again, that is recorded."""
         if self.saving.problem:
             self.save(recipe, step, last=True)
         if self.saving.problem and self.ranks.rank == 0:
@@ -312,11 +298,7 @@ class Run:
                 "THE LAST STATE IS NOT SAVED: %s. The training is done, exports/final is whole",
                 self.saving.problem,
             )
-            path = self.trial.exports / "final" / EXPORT_RECORD
-            try:
-                write_json(path, (read_json(path) or {}) | {"not_saved": self.saving.problem})
-            except OSError as error:  # what keeps a save from its place may keep this, too
-                logger.error("that can't be written to %s either: %s", path, error)
+            self.exports.note_not_saved(self.saving.problem)
         return ExitCode.DONE
 
     def stop(self, recipe: Any, step: int) -> ExitCode:

@@ -125,7 +125,13 @@ class Saving:
 
     @property
     def in_flight(self) -> bool:
+        """Whether a save was started and not settled."""
         return self._job is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's thread still works on a save."""
+        return self._job is not None and not self._job.ended.is_set()
 
     def _make_room(self, commit: Commit, size: int) -> None:
         self.trial.recover.mkdir(exist_ok=True)

@@ -24,16 +24,19 @@ KEEP = 2
 
 
 def begin(trial: Trial, version: WeightVersion) -> Path:
-    """An empty folder that readers don't see, to write the weights into. Raises OSError."""
-    folder = _temporary(trial, version)
+    """Make an empty folder, hidden from readers, to write the weights into. Raises OSError."""
+    folder = trial.weights / f".{version}.tmp"
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     return folder
 
 
-def finish(trial: Trial, version: WeightVersion) -> Path:
-    """Give the written folder its name and point to it. Raises OSError, and Stale where newer weights are current."""
+def finish(trial: Trial, version: WeightVersion, temporary: Path) -> Path:
+    """Give the folder made by `begin` its name and point to it.
+
+    Raises OSError, and Stale if newer weights are current.
+    """
     pointer = read_json(trial.current_weights)
     if pointer and (pointer["lineage"], pointer["step"]) > (version.lineage, version.step):
         raise Stale(
@@ -42,7 +45,7 @@ def finish(trial: Trial, version: WeightVersion) -> Path:
     final = trial.published(str(version))
     if final.exists():
         shutil.rmtree(final)
-    os.rename(_temporary(trial, version), final)
+    os.rename(temporary, final)
     _point(
         trial, {"label": str(version), "lineage": version.lineage, "step": version.step, "path": str(final)}
     )
@@ -76,10 +79,6 @@ def clear_leftovers(trial: Trial) -> None:
                 shutil.rmtree(entry.path, ignore_errors=True)
             else:
                 Path(entry.path).unlink(missing_ok=True)
-
-
-def _temporary(trial: Trial, version: WeightVersion) -> Path:
-    return trial.weights / f".{version}.tmp"
 
 
 def _point(trial: Trial, value: dict[str, Any]) -> None:

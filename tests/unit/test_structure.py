@@ -41,9 +41,9 @@ SMALL = {
 KNOWN_SMALL = {
     "cli/render.py", "config/tables/departures.py",
     "render/code_zip.py", "render/roots.py", "render/sample.py", "render/slurm_time.py", "rollout/report.py",
-    "schedulers/record.py", "schedulers/slurm_parts.py", "stats/percentile.py", "status/watch.py",
+    "schedulers/record.py", "schedulers/slurm_parts.py", "status/watch.py",
     "submit/provenance.py", "supervise/bad_nodes.py", "supervise/ends.py", "supervise/measured.py",
-    "trainers/activity.py", "trainers/evaluate.py", "trainers/timers.py",
+    "trainers/activity.py", "trainers/evaluate.py",
 }  # fmt: skip
 KNOWN_FILE_NAMES = {"templates.py"}
 KNOWN_CLASS_NAMES = {

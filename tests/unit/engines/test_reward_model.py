@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines import ENGINES
 from hpc_rl.engines.base import Sequences
-from hpc_rl.trainers.reward_model import pair_loss
+from hpc_rl.trainers.supervised import pair_loss
 
 
 def engine_of(path: Path, layout=None, seed: int = 1, **changes):

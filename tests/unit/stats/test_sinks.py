@@ -74,13 +74,15 @@ class Full:
 
 
 def test_on_a_full_disk_no_line_is_lost_or_torn(tmp_path, caplog):
-    sink = JsonlSink(tmp_path / "metrics.0.jsonl")
+    path = tmp_path / "metrics.0.jsonl"
+    disk = Full(path.open("ab", buffering=0), room=10**6)
+    sink = JsonlSink(path, disk)
     sink.log(1, {"loss": 0.5})
-    sink._file = Full(sink._file, room=7)
+    disk.room = 7
     sink.log(2, {"loss": 0.25})
     sink.log(3, {"loss": 0.125})
     assert caplog.text.count("DISK FULL: metrics wait in memory") == 1
-    sink._file.room = 10**6
+    disk.room = 10**6
     sink.state()  # as before a generation is committed
     assert [json.loads(line)["step"] for line in sink.path.read_text().splitlines()] == [1, 2, 3]
     sink.log(4, {})
@@ -89,20 +91,23 @@ def test_on_a_full_disk_no_line_is_lost_or_torn(tmp_path, caplog):
 
 
 def test_tensorboard_goes_on_in_a_new_file_once_there_is_room(tmp_path, caplog):
-    sink = TensorBoardSink(tmp_path)
-
     class Writer:
         def add_event(self, _event) -> None:
-            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+            if full:
+                raise OSError(errno.EDQUOT, "Disk quota exceeded")
+            events.append(_event)
 
-    working, sink._open, sink._writer = sink._open, Writer, Writer()
+        def close(self) -> None: ...
+
+    full, events, opened = True, [], []
+    sink = TensorBoardSink(tmp_path, open_writer=lambda: opened.append(Writer()) or opened[-1])
     sink.log(1, {"loss": 0.5})
     sink.log(2, {"loss": 0.5})
     assert caplog.text.count("DISK FULL: TensorBoard's files") == 1
-    sink._open = working
+    full = False
     sink.log(3, {"loss": 0.5})
     sink.close()
-    assert sum(path.stat().st_size > 0 for path in tmp_path.iterdir()) >= 1
+    assert [event.step for event in events] == [3] and len(opened) == 4  # a new file after each failure
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path):

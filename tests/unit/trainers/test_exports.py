@@ -9,12 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from training import FakeEngine, Starter, make_config
+from training import FakeEngine, Starter
 
 from hpc_rl.config.sections.operations import SaverConfig
 from hpc_rl.errors import ExitCode
 from hpc_rl.trainers import exports
-from hpc_rl.trainers.run import Run
 from hpc_rl.trial import read_json
 
 
@@ -142,14 +141,10 @@ def test_what_a_person_exports_meanwhile_is_left_alone_by_a_start(starter):
 
 
 def test_the_newest_exports_are_kept(tmp_path):
-    config = make_config(tmp_path)
-    config.saver.keep_last = 2
     folder = tmp_path / "exports"
     for name in ("step-00000001", "step-00000002", "step-00000010", "final"):
         (folder / name).mkdir(parents=True)
-    run = SimpleNamespace(config=config, trial=SimpleNamespace(exports=folder))
-    Run._drop_old_exports(run)
+    exports.drop_old_exports(folder, 2)
     assert sorted(path.name for path in folder.iterdir()) == ["final", "step-00000002", "step-00000010"]
-    config.saver.keep_last = None
-    Run._drop_old_exports(run)
+    exports.drop_old_exports(folder, None)
     assert len(list(folder.iterdir())) == 3

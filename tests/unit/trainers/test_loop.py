@@ -15,7 +15,7 @@ from hpc_rl.config.sections.experiment import total_steps
 from hpc_rl.config.sections.operations import EvaluatorConfig, RecoverConfig, SaverConfig
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume
 from hpc_rl.status.trial_status import read_status
-from hpc_rl.trainers.run import Run
+from hpc_rl.trainers.exports import Exports
 from hpc_rl.trial import read_json, write_json
 
 
@@ -190,7 +190,7 @@ def test_the_export_of_a_lost_lineage_is_not_taken_for_the_end(starter, monkeypa
     shutil.rmtree(starter.trial.generation(4))
     starter.end(137)
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "export_final", lambda *_: kill())
+        patched.setattr(Exports, "write_final", lambda *_: kill())
         with pytest.raises(Killed):
             starter(4)
     starter.end(137)
@@ -393,7 +393,6 @@ class TestAsynchronous:
             starter(10, {4: kill})
         slow[0][0].may_write.set()
         wait_until(lambda: written(starter))
-        starter.last.saving._job.commit.abandon()
         assert starter.last.saving.newest == -1  # what was not seen committed was not told as saved
 
     def test_a_failure_is_told_at_the_next_boundary(self, starter, monkeypatch, caplog):
@@ -406,9 +405,7 @@ class TestAsynchronous:
 
 
 def written(starter) -> bool:
-    """Whether nothing is being written: the save in flight has ended, or was seen to."""
-    job = starter.last.saving._job
-    return job is None or job.ended.is_set()
+    return not starter.last.saving.is_writing
 
 
 def wait_until(what, timeout_s: float = 60.0) -> None:

@@ -36,7 +36,7 @@ def recipe(tmp_path, monkeypatch):
     trial, engine, stopping, published = Trial(tmp_path / "trial"), Engine(), threading.Event(), []
     trial.make_dirs()
     waited = []
-    writer = exports.Writer(engine, Ranks(), stopping, tmp_path, lambda: waited.append(1))
+    writer = exports.WeightWriter(engine, Ranks(), stopping, tmp_path, lambda: waited.append(1))
     publisher = SimpleNamespace(
         publish=lambda *what: published.append(what) or SimpleNamespace(acknowledged=["s"])
     )

@@ -1,4 +1,4 @@
-"""What a step of GRPO and of SFT asks of the engine: rows, columns, weights, whatever the number of ranks."""
+"""What a step of GRPO asks of the engine: rows, columns, weights, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from recipes import RecordingEngine, make_run
 
 from hpc_rl.config.sections.dataset import DatasetConfig
-from hpc_rl.config.sections.experiment import GRPOConfig, RWConfig, SFTConfig
+from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.sections.inference import GenerationHyperparameters
-from hpc_rl.config.sections.training import NormConfig, PPOActorConfig, TrainEngineConfig
-from hpc_rl.engines.base import MicroBatch, Sequences
+from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
 from hpc_rl.errors import DataUnusable
-from hpc_rl.stats.sinks import Sinks
 from hpc_rl.trainers.grpo_recipe import (
     GRPO,
     Cut,
@@ -25,46 +23,7 @@ from hpc_rl.trainers.grpo_recipe import (
     place_schedule,
     shares,
 )
-from hpc_rl.trainers.ranks import Ranks
-from hpc_rl.trainers.reward_model import RewardModel
-from hpc_rl.trainers.run import Run
-from hpc_rl.trainers.sft import SFT
-from hpc_rl.trial import Trial
 from hpc_rl.types import Batch, EvalResult, Trajectory, TrajectoryGroup, encode
-
-
-class RecordingEngine:
-    """Remembers what it was asked to train on, and runs the loss with log-probabilities of -1."""
-
-    rank, num_ranks = 0, 1
-
-    def __init__(self, logprob: float = -1.0) -> None:
-        self.logprob = logprob
-        self.updates: list[tuple[Sequences, float, float]] = []
-        self.passed = 0
-
-    def pass_updates(self, count: int) -> None:
-        self.passed += count
-
-    def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
-        return [np.where(mask, self.logprob, 0.0).astype(np.float32) for mask in rows.columns["loss_mask"]]
-
-    def train_batch(self, rows: Sequences, loss, loss_weight: float, temperature: float) -> dict[str, float]:
-        self.updates.append((rows, loss_weight, temperature))
-        columns = {name: torch.from_numpy(np.concatenate(values)) for name, values in rows.columns.items()}
-        tokens = len(columns["loss_mask"])
-        batch = MicroBatch(
-            torch.full((tokens,), -1.0), torch.ones(tokens), columns, torch.zeros(tokens, dtype=torch.int64)
-        )
-        total, sums = loss(batch)
-        numbers = {name: float(value) for name, value in sums.items()}
-        return {
-            **numbers,
-            "loss": float(total) / loss_weight,
-            "grad_norm": 1.0,
-            "lr": 0.5,
-            "update_successful": 1.0,
-        }
 
 
 def trajectory(
@@ -101,13 +60,6 @@ class FakeRollout:
 
     def evaluate(self, label: str, stopping: threading.Event) -> EvalResult | None:
         return None if stopping.is_set() else EvalResult(label, 200, 0.25, {"num_tokens": 9.0})
-
-
-def make_run(tmp_path, config) -> Run:
-    trial = Trial(tmp_path / "trial")
-    return Run(
-        trial, trial.attempt("1.0"), 0, config, RecordingEngine(), Ranks(), threading.Event(), 0, 0, Sinks([])
-    )
 
 
 def grpo_recipe(tmp_path, reference: RecordingEngine | None = None, **actor) -> GRPO:
@@ -415,68 +367,6 @@ def test_evaluation_is_logged_as_a_line_of_its_own(tmp_path):
     assert recipe.evaluate(3) is None
     recipe.config.valid_dataset = None
     assert recipe.evaluate(3) == {}
-
-
-def sft_recipe(tmp_path, num_rows: int = 7, batch_size: int = 3, held_out=None) -> SFT:
-    config = SFTConfig(
-        experiment_name="e",
-        trial_name="t",
-        seed=3,
-        total_train_epochs=2,
-        train_dataset=DatasetConfig(path="x.jsonl", batch_size=batch_size),
-        model=TrainEngineConfig(path="m"),
-    )
-    rows = [(np.full(4, i, np.int32), np.array([False, False, True, True])) for i in range(num_rows)]
-    return SFT(make_run(tmp_path, config), rows, held_out)
-
-
-def test_sft_batches_are_a_function_of_the_step_and_visit_each_row_once_an_epoch(tmp_path):
-    recipe, again = sft_recipe(tmp_path), sft_recipe(tmp_path)
-    seen = [int(ids[0]) for step in range(1, 8) for ids, _ in recipe.batch(step)]
-    assert sorted(seen[:7]) == sorted(seen[7:14]) == list(range(7)) and seen[:7] != seen[7:14]
-    assert [int(ids[0]) for ids, _ in again.batch(5)] == seen[12:15]
-    assert recipe.total_steps == 4  # 14 rows, 3 a batch
-    assert [recipe.position(step) for step in (0, 2, 3)] == [(0, 0), (0, 6), (1, 2)]
-
-
-def test_sft_trains_on_completion_tokens(tmp_path):
-    recipe = sft_recipe(tmp_path)
-    recipe.update(1, recipe.batch(1))
-    ((rows, weight, temperature),) = recipe.run.engine.updates
-    assert len(rows) == 3 and weight == 6.0 and temperature == 1.0
-    assert recipe.run.stats.take()["loss"] == pytest.approx(1.0)
-
-
-def test_sft_evaluation_is_the_mean_loss_of_the_held_out_tokens(tmp_path):
-    recipe = sft_recipe(tmp_path)
-    recipe.held_out = recipe.rows[:2]
-    assert recipe.evaluate(0) == {}
-    assert recipe.evaluate(1) == {"eval_loss": 1.0}
-    assert recipe.run.stats.take() == {"eval_loss": 1.0}
-
-
-def test_a_reward_model_trains_on_the_last_tokens_of_pairs(tmp_path):
-    dataset = DatasetConfig(path="x.jsonl", batch_size=2, shuffle=False, type="rw")
-    config = RWConfig(
-        experiment_name="e", trial_name="t", train_dataset=dataset, model=TrainEngineConfig(path="m")
-    )
-    pairs = [(np.full(3 + i, i, np.int32), np.full(2, 10 + i, np.int32)) for i in range(4)]
-    recipe = RewardModel(make_run(tmp_path, config), pairs, pairs[:3])
-    assert (recipe.total_steps, recipe.position(1)) == (2, (0, 2))
-    recipe.update(2, recipe.batch(2))
-    ((rows, weight, _),) = recipe.run.engine.updates
-    assert weight == 2.0
-    assert [
-        (int(ids[0]), mask.tolist()) for ids, mask in zip(rows.ids, rows.columns["loss_mask"], strict=True)
-    ] == [(2, [False] * 4 + [True]), (12, [False, True]), (3, [False] * 5 + [True]), (13, [False, True])]
-    numbers = recipe.run.stats.take()
-    assert (
-        numbers["loss"] == pytest.approx(np.log(2))
-        and numbers["accuracy"] == 0
-        and numbers["num_tokens"] == 15
-    )
-    assert recipe.evaluate(0) == {}
-    assert recipe.evaluate(1) == pytest.approx({"eval_loss": np.log(2), "eval_accuracy": 0.0})
 
 
 def test_after_another_number_of_mini_batches_the_schedule_stands_at_the_same_share(tmp_path):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.config.sections.operations import FrequencyConfig
-from hpc_rl.trainers.timers import Timer
+from hpc_rl.trainers.run import Timer
 
 
 class Clock:

@@ -93,8 +93,9 @@ def publisher(trial, servers):
 
 def write(trial: Trial, lineage: int, step: int) -> tuple[WeightVersion, object]:
     version = WeightVersion(lineage, step)
-    (disk.begin(trial, version) / "model.safetensors").write_bytes(b"weights")
-    return version, disk.finish(trial, version)
+    folder = disk.begin(trial, version)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return version, disk.finish(trial, version, folder)
 
 
 async def publish(publisher: Publisher, trial: Trial, step: int, stopping: threading.Event | None = None):

@@ -1,0 +1,59 @@
+"""A run around an engine that records what a recipe asks of it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hpc_rl.config.sections.experiment import Config
+from hpc_rl.engines.base import LossFn, MicroBatch, Sequences
+from hpc_rl.stats.sinks import Sinks
+from hpc_rl.trainers.ranks import Ranks
+from hpc_rl.trainers.run import Run
+from hpc_rl.trial import Trial
+
+
+class RecordingEngine:
+    """Records the batches it is given, and runs the loss with log-probabilities of -1."""
+
+    rank, num_ranks = 0, 1
+
+    def __init__(self, logprob: float = -1.0) -> None:
+        self.logprob = logprob
+        self.updates: list[tuple[Sequences, float, float]] = []
+        self.passed = 0
+
+    def pass_updates(self, count: int) -> None:
+        self.passed += count
+
+    def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
+        return [np.where(mask, self.logprob, 0.0).astype(np.float32) for mask in rows.columns["loss_mask"]]
+
+    def train_batch(
+        self, rows: Sequences, loss: LossFn, loss_weight: float, temperature: float
+    ) -> dict[str, float]:
+        self.updates.append((rows, loss_weight, temperature))
+        columns = {name: torch.from_numpy(np.concatenate(values)) for name, values in rows.columns.items()}
+        tokens = len(columns["loss_mask"])
+        batch = MicroBatch(
+            torch.full((tokens,), -1.0), torch.ones(tokens), columns, torch.zeros(tokens, dtype=torch.int64)
+        )
+        total, sums = loss(batch)
+        numbers = {name: float(value) for name, value in sums.items()}
+        return {
+            **numbers,
+            "loss": float(total) / loss_weight,
+            "grad_norm": 1.0,
+            "lr": 0.5,
+            "update_successful": 1.0,
+        }
+
+
+def make_run(tmp_path: Path, config: Config) -> Run:
+    trial = Trial(tmp_path / "trial")
+    return Run(
+        trial, trial.attempt("1.0"), 0, config, RecordingEngine(), Ranks(), threading.Event(), 0, 0, Sinks([])
+    )

@@ -1,0 +1,74 @@
+"""What a step of SFT and of a reward model asks of the engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from recipes import make_run
+
+from hpc_rl.config.sections.dataset import DatasetConfig
+from hpc_rl.config.sections.experiment import RWConfig, SFTConfig
+from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe
+
+
+def sft_recipe(tmp_path, num_rows: int = 7, batch_size: int = 3, held_out=None) -> SupervisedRecipe:
+    config = SFTConfig(
+        experiment_name="e",
+        trial_name="t",
+        seed=3,
+        total_train_epochs=2,
+        train_dataset=DatasetConfig(path="x.jsonl", batch_size=batch_size),
+        model=TrainEngineConfig(path="m"),
+    )
+    rows = [(np.full(4, i, np.int32), np.array([False, False, True, True])) for i in range(num_rows)]
+    return SupervisedRecipe(make_run(tmp_path, config), SFT, rows, held_out)
+
+
+def test_sft_batches_are_a_function_of_the_step_and_visit_each_row_once_an_epoch(tmp_path):
+    recipe, again = sft_recipe(tmp_path), sft_recipe(tmp_path)
+    seen = [int(ids[0]) for step in range(1, 8) for ids, _ in recipe.batch(step)]
+    assert sorted(seen[:7]) == sorted(seen[7:14]) == list(range(7)) and seen[:7] != seen[7:14]
+    assert [int(ids[0]) for ids, _ in again.batch(5)] == seen[12:15]
+    assert recipe.total_steps == 4  # 14 rows, 3 a batch
+    assert [recipe.position(step) for step in (0, 2, 3)] == [(0, 0), (0, 6), (1, 2)]
+
+
+def test_sft_trains_on_completion_tokens(tmp_path):
+    recipe = sft_recipe(tmp_path)
+    recipe.update(1, recipe.batch(1))
+    ((rows, weight, temperature),) = recipe.run.engine.updates
+    assert len(rows) == 3 and weight == 6.0 and temperature == 1.0
+    assert recipe.run.stats.take()["loss"] == pytest.approx(1.0)
+
+
+def test_sft_evaluation_is_the_mean_loss_of_the_held_out_tokens(tmp_path):
+    recipe = sft_recipe(tmp_path)
+    recipe.held_out = recipe.rows[:2]
+    assert recipe.evaluate(0) == {}
+    assert recipe.evaluate(1) == {"eval_loss": 1.0}
+    assert recipe.run.stats.take() == {"eval_loss": 1.0}
+
+
+def test_a_reward_model_trains_on_the_last_tokens_of_pairs(tmp_path):
+    dataset = DatasetConfig(path="x.jsonl", batch_size=2, shuffle=False, type="rw")
+    config = RWConfig(
+        experiment_name="e", trial_name="t", train_dataset=dataset, model=TrainEngineConfig(path="m")
+    )
+    pairs = [(np.full(3 + i, i, np.int32), np.full(2, 10 + i, np.int32)) for i in range(4)]
+    recipe = SupervisedRecipe(make_run(tmp_path, config), REWARD_MODEL, pairs, pairs[:3])
+    assert (recipe.total_steps, recipe.position(1)) == (2, (0, 2))
+    recipe.update(2, recipe.batch(2))
+    ((rows, weight, _),) = recipe.run.engine.updates
+    assert weight == 2.0
+    assert [
+        (int(ids[0]), mask.tolist()) for ids, mask in zip(rows.ids, rows.columns["loss_mask"], strict=True)
+    ] == [(2, [False] * 4 + [True]), (12, [False, True]), (3, [False] * 5 + [True]), (13, [False, True])]
+    numbers = recipe.run.stats.take()
+    assert (
+        numbers["loss"] == pytest.approx(np.log(2))
+        and numbers["accuracy"] == 0
+        and numbers["num_tokens"] == 15
+    )
+    assert recipe.evaluate(0) == {}
+    assert recipe.evaluate(1) == pytest.approx({"eval_loss": np.log(2), "eval_accuracy": 0.0})
