@@ -19,6 +19,7 @@ from hpc_rl.errors import ExitCode, HpcRlError
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.schedulers import pick
+from hpc_rl.schedulers.sinfo import UNKNOWN_THREADS_PER_CORE
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.status.formatting import program_name
 from hpc_rl.submit import preflight, trial_index
@@ -111,7 +112,15 @@ def plan_of(loaded: Loaded) -> Planned:
     checked = check(loaded)
     config = checked.config
     scheduler = pick(config.launcher.type)
-    plan = make_plan(config, checked.explicit, interpreter=sys.executable, scheduler=scheduler)  # type: ignore[arg-type]
+    # The true number is known only by sinfo, which a submission asks later.
+    threads = UNKNOWN_THREADS_PER_CORE if scheduler == "slurm" else 1
+    plan = make_plan(
+        config,
+        checked.explicit,
+        interpreter=sys.executable,
+        scheduler=scheduler,  # type: ignore[arg-type]
+        threads_per_core=threads,
+    )
     return Planned(checked, plan)
 
 
@@ -124,7 +133,7 @@ def compared(planned: Planned, trial: Trial, no_check: bool) -> Planned:
         config, planned.plan, SlurmScheduler(), list(bad_nodes.current(trial, time.time()))
     )
     loaded = dataclasses.replace(planned.loaded, notes=[*planned.loaded.notes, *said.notes])
-    return dataclasses.replace(planned, loaded=loaded, avoid=said.avoid)
+    return dataclasses.replace(planned, loaded=loaded, plan=said.plan, avoid=said.avoid)
 
 
 def checked_scripts(planned: Planned, trial: Trial) -> preflight.PreflightReport:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -24,11 +25,21 @@ SUPERVISOR_MEM_MB = 1024
 
 
 def make_plan(
-    config: Config, explicit: Collection[str], *, interpreter: str, scheduler: Literal["slurm", "local"]
+    config: Config,
+    explicit: Collection[str],
+    *,
+    interpreter: str,
+    scheduler: Literal["slurm", "local"],
+    threads_per_core: int = 1,
 ) -> Plan:
-    """Decide everything. `interpreter` is the Python that submits; `explicit` names the options that somebody wrote.
+    """Decide everything; what only lacks a backend is planned too, with the reason in `not_built`.
 
-    What only waits for a backend is planned, and said in `not_built`.
+    Args:
+        config: The checked configuration.
+        explicit: Options that the user wrote.
+        interpreter: The Python that submits.
+        scheduler: What runs the trial.
+        threads_per_core: Of the nodes; Slurm gives each step whole cores.
 
     Raises NotBuilt for what else this version can't do, DoesNotFit (with the nearest allocation that does), ConfigError.
     """
@@ -55,17 +66,15 @@ def make_plan(
     if not knows_gpus:
         units = [_with_visible_gpus(unit) for unit in units]
     layout = config.launcher.slurm.layout if scheduler == "slurm" else "allocation"
-    groups = _groups(config, layout, units)
-    cpus, mem_mb = _largest_node(units, list(range(config.cluster.n_nodes)))
-    return Plan(
+    plan = Plan(
         experiment_name=config.experiment_name,
         trial_name=config.trial_name,
         trainer=trainer_of(config),
         allocation=str(allocation),
         n_nodes=config.cluster.n_nodes,
         n_gpus_per_node=config.cluster.n_gpus_per_node,
-        cpus_per_node=cpus,
-        mem_mb_per_node=mem_mb,
+        cpus_per_node=0,
+        mem_mb_per_node=0,
         device="cuda" if config.cluster.n_gpus_per_node else "cpu",
         server_backend=allocation.servers.backend if allocation.servers else None,  # type: ignore[arg-type]  # vllm was refused
         units=units,
@@ -73,10 +82,27 @@ def make_plan(
         recover_retries=config.recover.retries,
         python=config.launcher.python or interpreter,
         layout=layout,
-        groups=groups,
+        groups=_groups(config, layout, units),
         slurm_knows_gpus=knows_gpus,
         notes=[*notes, *_notes_on_defaults(config, explicit)],
         not_built=_awaited(config, allocation),
+    )
+    return with_threads_per_core(plan, threads_per_core)
+
+
+def with_threads_per_core(plan: Plan, threads_per_core: int) -> Plan:
+    """Return the plan with the CPUs and memory that it asks for on nodes of so many threads per core."""
+    cpus, mem_mb = _largest_node(plan.units, range(plan.n_nodes), threads_per_core)
+    groups = []
+    for group in plan.groups:
+        group_cpus, group_mem_mb = _largest_node(plan.units, group.nodes, threads_per_core)
+        if plan.layout == "jobs" and group.name == "servers":
+            # Each server node has a supervisor of its own.
+            group_cpus += SUPERVISOR_CPUS
+            group_mem_mb += SUPERVISOR_MEM_MB
+        groups.append(replace(group, cpus_per_node=group_cpus, mem_mb_per_node=group_mem_mb))
+    return replace(
+        plan, threads_per_core=threads_per_core, cpus_per_node=cpus, mem_mb_per_node=mem_mb, groups=groups
     )
 
 
@@ -355,13 +381,15 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
     return [*replicas, rollout, trainer]
 
 
-def _largest_node(units: list[Unit], nodes: list[int]) -> tuple[int, int]:
-    """CPUs and memory of that node of these that needs most of each: all nodes of one allocation or component get the same."""
+def _largest_node(units: list[Unit], nodes: Sequence[int], threads_per_core: int) -> tuple[int, int]:
+    """Return the most CPUs and the most memory (MB) that any of these nodes needs: all nodes of a job are given the same."""
     cpus = {node: SUPERVISOR_CPUS if node == 0 else 0 for node in nodes}
     mem_mb = {node: SUPERVISOR_MEM_MB if node == 0 else 0 for node in nodes}
     for unit in units:
+        # Slurm rounds the CPUs of each step on a node, not those of the job.
+        num_cores = math.ceil(unit.tasks_per_node * unit.cpus_per_task / threads_per_core)
         for node in set(unit.nodes) & set(nodes):
-            cpus[node] += unit.tasks_per_node * unit.cpus_per_task
+            cpus[node] += num_cores * threads_per_core
             mem_mb[node] += unit.tasks_per_node * unit.mem_mb_per_task
     return max(cpus.values()), max(mem_mb.values())
 
@@ -377,17 +405,9 @@ def _groups(config: Config, layout: str, units: list[Unit]) -> list[Group]:
             f"launcher.slurm.layout {layout} asks for the nodes of the servers apart, but the trainer is on all "
             f"{config.cluster.n_nodes} node(s): use more nodes, fewer trainer ranks, or layout allocation."
         )
-    # In layout jobs each server node has a supervisor of its own.
-    own_cpus, own_mem_mb = (SUPERVISOR_CPUS, SUPERVISOR_MEM_MB) if layout == "jobs" else (0, 0)
-    first, second = _largest_node(units, sorted(of_trial)), _largest_node(units, of_servers)
     return [
-        Group(name="trial", nodes=sorted(of_trial), cpus_per_node=first[0], mem_mb_per_node=first[1]),
-        Group(
-            name="servers",
-            nodes=of_servers,
-            cpus_per_node=second[0] + own_cpus,
-            mem_mb_per_node=second[1] + own_mem_mb,
-        ),
+        Group(name="trial", nodes=sorted(of_trial), cpus_per_node=0, mem_mb_per_node=0),
+        Group(name="servers", nodes=of_servers, cpus_per_node=0, mem_mb_per_node=0),
     ]
 
 

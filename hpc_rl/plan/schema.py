@@ -106,6 +106,7 @@ class Plan:
     groups: list[Group] = field(
         default_factory=list
     )  # of the layouts hetjob and jobs: the nodes of the trial, then the servers'
+    threads_per_core: int = 1  # each step is given whole cores, and its CPUs are counted so
     slurm_knows_gpus: bool = (
         True  # false: steps say nothing of GPUs, and the units' environment deals them out
     )

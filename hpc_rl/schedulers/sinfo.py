@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 from hpc_rl.schedulers.hostlist import expand
 
-SINFO = ["sinfo", "-h", "-a", "-N", "-o", "%P|%a|%l|%s|%N|%c|%m|%f|%G"]
+SINFO = ["sinfo", "-h", "-a", "-N", "-o", "%P|%a|%l|%s|%N|%c|%m|%f|%G|%Z"]
+# Rounding up for two threads per core never leaves a step without its place on the usual machines.
+UNKNOWN_THREADS_PER_CORE = 2
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Node:
     max_nodes: int | None = None
     is_default: bool = False
     is_up: bool = True
+    threads_per_core: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +71,9 @@ def read_sinfo(text: str) -> list[Node]:
     nodes = []
     for line in text.splitlines():
         fields = [part.strip() for part in line.split("|")]
-        if len(fields) != 9 or not re.match(r"\d+", fields[5]) or not re.match(r"\d+", fields[6]):
+        if len(fields) != 10 or not re.match(r"\d+", fields[5]) or not re.match(r"\d+", fields[6]):
             continue
-        partition, available, limit, sizes, name, cpus, mem, features, gres = fields
+        partition, available, limit, sizes, name, cpus, mem, features, gres, threads = fields
         nodes.append(
             Node(
                 partition=partition.rstrip("*"),
@@ -83,6 +86,7 @@ def read_sinfo(text: str) -> list[Node]:
                 max_nodes=int(most) if (most := sizes.rpartition("-")[2]).isdigit() else None,
                 is_default=partition.endswith("*"),
                 is_up=available == "up",
+                threads_per_core=int(threads) if threads.isdigit() else UNKNOWN_THREADS_PER_CORE,
             )
         )
     return nodes
@@ -91,8 +95,7 @@ def read_sinfo(text: str) -> list[Node]:
 def judge(request: Request, nodes: Sequence[Node]) -> list[Finding]:
     """The limits that stand against a request; empty where it can run. With several partitions, one that takes it is enough."""
     known = list(dict.fromkeys(node.partition for node in nodes))
-    default = next((node.partition for node in nodes if node.is_default), None)
-    wanted = request.partition.split(",") if request.partition else [default] if default else []
+    wanted = _partitions_of(request, nodes)
     if not wanted:
         return [
             Finding(
@@ -127,6 +130,19 @@ def judge(request: Request, nodes: Sequence[Node]) -> list[Finding]:
             ),
         ]
     return best
+
+
+def threads_per_core(request: Request, nodes: Sequence[Node]) -> int:
+    """Return the threads of a core on the nodes that may be given to a request; the largest number where they differ."""
+    wanted = _partitions_of(request, nodes)
+    found = [node.threads_per_core for node in nodes if node.partition in wanted]
+    return max(found, default=UNKNOWN_THREADS_PER_CORE)
+
+
+def _partitions_of(request: Request, nodes: Sequence[Node]) -> list[str]:
+    if request.partition:
+        return request.partition.split(",")
+    return list(dict.fromkeys(node.partition for node in nodes if node.is_default))
 
 
 def _takes(request: Request, partition: str, nodes: Sequence[Node]) -> bool:

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError, SchedulerError
+from hpc_rl.plan.plan import with_threads_per_core
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import lint
 from hpc_rl.render.layouts import servers_of, without
 from hpc_rl.render.slurm_time import seconds
-from hpc_rl.schedulers.sinfo import Finding, Node, Request, judge
+from hpc_rl.schedulers.sinfo import Finding, Node, Request, judge, threads_per_core
 
 
 class ClusterQueries(Protocol):
@@ -172,9 +173,10 @@ def _check(finding: Finding) -> PreflightCheck:
 
 @dataclass(frozen=True)
 class CapacityCheck:
-    """What a submission is told, and which of the nodes that failed the trial it avoids."""
+    """What a submission is told, the plan for the nodes of the cluster, and which of those that failed the trial it avoids."""
 
     notes: list[str]
+    plan: Plan
     avoid: tuple[str, ...] = ()
 
 
@@ -194,16 +196,24 @@ def quick_check(
     try:
         nodes = cluster.nodes()
     except SchedulerError as error:
-        return CapacityCheck([f"not compared with the cluster: {error}", *avoided], tuple(bad))
+        return CapacityCheck([f"not compared with the cluster: {error}", *avoided], plan, tuple(bad))
+    plan = _for_nodes(config, plan, nodes)
     report = PreflightReport(_compare(config, plan, nodes))
     report.raise_for()
     notes = [refusal_text(check) for check in report.checks if check.state == "note"]
     if not bad:
-        return CapacityCheck(notes)
+        return CapacityCheck(notes, plan)
     launcher = replace(config.launcher, slurm=without(config.launcher.slurm, bad))
     if PreflightReport(_compare(replace(config, launcher=launcher), plan, nodes)).refused:
-        return CapacityCheck([*notes, words_of_bad + "not avoided, or too few nodes would be left"])
-    return CapacityCheck([*notes, *avoided], tuple(bad))
+        return CapacityCheck([*notes, words_of_bad + "not avoided, or too few nodes would be left"], plan)
+    return CapacityCheck([*notes, *avoided], plan, tuple(bad))
+
+
+def _for_nodes(config: Config, plan: Plan, nodes: list[Node]) -> Plan:
+    if not nodes:
+        return plan
+    found = [threads_per_core(request_of(*part), nodes) for part in job_requests(config, plan)]
+    return with_threads_per_core(plan, max(found))
 
 
 def full_check(

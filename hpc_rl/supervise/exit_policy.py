@@ -143,9 +143,17 @@ def hung(why: str) -> End:
     return End(128 + signal.SIGKILL, why, FailureClass.INFRASTRUCTURE)
 
 
-def unplaced(why: str) -> End:
-    """The end of a unit that the scheduler gives no place on the nodes of its job: others are needed, and none is to blame."""
-    return End(128 + signal.SIGKILL, why, FailureClass.NODE)
+def unplaced(role: str, reason: str, is_first_start: bool) -> End:
+    """Return the end of a unit whose step the scheduler can't place on the nodes of its job.
+
+    A first start does not fit what the job asked for; later Slurm may hold back what a lost node's steps had. A server is
+    tried again: the trial works without it.
+    """
+    if not is_first_start:
+        failure = FailureClass.NODE
+    else:
+        failure = FailureClass.UNKNOWN if role == "server" else FailureClass.USER
+    return End(128 + signal.SIGKILL, reason, failure)
 
 
 def barren(attempts: Sequence[Sequence[dict[str, Any]]]) -> int:

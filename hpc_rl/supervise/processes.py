@@ -377,6 +377,15 @@ def open_steps(kind: str, plan: Plan) -> Steps:
     return SrunSteps([host for hosts in parts for host in hosts], with_gpus, components=components)
 
 
+def unplaced_reason(unit: Unit, plan: Plan, said: str) -> str:
+    """Return why a step may have no place on its nodes: each step is given whole cores of what the job asked for."""
+    return (
+        f"Slurm starts no step of {unit.role} {unit.index} on its nodes ({said}): it asks each for "
+        f"{unit.tasks_per_node * unit.cpus_per_task} CPUs in whole cores, of {plan.threads_per_core} threads per core "
+        f"as the plan has it (scontrol show node: ThreadsPerCore); the plan asks for {plan.cpus_per_node} CPUs per node"
+    )
+
+
 def job_hosts(nodelist: str) -> list[str]:
     """Node names of a job in Slurm's order. Local: scontrol asks nobody for this. Raises SchedulerError."""
     try:

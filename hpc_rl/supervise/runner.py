@@ -25,7 +25,7 @@ from hpc_rl.supervise.ends import end_of, not_started
 from hpc_rl.supervise.failures import GO_ON, End
 from hpc_rl.supervise.hangs import Liveness, serving
 from hpc_rl.supervise.measured import Measured
-from hpc_rl.supervise.processes import STACKS, Handle, Steps
+from hpc_rl.supervise.processes import STACKS, Handle, Steps, unplaced_reason
 from hpc_rl.supervise.state_machine import (
     DRAIN_GRACE_S,
     Action,
@@ -357,11 +357,8 @@ class Driver:
             self._machine.served(now, key, incarnation)
         for key in self._liveness.unseen(now):
             if key in self._handles and (said := self._handles[key][0].unplaced()):
-                self._do(
-                    self._machine.unplaced(
-                        key, f"Slurm starts no step of {key[0]} {key[1]} on its nodes ({said})"
-                    )
-                )
+                unit = self._machine.slots[key].unit
+                self._do(self._machine.unplaced(key, unplaced_reason(unit, self.plan, said)))
         if self._machine.phase is Phase.RUNNING:
             for key, why in self._liveness.hung(now, self._measured.step_s, list(self._handles)):
                 self._do(self._machine.hung(now, key, why))

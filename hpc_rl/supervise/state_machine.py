@@ -200,7 +200,8 @@ class Supervisor:
         slot = self.slots[key]
         if not self._may_be_killed(slot):
             return []
-        slot.killed_as, slot.kill_at = exit_policy.unplaced(why), float("inf")
+        slot.killed_as = exit_policy.unplaced(slot.unit.role, why, is_first_start=slot.incarnation == 0)
+        slot.kill_at = float("inf")
         return [Record("unplaced", _about(slot) | {"reason": why}), Kill(key)]
 
     def _may_be_killed(self, slot: Slot) -> bool:

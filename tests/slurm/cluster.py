@@ -40,6 +40,7 @@ class Cluster:
     slurm: Slurm
     num_nodes: int = 4
     num_cpus: int = 64
+    threads_per_core: int = 1
     mem_mb: int = 256_000
     num_gpus: int = 8
     extra_conf: str = ""
@@ -265,6 +266,7 @@ class Cluster:
         first_job = (
             int(time.time()) % 30_000_000 * 2 + 1000
         )  # fresh ids: a step of an earlier cluster must not meet its own again
+        cores_per_socket = self.num_cpus // 2 // self.threads_per_core
         return f"""ClusterName=lab
 FirstJobId={first_job}
 {plugins}SlurmctldHost={host}(127.0.0.1)
@@ -314,7 +316,8 @@ MailProg=/bin/true
 PropagateResourceLimits=NONE
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 NodeName=n[1-{n}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{port0 + 2}-{port0 + 1 + n}] Sockets=2 \
-CoresPerSocket={self.num_cpus // 2} ThreadsPerCore=1 RealMemory={self.mem_mb} TmpDisk=1000 Feature=ib {gres} State=UNKNOWN
+CoresPerSocket={cores_per_socket} ThreadsPerCore={self.threads_per_core} \
+RealMemory={self.mem_mb} TmpDisk=1000 Feature=ib {gres} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=1
 PartitionName=short Nodes=n1 MaxTime=30 DefaultTime=10 State=UP PriorityTier=1
 PartitionName=high Nodes=ALL MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=10

@@ -7,7 +7,7 @@ import pytest
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
-from hpc_rl.plan.plan import make_plan
+from hpc_rl.plan.plan import make_plan, with_threads_per_core
 from hpc_rl.plan.schema import Plan
 
 COMMON = [
@@ -74,6 +74,22 @@ def test_four_nodes_without_gpus():
     assert (made.device, made.server_backend, made.python) == ("cpu", "embedded", "/venv/bin/python")
     # node 0: supervisor 1 + rollout 4 + rank 4
     assert (made.cpus_per_node, made.mem_mb_per_node) == (9, 1024 + 16384 + 32768)
+
+
+@pytest.mark.parametrize(
+    ("threads", "cpus_of_groups"),
+    [(1, [1 + 7 + 2 * 3, 2 * 7]), (2, [1 + 8 + 2 * 3, 2 * 8]), (4, [1 + 8 + 8, 2 * 8])],
+)
+def test_each_step_is_given_whole_cores(threads, cpus_of_groups):
+    options = ["--n_nodes=3", "allocation_mode=embedded:d4+fsdp:d2", "launcher.slurm.layout=hetjob"]
+    options += [
+        "launcher.inference_server_cpus_per_gpu=7",
+        "launcher.rollout_cpus=7",
+        "launcher.trainer_cpus_per_gpu=3",
+    ]
+    made = with_threads_per_core(plan(*options), threads)
+    assert made.threads_per_core == threads and Plan.from_json(made.to_json()) == made
+    assert [group.cpus_per_node for group in made.groups] == cpus_of_groups
 
 
 def test_gpus_are_packed_by_index():

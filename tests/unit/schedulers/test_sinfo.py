@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.schedulers.sinfo import Node, Request, judge, read_sinfo
+from hpc_rl.schedulers.sinfo import Node, Request, judge, read_sinfo, threads_per_core
 
 SINFO = """\
-gpu*|up|1-00:00:00|1-infinite|g1|64|512000|ib,a100|gpu:a100:8(S:0-1)
-gpu*|up|1-00:00:00|1-infinite|g2|64|512000|ib,a100|gpu:a100:8(S:0-1),nvme:2
-gpu*|up|1-00:00:00|1-infinite|g3|64|256000|a100|gpu:a100:4
-big|up|infinite|1-infinite|g1|64|512000|ib,a100|gpu:a100:8
-big|up|infinite|1-infinite|g2|64|512000|ib,a100|gpu:a100:8
-big|up|infinite|1-infinite|h1|128+|1000000+|h100|gpu:8
-short|up|30:00|1-2|c1|32|128000|(null)|(null)
-short|up|30:00|1-2|c2|32|128000|(null)|(null)
-short|up|30:00|1-2|c3|32|128000|(null)|(null)
-off|down|infinite|1-infinite|c9|32|128000|(null)|(null)
+gpu*|up|1-00:00:00|1-infinite|g1|64|512000|ib,a100|gpu:a100:8(S:0-1)|2
+gpu*|up|1-00:00:00|1-infinite|g2|64|512000|ib,a100|gpu:a100:8(S:0-1),nvme:2|2
+gpu*|up|1-00:00:00|1-infinite|g3|64|256000|a100|gpu:a100:4|2
+big|up|infinite|1-infinite|g1|64|512000|ib,a100|gpu:a100:8|2
+big|up|infinite|1-infinite|g2|64|512000|ib,a100|gpu:a100:8|2
+big|up|infinite|1-infinite|h1|128+|1000000+|h100|gpu:8|2
+short|up|30:00|1-2|c1|32|128000|(null)|(null)|1
+short|up|30:00|1-2|c2|32|128000|(null)|(null)|1
+short|up|30:00|1-2|c3|32|128000|(null)|(null)|1
+off|down|infinite|1-infinite|c9|32|128000|(null)|(null)|1
 a banner of the site
 """
 NODES = read_sinfo(SINFO)
@@ -30,7 +30,15 @@ NODES = read_sinfo(SINFO)
 def test_sinfo_is_read():
     assert len(NODES) == 10
     assert NODES[1] == Node(
-        "gpu", "g2", 64, 512000, {"a100": 8}, frozenset({"ib", "a100"}), max_time_s=86400, is_default=True
+        "gpu",
+        "g2",
+        64,
+        512000,
+        {"a100": 8},
+        frozenset({"ib", "a100"}),
+        max_time_s=86400,
+        is_default=True,
+        threads_per_core=2,
     )
     assert NODES[5].cpus == 128 and NODES[5].gpus == {"": 8} and NODES[5].max_time_s is None
     assert NODES[6].max_nodes == 2 and NODES[6].max_time_s == 1800 and NODES[6].features == frozenset()
@@ -159,3 +167,8 @@ def test_following_the_nearest_leads_to_a_request_that_fits(n_nodes, gpus, cpus,
             key = "cpus" if "CPUs" in nearest else "mem_mb"
             request = dataclasses.replace(request, **{key: int(re.search(r"\d+", nearest)[0])})
     raise AssertionError(request)
+
+
+@pytest.mark.parametrize(("partition", "threads"), [(None, 2), ("short", 1), ("short,gpu", 2), ("none", 2)])
+def test_threads_per_core_are_those_of_the_nodes_that_may_be_given(partition, threads):
+    assert threads_per_core(Request(n_nodes=1, partition=partition), NODES) == threads

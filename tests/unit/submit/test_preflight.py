@@ -25,15 +25,18 @@ GOOD = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --no-requeue\n#SBATCH --open-mod
 class FakeCluster:
     """Two nodes; counts what it is asked."""
 
-    def __init__(self, says: tuple[bool, str] = (True, "Job 1 to start at once"), broken: str = "") -> None:
-        self.says, self.broken = says, broken
+    def __init__(
+        self, says: tuple[bool, str] = (True, "Job 1 to start at once"), broken: str = "", threads: int = 1
+    ) -> None:
+        self.says, self.broken, self.threads = says, broken, threads
         self.asked: list[str] = []
 
     def nodes(self) -> list[Node]:
         self.asked.append("sinfo")
         if self.broken:
             raise SchedulerError(self.broken)
-        return [Node("main", f"n{i}", 64, 256_000, {"": 8}, is_default=True) for i in (1, 2)]
+        known = {"is_default": True, "threads_per_core": self.threads}
+        return [Node("main", f"n{i}", 64, 256_000, {"": 8}, **known) for i in (1, 2)]
 
     def test_only(self, script: str) -> tuple[bool, str]:
         self.asked.append("sbatch")
@@ -78,6 +81,13 @@ def test_a_submission_asks_once_and_refuses_what_can_never_run():
 def test_a_submission_goes_on_where_sinfo_does_not_answer():
     said = preflight.quick_check(*planned(), FakeCluster(broken="sinfo: no"), ["n1"])
     assert said.notes[0] == "not compared with the cluster: sinfo: no" and said.avoid == ("n1",)
+
+
+@pytest.mark.parametrize(("threads", "cpus"), [(1, 3 * 8 + 1), (2, 3 * 8 + 1), (16, 32 + 1)])
+def test_the_plan_is_fitted_to_the_cores_of_the_cluster(threads, cpus):
+    options = ["launcher.trainer_mem_per_gpu=1000", "launcher.trainer_cpus_per_gpu=3"]
+    found = preflight.quick_check(*planned(*options), FakeCluster(threads=threads))
+    assert (found.plan.threads_per_core, found.plan.cpus_per_node) == (threads, cpus)
 
 
 def test_bad_nodes_are_avoided_only_where_enough_others_are_left():

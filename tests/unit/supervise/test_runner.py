@@ -85,9 +85,10 @@ def test_a_unit_that_slurm_starts_nowhere_is_ended_for_other_nodes(make):
     )
     driver._watch_liveness(PLACED_S)
     assert not killed
+    driver._machine.slots[TRAINER].incarnation = 1  # its first start had a place
     driver._watch_liveness(PLACED_S + 1)
     assert killed == [TRAINER]
-    actions = driver._machine.exited(PLACED_S + 2, TRAINER, 0, End(1, ""))
+    actions = driver._machine.exited(PLACED_S + 2, TRAINER, 1, End(1, ""))
     assert any(isinstance(action, Record) and action.details.get("class") == "node" for action in actions)
     assert driver._machine.phase is Phase.ENDING, "the job is requeued"
 

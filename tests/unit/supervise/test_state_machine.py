@@ -348,8 +348,22 @@ def test_who_hangs_is_killed_once_everybody_has_written_down_where_it_is(world):
     assert ended.details["reason"] == "nothing moved for 300 s" and ended.details["class"] == "infrastructure"
 
 
+def test_a_first_start_without_a_place_is_no_fault_of_its_node(world):
+    world.do(world.machine.unplaced(TRAINER, "Requested nodes are busy"))
+    world.end(TRAINER, 1)
+    world.all_end()
+    [ended] = [
+        record for record in world.records if record.event == "exited" and record.details["role"] == "trainer"
+    ]
+    assert ended.details["class"] == "user"
+    assert world.finish.code == 70 and "Requested nodes are busy" in world.finish.reason
+
+
 @pytest.mark.parametrize("key", [TRAINER, ROLLOUT])
-def test_who_gets_no_place_on_its_nodes_needs_others(world, key):
+def test_a_restart_that_gets_no_place_on_its_nodes_needs_others(world, key):
+    world.end(key, 1)
+    world.pass_time(60)
+    assert world.running[key] == 1
     world.do(world.machine.unplaced(key, "Requested nodes are busy"))
     assert world.killed == [key] and not world.dumped and not world.avoided
     world.end(key, 1)
@@ -358,6 +372,10 @@ def test_who_gets_no_place_on_its_nodes_needs_others(world, key):
 
 
 def test_servers_go_on_without_one_that_gets_no_place(world):
+    world.do(world.machine.unplaced(SERVER_0, "Requested nodes are busy"))
+    world.end(SERVER_0, 1)
+    world.pass_time(1)
+    assert world.running[SERVER_0] == 1, "its place may be free by now"
     world.do(world.machine.unplaced(SERVER_0, "Requested nodes are busy"))
     world.end(SERVER_0, 1)
     world.pass_time(10_000)

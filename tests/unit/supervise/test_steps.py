@@ -12,13 +12,14 @@ import time
 from pathlib import Path
 
 import pytest
+from toy_plans import toy_plan
 
 from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import end_processes, is_alive, start_ticks
 from hpc_rl.supervise import processes
 from hpc_rl.supervise.ownership import end_leftovers, leave_client_records, next_incarnations
-from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, job_hosts, srun_argv
+from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, job_hosts, srun_argv, unplaced_reason
 from hpc_rl.trial import Attempt, Trial, read_json, write_json
 
 UNTIL_EOF = "import os, sys; print('up', flush=True)\nwhile d := os.read(0, 99): print(d.decode(), flush=True); sys.exit(75)"
@@ -244,6 +245,14 @@ def test_a_step_that_slurm_does_not_make_says_so_until_a_process_runs(attempt, f
     assert handle.unplaced() == ""
     handle.kill()
     wait(handle)
+
+
+def test_a_step_without_a_place_names_its_cpus_and_the_threads_of_a_core():
+    trainer = unit(tasks=2)
+    plan = toy_plan([trainer], "python", cpus_per_node=5, threads_per_core=2)
+    reason = unplaced_reason(trainer, plan, "Requested nodes are busy")
+    assert "trainer 0" in reason and "Requested nodes are busy" in reason
+    assert "6 CPUs" in reason and "2 threads per core" in reason and "5 CPUs per node" in reason
 
 
 def test_a_client_that_does_not_end_is_killed(attempt, fake_srun, monkeypatch):
