@@ -1,12 +1,13 @@
-"""`allocation_mode`: who gets how many units, as text and as data. What of it is built is the plan's to say, not the parser's.
+"""`allocation_mode`: how units (GPUs, or processes without one) are divided between servers and training.
 
     expression : servers "+" train | servers "|" train | servers "+" ("eval"|"cpu") | servers | train
     servers    : ("embedded"|"sglang"|"vllm") name? (":"|".") (("d"|"t"|"p") SIZE)+
     train      : (("fsdp"|"megatron") name? ":")? ((("d"|"p"|"t"|"c"|"e") SIZE)+ | hybrid)
     hybrid     : "("? "attn" ":" dims(c d t p) "|" "ffn" ":" dims(d e t p) ")"?
-    name       : "[" ("rollout"|"actor") "]"          SIZE : a number without leading zero; "d*" is what is left
+    name       : "[" ("rollout"|"actor") "]"          SIZE : a number without leading zero; "d*" is the rest
 
-Blanks may stand between words; dimensions may come in any order, and those not given are 1. `e` adds no units.
+Blanks may stand between tokens; dimensions come in any order, those not given are 1. `e` adds no units.
+The parser accepts the whole grammar; what this version can't start is refused by the plan.
 """
 
 from __future__ import annotations
@@ -14,20 +15,62 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 from hpc_rl.errors import ConfigError
 
-SERVER_BACKENDS = ("embedded", "sglang", "vllm")
-TRAIN_BACKENDS = ("fsdp", "megatron")
+
+@dataclass(frozen=True)
+class ServerBackend:
+    """A kind of generation server.
+
+    Args:
+        section: Section of the configuration with its options.
+        implementation: `module:class` of its `hpc_rl.servers.base.Backend`; empty where there is none yet.
+        dimensions: Dimensions that an expression may give.
+        supported: Dimensions that can be above 1 today.
+        on_gpus: Whether it can use GPUs.
+    """
+
+    section: str
+    implementation: str = ""
+    dimensions: str = "dtp"
+    supported: str = "d"
+    on_gpus: bool = True
+
+
+@dataclass(frozen=True)
+class TrainBackend:
+    """A train engine: dimensions that an expression may give, and those that can be above 1 today."""
+
+    dimensions: str
+    supported: str = ""  # empty: it can be planned, not started
+
+
+SERVER_BACKENDS: dict[str, ServerBackend] = {
+    "embedded": ServerBackend(
+        "embedded", "hpc_rl.servers.embedded.backend:EmbeddedBackend", dimensions="d", on_gpus=False
+    ),
+    "sglang": ServerBackend("sglang", "hpc_rl.servers.sglang:SGLangBackend", supported="dt"),
+    "vllm": ServerBackend("vllm"),
+}
+TRAIN_BACKENDS: dict[str, TrainBackend] = {
+    "fsdp": TrainBackend(dimensions="dtc", supported="d"),
+    "megatron": TrainBackend(dimensions="dptce"),
+}
 _TOKEN = re.compile(r"\s*(?:([A-Za-z]+)|([0-9]+)|([:.+|()\[\]*]))")
+
+
+def usual_server_backend(n_gpus_per_node: int) -> str:
+    """Return the backend of a plan whose `allocation_mode` is empty."""
+    return "sglang" if n_gpus_per_node else "embedded"
 
 
 @dataclass(frozen=True)
 class Servers:
-    """`d` replicas (None: what is left) of t * p units each."""
+    """`d` replicas (None: the rest) of t * p units each."""
 
-    backend: Literal["embedded", "sglang", "vllm"]
+    backend: str
     d: int | None = 1
     t: int = 1
     p: int = 1
@@ -46,9 +89,9 @@ class Servers:
 
 @dataclass(frozen=True)
 class Train:
-    """A training mesh of d * p * t * c units; `d` None is what is left. Experts: e groups of etp tensor ranks."""
+    """A training mesh of d * p * t * c units; `d` None is the rest. Experts: e groups of etp tensor ranks."""
 
-    backend: Literal["fsdp", "megatron"]
+    backend: str
     d: int | None = 1
     p: int = 1
     t: int = 1
@@ -81,7 +124,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What one expression says. `colocate`: servers and train share units; `evaluate`: servers and a process that evaluates."""
+    """A parsed expression. `colocate`: both share units; `evaluate`: servers and an evaluation."""
 
     servers: Servers | None = None
     train: Train | None = None
@@ -89,17 +132,17 @@ class Allocation:
     evaluate: bool = False
 
     def __str__(self) -> str:
-        """The canonical form; parse reads it back to an equal object."""
+        """Return the canonical form; parse reads it back to an equal object."""
         if self.evaluate:
             return f"{self.servers}+eval"
         return ("|" if self.colocate else "+").join(str(part) for part in (self.servers, self.train) if part)
 
 
 def parse(text: str) -> Allocation:
-    """Read an expression. Raises ConfigError that names the position and the reason."""
+    """Read an expression. Raises ConfigError with the position and the reason."""
     if text.strip() in ("manual", "heuristic"):
         raise ConfigError(
-            f"allocation_mode {text.strip()} does not exist; leave it empty to have one derived."
+            f"allocation_mode {text.strip()} is not supported; leave it empty to have one derived."
         )
     return _Parser(text).expression()
 
@@ -121,7 +164,7 @@ class _Parser:
             match = _TOKEN.match(text, position)
             if not match or not match.lastindex:
                 start = position + len(text[position:]) - len(text[position:].lstrip())
-                self.fail(f"{text[start]!r} can't stand here", start)
+                self.fail(f"unexpected {text[start]!r}", start)
             kind = ("word", "number", "sign")[match.lastindex - 1]
             self.tokens.append((kind, match.group(match.lastindex), match.start(match.lastindex)))
             position = match.end()
@@ -130,12 +173,11 @@ class _Parser:
     def fail(self, reason: str, position: int | None = None) -> NoReturn:
         where = self.tokens[self.at][2] if position is None else position
         shown = self.text if len(self.text) <= 200 else f"{self.text[:100]}…"
-        raise ConfigError(
-            f"allocation_mode {shown!r}, character {where + 1}: {reason}{'' if reason.endswith('?') else '.'}"
-        )
+        end = "" if reason.endswith("?") else "."
+        raise ConfigError(f"allocation_mode {shown!r}, character {where + 1}: {reason}{end}")
 
-    def peek(self, ahead: int = 0) -> str:
-        return self.tokens[min(self.at + ahead, len(self.tokens) - 1)][1]
+    def peek(self) -> str:
+        return self.tokens[self.at][1]
 
     def take(self, *allowed: str) -> str:
         kind, text, _ = self.tokens[self.at]
@@ -152,17 +194,14 @@ class _Parser:
         if self.done():
             self.fail("it is empty")
         kind, word, _ = self.tokens[self.at]
-        if kind == "word" and len(word) > 1 and word not in (*SERVER_BACKENDS, *TRAIN_BACKENDS, "attn"):
-            near = difflib.get_close_matches(word.lower(), [*SERVER_BACKENDS, *TRAIN_BACKENDS], n=1)
-            hint = (
-                f"did you mean {near[0]}?"
-                if near
-                else f"known: {', '.join([*SERVER_BACKENDS, *TRAIN_BACKENDS])}"
-            )
-            self.fail(f"{word!r} is no backend; {hint}")
-        result = self._servers_first() if self.peek() in SERVER_BACKENDS else Allocation(train=self.train())
+        backends = [*SERVER_BACKENDS, *TRAIN_BACKENDS]
+        if kind == "word" and len(word) > 1 and word not in (*backends, "attn"):
+            near = difflib.get_close_matches(word.lower(), backends, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(backends)}"
+            self.fail(f"{word!r} is not a valid backend; {hint}")
+        result = self._servers_first() if word in SERVER_BACKENDS else Allocation(train=self.train())
         if not self.done():
-            self.fail(f"{self.peek()!r} can't stand here; the expression has ended")
+            self.fail(f"unexpected {self.peek()!r} after the end of the expression")
         return result
 
     def _servers_first(self) -> Allocation:
@@ -177,7 +216,7 @@ class _Parser:
         train = self.train()
         if sign == "|" and servers.num_units != train.num_units:
             both = f"servers have {servers.num_units or 'd*'} units, training has {train.num_units or 'd*'}"
-            self.fail(f"'|' means the same units for both, but {both}", sign_at)
+            self.fail(f"'|' requires the same units for both, but {both}", sign_at)
         return Allocation(servers=servers, train=train, colocate=sign == "|")
 
     def servers(self) -> Servers:
@@ -186,8 +225,9 @@ class _Parser:
         named = self.name("rollout")
         self.take(*(":" if named else ":."))
         sizes = self.dims("dtp", f"{backend} servers have d, t and p")
-        if backend == "embedded" and (sizes.get("t", 1) or 1) * (sizes.get("p", 1) or 1) > 1:
-            self.fail("an embedded server is one process: it has d only, as embedded:d4", start)
+        allowed = SERVER_BACKENDS[backend].dimensions
+        if any(letter not in allowed and (size or 1) > 1 for letter, size in sizes.items()):
+            self.fail(f"{backend} servers have {', '.join(allowed)} only, as {backend}:d4", start)
         return Servers(backend, **sizes)  # type: ignore[arg-type]
 
     def train(self) -> Train:
@@ -198,21 +238,24 @@ class _Parser:
             self.take(":")
         start = self.tokens[self.at][2]
         if self.peek() in ("(", "attn"):
-            if backend == "fsdp":
-                self.fail("fsdp has no attn|ffn form; only megatron has", start)
+            if backend and "e" not in TRAIN_BACKENDS[backend].dimensions:
+                self.fail(f"{backend} has no attn|ffn form; use megatron", start)
             return self.hybrid(start)
         sizes = self.dims("dptce", "training has d, p, t, c and e")
-        pipeline, experts = sizes.get("p", 1) or 1, sizes.get("e", 1) or 1
-        if backend == "fsdp" and (pipeline > 1 or experts > 1):
-            self.fail(f"fsdp has no {'p' if pipeline > 1 else 'e'}; only megatron has", start)
-        backend = backend or ("megatron" if pipeline > 1 or experts > 1 else "fsdp")
-        etp = (sizes.get("t", 1) or 1) if experts > 1 else 1
-        mesh = Train(backend, etp=etp, **sizes)  # type: ignore[arg-type]
-        if experts > 1 and mesh.num_units is not None and mesh.num_units % (pipeline * etp * experts):
-            self.fail(
-                f"{mesh.num_units} units can't be split by p*t*e = {pipeline * etp * experts} for the experts",
-                start,
+        used = {letter for letter, size in sizes.items() if (size or 1) > 1}
+        able = [name for name, one in TRAIN_BACKENDS.items() if used <= set(one.dimensions)]
+        backend = backend or able[0]
+        if backend not in able:
+            lacking = next(
+                letter for letter in sizes if letter in used - set(TRAIN_BACKENDS[backend].dimensions)
             )
+            self.fail(f"{backend} has no {lacking}; use {able[0]}", start)
+        tensor, pipeline, experts = ((sizes.get(letter) or 1) for letter in "tpe")
+        etp = tensor if experts > 1 else 1
+        mesh = Train(backend, etp=etp, **sizes)  # type: ignore[arg-type]
+        parts = pipeline * etp * experts
+        if experts > 1 and mesh.num_units is not None and mesh.num_units % parts:
+            self.fail(f"{mesh.num_units} units can't be split by p*t*e = {parts} for the experts", start)
         return mesh
 
     def hybrid(self, start: int) -> Train:
@@ -246,24 +289,21 @@ class _Parser:
         self.take("]")
         return True
 
-    def dims(self, allowed: str, words: str, starred: bool = True) -> dict[str, int | None]:
+    def dims(self, allowed: str, hint: str, starred: bool = True) -> dict[str, int | None]:
         found: dict[str, int | None] = {}
         while self.tokens[self.at][0] == "word" or not found:
             kind, letter, _ = self.tokens[self.at]
             if kind != "word" or len(letter) != 1 or letter not in allowed:
-                self.fail(f"{letter or 'the end'!r} is no dimension: {words}")
+                self.fail(f"{letter or 'the end'!r} is not a valid dimension; {hint}")
             if letter in found:
                 self.fail(f"{letter} is given twice")
             self.at += 1
             found[letter] = self.size(letter, starred)
         return found
 
-    def sizes(self, allowed: str, words: str) -> dict[str, int]:
-        return {
-            letter: size
-            for letter, size in self.dims(allowed, words, starred=False).items()
-            if size is not None
-        }
+    def sizes(self, allowed: str, hint: str) -> dict[str, int]:
+        found = self.dims(allowed, hint, starred=False)
+        return {letter: size for letter, size in found.items() if size is not None}
 
     def size(self, letter: str, starred: bool) -> int | None:
         kind, text, _ = self.tokens[self.at]
@@ -271,12 +311,11 @@ class _Parser:
             self.at += 1
             return None
         if kind != "number":
-            self.fail(
-                f"{letter} needs a number" + (", or * for what is left" if letter == "d" and starred else "")
-            )
+            rest = ", or * for the rest" if letter == "d" and starred else ""
+            self.fail(f"{letter} needs a number{rest}")
         if text.startswith("0"):
-            self.fail(f"{letter}{text}: a number from 1, without leading zero")
+            self.fail(f"{letter}{text}: expected a number of at least 1, without leading zero")
         if len(text) > 9:
-            self.fail(f"{letter} has {len(text)} digits")
+            self.fail(f"{letter} has {len(text)} digits, at most 9 are allowed")
         self.at += 1
         return int(text)

@@ -1,4 +1,4 @@
-"""Which container a role gets, from the configuration: image, interpreter within it, and what is bound. Pure."""
+"""The container of a role: its image, the interpreter in it, and the paths that are bound. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HUB_CACHE = ("models--", "datasets--")
 
 
 def container_of(config: Config, role: Role) -> Container | None:
-    """None where the role runs without one."""
+    """Return the container of a role, or None where it runs on the node itself."""
     slurm = config.launcher.slurm
     image = image_of(slurm, role)
     if not image or slurm.container_type == "none":
@@ -37,17 +37,17 @@ def container_of(config: Config, role: Role) -> Container | None:
 
 
 def refuse_scheduler(config: Config, scheduler: str) -> None:
-    """pyxis is a part of srun. Raises ConfigError."""
+    """Raise ConfigError for pyxis, which is an extension of srun, on this machine."""
     pyxis = config.launcher.slurm.container_type == "pyxis"
     if scheduler == "local" and pyxis and any(container_of(config, role) for role in PYTHONS):
         raise ConfigError(
-            "launcher.slurm.container_type pyxis is an extension of srun, and launcher.type local has none: "
-            "use container_type apptainer, or leave the images out."
+            "launcher.slurm.container_type pyxis needs srun, which launcher.type local does not use; "
+            "use container_type apptainer, or omit the images."
         )
 
 
 def with_paths(binds: list[str], paths: Iterable[str]) -> list[str]:
-    """Binds that also hold these paths at their own places, without those that lie in another of them."""
+    """Return the binds and these paths, each at its own place; paths inside another one are left out."""
     same = {source for source, target in (bind.split(":")[:2] for bind in binds) if source == target}
     wanted = [path for path in dict.fromkeys(paths) if path != "/"]
     outer = [
@@ -63,7 +63,7 @@ def _inside(path: str, directory: str) -> bool:
 
 
 def _directory(path: str) -> str:
-    """What to bind for a path: a file's directory, and for a snapshot of a hub's cache all that its links point into."""
+    """Return what to bind for a path: the directory of a file, or the whole model in a hub's cache."""
     here = PurePosixPath(path)
     for parent in (here, *here.parents):
         if parent.name.startswith(_HUB_CACHE):

@@ -1,7 +1,7 @@
 """Placement: which replica and which ranks on which node. Pure arithmetic; knows no configuration.
 
-Trainer ranks take the first nodes, the same number on each (node 0 also holds supervisor and rollout); servers take the
-last ones. On several nodes they share none, except where GPUs would stay idle otherwise: those are packed by index.
+Trainer ranks take the first nodes, the same number on each (node 0 also holds supervisor and rollout);
+servers take the last ones. They share a node only where GPUs would stay idle otherwise; those are packed by index.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-SEARCHED = 500  # how far from what was asked for another number of replicas is looked for
+SEARCH_RADIUS = 500  # numbers of replicas on either side of the requested one
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Replicas of `units_per_replica` units each, and trainer ranks of one unit each. No replicas: a trainer alone."""
+    """Replicas of `units_per_replica` units each, and trainer ranks of one unit each."""
 
     replicas: int
     units_per_replica: int
@@ -35,7 +35,7 @@ class Placement:
 
 
 def place(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Placement | None:
-    """Where everything goes; None where it does not fit, or leaves a node or a GPU idle."""
+    """Return a placement, or None where the demand does not fit or leaves a node or a GPU idle."""
     if n_gpus_per_node:
         return _place_on_gpus(demand, n_nodes, n_gpus_per_node)
     if n_nodes == 1 or not demand.replicas:
@@ -49,7 +49,7 @@ def place(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Placement | Non
 
 
 def _on_processes(demand: Demand, n_nodes: int, trainer_nodes: int) -> Placement:
-    """Units without GPUs: any number on a node, spread evenly over the nodes of the role."""
+    """Place units without GPUs: any number on a node, spread evenly over the nodes of the role."""
     server_nodes = list(range(trainer_nodes, n_nodes)) or [0]
     servers = sorted((server_nodes[i % len(server_nodes)], 0) for i in range(demand.replicas))
     return Placement(list(range(trainer_nodes)), demand.ranks // trainer_nodes, servers)
@@ -78,7 +78,7 @@ def _place_on_gpus(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Placem
 
 
 def nearest(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Demand | None:
-    """The demand that fits and changes the fewest units; of equal ones the first found. None where nothing fits."""
+    """Return the demand that fits and changes the fewest units, or None where none fits."""
     fitting = [
         other for other in _others(demand, n_nodes, n_gpus_per_node) if place(other, n_nodes, n_gpus_per_node)
     ]
@@ -98,7 +98,7 @@ def _others(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Iterator[Dema
     elif n_gpus_per_node:
         most = (total - 1) // size
         wanted = min(max(demand.replicas, 1), most)
-        for replicas in range(max(1, wanted - SEARCHED), min(most, wanted + SEARCHED) + 1):
+        for replicas in range(max(1, wanted - SEARCH_RADIUS), min(most, wanted + SEARCH_RADIUS) + 1):
             yield Demand(replicas, size, total - replicas * size)
     else:
         for nodes in range(1, n_nodes):

@@ -1,4 +1,4 @@
-"""make_plan: from a checked configuration to the plan. Pure and deterministic: no clock, no environment, no file."""
+"""make_plan: from a checked configuration to the plan. Pure: no clock, no environment, no file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from hpc_rl.allocation import Allocation, Servers, Train, parse
+from hpc_rl.allocation import (
+    SERVER_BACKENDS,
+    TRAIN_BACKENDS,
+    Allocation,
+    Servers,
+    Train,
+    parse,
+    usual_server_backend,
+)
 from hpc_rl.config.loading.load import trainer_of
 from hpc_rl.config.rules.slurm_rules import asks_for_gpus
 from hpc_rl.config.rules.training_rules import models, trained
@@ -32,16 +40,16 @@ def make_plan(
     scheduler: Literal["slurm", "local"],
     threads_per_core: int = 1,
 ) -> Plan:
-    """Decide everything; what only lacks a backend is planned too, with the reason in `not_built`.
+    """Decide what runs where; what can be planned but not started yet is recorded in `not_built`.
 
     Args:
         config: The checked configuration.
-        explicit: Options that the user wrote.
+        explicit: Options that the user set.
         interpreter: The Python that submits.
         scheduler: What runs the trial.
         threads_per_core: Of the nodes; Slurm gives each step whole cores.
 
-    Raises NotBuilt for what else this version can't do, DoesNotFit (with the nearest allocation that does), ConfigError.
+    Raises NotBuilt for what this version can't plan, DoesNotFit with the nearest that fits, ConfigError.
     """
     refuse_scheduler(config, scheduler)
     containers.refuse_scheduler(config, scheduler)
@@ -51,12 +59,11 @@ def make_plan(
     demand = _demand(allocation)
     if demand.units > MAX_UNITS:
         raise DoesNotFit(
-            f"allocation_mode {allocation} asks for {demand.units} units; a trial has at most {MAX_UNITS}."
+            f"allocation_mode {allocation} needs {demand.units} units; at most {MAX_UNITS} are allowed."
         )
     placement = _placement(config, allocation, demand)
-    _refuse_idle_ranks(
-        config, demand.ranks // (allocation.train.units_per_replica if allocation.train else 1)
-    )
+    ranks_per_row = allocation.train.units_per_replica if allocation.train else 1
+    _refuse_idle_ranks(config, demand.ranks // ranks_per_row)
     extra = shlex.split(config.launcher.slurm.srun_additional_args)
     units = [
         replace(unit, srun_args=extra, container=containers.container_of(config, unit.role))
@@ -76,7 +83,7 @@ def make_plan(
         cpus_per_node=0,
         mem_mb_per_node=0,
         device="cuda" if config.cluster.n_gpus_per_node else "cpu",
-        server_backend=allocation.servers.backend if allocation.servers else None,  # type: ignore[arg-type]  # vllm was refused
+        server_backend=allocation.servers.backend if allocation.servers else None,
         units=units,
         recover_mode=config.recover.mode,
         recover_retries=config.recover.retries,
@@ -85,13 +92,13 @@ def make_plan(
         groups=_groups(config, layout, units),
         slurm_knows_gpus=knows_gpus,
         notes=[*notes, *_notes_on_defaults(config, explicit)],
-        not_built=_awaited(config, allocation),
+        not_built=_not_built(config, allocation),
     )
     return with_threads_per_core(plan, threads_per_core)
 
 
 def with_threads_per_core(plan: Plan, threads_per_core: int) -> Plan:
-    """Return the plan with the CPUs and memory that it asks for on nodes of so many threads per core."""
+    """Return the plan with the CPUs and memory that it asks for on nodes of this number of threads per core."""
     cpus, mem_mb = _largest_node(plan.units, range(plan.n_nodes), threads_per_core)
     groups = []
     for group in plan.groups:
@@ -107,26 +114,29 @@ def with_threads_per_core(plan: Plan, threads_per_core: int) -> Plan:
 
 
 def refuse_scheduler(config: Config, scheduler: str) -> None:
-    """One machine can't play several nodes or jobs."""
-    layout = config.launcher.slurm.layout
-    if layout != "allocation" and scheduler == "local":
-        raise ConfigError(
-            f"launcher.slurm.layout {layout} needs Slurm, and the trial would run on this machine: use allocation."
-        )
-    if config.cluster.n_nodes == 1 or scheduler != "local":
+    """Raise ConfigError where several nodes or jobs are needed and the scheduler is this machine."""
+    if scheduler != "local":
         return
-    nodes = f"cluster.n_nodes is {config.cluster.n_nodes}"
-    if config.launcher.type == "auto":
+    layout, n_nodes = config.launcher.slurm.layout, config.cluster.n_nodes
+    if layout != "allocation":
         raise ConfigError(
-            f"{nodes}, which needs Slurm, but sbatch is not on the PATH: submit from a machine that has it, or use --n_nodes 1."
+            f"launcher.slurm.layout {layout} needs Slurm, but the trial would run on this machine; "
+            "use layout allocation."
         )
-    raise ConfigError(
-        f"{nodes}, but launcher.type local is this one machine: use --n_nodes 1, or launcher.type slurm."
-    )
+    if n_nodes > 1 and config.launcher.type == "auto":
+        raise ConfigError(
+            f"cluster.n_nodes {n_nodes} needs Slurm, but sbatch is not on the PATH; "
+            "submit from a machine that has it, or use --n_nodes 1."
+        )
+    if n_nodes > 1:
+        raise ConfigError(
+            f"cluster.n_nodes {n_nodes} can't be used with launcher.type local, which is this machine; "
+            "use --n_nodes 1, or launcher.type slurm."
+        )
 
 
 def slurm_knows_gpus(config: Config) -> bool:
-    """Whether the job asks Slurm for its GPUs; where it does not, Slurm can't deal them out to the steps either."""
+    """Return whether the job requests GPUs from Slurm; only then can Slurm assign them to the steps."""
     slurm = config.launcher.slurm
     return slurm.gpus_by is not None or asks_for_gpus(slurm.gres)
 
@@ -141,6 +151,7 @@ def _with_visible_gpus(unit: Unit) -> Unit:
 
 
 def _allocation(config: Config) -> tuple[Allocation, list[str]]:
+    """Return the allocation, and a note where it is derived."""
     if config.allocation_mode.strip():
         return parse(config.allocation_mode), []
     allocation = _derive(config)
@@ -150,99 +161,103 @@ def _allocation(config: Config) -> tuple[Allocation, list[str]]:
 
 
 def _derive(config: Config) -> Allocation:
+    """Return half of the units for servers and half for training, or all of them for training."""
     n_nodes, n_gpus = config.cluster.n_nodes, config.cluster.n_gpus_per_node
-    backend = trained(config)[1].backend or "fsdp"
+    engine, servers = trained(config)[1].backend or "fsdp", usual_server_backend(n_gpus)
     if not isinstance(config, GRPOConfig):
-        return Allocation(train=Train(backend, d=n_nodes * max(n_gpus, 1)))
+        return Allocation(train=Train(engine, d=n_nodes * max(n_gpus, 1)))
     if not n_gpus:
         trainers = max(n_nodes // 2, 1)
         return Allocation(
-            servers=Servers("embedded", d=max(n_nodes - trainers, 1)), train=Train(backend, d=trainers)
+            servers=Servers(servers, d=max(n_nodes - trainers, 1)), train=Train(engine, d=trainers)
         )
     if n_nodes * n_gpus == 1:
         raise DoesNotFit(
-            "one GPU can't hold a server and a trainer at once: use cluster.n_gpus_per_node 2 or more, "
+            "cluster.n_gpus_per_node 1: one GPU can't hold both a server and a trainer; use 2 or more, "
             "or 0 to run everything as processes without a GPU."
         )
     trainers = n_gpus // 2 if n_nodes == 1 else (n_nodes // 2) * n_gpus
     return Allocation(
-        servers=Servers("sglang", d=n_nodes * n_gpus - trainers), train=Train(backend, d=trainers)
+        servers=Servers(servers, d=n_nodes * n_gpus - trainers), train=Train(engine, d=trainers)
     )
 
 
 def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
+    """Raise NotBuilt for what this version can't plan, ConfigError for what contradicts the trainer."""
     servers, train = allocation.servers, allocation.train
-    needs_servers = isinstance(config, GRPOConfig)
     name = f"allocation_mode {allocation}"
     if allocation.evaluate:
         raise NotBuilt(
-            f"{name}: a trial that only evaluates is not built; every training trial evaluates at its end."
+            f"{name}: a trial that only evaluates is not implemented; every trial evaluates at its end."
         )
     if allocation.colocate:
-        raise NotBuilt(
-            f"{name}: sharing units between servers and training ('|') is not built; use '+': {servers}+{train}."
-        )
+        raise NotBuilt(f"{name}: sharing units ('|') is not implemented; use '+': {servers}+{train}.")
     if servers and not train:
-        raise NotBuilt(f"{name}: a trial of servers alone is not built; add a trainer: {servers}+fsdp:d1.")
-    if train and train.backend == "fsdp" and train.units_per_replica > 1:
         raise NotBuilt(
-            f"{name}: fsdp with t or c is not built; use d only, as fsdp:d{train.num_units or '*'}."
+            f"{name}: a trial of servers alone is not implemented; add a trainer: {servers}+fsdp:d1."
         )
-    if needs_servers and not servers:
-        raise NotBuilt(
-            f"{name}: generation in the trainer's units is not built; name servers, as {_usual(config)}:d1+{train}."
-        )
-    if servers and not needs_servers:
-        raise ConfigError(f"{name}: an {config.trainer} trial has no generation servers; use {train}.")
+    if train and TRAIN_BACKENDS[train.backend].supported == "d" and train.units_per_replica > 1:
+        only_d = f"use d only, as {train.backend}:d{train.num_units or '*'}"
+        raise NotBuilt(f"{name}: {train.backend} with t or c is not implemented; {only_d}.")
+    if servers and not isinstance(config, GRPOConfig):
+        raise ConfigError(f"{name}: trainer {config.trainer} has no generation servers; use {train}.")
     if servers:
         _refuse_servers(config, servers, name)
-
-
-def _awaited(config: Config, allocation: Allocation) -> str:
-    """Why nothing of this plan can be started yet; empty where it can. Raises ConfigError for two engines at once."""
-    named = [
-        f"{section}.backend megatron" for section, engine in models(config) if engine.backend == "megatron"
-    ]
-    train = allocation.train
-    if train and train.backend == "megatron":
-        named.insert(0, f"allocation_mode {allocation}")
-    elif trained(config)[1].backend == "megatron":
-        raise ConfigError(f"{named[0]}, but allocation_mode {allocation} trains with fsdp; make them agree.")
-    if not named:
-        return ""
-    count = (train.num_units if train else None) or "*"
-    return f"{', '.join(named)}: the megatron backend is not built; use fsdp with d only, as fsdp:d{count}."
-
-
-def _usual(config: Config) -> str:
-    return "sglang" if config.cluster.n_gpus_per_node else "embedded"
+    elif isinstance(config, GRPOConfig):
+        usual = usual_server_backend(config.cluster.n_gpus_per_node)
+        raise NotBuilt(
+            f"{name}: generation by the trainer is not implemented; add servers, as {usual}:d1+{train}."
+        )
 
 
 def _refuse_servers(config: Config, servers: Servers, name: str) -> None:
-    n_gpus = config.cluster.n_gpus_per_node
-    if servers.backend == "vllm":
-        raise NotBuilt(f"{name}: vllm servers are not built; use sglang, or embedded where no GPU is.")
-    if servers.backend == "embedded" and n_gpus:
+    n_gpus, backend = config.cluster.n_gpus_per_node, SERVER_BACKENDS[servers.backend]
+    usual = usual_server_backend(n_gpus)
+    if not backend.implementation:
+        raise NotBuilt(f"{name}: {servers.backend} servers are not implemented; use {usual}.")
+    if n_gpus and not backend.on_gpus:
         raise NotBuilt(
-            f"{name}: embedded servers run without a GPU, but cluster.n_gpus_per_node is {n_gpus}; "
-            "use sglang, or cluster.n_gpus_per_node 0."
+            f"{name}: {servers.backend} servers can't use GPUs, but cluster.n_gpus_per_node is {n_gpus}; "
+            f"use {usual}, or cluster.n_gpus_per_node 0."
         )
-    if servers.p > 1:
+    if servers.p > 1 and "p" not in backend.supported:
+        size = servers.units_per_replica
         raise NotBuilt(
-            f"{name}: sglang servers with p are not built; use t: sglang:t{servers.units_per_replica}."
+            f"{name}: {servers.backend} servers with p are not implemented; use t: {servers.backend}:t{size}."
         )
     if servers.t > 1 and not n_gpus:
         raise NotBuilt(
-            f"{name}: t needs GPUs, but cluster.n_gpus_per_node is 0; use d, as sglang:d{servers.t}."
+            f"{name}: t needs GPUs, but cluster.n_gpus_per_node is 0; use d, as {usual}:d{servers.t}."
         )
     if servers.t > max(n_gpus, 1):
-        raise NotBuilt(
-            f"{name}: a server that spans nodes is not built; t can be at most cluster.n_gpus_per_node, {n_gpus}."
-        )
+        most = f"t can be at most cluster.n_gpus_per_node, {n_gpus}"
+        raise NotBuilt(f"{name}: a server that spans nodes is not implemented; {most}.")
     if isinstance(config, GRPOConfig) and servers.backend == "sglang" and servers.t % config.sglang.ep_size:
+        size = config.sglang.ep_size
         raise ConfigError(
-            f"sglang.ep_size {config.sglang.ep_size} must divide the GPUs of a server: {name} has t {servers.t}."
+            f"sglang.ep_size {size} must divide the GPUs of a server: {name} has t {servers.t}."
         )
+
+
+def _not_built(config: Config, allocation: Allocation) -> str:
+    """Return why this version can't start what it can plan, or an empty text.
+
+    Raises ConfigError where allocation and configuration name two engines.
+    """
+    lacking = [name for name, backend in TRAIN_BACKENDS.items() if not backend.supported]
+    named = [f"{section}.backend {one.backend}" for section, one in models(config) if one.backend in lacking]
+    train = allocation.train
+    if train and train.backend in lacking:
+        named.insert(0, f"allocation_mode {allocation}")
+    elif trained(config)[1].backend in lacking:
+        raise ConfigError(
+            f"{named[0]}, but allocation_mode {allocation} trains with another engine; make them agree."
+        )
+    if not named:
+        return ""
+    count = (train.num_units if train else None) or "*"
+    use = f"use fsdp with d only, as fsdp:d{count}"
+    return f"{', '.join(named)}: the {lacking[0]} backend is not implemented; {use}."
 
 
 def _fill_stars(config: Config, allocation: Allocation) -> Allocation:
@@ -252,9 +267,7 @@ def _fill_stars(config: Config, allocation: Allocation) -> Allocation:
     if not starred:
         return allocation
     if len(starred) == 2:
-        raise ConfigError(
-            f"allocation_mode {allocation}: only one part can take what is left; give the other a number."
-        )
+        raise ConfigError(f"allocation_mode {allocation}: only one part can be d*; give the other a number.")
     cluster = config.cluster
     taken = sum(part.num_units or 0 for part in (servers, train) if part)
     left = cluster.n_nodes * max(cluster.n_gpus_per_node, 1) - taken
@@ -262,53 +275,46 @@ def _fill_stars(config: Config, allocation: Allocation) -> Allocation:
         left = max(left, 1)
     count = left // starred[0].units_per_replica
     if count < 1:
+        used = f"{taken} of {taken + left} units are used"
         raise DoesNotFit(
-            f"allocation_mode {allocation}: nothing is left for d*: {taken} of {taken + left} units are taken."
+            f"allocation_mode {allocation}: nothing is left for d*: {used}; use fewer, or more nodes."
         )
     filled = replace(starred[0], d=count)
-    return (
-        replace(allocation, servers=filled)
-        if isinstance(filled, Servers)
-        else replace(allocation, train=filled)
-    )
+    if isinstance(filled, Servers):
+        return replace(allocation, servers=filled)
+    return replace(allocation, train=filled)
 
 
-# -- where it goes
+# -- placement
 
 
 def _demand(allocation: Allocation) -> Demand:
     servers, train = allocation.servers, allocation.train
-    ranks = train.num_units if train else None
-    return (
-        Demand(servers.d or 0, servers.units_per_replica, ranks or 1) if servers else Demand(0, 1, ranks or 1)
-    )
+    ranks = (train.num_units if train else None) or 1
+    return Demand(servers.d or 0, servers.units_per_replica, ranks) if servers else Demand(0, 1, ranks)
 
 
 def _placement(config: Config, allocation: Allocation, demand: Demand) -> Placement:
-    cluster = config.cluster
-    placement = place(demand, cluster.n_nodes, cluster.n_gpus_per_node)
+    """Raise DoesNotFit with the reason and the nearest allocation that fits."""
+    n_nodes, n_gpus = config.cluster.n_nodes, config.cluster.n_gpus_per_node
+    placement = place(demand, n_nodes, n_gpus)
     if placement:
         return placement
-    other = nearest(demand, cluster.n_nodes, cluster.n_gpus_per_node)
+    other = nearest(demand, n_nodes, n_gpus)
     fits = (
-        "nothing with such servers does"
-        if other is None
-        else f"the nearest that does: {_as_text(allocation, other)}"
+        f"the nearest that fits: {_as_text(allocation, other)}" if other else "no number of such servers fits"
     )
-    if cluster.n_gpus_per_node:
-        total = cluster.n_nodes * cluster.n_gpus_per_node
-        have = f"{cluster.n_nodes} node(s) of {cluster.n_gpus_per_node} GPUs have {total}"
-        why = (
-            f"it takes {demand.units} GPUs, {have}"
-            if demand.units != total
-            else f"it can't be cut to fit; {have}"
-        )
+    have = f"{n_nodes} node(s) of {n_gpus} GPUs have {n_nodes * n_gpus}"
+    if n_gpus and demand.units != n_nodes * n_gpus:
+        why = f"it needs {demand.units} GPUs, {have}"
+    elif n_gpus:
+        why = f"it can't be divided among the nodes; {have}"
     elif not demand.replicas:
-        why = f"{demand.ranks} ranks can't be spread evenly over {cluster.n_nodes} nodes"
-    elif demand.units < cluster.n_nodes:
-        why = f"it has {demand.units} units, so that some of {cluster.n_nodes} nodes would stay idle"
+        why = f"{demand.ranks} ranks can't be spread evenly over {n_nodes} nodes"
+    elif demand.units < n_nodes:
+        why = f"it has {demand.units} units, so some of {n_nodes} nodes would stay idle"
     else:
-        why = f"{cluster.n_nodes} nodes can't each have servers only or the same number of ranks only"
+        why = f"each of {n_nodes} nodes must have only servers, or the same number of ranks as the others"
     raise DoesNotFit(f"allocation_mode {allocation} does not fit: {why}; {fits}.")
 
 
@@ -318,16 +324,14 @@ def _as_text(allocation: Allocation, demand: Demand) -> str:
 
 
 def _refuse_idle_ranks(config: Config, ranks: int) -> None:
-    """Every rank must have a row of every update."""
-    rows, made_of = config.train_dataset.batch_size, "train_dataset.batch_size"
+    """Raise DoesNotFit where a rank would have no row of an update."""
+    rows, product = config.train_dataset.batch_size, "train_dataset.batch_size"
     if isinstance(config, GRPOConfig):
         rows = rows * config.gconfig.n_samples // config.actor.ppo_n_minibatches
-        made_of += " * gconfig.n_samples / actor.ppo_n_minibatches"
+        product += " * gconfig.n_samples / actor.ppo_n_minibatches"
     if rows < ranks:
         enough = f"use fsdp:d{rows} or less, or more rows"
-        raise DoesNotFit(
-            f"{ranks} trainer ranks share {rows} row{'' if rows == 1 else 's'} per update ({made_of}): {enough}."
-        )
+        raise DoesNotFit(f"{ranks} trainer ranks share {rows} row(s) per update ({product}): {enough}.")
 
 
 # -- units
@@ -352,7 +356,8 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
     size = servers.units_per_replica
     server_env = environment_of("launcher.inference_server_env_vars", launcher.inference_server_env_vars)
     if servers.backend == "sglang":
-        server_env = {}  # they are for the process of SGLang, which has packages of its own; servers.sglang sets them
+        # servers.sglang passes them to the process of SGLang; the role itself must not have them
+        server_env = {}
     replicas = [
         Unit(
             role="server",
@@ -395,15 +400,18 @@ def _largest_node(units: list[Unit], nodes: Sequence[int], threads_per_core: int
 
 
 def _groups(config: Config, layout: str, units: list[Unit]) -> list[Group]:
-    """Nodes with the supervisor, rollout or trainer, and nodes of servers alone. Raises DoesNotFit where none are."""
+    """Return the nodes with supervisor, rollout or trainer, and those with servers only.
+
+    Raises DoesNotFit where no node has servers only.
+    """
     if layout == "allocation":
         return []
     of_trial = {node for unit in units if unit.role != "server" for node in unit.nodes}
     of_servers = [node for node in range(config.cluster.n_nodes) if node not in of_trial]
     if not of_servers:
         raise DoesNotFit(
-            f"launcher.slurm.layout {layout} asks for the nodes of the servers apart, but the trainer is on all "
-            f"{config.cluster.n_nodes} node(s): use more nodes, fewer trainer ranks, or layout allocation."
+            f"launcher.slurm.layout {layout} needs nodes with servers only, but the trainer is on all "
+            f"{config.cluster.n_nodes} node(s); use more nodes, fewer trainer ranks, or layout allocation."
         )
     return [
         Group(name="trial", nodes=sorted(of_trial), cpus_per_node=0, mem_mb_per_node=0),

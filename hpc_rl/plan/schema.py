@@ -1,4 +1,4 @@
-"""Plan: the frozen decision of which process runs where, with what. Written as plan.json; read by render and the supervisor."""
+"""Plan: the frozen decision of which process runs where, with what. Stored as plan.json."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hpc_rl.errors import NotBuilt
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
-    """What a unit's processes run in.
+    """The container that a unit's processes run in.
 
     Args:
-        type: What starts it.
+        type: Program that starts it.
         image: Path of the image on the nodes.
         python: Interpreter within the image.
-        program: The program of apptainer; of no use to pyxis.
+        program: The program of apptainer; unused with pyxis.
         mounts: Binds, `source:target`; the directories of trial and submission are added when it starts.
         args: Further options.
     """
@@ -44,9 +44,9 @@ class Unit:
         gpus_per_task: GPUs of each process; 0 for none.
         gpu_offset: First GPU of the unit on each of its nodes.
         module: What `python -m` starts.
-        env: Environment variables of the unit's own.
+        env: Environment variables of the unit.
         srun_args: Further options of its srun.
-        container: What its processes run in; None for the node itself.
+        container: Container of its processes; None for the node itself.
     """
 
     role: Literal["server", "rollout", "trainer"]
@@ -69,12 +69,12 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Nodes that are asked for together, all alike.
+    """Nodes that are requested together, all alike.
 
     Args:
-        name: `trial`: what the supervisor runs on, and the trainer. `servers`: nodes of servers alone.
-        nodes: Their indexes, as units have them.
-        cpus_per_node: Largest demand of any of them; of the first node of a trial the supervisor's share included.
+        name: `trial`: nodes of supervisor, rollout and trainer. `servers`: nodes of servers only.
+        nodes: Their indexes, as in the units.
+        cpus_per_node: Largest demand of any of them, the supervisor's share included.
         mem_mb_per_node: The same for memory, in MB.
     """
 
@@ -86,7 +86,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that was decided before anything was written."""
+    """All that is decided before anything is written."""
 
     experiment_name: str
     trial_name: str
@@ -97,7 +97,7 @@ class Plan:
     cpus_per_node: int  # largest demand of any node, supervisor's share included
     mem_mb_per_node: int
     device: Literal["cpu", "cuda"]
-    server_backend: Literal["embedded", "sglang"] | None
+    server_backend: str | None  # a name of allocation.SERVER_BACKENDS
     units: list[Unit]
     recover_mode: str
     recover_retries: int
@@ -116,7 +116,7 @@ class Plan:
     )
 
     def refuse_unbuilt(self) -> None:
-        """Raises NotBuilt for a plan that can be looked at but not started."""
+        """Raise NotBuilt for a plan that can be rendered but not started."""
         if self.not_built:
             raise NotBuilt(self.not_built)
 
@@ -129,7 +129,7 @@ class Plan:
         return cls(**{**data, "units": units, "groups": [Group(**group) for group in data.get("groups", [])]})
 
     def units_on(self, nodes: list[int]) -> list[Unit]:
-        """The units that run on these nodes, which are those of a job by itself: their indexes count from 0 there."""
+        """Return the units that run on these nodes, with node indexes that count from 0 there."""
         place = {node: index for index, node in enumerate(nodes)}
         return [
             dataclasses.replace(unit, nodes=[place[node] for node in unit.nodes])

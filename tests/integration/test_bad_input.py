@@ -66,11 +66,11 @@ def test_the_configuration_itself_is_good(shell):
         (["allocation_mode=embedded:d1+fsdp:"], ["allocation_mode", "character 18"]),
         (
             ["cluster.n_gpus_per_node=8", "allocation_mode=sglang:d8+fsdp:d8"],
-            ["it takes 16 GPUs", "nearest that does: sglang:d"],
+            ["it needs 16 GPUs", "nearest that fits: sglang:d"],
         ),
         (
             ["cluster.n_gpus_per_node=8", "allocation_mode=sglang:d6+fsdp:d4"],
-            ["nearest that does: sglang:d4+fsdp:d4"],
+            ["nearest that fits: sglang:d4+fsdp:d4"],
         ),
         (["allocation_mode=embedded:d999999999+fsdp:d1"], ["a trial has at most"]),
         (["allocation_mode=embedded:d" + "9" * 5000], ["5000 digits"]),

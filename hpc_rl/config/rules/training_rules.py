@@ -212,10 +212,10 @@ def engines(config: Config, explicit: Collection[str]) -> Iterator[str]:
         if engine.ds_auto_tp.autotp_size != 1:
             yield (
                 f"{section}.ds_auto_tp.autotp_size {engine.ds_auto_tp.autotp_size}: the DeepSpeed backend and tensor parallelism "
-                "are not built; use 1, and more data-parallel ranks."
+                "are not implemented; use 1, and more data-parallel ranks."
             )
         if engine.fsdp.offload_params:
-            yield f"{section}.fsdp.offload_params is not built; use {section}.optimizer.offload, or more ranks."
+            yield f"{section}.fsdp.offload_params is not implemented; use {section}.optimizer.offload, or more ranks."
         spec = engine.mb_spec
         if engine.pad_to_maximum and spec.max_tokens_per_mb is None:
             yield f"{section}.pad_to_maximum has no effect without {section}.mb_spec.max_tokens_per_mb: set that too."
@@ -232,7 +232,7 @@ def _critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator
         return
     if engine.is_critic:
         other = (
-            "a critic is not built; leave it out: without one, advantages come from the group"
+            "a critic is not implemented; leave it out: without one, advantages come from the group"
             if section == "actor"
             else ""
         )

@@ -132,7 +132,7 @@ class SGLangConfig:
         disable_custom_all_reduce: NCCL in place of the custom all-reduce.
         disable_overlap_schedule: Do not overlap the scheduler with the model.
         enable_mixed_chunk: Mix prefill and decode in one batch.
-        enable_dp_attention: Data-parallel attention; needs dp_size above 1, which is not built.
+        enable_dp_attention: Data-parallel attention; needs dp_size above 1, which is not implemented.
         enable_ep_moe: Expert-parallel MoE layers of older versions.
         enable_torch_compile: Compile the model.
         torch_compile_max_bs: Largest batch that is compiled.

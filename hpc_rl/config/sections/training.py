@@ -88,7 +88,7 @@ class FSDPEngineConfig:
 
     Args:
         wrap_policy: Which modules are sharded one by one; null means the model's layers.
-        offload_params: Not built: parameters in CPU memory.
+        offload_params: Not implemented: parameters in CPU memory.
     """
 
     wrap_policy: FSDPWrapPolicy | None = None
@@ -97,7 +97,7 @@ class FSDPEngineConfig:
 
 @dataclass(kw_only=True)
 class DeepSpeedAutoTPEngineConfig:
-    """Settings of AReaL's DeepSpeed backend, which is not built.
+    """Settings of AReaL's DeepSpeed backend, which is not implemented.
 
     Args:
         autotp_size: Tensor-parallel size; only 1 is possible.
@@ -120,9 +120,9 @@ class TrainEngineConfig:
         pad_to_maximum: Every micro-batch has `mb_spec.max_tokens_per_mb` tokens: no fragmented memory, but more to compute.
         dtype: Type of parameters and compute; the default becomes float32 where the planned device is a CPU.
         grad_reduce_dtype: Type in which gradients are summed over ranks.
-        backend: `fsdp`; empty means fsdp. `megatron` is planned and rendered, but not built: submit refuses it.
+        backend: `fsdp`; empty means fsdp. `megatron` is planned and rendered, but not implemented: submit refuses it.
         fsdp: Settings of the fsdp backend.
-        ds_auto_tp: Settings of a backend that is not built.
+        ds_auto_tp: Settings of a backend that is not implemented.
         gradient_checkpointing: Recompute activations in the backward pass.
         disable_dropout: Set all dropout probabilities to 0.
         mb_spec: How a train batch is cut.

@@ -12,8 +12,8 @@ from typing import Any
 
 from hpc_rl.config.loading.build import Given
 
-_NOT_BUILT_VLLM = "vLLM servers are not built; use sglang servers: allocation_mode sglang:dN+fsdp:dM"
-_NOT_BUILT_TEACHER = "the adaptive teacher is not built yet; leave it out"
+_NOT_BUILT_VLLM = "vLLM servers are not implemented; use sglang servers: allocation_mode sglang:dN+fsdp:dM"
+_NOT_BUILT_TEACHER = "the adaptive teacher is not implemented; leave it out"
 _QUESTIONS = (
     "train_dataset.batch_size counts questions: set it to per_device_train_batch_size * gradient_accumulation_steps * trainer "
     "ranks / num_generations, and bound memory with {model}.mb_spec.max_tokens_per_mb"
@@ -117,7 +117,7 @@ ALIASES: dict[str, Alias] = {
     "vllm_port": Alias(accepts=(None,), why=_NOT_BUILT_VLLM),
     "num_vllm_clients": Alias(accepts=(1,), why=_NOT_BUILT_VLLM),
     "offload_untrained_models": Alias(
-        accepts=(False,), why="offloading the reference model is not built; leave it out"
+        accepts=(False,), why="offloading the reference model is not implemented; leave it out"
     ),
     "ds3_gather_for_generation": Alias(
         accepts=(True,),

@@ -56,7 +56,7 @@ UNAVAILABLE: dict[str, Unavailable] = {
     ),
     "sglang.enable_dp_attention": Unavailable(
         (False,),
-        "data-parallel attention within a server is not built; use more servers: allocation_mode sglang:dN",
+        "data-parallel attention within a server is not implemented; use more servers: allocation_mode sglang:dN",
         built=False,
     ),
 }

@@ -21,7 +21,7 @@ from hpc_rl.submit.submission import submit
 
 FOLDER = Path(__file__).parent / "areal"
 FILES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-WAITING: dict[str, set[str]] = {  # refused as not built
+WAITING: dict[str, set[str]] = {  # refused as not implemented
     "gsm8k_grpo": set(),
     "gsm8k_grpo_megatron": set(),
     "gsm8k_dr_grpo": set(),
@@ -66,7 +66,7 @@ def test_the_rest_loads_and_plans_unmodified(name, tmp_path):
         assert (plan.allocation, plan.units[-1].num_tasks) == ("sglang:d4+megatron:d2p2", 4)
         with pytest.raises(
             NotBuilt,
-            match=r"actor\.backend megatron, ref\.backend megatron: the megatron backend is not built",
+            match=r"actor\.backend megatron, ref\.backend megatron: the megatron backend is not implemented",
         ):
             submit(loaded, plan, command=[])
         return

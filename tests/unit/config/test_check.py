@@ -72,14 +72,14 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["ref.path=/m", "ref.trial_name=other"], "ref.trial_name other must equal trial_name t1"),
         (
             ["actor.ds_auto_tp.autotp_size=2"],
-            "the DeepSpeed backend and tensor parallelism are not built; use 1",
+            "the DeepSpeed backend and tensor parallelism are not implemented; use 1",
         ),
         (
             ["actor.fsdp.offload_params=true"],
-            "actor.fsdp.offload_params is not built; use actor.optimizer.offload",
+            "actor.fsdp.offload_params is not implemented; use actor.optimizer.offload",
         ),
         (["actor.pad_to_maximum=true"], "has no effect without actor.mb_spec.max_tokens_per_mb"),
-        (["actor.is_critic=true"], "a critic is not built; leave it out"),
+        (["actor.is_critic=true"], "a critic is not implemented; leave it out"),
         (["actor.mb_spec.granularity=2"], "only a reward model has sequences that belong together"),
         (["sglang.attention_backend=fa3"], "allowed: torch_native, intel_amx"),
         (["actor.group_size=2"], "actor.group_size 2 must equal gconfig.n_samples 4"),

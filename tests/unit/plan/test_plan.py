@@ -134,21 +134,21 @@ def test_environment_and_python_of_the_configuration():
     [
         (
             ["--n_nodes=4", "allocation_mode=embedded:d1+fsdp:d2"],
-            "the nearest that does: embedded:d2+fsdp:d2",
+            "the nearest that fits: embedded:d2+fsdp:d2",
         ),
         (["--n_nodes=4", "allocation_mode=embedded:d1+fsdp:d1"], "some of 4 nodes would stay idle"),
         (
             ["cluster.n_gpus_per_node=8", "allocation_mode=sglang:d4+fsdp:d8"],
-            "takes 12 GPUs, 1 node(s) of 8 GPUs have 8; the nearest that does: sglang:d",
+            "needs 12 GPUs, 1 node(s) of 8 GPUs have 8; the nearest that fits: sglang:d",
         ),
         (
             ["cluster.n_gpus_per_node=8", "--n_nodes=2", "allocation_mode=sglang:d3t2+fsdp:d8"],
-            "the nearest that does: sglang:d4t2+fsdp:d8",
+            "the nearest that fits: sglang:d4t2+fsdp:d8",
         ),
-        (["cluster.n_gpus_per_node=1"], "one GPU can't hold a server and a trainer"),
+        (["cluster.n_gpus_per_node=1"], "cluster.n_gpus_per_node 1: one GPU can't hold both"),
         (
             ["train_dataset.batch_size=4", "allocation_mode=embedded:d1+fsdp:d8"],
-            "8 trainer ranks share 4 rows",
+            "8 trainer ranks share 4 row",
         ),
     ],
 )
@@ -160,7 +160,7 @@ def test_what_does_not_fit_names_the_nearest_that_does(overrides, words):
 
 def test_sft_that_does_not_fit():
     with pytest.raises(
-        DoesNotFit, match=r"3 ranks can't be spread evenly over 2 nodes; the nearest that does: fsdp:d[24]"
+        DoesNotFit, match=r"3 ranks can't be spread evenly over 2 nodes; the nearest that fits: fsdp:d[24]"
     ):
         plan("--n_nodes=2", "allocation_mode=fsdp:d3", base=SFT)
 
@@ -175,11 +175,11 @@ def test_megatron_is_planned_with_all_its_ranks_and_refused_at_the_start():
         4,
     )
     with pytest.raises(
-        NotBuilt, match=r"allocation_mode .*: the megatron backend is not built; .* as fsdp:d4"
+        NotBuilt, match=r"allocation_mode .*: the megatron backend is not implemented; .* as fsdp:d4"
     ):
         made.refuse_unbuilt()
     with pytest.raises(
-        NotBuilt, match=r"actor\.backend megatron: the megatron backend is not built; .* as fsdp:d1"
+        NotBuilt, match=r"actor\.backend megatron: the megatron backend is not implemented; .* as fsdp:d1"
     ):
         plan("actor.backend=megatron").refuse_unbuilt()
     assert (
@@ -193,13 +193,13 @@ def test_megatron_is_planned_with_all_its_ranks_and_refused_at_the_start():
 @pytest.mark.parametrize(
     ("allocation", "words"),
     [
-        ("vllm:d1+fsdp:d1", "use sglang, or embedded"),
+        ("vllm:d1+fsdp:d1", "vllm servers are not implemented; use embedded"),
         ("sglang:d1+fsdp:d2t2", "use d only, as fsdp:d4"),
         ("sglang:d1+fsdp:d2c2", "use d only, as fsdp:d4"),
         ("sglang:d4|fsdp:d4", "use '+': sglang:d4+fsdp:d4"),
         ("sglang:d4", "add a trainer: sglang:d4+fsdp:d1"),
-        ("sglang:d4+eval", "only evaluates is not built"),
-        ("fsdp:d4", "name servers, as embedded:d1+fsdp:d4"),
+        ("sglang:d4+eval", "only evaluates is not implemented"),
+        ("fsdp:d4", "add servers, as embedded:d1+fsdp:d4"),
         ("sglang:d1t2+fsdp:d1", "t needs GPUs"),
         ("sglang:d1p2+fsdp:d1", "use t: sglang:t2"),
     ],
@@ -212,23 +212,23 @@ def test_what_is_not_built_says_what_is(allocation, words):
 
 def test_servers_that_can_not_be_on_gpus_or_span_nodes():
     with pytest.raises(
-        NotBuilt, match=r"embedded servers run without a GPU.*use sglang, or cluster\.n_gpus_per_node 0"
+        NotBuilt, match=r"embedded servers can't use GPUs.*use sglang, or cluster\.n_gpus_per_node 0"
     ):
         plan("cluster.n_gpus_per_node=8", "allocation_mode=embedded:d4+fsdp:d4")
     with pytest.raises(
-        NotBuilt, match=r"spans nodes is not built; t can be at most cluster\.n_gpus_per_node, 8"
+        NotBuilt, match=r"spans nodes is not implemented; t can be at most cluster\.n_gpus_per_node, 8"
     ):
         plan("cluster.n_gpus_per_node=8", "--n_nodes=4", "allocation_mode=sglang:t16+fsdp:d16")
     with pytest.raises(ConfigError, match=r"sglang\.ep_size 3 must divide the GPUs of a server: .* has t 4"):
         plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:t4+fsdp:d4", "sglang.ep_size=3")
-    with pytest.raises(ConfigError, match="an sft trial has no generation servers; use fsdp:d1"):
+    with pytest.raises(ConfigError, match="trainer sft has no generation servers; use fsdp:d1"):
         plan("allocation_mode=embedded:d1+fsdp:d1", base=SFT)
 
 
 def test_one_machine_is_one_node():
     with pytest.raises(ConfigError, match="sbatch is not on the PATH"):
         plan("--n_nodes=2", scheduler="local")
-    with pytest.raises(ConfigError, match=r"launcher\.type local is this one machine"):
+    with pytest.raises(ConfigError, match=r"n_nodes 2 can't be used with launcher\.type local"):
         plan("--n_nodes=2", "launcher.type=local", scheduler="local")
     assert plan(scheduler="local").n_nodes == 1
 
@@ -275,11 +275,11 @@ def test_gpus_beside_the_trainer_stay_in_its_job():
 def test_a_layout_without_nodes_for_servers_does_not_fit(layout):
     with pytest.raises(
         DoesNotFit,
-        match=f"layout {layout} asks for the nodes of the servers apart, but the trainer is on all 1",
+        match=f"layout {layout} needs nodes with servers only, but the trainer is on all 1",
     ):
         plan(f"launcher.slurm.layout={layout}")
 
 
 def test_one_machine_plays_no_jobs():
-    with pytest.raises(ConfigError, match="layout jobs needs Slurm, and the trial would run on this machine"):
+    with pytest.raises(ConfigError, match="layout jobs needs Slurm, but the trial would run on this machine"):
         plan("launcher.slurm.layout=jobs", scheduler="local")
