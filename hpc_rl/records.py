@@ -271,6 +271,7 @@ class LineageRecord(JsonRecord):
         submission: Job id.
         reason: Why it started so.
         set_aside: Steps of the generations that `--from` moved out of the way.
+        new_batches: The batches after `from_step` are set aside, and their prompts issued again.
         time: Unix seconds by the clock of its host.
     """
 
@@ -284,6 +285,7 @@ class LineageRecord(JsonRecord):
     submission: str = ""
     reason: str = ""
     set_aside: tuple[int, ...] = ()
+    new_batches: bool = False
     time: float = 0.0
 
 

@@ -19,11 +19,12 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.name_resolve.base import Lease
+from hpc_rl.records import LineageRecord, read_lineages
 from hpc_rl.rollout import routes
 from hpc_rl.rollout.executor import Executor
 from hpc_rl.rollout.report import keep_reporting
 from hpc_rl.rollout.sequencer import Rules, Sequencer
-from hpc_rl.rollout.service import Driver
+from hpc_rl.rollout.service import RolloutService
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +58,17 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     held_out = Prompts(config.valid_dataset, tokenizer, config.seed) if config.valid_dataset else None
     names = open_names(context.trial, config)
     sequencer = Sequencer(rules(config))
-    sequencer.lineage = max(0, newest_number(context.trial))
-    driver = Driver(context.trial.rollout, sequencer, prompts, held_out, lambda: context.deadline.left_s)
+    trial = context.trial
+
+    def lineages() -> tuple[int, list[LineageRecord]]:
+        return newest_number(trial), read_lineages(trial)
+
+    service = RolloutService(
+        trial.rollout, sequencer, prompts, held_out, lineages, lambda: context.deadline.left_s
+    )
     num_workers = config.rollout.num_workers
-    driver.executor = executor = Executor(
-        lambda i: worker_argv(context, i), num_workers, driver.on_frame, driver.on_lost
+    service.executor = executor = Executor(
+        lambda i: worker_argv(context, i), num_workers, service.on_frame, service.on_lost
     )
     await executor.start()
 
@@ -69,7 +76,7 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
         return sum(seen.alive for seen in names.leases(keys.SERVERS).values())
 
     runner = web.AppRunner(
-        routes.application(routes.routes(driver, num_servers), context.tokens),
+        routes.application(routes.routes(service, num_servers), context.tokens),
         access_log=None,
         shutdown_timeout=1.0,
     )
@@ -80,11 +87,11 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     lease = await asyncio.to_thread(names.lease, keys.ROLLOUT, record, LEASE_TTL_S)
     logger.info("serving batches, epoch %d", lease.epoch)
     report_to = context.attempt.rollout_report(context.incarnation)
-    report = keep_reporting(report_to, driver.report, lambda: {"servers": num_servers()})
-    renewing = _renew(lease, record, driver)
+    report = keep_reporting(report_to, service.report, lambda: {"servers": num_servers()})
+    renewing = _renew(lease, record, service)
     duties = {
         asyncio.create_task(duty)
-        for duty in (driver.run(), executor.failure(), renewing, _stopping(context), report)
+        for duty in (service.run(), executor.failure(), renewing, _stopping(context), report)
     }
     try:
         done, _ = await asyncio.wait(duties, return_when=asyncio.FIRST_COMPLETED)
@@ -97,7 +104,7 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
             duty.cancel()
         await runner.cleanup()
         await executor.close()
-        await driver.close()
+        await service.close()
 
 
 def worker_argv(context: role.Context, number: int) -> list[str]:
@@ -110,12 +117,12 @@ def _record(context: role.Context, port: int) -> dict:
     return {"url": url, "attempt": context.attempt.id, "pid": os.getpid(), "host": socket.gethostname()}
 
 
-async def _renew(lease: Lease, record: dict, driver: Driver) -> None:
+async def _renew(lease: Lease, record: dict, service: RolloutService) -> None:
     """Raises Stale once another incarnation has taken over."""
     while True:
         await asyncio.sleep(1.0)
         try:
-            await asyncio.to_thread(lease.renew, {**record, keys.WAITS_FOR_ROOM: driver.ledger.room.waiting})
+            await asyncio.to_thread(lease.renew, {**record, keys.WAITS_FOR_ROOM: service.ledger.room.waiting})
         except OSError as error:  # a shared file system may fail for a while; the ledger's own writes decide whether we live
             logger.warning("can't renew the lease: %s", error)
 

@@ -43,8 +43,8 @@ def next_lineage(trial: Trial, attempt: Attempt, incarnation: int, decision: Dec
 
 
 def newest_number(trial: Trial) -> int:
-    """The highest that a record bears, be it readable or not; -1 where there is none."""
-    return max(lineage_files(trial), default=-1)
+    """Return the highest that a record, a generation or published weights bear; -1 where there is none."""
+    return max(_numbers(trial), default=-1)
 
 
 def _numbers(trial: Trial) -> list[int]:

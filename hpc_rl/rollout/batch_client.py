@@ -23,6 +23,7 @@ from hpc_rl.types import Batch, EvalResult, decode
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2  # between two looks for a role that is away
+NOT_YET = (0, 425, 503)  # away; does not see the record of our lineage yet; ends
 
 
 class RolloutClient:
@@ -58,12 +59,12 @@ class RolloutClient:
     ) -> bytes | None:
         """As batch, still encoded. Raises TimeoutError where it is not there within_s: asking again goes on waiting."""
         path = f"/batch?step={step}&lineage={lineage}&wait_s={self.poll_s}"
-        return self._until_answered("GET", path, None, "data", stopping, within_s)
+        return self._until_answered("GET", path, None, stopping, within_s)
 
     def evaluate(self, label: str, stopping: threading.Event | None = None) -> EvalResult | None:
         """Mean reward over the held-out prompts under the weights `label`; None if `stopping` was set. Raises as batch does."""
         payload = {"version": label, "wait_s": self.poll_s}
-        body = self._until_answered("POST", "/evaluate", payload, "data", stopping)
+        body = self._until_answered("POST", "/evaluate", payload, stopping)
         return None if body is None else decode(body)
 
     def retain(self, step: int) -> None:
@@ -87,7 +88,6 @@ class RolloutClient:
         method: str,
         path: str,
         payload: dict[str, Any] | None,
-        token: str,
         stopping: threading.Event | None,
         within_s: float = math.inf,
     ) -> bytes | None:
@@ -96,10 +96,10 @@ class RolloutClient:
             if time.monotonic() > until:
                 raise TimeoutError(f"no answer to {path} within {within_s:g} s")
             try:
-                status, body = self._request(method, path, payload, token)
+                status, body = self._request(method, path, payload, "control")
             except (OSError, http.client.HTTPException, LookupError) as error:
                 status, body = 0, str(error).encode()
-            if status in (0, 503):
+            if status in NOT_YET:
                 self._is_away(body.decode(errors="replace"))
                 time.sleep(RETRY_S)
                 continue

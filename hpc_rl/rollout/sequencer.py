@@ -2,7 +2,7 @@
 
 Every prompt index is in exactly one place: running (issued, under a ticket), waiting (to be issued again), ready (a group in
 the ledger), or resolved (in a sealed batch, or rejected). A result counts only under the ticket that its index runs under:
-what a worker that was given up sends later is ignored. The shell (driver.py) does the I/O in between.
+what a worker that was given up sends later is ignored. The shell (service.py) does the I/O in between.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from hpc_rl.errors import Stale
@@ -93,6 +93,7 @@ class Sequencer:
         self.rejections = Counter(state.rejections)
         self.staleness = Counter(state.staleness)
         self.consumed = state.consumed
+        self.renewal = state.renewal
         self.ready = {
             index: Ready(record.begun, record.oldest_step, record.oldest_lineage, place, next(self._arrivals))
             for index, (record, place) in state.ready.items()
@@ -279,7 +280,7 @@ class Sequencer:
         self.staleness.update(seal.staleness)
 
     def base(self, step: int) -> dict[str, Any]:
-        """What must be kept of everything that may be deleted once batches up to `step` are not needed (restore.py reads it)."""
+        """What must be kept of everything that may be deleted once batches up to `step` are not needed (batch_log/replay.py reads it)."""
         later = [seal for seal in self.seals.values() if seal.step > step]
         ages = self.staleness.copy()
         for seal in later:
@@ -292,6 +293,7 @@ class Sequencer:
             "staleness": dict(+ages),
             "floor": self.resolved.floor,
             "above": sorted(self.resolved.above),
+            "renewal": asdict(self.renewal) if self.renewal else None,
         }
 
     def trim(self, step: int) -> tuple[list[int], set[int]]:

@@ -1,4 +1,4 @@
-"""Driver: the sequencer's shell. Carries results into the ledger, issues to the executor, seals to disk; answers the service.
+"""RolloutService: the sequencer's shell. Carries results into the ledger, issues to the executor, seals to disk; answers the service.
 
 One event loop; only fsync and seals leave it for a thread. Whatever it answers is durable before it answers.
 """
@@ -10,14 +10,15 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.errors import DataUnusable, HpcRlError, RoleFailed, Stale
+from hpc_rl.records import LineageRecord
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, RejectReason, RejectRecord, segments
-from hpc_rl.rollout.batch_log.replay import check_data, read_state
+from hpc_rl.rollout.batch_log.replay import Renewal, State, check_data, read_state, renewed_base
 from hpc_rl.rollout.batch_log.seals import Batches, Seal
 from hpc_rl.rollout.evaluation import Evaluation
 from hpc_rl.rollout.last_call import LastCall
@@ -42,6 +43,14 @@ class OutOfTime(HpcRlError):
     """The attempt ends before another prompt would be finished: no batch will come."""
 
 
+class NotTheTrainer(HpcRlError):
+    """A reader asked for something that only the trainer may begin."""
+
+
+class UnknownLineage(HpcRlError):
+    """No record of this lineage is seen here: the file system may show it later."""
+
+
 class OutOfStep(HpcRlError):
     """The batch after the next, or one that the batch log can't know."""
 
@@ -60,13 +69,16 @@ class Runner(Protocol):
     def cancel(self, ticket: int) -> None: ...
 
 
-class Driver:
-    """Args:
-    folder: The trial's `rollout/`.
-    sequencer: Fresh; restored from the folder here.
-    prompts: Training prompts.
-    held_out: Held-out prompts, or None.
-    left_s: Seconds until the trainer is stopped, None while nobody has said: what can't be finished by then is not issued.
+class RolloutService:
+    """The sequencer with its disk, its workers and its callers.
+
+    Args:
+        folder: The trial's `rollout/`.
+        sequencer: Fresh; restored from the folder here.
+        prompts: Training prompts.
+        held_out: Held-out prompts, or None.
+        lineages: Returns the highest lineage that the trial directory knows, and the records of lineages.
+        left_s: Seconds until the trainer is stopped, None where that is not known: no prompt is issued that takes longer.
     """
 
     def __init__(
@@ -75,20 +87,28 @@ class Driver:
         sequencer: Sequencer,
         prompts: Prompts,
         held_out: Prompts | None,
+        lineages: Callable[[], tuple[int, list[LineageRecord]]],
         left_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self.core = sequencer
+        self.sequencer = sequencer
         self.last_call = LastCall(left_s)
         self.prompts = prompts
         self.held_out = held_out
         self.executor: Runner | None = None
         self.ledger = Ledger(folder)
         self.batches = Batches(folder, self.ledger)
-        state = read_state(folder)
+        self._folder = folder
+        self._lineages = lineages
+        state = self._read_state()
         check_data(folder, state, prompts.path, prompts.rows.fingerprint)
         self.batches.drop_trimmed(state.trimmed)
+        self._renewed = (
+            state.renewal.lineage if state.renewal else -1
+        )  # the last lineage that gave batches up
+        self.batches.set_aside(state.given_up.values(), self._renewed)
+        sequencer.lineage = max(0, lineages()[0])
         sequencer.restore(state)
-        self._folder = folder
+        self._begun: int | None = None  # the lineage that the trainer has shown
         self._bodies: dict[int, bytes] = {}
         self._changed = asyncio.Event()
         self._cutting = asyncio.Lock()
@@ -103,6 +123,12 @@ class Driver:
             "ledger: %d batches cut, %d groups ready, %d prompts rejected; this is segment %d",
             state.top, len(state.ready), state.rejections.total(), self.ledger.segment,
         )  # fmt: skip
+
+    def _read_state(self) -> State:
+        """Return what is on disk; a lineage that the trial directory does not know does not count."""
+        state = read_state(self._folder)
+        state.lineage = min(state.lineage, max(0, self._lineages()[0]))
+        return state
 
     async def run(self) -> None:
         """Group commits until something fails; returns never. Raises what failed."""
@@ -129,21 +155,21 @@ class Driver:
                 if evaluation.owns(ticket):
                     evaluation.frame(frame)
             return
-        issue = self.core.running.get(ticket)
+        issue = self.sequencer.running.get(ticket)
         if issue is None:
             return
         self._last_result = time.monotonic()
         self._last_error = str(frame.get("error") or self._last_error)[:LAST_WORDS]
-        if frame["op"] == "group" and self.core.overtaken(ticket, frame["newest_lineage"]):
+        if frame["op"] == "group" and self.sequencer.overtaken(ticket, frame["newest_lineage"]):
             return
         self.last_call.finished(ticket)
         if frame["op"] == "group":
             numbers = {name: frame[name] for name in MEASURED}
             record = GroupRecord(index=issue.index, begun=issue.begun, **numbers)
-            self.core.finished(ticket, record, self.ledger.append_group(record, frame["group"]))
+            self.sequencer.finished(ticket, record, self.ledger.append_group(record, frame["group"]))
         elif frame["op"] == "rejected":
             self._reject(issue.index, frame["reason"])
-        elif not self.core.failed(ticket):
+        elif not self.sequencer.failed(ticket):
             self._reject(issue.index, RejectReason.EXCEPTION)
         self._pump()
         self._changed.set()
@@ -151,23 +177,23 @@ class Driver:
     def on_lost(self, tickets: list[int]) -> None:
         """A worker died."""
         self.last_call.forget(tickets)
-        self.core.lost([ticket for ticket in tickets if ticket > 0])
+        self.sequencer.lost([ticket for ticket in tickets if ticket > 0])
         for evaluation in self._evaluations.values():
             evaluation.lost(tickets)
         self._pump()
 
     def _reject(self, index: int, reason: str) -> None:
-        self.ledger.append_reject(RejectRecord(index, self.core.version or 0, reason))
-        self.core.rejected(index, reason)
+        self.ledger.append_reject(RejectRecord(index, self.sequencer.version or 0, reason))
+        self.sequencer.rejected(index, reason)
         self._last_reason = reason
-        in_a_row = self.core.rejected_in_a_row
+        in_a_row = self.sequencer.rejected_in_a_row
         self._faults = 0 if in_a_row <= 1 else self._faults
         self._faults += reason not in (RejectReason.STALE, RejectReason.WORKFLOW_NONE)
-        hopeless = max(MIN_HOPELESS, 4 * self.core.rules.batch_size)
+        hopeless = max(MIN_HOPELESS, 4 * self.sequencer.rules.batch_size)
         if (
             self._faults >= hopeless or in_a_row >= max(hopeless, len(self.prompts))
         ) and not self._failed.done():
-            so_far = ", ".join(f"{name} {count}" for name, count in self.core.rejections.most_common())
+            so_far = ", ".join(f"{name} {count}" for name, count in self.sequencer.rejections.most_common())
             story = f"the last {in_a_row} prompts were rejected: {reason} (all rejections so far: {so_far})"
             story += f"; the last exception: {self._last_error}" if self._last_error else ""
             self._failed.set_exception(DataUnusable(story))
@@ -176,10 +202,10 @@ class Driver:
         assert self.executor is not None
         if self._failed.done() or self.last_call.holds():
             return
-        for issue in self.core.issue():
+        for issue in self.sequencer.issue():
             self.last_call.begun(issue.ticket)
             prompt = self.prompts.at(issue.index)
-            label = str(WeightVersion(self.core.lineage, issue.begun))
+            label = str(WeightVersion(self.sequencer.lineage, issue.begun))
             frame = {
                 "op": "run",
                 "ticket": issue.ticket,
@@ -198,81 +224,156 @@ class Driver:
 
     # what the service is asked
 
-    def observe(self, lineage: int, version: int) -> None:
-        """A trainer shows where it is. Raises Stale."""
+    async def begin(self, lineage: int) -> None:
+        """Let the trainer's lineage begin, and give up the batches that its record asks for.
+
+        Raises Stale, UnknownLineage, RoleEnds.
+        """
+        if lineage == self._begun == self.sequencer.lineage:
+            return
+        async with self._cutting:
+            self._refuse_older(lineage)
+            newest, records = await asyncio.to_thread(self._lineages)
+            if lineage > max(0, newest):
+                raise UnknownLineage(f"lineage {lineage} has no record; the newest is {newest}")
+            for record in sorted(records, key=lambda record: record.lineage):
+                if record.new_batches and self._renewed < record.lineage <= lineage:
+                    await self._renew(record)
+            self._begun = lineage
+
+    def _refuse_older(self, lineage: int) -> None:
+        if lineage < self.sequencer.lineage:
+            raise Stale(f"lineage {lineage} asks, but lineage {self.sequencer.lineage} has begun")
+
+    async def _renew(self, record: LineageRecord) -> None:
+        """Give up the batches after `from_step`, and all that is not in a batch: their prompts are issued again.
+
+        The new base is durable before anything is moved, and tells which seals are given up: after a kill the next
+        incarnation moves the rest.
+        """
+        given_up = list(self.sequencer.running)
+        self.sequencer.lost(given_up)
+        self.sequencer.version = None  # nothing is issued meanwhile
+        self._cancel(given_up)
+        async with self._or_end():
+            await asyncio.to_thread(self.ledger.begin_segment)
+            state = self._read_state()
+            renewal = Renewal(record.lineage, record.from_step, self.ledger.segment)
+            self.ledger.append_base(renewed_base(state, renewal))
+            await asyncio.to_thread(self.ledger.commit)
+            state = self._read_state()
+            await asyncio.to_thread(self.batches.set_aside, state.given_up.values(), record.lineage)
+        self._bodies.clear()
+        self.sequencer.restore(state)
+        self._renewed = record.lineage
+        logger.info(
+            "lineage %d begins after batch %d: %d later batches are set aside, their prompts are issued again",
+            record.lineage, record.from_step, len(state.given_up),
+        )  # fmt: skip
+
+    def _cancel(self, tickets: Iterable[int]) -> None:
         assert self.executor is not None
-        if (lineage, version) != (self.core.lineage, self.core.version):
-            given_up = self.core.observe(lineage, version)
-            self.last_call.forget(given_up)
-            for ticket in given_up:
-                self.executor.cancel(ticket)
-            for label, evaluation in self._evaluations.items():
-                if WeightVersion.parse(label).lineage < self.core.lineage and not evaluation.result.done():
-                    evaluation.result.set_exception(
-                        Stale(f"lineage {self.core.lineage} has begun: {label} is not evaluated")
-                    )
-            self._pump()
+        for ticket in tickets:
+            self.last_call.forget([ticket])
+            self.executor.cancel(ticket)
+
+    def observe(self, lineage: int, version: int) -> None:
+        """Take note of where the trainer is; its lineage has begun. Raises Stale."""
+        if (lineage, version) == (self.sequencer.lineage, self.sequencer.version):
+            return
+        self._cancel(self.sequencer.observe(lineage, version))
+        for label, evaluation in self._evaluations.items():
+            older = WeightVersion.parse(label).lineage < self.sequencer.lineage
+            if older and not evaluation.result.done():
+                message = f"lineage {self.sequencer.lineage} has begun: {label} is not evaluated"
+                evaluation.result.set_exception(Stale(message))
+        self._pump()
 
     async def batch(self, step: int, lineage: int, wait_s: float) -> bytes | None:
-        """The bytes of batch `step`, or None if it can't be cut within wait_s.
+        """Return the bytes of batch `step`, cut now if it was not, or None if it can't be cut within wait_s.
 
-        Raises Stale, Trimmed, OutOfStep, OutOfTime, OSError.
+        The trainer's: it is at version step-1 of this lineage.
+        Raises Stale, UnknownLineage, Trimmed, OutOfStep, OutOfTime, RoleEnds, OSError.
         """
-        if lineage < self.core.lineage:
-            raise Stale(f"lineage {lineage} asks, but lineage {self.core.lineage} has begun")
-        if self.core.untouched and not self.core.running and step > 1:
+        await self.begin(lineage)
+        if self.sequencer.untouched and not self.sequencer.running and step > 1:
             await self._skip_to(step)
-        if step > self.core.top + 1:
+        if step > self.sequencer.top + 1:
             async with self._cutting, self._or_end():
                 self._adopt()  # another incarnation may have cut batches that we did not see
-        if step > self.core.top + 1:
-            raise OutOfStep(
-                f"batch {step} was asked for, but the newest is {self.core.top}: is a part of the ledger gone?"
-            )
+        self._refuse_skipping(step)
         self.observe(lineage, step - 1)
         deadline = time.monotonic() + wait_s
         while True:
+            self._refuse_older(lineage)
             body = self._bodies.get(step) or await self._sealed(step)
-            if (
-                body is None and not self.ledger.room.waiting
-            ):  # else whoever asks would hang as long as there is no room
+            # on a full disk the caller would hang as long as there is no room
+            if body is None and not self.ledger.room.waiting:
                 body = await self._cut(step)
             if body is not None:
                 return body
-            if self.last_call.holding and not self.core.running:
+            if self.last_call.holding and not self.sequencer.running:
                 raise OutOfTime(f"batch {step} can't be cut any more before the trainer is stopped")
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            if not await self._change_before(deadline):
                 return None
-            self._changed.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left_s)
+
+    async def sealed_batch(self, step: int, lineage: int, wait_s: float) -> bytes | None:
+        """Return the bytes of batch `step` for a reader, or None if it is not cut within wait_s. Changes nothing.
+
+        Raises NotTheTrainer, Stale, Trimmed, OutOfStep, OSError.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            self._refuse_older(lineage)
+            if lineage > self.sequencer.lineage:
+                raise NotTheTrainer(f"lineage {lineage} has not begun; the trainer begins it")
+            self._refuse_skipping(step)
+            body = self._bodies.get(step) or await self._sealed(step)
+            if body is not None or not await self._change_before(deadline):
+                return body
+
+    def _refuse_skipping(self, step: int) -> None:
+        top = self.sequencer.top
+        if step > top + 1:
+            message = f"batch {step} was asked for, but the newest is {top}: is a part of the ledger gone?"
+            raise OutOfStep(message)
+
+    async def _change_before(self, deadline: float) -> bool:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return False
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), left_s)
+        return True
 
     async def _sealed(self, step: int) -> bytes | None:
-        if step <= self.core.trimmed:
-            raise Trimmed(f"batch {step} was trimmed; the oldest that is kept is {self.core.trimmed + 1}")
-        seal = self.core.seals.get(step)
+        if step <= self.sequencer.trimmed:
+            raise Trimmed(
+                f"batch {step} was trimmed; the oldest that is kept is {self.sequencer.trimmed + 1}"
+            )
+        seal = self.sequencer.seals.get(step)
         return None if seal is None else self._keep(step, await asyncio.to_thread(self.batches.body, seal))
 
     async def _cut(self, step: int) -> bytes | None:
         async with self._cutting:
-            if step in self.core.seals:  # another request was faster
+            if step in self.sequencer.seals:  # another request was faster
                 return self._bodies.get(step)
-            for index in self.core.too_old(step):
+            for index in self.sequencer.too_old(step):
                 self._reject(index, RejectReason.STALE)
-            indexes = self.core.cut(step)
+            indexes = self.sequencer.cut(step)
             if indexes is None:
                 self._pump()
                 return None
-            places = {index: self.core.ready[index].place for index in indexes}
-            ages = self.core.ages(step, indexes)
-            counters = {"older_lineage": float(self.core.num_of_older_lineage(indexes))}
+            places = {index: self.sequencer.ready[index].place for index in indexes}
+            ages = self.sequencer.ages(step, indexes)
+            counters = {"older_lineage": float(self.sequencer.num_of_older_lineage(indexes))}
             async with self._or_end():
                 seal, body, ours = await asyncio.to_thread(
-                    self.batches.seal, step, self.core.lineage, places, ages, counters
+                    self.batches.seal, step, self.sequencer.lineage, places, ages, counters
                 )
                 if ours:
-                    self.core.sealed(seal)
+                    self.sequencer.sealed(seal)
                 else:
                     logger.warning("batch %d had been cut by another incarnation: its batch counts", step)
                     self._adopt()
@@ -283,11 +384,9 @@ class Driver:
     def _adopt(self) -> None:
         """Start over from what is on disk, without giving results a moment to arrive in between."""
         self.ledger.commit()
-        before = set(self.core.running)
-        self.core.restore(read_state(self._folder))
-        for ticket in before - set(self.core.running):
-            assert self.executor is not None
-            self.executor.cancel(ticket)
+        before = set(self.sequencer.running)
+        self.sequencer.restore(self._read_state())
+        self._cancel(before - set(self.sequencer.running))
 
     def _keep(self, step: int, body: bytes) -> bytes:
         self._bodies[step] = body
@@ -299,18 +398,18 @@ class Driver:
     async def _skip_to(self, step: int) -> None:
         logger.warning("the ledger is empty, but batch %d is asked for: beginning there", step)
         async with self._or_end():
-            self.core.skip_to(step)
-            self.ledger.append_base(self.core.base(step - 1))
+            self.sequencer.skip_to(step)
+            self.ledger.append_base(self.sequencer.base(step - 1))
             await asyncio.to_thread(self.ledger.commit)
 
     async def retain(self, step: int) -> None:
         """Batches up to `step` are not needed any more: delete their seals, and segments that nothing else needs."""
-        step = min(step, self.core.top)
-        if step <= self.core.trimmed:
+        step = min(step, self.sequencer.top)
+        if step <= self.sequencer.trimmed:
             return
         async with self._cutting, self._or_end():
-            self.ledger.append_base(self.core.base(step))
-            gone, needed = self.core.trim(step)
+            self.ledger.append_base(self.sequencer.base(step))
+            gone, needed = self.sequencer.trim(step)
             needed |= {self.ledger.segment}
             for number in gone:
                 self._bodies.pop(number, None)
@@ -318,7 +417,7 @@ class Driver:
 
     def _delete(self, steps: list[int], needed: set[int]) -> None:
         self.ledger.commit()
-        self.batches.note_trimmed(self.core.trimmed)
+        self.batches.note_trimmed(self.sequencer.trimmed)
         for step in steps:
             self.batches.delete(step)
         for number in segments(self._folder):
@@ -340,31 +439,45 @@ class Driver:
                 self._failed.set_exception(error)
             raise RoleEnds(f"the rollout role ends: {error}") from error
 
-    async def evaluate(self, label: str, wait_s: float | None) -> EvalResult | None:
-        """The evaluation of these weights, begun now if it was not; None while it takes longer. Raises Stale, RoleFailed."""
+    async def evaluate(self, version: WeightVersion, wait_s: float | None) -> EvalResult | None:
+        """Return the evaluation of these weights, begun now if it was not; None while it takes longer. The trainer's.
+
+        Raises Stale, UnknownLineage, RoleFailed.
+        """
         assert self.held_out is not None and self.executor is not None
-        version = WeightVersion.parse(label)
+        await self.begin(version.lineage)
         self.observe(version.lineage, version.step)
+        label = str(version)
         if label not in self._evaluations or self._evaluations[label].result.cancelled():
-            rules = self.core.rules
+            rules = self.sequencer.rules
             limit = max(rules.max_concurrent, 64)
             self._evaluations[label] = Evaluation(
                 label, self.held_out, self.executor.run, limit, rules.prompt_retries, self._eval_tickets
             )
             for old in list(self._evaluations)[:-EVALUATIONS_KEPT]:
-                for ticket in self._evaluations.pop(old).tickets:
-                    self.executor.cancel(ticket)
+                self._cancel(self._evaluations.pop(old).tickets)
+        return await self._result(label, wait_s)
+
+    async def begun_evaluation(self, version: WeightVersion, wait_s: float | None) -> EvalResult | None:
+        """Return an evaluation that the trainer has begun, for a reader. Raises NotTheTrainer, Stale, RoleFailed."""
+        if str(version) not in self._evaluations:
+            raise NotTheTrainer(f"version {version} is not evaluated; the trainer begins an evaluation")
+        return await self._result(str(version), wait_s)
+
+    async def _result(self, label: str, wait_s: float | None) -> EvalResult | None:
         done, _ = await asyncio.wait({self._evaluations[label].result}, timeout=wait_s)
         return done.pop().result() if done else None
 
     def report(self) -> dict[str, Any]:
         """What `hpc-rl status` shows of it."""
         now = time.monotonic()
-        self._issued = {ticket: when for ticket, when in self._issued.items() if ticket in self.core.running}
+        self._issued = {
+            ticket: when for ticket, when in self._issued.items() if ticket in self.sequencer.running
+        }
         names = ("running", "ready", "sealed", "accepted", "rejected", "evaluating")
         return {
             **{name: value for name, value in self.status().items() if name in names},
-            "rejected_in_a_row": self.core.rejected_in_a_row,
+            "rejected_in_a_row": self.sequencer.rejected_in_a_row,
             "last_reason": self._last_reason,
             "last_error": self._last_error,
             "oldest_running_s": round(now - min(self._issued.values())) if self._issued else None,
@@ -373,7 +486,7 @@ class Driver:
 
     def status(self) -> dict[str, Any]:
         """Counters, for people and tests."""
-        core = self.core
+        core = self.sequencer
         seals: list[Seal] = list(core.seals.values())
         return {
             "version": None if core.version is None else str(WeightVersion(core.lineage, core.version)),

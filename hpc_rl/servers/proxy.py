@@ -9,7 +9,6 @@ Leases, reloading and the end of the process are replica.py's.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import socket
@@ -19,6 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
+from hpc_rl.auth import Access, Tokens, json_object
 from hpc_rl.servers.base import Answer, Backend
 from hpc_rl.servers.client import MIN_VERSION_HEADER
 from hpc_rl.servers.router import is_older
@@ -65,11 +65,7 @@ class Proxy:
         self.pause_mode = ""
         self.last_control_at = time.monotonic()
         self._attempt, self._incarnation = attempt, incarnation
-        self._control, self._data = (
-            f"Bearer {tokens['control']}".encode(),
-            f"Bearer {tokens['data']}".encode(),
-        )
-        self._prefix_token = tokens["data"].encode()
+        self._tokens = Tokens(tokens)
         self._on_change, self._on_shutdown = on_change, on_shutdown
         self._control_lock = asyncio.Lock()
         self._runner: web.AppRunner | None = None
@@ -110,22 +106,18 @@ class Proxy:
         self, handler: Callable[[web.Request, str], Awaitable[web.Response]], control: bool
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def guarded(request: web.Request) -> web.Response:
-            given = request.headers.get("Authorization", "").encode()
-            if hmac.compare_digest(given, self._control) or (
-                not control and hmac.compare_digest(given, self._data)
-            ):
+            needed = Access.CONTROL if control else Access.DATA
+            if self._tokens.access(request.headers.get("Authorization", "")) >= needed:
                 return await handler(request, request.path)
-            return _json(
-                401, {"error": {"message": "the control token is needed" if control else "a token is needed"}}
-            )
+            return _json(401, {"error": {"message": f"the {needed.name.lower()} token is needed"}})
 
         return guarded
 
     async def _prefixed(self, request: web.Request) -> web.Response:
         """`/t/<data token>/…`, for clients that can't send headers; data paths only."""
         path = "/" + request.match_info["path"]
-        if not hmac.compare_digest(request.match_info["token"].encode(), self._prefix_token):
-            return _json(401, {"error": {"message": "a token is needed"}})
+        if self._tokens.access("", request.match_info["token"]) < Access.DATA:
+            return _json(401, {"error": {"message": "the data token is needed"}})
         if request.method == "POST" and path in DATA_POST:
             return await self._generate(request, path)
         if request.method == "GET" and path == "/model_info":
@@ -152,11 +144,9 @@ class Proxy:
         try:
             if least and is_older(self.version, least):
                 return _json(503, {"error": "stale", "weight_version": self.version})
-            body = json.loads(await request.read())
+            body = json_object(await request.read())
         except ValueError as error:
             return _json(400, {"error": {"message": f"{error}"}})
-        if not isinstance(body, dict):
-            return _json(400, {"error": {"message": "the body must be a JSON object"}})
         return _json(*await self.backend.request(path, body))
 
     async def _forward_get(self, _request: web.Request, path: str) -> web.Response:
@@ -171,9 +161,9 @@ class Proxy:
     async def _control_call(self, request: web.Request, path: str) -> web.Response:
         try:
             raw = await request.read()
-            body = json.loads(raw) if raw else {}
+            body = json_object(raw) if raw else {}
         except ValueError as error:
-            return _json(400, {"error": {"message": f"the body is not JSON: {error}"}})
+            return _json(400, {"error": {"message": f"{error}"}})
         # a publisher that hangs up must not leave an update half recorded: the call goes on without it
         return _json(*await asyncio.shield(asyncio.ensure_future(self.control(path, body))))
 

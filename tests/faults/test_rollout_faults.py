@@ -15,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
-from rollout_trial import FakeServer, RolloutRole, make_trial, wait_until
+from rollout_trial import FakeServer, RolloutRole, begin_lineage, make_trial, wait_until
 
 from hpc_rl.errors import RoleFailed
 from hpc_rl.rollout.batch_log.replay import read_state
@@ -64,6 +64,7 @@ def train(role: RolloutRole, server: FakeServer, seed: int, num_steps: int = STE
         time.sleep(0.05)
         if chance.random() < 0.15:
             step, lineage = max(1, step - chance.randrange(4)), lineage + 1
+            begin_lineage(role.trial, lineage, step - 1)
             server.publish(f"{lineage}.{step - 1}")
     client.close()
     return seen
@@ -98,6 +99,7 @@ def test_kills_of_the_sequencer_lose_and_repeat_nothing(tmp_path, order, bound):
                 max(age for seal in read_state(trial.rollout).seals.values() for age in seal.staleness) <= 2
             )
         client = role.client()
+        begin_lineage(trial, 99)
         assert {step: encode(client.batch(step, 99)) for step in seen} == seen
         client.close()
     finally:

@@ -52,6 +52,15 @@ def write_rows(path: Path, num_rows: int, offset: int = 0) -> Path:
     return path
 
 
+def begin_lineage(trial: Trial, number: int, from_step: int = 0, new_batches: bool = False) -> None:
+    """Leave the record that a trainer leaves before it asks for a batch."""
+    trial.lineages.mkdir(exist_ok=True)
+    record = {"lineage": number, "from_step": from_step, "new_batches": new_batches}
+    path = trial.lineages / f"{number:04d}.json"
+    if not path.exists():
+        write_json(path, {**record, "attempt": "1.0", "incarnation": number})
+
+
 def make_trial(
     root: Path, *, batch_size: int = 2, num_rows: int = 10, n_samples: int = 2, **rollout
 ) -> Trial:

@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from rollout_trial import FakeServer, RolloutRole, make_trial
+from rollout_trial import FakeServer, RolloutRole, begin_lineage, make_trial
 
 from hpc_rl.errors import ExitCode, RoleFailed, Stale
 from hpc_rl.name_resolve import keys
@@ -69,6 +69,7 @@ def test_a_run_with_evaluation_replay_trim_and_stop(run):
     )
     assert status["rejected"] == {} and sum(status["staleness"].values()) == 21
 
+    begin_lineage(trial, 1, 4)
     server.publish("1.4")  # the trainer went back to step 4
     assert [encode(client.batch(step, 1)) for step in (5, 6, 7)] == [
         encode(batches[step]) for step in (5, 6, 7)
@@ -136,3 +137,30 @@ def test_an_unknown_reward_is_a_bad_configuration(run):
     with role.process.stdin:
         assert role.process.wait(30) == ExitCode.BAD_CONFIG, role.log.read_text()
     assert "no_such_package" in role.log.read_text()
+
+
+def test_a_trainer_that_gives_batches_up_gets_new_ones_by_its_own_weights(run):
+    trial, server, role = run(batch_order="in_order")
+    client = role.client()
+    begin_lineage(trial, 0)
+    first = {}
+    for step in range(1, 6):
+        first[step] = encode(client.batch(step, 0))
+        server.publish(f"0.{step}")
+    client.close()
+    role.kill()
+    role.start()
+    begin_lineage(trial, 1, 2, new_batches=True)
+    server.publish("1.2")
+    client = role.client()
+    assert encode(client.batch(2, 1)) == first[2]
+    for step in range(3, 7):
+        groups = client.batch(step, 1).groups
+        assert {int(t.lineages.max()) for group in groups for t in group.trajectories} == {1}
+        server.publish(f"1.{step}")
+    client.close()
+    assert role.stop() == ExitCode.STOPPED
+    state = read_state(trial.rollout)
+    used = [index for _, seal in sorted(state.seals.items()) for index in seal.indexes]
+    assert used == list(range(len(used)))
+    assert sorted(read_state(trial.rollout / "set-aside" / "1").seals) == [3, 4, 5]

@@ -12,10 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2] / "hpc_rl"
 FLOORS = [
     {"__init__", "errors"},
-    {"types", "trial", "allocation", "log", "net", "proc", "checked_file", "files"},
+    {"types", "trial", "allocation", "auth", "log", "net", "proc", "checked_file", "files"},
     {"records"},
     {"config", "schedulers", "name_resolve", "stats", "algorithms"},
-    {"plan", "engines", "servers", "datasets"},
+    {"plan", "engines", "datasets"},
+    {"servers"},
     {"render", "checkpoint", "rollout", "weights"},
     {"supervise", "doctor", "trainers", "examples"},
     {"status"},

@@ -57,6 +57,17 @@ class RejectReason(enum.StrEnum):
     REWARD_EXCEPTION = "reward_exception"
 
 
+OF_USER_CODE = frozenset(
+    {
+        RejectReason.WORKFLOW_NONE,
+        RejectReason.BAD_GROUP,
+        RejectReason.EXCEPTION,
+        RejectReason.REWARD_TIMEOUT,
+        RejectReason.REWARD_EXCEPTION,
+    }
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a record lies."""
@@ -222,6 +233,14 @@ class Ledger:
             self._size += len(data)
             self.bytes_written += len(data)
         return place
+
+    def begin_segment(self) -> None:
+        """Put all that is appended from now on into a new segment, with a higher number than any other."""
+        self.room.write("the batch log", self._begin_segment)
+
+    def _begin_segment(self) -> None:
+        with self._appending:
+            self.segment = self._create_segment()
 
     def _next_segment(self) -> None:
         """On a full disk this one just gets longer: the thread that appends must not wait."""

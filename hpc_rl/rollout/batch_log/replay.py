@@ -7,12 +7,13 @@ after the group (it got too old) replaces it. So two services that both wrote co
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.datasets.rows import check_same_rows
 from hpc_rl.rollout.batch_log.ledger import (
+    OF_USER_CODE,
     BaseRecord,
     GroupRecord,
     LedgerDamaged,
@@ -63,19 +64,36 @@ class IndexSet:
         return max(self.above, default=self.floor - 1) + 1
 
 
+@dataclass(frozen=True)
+class Renewal:
+    """Where a lineage gave batches up: those after `after` that are made of segments below `segment`.
+
+    Of such segments nothing counts but what the batches up to `after` are made of.
+    """
+
+    lineage: int
+    after: int
+    segment: int
+
+    def gives_up(self, seal: Seal) -> bool:
+        return seal.step > self.after and any(place.segment < self.segment for place in seal.places.values())
+
+
 @dataclass
 class State:
-    """The story so far. `consumed` counts groups in batches, trimmed ones included."""
+    """What a batch log amounts to. `consumed` counts groups in batches, trimmed ones included."""
 
     seals: dict[int, Seal] = field(default_factory=dict)
     ready: dict[int, tuple[GroupRecord, Place]] = field(default_factory=dict)
     resolved: IndexSet = field(default_factory=IndexSet)  # in a batch, or rejected
-    rejected: dict[int, str] = field(default_factory=dict)  # since the last trim
+    rejected: dict[int, RejectRecord] = field(default_factory=dict)  # since the last trim
     rejections: Counter[str] = field(default_factory=Counter)  # by reason, trimmed ones included
     staleness: Counter[int] = field(default_factory=Counter)
     consumed: int = 0
     trimmed: int = 0  # batches up to this one are gone
     lineage: int = 0  # the latest that asked for a batch
+    renewal: Renewal | None = None  # the latest
+    given_up: dict[int, Seal] = field(default_factory=dict)  # seals that it gave up and that are still there
 
     @property
     def top(self) -> int:
@@ -128,13 +146,19 @@ def check_replay(folder: Path, step: int) -> None:
 
 
 def tell(records: list[tuple[Place, Record]], seals: dict[int, Seal]) -> State:
-    """The state that these records and seals amount to. Pure."""
+    """Return the state that these records and seals amount to. Pure."""
     state = State()
     bases = [record.content for _, record in records if isinstance(record, BaseRecord)]
+    state.renewal = max(filter(None, map(_renewal_of, bases)), key=lambda one: one.segment, default=None)
+    renewal = state.renewal
+    if renewal is not None:
+        bases = [content for content in bases if _renewal_of(content) == renewal]
+        records = [(place, record) for place, record in records if place.segment >= renewal.segment]
+        state.given_up = {step: seal for step, seal in seals.items() if renewal.gives_up(seal)}
     for content in sorted(bases, key=lambda content: content["trimmed"]):
         _apply_base(state, content)
     consumed: set[int] = set()
-    for step in sorted(step for step in seals if step > state.trimmed):
+    for step in sorted(step for step in seals.keys() - state.given_up if step > state.trimmed):
         seal = state.seals[step] = seals[step]
         consumed.update(seal.places)
         state.staleness.update(seal.staleness)
@@ -155,9 +179,44 @@ def tell(records: list[tuple[Place, Record]], seals: dict[int, Seal]) -> State:
 
 def _apply_reject(state: State, record: RejectRecord) -> None:
     if record.index not in state.rejected:
-        state.rejected[record.index] = record.reason
+        state.rejected[record.index] = record
         state.rejections[record.reason] += 1
         state.ready.pop(record.index, None)
+
+
+def renewed_base(state: State, renewal: Renewal) -> dict[str, Any]:
+    """Return the content of the base record with which `renewal` begins: what of `state` goes on counting.
+
+    Open again are the prompts of batches that are given up, those that were rejected after the step that the lineage
+    starts from, and those that were rejected for what user code did, which may be other code now.
+    """
+    again = {
+        index: record
+        for index, record in state.rejected.items()
+        if record.version >= renewal.after or record.reason in OF_USER_CODE
+    }
+    lost = {index for step, seal in state.seals.items() if step > renewal.after for index in seal.places}
+    lost |= again.keys()
+    floor = min([*lost, state.resolved.floor])
+    above = [i for i in range(floor, state.resolved.end) if i in state.resolved and i not in lost]
+    ages = state.staleness.copy()
+    for seal in state.seals.values():
+        ages.subtract(seal.staleness)
+    return {
+        "trimmed": state.trimmed,
+        "consumed": state.consumed - sum(len(seal.places) for seal in state.seals.values()),
+        "lineage": state.lineage,
+        "rejections": dict(state.rejections - Counter(record.reason for record in again.values())),
+        "staleness": dict(+ages),
+        "floor": floor,
+        "above": above,
+        "renewal": asdict(renewal),
+    }
+
+
+def _renewal_of(content: dict[str, Any]) -> Renewal | None:
+    found = content.get("renewal")
+    return Renewal(**found) if found else None
 
 
 def _apply_base(state: State, content: dict[str, Any]) -> None:

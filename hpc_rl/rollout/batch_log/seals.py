@@ -7,18 +7,24 @@ place of each group in the ledger and the checksum of the batch's bytes.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import Counter
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgpack
 import xxhash
 
-from hpc_rl.rollout.batch_log.ledger import Ledger, LedgerDamaged, Place
+from hpc_rl.rollout.batch_log.ledger import Ledger, LedgerDamaged, Place, segment_path
 from hpc_rl.trial import create_exclusive, fsync_dir, read_json, write_json
 
+logger = logging.getLogger(__name__)
+
 TRIMMED = "trimmed.json"
+SET_ASIDE = "set-aside"
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,27 @@ class Batches:
                 and int(name.removesuffix(".seal")) <= step
             ):
                 (self.folder / name).unlink(missing_ok=True)
+
+    def set_aside(self, seals: Collection[Seal], lineage: int) -> None:
+        """Move seals that a lineage gave up to `set-aside/<lineage>/`, with a link to each segment that they need.
+
+        That folder has the form of `rollout/`.
+        """
+        if not seals:
+            return
+        folder = self.folder.parent / SET_ASIDE / str(lineage)
+        (folder / self.folder.name).mkdir(parents=True, exist_ok=True)
+        for number in {place.segment for seal in seals for place in seal.places.values()}:
+            source = segment_path(self.folder.parent, number)
+            try:
+                with suppress(FileExistsError):
+                    os.link(source, folder / source.name)
+            except OSError as error:
+                logger.warning("%s can't be kept beside the batches that are set aside: %s", source, error)
+        for seal in seals:
+            path = self._path(seal.step)
+            os.replace(path, folder / self.folder.name / path.name)
+        fsync_dir(self.folder)
 
     def _path(self, step: int) -> Path:
         return self.folder / f"{step:08d}.seal"

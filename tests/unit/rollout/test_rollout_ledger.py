@@ -186,7 +186,7 @@ def test_a_seal_counts_before_another_owners_rejection_and_the_first_record_befo
         (places[5], record(2, oldest=4)),
     ]
     state = tell(records, {})
-    assert state.rejected == {0: "stale", 1: "workflow_none"}
+    assert {i: record.reason for i, record in state.rejected.items()} == {0: "stale", 1: "workflow_none"}
     assert state.ready == {2: (record(2), places[4])}
     assert state.next_index == 3
 

@@ -1,26 +1,34 @@
-"""The driver with an executor that answers at once: replay, two owners of one ledger, trimming, evaluation, hopeless runs."""
+"""The service with an executor that answers at once: replay, two owners of one ledger, trimming, evaluation, hopeless runs."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 
 import pytest
-from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from hpc_rl.checkpoint.start_facts import seals_of, trimmed
 from hpc_rl.datasets.encode import Prompt
 from hpc_rl.datasets.rows import Rows
 from hpc_rl.errors import ConfigError, RoleFailed, Stale
+from hpc_rl.records import LineageRecord
 from hpc_rl.rollout.batch_log.ledger import segments
 from hpc_rl.rollout.batch_log.replay import read_state
-from hpc_rl.rollout.routes import routes
+from hpc_rl.rollout.routes import application, routes
 from hpc_rl.rollout.sequencer import Rules, Sequencer
-from hpc_rl.rollout.service import Driver, OutOfStep, OutOfTime, RoleEnds, Trimmed
+from hpc_rl.rollout.service import OutOfStep, OutOfTime, RoleEnds, RolloutService, Trimmed
 from hpc_rl.trial import Trial
-from hpc_rl.types import TrajectoryGroup, decode, encode
+from hpc_rl.types import TrajectoryGroup, WeightVersion, decode, encode
+
+TOKENS = {"control": "c" * 8, "data": "d" * 8}
+CONTROL, DATA = ({"Authorization": f"Bearer {TOKENS[name]}"} for name in ("control", "data"))
+
+
+def asked(service: RolloutService) -> TestClient:
+    return TestClient(TestServer(application(routes(service), TOKENS)))
 
 
 class Prompts:
@@ -44,8 +52,8 @@ class Instant:
 
     restarts = 0
 
-    def __init__(self, driver: Driver, fate=None) -> None:
-        self.driver = driver
+    def __init__(self, service: RolloutService, fate=None) -> None:
+        self.service = service
         self.fate = fate or (lambda frame: "group")
         self.cancelled: list[int] = []
         self.version_of = lambda asked: (
@@ -77,17 +85,21 @@ class Instant:
             answer |= {**numbers, "reward_sum": 1.0, "group": encode(TrajectoryGroup(frame["index"], []))}
         if isinstance(op, dict):
             answer = op
-        self.driver.on_frame({**answer, "ticket": frame["ticket"]})
+        self.service.on_frame({**answer, "ticket": frame["ticket"]})
 
     def cancel(self, ticket: int) -> None:
         self.cancelled.append(ticket)
 
 
-def make(folder, fate=None, num_rows: int = 50, left_s=lambda: None, **rules) -> Driver:
+def make(
+    folder, fate=None, num_rows: int = 50, left_s=lambda: None, lineages=lambda: (9, []), **rules
+) -> RolloutService:
     rules = {"batch_size": 2, "max_concurrent": 4, "eta": 1, **rules}
-    driver = Driver(folder, Sequencer(Rules(**rules)), Prompts(num_rows), Prompts(5), left_s)
-    driver.executor = Instant(driver, fate)
-    return driver
+    sequencer = Sequencer(Rules(**rules))
+    service = RolloutService(folder, sequencer, Prompts(num_rows), Prompts(5), lineages, left_s)
+    sequencer.lineage = read_state(folder).lineage
+    service.executor = Instant(service, fate)
+    return service
 
 
 async def test_batches_replay_byte_for_byte_in_the_next_incarnation(tmp_path):
@@ -126,70 +138,68 @@ async def test_a_segment_that_is_gone_is_named_to_who_asks_for_a_batch_of_it(tmp
     await one.close()
     two = make(tmp_path)
     (tmp_path / "segment-0000.ledger").unlink()
-    client = TestClient(TestServer(web.Application()))
-    client.server.app.add_routes(routes(two))
-    async with client:
-        answer = await client.get("/batch?step=1&lineage=0")
+    async with asked(two) as client:
+        answer = await client.get("/batch?step=1&lineage=0", headers=CONTROL)
         assert answer.status == 500 and "segment-0000.ledger" in await answer.text()
     await two.close()
 
 
 async def test_requests_at_the_same_time_get_the_same_batch(tmp_path):
-    driver = make(tmp_path)
-    bodies = await asyncio.gather(*(driver.batch(1, 0, 5) for _ in range(6)))
+    service = make(tmp_path)
+    bodies = await asyncio.gather(*(service.batch(1, 0, 5) for _ in range(6)))
     assert len(set(bodies)) == 1
-    await driver.close()
+    await service.close()
 
 
 async def test_synchronous_no_group_is_made_by_weights_of_a_trainer_that_went_back_further(tmp_path):
     """It published 1.1 before it asked: what ran meanwhile is not the data of batch 4, and the server has nothing better yet."""
     runs: list[str] = []
-    driver = make(
+    service = make(
         tmp_path, fate=lambda frame: runs.append(frame["version"]) or "group", eta=0, order="in_order"
     )
     for step in (1, 2, 3):
-        await driver.batch(step, 0, 5)
-    driver.executor.version_of = lambda asked: max(asked, "1.1")
-    assert await driver.batch(4, 0, 0.2) is None
+        await service.batch(step, 0, 5)
+    service.executor.version_of = lambda asked: max(asked, "1.1")
+    assert await service.batch(4, 0, 0.2) is None
     assert runs[-2:] == ["0.3", "0.3"] and len(runs) == 8  # once each, and then not again
     assert not read_state(tmp_path).ready
     for step in (2, 3):
-        await driver.batch(step, 1, 5)
+        await service.batch(step, 1, 5)
     assert len(runs) == 8
-    batch = decode(await driver.batch(4, 1, 5))
+    batch = decode(await service.batch(4, 1, 5))
     assert [group.index for group in batch.groups] == [6, 7] and runs[8:] == ["1.3", "1.3"]
-    assert driver.core.seals[4].staleness == {0: 2}
-    await driver.close()
+    assert service.sequencer.seals[4].staleness == {0: 2}
+    await service.close()
 
 
 async def test_no_batch_within_the_time_is_none_and_costs_no_spinning(tmp_path):
-    driver = make(tmp_path, fate=lambda frame: None)
+    service = make(tmp_path, fate=lambda frame: None)
     turns = 0
-    cut = driver._cut
+    cut = service._cut
 
     async def counted(step):
         nonlocal turns
         turns += 1
         return await cut(step)
 
-    driver._cut = counted
-    assert await asyncio.gather(*(driver.batch(1, 0, 0.2) for _ in range(3))) == [None] * 3
+    service._cut = counted
+    assert await asyncio.gather(*(service.batch(1, 0, 0.2) for _ in range(3))) == [None] * 3
     assert turns < 20
-    await driver.close()
+    await service.close()
 
 
 async def test_an_older_lineage_a_skipped_step_and_a_trimmed_batch_are_refused(tmp_path):
-    driver = make(tmp_path)
+    service = make(tmp_path)
     for step in (1, 2, 3):
-        await driver.batch(step, 1, 5)
+        await service.batch(step, 1, 5)
     with pytest.raises(Stale):
-        await driver.batch(4, 0, 5)
+        await service.batch(4, 0, 5)
     with pytest.raises(OutOfStep):
-        await driver.batch(5, 1, 5)
-    await driver.retain(2)
+        await service.batch(5, 1, 5)
+    await service.retain(2)
     with pytest.raises(Trimmed):
-        await driver.batch(2, 1, 5)
-    await driver.close()
+        await service.batch(2, 1, 5)
+    await service.close()
     later = make(tmp_path)
     with pytest.raises(Stale):
         await later.batch(4, 0, 5)
@@ -202,15 +212,15 @@ async def test_what_a_trim_that_was_killed_left_goes_and_the_log_says_from_where
 ):
     trial = Trial(tmp_path)
     monkeypatch.setattr("hpc_rl.rollout.batch_log.ledger.Ledger.drop_segment", lambda *_: None)
-    driver = make(trial.rollout)
+    service = make(trial.rollout)
     for step in (1, 2, 3):
-        await driver.batch(step, 0, 5)
+        await service.batch(step, 0, 5)
     with monkeypatch.context() as patched:
         patched.setattr(
             "hpc_rl.rollout.batch_log.seals.Batches.delete", lambda self, step: None
         )  # killed before
-        await driver.retain(2)
-    await driver.close()
+        await service.retain(2)
+    await service.close()
     assert trimmed(trial) == 2 and sorted(seals_of(trial)) == [1, 2, 3]
     later = make(trial.rollout)
     assert seals_of(trial) == [3]
@@ -239,48 +249,48 @@ async def test_two_owners_of_one_ledger_agree_on_every_batch(tmp_path):
 
 async def test_segments_that_nothing_needs_are_deleted(tmp_path):
     for start in (1, 3, 5):
-        driver = make(tmp_path, eta=0)
+        service = make(tmp_path, eta=0)
         for step in (start, start + 1):
-            await driver.batch(step, 0, 5)
-        await driver.close()
+            await service.batch(step, 0, 5)
+        await service.close()
     assert segments(tmp_path) == [0, 1, 2]
-    driver = make(tmp_path, eta=0)
-    await driver.retain(4)
+    service = make(tmp_path, eta=0)
+    await service.retain(4)
     assert segments(tmp_path) == [2, 3]
-    kept = await driver.batch(5, 0, 5)
-    await driver.close()
+    kept = await service.batch(5, 0, 5)
+    await service.close()
     again = make(tmp_path, eta=0)
-    assert again.core.trimmed == 4 and again.core.consumed == 12
+    assert again.sequencer.trimmed == 4 and again.sequencer.consumed == 12
     assert await again.batch(5, 0, 5) == kept
     assert min(group.index for group in decode(await again.batch(7, 0, 5)).groups) == 12
     await again.close()
 
 
 async def test_a_segment_that_is_begun_while_others_are_deleted_stays(tmp_path):
-    driver = make(tmp_path)
-    driver.ledger.segment_bytes = 150
+    service = make(tmp_path)
+    service.ledger.segment_bytes = 150
     for step in range(1, 8):
-        await driver.batch(step, 0, 5)
-    commit, begun = driver.ledger.commit, []
+        await service.batch(step, 0, 5)
+    commit, begun = service.ledger.commit, []
 
     def commit_and_go_on() -> None:
         commit()
         while not begun or begun[-1].segment == begun[0].segment:
-            begun.append(driver.ledger.append_base(driver.core.base(1)))
+            begun.append(service.ledger.append_base(service.sequencer.base(1)))
 
-    driver.ledger.commit = commit_and_go_on
-    await driver.retain(5)
-    driver.ledger.commit = commit
+    service.ledger.commit = commit_and_go_on
+    await service.retain(5)
+    service.ledger.commit = commit
     assert begun[-1].segment in segments(tmp_path) and 0 not in segments(tmp_path)
-    await driver.close()
+    await service.close()
 
 
 async def test_a_disk_that_fails_while_a_batch_is_sealed_ends_the_role_and_the_next_one_cuts_the_same_batch(
     tmp_path, monkeypatch
 ):
-    driver = make(tmp_path)
-    whole = await driver.batch(1, 0, 5)
-    running = asyncio.create_task(driver.run())
+    service = make(tmp_path)
+    whole = await service.batch(1, 0, 5)
+    running = asyncio.create_task(service.run())
 
     def broken(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -288,7 +298,7 @@ async def test_a_disk_that_fails_while_a_batch_is_sealed_ends_the_role_and_the_n
     with monkeypatch.context() as patched:
         patched.setattr("hpc_rl.rollout.batch_log.ledger.os.write", broken)
         with pytest.raises(RoleEnds, match="Input/output error"):
-            await driver.batch(2, 0, 5)
+            await service.batch(2, 0, 5)
         with pytest.raises(OSError, match="Input/output error"):
             await asyncio.wait_for(running, 5)
     after = make(tmp_path)
@@ -301,9 +311,9 @@ async def test_on_a_full_disk_the_batch_waits_for_room_and_who_asks_hears_that_i
     tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr("hpc_rl.files.PAUSE_S", (0.01, 0.01))
-    driver = make(tmp_path)
-    await driver.batch(1, 0, 5)
-    running = asyncio.create_task(driver.run())
+    service = make(tmp_path)
+    await service.batch(1, 0, 5)
+    running = asyncio.create_task(service.run())
 
     room, write = False, os.write
 
@@ -313,16 +323,16 @@ async def test_on_a_full_disk_the_batch_waits_for_room_and_who_asks_hears_that_i
         return write(*what)
 
     monkeypatch.setattr("hpc_rl.rollout.batch_log.ledger.os.write", perhaps)
-    first = asyncio.create_task(driver.batch(2, 0, 5))
-    while not driver.ledger.room.waiting:
+    first = asyncio.create_task(service.batch(2, 0, 5))
+    while not service.ledger.room.waiting:
         await asyncio.sleep(0.01)
-    told = await driver.batch(2, 0, 0.05)
+    told = await service.batch(2, 0, 0.05)
     room = True
     body = await asyncio.wait_for(first, 30)
     assert told is None and "DISK FULL: " in caplog.text  # a second ask was answered: the role lives
-    assert decode(body).step == 2 and not running.done() and not driver.ledger.room.waiting
+    assert decode(body).step == 2 and not running.done() and not service.ledger.room.waiting
     running.cancel()
-    await driver.close()
+    await service.close()
     after = make(tmp_path)
     assert await after.batch(2, 0, 5) == body
     await after.close()
@@ -332,46 +342,50 @@ async def test_prompts_that_fail_are_tried_again_then_rejected_with_the_reason(t
     def fate(frame):
         return {1: "failed", 2: {"op": "rejected", "reason": "reward_timeout"}}.get(frame["index"], "group")
 
-    driver = make(tmp_path, fate, order="in_order", eta=0)
-    batch = decode(await driver.batch(1, 0, 5))
+    service = make(tmp_path, fate, order="in_order", eta=0)
+    batch = decode(await service.batch(1, 0, 5))
     assert [group.index for group in batch.groups] == [0, 3]
-    assert driver.status()["rejected"] == {"exception": 1, "reward_timeout": 1}
-    await driver.close()
-    assert read_state(tmp_path).rejected == {1: "exception", 2: "reward_timeout"}
+    assert service.status()["rejected"] == {"exception": 1, "reward_timeout": 1}
+    await service.close()
+    rejected = read_state(tmp_path).rejected
+    assert {index: record.reason for index, record in rejected.items()} == {
+        1: "exception",
+        2: "reward_timeout",
+    }
 
 
 async def test_a_run_in_which_every_prompt_is_rejected_fails_loudly(tmp_path):
-    driver = make(tmp_path, lambda frame: {"op": "rejected", "reason": "reward_exception"})
-    asking = asyncio.create_task(driver.batch(1, 0, 30))
+    service = make(tmp_path, lambda frame: {"op": "rejected", "reason": "reward_exception"})
+    asking = asyncio.create_task(service.batch(1, 0, 30))
     with pytest.raises(RoleFailed, match="reward_exception"):
-        await asyncio.wait_for(driver.run(), 10)
+        await asyncio.wait_for(service.run(), 10)
     asking.cancel()
-    await driver.close()
+    await service.close()
 
 
 async def test_a_filter_that_rejects_for_long_is_no_failure_within_an_epoch(tmp_path):
     rejected = {"op": "rejected", "reason": "workflow_none"}
-    driver = make(tmp_path, lambda frame: "group" if frame["index"] > 300 else rejected, num_rows=1000)
-    assert decode(await driver.batch(1, 0, 10)).groups[0].index > 300
-    assert not driver._failed.done()
-    await driver.close()
+    service = make(tmp_path, lambda frame: "group" if frame["index"] > 300 else rejected, num_rows=1000)
+    assert decode(await service.batch(1, 0, 10)).groups[0].index > 300
+    assert not service._failed.done()
+    await service.close()
 
 
 async def test_answers_of_a_dead_worker_do_not_count_twice(tmp_path):
     held = []
-    driver = make(
+    service = make(
         tmp_path,
         lambda frame: held.append(frame) if frame["index"] == 0 and len(held) == 0 else "group",
         eta=0,
     )
-    assert await driver.batch(1, 0, 0.1) is None
-    driver.on_lost([held[0]["ticket"]])
-    body = await driver.batch(1, 0, 5)
-    driver.executor.fate = lambda frame: "group"
-    driver.executor.answer(held[0])
-    assert await driver.batch(1, 0, 5) == body
-    assert decode(await driver.batch(2, 0, 5)).groups[0].index == 2
-    await driver.close()
+    assert await service.batch(1, 0, 0.1) is None
+    service.on_lost([held[0]["ticket"]])
+    body = await service.batch(1, 0, 5)
+    service.executor.fate = lambda frame: "group"
+    service.executor.answer(held[0])
+    assert await service.batch(1, 0, 5) == body
+    assert decode(await service.batch(2, 0, 5)).groups[0].index == 2
+    await service.close()
 
 
 async def test_an_evaluation_asks_every_prompt_once_and_only_counts_its_version(tmp_path):
@@ -387,24 +401,26 @@ async def test_an_evaluation_asks_every_prompt_once_and_only_counts_its_version(
             return {"op": "rejected", "reason": "reward_timeout"}
         return "group"
 
-    driver = make(tmp_path, fate)
-    result = await driver.evaluate("0.3", None)
+    service = make(tmp_path, fate)
+    result = await service.evaluate(WeightVersion(0, 3), None)
     assert (result.num_prompts, result.reward, result.version) == (4, 1.0, "0.3")
     assert result.stats["left_out"] == 1 and result.stats["asked_again"] == 1
     assert sorted(asked) == [0, 1, 2, 2, 3, 4]
-    assert await driver.evaluate("0.3", None) is result
-    assert driver.core.running and len(driver.core.running) <= 4  # evaluation is not counted as running
-    await driver.close()
+    assert await service.evaluate(WeightVersion(0, 3), None) is result
+    assert (
+        service.sequencer.running and len(service.sequencer.running) <= 4
+    )  # evaluation is not counted as running
+    await service.close()
 
 
 async def test_an_evaluation_that_can_never_end_is_refused(tmp_path):
     newer = {"op": "scored", "reward": 1.0, "num_tokens": 3, "versions": ["0.4"]}
-    driver = make(tmp_path, lambda frame: newer if frame["evaluate"] else None)
+    service = make(tmp_path, lambda frame: newer if frame["evaluate"] else None)
     with pytest.raises(Stale, match=r"0\.4"):
-        await driver.evaluate("0.3", None)
-    await driver.close()
+        await service.evaluate(WeightVersion(0, 3), None)
+    await service.close()
     waiting = make(tmp_path, lambda frame: None)
-    first = asyncio.create_task(waiting.evaluate("0.3", None))
+    first = asyncio.create_task(waiting.evaluate(WeightVersion(0, 3), None))
     await asyncio.sleep(0)
     waiting.observe(1, 2)
     with pytest.raises(Stale, match="lineage 1"):
@@ -414,19 +430,185 @@ async def test_an_evaluation_that_can_never_end_is_refused(tmp_path):
 
 async def test_a_batch_that_cannot_come_any_more_is_said_not_to_come(tmp_path):
     left: list[float | None] = [None]
-    driver = make(tmp_path, left_s=lambda: left[0])
-    assert decode(await driver.batch(1, 0, 5)).step == 1
+    service = make(tmp_path, left_s=lambda: left[0])
+    assert decode(await service.batch(1, 0, 5)).step == 1
     left[0] = -1.0
     while True:
         try:
-            await driver.batch(driver.core.top + 1, 0, 5)
+            await service.batch(service.sequencer.top + 1, 0, 5)
         except OutOfTime:
             break
-    made, issued = driver.core.top, driver.core.next_index
-    assert made >= 1 and driver.status()["last_call"]
-    assert decode(await driver.batch(made, 0, 5)).step == made, "what was cut is there all the same"
+    made, issued = service.sequencer.top, service.sequencer.next_index
+    assert made >= 1 and service.status()["last_call"]
+    assert decode(await service.batch(made, 0, 5)).step == made, "what was cut is there all the same"
     left[0] = 1000.0
-    assert driver.last_call.taken_back()
-    driver._pump()
-    assert decode(await driver.batch(made + 1, 0, 5)).step == made + 1 and driver.core.next_index > issued
-    await driver.close()
+    assert service.last_call.taken_back()
+    service._pump()
+    assert (
+        decode(await service.batch(made + 1, 0, 5)).step == made + 1 and service.sequencer.next_index > issued
+    )
+    await service.close()
+
+
+def record(lineage: int, from_step: int = 0, new_batches: bool = False) -> LineageRecord:
+    return LineageRecord(
+        lineage=lineage, from_step=from_step, attempt="1.0", incarnation=0, new_batches=new_batches
+    )
+
+
+async def test_a_reader_moves_nothing(tmp_path):
+    service = make(tmp_path, lineages=lambda: (1, []))
+    async with asked(service) as client:
+
+        async def get(query: str, headers=DATA) -> int:
+            return (await client.get(f"/batch?{query}&wait_s=0", headers=headers)).status
+
+        async def evaluate(version: str, headers=DATA) -> int:
+            return (
+                await client.post("/evaluate", json={"version": version, "wait_s": 0}, headers=headers)
+            ).status
+
+        assert await get("step=1&lineage=0") == 204 and not service.sequencer.running
+        assert await get("step=5&lineage=0") == 412
+        assert await get("step=1&lineage=0", CONTROL) in (200, 204)
+        before = service.status()
+        assert await get("step=1&lineage=99999999") == 403
+        assert await get("step=1&lineage=1") == 403
+        assert await evaluate("99999999.1") == 403 and await evaluate("0.1") == 403
+        # also the trainer's token begins no lineage that the trial directory does not know
+        assert await get("step=1&lineage=2", CONTROL) == 425 and await evaluate("2.1", CONTROL) == 425
+        assert service.status() == before and service.sequencer.lineage == 0
+        assert await get("step=1&lineage=1", CONTROL) == 200 and service.sequencer.lineage == 1
+        assert await get("step=1&lineage=1") == 200 and await get("step=1&lineage=0") == 409
+    await service.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/evaluate", b"[" * 5000),
+        ("/evaluate", b'{"version": ["0.1"]}'),
+        ("/evaluate", b'{"version": "\\ud800"}'),
+        ("/evaluate", b"null"),
+        ("/retain", b'{"step": "x"}'),
+        ("/retain", b'{"step": 1e999}'),
+        ("/retain", b"[1]"),
+    ],
+)
+async def test_a_body_that_is_not_what_is_asked_for_is_400(tmp_path, path, body):
+    service = make(tmp_path)
+    async with asked(service) as client:
+        assert (await client.post(path, data=body, headers=CONTROL)).status == 400
+        odd = {"Authorization": b"Bearer \xff".decode(errors="surrogateescape")}
+        assert (await client.get("/status", headers=odd)).status == 401
+    await service.close()
+
+
+async def test_a_seal_of_a_lineage_that_has_no_record_does_not_stop_the_trial(tmp_path):
+    one = make(tmp_path, lineages=lambda: (99999999, []))
+    body = await one.batch(1, 99999999, 5)
+    await one.close()
+    assert read_state(tmp_path).lineage == 99999999
+    two = RolloutService(tmp_path, Sequencer(one.sequencer.rules), one.prompts, None, lambda: (3, []))
+    two.executor = Instant(two)
+    assert await two.batch(1, 3, 5) == body and decode(await two.batch(2, 3, 5)).step == 2
+    assert read_state(tmp_path).seals[2].lineage == 3
+    await two.close()
+
+
+def indexes(*bodies: bytes) -> list[int]:
+    return [group.index for body in bodies for group in decode(body).groups]
+
+
+@pytest.mark.parametrize("order", ["ready", "in_order"])
+@pytest.mark.parametrize("restarts", [True, False])
+async def test_a_lineage_with_new_batches_gives_the_later_ones_up_and_issues_their_prompts_again(
+    tmp_path, order, restarts
+):
+    known = [record(0)]
+    one = make(tmp_path, order=order, lineages=lambda: (known[-1].lineage, known))
+    bodies = {step: await one.batch(step, 0, 5) for step in range(1, 7)}
+    if restarts:
+        await one.close()
+        one = make(tmp_path, order=order, lineages=lambda: (known[-1].lineage, known))
+    known.append(record(1, 3, new_batches=True))
+    made = {step: await one.batch(step, 1, 5) for step in range(4, 8)}
+    assert sorted(indexes(*made.values())) == list(range(6, 14))
+    for step in (2, 3):
+        assert await one.batch(step, 1, 5) == bodies[step]
+    await one.close()
+    state = read_state(tmp_path)
+    assert sorted(state.seals) == [1, 2, 3, 4, 5, 6, 7] and state.consumed == 14 and not state.given_up
+    assert [seal.lineage for _, seal in sorted(state.seals.items())] == [0, 0, 0, 1, 1, 1, 1]
+    aside = read_state(tmp_path / "set-aside" / "1")
+    assert sorted(aside.seals) == [4, 5, 6]
+    # a crash replays what this lineage made
+    known.append(record(2, 3))
+    again = make(tmp_path, order=order, lineages=lambda: (known[-1].lineage, known))
+    assert [await again.batch(step, 2, 5) for step in range(4, 8)] == list(made.values())
+    # and after a trim nothing of what was given up comes back
+    await again.retain(6)
+    await again.close()
+    assert min(segments(tmp_path)) > 0
+    last = make(tmp_path, order=order, lineages=lambda: (known[-1].lineage, known))
+    assert sorted(indexes(await last.batch(8, 2, 5))) == [14, 15]
+    await last.close()
+
+
+async def test_prompts_that_user_code_rejected_are_issued_again_with_new_batches(tmp_path):
+    broken = {1: "reward_exception", 3: "too_long", 4: "bad_group", 9: "too_long"}
+
+    def fate(frame):
+        reason = broken.get(frame["index"])
+        return {"op": "rejected", "reason": reason} if reason else "group"
+
+    known = [record(0)]
+    one = make(tmp_path, fate, order="in_order", eta=0, lineages=lambda: (known[-1].lineage, known))
+    assert [indexes(await one.batch(step, 0, 5)) for step in (1, 2, 3)] == [[0, 2], [5, 6], [7, 8]]
+    await one.batch(4, 0, 5)
+    broken.clear()
+    known.append(record(1, 2, new_batches=True))
+    assert [indexes(await one.batch(step, 1, 5)) for step in (3, 4, 5)] == [[1, 4], [7, 8], [9, 10]]
+    await one.close()
+    state = read_state(tmp_path)
+    assert state.rejections == {"too_long": 1} and state.consumed == 10
+
+
+@pytest.mark.parametrize("killed_in", ["append_base", "commit", "set_aside", "replace", "restore"])
+async def test_giving_batches_up_may_be_killed_anywhere(tmp_path, monkeypatch, killed_in):
+    known = [record(0), record(1, 2, new_batches=True)]
+    one = make(tmp_path, lineages=lambda: (known[-1].lineage, known[:1]))
+    one.sequencer.lineage = 0
+    bodies = [await one.batch(step, 0, 5) for step in range(1, 6)]
+    await one.close()
+
+    class Killed(Exception):
+        pass
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    two = make(tmp_path, lineages=lambda: (known[-1].lineage, known))
+    calls = {
+        "append_base": (two.ledger, "append_base"),
+        "commit": (two.ledger, "commit"),
+        "set_aside": (two.batches, "set_aside"),
+        "replace": (os, "replace"),
+        "restore": (two.sequencer, "restore"),
+    }
+    with monkeypatch.context() as patched:
+        patched.setattr(*calls[killed_in], kill)
+        with pytest.raises((Killed, RoleEnds)):
+            await two.batch(3, 1, 5)
+    with contextlib.suppress(Killed, TimeoutError):
+        await asyncio.wait_for(two.run(), 0.1)  # no close: a killed process writes nothing more
+    known.append(record(2, 2))
+    three = make(tmp_path, lineages=lambda: (known[-1].lineage, known))
+    assert await three.batch(2, 2, 5) == bodies[1]
+    made = {step: await three.batch(step, 2, 5) for step in range(3, 8)}
+    assert sorted(indexes(*made.values())) == list(range(4, 14))
+    await three.close()
+    state = read_state(tmp_path)
+    assert sorted(state.seals) == list(range(1, 8)) and state.consumed == 14
+    assert [seal.lineage for _, seal in sorted(state.seals.items())] == [0, 0, 2, 2, 2, 2, 2]
+    assert sorted(read_state(tmp_path / "set-aside" / "1").seals) == [3, 4, 5]

@@ -1,0 +1,70 @@
+"""What a request must pass: its token and its body are checked here, for the rollout service and the servers' proxies.
+
+A trial has two tokens: `control` (batches, publish, shutdown) and `data` (generation, counters). A token travels as
+`Authorization: Bearer <token>`; the data token also as a path prefix, `/t/<data token>/...`, for clients without headers.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+# the parser recurses: an exception from its depths leaves CPython 3.11 with a wrong count of its own stack
+MAX_DEPTH = 200
+NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+class Access(enum.IntEnum):
+    """What a request may do."""
+
+    NONE = 0
+    DATA = 1
+    CONTROL = 2
+
+
+class Tokens:
+    """The tokens of a trial, `{"control": …, "data": …}`."""
+
+    def __init__(self, tokens: Mapping[str, str]) -> None:
+        self._control = tokens["control"].encode()
+        self._data = tokens["data"].encode()
+
+    def access(self, authorization: str, prefix: str = "") -> Access:
+        """Return what a request with this Authorization header, or this token in its path, may do."""
+        bearer = _bytes(authorization.removeprefix("Bearer ")) if authorization.startswith("Bearer ") else b""
+        if hmac.compare_digest(bearer, self._control):
+            return Access.CONTROL
+        has_data = hmac.compare_digest(bearer, self._data)
+        return Access.DATA if has_data or hmac.compare_digest(_bytes(prefix), self._data) else Access.NONE
+
+
+def _bytes(given: str) -> bytes:
+    # headers may hold bytes that are not UTF-8; none of them is in a token
+    return given.encode(errors="replace")
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object that a request's body holds. Raises ValueError for anything else, and for deep nesting."""
+    if _depth(body) > MAX_DEPTH:
+        raise ValueError(f"the body is nested deeper than {MAX_DEPTH} levels")
+    try:
+        found = json.loads(body)
+        if b"\\u" in body:
+            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is not text
+    except ValueError as error:
+        raise ValueError(f"the body must be a JSON object: {type(error).__name__}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"the body must be a JSON object, not {type(found).__name__}")
+    return found
+
+
+def _depth(body: bytes) -> int:
+    """Return how deep brackets are nested, those in strings counted too."""
+    brackets = np.frombuffer(body.translate(None, NO_BRACKETS), np.uint8)
+    opens = (brackets == ord("[")) | (brackets == ord("{"))
+    return int(np.where(opens, 1, -1).cumsum().max(initial=0))
