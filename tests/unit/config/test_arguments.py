@@ -29,7 +29,7 @@ def test_help_lists_options_with_types_and_defaults():
         in text
     )
     assert "--model.optimizer.lr VALUE" in text
-    assert "--actor.optimizer.min_lr_ratio VALUE Share of the peak rate at which the schedule ends." in text
+    assert "--actor.optimizer.min_lr_ratio VALUE Final learning rate as a share of the peak." in text
     assert "default: required" in text
 
 
