@@ -230,7 +230,7 @@ def _follow(trial: Trial, args: argparse.Namespace) -> int:
     tails: dict[Path, Tail] = {}
     watch, shown, said = TrialWatch(trial), None, ""
     while True:
-        story = watch.look()
+        story = watch.poll()
         try:
             chosen = choose(trial, collect(trial), args)
         except TrialStateError as nothing:

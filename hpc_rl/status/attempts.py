@@ -1,21 +1,22 @@
-"""The roles of one attempt as its events tell them: how often each was started, and why each incarnation ended."""
+"""One attempt from its events: its roles, how often each was started, and why each incarnation exited."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_rl.files import JsonLines, Row
-from hpc_rl.trial import Attempt, Trial
+from hpc_rl.records import Event, EventKind, LineageRecord, ProcessFile, TrialState
+from hpc_rl.trial import Attempt
 
-LOG_NAME = re.compile(r"(?P<role>[a-z]+)-(?P<index>\d+)\.(?P<incarnation>\d+)(-rank(?P<rank>\d+))?\.log")
 ROLE_ORDER = {"supervisor": 0, "trainer": 1, "rollout": 2, "server": 3}
+STOPPING_EVENTS = (EventKind.STOPPING, EventKind.FAILING, EventKind.ABANDONING)
+EXIT_EVENTS = (EventKind.EXITED, EventKind.ENDED)
 
 
 @dataclass
 class IncarnationExit:
-    """Why one incarnation ended."""
+    """Why one incarnation exited."""
 
     incarnation: int
     code: int | None
@@ -33,8 +34,8 @@ class RoleStatus:
     running: bool
     ends: list[IncarnationExit] = field(default_factory=list)
     gave_up: str = ""  # why it is not started again
-    restarting: str = ""  # why it is about to be
-    started: float | None = None  # of the newest incarnation, Unix seconds
+    restarting: str = ""  # why it is about to be started again
+    started: float | None = None  # newest incarnation, Unix seconds
 
     @property
     def name(self) -> str:
@@ -45,89 +46,69 @@ class RoleStatus:
         return self.incarnation
 
 
-class EventFiles:
-    """The events of every attempt, read on as they grow."""
+@dataclass
+class AttemptStatus:
+    """One start by the scheduler: running, pending, or how it ended."""
 
-    def __init__(self, trial: Trial) -> None:
-        self.trial = trial
-        self._files: dict[str, JsonLines] = {}
+    id: str
+    job_id: str
+    state: TrialState
+    cause: str  # why it ended; empty while it runs
+    exit_code: int | None
+    started: float | None  # Unix seconds
+    ended: float | None
+    lineages: list[LineageRecord]
+    last_step: int | None  # newest logged step, whether or not a later lineage replaced it
+    roles: list[RoleStatus]
+    stopping: str = ""  # why it is about to stop
 
-    def rows(self, attempt: str) -> list[Row]:
-        file = self._files.setdefault(attempt, JsonLines(self.trial.attempt(attempt).events))
-        file.poll()
-        return file.rows
+    @property
+    def num_restarts(self) -> int:
+        return sum(role.num_restarts for role in self.roles)
 
 
-def roles_of(attempt: Attempt, events: list[Row]) -> list[RoleStatus]:
-    """The replicas that the events (and the log files, where events are missing) name, trainer first."""
+def roles_of(attempt: Attempt, events: Sequence[Event]) -> list[RoleStatus]:
+    """Return the replicas that events name, or log files where events are missing; trainer first."""
     found: dict[tuple[str, int], RoleStatus] = {}
-    for row in events:
-        if not isinstance(row.get("role"), str) or row["role"] == "supervisor":
+    for event in events:
+        if event.role in ("", "supervisor"):
             continue
-        _note_standing(found, row)
-        if not isinstance(row.get("incarnation"), int):
-            continue
-        index = row["index"] if isinstance(row.get("index"), int) else 0
-        story = found.setdefault(
-            (row["role"], index), RoleStatus(row["role"], index, row["incarnation"], running=True)
-        )
-        story.incarnation = max(story.incarnation, row["incarnation"])
-        if row.get("event") == "started":
-            story.started = row["time"] if isinstance(row.get("time"), (int, float)) else None
-            story.restarting = story.gave_up = ""
-        if is_end(row):
-            _note_end(story, row)
+        if event.unit in found:
+            _note_restart(found[event.unit], event)
+        if event.incarnation is not None:
+            _note_incarnation(_role(found, event.unit, event.incarnation), event)
     for log in log_files(attempt.dir):
-        story = found.setdefault(
-            (log.role, log.index), RoleStatus(log.role, log.index, log.incarnation, running=True)
-        )
-        story.incarnation = max(story.incarnation, log.incarnation)
-    for story in found.values():
-        story.running = all(end.incarnation != story.incarnation for end in story.ends)
-    return sorted(found.values(), key=lambda story: (ROLE_ORDER.get(story.role, 9), story.role, story.index))
+        _role(found, (log.role, log.index), log.incarnation)
+    for role in found.values():
+        role.running = all(end.incarnation != role.incarnation for end in role.ends)
+    return sorted(found.values(), key=lambda role: (ROLE_ORDER.get(role.role, 9), role.role, role.index))
 
 
-def is_end(row: Row) -> bool:
-    """Whether an event row tells the end of an incarnation."""
-    return str(row.get("event", "")).startswith(("end", "exit"))
+def _role(found: dict[tuple[str, int], RoleStatus], unit: tuple[str, int], incarnation: int) -> RoleStatus:
+    role = found.setdefault(unit, RoleStatus(*unit, incarnation, running=True))
+    role.incarnation = max(role.incarnation, incarnation)
+    return role
 
 
-def _note_standing(found: dict[tuple[str, int], RoleStatus], row: Row) -> None:
-    """That a replica is given up, or waits to be started again."""
-    story = found.get((row["role"], row["index"] if isinstance(row.get("index"), int) else 0))
-    if story is not None and row.get("event") == "gave_up":
-        story.gave_up, story.restarting = str(row.get("reason") or "it ended too often"), ""
-    elif story is not None and row.get("event") == "restarting":
-        story.restarting = str(row.get("reason") or "it ended")
+def _note_restart(role: RoleStatus, event: Event) -> None:
+    if event.kind is EventKind.GAVE_UP:
+        role.gave_up, role.restarting = event.reason or "it exited too often", ""
+    elif event.kind is EventKind.RESTARTING:
+        role.restarting = event.reason or "it exited"
 
 
-def _note_end(story: RoleStatus, row: Row) -> None:
-    if any(end.incarnation == row["incarnation"] for end in story.ends):
-        return
-    code = row.get("code") if isinstance(row.get("code"), int) else None
-    when = row.get("time") if isinstance(row.get("time"), (int, float)) else None
-    story.ends.append(IncarnationExit(row["incarnation"], code, str(row.get("reason") or ""), when))
+def _note_incarnation(role: RoleStatus, event: Event) -> None:
+    assert event.incarnation is not None
+    if event.kind is EventKind.STARTED:
+        role.started = event.time
+        role.restarting = role.gave_up = ""
+    elif event.kind in EXIT_EVENTS and all(end.incarnation != event.incarnation for end in role.ends):
+        role.ends.append(IncarnationExit(event.incarnation, event.code, event.reason, event.time))
 
 
-@dataclass(frozen=True)
-class LogFile:
-    """One log of a role; `rank` is None for what all ranks share."""
-
-    path: Path
-    role: str
-    index: int
-    incarnation: int
-    rank: int | None
-
-
-def log_files(attempt_dir: Path) -> list[LogFile]:
-    """The role logs of an attempt, trainer first, older incarnations first."""
-    found = []
-    for path in attempt_dir.glob("logs/*.log"):
-        match = LOG_NAME.fullmatch(path.name)
-        if match:
-            rank = int(match["rank"]) if match["rank"] else None
-            found.append(LogFile(path, match["role"], int(match["index"]), int(match["incarnation"]), rank))
+def log_files(attempt_dir: Path) -> list[ProcessFile]:
+    """Return the role logs of an attempt, trainer first, older incarnations first."""
+    found = [log for path in attempt_dir.glob("logs/*.log") if (log := ProcessFile.parse(path))]
     return sorted(
         found,
         key=lambda log: (ROLE_ORDER.get(log.role, 9), log.role, log.index, log.incarnation, log.rank or 0),

@@ -1,6 +1,6 @@
-"""A live view of a trial until it is over: what happens as lines, how far it is as a progress bar (on a terminal) or more lines.
+"""A live view of a trial until it is over: events as lines, progress as a bar on a terminal, else as more lines.
 
-Reads files; asks the scheduler rarely, and only to learn of a death that left no word. Interrupting it leaves the trial alone.
+Reads files, and queries the scheduler rarely. Interrupting the view leaves the trial alone.
 """
 
 from __future__ import annotations
@@ -19,63 +19,59 @@ from rich.text import Text
 
 from hpc_rl.errors import ExitCode
 from hpc_rl.files import last_lines
-from hpc_rl.status.attempts import RoleStatus
-from hpc_rl.status.formatting import exit_text, format_duration, format_number, format_rate
+from hpc_rl.records import TrialState
+from hpc_rl.status.attempts import AttemptStatus, RoleStatus
+from hpc_rl.status.formatting import exit_text, format_duration, format_number, format_rate, printable
 from hpc_rl.status.rollout_report import problems
 from hpc_rl.status.scheduler_view import TrialWatch
-from hpc_rl.status.trial_status import AttemptStatus, TrialStatus
+from hpc_rl.status.trial_status import TrialStatus
 from hpc_rl.trial import Trial
 
 TICK_S = 0.5
 PLAIN_EVERY_S = 5.0  # between progress lines where there is no terminal
 LOG_LINES = 20
-ORDERLY = {
-    0,
-    ExitCode.STOPPED,
-    ExitCode.KILLED_BY_SYSTEM,
-    -15,
-    None,
-}  # ends that follow from another one, or from a wish
+EXPECTED_CODES = {0, ExitCode.STOPPED, ExitCode.KILLED_BY_SYSTEM, -15, None}  # of a role that was stopped
 
 
 def follow(trial: Trial, tick_s: float = TICK_S) -> int:
-    """Show the trial until it is over; returns its exit code."""
+    """Show the trial until it is over; return its exit code."""
     console = Console(highlight=False, soft_wrap=True)
-    view = _Terminal(console) if console.is_terminal else _Plain(print)
-    watch, narrator = TrialWatch(trial), ChangeReporter()
+    view = _TerminalView(console) if console.is_terminal else _PlainView(print)
+    watch, reporter = TrialWatch(trial), ChangeReporter()
     with view:
         while True:
-            story = watch.look()
-            for line in narrator.news(story):
-                view.say(line)
-            view.show(story)
-            if story.over:
+            status = watch.poll()
+            for line in reporter.news(status):
+                view.line(printable(line))
+            view.show(status)
+            if status.over:
                 break
             time.sleep(tick_s)
-    for line in final_lines(story):
-        print(line)
+    for line in final_lines(status):
+        print(printable(line))
     sys.stdout.flush()
-    return exit_code(story)
+    return exit_code(status)
 
 
 class ChangeReporter:
-    """Turns successive stories into lines, each fact once."""
+    """Turns successive statuses into lines, each fact once."""
 
     def __init__(self) -> None:
-        self._told: set[tuple[object, ...]] = set()
-        self._state = ""
+        self._reported: set[tuple[object, ...]] = set()
+        self._state: TrialState | None = None
 
-    def news(self, story: TrialStatus) -> list[str]:
+    def news(self, status: TrialStatus) -> list[str]:
+        """Return the lines for what is new since the last call."""
         lines = []
-        if story.state != self._state and not story.over:
-            lines.append(f"{story.trial}: {story.state}" + (f" ({story.reason})" if story.reason else ""))
-            self._state = story.state
-        for attempt in story.attempts:
+        if status.state is not self._state and not status.over:
+            lines.append(state_line(status))
+            self._state = status.state
+        for attempt in status.attempts:
             lines += self._attempt(attempt)
-        for trouble in problems(story.rollout, story.live is not None) if story.rollout else []:
-            if self._first("trouble", re.sub(r"\d+", "", trouble)):  # once, not at every count
-                lines.append(f"rollout: {trouble}")
-        name, values = story.history.held_out
+        for problem in problems(status.rollout, status.live is not None) if status.rollout else []:
+            if self._first("problem", re.sub(r"\d+", "", problem)):  # once, not at every count
+                lines.append(f"rollout: {problem}")
+        name, values = status.history.held_out
         for step, value in values:
             if self._first("held-out", step, value):
                 lines.append(f"step {step}: held-out {name} {format_number(value)}")
@@ -86,158 +82,164 @@ class ChangeReporter:
         if self._first("attempt", attempt.id):
             lines.append(f"attempt {attempt.id} started")
         for role in attempt.roles:
-            if role.gave_up and self._first("gave up", attempt.id, role.name):
-                lines.append(f"{role.name} is given up: {role.gave_up}")
-            for end in role.ends:
-                if end.incarnation < role.incarnation and self._first(
-                    "end", attempt.id, role.name, end.incarnation
-                ):
-                    why = exit_text(end.code, end.reason)
-                    lines.append(f"{role.name}: {why}; started again (incarnation {end.incarnation + 1})")
+            lines += self._role(attempt, role)
         for line in attempt.lineages:
             if line.lineage and self._first("lineage", line.lineage):
-                origin = f"generation {line.from_step}" if line.from_step else "the start"
+                origin = f"checkpoint {line.from_step}" if line.from_step else "the start"
                 why = f": {line.reason}" if line.reason else ""
-                lines.append(f"training goes on from {origin} as lineage {line.lineage}{why}")
-        if attempt.state != "running" and self._first("over", attempt.id):
+                lines.append(f"training continues from {origin} as lineage {line.lineage}{why}")
+        if attempt.state is not TrialState.RUNNING and self._first("over", attempt.id):
             lines.append(f"attempt {attempt.id}: {attempt.cause or attempt.state}")
         return lines
 
+    def _role(self, attempt: AttemptStatus, role: RoleStatus) -> list[str]:
+        lines = []
+        if role.gave_up and self._first("gave up", attempt.id, role.name):
+            lines.append(f"{role.name} is not started again: {role.gave_up}")
+        for end in role.ends:
+            again = end.incarnation < role.incarnation
+            if again and self._first("end", attempt.id, role.name, end.incarnation):
+                why = exit_text(end.code, end.reason)
+                lines.append(f"{role.name}: {why}; started again (incarnation {end.incarnation + 1})")
+        return lines
+
     def _first(self, *fact: object) -> bool:
-        seen = fact in self._told
-        self._told.add(fact)
-        return not seen
+        known = fact in self._reported
+        self._reported.add(fact)
+        return not known
 
 
-def progress_text(story: TrialStatus) -> str:
-    """One line on how far training is."""
-    total = f"/{story.total_steps}" if story.total_steps else ""
-    parts = [f"step {story.step}{total}"]
-    last = story.history.steps[-1] if story.history.steps else {}
-    for key, words in (("reward", "reward"), ("loss", "loss"), ("staleness_mean", "staleness")):
+def state_line(status: TrialStatus) -> str:
+    """Return the name, the state and the reason of a trial."""
+    return f"{status.trial}: {status.state}" + (f" ({status.reason})" if status.reason else "")
+
+
+def progress_text(status: TrialStatus) -> str:
+    """Return one line on the progress of training."""
+    total = f"/{status.total_steps}" if status.total_steps else ""
+    parts = [f"step {status.step}{total}"]
+    last = status.history.steps[-1] if status.history.steps else {}
+    for key, label in (("reward", "reward"), ("loss", "loss"), ("staleness_mean", "staleness")):
         if isinstance(last.get(key), (int, float)):
-            parts.append(f"{words} {format_number(last[key])}")
-    name, values = story.history.held_out
+            parts.append(f"{label} {format_number(last[key])}")
+    name, values = status.history.held_out
     if values:
         parts.append(f"held-out {name} {format_number(values[-1][1])}")
-    if story.rate:
-        parts.append(format_rate(story.rate))
-        if story.eta_s is not None and not story.over:
-            parts.append(f"{format_duration(story.eta_s)} left")
+    if status.rate:
+        parts.append(format_rate(status.rate))
+        if status.eta_s is not None and not status.over:
+            parts.append(f"{format_duration(status.eta_s)} left")
     return "  ".join(parts)
 
 
-class _Plain:
+class _PlainView:
     """Lines only: the news, and a progress line every few seconds while steps are made."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
-        self._shown: tuple[int, float] = (-1, float("-inf"))
+        self._shown_step = -1
+        self._shown_at = float("-inf")
 
-    def __enter__(self) -> _Plain:
+    def __enter__(self) -> _PlainView:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
-    def say(self, line: str) -> None:
-        self._write(line)
+    def line(self, text: str) -> None:
+        self._write(text)
         sys.stdout.flush()
 
-    def show(self, story: TrialStatus) -> None:
-        step, when = self._shown
-        if (
-            story.history.steps
-            and story.step != step
-            and (story.over or time.monotonic() - when >= PLAIN_EVERY_S)
-        ):
-            self._shown = (story.step, time.monotonic())
-            self.say(progress_text(story))
+    def show(self, status: TrialStatus) -> None:
+        due = status.over or time.monotonic() - self._shown_at >= PLAIN_EVERY_S
+        if status.history.steps and status.step != self._shown_step and due:
+            self._shown_step, self._shown_at = status.step, time.monotonic()
+            self.line(progress_text(status))
 
 
-class _Terminal:
+class _TerminalView:
     """The news above a progress bar, the newest numbers and the roles."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, auto_refresh=False)
 
-    def __enter__(self) -> _Terminal:
+    def __enter__(self) -> _TerminalView:
         self._live.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._live.__exit__(*error)  # type: ignore[arg-type]
 
-    def say(self, line: str) -> None:
-        self._live.console.print(Text(line))
+    def line(self, text: str) -> None:
+        self._live.console.print(Text(text))
 
-    def show(self, story: TrialStatus) -> None:
-        self._live.update(panel(story), refresh=True)
+    def show(self, status: TrialStatus) -> None:
+        self._live.update(panel(status), refresh=True)
 
 
-def panel(story: TrialStatus) -> Group:
-    """What stands at the foot of a terminal."""
+def panel(status: TrialStatus) -> Group:
+    """Return the foot of a terminal view."""
     grid = Table.grid(padding=(0, 2))
-    total = story.total_steps
-    busy = total is None or (story.step == 0 and not story.over)
-    bar = ProgressBar(total=total or 1, completed=story.step, width=30, pulse=busy and not story.over)
-    grid.add_row(
-        Text(story.state, style=STYLES.get(story.state, "")),
-        bar,
-        Text(progress_text(story), no_wrap=True, overflow="ellipsis"),
-    )
-    roles = story.attempts[-1].roles if story.attempts else []
+    total = status.total_steps
+    busy = (total is None or status.step == 0) and not status.over
+    bar = ProgressBar(total=total or 1, completed=status.step, width=30, pulse=busy)
+    progress = Text(progress_text(status), no_wrap=True, overflow="ellipsis")
+    grid.add_row(Text(status.state, style=STYLES.get(status.state, "")), bar, progress)
+    roles = status.attempts[-1].roles if status.attempts else []
     return Group(grid, Text("  ".join(map(role_text, roles)), style="dim", no_wrap=True, overflow="ellipsis"))
 
 
 STYLES = {
-    "running": "green",
-    "done": "bold green",
-    "failed": "bold red",
-    "killed": "bold red",
-    "pending": "yellow",
-    "stopping": "yellow",
+    TrialState.RUNNING: "green",
+    TrialState.DONE: "bold green",
+    TrialState.FAILED: "bold red",
+    TrialState.KILLED: "bold red",
+    TrialState.PENDING: "yellow",
+    TrialState.STOPPING: "yellow",
 }
 
 
 def role_text(role: RoleStatus) -> str:
+    """Return a role in the foot of a terminal view."""
     restarts = f" (started again {role.num_restarts}x)" if role.num_restarts else ""
-    return f"{role.name} {'up' if role.running else 'ended'}{restarts}"
+    return f"{role.name} {'running' if role.running else 'exited'}{restarts}"
 
 
-def final_lines(story: TrialStatus) -> list[str]:
-    """How it ended; where it failed, the last lines of the log of the role that failed first."""
-    lines = [f"{story.trial}: {story.state}" + (f" ({story.reason})" if story.reason else "")]
-    path = _telling_log(story) if story.state in ("failed", "killed") else None
+def final_lines(status: TrialStatus) -> list[str]:
+    """Return how the trial ended; of a failure also the end of the log of the role that failed first."""
+    lines = [state_line(status)]
+    failed = status.state in (TrialState.FAILED, TrialState.KILLED)
+    path = _log_of_failure(status) if failed else None
     if path is not None and (last := last_lines(path, LOG_LINES)):
         lines += [f"the last lines of {path}:", *(f"  {line}" for line in last)]
     return lines
 
 
-def _telling_log(story: TrialStatus) -> Path | None:
-    """The log of the role that failed first, else the batch script's own output."""
-    attempt = story.attempts[-1] if story.attempts else None
+def _log_of_failure(status: TrialStatus) -> Path | None:
+    """Return the log of the role that failed first, else the output of the job script."""
+    attempt = status.attempts[-1] if status.attempts else None
     failed = failing_role(attempt) if attempt is not None else None
     if attempt is not None and failed is not None:
-        return story.trial.attempt(attempt.id).log(failed.role, failed.index, failed.incarnation)
-    return story.trial.jobs / f"{story.jobs[-1].job_id}.out" if story.jobs else None
+        return status.trial.attempt(attempt.id).log(failed.role, failed.index, failed.incarnation)
+    return status.trial.jobs / f"{status.jobs[-1].job_id}.out" if status.jobs else None
 
 
 def failing_role(attempt: AttemptStatus) -> RoleStatus | None:
-    """The role whose newest incarnation was the first to end badly."""
-    bad = [
+    """Return the role whose newest incarnation was the first to fail."""
+    failed = [
         (end.time or 0.0, role)
         for role in attempt.roles
         for end in role.ends
-        if end.incarnation == role.incarnation and end.code not in ORDERLY
+        if end.incarnation == role.incarnation and end.code not in EXPECTED_CODES
     ]
-    return min(bad, key=lambda pair: pair[0])[1] if bad else None
+    return min(failed, key=lambda pair: pair[0])[1] if failed else None
 
 
-def exit_code(story: TrialStatus) -> int:
-    """The trial's exit code as that of the command line."""
-    if story.state == "done":
+def exit_code(status: TrialStatus) -> int:
+    """Return the trial's exit code, as that of the command line."""
+    if status.state is TrialState.DONE:
         return ExitCode.DONE
-    code = story.attempts[-1].exit_code if story.attempts else None
+    code = status.attempts[-1].exit_code if status.attempts else None
     if code:
         return code
-    return ExitCode.STOPPED if story.state in ("cancelled", "stopped") else ExitCode.FAILED
+    stopped = status.state in (TrialState.CANCELLED, TrialState.STOPPED)
+    return ExitCode.STOPPED if stopped else ExitCode.FAILED

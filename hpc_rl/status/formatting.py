@@ -1,4 +1,4 @@
-"""Numbers, time spans and commands as people read them."""
+"""How numbers, times, commands and foreign text are written for users."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import shlex
 import shutil
 import sys
 import time
+import unicodedata
 from pathlib import Path
 
 
 def format_duration(seconds: float) -> str:
-    """`42 s`, `3 min 5 s`, `2 h 7 min`, `3 d 4 h`."""
-    whole = max(0, round(seconds))
+    """Return `42 s`, `3 min 5 s`, `2 h 7 min` or `3 d 4 h`."""
+    try:
+        whole = max(0, round(seconds))
+    except (OverflowError, ValueError):  # infinite, or not a number
+        return "an unknown time"
     units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
     for (size, name), (smaller, smaller_name) in itertools.pairwise(units):
         if whole >= size:
@@ -23,14 +27,17 @@ def format_duration(seconds: float) -> str:
 
 
 def format_time(when: float) -> str:
-    """Local time; with the date where it is not today's."""
-    local = time.localtime(when)
+    """Return local time, with the date unless it is today's."""
+    try:
+        local = time.localtime(when)
+    except (OverflowError, ValueError, OSError):
+        return "at an unknown time"
     today = time.localtime()[:3] == local[:3]
     return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M", local)
 
 
 def format_rate(steps_per_second: float) -> str:
-    """Steps per second, minute or hour, whichever reads best."""
+    """Return steps per second, minute or hour, whichever is the first above 1."""
     for factor, unit in ((1, "s"), (60, "min")):
         if steps_per_second * factor >= 1:
             return f"{steps_per_second * factor:.1f} steps/{unit}"
@@ -38,31 +45,43 @@ def format_rate(steps_per_second: float) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """Four digits that count, without an exponent where that reads well; `nan` for what JSON has no word for."""
-    if value is None:
+    """Return four significant digits, without an exponent where that reads well; `nan` for None."""
+    if value is None:  # JSON has no NaN
         return "nan"
-    return (
-        f"{value:.4g}"
-        if value == 0 or abs(value) < 1e-3 or abs(value) >= 1e5
-        else f"{value:.4f}".rstrip("0").rstrip(".")
-    )
+    if value == 0 or abs(value) < 1e-3 or abs(value) >= 1e5:
+        return f"{value:.4g}"
+    return f"{value:.4f}".rstrip("0").rstrip(".")
 
 
 def exit_text(code: int | None, reason: str) -> str:
-    """Why a process ended: its recorded reason, else its exit code."""
+    """Return why a process exited: its recorded reason, else its exit code."""
     if reason:
         return reason
     if code is None:
-        return "no word of why"
-    return (
-        f"killed by signal {-code if code < 0 else code - 128}"
-        if code < 0 or 128 < code < 160
-        else f"exit code {code}"
+        return "no reason recorded"
+    if code < 0 or 128 < code < 160:
+        return f"killed by signal {-code if code < 0 else code - 128}"
+    return f"exit code {code}"
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters escaped, line feeds and tabs excepted.
+
+    Reasons and logs come from user code, which must not be able to drive the terminal.
+    """
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) != "Cc" else f"\\x{ord(char):02x}"
+        for char in text
     )
 
 
+def one_line(text: str) -> str:
+    """Return `text` printable and on one line."""
+    return printable(" ".join(text.split("\n")))
+
+
 def program_name(program: str = "hpc-rl") -> str:
-    """What to type, from here, for a program of this environment: its name where the PATH has it, else a path."""
+    """Return what to type for a program of this environment: its name where PATH has it, else a path."""
     ours = Path(sys.executable).with_name(program)
     found = shutil.which(program)
     if (found and os.path.realpath(found) == os.path.realpath(ours)) or not ours.exists():
@@ -71,6 +90,6 @@ def program_name(program: str = "hpc-rl") -> str:
 
 
 def shell_path(path: Path) -> str:
-    """A path as a person would type it: relative where it lies below the working directory, quoted for a shell."""
+    """Return a path quoted for a shell, relative where it is below the working directory."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))

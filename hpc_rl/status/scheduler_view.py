@@ -1,6 +1,6 @@
-"""Asking the scheduler about trials, rarely: what many people share is asked through polling.py, this machine directly.
+"""What the scheduler knows of trials, queried rarely: shared queries for Slurm, direct ones for this machine.
 
-Its silence is an answer too: then the files of the trial tell what they can.
+Without an answer the files of a trial tell what they can.
 """
 
 from __future__ import annotations
@@ -13,26 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import SchedulerError
+from hpc_rl.records import TrialState
 from hpc_rl.schedulers import make_scheduler
 from hpc_rl.schedulers.base import JobState, Scheduler
 from hpc_rl.schedulers.shared_query import Poller, Seen, cluster_name
-from hpc_rl.status.trial_status import StatusReader, TrialJob, TrialStatus, read_jobs
+from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
+from hpc_rl.status.trial_status import StatusReader, TrialStatus
 from hpc_rl.trial import Trial
 
-PATIENCE_S = 5.0  # for another command's query, by one that would know nothing otherwise
-DOUBT_S = 120.0  # so long a scheduler that gives no answer can put off an end that files only suggest
-PROMPT_S = 2.0  # between two questions of one watcher to a scheduler that answers from files
+WAIT_FOR_OTHERS_S = 5.0  # for another command's query, where nothing is known yet
+MIN_INTERVAL_S = 2.0  # between two queries of one view
+CONFIRM_END_S = 120.0  # for which an end that only old files suggest waits for the scheduler's answer
 
 
 @dataclass(frozen=True)
 class SchedulerAnswer:
-    """What a scheduler says of a trial's jobs.
+    """What a scheduler knows of a trial's jobs.
 
     Args:
-        states: Of each job that was asked about.
+        states: Of each job that was queried.
         newest: Of the newest job; None where nothing is known.
-        asked_at: When the scheduler was asked, Unix seconds; 0 for never.
-        complaint: Its last words where the newest question got no answer.
+        asked_at: When the scheduler was queried, Unix seconds; 0 for never.
+        complaint: Its error message where the newest query failed.
     """
 
     states: dict[str, JobState] = field(default_factory=dict)
@@ -46,51 +48,56 @@ class SchedulerAnswer:
 
 
 def scheduler_of(trial: Trial, job: TrialJob) -> Scheduler:
-    """The scheduler that a job was handed to. Raises SchedulerError, also on another cluster, where its id means another job."""
+    """Return the scheduler that a job was submitted to.
+
+    Raises SchedulerError, also on another cluster, where the id belongs to another job.
+    """
     here = cluster_name() if job.cluster else ""
     if here and here != job.cluster:
         raise SchedulerError(
-            f"job {job.job_id} of {trial} was handed to the cluster {job.cluster}, and Slurm's commands here speak to {here}: "
-            "give this command on a login node of that cluster."
+            f"job {job.job_id} of {trial} was submitted to the cluster {job.cluster}, and the local Slurm "
+            f"commands are configured for {here}: run this on a login node of {job.cluster}."
         )
     return make_scheduler(job.scheduler, trial)
 
 
-def query(trial: Trial, newer_than: float = 0.0, patience_s: float = PATIENCE_S) -> SchedulerAnswer:
-    """What the scheduler says of a trial's jobs that may go on: one query, or none where the last is recent.
+def query(trial: Trial, newer_than: float = 0.0, patience_s: float = WAIT_FOR_OTHERS_S) -> SchedulerAnswer:
+    """Return what the scheduler knows of a trial's jobs: at most one query, none where the last one is recent.
 
-    An answer from before `newer_than` (Unix seconds) is of little use: it is asked again soon, but not at once.
+    Args:
+        trial: The trial.
+        newer_than: Unix seconds; an older answer is queried again soon, though not at once.
+        patience_s: How long to wait for another command's query where nothing is known yet.
     """
     return query_all([trial], newer_than, patience_s).get(trial.dir, SchedulerAnswer())
 
 
 def query_all(
-    trials: Iterable[Trial], newer_than: float = 0.0, patience_s: float = PATIENCE_S
+    trials: Iterable[Trial], newer_than: float = 0.0, patience_s: float = WAIT_FOR_OTHERS_S
 ) -> dict[Path, SchedulerAnswer]:
-    """The same for many trials, by trial directory; the jobs of one account are asked for together."""
+    """Return the same for many trials, by trial directory; the jobs of one account share a query."""
     answers: dict[Path, SchedulerAnswer] = {}
-    together: dict[tuple[str, int], tuple[Any, list[tuple[Trial, list[TrialJob], str]]]] = {}
+    shared: dict[tuple[str, int], tuple[Any, list[tuple[Trial, list[TrialJob], str]]]] = {}
     for trial in trials:
         every = read_jobs(trial)
         jobs = [job for job in every if not job.over]
         if not jobs or trial.done.exists():
             continue  # files tell how it ended
+        newest = every[-1].job_id
         try:
             scheduler = scheduler_of(trial, jobs[-1])
             if hasattr(scheduler, "survey"):
-                owner = _owner(trial)
-                together.setdefault((jobs[-1].scheduler, owner), (scheduler, []))[1].append(
-                    (trial, jobs, every[-1].job_id)
-                )
+                group = shared.setdefault((jobs[-1].scheduler, _owner(trial)), (scheduler, []))
+                group[1].append((trial, jobs, newest))
             else:
                 states = scheduler.states([job.native_id for job in jobs])
-                answers[trial.dir] = _answer(jobs, every[-1].job_id, Seen(states, time.time()))
+                answers[trial.dir] = _answer(jobs, newest, Seen(states, time.time()))
         except SchedulerError as error:
             answers[trial.dir] = SchedulerAnswer(complaint=str(error))
-    for (_, owner), (scheduler, asked) in together.items():
-        wanted = {job.native_id: job.time for _, jobs, _ in asked for job in jobs}
+    for (_, owner), (scheduler, members) in shared.items():
+        wanted = {job.native_id: job.time for _, jobs, _ in members for job in jobs}
         seen = Poller(scheduler).look(wanted, owner, newer_than, patience_s)
-        answers |= {trial.dir: _answer(jobs, newest, seen) for trial, jobs, newest in asked}
+        answers |= {trial.dir: _answer(jobs, newest, seen) for trial, jobs, newest in members}
     return answers
 
 
@@ -106,50 +113,58 @@ def _owner(trial: Trial) -> int:
         return os.getuid()
 
 
+def current_status(trial: Trial) -> TrialStatus:
+    """Return the status of a trial by its files and at most one query."""
+    answer = query(trial)
+    return StatusReader(trial).read(answer.newest, answer.asked_at or None)
+
+
 class ThrottledQuery:
-    """Asks for one trial again and again, for a view that is drawn twice a second."""
+    """Queries for one trial, for a view that is redrawn twice a second."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
         self._answer = SchedulerAnswer()
         self._next = float("-inf")
 
-    def look(self, newer_than: float = 0.0) -> SchedulerAnswer:
-        """The newest answer that there is."""
+    def poll(self, newer_than: float = 0.0) -> SchedulerAnswer:
+        """Return the newest answer that there is."""
         if time.monotonic() >= self._next or newer_than > self._answer.asked_at:
             self._answer = query(self.trial, newer_than, patience_s=0.0)
-            self._next = time.monotonic() + PROMPT_S
+            self._next = time.monotonic() + MIN_INTERVAL_S
         return self._answer
 
 
 class TrialWatch:
-    """The story of now. An end that no file tells for certain is believed once the scheduler was asked after it showed."""
+    """The status of a trial while it changes.
+
+    An end that no file tells for certain is believed once the scheduler was queried after it showed.
+    """
 
     def __init__(self, trial: Trial) -> None:
         self._reader = StatusReader(trial)
-        self._watcher = ThrottledQuery(trial)
+        self._query = ThrottledQuery(trial)
         self._doubt_at = 0.0  # Unix seconds; 0 for none
         self._shown: TrialStatus | None = None
 
-    def look(self) -> TrialStatus:
-        """The story of now."""
-        answer = self._watcher.look(self._doubt_at)
-        story = self._reader.read(answer.newest, answer.asked_at)
-        if not story.over or is_final(story):
-            self._doubt_at, self._shown = 0.0, story
-            return story
-        self._doubt_at = self._doubt_at or time.time()  # the batch script may be about to start it again
-        if answer.asked_at >= self._doubt_at or time.time() > self._doubt_at + DOUBT_S:
-            return story
-        return self._shown or replace(story, state="unknown", reason="the scheduler is being asked")
+    def poll(self) -> TrialStatus:
+        """Return the status now."""
+        answer = self._query.poll(self._doubt_at)
+        status = self._reader.read(answer.newest, answer.asked_at)
+        if not status.over or is_final(status):
+            self._doubt_at, self._shown = 0.0, status
+            return status
+        self._doubt_at = self._doubt_at or time.time()  # the job script may be about to start it again
+        if answer.asked_at >= self._doubt_at or time.time() > self._doubt_at + CONFIRM_END_S:
+            return status
+        return self._shown or replace(
+            status, state=TrialState.UNKNOWN, reason="the scheduler is being queried"
+        )
 
 
-def is_final(story: TrialStatus) -> bool:
-    """Whether the files of a trial that seems over leave no room for its job to go on."""
-    if story.state in ("done", "rendered") or (story.jobs and story.jobs[-1].over):
+def is_final(status: TrialStatus) -> bool:
+    """Return whether files alone exclude that the job of a trial continues."""
+    if status.state in (TrialState.DONE, TrialState.RENDERED) or (status.jobs and status.jobs[-1].over):
         return True
-    return (
-        story.state in ("failed", "cancelled")
-        and bool(story.attempts)
-        and story.attempts[-1].exit_code is not None
-    )
+    failed = status.state in (TrialState.FAILED, TrialState.CANCELLED)
+    return failed and bool(status.attempts) and status.attempts[-1].exit_code is not None

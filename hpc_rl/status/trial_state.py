@@ -1,222 +1,219 @@
-"""The state of a trial in one word with its reason, from what its files say and what the scheduler says, if it was asked.
+"""The state of a trial and its reason, from its files and from the scheduler's answer where there is one.
 
-What files say for certain comes before the scheduler's word, and that before the age of files.
+What files tell for certain comes before the scheduler's answer, and that before the age of files.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
-from hpc_rl.errors import ExitCode
-from hpc_rl.schedulers import record
+from hpc_rl.errors import ExitCode, StopCause
+from hpc_rl.records import JobEvent, TrialState
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.shared_query import GONE
 from hpc_rl.schedulers.slurm_states import find, why_pending
+from hpc_rl.status.attempts import AttemptStatus
 from hpc_rl.status.formatting import format_time
+from hpc_rl.status.submitted_jobs import TrialJob
 
-SILENCE_S = (
-    120.0  # without a scheduler's word, a trial whose files rest for so long is no longer called running
-)
+SILENT_AFTER_S = 120.0  # a trial whose files are older is not called running without the scheduler's answer
 SKEW_S = 2.0  # by which the clocks of a node and of this machine may differ
 
-
-class JobFacts(Protocol):
-    """What is read of a submission (story.Job)."""
-
-    job_id: str
-    time: float
-    cancelled: bool
-    event: str
-    code: int | None
-    reason: str
-    saves: bool
-
-    @property
-    def over(self) -> bool: ...
-
-
-class AttemptFacts(Protocol):
-    """What is read of an attempt (story.AttemptStory)."""
-
-    job_id: str
-    state: str
-    cause: str
-    started: float | None
-    stopping: str
-
-
-ENDS: dict[int, tuple[str, str]] = {
-    ExitCode.DONE: ("done", "reached its end"),
-    ExitCode.NOTHING_TO_RESUME: ("failed", "found nothing to resume"),
-    ExitCode.REFUSED: ("failed", "refused its configuration"),
-    ExitCode.BAD_CONFIG: ("failed", "refused its configuration"),
-    ExitCode.STOPPED: ("stopped", "stopped on purpose, state saved"),
-    ExitCode.FAILED: ("failed", "failed"),
-    ExitCode.CANNOT_WRITE: ("failed", "could not write where it must"),
-    ExitCode.KILLED_BY_PERSON: ("killed", "killed by a person"),
-    ExitCode.KILLED_BY_SYSTEM: ("killed", "killed by the system"),
+EXITS: dict[int, tuple[TrialState, str]] = {
+    ExitCode.DONE: (TrialState.DONE, "reached its last step"),
+    ExitCode.NOTHING_TO_RESUME: (TrialState.FAILED, "found nothing to resume"),
+    ExitCode.REFUSED: (TrialState.FAILED, "refused its configuration"),
+    ExitCode.BAD_CONFIG: (TrialState.FAILED, "refused its configuration"),
+    ExitCode.STOPPED: (TrialState.STOPPED, "stopped on request"),
+    ExitCode.FAILED: (TrialState.FAILED, "failed"),
+    ExitCode.CANNOT_WRITE: (TrialState.FAILED, "could not write its files"),
+    ExitCode.KILLED_BY_PERSON: (TrialState.KILLED, "killed by the user"),
+    ExitCode.KILLED_BY_SYSTEM: (TrialState.KILLED, "killed by the system"),
 }
-
-
+DEAD_JOBS = {
+    State.CANCELLED: TrialState.CANCELLED,
+    State.FAILED: TrialState.FAILED,
+    State.TIMEOUT: TrialState.KILLED,
+    State.NODE_FAIL: TrialState.KILLED,
+    State.OUT_OF_MEMORY: TrialState.KILLED,
+    State.PREEMPTED: TrialState.KILLED,
+    State.DONE: TrialState.KILLED,  # the supervisor recorded nothing
+}
 NOTHING_SAVED = "nothing is saved (recover.mode disabled)"
-
-
-def describe_exit(code: int | None, reason: str, cancelled: bool, saves: bool = True) -> tuple[str, str]:
-    """State and words for an exit code with its recorded reason; `saves`: it was a trial that saves when it stops."""
-    state, words = (
-        ENDS.get(code, ("failed", f"ended with exit code {code}"))
-        if code is not None
-        else ("failed", "ended")
-    )
-    if cancelled and state in ("stopped", "killed"):
-        state, words = (
-            "cancelled",
-            "cancelled by a person" + (", state saved" if code == ExitCode.STOPPED else ""),
-        )
-    words = words if saves else words.replace("state saved", NOTHING_SAVED)
-    return state, f"{words}: {reason}" if reason and reason not in words else words
-
-
 FIRST_NODE_LOST = (
-    "its first node died, and what was left of the job was ended; where it may not be requeued (launcher.slurm.continue_by "
-    "successor, recover.mode disabled) nothing starts it again by itself"
+    "its first node failed, and the rest of the job was terminated; where it may not be requeued "
+    "(launcher.slurm.continue_by successor, recover.mode disabled) it has to be recovered by hand"
 )
 
-DEAD_JOBS = {
-    State.CANCELLED: "cancelled",
-    State.FAILED: "failed",
-    State.TIMEOUT: "killed",
-    State.NODE_FAIL: "killed",
-    State.OUT_OF_MEMORY: "killed",
-    State.PREEMPTED: "killed",
-    State.DONE: "killed",  # without a word of the supervisor, that is
-}
+
+def saved_text(saves: bool, last_step: int | None, newest: int | None) -> str:
+    """Return how much of a stopped attempt was saved.
+
+    Args:
+        saves: Whether its recover.mode saves when it is asked to stop.
+        last_step: Newest step that it logged.
+        newest: Step of the newest checkpoint of the trial.
+    """
+    if not saves:
+        return NOTHING_SAVED
+    if newest is None:
+        return "no checkpoint was saved"
+    if last_step is not None and last_step > newest:
+        return f"steps after checkpoint {newest} were not saved"
+    return "state saved"
+
+
+def describe_exit(
+    code: int | None, reason: str, cause: StopCause | None, cancelled: bool, saved: str
+) -> tuple[TrialState, str]:
+    """Return the state and the reason that follow from an exit code and its record.
+
+    Args:
+        code: Exit code; None where none was recorded.
+        reason: Recorded reason, for users.
+        cause: Why it was asked to stop, if it was.
+        cancelled: Whether the user cancelled the job.
+        saved: By `saved_text`.
+    """
+    if code is None:
+        state, text = TrialState.FAILED, "exited"
+    else:
+        state, text = EXITS.get(code, (TrialState.FAILED, f"exited with code {code}"))
+    if cancelled and state in (TrialState.STOPPED, TrialState.KILLED):
+        state, text = TrialState.CANCELLED, "cancelled by the user"
+        if cause is StopCause.CANCELLED and reason:  # the reason tells that already
+            text, reason = reason, ""
+    if code == ExitCode.STOPPED:
+        text = f"{text}, {saved}"
+    return state, f"{text}: {reason}" if reason else text
+
+
+def describe_job_exit(job: TrialJob, saved: str) -> tuple[TrialState, str]:
+    """Return the state and the reason by what the job script recorded."""
+    return describe_exit(job.code, f"{job.reason} (code {job.code})", None, job.cancelled, saved)
 
 
 def determine_state(
-    job: JobFacts | None,
-    own: AttemptFacts | None,
+    job: TrialJob | None,
+    own: AttemptStatus | None,
     job_state: JobState | None,
     asked_at: float | None = None,
     last_sign: float | None = None,
-) -> tuple[str, str]:
-    """State and reason of a trial that is not done.
+    newest: int | None = None,
+) -> tuple[TrialState, str]:
+    """Return the state and the reason of a trial that is not done.
 
     Args:
         job: The newest submission.
-        own: The newest attempt, if it is one of that job.
-        job_state: What the scheduler said of the job, None where it was not asked.
-        asked_at: When it said so, Unix seconds; None for just now.
+        own: The newest attempt, where it belongs to that job.
+        job_state: The scheduler's answer for the job; None where it was not queried.
+        asked_at: When it was queried, Unix seconds; None for just now.
         last_sign: When a file of the attempt last changed, Unix seconds.
+        newest: Step of the newest checkpoint.
     """
     if job is None and own is None:
-        return "rendered", "never submitted"
+        return TrialState.RENDERED, "never submitted"
     if job_state is not None and job_state.state is State.PENDING and not _has_started_since(own, asked_at):
         if job is not None and job.cancelled:
-            return "stopping", "a person cancelled it; the scheduler has not confirmed it yet"
-        return "pending", _waiting(job_state, again=own is not None)
+            return TrialState.STOPPING, "cancelled by the user; the scheduler has not confirmed it yet"
+        return TrialState.PENDING, _pending_text(job_state, again=own is not None)
     dead = job_state is not None and (job_state.native == GONE or job_state.state in DEAD_JOBS)
-    if dead and job is not None and job.event == record.FIRST_NODE_LOST and not job.cancelled:
-        return "killed", FIRST_NODE_LOST
+    if dead and job is not None and job.event is JobEvent.FIRST_NODE_LOST and not job.cancelled:
+        return TrialState.KILLED, FIRST_NODE_LOST
     doubt = ""
-    if job is not None and job.event == "ended" and not job.over and not dead:
+    if job is not None and job.ended and not job.over and not dead:
         doubt = "; only the scheduler knows whether it starts the job again"
-        if job_state is not None and job_state.state is State.RUNNING:  # as it calls one that it cleans up
-            return "stopping", f"{job.reason}{doubt}, and it has not said yet"
-    state, reason = _by_files(job, own, job_state, last_sign, dead)
+        # Slurm calls a job that it cleans up running.
+        if job_state is not None and job_state.state is State.RUNNING:
+            return TrialState.STOPPING, f"{job.reason}{doubt}, and it has not reported that yet"
+    if own is None:
+        state, reason = _before_first_attempt(job, job_state) if job else (TrialState.UNKNOWN, "")
+    elif own.state is TrialState.RUNNING:
+        state, reason = _without_end(job, own, job_state, last_sign, newest)
+    else:
+        state, reason = _after_end(job, own, dead)
     return state, reason + doubt
 
 
-def _by_files(
-    job: JobFacts | None,
-    own: AttemptFacts | None,
-    job_state: JobState | None,
-    last_sign: float | None,
-    dead: bool,
-) -> tuple[str, str]:
-    """What the files say, where the scheduler does not say that the job waits. `dead`: it says that the job is over."""
-    if own is None:
-        return _unstarted(job, job_state) if job else ("unknown", "")
-    if own.state == "running":
-        return _unended(job, own, job_state, last_sign)
-    job_ended = job is not None and job.event == "ended"
-    if dead or job_ended or own.state in ("done", "failed", "cancelled"):
-        # A job that did not go on after a stop says why in its own last words.
-        more = (
-            f" ({job.reason})"
-            if own.state == "stopped" and job is not None and job_ended and job.reason
-            else ""
-        )
-        return own.state, "" if own.state == "done" else own.cause + more
-    return "pending", f"{own.cause}; it is being started again"
-
-
-def _has_started_since(own: AttemptFacts | None, asked_at: float | None) -> bool:
-    """Whether an attempt began after the scheduler called its job pending: the answer is an old one then."""
+def _has_started_since(own: AttemptStatus | None, asked_at: float | None) -> bool:
+    """Return whether an attempt began after the scheduler called its job pending."""
     return own is not None and asked_at is not None and (own.started or 0.0) > asked_at - SKEW_S
 
 
-def _waiting(job_state: JobState, again: bool) -> str:
-    words = "waits to be started again" if again else "waits to be started"
+def _after_end(job: TrialJob | None, own: AttemptStatus, dead: bool) -> tuple[TrialState, str]:
+    """Return what follows from an attempt that recorded its end. `dead`: the scheduler knows that the job is over."""
+    ended = job is not None and job.ended
+    if own.state is TrialState.DONE:
+        return TrialState.DONE, ""
+    if dead or ended or own.state in (TrialState.FAILED, TrialState.CANCELLED):
+        # The job script knows why a job that stopped was not started again.
+        more = f" ({job.reason})" if job and ended and job.reason and own.state is TrialState.STOPPED else ""
+        return own.state, own.cause + more
+    return TrialState.PENDING, f"{own.cause}; it is being started again"
+
+
+def _pending_text(job_state: JobState, again: bool) -> str:
+    text = "waiting to be started again" if again else "waiting to be started"
     if job_state.start_time is not None and job_state.start_time > time.time():
-        words += f", expected to start {format_time(job_state.start_time)}"
-    return words + _pending_words(job_state.reason)
+        text += f", expected to start {format_time(job_state.start_time)}"
+    if job_state.reason in ("", "None"):
+        return text
+    meaning = why_pending(job_state.reason)[1]
+    return text + (
+        f" ({job_state.reason})" if meaning == job_state.reason else f" ({job_state.reason}: {meaning})"
+    )
 
 
-def _pending_words(reason: str) -> str:
-    if reason in ("", "None"):
-        return ""
-    words = why_pending(reason)[1]
-    return f" ({reason})" if words == reason else f" ({reason}: {words})"
-
-
-def _unstarted(job: JobFacts, job_state: JobState | None) -> tuple[str, str]:
-    """The newest job has made no attempt."""
-    if job.event == "ended":
-        words = f"ended before the supervisor wrote anything: {job.reason} (code {job.code})"
-        return ("cancelled" if job.cancelled else "failed"), words
+def _before_first_attempt(job: TrialJob, job_state: JobState | None) -> tuple[TrialState, str]:
+    if job.ended:
+        text = f"exited before the supervisor recorded anything: {job.reason} (code {job.code})"
+        return (TrialState.CANCELLED if job.cancelled else TrialState.FAILED), text
     if job_state is not None and job_state.state.alive:
-        return "running", "the job has started, the supervisor has not written yet"
+        return TrialState.RUNNING, "the job has started, the supervisor has not recorded anything yet"
     if job_state is not None and job_state.state in DEAD_JOBS:
-        return DEAD_JOBS[job_state.state], f"before it started anything; {_scheduler_words(job_state)}"
+        return DEAD_JOBS[job_state.state], f"before it started anything; {_scheduler_text(job_state)}"
     if job.cancelled:
-        return "cancelled", "cancelled before it started"
+        return TrialState.CANCELLED, "cancelled before it started"
     if job_state is not None and job_state.native == GONE:
-        return "killed", f"before it started anything; {_scheduler_words(job_state)}"
-    if time.time() - job.time < SILENCE_S:
-        return "pending", "submitted, has not written yet"
-    return "unknown", "submitted, has not written yet, and the scheduler does not say where it is"
+        return TrialState.KILLED, f"before it started anything; {_scheduler_text(job_state)}"
+    if time.time() - job.time < SILENT_AFTER_S:
+        return TrialState.PENDING, "submitted, has not recorded anything yet"
+    return TrialState.UNKNOWN, "submitted, has not recorded anything yet, and the scheduler does not list it"
 
 
-def _unended(
-    job: JobFacts | None, own: AttemptFacts, job_state: JobState | None, last_sign: float | None
-) -> tuple[str, str]:
-    """The newest attempt left no word of its end."""
-    if job is not None and job.event == "ended":
-        return describe_exit(job.code, f"{job.reason} (code {job.code})", job.cancelled, job.saves)
+def _without_end(
+    job: TrialJob | None,
+    own: AttemptStatus,
+    job_state: JobState | None,
+    last_sign: float | None,
+    newest: int | None,
+) -> tuple[TrialState, str]:
+    """Return the state of an attempt that has not recorded an end."""
+    saves = job is None or job.saves
+    if job is not None and job.ended:
+        return describe_job_exit(job, saved_text(saves, own.last_step, newest))
     if job_state is not None and job_state.state in DEAD_JOBS:
-        return DEAD_JOBS[job_state.state], _scheduler_words(job_state)
+        return DEAD_JOBS[job_state.state], _scheduler_text(job_state)
     if job_state is not None and job_state.native == GONE:
-        return "killed", f"left no word of its end; {_scheduler_words(job_state)}"
-    silent_s = time.time() - last_sign if last_sign is not None else SILENCE_S
-    if (
-        job_state is not None and job_state.state.alive
-    ) or silent_s < SILENCE_S:  # the age decides only what is shown
-        wish = own.stopping
+        return TrialState.KILLED, f"exited without recording a reason; {_scheduler_text(job_state)}"
+    silent_s = time.time() - last_sign if last_sign is not None else SILENT_AFTER_S
+    # The age of files decides only what is shown.
+    if (job_state is not None and job_state.state.alive) or silent_s < SILENT_AFTER_S:
+        request = own.stopping
         if job is not None and job.cancelled:
-            wish = f"a person asked it to stop; {'it saves its state first' if job.saves else NOTHING_SAVED}"
-        return ("stopping", wish) if wish else ("running", "")
-    return "unknown", f"no word of its end, and no sign of life for {silent_s / 60:.0f} min"
+            request = f"cancelled by the user; {'it saves its state first' if saves else NOTHING_SAVED}"
+        return (TrialState.STOPPING, request) if request else (TrialState.RUNNING, "")
+    return TrialState.UNKNOWN, f"no end recorded, and no heartbeat for {silent_s / 60:.0f} min"
 
 
-def _scheduler_words(job_state: JobState) -> str:
+def _scheduler_text(job_state: JobState) -> str:
+    native = job_state.native or job_state.state.value
     if job_state.native == GONE:
         return f"the scheduler {job_state.reason}"
     if job_state.state is State.CANCELLED:
-        return f"cancelled by a person: the scheduler says {job_state.native or job_state.state.value}"
-    why = job_state.reason if job_state.reason != "None" else ""
-    between = ": " if " " in why else " "  # a sentence of ours, or a word of Slurm's
-    said = f"{job_state.native or job_state.state.value}{between}{why}".strip()
+        return f"cancelled by the user: the scheduler reports {native}"
+    why = "" if job_state.reason == "None" else job_state.reason
+    # The local scheduler gives a sentence, Slurm one of its names.
+    reported = f"{native}{': ' if ' ' in why else ' '}{why}" if why else native
     known = find(job_state.native)
-    return f"the scheduler says {said}" + (f": it {known.meaning}" if known and known.failure else "")
+    return f"the scheduler reports {reported}" + (f": it {known.meaning}" if known and known.failure else "")

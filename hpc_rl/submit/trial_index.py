@@ -1,7 +1,7 @@
 """The trial index: one small file per trial in the user's state directory, so that `<trial>` may be a mere name.
 
-The index is a convenience, never an authority: trials are found by path without it, stale entries are shown as gone,
-and a state directory that can't be written costs a log line, not a submission.
+The index is a convenience: trials are found by path without it, entries of removed trials are shown as gone, and a
+state directory that can't be written costs a log line, not a submission.
 """
 
 from __future__ import annotations
@@ -16,9 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import TrialNameError
-from hpc_rl.trial import Trial, read_json, state_home, write_json
+from hpc_rl.records import JsonRecord
+from hpc_rl.trial import Trial, state_home, write_json
 
 logger = logging.getLogger(__name__)
+LIST_HINT = "`hpc-rl list` shows the trials that this account submitted"
+
+
+@dataclass(frozen=True)
+class IndexRecord(JsonRecord):
+    """The file of one trial: its directory, and when it was last submitted in Unix seconds."""
+
+    dir: str
+    experiment: str = ""
+    trial: str = ""
+    time: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -31,23 +43,21 @@ class IndexEntry:
 
     @property
     def gone(self) -> bool:
-        return not self.trial.dir.is_dir()
+        return not os.path.isdir(self.trial.dir)
 
 
 def directory() -> Path:
-    """Where the index lies: `$XDG_STATE_HOME/hpc-rl/trials`, by default below ~/.local/state."""
+    """Return the directory of the index: `$XDG_STATE_HOME/hpc-rl/trials`, by default below ~/.local/state."""
     return state_home() / "trials"
 
 
 def record(trial: Trial) -> bool:
-    """Remember a trial (again). False, and a log line, where the state directory can't be written."""
+    """Add or renew a trial; return False, and log a line, where the state directory can't be written."""
     path = _real(trial.dir)
     file = directory() / f"{hashlib.sha256(path.encode()).hexdigest()[:16]}.json"
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_json(
-            file, {"dir": path, "experiment": trial.experiment, "trial": trial.name, "time": time.time()}
-        )
+        write_json(file, IndexRecord(path, trial.experiment, trial.name, time.time()).to_json())
     except OSError as error:
         logger.warning("the trial is not in the index (%s): name it by its path", error)
         return False
@@ -55,22 +65,17 @@ def record(trial: Trial) -> bool:
 
 
 def entries() -> list[IndexEntry]:
-    """All indexed trials, newest submission first. Files that are no entries are passed over."""
+    """Return all indexed trials, newest submission first. Files that are not entries are skipped."""
     found = []
     for file in directory().glob("*.json"):
-        data = read_json(file)
-        if isinstance(data, dict) and isinstance(data.get("dir"), str) and os.path.isabs(data["dir"]):
-            when = data.get("time")
-            found.append(
-                IndexEntry(
-                    Trial(Path(data["dir"])), float(when) if isinstance(when, (int, float)) else 0.0, file
-                )
-            )
+        data = IndexRecord.read(file)
+        if data is not None and os.path.isabs(data.dir):
+            found.append(IndexEntry(Trial(Path(data.dir)), data.time, file))
     return sorted(found, key=lambda entry: (-entry.time, str(entry.trial.dir)))
 
 
 def prune() -> list[IndexEntry]:
-    """Forget the trials whose directory is gone; returns them."""
+    """Remove and return the entries of trials whose directory is gone."""
     gone = [entry for entry in entries() if entry.gone]
     for entry in gone:
         entry.file.unlink(missing_ok=True)
@@ -78,15 +83,22 @@ def prune() -> list[IndexEntry]:
 
 
 def is_trial(path: Path) -> bool:
-    """Whether a directory is one that submit made."""
-    return any((path / name).is_file() for name in ("plan.json", "config.json"))
+    """Return whether submit or render made a directory."""
+    return any(os.path.isfile(path / name) for name in ("plan.json", "config.json"))
 
 
 def resolve(text: str) -> Trial:
-    """The trial that a person means: a path, `experiment/trial`, or a trial name that only one trial has.
+    """Return the trial with a path, an `experiment/trial`, or a trial name that only one trial has.
 
-    Raises TrialNameError that lists the candidates, or near names where there is none.
+    Raises TrialNameError that lists the candidates, or near names where there is none; also for a trial that this
+    account can't read.
     """
+    trial = _resolve(text)
+    check_readable(trial)
+    return trial
+
+
+def _resolve(text: str) -> Trial:
     path = Path(os.path.expanduser(text))
     spelt_as_path = path.is_absolute() or text.split("/")[0] in (".", "..", "~") or text.startswith("~")
     if spelt_as_path:
@@ -97,27 +109,44 @@ def resolve(text: str) -> Trial:
     for entry in known:
         if wanted in (entry.trial.name, str(entry.trial)):
             found.setdefault(_real(entry.trial.dir), entry.trial)
-    present = [trial for trial in found.values() if trial.dir.is_dir()]
+    present = [trial for trial in found.values() if os.path.isdir(trial.dir)]
     if len(present) == 1:
         return present[0]
     if present:
-        lines = "\n".join(
-            f"  {trial}  {trial.dir}" for trial in sorted(present, key=lambda trial: str(trial.dir))
+        present.sort(key=str)
+        lines = "\n".join(f"  {trial}  {trial.dir}" for trial in present)
+        raise TrialNameError(
+            f"{len(present)} trials match {text!r}; use experiment/trial or a path:\n{lines}"
         )
-        words = f"{text!r} is the name of {len(present)} trials; name one by experiment/trial or by its path:"
-        raise TrialNameError(f"{words}\n{lines}")
     if found:
         gone = next(iter(found.values())).dir
         raise TrialNameError(
-            f"trial {text!r} was at {gone}; that directory is gone (`hpc-rl list --prune` forgets such trials)"
+            f"trial {text!r} was in {gone}, and that directory is gone "
+            "(`hpc-rl list --prune` removes such trials from the index)"
         )
-    raise TrialNameError(f"no trial is called {text!r}. {_suggestion(wanted, known)}")
+    raise TrialNameError(f"there is no trial {text!r}. {_suggestion(wanted, known)}")
+
+
+def check_readable(trial: Trial) -> None:
+    """Raise TrialNameError for a trial of another account, which keeps its files private."""
+    folders = (trial.jobs, trial.attempts, trial.recover, trial.lineages, trial.rollout, trial.intent)
+    for folder in (trial.dir, *folders):
+        try:
+            os.stat(folder / ".")
+            os.scandir(folder).close()
+        except PermissionError as error:
+            raise TrialNameError(
+                f"trial {trial} belongs to another account: {folder} can't be read ({error.strerror}). "
+                "Run this command as its owner, or ask the owner for access."
+            ) from error
+        except OSError:  # missing, or not a folder: for its readers to tell
+            continue
 
 
 def cli_name(trial: Trial) -> str:
-    """What to type for this trial: experiment/trial where that means it and no other, else its path, quoted for a shell."""
+    """Return what to type for a trial: experiment/trial where only that trial matches, else its quoted path."""
     try:
-        if _real(resolve(str(trial)).dir) == _real(trial.dir):
+        if _real(_resolve(str(trial)).dir) == _real(trial.dir):
             return str(trial)
     except TrialNameError:
         pass
@@ -125,10 +154,12 @@ def cli_name(trial: Trial) -> str:
 
 
 def _by_path(text: str, path: Path) -> Trial:
+    trial = Trial(Path(os.path.normpath(path.absolute())))
     if is_trial(path):
-        return Trial(Path(os.path.normpath(path.absolute())))
-    what = "is not a trial directory (it has no plan.json)" if path.is_dir() else "is not there"
-    raise TrialNameError(f"{text} {what}. `hpc-rl list` shows the trials that this account submitted.")
+        return trial
+    check_readable(trial)
+    what = "is not a trial directory (it has no plan.json)" if path.is_dir() else "does not exist"
+    raise TrialNameError(f"{text} {what}. {LIST_HINT}.")
 
 
 def _suggestion(wanted: str, known: list[IndexEntry]) -> str:
@@ -136,7 +167,7 @@ def _suggestion(wanted: str, known: list[IndexEntry]) -> str:
     near = difflib.get_close_matches(wanted, sorted(names), n=3, cutoff=0.5)
     if near:
         return f"Did you mean {' or '.join(near)}?"
-    return "`hpc-rl list` shows the trials that this account submitted; any other is named by its path."
+    return f"{LIST_HINT}; any other is named by its path."
 
 
 def _real(path: Path) -> str:

@@ -187,10 +187,7 @@ def test_a_step_past_the_end_of_the_trial_is_not_imported(rendered, config, torc
     importing = ["checkpoint", "import", str(rendered.dir), str(config.parent / "model"), "--step", "11"]
     assert main(importing) == ExitCode.REFUSED
     said = capsys.readouterr().err
-    assert (
-        "total_train_steps 10: trial sums/small ends at step 10, and generation 11 is past that. Allowed: an end at"
-        in said
-    )
+    assert "ends at step 10, before checkpoint 11. Allowed: an end at" in said
     assert main(["render", "--config", str(config), "total_train_steps=null", "total_train_epochs=4"]) == 0
     assert main(importing) == ExitCode.REFUSED
     assert (
@@ -246,14 +243,14 @@ def test_a_batch_log_that_was_trimmed_further_than_it_goes_is_told_as_that(rende
 def test_a_claim_that_takes_long_is_renewed(rendered, monkeypatch, capfd):
     """By a half with torch that only waits: for other hosts the claim would be stale after some minutes."""
     renewed: list[float] = []
-    renew = checkpoint.Claim.renew
+    renew = checkpoint.TrialLock.renew
 
     def renew_old(claim):
         os.utime(rendered.submitting, (0, 0))
         renew(claim)
         renewed.append(rendered.submitting.stat().st_mtime)
 
-    monkeypatch.setattr(checkpoint.Claim, "renew", renew_old)
+    monkeypatch.setattr(checkpoint.TrialLock, "renew", renew_old)
     monkeypatch.setattr(checkpoint, "MEANWHILE_S", 0.05)
     real = subprocess.Popen
     waits = [sys.executable, "-c", "import time; time.sleep(0.3)"]

@@ -23,7 +23,7 @@ job         8 (local), submitted 2026-09-21 14:21
 
 attempts
   7.0           cancelled after 1 min 9 s   started 2026-09-21 14:13, fresh, reached step 57
-                cancelled by a person, state saved
+                cancelled by the user, state saved
   8.0           running   started 2026-09-21 14:21, from generation 57, reached step 80
                 lineage 1 from generation 57: loading generation 57
                 lineage 2 from generation 70: loading generation 70
@@ -93,7 +93,7 @@ def test_a_job_that_died_without_a_word_can_be_recovered(trial, scheduler, capsy
     main(["status", "t1"])
     out = capsys.readouterr().out
     assert out.startswith("exp/t1   killed   step 80")
-    assert "the scheduler says node_fail" in out
+    assert "the scheduler reports node_fail" in out
     assert "hpc-rl recover exp/t1" in out
 
 

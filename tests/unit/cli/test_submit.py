@@ -117,7 +117,7 @@ def test_nodes_that_failed_the_trial_are_avoided_where_enough_others_are_left(
         scheduler.answers.clear()
         capsys.readouterr()
         assert submitted(config, "launcher.type=slurm") == 0
-        assert f"note: n1 failed this trial lately: {words}" in capsys.readouterr().out
+        assert f"note: n1 failed this trial recently: {words}" in capsys.readouterr().out
         assert ("--exclude=n1" in (trial.scripts / "trial.sbatch").read_text()) is excluded
 
 

@@ -34,7 +34,7 @@ def trial(fake_trial, scheduler):
 def test_status_says_that_it_waits(trial, capsys):
     assert main(["status", "t1", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert (said["state"], said["reason"]) == ("pending", "waits to be started again")
+    assert (said["state"], said["reason"]) == ("pending", "waiting to be started again")
 
 
 def test_submit_and_recover_are_refused_meanwhile(trial, scheduler, config):
@@ -62,7 +62,7 @@ def test_a_job_of_another_cluster_hides_none_from_a_cancel_and_starts_no_second(
     fake_trial.job("6", at=-500, cluster="alpha")  # it may wait there: its id says nothing here
     fake_trial.job("8", at=500, cluster="beta")
     scheduler.answers["8"] = State.RUNNING
-    with pytest.raises(SchedulerError, match="handed to the cluster alpha"):
+    with pytest.raises(SchedulerError, match="submitted to the cluster alpha"):
         check_idle(trial)
     assert main(["cancel", "t1"]) == 69
     assert ("nudge", "8") in scheduler.calls
@@ -105,8 +105,8 @@ def test_a_follower_waits_for_the_schedulers_word(trial, monkeypatch):
     ]
     monkeypatch.setattr(asking, "query", lambda *_, **__: answers.pop(0))
     watch = TrialWatch(trial)
-    assert watch.look().state == "unknown"
-    assert watch.look().state == "pending"
+    assert watch.poll().state == "unknown"
+    assert watch.poll().state == "pending"
 
 
 def test_an_answer_about_an_older_job_is_none_about_the_newest(trial, fake_trial, scheduler):

@@ -28,10 +28,10 @@ def test_news_are_told_once(fake_trial):
     assert narrator.news(read_status(fake_trial.trial)) == []
     fake_trial.exited("7.0", "trainer", 137)
     fake_trial.started("7.0", "trainer", incarnation=1)
-    fake_trial.lineage(1, 2, "7.0", incarnation=1, reason="loading generation 2")
+    fake_trial.lineage(1, 2, "7.0", incarnation=1, reason="loading checkpoint 2")
     assert narrator.news(read_status(fake_trial.trial)) == [
         "trainer-0: killed by signal 9; started again (incarnation 1)",
-        "training goes on from generation 2 as lineage 1: loading generation 2",
+        "training continues from checkpoint 2 as lineage 1: loading checkpoint 2",
     ]
 
 

@@ -55,11 +55,11 @@ def test_the_newest_incarnation_counts_and_junk_is_left_out(fake_trial):
     [
         (
             {"oldest_running_s": 300, "quiet_s": 290},
-            "nothing has finished for 4 min 50 s, the oldest prompt runs for 5 min",
+            "nothing has finished for 4 min 50 s, and the oldest prompt has been running for 5 min",
         ),
         ({"oldest_running_s": 300, "quiet_s": None}, "does the reward function or the workflow hang?"),
         ({"servers": 0, "oldest_running_s": 30}, "no generation server is alive"),
-        ({"time": 1_790_000_000.0}, "has not written for"),
+        ({"time": 1_790_000_000.0}, "has not reported for"),
     ],
 )
 def test_what_hangs_is_told_while_it_is_live(given, words):

@@ -62,7 +62,7 @@ def test_on_slurm_an_overlapping_step_on_the_node(on_slurm):
 def leave(fake_trial, attempt, name, **more):
     fake_trial.trial.attempt(attempt).make_dirs()
     path = fake_trial.trial.attempt(attempt).processes / f"{name}-rank0.json"
-    write_json(path, {"pid": 20, "host": "h", "rank": 0, **more})
+    write_json(path, {"pid": 20, "start_ticks": 1, "host": "h", "role": "server", "rank": 0, **more})
 
 
 def test_servers_in_a_job_of_their_own_are_places_too(on_slurm, fake_trial):
@@ -103,7 +103,7 @@ def test_the_component_of_a_heterogeneous_job_is_named(on_slurm, fake_trial):
 
 
 def test_what_does_not_run_is_told_with_what_does(on_slurm, fake_trial):
-    with pytest.raises(TrialStateError, match="--role rollout; what runs: trainer-0 rank 0"):
+    with pytest.raises(TrialStateError, match=r"--role rollout \(running: trainer-0 rank 0"):
         choose_process(on_slurm, "rollout", None, None)
     fake_trial.ended("7.0", 70, "server-0 gave up")
     with pytest.raises(TrialStateError, match=r"is failed \(failed: server-0 gave up\)"):
@@ -114,8 +114,8 @@ def test_on_this_machine_a_shell_and_elsewhere_a_word(fake_trial):
     fake_trial.run_to(3)
     for host, role in ((socket.gethostname(), "trainer"), ("elsewhere", "server")):
         path = fake_trial.trial.attempt("7.0").processes / f"{role}-0.0-rank0.json"
-        write_json(path, {"pid": 10, "host": host, "rank": 0})
+        write_json(path, {"pid": 10, "start_ticks": 1, "host": host, "role": role, "rank": 0})
     story = read_status(fake_trial.trial)
     assert attach_command(story, choose_process(story, None, None, None), ["ls"]) == ["ls"]
-    with pytest.raises(TrialStateError, match="runs on elsewhere: give the command there"):
+    with pytest.raises(TrialStateError, match="runs on elsewhere"):
         attach_command(story, choose_process(story, "server", None, None), [])

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_rl.errors import CannotWrite
 from hpc_rl.schedulers.base import JobState, State
-from hpc_rl.status.trial_status import TrialJob
+from hpc_rl.status.submitted_jobs import TrialJob
 from hpc_rl.submit import cancellation
 from hpc_rl.trial import Trial
 
@@ -26,5 +26,5 @@ def test_on_a_full_disk_it_says_how_the_job_is_ended_all_the_same(tmp_path, monk
     monkeypatch.setattr(cancellation, "scheduler_of", lambda trial, job: Running())
     trial = Trial(tmp_path / "u" / "e" / "t")
     trial.make_dirs()
-    with pytest.raises(CannotWrite, match=r"Nothing was cancelled\. Make room, or: scancel 8"):
-        cancellation._cancel(trial, TrialJob("7", native_id="8", scheduler="slurm"), now=False)
+    with pytest.raises(CannotWrite, match=r"Nothing was cancelled\..* scancel 8"):
+        cancellation.write_request(trial, TrialJob("7", native_id="8", scheduler="slurm"), now=False)

@@ -131,7 +131,7 @@ def test_a_trial_does_not_end_before_the_generation_that_it_goes_on_from(world, 
         (trial.generation(85) / "manifest.json").read_bytes()
     )
     loaded, plan = given(tmp_path / "root", total_train_steps=84)
-    with pytest.raises(ConfigError, match=r"total_train_steps 84.*generation 85.*Allowed: an end at step 85"):
+    with pytest.raises(ConfigError, match=r"total_train_steps 84.*checkpoint 85.*Allowed: an end at step 85"):
         submission.submit(
             loaded, plan, command=[], trial=trial, recovery=submission.Recovery(), scheduler=FakeScheduler()
         )
@@ -183,14 +183,14 @@ def test_a_fresh_start_refuses_state(world, mode, make_generation):
     made = world()
     finish(made.trial, made.job_id)
     made.trial.attempt("1.0").make_dirs()
-    with pytest.raises(TrialBusy, match=r"Go on from it with recover\.mode=auto\. For a fresh"):
+    with pytest.raises(TrialBusy, match=r"Resume it with recover\.mode=auto\. For a fresh"):
         world(mode=mode)
     make_generation(made.trial, 3)
     with pytest.raises(TrialBusy, match="hpc-rl recover exp/one` or recover"):
         world(mode=mode)
     shutil.rmtree(made.trial.recover)
     write_json(made.trial.trimmed, {"step": 2})
-    with pytest.raises(TrialBusy, match=r"starts fresh\. For a fresh start"):
+    with pytest.raises(TrialBusy, match=r"starts from step 0\. For a fresh start"):
         world(mode=mode)
     made.trial.trimmed.unlink()
     world(mode="auto")

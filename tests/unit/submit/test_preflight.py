@@ -72,7 +72,8 @@ def test_what_is_asked_of_the_cluster(overrides, asked):
 def test_a_submission_asks_once_and_refuses_what_can_never_run():
     cluster = FakeCluster()
     with pytest.raises(
-        ConfigError, match=r"(?s)can't run.*has 2 nodes, and 3 are asked for\. Nearest that fits: --n_nodes 2"
+        ConfigError,
+        match=r"(?s)cannot run.*has 2 nodes, and 3 are asked for\. Nearest that fits: --n_nodes 2",
     ):
         preflight.quick_check(*planned("--n_nodes=3", "launcher.trainer_mem_per_gpu=1000"), cluster)
     assert cluster.asked == ["sinfo"]
@@ -93,11 +94,11 @@ def test_the_plan_is_fitted_to_the_cores_of_the_cluster(threads, cpus):
 def test_bad_nodes_are_avoided_only_where_enough_others_are_left():
     small = "launcher.trainer_mem_per_gpu=1000"
     said = preflight.quick_check(*planned(small), FakeCluster(), ["n1"])
-    assert (said.avoid, said.notes) == (("n1",), ["n1 failed this trial lately: avoided"])
+    assert (said.avoid, said.notes) == (("n1",), ["n1 failed this trial recently: avoided"])
     said = preflight.quick_check(*planned(small, "--n_nodes=2"), FakeCluster(), ["n1"])
     assert (said.avoid, said.notes) == (
         (),
-        ["n1 failed this trial lately: not avoided, or too few nodes would be left"],
+        ["n1 failed this trial recently: not avoided, because too few other nodes are left"],
     )
     said = preflight.quick_check(*planned(small, "launcher.slurm.exclude=n2"), FakeCluster(), ["n1"])
     assert said.avoid == (), "what the configuration excludes stays excluded"
@@ -110,7 +111,7 @@ def test_all_checks():
     fine.raise_for()
     assert {check.state for check in fine.checks} <= {"ok", "skipped"}
     no = preflight.full_check(*small, {"a.sbatch": GOOD + "if\n"}, FakeCluster((False, "Invalid account")))
-    with pytest.raises(ConfigError, match=r"(?s)syntax error.*Slurm says of a\.sbatch: Invalid account"):
+    with pytest.raises(ConfigError, match=r"(?s)syntax error.*Slurm refuses a\.sbatch: Invalid account"):
         no.raise_for()
     with pytest.raises(SchedulerError, match="no controller"):
         preflight.full_check(*small, {"a.sbatch": GOOD}, FakeCluster(broken="no controller")).raise_for()

@@ -65,7 +65,7 @@ def test_an_unknown_name_suggests_a_near_one(two):
 def test_a_path_that_is_no_trial_says_so(tmp_path):
     with pytest.raises(TrialNameError, match="not a trial directory"):
         trial_index.resolve(str(tmp_path))
-    with pytest.raises(TrialNameError, match="is not there"):
+    with pytest.raises(TrialNameError, match="does not exist"):
         trial_index.resolve(str(tmp_path / "nope"))
 
 

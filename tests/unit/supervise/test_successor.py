@@ -8,7 +8,7 @@ from hpc_rl.errors import TrialBusy
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobSpec
 from hpc_rl.schedulers.slurm import _beside
-from hpc_rl.status.trial_status import read_jobs
+from hpc_rl.status.submitted_jobs import read_jobs
 from hpc_rl.submit.cancellation import cancel
 from hpc_rl.supervise.successor import go_on
 from hpc_rl.trial import Trial, write_json

@@ -1,0 +1,76 @@
+"""The submissions of a trial, from their records and from what their job scripts reported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpc_rl.records import JobEvent, JobRecord, newest_job, read_job_state
+from hpc_rl.trial import Trial, read_json
+
+
+@dataclass
+class TrialJob:
+    """One submission: `jobs/<job id>.json`, and the last line of `jobs/<job id>.state`."""
+
+    job_id: str
+    time: float = 0.0  # Unix seconds
+    scheduler: str = ""
+    start_mode: str = ""
+    cancelled: bool = False  # the user asked for it
+    event: JobEvent | None = None
+    native_id: str = ""  # the scheduler's id of its newest job: of a successor, else job_id
+    code: int | None = None  # exit code
+    reason: str = ""  # of its end, by the job script
+    cluster: str = ""  # Slurm's name of its cluster; empty where that is not known
+    other_length: bool = False  # total_train_* differs from the submission before
+    saves: bool = True  # when it is asked to stop: its recover.mode is not disabled
+    by_signal: bool = False  # ended by a TERM: of a cancel, a preemption or an administrator's requeue
+
+    @property
+    def ended(self) -> bool:
+        """Whether its script has ended, perhaps to be started again by the scheduler."""
+        return self.event is JobEvent.ENDED
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended for good.
+
+        After a TERM that no `hpc-rl cancel` asked for, only the scheduler knows.
+        """
+        return self.ended and (self.cancelled or not self.by_signal)
+
+
+def read_jobs(trial: Trial) -> list[TrialJob]:
+    """Return the submissions of a trial, oldest first. Records that are not sound are skipped."""
+    jobs = []
+    for path in trial.jobs.glob("*.json"):
+        record = JobRecord.read(path)
+        if record is not None and record.kind != JobRecord.SERVERS and "_" not in record.job_id:
+            jobs.append(_trial_job(trial, record))
+    jobs.sort(key=lambda job: (job.time, job.job_id))
+    if jobs and jobs[-1].start_mode == "resume":  # the mode of later starts is in the plan alone
+        plan = read_json(trial.plan_json)
+        jobs[-1].saves = not isinstance(plan, dict) or plan.get("recover_mode") != "disabled"
+    return jobs
+
+
+def _trial_job(trial: Trial, record: JobRecord) -> TrialJob:
+    job = TrialJob(
+        job_id=record.job_id,
+        time=record.time,
+        scheduler=record.scheduler,
+        cluster=record.cluster,
+        start_mode=record.start_mode,
+        saves=record.start_mode != "disabled",
+        cancelled=trial.cancel_intent(record.job_id).exists(),
+        native_id=newest_job(trial, record.job_id),
+        other_length=any(change.startswith("total_train_") for change in record.changed),
+    )
+    lines = read_job_state(trial, record.job_id)
+    if lines:
+        last = lines[-1]
+        job.event = last.event
+        job.code = last.code
+        job.reason = last.reason
+        job.by_signal = last.cancelled
+    return job
