@@ -41,8 +41,8 @@ SMALL = {
 KNOWN_SMALL = {
     "cli/render.py", "config/tables/departures.py",
     "render/code_zip.py", "render/roots.py", "render/sample.py", "render/slurm_time.py", "rollout/report.py",
-    "schedulers/record.py", "schedulers/slurm_parts.py", "status/watch.py",
-    "submit/provenance.py", "supervise/bad_nodes.py", "supervise/ends.py", "supervise/measured.py",
+    "schedulers/record.py", "schedulers/slurm_parts.py",
+    "supervise/bad_nodes.py", "supervise/ends.py", "supervise/measured.py",
     "trainers/activity.py", "trainers/evaluate.py",
 }  # fmt: skip
 KNOWN_FILE_NAMES = {"templates.py"}
@@ -52,7 +52,7 @@ KNOWN_CLASS_NAMES = {
 }  # fmt: skip
 KNOWN_LONG_FUNCTIONS = {"submit/submission.py submit"}
 KNOWN_LONG_FILES = {"doctor/checks.py", "trainers/grpo_recipe.py"}
-KNOWN_READS = {"checkpoint/starts.py", "status/trial_state.py"}
+KNOWN_READS = {"checkpoint/starts.py"}
 
 # Names in which text for people is carried.
 MESSAGE_NAMES = {"reason", "reasons", "message", "messages", "words", "text", "error", "detail", "note"}
