@@ -191,7 +191,7 @@ def test_a_step_past_the_end_of_the_trial_is_not_imported(rendered, config, torc
     assert main(["render", "--config", str(config), "total_train_steps=null", "total_train_epochs=4"]) == 0
     assert main(importing) == ExitCode.REFUSED
     assert (
-        "total_train_epochs 4: trial sums/small ends at step 4, and generation 11 is past that"
+        "trial sums/small ends at step 4, before checkpoint 11"
         in capsys.readouterr().err
     )
     rendered.config_json.write_text("[]")
