@@ -190,10 +190,7 @@ def test_a_step_past_the_end_of_the_trial_is_not_imported(rendered, config, torc
     assert "ends at step 10, before checkpoint 11. Allowed: an end at" in said
     assert main(["render", "--config", str(config), "total_train_steps=null", "total_train_epochs=4"]) == 0
     assert main(importing) == ExitCode.REFUSED
-    assert (
-        "trial sums/small ends at step 4, before checkpoint 11"
-        in capsys.readouterr().err
-    )
+    assert "trial sums/small ends at step 4, before checkpoint 11" in capsys.readouterr().err
     rendered.config_json.write_text("[]")
     assert main(importing) == ExitCode.REFUSED
     assert "config.json is missing or damaged" in capsys.readouterr().err
