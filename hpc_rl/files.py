@@ -88,6 +88,8 @@ class Tail:
     def poll(self, to_the_end: bool = True) -> list[str]:
         """New lines. With `to_the_end` the first poll also gives a last line that has no line feed yet."""
         try:
+            if not self.path.is_file():
+                return []
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)
                 if self._offset is None:
@@ -135,6 +137,8 @@ class JsonLines:
     def poll(self) -> list[Row]:
         """Return the new rows; `rows` has all of them."""
         try:
+            if not self.path.is_file():  # a device may never end, a pipe may have no writer
+                return []
             with self.path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:  # another file under this name
                     self._offset, self.rows = 0, []
@@ -152,7 +156,7 @@ class JsonLines:
 def _json_object(line: bytes) -> Row | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import re
 import types
 import typing
@@ -112,12 +113,16 @@ def _convert(value: Any, hint: Any) -> Any:
         origin = typing.get_origin(hint)
     if origin is tuple and isinstance(value, list):
         return tuple(_convert(one, typing.get_args(hint)[0]) for one in value)
+    if origin is dict and isinstance(value, dict):
+        return {key: _convert(one, typing.get_args(hint)[1]) for key, one in value.items()}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, bool) != (hint is bool) or not isinstance(value, origin or hint):
         raise ValueError(f"expected {hint}, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"expected a finite number, got {value!r}")
     return value
 
 
@@ -135,7 +140,7 @@ class JsonRecord:
         for name, key, hint, required in _fields(cls):
             try:
                 values[name] = _convert(data[key], hint)
-            except (KeyError, ValueError):
+            except (KeyError, ValueError, OverflowError):
                 if required or (cls.STRICT and key in data):
                     return None
         return cls(**values)

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,17 +108,17 @@ def fsync_dir(path: Path) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """Parsed content, or None where the file is missing, stale or not complete yet."""
+    """Return parsed content, or None where the file is missing, stale, damaged, not complete yet or not a regular file."""
     try:
         with open(path, "rb", buffering=0, opener=_without_waiting) as file:
-            return json.loads(file.read() or b"")
-    except (OSError, ValueError):
+            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)  # a device may never end
+            return json.loads(file.read() or b"") if is_regular else None
+    except (OSError, ValueError, RecursionError):
         return None
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """A pipe reads as empty: nobody may ever write to it."""
-    return os.open(path, flags | os.O_NONBLOCK)
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe that has no writer must not block
 
 
 def entries(folder: Path) -> list[os.DirEntry[str]]:

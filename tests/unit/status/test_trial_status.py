@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from hpc_rl.cli.status import text
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.shared_query import GONE
 from hpc_rl.status.trial_status import StatusReader, read_status
@@ -380,3 +381,24 @@ def test_a_sentence_of_the_local_scheduler_is_set_off(fake_trial):
 def test_an_end_without_a_word_is_told_in_the_schedulers_words_and_in_ours(fake_trial, native, state, words):
     fake_trial.run_to(3)
     assert words in read_status(fake_trial.trial, JobState("7", state, native, "TimeLimit")).reason
+
+
+@pytest.mark.parametrize("damage", ["deep", "infinite", "device", "pipe"])
+@pytest.mark.parametrize(
+    "name", ["jobs/7.json", "jobs/7.state", "lineages/0000.json", "attempts/7.0/events.jsonl"]
+)
+def test_no_damaged_file_keeps_status_from_the_rest(fake_trial, damage, name):
+    fake_trial.run_to(5)
+    path = fake_trial.trial.dir / name
+    path.unlink(missing_ok=True)
+    if damage == "deep":
+        path.write_text("[" * 100_000 + "]" * 100_000 + "\n")
+    elif damage == "infinite":
+        path.write_text('{"time": 1e999, "event": "started", "role": "trainer", "incarnation": 0}\n')
+    elif damage == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        os.mkfifo(path)
+    status = read_status(fake_trial.trial)
+    assert status.step == 5
+    assert text(status)[0].startswith("exp/t1")
