@@ -1,4 +1,4 @@
-"""One rank of the trainer: join the other ranks, find out where to go on from, compose, train."""
+"""One rank of the trainer: join the other ranks, decide which state to continue from, compose, train."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from contextlib import ExitStack
 
 from hpc_rl import net
+from hpc_rl.allocation import parse
 from hpc_rl.app import role
 from hpc_rl.app.role import Context
 from hpc_rl.name_resolve import keys, open_names
@@ -14,17 +15,17 @@ from hpc_rl.name_resolve.base import NameResolve
 
 logger = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 600.0
-COLLECTIVE_TIMEOUT_S = (
-    4 * 3600.0
-)  # ranks wait for rank 0 through publishes and evaluations; a rank that dies is seen at once
+# ranks wait for rank 0 through publishes and evaluations; a rank that dies is noticed at once
+COLLECTIVE_TIMEOUT_S = 4 * 3600.0
 
 
 def body(context: Context) -> int:
-    from hpc_rl.engines import distributed  # torch, which takes a while: the process record is there before
+    # torch takes seconds to import: the process record is written before
+    from hpc_rl.engines import distributed
     from hpc_rl.trainers.compose import COMPOSE
     from hpc_rl.trainers.loop import train
     from hpc_rl.trainers.ranks import Ranks
-    from hpc_rl.trainers.start import Start
+    from hpc_rl.trainers.start import TrainerContext
 
     log_start(context, "libraries are imported")
     names = open_names(context.trial, context.config)
@@ -36,16 +37,27 @@ def body(context: Context) -> int:
         context.rank,
         context.num_ranks,
         device,
-        meet.publish,
-        meet.find,
-        COLLECTIVE_TIMEOUT_S,
-        JOIN_TIMEOUT_S,
-        context.address,
+        publish=meet.publish,
+        find=meet.find,
+        timeout_s=COLLECTIVE_TIMEOUT_S,
+        join_timeout_s=JOIN_TIMEOUT_S,
+        address=context.address,
     )
     log_start(context, "all ranks have joined")
-    ranks = Ranks()
-    who = (context.trial, context.attempt, context.incarnation, context.config, context.tokens)
-    start = Start(*who, names, device, ranks, context.stopping)
+    train_part = parse(context.plan.allocation).train
+    assert train_part is not None, "a plan with a trainer names its engine"
+    start = TrainerContext(
+        trial=context.trial,
+        attempt=context.attempt,
+        incarnation=context.incarnation,
+        config=context.config,
+        tokens=context.tokens,
+        names=names,
+        engine=train_part.backend,
+        device=device,
+        ranks=Ranks(),
+        stopping=context.stopping,
+    )
     with ExitStack() as stack:
         run, recipe = COMPOSE[context.plan.trainer](start, stack)
         log_start(context, f"the state of step {run.step} is loaded, as lineage {run.lineage}")
@@ -54,14 +66,14 @@ def body(context: Context) -> int:
     return code
 
 
-def log_start(context: Context, words: str) -> None:
-    """Where the time of a start goes, in the log of rank 0."""
+def log_start(context: Context, milestone: str) -> None:
+    """Log a milestone of the start, on rank 0: the timestamps show where its time goes."""
     if context.rank == 0:
-        logger.info("start: %s", words)
+        logger.info("start: %s", milestone)
 
 
 class Rendezvous:
-    """Where rank 0 says how to reach the process group's store."""
+    """The record by which rank 0 publishes the address of the process group's store."""
 
     def __init__(self, names: NameResolve, key: str) -> None:
         self.names, self.key = names, key
@@ -75,7 +87,7 @@ class Rendezvous:
 
 
 def device_of(context: Context) -> str:
-    """The GPU of this rank among those that it may see, or the CPU."""
+    """Return the GPU of this rank among those visible to it, or the CPU."""
     if context.plan.device != "cuda":
         return "cpu"
     import torch

@@ -1,15 +1,18 @@
-"""Engines: sharded models with their optimizers. `ENGINES[name](config, rank=…, num_ranks=…, device=…, seed=…)` makes one."""
+"""Engines by name: module and class, called as `cls(config, rank=…, num_ranks=…, …)`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+
+from hpc_rl.engines.base import Engine
+from hpc_rl.errors import NotBuilt
+
+ENGINES = {"fsdp": "hpc_rl.engines.fsdp:FSDPEngine"}
 
 
-def _fsdp(*args: Any, **kwargs: Any) -> Any:
-    from hpc_rl.engines.fsdp import FSDPEngine
-
-    return FSDPEngine(*args, **kwargs)
-
-
-ENGINES: dict[str, Callable[..., Any]] = {"fsdp": _fsdp}
+def engine_class(name: str) -> type[Engine]:
+    """Return the class of the engine that an allocation names. Raises NotBuilt."""
+    if name not in ENGINES:
+        raise NotBuilt(f"the {name} engine is not built yet; use {' or '.join(ENGINES)}.")
+    module, _, cls = ENGINES[name].partition(":")
+    return getattr(import_module(module), cls)

@@ -1,4 +1,4 @@
-"""The process group of one incarnation of the trainer: rank 0 binds first and publishes what it bound, the others find it."""
+"""The process group of a trainer incarnation: rank 0 binds a port and publishes it, the others find it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ def init_ranks(
         rank: This rank.
         num_ranks: All ranks.
         device: Device of the ranks.
-        publish: Called by rank 0 with address and port of the store, which it starts on a port that the system chooses.
+        publish: Called by rank 0 with address and port of the store, which it starts on a port that the
+            system chooses.
         find: Called by the other ranks; waits for what rank 0 published. May raise TimeoutError.
         timeout_s: Time limit of a collective, in seconds.
         join_timeout_s: Time limit for all ranks to join, in seconds; by default that of a collective.
         address: Address of this host that the other ranks can reach.
 
-    Raises RoleFailed where ranks are missing after `join_timeout_s`, RuntimeError (DistStoreError) without the store.
+    Raises RoleFailed where ranks are missing after `join_timeout_s`, RuntimeError (DistStoreError) without
+    the store.
     """
     if num_ranks == 1:
         return
@@ -53,18 +55,18 @@ def init_ranks(
 
 
 def init_alone(device: torch.device | str) -> None:
-    """A process group of this process only, for what exists only with one."""
+    """Make a process group of this process only: FSDP needs one."""
     dist.init_process_group(_backend(torch.device(device)), store=dist.HashStore(), rank=0, world_size=1)
 
 
 def shutdown() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if any."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _wait_for_all(store: dist.Store, num_ranks: int, timeout_s: float) -> None:
-    """A rank that hangs before it joins must not cost the hours that a collective may take."""
+    # without this, a rank that hangs before it joins would cost the hours that a collective may take
     if store.add("joined", 1) == num_ranks:
         store.set("all joined", "")
     try:
@@ -72,7 +74,7 @@ def _wait_for_all(store: dist.Store, num_ranks: int, timeout_s: float) -> None:
     except dist.DistStoreError as error:
         joined = store.add("joined", 0)
         raise RoleFailed(
-            f"{joined} of {num_ranks} ranks came within {timeout_s:g} s; the logs of the others say why"
+            f"{joined} of {num_ranks} ranks joined within {timeout_s:g} s; see the logs of the others"
         ) from error
 
 

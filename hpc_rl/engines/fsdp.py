@@ -1,13 +1,13 @@
-"""Engine on FSDP2: a transformers model, sharded over the ranks by `fully_shard`; parameters and optimizer in float32.
+"""The engine on FSDP2: a transformers model sharded by `fully_shard`, parameters and optimizer in float32.
 
-One rank in float32 is not sharded at all. Left out: tensor and context parallelism, offloading of parameters. Memory note:
-every rank builds the whole model on its CPU before it keeps its shard.
+A single rank in float32 is not sharded. Left out: tensor and context parallelism, offloading of parameters.
+Every rank builds the whole model in CPU memory before it keeps its shard.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from hpc_rl.engines.packing import Groups
 
 
 class FSDPEngine:
-    """See Engine for the methods. With more than one rank, the process group exists before `initialize`."""
+    """An Engine. With more than one rank, the process group must exist before `initialize`."""
 
     def __init__(
         self,
@@ -41,25 +41,25 @@ class FSDPEngine:
         layout: Layout | None = None,
         frozen: bool = False,
     ) -> None:
-        """`layout` None: packed where the attention knows how (flash), padded elsewhere. Raises ConfigError.
+        """Check the configuration. Raises ConfigError.
 
-        Frozen (a reference model): `logprobs` only, without optimizer, parameters in the type that it computes in.
+        `layout` None: packed for flash attention, else padded. `frozen` (a reference model): `logprobs` only,
+        without an optimizer, parameters in the compute type.
         """
         self.config = config
         self.rank = rank
         self.num_ranks = num_ranks
         self.device = torch.device(device)
-        self.pin_memory = False  # what goes to the GPU goes by page-locked memory
+        self.pin_memory = False  # copy inputs to the GPU through page-locked memory
         self.seed = seed
         self.frozen = frozen
-        self._buffer: state.Buffer | None = None  # of snapshots that are written while training goes on
+        self._buffer: state.Buffer | None = None  # of snapshots that are written while training continues
         self.layout: Layout = layout or ("packed" if config.attn_impl.startswith("flash") else "padded")
         model.check(config, self.device)
 
     def initialize(self, num_train_steps: int) -> None:
-        """Collective. `num_train_steps` counts calls of `train_batch`: the schedule ends with the last."""
         self.num_train_steps = num_train_steps
-        self.num_updates = 0  # calls of train_batch, skipped ones included: the position of the schedule
+        self.num_updates = 0  # position of the schedule: calls of train_batch, including skipped updates
         self.model = model.build(self.config, self.seed, self.frozen)
         names = [name for name, _ in self.model.hf.named_parameters()]
         saved = set(self.model.hf.state_dict())
@@ -78,9 +78,8 @@ class FSDPEngine:
         torch.manual_seed(self.seed * 1_000_003 + self.rank)
 
     def _freeze(self) -> None:
-        for (
-            parameter
-        ) in self.model.parameters():  # buffers keep their type: positions in bfloat16 would be wrong
+        # buffers keep their type: positions in bfloat16 would be wrong
+        for parameter in self.model.parameters():
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(model.DTYPES[self.config.dtype])
         if self.num_ranks > 1:
@@ -99,7 +98,6 @@ class FSDPEngine:
         fully_shard(self.model, mesh=mesh, mp_policy=precision)
 
     def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
-        """Collective; 0 outside of the column `loss_mask`, where there is one."""
         self.model.eval()
         out = [np.zeros(len(ids), dtype=np.float32) for ids in rows.ids]
         groups, _ = self._rounds(rows)
@@ -111,17 +109,14 @@ class FSDPEngine:
                 ends = np.cumsum([len(out[row]) for row in group])
                 for row, end in zip(group, ends, strict=True):
                     out[row][:] = flat_T[end - len(out[row]) : end]
+        # a forward pass without a backward leaves the root gathered, and out of date after the next update
         if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # a forward pass without a backward leaves the root gathered, and so out of date later
+            self.model.reshard()
         return out
 
     def train_batch(
         self, rows: Sequences, loss: LossFn, loss_weight: float, temperature: float
     ) -> dict[str, float]:
-        """Collective. Sums of `loss`'s statistics over all ranks, `loss` (already divided), grad_norm, lr, update_successful.
-
-        An update whose gradient is not finite is skipped, on all ranks. Raises ValueError where no rank has rows.
-        """
         self.model.train()
         groups, total_rows = self._rounds(rows)
         if not total_rows:
@@ -131,9 +126,8 @@ class FSDPEngine:
             inputs = self._inputs(rows, group)
             logprobs_N, entropy_N = self._forward(inputs, temperature)
             loss_sum, sums = loss(micro_batch(rows, group, inputs, logprobs_N, entropy_N))
-            (
-                loss_sum * (self.num_ranks / loss_weight * self.scale.value)
-            ).backward()  # FSDP averages gradients over the ranks
+            # FSDP averages gradients over the ranks
+            (loss_sum * (self.num_ranks / loss_weight * self.scale.value)).backward()
             for name, value in {**sums, "loss": loss_sum / loss_weight}.items():
                 totals[name] = totals.get(name, 0) + value.detach().double()
         return self._update(totals)
@@ -161,9 +155,9 @@ class FSDPEngine:
         }
 
     def _rounds(self, rows: Sequences) -> tuple[Groups, int]:
-        """This rank's micro-batches, filled up with empty ones to the largest number of any rank, and the rows of all ranks.
+        """Return this rank's micro-batches, with empty ones up to the most of any rank, and the row total.
 
-        A row that does not fit raises ValueError on every rank.
+        Raises ValueError on every rank if a row of any rank does not fit. Collective.
         """
         spec = self.config.mb_spec
         groups: Groups = []
@@ -199,7 +193,6 @@ class FSDPEngine:
         )
 
     def save(self, folder: Path) -> list[FileRecord]:
-        """A snapshot, written at once."""
         return self.snapshot(copied=False).write(folder)
 
     def state_bytes(self) -> int:
@@ -215,26 +208,16 @@ class FSDPEngine:
         self.num_updates = counters["updates"]
         self.scale.restore(counters)
 
-    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]] | None:
-        """In the type of the configuration, on the CPU."""
-        tensors = self._gather()
-        return iter(hf_io.on_disk_names(self.model.hf, tensors).items()) if self.rank == 0 else None
-
     def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
-        tensors = self._gather()
+        tensors = self.hf_weights()
         if self.rank == 0:
-            source = Path(self.config.path)
-            others = [
-                source / "generation_config.json",
-                *(hf_io.tokenizer_files(tokenizer) if tokenizer else []),
-            ]
-            config_json = model.exported_config(source, self.model.hf, self.config)
-            hf_io.write_checkpoint(
-                folder, hf_io.on_disk_names(self.model.hf, tensors), config_json, others, durable
-            )
+            model.write_export(folder, self.config, self.model.hf, tensors, tokenizer, durable)
 
-    def _gather(self) -> dict[str, torch.Tensor]:
-        """All parameters and saved buffers, whole, on rank 0; tied ones once. Empty on other ranks."""
+    def hf_weights(self) -> dict[str, torch.Tensor]:
+        """Return all parameters and saved buffers by Hugging Face names, whole, on the CPU; {} above rank 0.
+
+        Parameters have the configured type; tied ones appear once. Collective.
+        """
         dtype = model.DTYPES[self.config.dtype]
         tensors = {}
         for shard in self.shards:
@@ -245,4 +228,4 @@ class FSDPEngine:
         if self.rank == 0:
             buffers = dict(self.model.hf.named_buffers())
             tensors |= {name: buffers[name].cpu() for name in self.buffer_names}
-        return tensors
+        return hf_io.on_disk_names(self.model.hf, tensors)

@@ -1,6 +1,6 @@
-"""Hugging Face checkpoints as people and servers read them: safetensors files, config.json, tokenizer files.
+"""Hugging Face checkpoints on disk: safetensors files, config.json, tokenizer files.
 
-Nothing here knows about ranks: the engine hands over full tensors, on the rank that writes.
+Nothing here knows about ranks: the rank that writes hands over full tensors.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ TOKENIZER_FILES = (
 
 
 def on_disk_names(hf: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a model in memory under the names, and in the cut, that its checkpoints have on disk."""
+    """Return the tensors of a model in memory with the names and shapes that its checkpoints have on disk."""
     return tensors if revert_weight_conversion is None else revert_weight_conversion(hf, tensors)
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """What the safetensors files of a checkpoint hold; of other formats nothing. Raises ConfigError for damage, OSError."""
+    """Return the names in the safetensors files of a checkpoint.
+
+    Raises ConfigError if one is damaged, OSError.
+    """
     names: set[str] = set()
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -60,7 +63,7 @@ def tensor_names(folder: Path) -> set[str]:
 
 
 def refuse_damage(folder: Path) -> None:
-    """Raises ConfigError that names the file where one of a checkpoint can't be what was written; OSError."""
+    """Raise ConfigError that names the file if one of a checkpoint is damaged; OSError."""
     for path in sorted(folder.glob("*.json")):
         try:
             json.loads(path.read_bytes())
@@ -72,7 +75,7 @@ def refuse_damage(folder: Path) -> None:
 def write_checkpoint(
     folder: Path, tensors: dict[str, torch.Tensor], config_json: str, others: Iterable[Path], durable: bool
 ) -> None:
-    """Write all files of a checkpoint into `folder`, which is made where it is missing; fsynced if durable. Raises OSError.
+    """Write all files of a checkpoint into `folder`, made if missing; fsynced if durable. Raises OSError.
 
     `others` are files to copy; those that do not exist are left out.
     """
@@ -90,12 +93,12 @@ def write_checkpoint(
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Where a tokenizer's files may lie in a directory, whether they exist or not."""
+    """Return the paths that a tokenizer's files may have in a directory, whether they exist or not."""
     return [folder / name for name in TOKENIZER_FILES]
 
 
 def fsync_file(path: Path) -> None:
-    """Make a file that was written by somebody else's code durable."""
+    """Make a file durable that a library has written."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -124,7 +127,7 @@ def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> list[Path]
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """One file. What safetensors says of the file system is raised as the OSError that it was."""
+    # safetensors wraps errors of the file system: they are raised as the OSError that they were
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:

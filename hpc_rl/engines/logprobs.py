@@ -1,7 +1,8 @@
 """Log-probabilities and entropies of given tokens from hidden states, without ever holding all logits.
 
-Logits are tokens x vocabulary x 4 bytes: for a large vocabulary more than the model. They are made a chunk of rows at a time,
-and made again in the backward pass. Where all of them fit into one chunk they are kept, which saves the second product.
+Logits take tokens x vocabulary x 4 bytes: with a large vocabulary more than the model. They are computed for
+a chunk of rows at a time, and again in the backward pass. If all of them fit into one chunk they are kept,
+which saves the second product.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 CHUNK_ROWS = 128
-CHUNK_LOGITS = 1 << 22  # 16 MiB of float32; with a small vocabulary a chunk has more rows
+CHUNK_LOGITS = 1 << 22  # 16 MiB of float32; a chunk has more rows if the vocabulary is small
 
 
 def token_logprobs(
@@ -21,7 +22,11 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log p(target), entropy) of softmax(hidden @ head.T / temperature), float32 [N]; only the first has a gradient."""
+    """Return log p(target) and the entropy of softmax(hidden @ head.T / temperature), float32 [N].
+
+    hidden_NH: [tokens, width]. head_VH: [vocabulary, width]. targets_N: int64 token ids. Only log p has a
+    gradient.
+    """
     if chunk_rows is None:
         chunk_rows = max(CHUNK_ROWS, CHUNK_LOGITS // head_VH.shape[0])
     return _TokenLogprobs.apply(hidden_NH, head_VH, targets_N, temperature, chunk_rows)

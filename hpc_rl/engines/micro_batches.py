@@ -1,10 +1,12 @@
 """From ragged rows to the tensors of one forward pass, and back to the flat `MicroBatch` that losses see.
 
-Two layouts, equal in their results:
-- padded: rows of similar length, padded on the right. Causal attention never looks at the padding, so no mask is needed;
-- packed: rows one after the other in a single row whose position ids restart, for attention that knows about that (flash).
+Two layouts with equal results:
+- padded: rows of similar length, padded on the right. Causal attention never sees the padding, so no mask is
+  needed;
+- packed: rows in sequence in a single row whose position ids restart, for attention that supports that
+  (flash).
 
-The last token of a row is no input, where nothing is predicted from it.
+The last token of a row is not an input if nothing is predicted from it.
 """
 
 from __future__ import annotations
@@ -19,14 +21,13 @@ from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.engines.packing import Groups, length_buckets, pack
 
 Layout = Literal["padded", "packed"]
-PADDING_ROW = (
-    1024  # padding of the packed layout is rows of this length: no position beyond what a model knows
-)
+# padding of the packed layout restarts its positions as often, to stay within what every model supports
+PADDING_ROW = 1024
 
 
 @dataclass
 class Inputs:
-    """Model inputs of shape [B, W], and where to read: token `wanted_N[n]` of the micro-batch is predicted at `source_N[n]`."""
+    """Model inputs [B, W], and where to read: token `wanted_N[n]` is predicted at `source_N[n]`."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor | None  # None: 0, 1, 2, … in every row
@@ -36,16 +37,16 @@ class Inputs:
     num_tokens: int  # T
 
     def flat(self, values_N: torch.Tensor) -> torch.Tensor:
-        """[T] with the values at the wanted tokens and 0 elsewhere."""
-        return torch.zeros(self.num_tokens, dtype=values_N.dtype, device=values_N.device).index_copy(
-            0, self.wanted_N, values_N
-        )
+        """Return [T] with the values at the wanted tokens and 0 elsewhere."""
+        zeros_T = torch.zeros(self.num_tokens, dtype=values_N.dtype, device=values_N.device)
+        return zeros_T.index_copy(0, self.wanted_N, values_N)
 
 
 def cut(rows: Sequences, layout: Layout, max_tokens: int | None, n_mbs: int, granularity: int = 1) -> Groups:
-    """Which rows go through the model together; `granularity` neighbours stay together.
+    """Return the groups of rows that go through the model together; `granularity` neighbours stay together.
 
-    Raises ValueError for rows that are longer than a micro-batch may be, or not whole neighbourhoods.
+    Raises ValueError if a row is longer than `max_tokens`, or their number is not a multiple of
+    `granularity`.
     """
     if len(rows) % granularity:
         raise ValueError(f"{len(rows)} rows are not a multiple of mb_spec.granularity {granularity}")
@@ -66,11 +67,11 @@ def inputs_of(
     pad_to: int = 0,
     pin_memory: bool = False,
 ) -> Inputs:
-    """Model inputs for the rows of one group. Without rows: a lone token that predicts nothing, to take part in collectives.
+    """Return model inputs for the rows of one group; without rows a lone token, to take part in collectives.
 
-    Wanted are the tokens for which the bool column `loss_mask` is true (all, without such a column) save first ones.
-    shift: 1 reads at the token before the wanted one, 0 at the token itself (a model that ends in a number). pad_to: add tokens
-    that nobody looks at, up to as many.
+    Wanted are the tokens that the bool column `loss_mask` selects (by default all), except the first of each
+    row. shift: 1 reads at the token before the wanted one, 0 at the token itself (a model that ends in a
+    number). pad_to: add unused tokens up to this number.
     """
     lengths, ids_T = _lengths_and_ids(rows, group)
     row_T = np.repeat(np.arange(len(group)), lengths)
@@ -111,7 +112,7 @@ def inputs_of(
 def micro_batch(
     rows: Sequences, group: list[int], inputs: Inputs, logprobs_N: torch.Tensor, entropy_N: torch.Tensor
 ) -> MicroBatch:
-    """What a loss function sees of a group."""
+    """Return what a loss function sees of a group."""
     device = logprobs_N.device
     columns = {
         name: torch.from_numpy(_column(rows, name, group)).to(device, non_blocking=True)
@@ -130,9 +131,9 @@ def _lengths_and_ids(rows: Sequences, group: list[int]) -> tuple[np.ndarray, np.
 
 
 def _column(rows: Sequences, name: str, group: list[int]) -> np.ndarray:
-    """The column's values for a group. Where there are no rows to tell the type by, the name does: `…mask` is bool."""
+    """Return the column's values for a group."""
     values = rows.columns[name]
-    if not group:
+    if not group:  # no values show the type, so the name does
         return np.zeros(0, dtype=bool if name.endswith("mask") else np.float32)
     column = np.concatenate([values[row] for row in group])
     return column if column.dtype == bool else column.astype(np.float32, copy=False)

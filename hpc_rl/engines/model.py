@@ -1,7 +1,7 @@
-"""The Hugging Face model as the engine sees it: built from a directory, with a forward pass that ends in token log-probabilities.
+"""Hugging Face models, built from a directory; their forward pass ends in token log-probabilities.
 
-The log-probabilities are made inside the forward pass of the outermost module, because that is where FSDP has the output
-head gathered. What a model does to its logits beyond the head's product is not reproduced: such models are refused.
+These are computed inside the forward pass of the outermost module, since only there FSDP has the output head
+gathered. Models that transform their logits after the head's product are refused.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ from hpc_rl.engines.logprobs import token_logprobs
 from hpc_rl.errors import ConfigError, NotBuilt
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LOGIT_TRANSFORMS = {
-    "final_logit_softcapping": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-}  # key -> value that does nothing
+# key of config.json -> value without effect
+LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 
 
 class LanguageModel(nn.Module):
@@ -35,7 +32,7 @@ class LanguageModel(nn.Module):
 
     Args:
         hf: The model of transformers.
-        unread: Tensors that its files have and the model has no place for.
+        unread: Names of tensors in its files that the model does not use.
     """
 
     def __init__(self, hf: Any, unread: Sequence[str] = ()) -> None:
@@ -52,13 +49,24 @@ class LanguageModel(nn.Module):
         temperature: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         positions = {} if position_ids is None else {"position_ids": position_ids}
-        hidden = self.hf.get_decoder()(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
-        return token_logprobs(
-            hidden.flatten(0, 1)[source_N], self.hf.get_output_embeddings().weight, targets_N, temperature
-        )
+        hidden = self.trunk()(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
+        return self.outputs(hidden.flatten(0, 1)[source_N], targets_N, temperature)
+
+    def trunk(self) -> Any:
+        """Return the module below the head."""
+        return self.hf.get_decoder()
+
+    def outputs(
+        self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probability and entropy of each target, float32 [N]."""
+        return token_logprobs(hidden_NH, self.hf.get_output_embeddings().weight, targets_N, temperature)
 
     def blocks(self, wanted: list[str] | None = None) -> list[nn.Module]:
-        """The repeated layers, which FSDP shards one by one: of these classes, or as the model says. Raises ConfigError."""
+        """Return the layers that FSDP shards one by one: of the `wanted` classes, else the model's choice.
+
+        Raises ConfigError if no module is of these classes.
+        """
         names = set(self.hf._no_split_modules or () if wanted is None else wanted)
         found = [module for module in self.hf.modules() if type(module).__name__ in names]
         if wanted and not found:
@@ -70,24 +78,20 @@ class LanguageModel(nn.Module):
 
 
 class ScoreModel(LanguageModel):
-    """A model with one number per token in place of a vocabulary: a reward model."""
+    """A reward model: one number per token in place of log-probabilities."""
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None,
-        source_N: torch.Tensor,
-        targets_N: torch.Tensor,
-        temperature: float,
+    def trunk(self) -> Any:
+        return self.hf.base_model
+
+    def outputs(
+        self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = {} if position_ids is None else {"position_ids": position_ids}
-        hidden = self.hf.base_model(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
-        scores_N = (hidden.flatten(0, 1)[source_N] @ self.hf.score.weight.T).squeeze(1).float()
+        scores_N = (hidden_NH @ self.hf.score.weight.T).squeeze(1).float()
         return scores_N, torch.zeros_like(scores_N, requires_grad=False)
 
 
 def check(config: TrainEngineConfig, device: torch.device) -> None:
-    """Raises ConfigError for what this engine can't do with the configuration on the device."""
+    """Raise ConfigError for what the engine can't do with the configuration on the device."""
     if device.type == "cpu" and config.attn_impl.startswith("flash"):
         raise ConfigError(
             f"attn_impl {config.attn_impl!r} needs a GPU and the trainer is on the CPU; use attn_impl: sdpa"
@@ -99,42 +103,34 @@ def check(config: TrainEngineConfig, device: torch.device) -> None:
 
 
 def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> LanguageModel:
-    """The model in float32 on the CPU, the same on every rank. Raises ConfigError, OSError."""
+    """Build the model in float32 on the CPU, the same on every rank. Raises ConfigError, OSError."""
     hf: Any
+    folder = Path(config.path)
     disable_progress_bar()  # one per rank, into the role's log
-    torch.manual_seed(seed)  # what the weights lack (all of them, or the head of a reward model) is drawn
+    torch.manual_seed(seed)  # missing weights (all of them, or the head of a reward model) are drawn
     try:
         hf, unread = _make(config)
     except ConfigError:
         raise  # it is a ValueError too
     except (OSError, SafetensorError):
-        hf_io.refuse_damage(
-            Path(config.path)
-        )  # in whose words no file is named, and which would be tried again
+        hf_io.refuse_damage(folder)  # their message names no file, and as an OSError it would be retried
         raise
-    except (
-        ImportError,
-        ValueError,
-    ) as error:  # a package that the attention needs, a name or an architecture that is unknown
-        hf_io.refuse_damage(Path(config.path))
+    except (ImportError, ValueError) as error:  # a missing package, an unknown attention or architecture
+        hf_io.refuse_damage(folder)
         raise ConfigError(
-            f"{config.path} can't be built with attn_impl {config.attn_impl!r} here: {error} "
+            f"{folder} can't be built with attn_impl {config.attn_impl!r} here: {error} "
             "Install what is missing in the trainer's environment, or use attn_impl: sdpa."
         ) from error
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-    ) as error:  # of a number or a name that no model can have
-        hf_io.refuse_damage(Path(config.path))
-        said = f"{type(error).__name__}: {error}"
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # impossible sizes or names
+        hf_io.refuse_damage(folder)
         raise ConfigError(
-            f"{Path(config.path) / 'config.json'} describes no model that can be built: {said}"
+            f"{folder / 'config.json'} does not describe a model that can be built: "
+            f"{type(error).__name__}: {error}"
         ) from error
     if config.is_critic and not isinstance(getattr(hf, "score", None), nn.Linear):
         raise NotBuilt(
-            f"{hf.config.model_type} models can't be reward models yet: their head is not a linear layer `score`"
+            f"{hf.config.model_type} models can't be reward models yet: "
+            "their head is not a linear layer `score`"
         )
     if not config.is_critic:
         _refuse_other_heads(hf)
@@ -146,30 +142,32 @@ def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Languag
 
 
 def architecture(folder: Path, **more: Any) -> Any:
-    """The config.json of a checkpoint, as transformers reads it. Raises ConfigError that names the file, OSError."""
+    """Return the config.json of a checkpoint as transformers reads it.
+
+    Raises ConfigError with the file's name, OSError.
+    """
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, **more)
     except OSError:
-        hf_io.refuse_damage(folder)  # in whose words no file is named
+        hf_io.refuse_damage(folder)  # transformers' message names no file
         raise
-    except Exception as error:  # keys that contradict each other come as errors of many kinds, of huggingface_hub among others
+    except Exception as error:  # contradicting keys raise errors of many types, some of huggingface_hub
         hf_io.refuse_damage(folder)
-        said = " ".join(str(error).split()).rstrip(".")  # theirs have lines
+        problem = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
-            f"{folder / 'config.json'} can't be read as an architecture: {said}. Mend or copy it again."
+            f"{folder / 'config.json'} can't be read as an architecture: {problem}. "
+            "Correct it, or copy it again."
         ) from error
 
 
 def _make(config: TrainEngineConfig) -> tuple[Any, list[str]]:
-    """(The model of transformers, its weights from the directory or random; tensors there that it has no place for).
+    """Return the model, its weights loaded or random, and the names of tensors that it does not use.
 
     Raises ConfigError, ImportError, ValueError.
     """
     kind: Any = AutoModelForSequenceClassification if config.is_critic else AutoModelForCausalLM
     labels: dict[str, Any] = {"num_labels": 1} if config.is_critic else {}
-    read = architecture(
-        Path(config.path), **labels
-    )  # first in any case: what from_pretrained says of it names no file
+    read = architecture(Path(config.path), **labels)  # in any case: errors of from_pretrained name no file
     if config.init_from_scratch:
         return kind.from_config(read, dtype=torch.float32, attn_implementation=config.attn_impl), []
     loaded: Any = kind.from_pretrained(
@@ -185,15 +183,15 @@ def _make(config: TrainEngineConfig) -> tuple[Any, list[str]]:
     wrong = [name for name in wrong if not (config.is_critic and name == "score.weight")]
     if wrong:
         raise ConfigError(
-            f"the weights at {config.path} lack, or have in another shape: {', '.join(wrong[:5])} ({len(wrong)} in all)"
+            f"the weights at {config.path} are missing or have another shape: {', '.join(wrong[:5])} "
+            f"({len(wrong)} in all)"
         )
     return hf, sorted(map(str, found["unexpected_keys"]))
 
 
 def _recompute_activations(hf: Any) -> None:
-    if hasattr(
-        hf, "activation_checkpointing_enable"
-    ):  # its name in newer versions of transformers, which warn of the older one
+    # newer versions of transformers have a new name, and warn of the old one
+    if hasattr(hf, "activation_checkpointing_enable"):
         hf.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -219,10 +217,25 @@ def _disable_dropout(hf: Any) -> None:
                 setattr(module, name, 0.0)
 
 
-def exported_config(path: Path, hf: Any, config: TrainEngineConfig) -> str:
-    """The config.json of an export: the user's own text save for the type, so that servers of any version read what they knew.
+def write_export(
+    folder: Path,
+    config: TrainEngineConfig,
+    hf: Any,
+    tensors: dict[str, torch.Tensor],
+    tokenizer: Path | None,
+    durable: bool,
+) -> None:
+    """Write a Hugging Face checkpoint of a model that was built from `config`. Raises OSError."""
+    source = Path(config.path)
+    others = [source / "generation_config.json", *(hf_io.tokenizer_files(tokenizer) if tokenizer else [])]
+    hf_io.write_checkpoint(folder, tensors, _exported_config(source, hf, config), others, durable)
 
-    Of a reward model also its class, its one label, and the padding token by which transformers finds where a row ends.
+
+def _exported_config(path: Path, hf: Any, config: TrainEngineConfig) -> str:
+    """Return the config.json of an export: the user's own but for the type, so any server can read it.
+
+    A reward model's also has its class, its label, and the padding token by which transformers finds the end
+    of a row.
     """
     written = json.loads((path / "config.json").read_text())
     written["torch_dtype" if "torch_dtype" in written else "dtype"] = config.dtype

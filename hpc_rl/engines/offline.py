@@ -1,4 +1,4 @@
-"""What is done with recover state outside of training, on the CPU by one process: to a Hugging Face checkpoint and from one."""
+"""Recover state to and from Hugging Face checkpoints, outside of training, by one process on the CPU."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hpc_rl.engines import hf_io, model, state
 from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.errors import ConfigError
 
-IDLE_KEYS = {  # of a config.json, at any depth: what changes no number of a forward or backward pass
+IDLE_KEYS = {  # keys of config.json, at any depth, that change no number of a forward or backward pass
     *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "initializer_range"),
     *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward"),
     *("id2label", "label2id", "problem_type", "tokenizer_class", "task_specific_params"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
 }
-SHARED_KEYS = {"is_causal"}  # what all models share reads these, though few classes know them
+SHARED_KEYS = {"is_causal"}  # read by code of all models, though few classes declare them
 MAX_NAMED = 8  # differences in one message
 
 
 def on_cpu(config: TrainEngineConfig) -> TrainEngineConfig:
-    """The same model where there is no GPU."""
+    """Return the configuration of the same model for a machine without a GPU."""
     return dataclasses.replace(config, attn_impl="sdpa", gradient_checkpointing=False)
 
 
@@ -39,9 +39,9 @@ def export_state(
     out: Path,
     tokenizer: Path | None,
 ) -> None:
-    """Write the weights of a saved state as a Hugging Face checkpoint, as the trainer's own export has them.
+    """Write the weights of a saved state as a Hugging Face checkpoint, equal to an export by the trainer.
 
-    Raises Damaged, OSError, ConfigError, ValueError (the state of another model).
+    Raises Damaged, OSError, ConfigError, and ValueError for the state of another model.
     """
     config = on_cpu(config)
     model.check(config, torch.device("cpu"))
@@ -51,18 +51,15 @@ def export_state(
     dtype, saved = model.DTYPES[config.dtype], set(built.hf.state_dict())
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in parameters.items()}
     tensors |= {name: buffer for name, buffer in built.hf.named_buffers() if name in saved}
-    source = Path(config.path)
-    others = [source / "generation_config.json", *(hf_io.tokenizer_files(tokenizer) if tokenizer else [])]
-    config_json = model.exported_config(source, built.hf, config)
-    hf_io.write_checkpoint(out, hf_io.on_disk_names(built.hf, tensors), config_json, others, durable=True)
+    model.write_export(out, config, built.hf, hf_io.on_disk_names(built.hf, tensors), tokenizer, durable=True)
 
 
 def import_weights(
     config: TrainEngineConfig, seed: int, source: Path, num_updates: int, folder: Path
 ) -> tuple[list[FileRecord], dict[str, int]]:
-    """Write a state with the weights of a Hugging Face checkpoint, moments of zero and the schedule after `num_updates`.
+    """Write a state with the weights of a checkpoint, moments of zero, and the schedule after `num_updates`.
 
-    Returns the written files and the counters. Raises ConfigError for another model's weights, OSError.
+    Returns the written files and the counters. Raises ConfigError for the weights of another model, OSError.
     """
     model.check(on_cpu(config), torch.device("cpu"))
     ours = Path(config.path)
@@ -73,19 +70,16 @@ def import_weights(
     )
     engine = FSDPEngine(config, seed=seed)
     engine.initialize(max(1, num_updates))
+    # some models are published with tensors that transformers does not use: the trial's own may have them too
     unread = set(engine.model.unread)
-    if unread and (
-        surplus := sorted(unread - hf_io.tensor_names(ours))
-    ):  # some models come with tensors that nobody reads
-        raise _other_model(
-            source, ours, [f"it has tensors that the model has no place for: {_some(surplus)}"]
-        )
+    if unread and (surplus := sorted(unread - hf_io.tensor_names(ours))):
+        raise _other_model(source, ours, [f"it has tensors that the model does not use: {_some(surplus)}"])
     engine.pass_updates(num_updates)
     return engine.save(folder), engine.counters()
 
 
 def _check_architecture(source: Path, ours: Path) -> None:
-    """Raises ConfigError where a checkpoint computes otherwise than the trial's model does."""
+    """Raise ConfigError if a checkpoint describes another computation than the trial's model."""
     configs = [model.architecture(folder) for folder in (source, ours)]
     theirs, trials = (dict(_computation(config.to_dict())) for config in configs)
     differ = sorted(name for name in theirs.keys() | trials.keys() if theirs.get(name) != trials.get(name))
@@ -97,7 +91,7 @@ def _check_architecture(source: Path, ours: Path) -> None:
 
 
 def _computation(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key that decides what is computed, as `rope_parameters.rope_theta`, with its value."""
+    """Yield every key that decides what is computed, as `rope_parameters.rope_theta`, with its value."""
     for name, value in values.items():
         if name in IDLE_KEYS:
             continue
@@ -108,12 +102,10 @@ def _computation(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[
 
 
 def _decides(config: Any, key: str) -> bool:
-    """Whether a key at the top of a config.json can change a number of that model: its class knows it, and other keys leave it
-    a meaning."""
+    """Whether a top-level key of config.json can change a number of the model."""
     values = config.to_dict()
-    if (
-        key == "max_window_layers" and values.get("use_sliding_window") is False
-    ):  # sliding_window is None by its class then
+    # without use_sliding_window the class itself sets sliding_window to None
+    if key == "max_window_layers" and values.get("use_sliding_window") is False:
         return False
     if key == "max_position_embeddings" and _rope_is_default(values):
         return False
@@ -121,21 +113,20 @@ def _decides(config: Any, key: str) -> bool:
 
 
 def _rope_is_default(values: Mapping[str, Any]) -> bool:
-    """Whether positions are rotary and not scaled to a length."""
+    """Whether positions are rotary and not scaled to a maximum length."""
     rope = values.get("rope_parameters")
     if rope is None:  # transformers 4
         return "rope_theta" in values and values.get("rope_scaling") is None
-    kinds = [
-        rope,
-        *(one for one in rope.values() if isinstance(one, Mapping)),
-    ]  # one, or one for each type of layer
+    # one set of parameters, or one for each type of layer
+    kinds = [rope, *(one for one in rope.values() if isinstance(one, Mapping))]
     return {kind["rope_type"] for kind in kinds if "rope_type" in kind} == {"default"}
 
 
 def _other_model(source: Path, ours: Path, differences: list[str]) -> ConfigError:
     return ConfigError(
-        f"{source} is not of the architecture of the trial's model, {ours}: {_some(differences, '; ')}. "
-        "Import a checkpoint of that architecture, or start a new trial with actor.path (or model.path) of this one."
+        f"{source} does not have the architecture of the trial's model, {ours}: {_some(differences, '; ')}. "
+        "Import a checkpoint of that architecture, or start a new trial with this one as actor.path "
+        "(or model.path)."
     )
 
 

@@ -1,6 +1,7 @@
-"""AdamW over this rank's shards of the parameters, its learning-rate schedule, and gradient clipping across ranks.
+"""AdamW over this rank's shards, its learning-rate schedule, gradient clipping and loss scale.
 
-Shards are plain tensors that share storage with the model's parameters, so nothing here dispatches on distributed tensors.
+Shards are plain tensors that share storage with the model's parameters: nothing here handles distributed
+tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hpc_rl.config.sections.training import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> float:
-    """Rate of update 0, 1, … num_updates - 1: a linear warm-up, then constant, linear or cosine down to min_lr_ratio."""
+    """Return the rate of an update: linear warm-up, then constant, linear or cosine to min_lr_ratio."""
     warmup = int(config.warmup_steps_proportion * num_updates)
     if update < warmup:
         return config.lr * (update + 1) / warmup
@@ -30,7 +31,7 @@ def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> flo
 
 @dataclass
 class Shard:
-    """This rank's rows of one parameter; whole where there is one rank."""
+    """This rank's rows of one parameter; all of them if there is one rank."""
 
     name: str  # the Hugging Face name
     parameter: nn.Parameter
@@ -44,7 +45,7 @@ class Shard:
 
 
 def shards_of(parameters: dict[str, nn.Parameter], rank: int, num_ranks: int) -> list[Shard]:
-    """One Shard for each parameter; FSDP cuts the first dimension as torch.chunk does."""
+    """Return one Shard for each parameter; FSDP cuts the first dimension as torch.chunk does."""
     shards = []
     for name, parameter in parameters.items():
         shape = tuple(parameter.shape)
@@ -59,7 +60,10 @@ def shards_of(parameters: dict[str, nn.Parameter], rank: int, num_ranks: int) ->
 
 
 class Optimizer:
-    """AdamW in float32 with moments that exist from the start, so that saving and loading know one form only."""
+    """AdamW in float32.
+
+    Its moments exist from the start, so there is only one form of state to save and load.
+    """
 
     def __init__(self, config: OptimizerConfig, shards: list[Shard]) -> None:
         self.config = config
@@ -83,7 +87,7 @@ class Optimizer:
         self.set_num_steps(0)
 
     def set_num_steps(self, num_steps: int) -> None:
-        """Say how many steps the moments have seen; copies in CPU memory are made anew."""
+        """Set the number of steps that the moments have seen; refresh the copies in CPU memory."""
         self.num_steps = num_steps
         for shard in self.shards:
             first, second = self.moments[shard.name]
@@ -94,14 +98,14 @@ class Optimizer:
             self.adam.state[updated] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
     def squared_norm(self) -> float:
-        """Sum of squares of this rank's gradients."""
+        """Return the sum of squares of this rank's gradients."""
         grads = self._gradients()
         if not grads:
             return 0.0
         return torch.stack(torch._foreach_norm(grads)).double().square().sum().item()
 
     def step(self, lr: float, grad_norm: float, loss_scale: float = 1.0) -> None:
-        """Clip to the configured norm, given the (unscaled) norm over all ranks, and update."""
+        """Clip to the configured norm, given the unscaled norm over all ranks, and update."""
         clip = self.config.gradient_clipping
         factor = clip / (grad_norm + 1e-6) if grad_norm > clip else 1.0
         if factor != 1.0 or loss_scale != 1.0:
@@ -128,8 +132,8 @@ class Optimizer:
 class LossScale:
     """Dynamic factor on a float16 loss, whose gradients would vanish without one; 1 for other types.
 
-    Halved after `hysteresis` overflows, doubled after `loss_scale_window` updates without one (Micikevicius et al.,
-    "Mixed Precision Training", 2018).
+    Halved after `hysteresis` overflows, doubled after `loss_scale_window` updates without one (Micikevicius
+    et al., "Mixed Precision Training", 2018).
     """
 
     def __init__(self, config: OptimizerConfig, active: bool) -> None:

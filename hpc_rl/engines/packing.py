@@ -1,6 +1,6 @@
-"""How rows become micro-batches, mini-batches and shares of ranks: pure functions of the lengths, the same on every rank.
+"""How rows become micro-batches, mini-batches and shares of ranks: pure functions of their lengths in tokens.
 
-All results are lists of groups; a group lists row indices in ascending order. Lengths are whole numbers of tokens, at least 0.
+All results are lists of groups, equal on every rank; a group lists row indices in ascending order.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Groups = list[list[int]]
 
 
 def pack(lengths: Sequence[int] | np.ndarray, capacity: int | None = None, min_groups: int = 1) -> Groups:
-    """Groups of at most `capacity` tokens, as few as best-fit-decreasing finds, but at least `min_groups` (or one per row).
+    """Return groups of at most `capacity` tokens: as few as best-fit-decreasing finds, at least `min_groups`.
 
-    Where evenly filled groups fit, they are preferred. Raises ValueError for a row above the capacity.
+    Evenly filled groups are preferred if they fit. Raises ValueError for a row above the capacity.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if not len(lengths):
@@ -34,14 +34,18 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int | None = None, min_g
 
 
 def check_capacity(lengths: np.ndarray, capacity: int | None) -> None:
-    """Raises ValueError that names the first row above the capacity."""
+    """Raise ValueError that names the first row above the capacity."""
     if capacity is not None and len(lengths) and lengths.max() > capacity:
         row = int(np.argmax(lengths > capacity))
         raise ValueError(f"row {row} has {lengths[row]} tokens, more than max_tokens_per_mb {capacity}")
 
 
 def balance(lengths: Sequence[int] | np.ndarray, num_groups: int) -> Groups:
-    """Exactly `num_groups` groups (some empty where rows are few) of nearly equal sums: longest row to the least loaded."""
+    """Return exactly `num_groups` groups of nearly equal sums, some empty if there are few rows.
+
+    The longest row goes to the least loaded group (LPT; Graham, "Bounds on Multiprocessing Timing Anomalies",
+    1969).
+    """
     lengths = np.asarray(lengths, dtype=np.int64)
     groups: Groups = [[] for _ in range(num_groups)]
     loads = [(0, group) for group in range(num_groups)]
@@ -59,11 +63,11 @@ def length_buckets(
     waste: float = 0.1,
     waste_tokens: int = 512,
 ) -> Groups:
-    """Groups of rows of similar length, for micro-batches that are padded to their longest row.
+    """Return groups of rows of similar length, for micro-batches that are padded to their longest row.
 
-    Longest first; a group ends before its padded size exceeds `capacity`, or before its padding exceeds both `waste_tokens` and
-    the share `waste` of its size: below that, the fixed cost of one more forward pass is dearer than the padding.
-    Raises ValueError for a row above the capacity.
+    Longest first. A group is closed before its padded size exceeds `capacity`, or its padding both
+    `waste_tokens` and the share `waste` of its size: below that, one more forward pass costs more than the
+    padding. Raises ValueError for a row above the capacity.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     check_capacity(lengths, capacity)
@@ -111,13 +115,11 @@ def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Groups:
 
 
 def _split_largest(groups: Groups, lengths: np.ndarray, min_groups: int) -> Groups:
-    """Halve the largest group that has two rows until there are `min_groups`; rows of a group stay in their order."""
+    """Halve the largest group of two or more rows until there are `min_groups`; rows keep their order."""
 
     def entry(group: list[int]) -> tuple[int, list[int]]:
-        return (
-            -int(lengths[group].sum()) - 1 if len(group) > 1 else 0,
-            group,
-        )  # - 1: also where all lengths are 0
+        # - 1: a group of empty rows must come before one that can't be halved
+        return -int(lengths[group].sum()) - 1 if len(group) > 1 else 0, group
 
     heap = [entry(group) for group in groups]
     heapq.heapify(heap)

@@ -1,12 +1,13 @@
 """Recover state on disk: one safetensors file per rank, readable at any number of ranks.
 
-`rank-00000.safetensors` has this rank's rows of `model/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`, and `rng/cpu`
-(`rng/cuda`). Its header's metadata has `state`, JSON: {"format", "rank", "num_ranks", "counters": {…}, "shards": {name:
-{"shape": global shape, "offset": first row}}, "rng": Python's and NumPy's}. Whoever loads reads the rows that it needs from
-whichever files have them; the checksums of the blocks that it reads are checked on the way (checked_file.py).
+`rank-00000.safetensors` has this rank's rows of `model/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`, and
+`rng/cpu` (`rng/cuda`). The metadata in its header has `state`, JSON: {"format", "rank", "num_ranks",
+"counters": {…}, "shards": {name: {"shape": global shape, "offset": first row}}, "rng": Python's and NumPy's}.
+A rank that loads reads the rows that it needs from the files that have them, and checks the checksums of
+those blocks.
 
-A ShardSnapshot is a state at one instant: views of the live tensors, to be written before the next update, or a copy of them
-in a Buffer that is made once and used again, to be written while training goes on.
+A ShardSnapshot is either views of the live tensors, to be written before the next update, or a copy of them
+in a reused Buffer, to be written while training continues.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from hpc_rl.trial import fsync_dir
 
 FORMAT = 2
 KINDS = ("model", "exp_avg", "exp_avg_sq")
-ALIGN_BYTES = 4096  # where the tensors begin
-GROUP_BYTES = 1 << 30  # read at once by way of CPU memory for a GPU
+ALIGN_BYTES = 4096  # of the first tensor in a file
+GROUP_BYTES = 1 << 30  # read at once through CPU memory for a GPU
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
@@ -41,7 +42,7 @@ def file_name(rank: int) -> str:
 
 @dataclass
 class ShardSnapshot:
-    """One rank's state at one instant, as the parts of its file. `write` may be called by any thread."""
+    """One rank's state at one instant, as the parts of its file; `write` may be called on any thread."""
 
     name: str
     parts: list[memoryview]
@@ -58,14 +59,14 @@ class ShardSnapshot:
 
 
 class Buffer:
-    """Memory for one copy of a state, made at the first copy and used again for each that follows."""
+    """Memory for one copy of a state, allocated by the first copy and reused by later ones."""
 
     def __init__(self, pin: bool = False) -> None:
         self.pin = pin
         self._data = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same tensors in CPU memory; those of the copy before are overwritten."""
+        """Return the same tensors in CPU memory; the previous copy is overwritten."""
         size = sum(tensor.nbytes for tensor in tensors)
         if self._data.nbytes < size:
             self._data = torch.empty(size, dtype=torch.uint8, pin_memory=self.pin)
@@ -87,7 +88,7 @@ def take(
     counters: dict[str, Any],
     buffer: Buffer | None,
 ) -> ShardSnapshot:
-    """This rank's state now. Without a buffer it is made of the live tensors where these lie in CPU memory."""
+    """Return this rank's state now; without a buffer, live tensors in CPU memory are not copied."""
     named = {f"rng/{kind}": state for kind, state in _torch_rng().items()}
     for shard in shards:
         for kind, tensor in zip(KINDS, (shard.local, *optimizer.moments[shard.name]), strict=True):
@@ -112,7 +113,7 @@ def take(
 
 
 def size_bytes(shards: list[Shard], optimizer: Optimizer) -> int:
-    """About how large this rank's file is."""
+    """Return about how large this rank's file is."""
     tensors = [tensor for shard in shards for tensor in (shard.local, *optimizer.moments[shard.name])]
     return sum(tensor.nbytes for tensor in tensors) + len(tensors) * 200 + 65536
 
@@ -126,10 +127,10 @@ def load(
     optimizer: Optimizer,
     files: Mapping[str, FileRecord] | None = None,
 ) -> dict[str, Any]:
-    """Fill this rank's shards, moments and (at the same number of ranks) random states; returns the counters.
+    """Fill this rank's shards, moments and (at the same number of ranks) random states; return the counters.
 
-    What is read is checked against `files` on the way. Raises Damaged, naming the file, where it is missing, torn or not what
-    was written; OSError; ValueError for the state of another model.
+    What is read is checked against `files`. Raises Damaged with the file's name if it is missing, truncated
+    or changed; OSError; ValueError for the state of another model.
     """
     targets = {
         f"{kind}/{shard.name}": (_rows(tensor), shard)
@@ -159,8 +160,12 @@ def load_model(
     tensors: dict[str, torch.Tensor],
     files: Mapping[str, FileRecord] | None = None,
 ) -> None:
-    """Fill whole tensors on the CPU, by their Hugging Face names, with the model of a saved state. Raises as load does."""
-    shards = {name: Shard(name, None, tensor, tuple(tensor.shape), 0) for name, tensor in tensors.items()}  # type: ignore[arg-type]
+    """Fill whole tensors on the CPU, by Hugging Face names, from a saved state. Raises as `load` does."""
+    # no parameter: nothing is trained here
+    shards = {
+        name: Shard(name, None, tensor, tuple(tensor.shape), 0)  # type: ignore[arg-type]
+        for name, tensor in tensors.items()
+    }
     targets = {f"model/{name}": (_rows(tensor), shards[name]) for name, tensor in tensors.items()}
     missing = {name: len(tensor) for name, (tensor, _) in targets.items()}
     for saved_rank in range(saved_num_ranks):
@@ -181,12 +186,12 @@ def _open(path: Path, files: Mapping[str, FileRecord] | None) -> CheckedReader:
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank's file says about itself: its state, and where each tensor's bytes begin."""
+    """The header of a rank's file: its state, and the position of each tensor's bytes."""
 
     name: str
     state: dict[str, Any]
     tensors: dict[str, Any]  # name -> {"dtype", "shape", "data_offsets"}
-    begin: int  # of the tensors' bytes
+    begin: int  # offset of the tensors' bytes
 
     @classmethod
     def read(cls, reader: CheckedReader, rank: int, num_ranks: int) -> Header:
@@ -199,23 +204,23 @@ class Header:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"{name} is not a shard of a recover state: {error}") from error
         if found != (FORMAT, rank, num_ranks):
-            words = f"rank {found[1]} of {found[2]} in format {found[0]}"
-            raise Damaged(f"{name} is {words}, expected rank {rank} of {num_ranks} in format {FORMAT}")
+            what = f"rank {found[1]} of {found[2]} in format {found[0]}"
+            raise Damaged(f"{name} is {what}, expected rank {rank} of {num_ranks} in format {FORMAT}")
         return cls(name, state, tensors, begin)
 
     def check_shapes(self, ours: dict[str, list[int]], folder: Path) -> None:
-        """Raises ValueError where the state is of another model than `ours`, name -> shape."""
+        """Raise ValueError if the state is of another model than `ours`, name -> shape."""
         theirs = {name: shard["shape"] for name, shard in self.state["shards"].items()}
         if ours != theirs:
-            odd = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))[
-                0
-            ]
+            differ = (name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+            odd = min(differ)
             raise ValueError(
-                f"{folder / self.name} is of another model: {odd} has shape {theirs.get(odd)}, the model's is {ours.get(odd)}"
+                f"{folder / self.name} is of another model: {odd} has shape {theirs.get(odd)}, "
+                f"the model's is {ours.get(odd)}"
             )
 
     def rows(self, name: str, first: int, last: int) -> tuple[int, torch.dtype]:
-        """(Where in the file row `first` of a tensor begins, its type)."""
+        """Return the offset in the file of row `first` of a tensor, and its type."""
         tensor = self.tensors[name]
         start, end = tensor["data_offsets"]
         num_rows = max(1, _num_rows(tensor))
@@ -228,7 +233,7 @@ def _fill(
     targets: Mapping[str, tuple[torch.Tensor, Shard]],
     missing: dict[str, int],
 ) -> None:
-    """Copy what one file has of the targets' rows; `missing` counts down."""
+    """Copy the rows of the targets that one file has, and count them off in `missing`."""
     wanted: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     for name, (target, shard) in targets.items():
         saved_offset = header.state["shards"][shard.name]["offset"]
@@ -249,7 +254,7 @@ def _fill(
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, in rows: a number without dimensions is one row."""
+    """Return the same memory in rows: a scalar is one row."""
     return tensor if tensor.ndim else tensor.detach().reshape(1)
 
 
@@ -260,7 +265,7 @@ def _num_rows(entry: dict[str, Any]) -> int:
 def _grouped(
     wanted: list[tuple[int, torch.Tensor, torch.Tensor]],
 ) -> Iterator[list[tuple[int, torch.Tensor, torch.Tensor]]]:
-    """What needs no copy at once; the rest in groups that bound the memory for the copies."""
+    """Yield all that needs no copy, then the rest in groups that bound the memory for copies."""
     yield [one for one in wanted if one[1] is one[2]]
     group, size = list[tuple[int, torch.Tensor, torch.Tensor]](), 0
     for one in (one for one in wanted if one[1] is not one[2]):
@@ -288,12 +293,12 @@ def _header(named: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    """Flat uint8 view of a contiguous tensor on the CPU."""
+    """Return a flat uint8 view of a contiguous tensor on the CPU."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def _dtype(name: str) -> torch.dtype:
-    return next(dtype for dtype, word in DTYPES.items() if word == name)
+    return next(dtype for dtype, known in DTYPES.items() if known == name)
 
 
 def _torch_rng() -> dict[str, torch.Tensor]:

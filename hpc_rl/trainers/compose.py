@@ -1,4 +1,7 @@
-"""Compose: from the configuration to a run and its recipe, with the engine's state loaded. One function per trainer."""
+"""Compose: from the configuration to a run and its recipe, with the engine's state loaded.
+
+One function per trainer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.config.show import redacted
 from hpc_rl.datasets.encode import Prompts, load_pairs, load_sequences
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.engines import ENGINES
+from hpc_rl.engines import engine_class
 from hpc_rl.engines.base import Engine
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.stats.sinks import RunIdentity, Sinks, open_sinks
@@ -22,7 +25,7 @@ from hpc_rl.trainers.activity import Activity
 from hpc_rl.trainers.grpo_recipe import GRPO, num_updates, place_schedule
 from hpc_rl.trainers.loop import Recipe
 from hpc_rl.trainers.run import Run, tokenizer_folder
-from hpc_rl.trainers.start import Start, begin, load_state
+from hpc_rl.trainers.start import TrainerContext, begin, load_state
 from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe, SupervisedTask
 from hpc_rl.trial import read_json
 from hpc_rl.weights.publish import Publisher
@@ -30,7 +33,7 @@ from hpc_rl.weights.publish import Publisher
 Composed = tuple[Run, Recipe]
 
 
-def compose_grpo(start: Start, stack: ExitStack) -> Composed:
+def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
     """Batches from the rollout role, weights to the servers."""
     config = start.config
     assert isinstance(config, GRPOConfig)
@@ -50,22 +53,25 @@ def compose_grpo(start: Start, stack: ExitStack) -> Composed:
     return run, GRPO(run, rollout, publisher, num_prompts, reference)
 
 
-def compose_sft(start: Start, stack: ExitStack) -> Composed:
+def compose_sft(start: TrainerContext, stack: ExitStack) -> Composed:
     """Compose the training of a language model on written completions."""
     return _compose_supervised(start, stack, SFT, load_sequences)
 
 
-def compose_rw(start: Start, stack: ExitStack) -> Composed:
+def compose_rw(start: TrainerContext, stack: ExitStack) -> Composed:
     """Compose the training of a reward model on pairs."""
     return _compose_supervised(start, stack, REWARD_MODEL, load_pairs)
 
 
-Compose = Callable[[Start, ExitStack], Composed]
+Compose = Callable[[TrainerContext, ExitStack], Composed]
 COMPOSE: dict[str, Compose] = {"grpo": compose_grpo, "sft": compose_sft, "rw": compose_rw}
 
 
 def _compose_supervised(
-    start: Start, stack: ExitStack, task: SupervisedTask, load: Callable[[DatasetConfig, Tokenizer], Any]
+    start: TrainerContext,
+    stack: ExitStack,
+    task: SupervisedTask,
+    load: Callable[[DatasetConfig, Tokenizer], Any],
 ) -> Composed:
     config = start.config
     assert isinstance(config, SFTConfig | RWConfig)
@@ -78,30 +84,49 @@ def _compose_supervised(
 
 
 def _prompts(config: GRPOConfig) -> tuple[int, dict[str, Any]]:
-    """(Number in an epoch, fingerprint). One rank's to find out: `max_length` takes the tokens of every prompt."""
+    """(Number in an epoch, fingerprint).
+
+    One rank's to find out: `max_length` takes the tokens of every prompt.
+    """
     prompts = Prompts(config.train_dataset, Tokenizer(tokenizer_folder(config)), config.seed)
     return len(prompts), prompts.rows.fingerprint
 
 
-def _begin(start: Start, fingerprint: dict[str, Any]) -> tuple[Start, dict[str, Any]]:
-    """The start that knows its data, and what start.begin answers on rank 0: a generation of other data is refused there."""
+def _begin(start: TrainerContext, fingerprint: dict[str, Any]) -> tuple[TrainerContext, dict[str, Any]]:
+    """The start that knows its data, and what start.begin answers on rank 0: a generation of other data is
+    refused there.
+    """
     start = replace(start, data=fingerprint)
     return start, start.ranks.from_rank0(lambda: begin(start))
 
 
-def _reference(start: Start, config: GRPOConfig) -> Engine | None:
-    """The frozen model of the KL terms, where one has a coefficient. It is no recover state: it comes from `ref.path` again."""
+def _reference(start: TrainerContext, config: GRPOConfig) -> Engine | None:
+    """The frozen model of the KL terms, where one has a coefficient.
+
+    It is no recover state: it comes from `ref.path` again.
+    """
     if config.ref is None or not (config.actor.kl_ctl or config.actor.beta):
         return None
-    ranks = start.ranks
-    engine = ENGINES["fsdp"](
-        config.ref, rank=ranks.rank, num_ranks=ranks.num, device=start.device, seed=config.seed, frozen=True
-    )
+    engine = _engine(start, config.ref, frozen=True)
     engine.initialize(0)
     return engine
 
 
-def _sinks(start: Start, step: int) -> Sinks:
+def _engine(start: TrainerContext, model: TrainEngineConfig, frozen: bool = False) -> Engine:
+    ranks = start.ranks
+    engine = engine_class(start.engine)(
+        model,
+        rank=ranks.rank,
+        num_ranks=ranks.num,
+        device=start.device,
+        seed=start.config.seed,
+        frozen=frozen,
+    )
+    engine.pin_memory = start.config.train_dataset.pin_memory
+    return engine
+
+
+def _sinks(start: TrainerContext, step: int) -> Sinks:
     config, attempt = start.config, start.attempt
     logger = config.stats_logger
     folder = Path(logger.tensorboard.path).expanduser() if logger.tensorboard.path else attempt.tensorboard
@@ -115,14 +140,11 @@ def _sinks(start: Start, step: int) -> Sinks:
 
 
 def _run(
-    start: Start, begun: dict[str, Any], model: TrainEngineConfig, updates: int, stack: ExitStack
+    start: TrainerContext, begun: dict[str, Any], model: TrainEngineConfig, updates: int, stack: ExitStack
 ) -> Run:
     """The engine with its state, and the run around it. `begun` is what start.begin answered on rank 0."""
-    ranks, trial = start.ranks, start.trial
-    engine = ENGINES["fsdp"](
-        model, rank=ranks.rank, num_ranks=ranks.num, device=start.device, seed=start.config.seed
-    )
-    engine.pin_memory = start.config.train_dataset.pin_memory
+    ranks = start.ranks
+    engine = _engine(start, model)
     engine.initialize(updates)
     begun = load_state(start, begun, engine)
     manifest = begun["manifest"]
@@ -130,8 +152,19 @@ def _run(
     if ranks.rank == 0:
         sinks = _sinks(start, begun["step"])
         stack.callback(sinks.close)
-    who = (trial, start.attempt, start.incarnation, start.config)
-    run = Run(*who, engine, ranks, start.stopping, begun["lineage"], begun["step"], sinks, start.data)
+    run = Run(
+        trial=start.trial,
+        attempt=start.attempt,
+        incarnation=start.incarnation,
+        config=start.config,
+        engine=engine,
+        ranks=ranks,
+        stopping=start.stopping,
+        lineage=begun["lineage"],
+        step=begun["step"],
+        sinks=sinks,
+        data=start.data,
+    )
     if ranks.rank == 0:
         run.activity = Activity(start.attempt.activity("trainer", 0, start.incarnation))
     if manifest is not None:

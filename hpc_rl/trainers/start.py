@@ -35,8 +35,22 @@ REFUSALS: dict[int, type[HpcRlError]] = {
 
 
 @dataclass(frozen=True)
-class Start:
-    """Which incarnation this is, and what it was given; `data` is the fingerprint of the rows, {} where none was taken."""
+class TrainerContext:
+    """One trainer incarnation and what it was given.
+
+    Args:
+        trial: The trial.
+        attempt: This attempt.
+        incarnation: Number of this trainer incarnation within the attempt.
+        config: The configuration in force.
+        tokens: The trial's two tokens.
+        names: The trial's name-resolve directory.
+        engine: Name of the engine in the allocation.
+        device: Torch device of this rank.
+        ranks: All ranks.
+        stopping: Set when this process is asked to stop.
+        data: Fingerprint of the training rows; {} if none was taken.
+    """
 
     trial: Trial
     attempt: Attempt
@@ -44,17 +58,18 @@ class Start:
     config: Config
     tokens: dict[str, str]
     names: NameResolve
+    engine: str
     device: str
     ranks: Ranks
     stopping: threading.Event
     data: dict[str, Any] = field(default_factory=dict)
 
 
-def begin(start: Start) -> dict[str, Any]:
+def begin(start: TrainerContext) -> dict[str, Any]:
     """Decide, set aside what must not be loaded, and open the next lineage. Rank 0 only.
 
-    Returns {"lineage", "step", "manifest"}; the manifest is None for a fresh start. Raises ConfigError, NothingToResume or
-    GivenUp, with the reason, where nothing may start.
+    Returns {"lineage", "step", "manifest"}; the manifest is None for a fresh start. Raises ConfigError,
+    NothingToResume or GivenUp, with the reason, where nothing may start.
     """
     trial, attempt, recover = start.trial, start.attempt, start.config.recover
     first_mode, wanted = first_start(trial, attempt, recover)
@@ -84,11 +99,13 @@ def begin(start: Start) -> dict[str, Any]:
     return {"lineage": record.lineage, "step": record.from_step, "manifest": manifest}
 
 
-def load_state(start: Start, begun: dict[str, Any], engine: Engine) -> dict[str, Any]:
-    """Load what `begin` chose; where a file of it is not what was written, set it aside and go on with what is chosen then.
+def load_state(start: TrainerContext, begun: dict[str, Any], engine: Engine) -> dict[str, Any]:
+    """Load what `begin` chose; where a file of it is not what was written, set it aside and go on with what
+    is chosen then.
 
-    Collective. Returns what the training begins from, in the form of `begin`. A fresh start leaves the engine as it was made:
-    only a generation that was not whole may have been loaded in part, so then the engine is made anew.
+    Collective. Returns what the training begins from, in the form of `begin`. A fresh start leaves the engine
+    as it was made: only a generation that was not whole may have been loaded in part, so then the engine is
+    made anew.
     """
     while begun["manifest"] is not None:
         manifest, folder = begun["manifest"], start.trial.generation(begun["step"])
@@ -110,7 +127,7 @@ def load_state(start: Start, begun: dict[str, Any], engine: Engine) -> dict[str,
     return begun
 
 
-def _walk_back(start: Start, lineage: int, folder: Path, problem: str) -> dict[str, Any]:
+def _walk_back(start: TrainerContext, lineage: int, folder: Path, problem: str) -> dict[str, Any]:
     """Begin once more without this generation. Its lineage has made nothing: no version was labelled with it."""
     generation.set_aside(folder, problem)
     withdraw(start.trial, lineage)
@@ -128,7 +145,9 @@ def _check_counters(engine: Engine, manifest: dict[str, Any]) -> None:
 
 
 def first_start(trial: Trial, attempt: Attempt, recover: RecoverConfig) -> tuple[str, int | None]:
-    """Mode of the submission's first start, `resume` where `hpc-rl recover` submitted it, and the step of its `--from`."""
+    """Mode of the submission's first start, `resume` where `hpc-rl recover` submitted it, and the step of its
+    `--from`.
+    """
     job = read_json(trial.job(submission_of(attempt.id))) or {}
     step = job.get("from_step")
     return str(job.get("start_mode") or recover.mode), step if isinstance(step, int) else None

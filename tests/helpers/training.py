@@ -1,4 +1,4 @@
-"""A trial trained by an engine of a few lines: the loop, the run and the start around it are the real ones."""
+"""A trial trained by an engine of a few lines; the loop, the run and the start around it are real."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ class FakeEngine:
 
 
 class FakeRecipe:
-    """Batch k is the number k. `calls` is what happened; `at` maps a step to what a test does before its batch comes."""
+    """Batch k is the number k.
+
+    `calls` is what happened; `at` maps a step to what a test does before its batch comes.
+    """
 
     def __init__(self, run: Run, total: int, at: dict | None = None, evaluates: bool = True) -> None:
         self.run, self.total_steps, self.at, self.evaluates = run, total, at or {}, evaluates
@@ -134,12 +137,20 @@ class Starter:
         attempt.make_dirs()
         stopping = threading.Event()
         tokens, names = {"control": "c", "data": "d"}, MemoryNames()
-        who = (self.trial, attempt, self.incarnation, self.config)
-        given = start.Start(*who, tokens, names, "cpu", Ranks(), stopping, self.data)
+        who = {
+            "trial": self.trial,
+            "attempt": attempt,
+            "incarnation": self.incarnation,
+            "config": self.config,
+            "ranks": Ranks(),
+            "stopping": stopping,
+            "data": self.data,
+        }
+        context = start.TrainerContext(tokens=tokens, names=names, engine="fsdp", device="cpu", **who)
         engine = self.engine = FakeEngine()
-        begun = start.load_state(given, start.begin(given), engine)
+        begun = start.load_state(context, start.begin(context), engine)
         sinks = Sinks([JsonlSink(attempt.metrics(self.incarnation))])
-        run = Run(*who, engine, Ranks(), stopping, begun["lineage"], begun["step"], sinks, self.data)
+        run = Run(engine=engine, lineage=begun["lineage"], step=begun["step"], sinks=sinks, **who)
         if begun["manifest"]:
             run.restore(begun["manifest"])
         recipe = FakeRecipe(run, total, at)

@@ -19,7 +19,8 @@ from hpc_rl.checkpoint.retention import RetentionPolicy
 from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from hpc_rl.engines import ENGINES, state
+from hpc_rl.engines import state
+from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.distributed import init_ranks, shutdown
 from hpc_rl.engines.packing import balance
@@ -45,7 +46,7 @@ def engine_of(folder: Path, rank: int, num_ranks: int, **changes):
         lr=1e-2, weight_decay=0.01, lr_scheduler_type="cosine", warmup_steps_proportion=0.2
     )
     config = TrainEngineConfig(path=str(folder / "model"), optimizer=optimizer, **{**options, **changes})
-    engine = ENGINES["fsdp"](config, rank=rank, num_ranks=num_ranks)
+    engine = FSDPEngine(config, rank=rank, num_ranks=num_ranks)
     engine.initialize(10)
     return engine
 

@@ -16,7 +16,7 @@ from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
-from hpc_rl.engines import ENGINES
+from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.trainers.grpo_recipe import GRPO
 from hpc_rl.trainers.ranks import Ranks
@@ -136,7 +136,7 @@ def test_rows_without_advantage_change_nothing(toy, tmp_path, monkeypatch):
                 adv_norm=NormConfig(mean_level="group", std_level="group"),
             ),
         )
-        engine = ENGINES["fsdp"](config.actor)
+        engine = FSDPEngine(config.actor)
         engine.initialize(2)
         trial = Trial(tmp_path / "trial")
         run = Run(trial, trial.attempt("1.0"), 0, config, engine, Ranks(), threading.Event(), 0, 0, Sinks([]))
@@ -147,7 +147,7 @@ def test_rows_without_advantage_change_nothing(toy, tmp_path, monkeypatch):
         numbers = run.stats.take()
         assert numbers["rows_skipped"] == (4 if skip else 0)
         assert numbers["grad_norm"] > 0
-        weights.append({name: tensor.clone() for name, tensor in engine.hf_weights()})
+        weights.append({name: tensor.clone() for name, tensor in engine.hf_weights().items()})
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name], rtol=1e-5, atol=1e-7)
 

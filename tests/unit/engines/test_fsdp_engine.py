@@ -1,4 +1,7 @@
-"""The engine on one rank: forward passes, updates, files. Several ranks are in tests/integration/test_fsdp.py."""
+"""The engine on one rank: forward passes, updates, files.
+
+Several ranks are in tests/integration/test_fsdp.py.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from transformers import AutoModelForCausalLM
 from hpc_rl import checked_file
 from hpc_rl.algorithms.losses import supervised_loss
 from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from hpc_rl.engines import ENGINES, fsdp, model
+from hpc_rl.engines import fsdp, model
 from hpc_rl.engines.base import MicroBatch, Sequences
+from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.errors import ConfigError, Damaged
 
 
@@ -34,7 +38,7 @@ def optimizer_of(**changes) -> OptimizerConfig:
 
 
 def engine_of(path: Path, layout=None, seed: int = 1, **changes):
-    engine = ENGINES["fsdp"](config_of(path, **changes), seed=seed, layout=layout)
+    engine = FSDPEngine(config_of(path, **changes), seed=seed, layout=layout)
     engine.initialize(10)
     return engine
 
@@ -56,7 +60,7 @@ def plain_logprobs(engine, ids: np.ndarray, temperature: float) -> torch.Tensor:
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.hf_weights()}
+    return {name: tensor.clone() for name, tensor in engine.hf_weights().items()}
 
 
 def assert_equal_weights(
@@ -96,7 +100,7 @@ def test_logprobs_only_where_the_mask_asks(model_dir) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_frozen_engine_has_the_log_probabilities_of_the_one_that_trains(model_dir, dtype) -> None:
-    frozen = ENGINES["fsdp"](config_of(model_dir, dtype=dtype, gradient_checkpointing=True), frozen=True)
+    frozen = FSDPEngine(config_of(model_dir, dtype=dtype, gradient_checkpointing=True), frozen=True)
     frozen.initialize(0)
     assert {parameter.dtype for parameter in frozen.model.parameters()} == {getattr(torch, dtype)}
     assert not any(parameter.requires_grad for parameter in frozen.model.parameters())
@@ -127,7 +131,8 @@ def test_update_equals_a_plain_torch_step(model_dir) -> None:
     assert result["loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert result["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert (result["num_tokens"], result["lr"], result["update_successful"]) == (weight, 1e-2, 1.0)
-    # AdamW scales a gradient near zero up to a whole step: rounding shows as a small share of the learning rate
+    # AdamW scales a gradient near zero up to a whole step: rounding shows as a small share of the learning
+    # rate
     assert_equal_weights(weights_of(engine), weights_of(plain), atol=5e-5)
 
 
@@ -299,7 +304,7 @@ def test_bfloat16_keeps_float32_weights_and_exports_bfloat16(model_dir, tmp_path
         assert engine.train_batch(some_rows(), supervised, 60.0, 1.0)["update_successful"] == 1.0
         assert {shard.local.dtype for shard in engine.shards} == {torch.float32}
         engine.export(tmp_path / "out")
-        assert {tensor.dtype for _, tensor in engine.hf_weights()} == {torch.bfloat16}
+        assert {tensor.dtype for tensor in engine.hf_weights().values()} == {torch.bfloat16}
         assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     finally:
         torch.distributed.destroy_process_group()
@@ -356,7 +361,7 @@ def test_what_can_not_hold_is_refused(model_dir, changes, message) -> None:
     for name, value in changes.items():
         setattr(config, name, value)
     with pytest.raises(ConfigError, match=message):
-        ENGINES["fsdp"](config)
+        FSDPEngine(config)
 
 
 def test_weights_that_lack_a_tensor_are_refused_not_made_up(model_dir, tmp_path) -> None:

@@ -79,7 +79,7 @@ def taken(source: Path, ours: Path, **options) -> Path:
     ],
 )
 def test_another_architecture_is_refused_and_each_difference_named(ours, keys, words):
-    with pytest.raises(ConfigError, match="not of the architecture of the trial's model") as refusal:
+    with pytest.raises(ConfigError, match="does not have the architecture of the trial's model") as refusal:
         taken(variant(ours, **keys), ours)
     assert words in str(refusal.value) and str(ours) in str(refusal.value)
 
@@ -175,7 +175,9 @@ def test_a_file_that_was_not_copied_whole_is_named_and_not_tried_again(ours, nam
     ],
 )
 def test_a_config_json_that_contradicts_itself_is_named_and_not_tried_again(ours, keys, words):
-    """As a checkpoint to import, as the model of the trial that it is imported into, and as one that a trainer starts from."""
+    """As a checkpoint to import, as the model of the trial that it is imported into, and as one that a
+    trainer starts from.
+    """
     odd = variant(ours, **keys)
     starts = [
         lambda: FSDPEngine(config_of(odd)).initialize(1),

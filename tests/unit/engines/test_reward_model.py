@@ -1,4 +1,6 @@
-"""A model that ends in one number: it scores at each row's last token, and its export is what transformers loads."""
+"""A model that ends in one number: it scores at each row's last token, and its export is what transformers
+loads.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from hpc_rl.engines import ENGINES
 from hpc_rl.engines.base import Sequences
+from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.trainers.supervised import pair_loss
 
 
@@ -28,7 +30,7 @@ def engine_of(path: Path, layout=None, seed: int = 1, **changes):
     config = TrainEngineConfig(
         path=str(path), is_critic=True, **{"mb_spec": spec, "optimizer": optimizer, **options, **changes}
     )
-    engine = ENGINES["fsdp"](config, seed=seed, layout=layout)
+    engine = FSDPEngine(config, seed=seed, layout=layout)
     engine.initialize(10)
     return engine
 
@@ -76,9 +78,7 @@ def test_layouts_and_micro_batches_do_not_matter(model_dir) -> None:
 def test_it_starts_from_a_language_model_with_a_head_that_the_seed_draws(model_dir, tmp_path) -> None:
     language = AutoModelForCausalLM.from_config(engine_of(model_dir).model.hf.config, dtype=torch.float32)
     language.save_pretrained(tmp_path / "lm")
-    heads = [
-        dict(engine_of(tmp_path / "lm", seed=s, init_from_scratch=False).hf_weights()) for s in (1, 1, 2)
-    ]
+    heads = [engine_of(tmp_path / "lm", seed=s, init_from_scratch=False).hf_weights() for s in (1, 1, 2)]
     torch.testing.assert_close(heads[0]["model.norm.weight"], language.model.norm.weight.detach())
     torch.testing.assert_close(
         heads[0]["model.embed_tokens.weight"], language.model.embed_tokens.weight.detach()
