@@ -1,42 +1,52 @@
 """Rewards and advantages: scalars per trajectory in, per-token advantages out.
 
-Tokens that the model did not make (prompt, tool output, padding) are no time steps: the recursion of GAE steps from one
-of the model's tokens to the next. Position t belongs to token t itself. A critic is left out: without one, values are 0.
+Tokens that the model did not make (prompt, tool output, padding) are not time steps: the recursion of GAE
+steps from one of the model's tokens to the next. Position t belongs to token t itself. Left out: a critic;
+without one, values are 0.
 """
 
 from __future__ import annotations
 
 import torch
 
-BLOCK = 128  # tokens whose discounted sums are one product with a triangular matrix
+BLOCK = 128  # tokens whose discounted sums are computed as one product with a triangular matrix
 
 
 def shape_rewards(
     rewards_B: torch.Tensor, bias: float = 0.0, scaling: float = 1.0, clip: float = 20.0
 ) -> torch.Tensor:
-    """(reward + bias) * scaling, clipped to plus and minus `clip`; the input is not changed."""
+    """Return (reward + bias) * scaling, clipped to plus and minus `clip`, as a new float32 [B]."""
     return ((rewards_B.float() + bias) * scaling).clamp(-clip, clip)
 
 
 def overlong_penalty(
     lengths_B: torch.Tensor, max_new_tokens: int, overlong_tokens: int, factor: float
 ) -> torch.Tensor:
-    """What to add to the rewards of completions that enter the last `overlong_tokens` of their budget: 0 down to -factor."""
+    """Return what is added to the rewards of completions that enter the last `overlong_tokens` of their
+    budget.
+
+    lengths_B: int64 [B], tokens of each completion. The penalty falls linearly from 0 to -factor at
+    `max_new_tokens`: the soft overlong punishment of DAPO (Yu et al., arXiv 2503.14476, section 3.4).
+    """
     excess_B = lengths_B.float() - (max_new_tokens - overlong_tokens)
     return (-excess_B / overlong_tokens * factor).clamp(-factor, 0.0)
 
 
-def uninformative_groups(rewards_B: torch.Tensor, group_B: torch.Tensor) -> list[int]:
-    """Return the numbers of the groups whose rewards are all equal: nothing can be learnt from them."""
-    return [g for g in group_B.unique().tolist() if len(rewards_B[group_B == g].unique()) == 1]
+def informative_rows(rewards_B: torch.Tensor, group_B: torch.Tensor, group_size: int) -> list[int]:
+    """Return the rows of groups whose rewards differ: nothing can be learnt from the others.
+
+    This is the dynamic sampling of DAPO (arXiv 2503.14476, section 3.2). `group_size` is not needed: groups
+    are known by their number in `group_B`, int64 [B].
+    """
+    flat = {g for g in group_B.unique().tolist() if len(rewards_B[group_B == g].unique()) == 1}
+    return [row for row, group in enumerate(group_B.tolist()) if group not in flat]
 
 
 def place_rewards(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Float32 [B, T] with each reward at its row's last masked token, 0 elsewhere (and in rows without one)."""
+    """Return float32 [B, T]: each reward at its row's last masked token, 0 elsewhere and in rows without one."""
     position_T = torch.arange(1, mask_BT.shape[1] + 1)
-    last_B = (
-        (mask_BT * position_T).amax(1) if mask_BT.shape[1] else torch.zeros(len(mask_BT), dtype=torch.long)
-    )
+    none_B = torch.zeros(len(mask_BT), dtype=torch.long)
+    last_B = (mask_BT * position_T).amax(1) if mask_BT.shape[1] else none_B
     rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float32)
     rows_B = last_B > 0
     rewards_BT[rows_B, last_B[rows_B] - 1] = rewards_B.float()[rows_B]
@@ -51,14 +61,14 @@ def gae(
     values_BT: torch.Tensor | None = None,
     bootstrap_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Generalized advantage estimates at the masked tokens, 0 elsewhere; float32, no input is changed.
+    """Return generalized advantage estimates at the masked tokens, 0 elsewhere, as a new float32 [B, T].
 
-    Over a row's masked tokens only: A_i = r_i + discount * V_{i+1} - V_i + discount * lambda * A_{i+1}. The value after the
-    last one is `bootstrap_B`, 0 where it is not given (the trajectory ended there).
+    Over a row's masked tokens only: A_i = r_i + discount * V_{i+1} - V_i + discount * lambda * A_{i+1}
+    (Schulman et al., arXiv 1506.02438, equation 16). The value after the last one is `bootstrap_B` [B], by
+    default 0: the trajectory ended.
     """
-    order_BT = torch.argsort(
-        mask_BT.to(torch.uint8), dim=1, stable=True
-    )  # masked tokens to the end of their row, in order
+    # masked tokens to the end of their row, in order
+    order_BT = torch.argsort(mask_BT.to(torch.uint8), dim=1, stable=True)
     valid_BT = mask_BT.gather(1, order_BT)
     delta_BT = rewards_BT.float().gather(1, order_BT) * valid_BT
     if values_BT is not None:
@@ -71,13 +81,12 @@ def gae(
 
 
 def _discounted_sums(x_BT: torch.Tensor, decay: float) -> torch.Tensor:
-    """y_t = x_t + decay * y_{t+1}, from the last column on, a block of columns at a time."""
+    """Return y_t = x_t + decay * y_{t+1}, computed from the last column back, a block of columns at a time."""
     out_BT = torch.empty_like(x_BT)
     carry_B1 = torch.zeros(len(x_BT), 1)
     exponent_K = torch.arange(BLOCK, dtype=torch.float64)
-    triangle_KK = torch.tril(
-        (decay ** (exponent_K[:, None] - exponent_K).clamp(min=0.0)).float()
-    )  # [source, target]
+    gap_KK = (exponent_K[:, None] - exponent_K).clamp(min=0.0)  # [source, target]
+    triangle_KK = torch.tril((decay**gap_KK).float())
     for end in range(x_BT.shape[1], 0, -BLOCK):
         start = max(end - BLOCK, 0)
         size = end - start

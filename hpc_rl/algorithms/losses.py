@@ -1,7 +1,8 @@
-"""Per-token losses: the clipped policy gradient (dual clip, decoupled behaviour weight) and the supervised one; that of pairs.
+"""Losses: the clipped policy gradient (dual clip, decoupled behaviour weight), the supervised loss, the loss
+of pairs.
 
-All take one-dimensional tensors over tokens and a mask, and return *sums*: the caller divides by a weight that it counted
-over the whole train batch, so that a loss does not depend on how the batch was cut. An empty micro-batch is a valid input.
+They return *sums*: the caller divides by a weight counted over the whole train batch, so that a loss does not
+depend on how the batch was cut. An empty micro-batch is a valid input.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 
 class TokenLoss(NamedTuple):
-    """What the policy loss makes of each token; everything is 0 or false outside of the mask."""
+    """The policy loss of each token and its parts, all [T]; 0 or false outside of the mask."""
 
     loss_T: torch.Tensor  # with gradient
     ratio_T: torch.Tensor  # current over proximal policy
@@ -34,17 +35,19 @@ def policy_token_loss(
     c_clip: float | None = None,
     behav_imp_weight_cap: float | None = None,
 ) -> TokenLoss:
-    """PPO's clipped loss around the proximal policy, weighed by proximal over behaviour policy (1 where they are the same).
+    """Return PPO's clipped loss around the proximal policy, weighed by proximal over behaviour policy.
 
-    A token whose behaviour weight is above the cap counts with weight 0: it is dropped, not clamped.
+    -min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_higher) A) with r = current / proximal (Schulman et al.,
+    arXiv 1707.06347, equation 7); for A < 0 bounded by -c_clip A (dual clip, Ye et al., arXiv 1912.09729);
+    times proximal / behaviour (Hilton et al., arXiv 2110.00641). A token whose behaviour weight is above the
+    cap has weight 0: it is dropped, not clamped. Raises ValueError for a `c_clip` or cap of 1 or less.
     """
     for name, bound in (("c_clip", c_clip), ("behav_imp_weight_cap", behav_imp_weight_cap)):
         if bound is not None and bound <= 1:
             raise ValueError(f"{name} must be above 1, got {bound}")
     zero = torch.zeros((), device=logprobs_T.device)
-    ratio_T = torch.where(
-        mask_T, logprobs_T - prox_T, zero
-    ).exp()  # masked before exp: no overflow at tokens that don't count
+    # masked before exp: no overflow at tokens that don't count
+    ratio_T = torch.where(mask_T, logprobs_T - prox_T, zero).exp()
     upper = 1 + (eps_clip if eps_clip_higher is None else eps_clip_higher)
     plain_T = -advantages_T * ratio_T
     bounded_T = -advantages_T * ratio_T.clamp(1 - eps_clip, upper)
@@ -68,7 +71,7 @@ def policy_token_loss(
 def token_sums(
     token: TokenLoss, entropy_T: torch.Tensor, behav_kl_T: torch.Tensor, mask_T: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Sums over the masked tokens that a training log divides by `num_tokens`."""
+    """Return sums over the masked tokens, which a training log divides by `num_tokens`."""
     return {
         "num_tokens": mask_T.sum(),
         "entropy": torch.where(mask_T, entropy_T, torch.zeros_like(entropy_T)).sum(),
@@ -84,14 +87,19 @@ def token_sums(
 def supervised_loss(
     logprobs_T: torch.Tensor, mask_T: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the negative log-likelihood over the masked tokens, and the count of those."""
+    """Return the sum of the negative log-likelihood over the masked tokens, and their number."""
     return -torch.where(mask_T, logprobs_T, torch.zeros_like(logprobs_T)).sum(), {"num_tokens": mask_T.sum()}
 
 
 def pairwise_loss(
     chosen_P: torch.Tensor, rejected_P: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Bradley-Terry: sum of -log sigmoid(chosen - rejected) over pairs of scores, how many are in order, and their margins."""
+    """Return the sum of -log sigmoid(chosen - rejected) over pairs of scores, float32 [P].
+
+    Also reports how many pairs are in order, and the sum of their margins. Bradley and Terry, "Rank Analysis
+    of Incomplete Block Designs", 1952; as a loss of reward models in Ouyang et al., arXiv 2203.02155,
+    equation 1.
+    """
     margin_P = chosen_P - rejected_P
     sums = {"num_correct": (margin_P > 0).sum(), "margin": margin_P.detach().sum()}
     return -torch.nn.functional.logsigmoid(margin_P).sum(), sums

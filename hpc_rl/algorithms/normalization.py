@@ -1,7 +1,7 @@
 """Normalization of rewards and advantages over the batch or over groups.
 
-The deviation is taken around the mean that was chosen: with no mean it is a root mean square. Sums run in float64,
-because a batch has millions of tokens. There is no process group here: the caller passes the whole batch.
+The deviation is taken around the chosen mean: without a mean it is a root mean square. Sums are float64,
+because a batch has millions of tokens. The caller passes the whole batch: there is no process group here.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ Level = Literal["batch", "group"] | None
 
 
 class Levels(NamedTuple):
-    """Over what the mean and the deviation are taken; None leaves the mean or the scale alone.
+    """Over what the mean and the deviation are taken; None leaves the mean or the scale as it is.
 
-    leave_one_out: each entry's mean is that of the others (0 where there is no other). unbiased: the deviation divides by one
-    less than the count.
+    Args:
+        mean: Entries of the mean; GRPO takes those of the group (Shao et al., arXiv 2402.03300, section 4.1).
+        std: Entries of the deviation; Dr.GRPO takes none (Liu et al., arXiv 2503.20783).
+        eps: Added to the deviation.
+        leave_one_out: An entry's mean is that of the others, 0 without others (RLOO; Ahmadian et al., arXiv
+            2402.14740).
+        unbiased: The deviation divides by the count less one.
     """
 
     mean: Level = "batch"
@@ -36,10 +41,11 @@ def normalize(
     group_B: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return (x - mean) / (std + eps) over the entries that `mask` selects, as a new float32 tensor; the others become 0.
+    """Return (x - mean) / (std + eps) over the entries that `mask` selects, as a new float32 tensor; the
+    others become 0.
 
-    x: [B] or [B, T]. group_B: the group number of each row, int64 [B]; rows of NO_GROUP have group mean and deviation 0. By
-    default each row is a group.
+    x: [B] or [B, T]. group_B: the group number of each row, int64 [B]; rows of NO_GROUP have group mean and
+    deviation 0. By default each row is a group.
     """
     if mask is None:
         mask = torch.ones_like(x, dtype=torch.bool)
@@ -61,7 +67,9 @@ def normalize(
 def _totals(
     x: torch.Tensor, mask: torch.Tensor, level: Level, group_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the masked entries (the others are 0) and their count, in shapes that broadcast against x."""
+    """Return the sum of the masked entries (the others are 0) and their count, in shapes that broadcast
+    against x.
+    """
     if level == "batch":
         return x.sum(), mask.sum()
     if level != "group":
@@ -79,7 +87,9 @@ def _totals(
 
 
 def consecutive_groups(num_rows: int, group_size: int) -> torch.Tensor:
-    """Return group numbers for groups of `group_size` consecutive rows; rows beyond the last whole group have NO_GROUP."""
+    """Return group numbers for groups of `group_size` consecutive rows; rows beyond the last whole group have
+    NO_GROUP.
+    """
     group_B = torch.arange(num_rows) // group_size
     group_B[num_rows // group_size * group_size :] = NO_GROUP
     return group_B

@@ -1,4 +1,6 @@
-"""Activity: what rank 0 of the trainer does, shown in a small file, so that whoever watches can tell work from a hang."""
+"""Activity: what rank 0 of the trainer does, shown in a small file, so that whoever watches can tell work
+from a hang.
+"""
 
 from __future__ import annotations
 

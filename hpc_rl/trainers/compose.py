@@ -28,9 +28,10 @@ from hpc_rl.trainers.run import Run, tokenizer_folder
 from hpc_rl.trainers.start import TrainerContext, begin, load_state
 from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe, SupervisedTask
 from hpc_rl.trial import read_json
-from hpc_rl.weights.publish import Publisher
+from hpc_rl.weights.publish import TRANSPORTS, Publisher
 
 Composed = tuple[Run, Recipe]
+TRANSPORT = "disk"  # the only one so far, so it is not an option
 
 
 def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
@@ -50,7 +51,8 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
             start.trial, start.names, start.tokens, setup_timeout_s=config.rollout.setup_timeout
         )
         stack.callback(publisher.close)
-    return run, GRPO(run, rollout, publisher, num_prompts, reference)
+    transport = TRANSPORTS[TRANSPORT](start.trial, publisher)
+    return run, GRPO(run, rollout, transport, num_prompts, reference)
 
 
 def compose_sft(start: TrainerContext, stack: ExitStack) -> Composed:

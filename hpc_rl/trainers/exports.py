@@ -1,7 +1,7 @@
 """Exports: folders of weights that appear under their names only when whole, and what happens on a full disk.
 
-A folder takes the place of another by two renames: the old one out of sight, the new one in. A start after a kill between
-the two calls `repair`.
+A folder takes the place of another by two renames: the old one out of sight, the new one in. A start after a
+kill between the two calls `repair`.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class WeightWriter:
     ) -> bool:
         """Write the weights into the folder that `begin` makes, then give that to `finish`. Collective.
 
-        Both callables run on rank 0; `folder` is the final place. On a full disk: wait for space, or return False at once
-        unless `patient`. Returns False if nothing was written because of that, or of a stop. Any other error is raised on
-        every rank.
+        Both callables run on rank 0; `folder` is the final place. On a full disk: wait for space, or return
+        False at once unless `patient`. Returns False if nothing was written because of that, or of a stop.
+        Any other error is raised on every rank.
         """
         first = self.ranks.rank == 0
         temporary = folder
@@ -197,7 +197,9 @@ class Ranking:
     def improvement(
         self, numbers: Mapping[str, Any] | None, standing: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Return the record of an evaluation that beats the `standing` record; None if it does not, or lacks the metric."""
+        """Return the record of an evaluation that beats the `standing` record; None if it does not, or lacks
+        the metric.
+        """
         value = (numbers or {}).get(self.metric)
         if not isinstance(value, int | float) or not math.isfinite(value):
             return None
@@ -211,10 +213,12 @@ class Ranking:
 
 
 class Exports:
-    """The folders in `exports/` that training writes: `step-…` now and then, `best` and `final`. Every rank has one.
+    """The folders in `exports/` that training writes: `step-…` now and then, `best` and `final`.
 
-    What is on disk is the memory: a restart compares with the best there. A best model of steps that a recover discarded
-    stays, since it was evaluated and is whole.
+    Every rank has one.
+
+    What is on disk is the memory: a restart compares with the best there. A best model of steps that a
+    recover discarded stays, since it was evaluated and is whole.
 
     Args:
         trial: The trial.
@@ -254,7 +258,9 @@ class Exports:
             )
 
     def keep_best(self, numbers: Mapping[str, Any] | None, step: int) -> bool:
-        """Write `exports/best` if the evaluation (rank 0's numbers) beats what is there; False if a stop prevented it."""
+        """Write `exports/best` if the evaluation (rank 0's numbers) beats what is there; False if a stop
+        prevented it.
+        """
         found = None
         if self.saver.keep_best is not None and self.ranks.rank == 0:
             found = self.ranking.improvement(numbers, self.record("best") or {})

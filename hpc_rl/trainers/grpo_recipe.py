@@ -1,23 +1,22 @@
-"""GRPO: what one step is made of. The batch comes from the rollout role, the weights go to the generation servers.
+"""The recipe of RL trials: batches come from the rollout role, weights go to the generation servers.
 
-Everything that looks at the whole batch (shaping, advantages, the cut into mini-batches, loss weights) is computed on every
-rank from the whole batch, before rows are shared out: nothing depends on the number of ranks.
+What a step computes is a row of ALGORITHMS. All that depends on the whole batch (shaping, advantages, the cut
+into mini-batches, loss weights) is computed on every rank from the whole batch, before rows are shared out:
+nothing depends on the number of ranks.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import partial
+import time
 from typing import Any
 
 import numpy as np
 import torch
 
-from hpc_rl.algorithms import areal, grpo, kl
-from hpc_rl.algorithms.advantages import overlong_penalty, uninformative_groups
+from hpc_rl.algorithms import ALGORITHMS, grpo, kl
+from hpc_rl.algorithms.base import RewardBatch, TokenBatch
 from hpc_rl.algorithms.normalization import Levels
 from hpc_rl.config.sections.experiment import GRPOConfig, total_steps
 from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
@@ -25,55 +24,69 @@ from hpc_rl.engines.base import Engine, MicroBatch, Sequences
 from hpc_rl.engines.packing import balance
 from hpc_rl.errors import DataUnusable
 from hpc_rl.rollout.batch_client import RolloutClient
-from hpc_rl.trainers import evaluate
+from hpc_rl.trainers.minibatches import Cut, Known, Minibatch, ScoredRows, rectangle, shares
 from hpc_rl.trainers.run import Run
 from hpc_rl.types import Batch, Trajectory, decode
-from hpc_rl.weights import disk
-from hpc_rl.weights.publish import Publisher
+from hpc_rl.weights.publish import Transport
 
 logger = logging.getLogger(__name__)
 MAX_STEPS_WITHOUT_UPDATE = 20  # in a row; with float16 also as many as the loss scale may need to come down
-ROUND_S = 10.0  # a rank that waits for another must not wait as long as a collective may last
+ROUND_S = 10.0  # a rank must wait for another for less time than a collective may last
+MEANS_OVER_TOKENS = (
+    "entropy",
+    "clip_ratio",
+    "dual_clip_ratio",
+    "importance_weight",
+    "behave_imp_weight",
+    "behave_approx_kl",
+)
 
 
 class GRPO:
-    """The recipe of a GRPO trial.
+    """The recipe of a GRPO trial, and of the other algorithms.
 
     Args:
         run: This incarnation.
         rollout: The rollout role.
-        publisher: The generation servers; rank 0 only.
+        transport: Brings weights to the generation servers.
         num_prompts: Prompts of one epoch.
-        reference: The frozen model of the KL terms; None where there are none.
+        reference: The frozen model of the KL terms; None without such a term.
     """
 
     def __init__(
         self,
         run: Run,
         rollout: RolloutClient,
-        publisher: Publisher | None,
+        transport: Transport,
         num_prompts: int,
         reference: Engine | None = None,
     ) -> None:
         assert isinstance(run.config, GRPOConfig)
-        self.run, self.rollout, self.publisher, self.num_prompts = run, rollout, publisher, num_prompts
+        self.run = run
+        self.rollout = rollout
+        self.transport = transport
+        self.num_prompts = num_prompts
         self.reference = reference
         self.config = run.config
         self.actor = run.config.actor
+        self.algorithm = ALGORITHMS[self.actor.compat or "grpo"]
         self.total_steps = total_steps(run.config, num_prompts)
-        temperature = (
-            self.actor.temperature if self.actor.temperature is not None else self.config.gconfig.temperature
-        )
-        self.temperature = temperature or 1.0  # greedy: log-probabilities are those of the plain distribution
+        own, sampling = self.actor.temperature, self.config.gconfig.temperature
+        # greedy sampling has temperature 0: log-probabilities are those of the plain distribution
+        self.temperature = (sampling if own is None else own) or 1.0
         self.group_size = self.actor.group_size or self.config.gconfig.n_samples
+        self.has_kl_rewards = self.actor.kl_ctl > 0 and (
+            reference is not None or self.algorithm.zero_reference
+        )
         self._frontier: dict[str, int] = {}
-        self._told: set[str] = set()  # keys of agent stats that were missing
+        self._reported_missing: set[str] = set()  # keys of agent stats
         self._steps_without_update = 0  # in a row
-        self.areal = self.actor.compat == "areal"
-        self.has_kl_rewards = self.actor.kl_ctl > 0 and (reference is not None or self.areal)
 
     def batch(self, step: int) -> Batch | None:
-        """Rank 0 fetches it for all, in rounds: the others hear now and then that it is not there yet, or are told to stop."""
+        """Return the batch, fetched by rank 0 in rounds, so that other ranks learn of a delay or a stop.
+
+        Collective.
+        """
         run = self.run
 
         def fetch() -> bytes | None:
@@ -93,20 +106,18 @@ class GRPO:
                 return None
 
     def update(self, step: int, batch: Batch) -> None:
-        rows = [trajectory for group in batch.groups for trajectory in group.trajectories]
-        sizes = torch.tensor([len(group.trajectories) for group in batch.groups])
-        group_B = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-        self._describe(step, rows)
-        rows, rewards_B, group_B = self._drop_uninformative(rows, self._rewards(rows), group_B)
+        """Train on a batch. Raises DataUnusable after too many steps in a row without an optimizer update."""
+        scored = self._drop_uninformative(self._score(step, batch))
+        rows = scored.rows
         minibatches: list[Minibatch] = []
         known, advantages = None, []
         if rows:
             known = self._logprobs_of_all(rows) if self.has_kl_rewards else None
-            advantages = self._advantages(rows, rewards_B, group_B, known)
-            minibatches = self._minibatches(rows, advantages, rewards_B)
-        num_successful = 0
+            advantages = self._advantages(scored, known)
+            minibatches = self._minibatches(scored, advantages)
         mine = [minibatch.rows[self.run.ranks.rank] for minibatch in minibatches]
         known = known or self._logprobs(rows, [row for part in mine for row in part])
+        num_successful = 0
         for minibatch, part in zip(minibatches, mine, strict=True):
             sequences = self._sequences(rows, advantages, known, part)
             sums = self.run.engine.train_batch(sequences, self._loss, minibatch.loss_weight, self.temperature)
@@ -117,107 +128,109 @@ class GRPO:
 
     def publish(self, step: int) -> None:
         version = self.run.version(step)
-        trial = self.run.trial
-        first = self.run.ranks.rank == 0
-        folder, begin, finish = (
-            trial.published(str(version)),
-            partial(disk.begin, trial, version),
-            partial(disk.finish, trial, version),
-        )
-        if not self.run.writer.write(f"weights {version}", folder, begin, finish, durable=False):
-            return  # told to stop while there was no room: whoever goes on publishes first of all
-        if first and self.publisher is not None:
-            result = self.publisher.publish(version, folder, self.run.stopping)
-            self.run.stats.value("publish_servers", len(result.acknowledged))
+        published = self.transport.publish(version, self.run.writer.write, self.run.stopping)
+        # None after a stop: the next start publishes before anything else
+        if published is not None and self.run.ranks.rank == 0:
+            num_servers = len(published.acknowledged)
+            self.run.stats.value("publish_servers", num_servers)
             if step == self.run.step:
-                logger.info(
-                    "start: weights %s are published to %d servers", version, len(result.acknowledged)
-                )
+                logger.info("start: weights %s are published to %d servers", version, num_servers)
 
     def evaluate(self, step: int) -> dict[str, float | int | str] | None:
-        return evaluate.held_out_reward(self.run, self.rollout, step)
+        """Have the rollout role evaluate the weights after `step`, and log that as a line of its own.
+
+        Returns {} without held-out data and above rank 0, None if a stop came first.
+        """
+        run = self.run
+        if self.config.valid_dataset is None or run.ranks.rank != 0:
+            return {}
+        start = time.monotonic()
+        result = self.rollout.evaluate(str(run.version(step)), run.stopping)
+        if result is None:
+            return None
+        numbers: dict[str, float | int | str] = {
+            "eval_reward": result.reward,
+            "eval_num_prompts": result.num_prompts,
+            "eval_version": result.version,
+            **{f"eval_{name}": value for name, value in result.stats.items()},
+            "eval_s": time.monotonic() - start,
+        }
+        run.sinks.log(step, {"time": time.time(), "lineage": run.lineage, **numbers})
+        logger.info("step %d: held-out reward %.4f over %d prompts", step, result.reward, result.num_prompts)
+        return numbers
 
     def position(self, step: int) -> tuple[int, int]:
         return divmod(step * self.config.train_dataset.batch_size, self.num_prompts)
 
     def frontier(self, step: int) -> dict[str, int]:
-        """The newest batch that went into the state, and the largest prompt index in it."""
+        """Return the newest batch that went into the state, and the largest prompt index in it."""
         return self._frontier if self._frontier.get("sealed") == step else {"sealed": step}
 
     def retain(self, step: int) -> None:
         self.rollout.retain(step)
 
-    def _rewards(self, rows: list[Trajectory]) -> torch.Tensor:
+    def _score(self, step: int, batch: Batch) -> ScoredRows:
+        """Return the trajectories of a batch with their rewards, overlong penalty included."""
+        rows = [trajectory for group in batch.groups for trajectory in group.trajectories]
+        sizes = torch.tensor([len(group.trajectories) for group in batch.groups])
+        group_B = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        self._describe(step, rows)
         rewards_B = torch.tensor([row.reward for row in rows], dtype=torch.float32)
         if not self.actor.overlong_reward_penalty:
-            return rewards_B
-        assert (
-            self.actor.overlong_tokens is not None and self.actor.overlong_penalty_factor is not None
-        )  # check.py says so
+            return ScoredRows(rows, rewards_B, group_B)
+        tail, factor = self.actor.overlong_tokens, self.actor.overlong_penalty_factor
+        assert tail is not None and factor is not None, "the configuration is refused without them"
         lengths_B = torch.tensor([int(row.loss_mask.sum()) for row in rows])
-        how = (
-            self.config.gconfig.max_new_tokens,
-            self.actor.overlong_tokens,
-            self.actor.overlong_penalty_factor,
+        penalty_B = self.algorithm.overlong_penalty(
+            lengths_B, self.config.gconfig.max_new_tokens, tail, factor
         )
-        penalty_B = (areal.overlong_penalty if self.areal else overlong_penalty)(lengths_B, *how)
         self.run.stats.mean("overlong_penalty", float(penalty_B.sum()), len(rows))
-        return rewards_B + penalty_B
+        return ScoredRows(rows, rewards_B + penalty_B, group_B)
 
-    def _drop_uninformative(
-        self, rows: list[Trajectory], rewards_B: torch.Tensor, group_B: torch.Tensor
-    ) -> tuple[list[Trajectory], torch.Tensor, torch.Tensor]:
-        """Dynamic sampling; AReaL's own comes after the normalization, see _minibatches."""
-        if self.areal or not self.actor.dynamic_sampling:
-            return rows, rewards_B, group_B
-        dropped = set(uninformative_groups(rewards_B, group_B))
-        self.run.stats.add("groups_dropped", len(dropped))
-        kept = [i for i, group in enumerate(group_B.tolist()) if group not in dropped]
-        return [rows[i] for i in kept], rewards_B[kept], group_B[kept]
+    def _drop_uninformative(self, scored: ScoredRows) -> ScoredRows:
+        if not self.algorithm.drops_groups_first or not self.actor.dynamic_sampling:
+            return scored
+        return scored.select(self._informative_rows(scored))
 
-    def _advantages(
-        self,
-        rows: list[Trajectory],
-        rewards_B: torch.Tensor,
-        group_B: torch.Tensor,
-        known: Known | None,
-    ) -> list[np.ndarray]:
-        """float32 [L] per row, of the whole batch."""
-        mask_BT = rectangle([row.loss_mask for row in rows])
-        options: dict[str, Any] = {
-            "reward_bias": self.actor.reward_bias,
-            "reward_scaling": self.actor.reward_scaling,
-            "reward_clip": self.actor.reward_clip,
-            "reward_norm": levels(self.actor.reward_norm),
-            "adv_norm": levels(self.actor.adv_norm),
-            "discount": self.actor.discount,
-            "gae_lambda": self.actor.gae_lambda,
-            "token_rewards_BT": self._kl_rewards(rows, mask_BT, known),
-        }
-        if self.areal:
-            lengths_B = torch.tensor([len(row.ids) for row in rows])
-            zero = self.actor.mask_no_eos_with_zero
-            advantages_BT = areal.advantages(
-                rewards_B,
-                mask_BT,
-                lengths_B,
-                group_size=self.group_size,
-                mask_no_eos_with_zero=zero,
-                **options,
-            )
-        else:
-            advantages_BT = grpo.advantages(rewards_B, mask_BT, group_B=group_B, **options)
-        return [advantages_BT[i, : len(row.ids)].numpy() for i, row in enumerate(rows)]
+    def _informative_rows(self, scored: ScoredRows) -> list[int]:
+        kept = self.algorithm.informative_rows(scored.rewards_B, scored.group_B, self.group_size)
+        num_dropped = len(scored.group_B.unique()) - len(scored.group_B[kept].unique())
+        self.run.stats.add("groups_dropped", num_dropped)
+        return kept
 
-    def _minibatches(
-        self, rows: list[Trajectory], advantages: list[np.ndarray], rewards_B: torch.Tensor
-    ) -> list[Minibatch]:
-        """The rows that are trained on, cut and shared out."""
+    def _advantages(self, scored: ScoredRows, known: Known | None) -> list[np.ndarray]:
+        """Return float32 [L] per row of the whole batch."""
+        mask_BT = rectangle([row.loss_mask for row in scored.rows])
+        batch = RewardBatch(
+            rewards_B=scored.rewards_B,
+            mask_BT=mask_BT,
+            group_B=scored.group_B,
+            lengths_B=torch.tensor([len(row.ids) for row in scored.rows]),
+            group_size=self.group_size,
+            token_rewards_BT=self._kl_rewards(scored.rows, mask_BT, known),
+        )
+        truncated = {"zero_truncated": self.actor.mask_no_eos_with_zero}
+        options: dict[str, Any] = truncated if self.algorithm.zeroes_truncated else {}
+        advantages_BT = self.algorithm.advantages(
+            batch,
+            reward_bias=self.actor.reward_bias,
+            reward_scaling=self.actor.reward_scaling,
+            reward_clip=self.actor.reward_clip,
+            reward_norm=levels(self.actor.reward_norm),
+            adv_norm=levels(self.actor.adv_norm),
+            discount=self.actor.discount,
+            gae_lambda=self.actor.gae_lambda,
+            **options,
+        )
+        return [advantages_BT[i, : len(row.ids)].numpy() for i, row in enumerate(scored.rows)]
+
+    def _minibatches(self, scored: ScoredRows, advantages: list[np.ndarray]) -> list[Minibatch]:
+        """Return the rows that are trained on, cut and shared out."""
+        rows = scored.rows
         members = list(range(len(rows)))
-        if self.areal and self.actor.dynamic_sampling:
-            members = areal.useful_rows(rewards_B, self.group_size)
-            self.run.stats.add("groups_dropped", (len(rows) - len(members)) // self.group_size)
-        if self.actor.mask_no_eos_with_zero and not self.areal:
+        if not self.algorithm.drops_groups_first and self.actor.dynamic_sampling:
+            members = self._informative_rows(scored)
+        if self.actor.mask_no_eos_with_zero and not self.algorithm.zeroes_truncated:
             members = [i for i in members if rows[i].finish_reason != "length"]
             self.run.stats.add("rows_masked", len(rows) - len(members))
         how = Cut(
@@ -229,7 +242,8 @@ class GRPO:
         return shares(rows, advantages, members, how)
 
     def _pass_updates(self, done: int) -> None:
-        """The schedule counts the updates of a whole batch, also where dynamic sampling or the mask left fewer rows, or none."""
+        # the schedule counts the updates of a whole batch, also if dynamic sampling or the mask left fewer
+        # rows
         missing = updates_per_step(self.config) - done
         if missing > 0:
             self.run.engine.pass_updates(missing)
@@ -253,45 +267,41 @@ class GRPO:
         if known is None or not self.has_kl_rewards:
             return None
         behav = [self._prox_and_behav(rows, known, i)[1] for i in range(len(rows))]
-        none = np.zeros(1, np.float32)  # AReaL's idea of a reference model that is not there
-        reference = [none if known.reference is None else known.reference[i] for i in range(len(rows))]
+        zero = np.zeros(1, np.float32)  # see Algorithm.zero_reference
+        reference = [zero if known.reference is None else known.reference[i] for i in range(len(rows))]
         rewards_BT = kl.kl_rewards(rectangle(behav), rectangle(reference), mask_BT, self.actor.kl_ctl)
         self.run.stats.mean("kl_rewards", float(rewards_BT.sum(dtype=torch.float64)), int(mask_BT.sum()))
         return rewards_BT
 
     def _logprobs_of_all(self, rows: list[Trajectory]) -> Known:
-        """For all rows on every rank, each rank having made a share: the rewards of the whole batch want them."""
+        """Return the log-probabilities of all rows, each rank having computed a share. Collective."""
         lengths = [len(row.ids) for row in rows]
         ranks = self.run.ranks
         mine = self._logprobs(rows, balance(lengths, ranks.num)[ranks.rank])
-        return Known(
-            *(
-                None if part is None else ranks.whole(part, lengths)
-                for part in (mine.recomputed, mine.reference)
-            )
-        )
+        parts = (mine.recomputed, mine.reference)
+        return Known(*(None if part is None else ranks.whole(part, lengths) for part in parts))
 
-    def _logprobs(self, rows: list[Trajectory], mine: Iterable[int]) -> Known:
-        """Of these rows, under the weights at the start of the step and under the reference model, where they are wanted."""
-        numbers = list(mine)
+    def _logprobs(self, rows: list[Trajectory], numbers: list[int]) -> Known:
+        """Return what is needed of these rows' log-probabilities: under the current weights, and of the
+        reference model.
+        """
         if not rows:
             return Known(None, None)
-        sequences = Sequences(
-            [rows[i].ids for i in numbers], {"loss_mask": [rows[i].loss_mask for i in numbers]}
-        )
-        temperature = 1.0 if self.areal else self.temperature
+        masks = [rows[i].loss_mask for i in numbers]
+        sequences = Sequences([rows[i].ids for i in numbers], {"loss_mask": masks})
+        temperature = self.temperature if self.algorithm.recomputes_at_temperature else 1.0
+
+        def by_row(engine: Engine | None) -> dict[int, np.ndarray] | None:
+            if engine is None:
+                return None
+            return dict(zip(numbers, engine.logprobs(sequences, temperature), strict=True))
+
         recompute = self.actor.recompute_logprob or self.actor.use_decoupled_loss
-        made = [
-            None
-            if engine is None
-            else dict(zip(numbers, engine.logprobs(sequences, temperature), strict=True))
-            for engine in (self.run.engine if recompute else None, self.reference)
-        ]
-        return Known(*made)
+        return Known(by_row(self.run.engine if recompute else None), by_row(self.reference))
 
     def _prox_and_behav(self, rows: list[Trajectory], known: Known, i: int) -> tuple[np.ndarray, np.ndarray]:
-        again = None if known.recomputed is None else known.recomputed[i]
-        return grpo.reference_logprobs(rows[i].logprobs, again, self.actor.use_decoupled_loss)
+        recomputed = None if known.recomputed is None else known.recomputed[i]
+        return grpo.reference_logprobs(rows[i].logprobs, recomputed, self.actor.use_decoupled_loss)
 
     def _sequences(
         self, rows: list[Trajectory], advantages: list[np.ndarray], known: Known, part: list[int]
@@ -306,43 +316,41 @@ class GRPO:
         if known.reference is not None and self.actor.beta:
             columns["ref"] = [known.reference[i] for i in part]
         if self.actor.loss_aggregation != "token_mean":
-            how = (self.actor.loss_aggregation, self.config.gconfig.max_new_tokens)
-            weights = [grpo.token_weights(int(rows[i].loss_mask.sum()), *how) for i in part]
-            columns["weights"] = [
-                np.full(len(rows[i].ids), w, np.float32) for i, w in zip(part, weights, strict=True)
-            ]
+            columns["weights"] = [self._token_weights(rows[i]) for i in part]
         return Sequences([rows[i].ids for i in part], columns)
+
+    def _token_weights(self, row: Trajectory) -> np.ndarray:
+        num_tokens, most = int(row.loss_mask.sum()), self.config.gconfig.max_new_tokens
+        weight = grpo.token_weights(num_tokens, self.actor.loss_aggregation, most)
+        return np.full(len(row.ids), weight, np.float32)
 
     def _loss(self, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         columns = batch.columns_T
-        return grpo.policy_loss(
-            batch.logprobs_T,
-            columns["prox"],
-            columns["behav"],
-            columns["advantages"],
-            columns["loss_mask"],
-            batch.entropy_T,
+        tokens = TokenBatch(
+            logprobs_T=batch.logprobs_T,
+            prox_T=columns["prox"],
+            behav_T=columns["behav"],
+            advantages_T=columns["advantages"],
+            mask_T=columns["loss_mask"],
+            entropy_T=batch.entropy_T,
+            row_T=batch.row_T,
+            ref_T=columns.get("ref"),
+            weights_T=columns.get("weights"),
+        )
+        return self.algorithm.policy_loss(
+            tokens,
             eps_clip=self.actor.eps_clip,
             eps_clip_higher=self.actor.eps_clip_higher,
             c_clip=self.actor.c_clip,
             behav_imp_weight_cap=self.actor.behav_imp_weight_cap,
-            ref_T=columns.get("ref"),
             beta=self.actor.beta,
-            weights_T=columns.get("weights"),
         )
 
     def _report(self, sums: dict[str, float], minibatch: Minibatch) -> None:
-        """Means over tokens (entropy, ratios) are over the rows that were computed; the loss is over all."""
+        # means over tokens (entropy, ratios) are over the rows that were computed; the loss is over all rows
         stats = self.run.stats
         tokens = sums.get("num_tokens", 0.0)
-        for name in (
-            "entropy",
-            "clip_ratio",
-            "dual_clip_ratio",
-            "importance_weight",
-            "behave_imp_weight",
-            "behave_approx_kl",
-        ):
+        for name in MEANS_OVER_TOKENS:
             stats.mean(name, sums.get(name, 0.0), tokens)
         if "kl_loss" in sums:
             stats.mean("kl_loss", sums["kl_loss"], tokens)
@@ -370,29 +378,28 @@ class GRPO:
         stats.value("num_tokens", sum(len(row.ids) for row in rows))
 
     def _is_of_older_lineage(self, row: Trajectory) -> bool:
-        """Whether a start before this one made tokens of it; their age counts by their step all the same."""
+        """Whether an earlier lineage made tokens of a row; their age still counts by their step."""
         return bool(row.loss_mask.any()) and int(row.lineages[row.loss_mask].min()) < self.run.lineage
 
     def _warn_of_missing_agent_stats(self, rows: list[Trajectory]) -> None:
-        wanted = set(self.actor.log_agent_stats_keys) - self._told
+        wanted = set(self.actor.log_agent_stats_keys) - self._reported_missing
         missing = sorted(name for name in wanted if not any(name in row.stats for row in rows))
         if missing:
-            self._told |= set(missing)
-            there = ", ".join(sorted({name for row in rows for name in row.stats})) or "none"
+            self._reported_missing |= set(missing)
             logger.warning(
                 "actor.log_agent_stats_keys: no trajectory has %s; the workflow gives: %s",
                 ", ".join(missing),
-                there,
+                ", ".join(sorted({name for row in rows for name in row.stats})) or "none",
             )
 
 
 def num_updates(config: GRPOConfig, num_prompts: int) -> int:
-    """Optimizer updates of the whole trial: what the learning-rate schedule runs over."""
+    """Return the optimizer updates of the whole trial, over which the learning-rate schedule runs."""
     return total_steps(config, num_prompts) * updates_per_step(config)
 
 
 def place_schedule(engine: Engine, step: int, config: GRPOConfig) -> None:
-    """Put the learning-rate schedule where `step` lies now: it counts updates, and `ppo_n_minibatches` may have changed since."""
+    """Set the learning-rate schedule to `step`: it counts updates, and `ppo_n_minibatches` may have changed."""
     engine.pass_updates(step * updates_per_step(config) - engine.counters()["updates"])
 
 
@@ -409,71 +416,8 @@ def updates_per_step(config: GRPOConfig) -> int:
     return min(config.actor.ppo_n_minibatches, config.train_dataset.batch_size * config.gconfig.n_samples)
 
 
-@dataclass(frozen=True)
-class Known:
-    """Log-probabilities that were made before the update, float32 [L] by row number; None where nobody wants them."""
-
-    recomputed: dict[int, np.ndarray] | None
-    reference: dict[int, np.ndarray] | None
-
-
-@dataclass(frozen=True)
-class Minibatch:
-    """One optimizer update: rows[rank] are row numbers of the batch; the loss weight counts the tokens of all its rows."""
-
-    rows: list[list[int]]
-    loss_weight: float
-    num_skipped: int
-
-
-def is_useful(advantages: np.ndarray) -> bool:
-    """Whether a row can change the weights."""
-    return bool(advantages.any())
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How `shares` cuts. keep_all: the loss has a term besides the advantages, so every row is computed."""
-
-    num_minibatches: int
-    num_ranks: int
-    keep_all: bool = False
-    weight_by_row: bool = False
-
-
-def shares(
-    rows: list[Trajectory], advantages: list[np.ndarray], members: list[int], how: Cut
-) -> list[Minibatch]:
-    """Cut the `members` among the rows into mini-batches, then each over the ranks, both by length.
-
-    A row whose advantages are all exactly 0 adds exactly nothing to the loss and the gradient: it is not computed. It
-    still counts in the loss weight. Where that is true of all rows one stays, for the update happens (with gradient 0).
-    """
-    lengths = [len(row.ids) for row in rows]
-    result = []
-    for places in filter(None, balance([lengths[i] for i in members], how.num_minibatches)):
-        part = [members[place] for place in places]
-        weight = len(part) if how.weight_by_row else sum(int(rows[i].loss_mask.sum()) for i in part)
-        useful = [i for i in part if how.keep_all or is_useful(advantages[i])] or [
-            min(part, key=lambda i: lengths[i])
-        ]
-        per_rank = [
-            [useful[j] for j in share] for share in balance([lengths[i] for i in useful], how.num_ranks)
-        ]
-        result.append(Minibatch(per_rank, float(max(1, weight)), len(part) - len(useful)))
-    return result
-
-
-def rectangle(rows: list[np.ndarray]) -> torch.Tensor:
-    """Ragged rows as one tensor [B, T], filled up with 0 (false) on the right."""
-    out_BT = np.zeros((len(rows), max(len(row) for row in rows)), rows[0].dtype)
-    for i, row in enumerate(rows):
-        out_BT[i, : len(row)] = row
-    return torch.from_numpy(out_BT)
-
-
 def levels(norm: NormConfig | None) -> Levels | None:
-    """The section as the algorithms take it."""
+    """Return the section as the algorithms take it."""
     if norm is None:
         return None
     return Levels(norm.mean_level, norm.std_level, norm.eps, norm.mean_leave1out, norm.std_unbiased)

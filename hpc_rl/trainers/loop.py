@@ -1,7 +1,9 @@
-"""The training loop. What a step is made of is the recipe's (grpo.py, sft.py); when to save, evaluate and stop is the run's.
+"""The training loop.
 
-A step's line of metrics is written before its generation, so that no step that counts is without its line; `save_s` in
-a line is therefore the time spent on saving since the line before.
+What a step is made of is the recipe's (grpo.py, sft.py); when to save, evaluate and stop is the run's.
+
+A step's line of metrics is written before its generation, so that no step that counts is without its line;
+`save_s` in a line is therefore the time spent on saving since the line before.
 """
 
 from __future__ import annotations
@@ -27,20 +29,26 @@ class Recipe(Protocol):
         """Bring the weights after `step` to whoever generates with them."""
 
     def evaluate(self, step: int) -> dict[str, float | int | str] | None:
-        """Numbers on held-out data; {} where there is none (or on a rank that does not ask), None when told to stop meanwhile."""
+        """Numbers on held-out data; {} where there is none (or on a rank that does not ask), None when told
+        to stop meanwhile.
+        """
 
     def position(self, step: int) -> tuple[int, int]:
         """(finished epochs, rows of the next one that are used up) after a step."""
 
     def frontier(self, step: int) -> dict[str, int]:
-        """Where the batch log stood when the state after `step` was made; {} where there is none. Rank 0 only."""
+        """Where the batch log stood when the state after `step` was made; {} where there is none.
+
+        Rank 0 only.
+        """
 
     def retain(self, step: int) -> None:
         """Generations before `step` are gone: what is kept only for them may go. Rank 0 only."""
 
 
 def train(run: Run, recipe: Recipe) -> ExitCode:
-    """Train from the run's step to the end, or to the boundary after a stop; returns the exit code of the role.
+    """Train from the run's step to the end, or to the boundary after a stop; returns the exit code of the
+    role.
 
     Raises ConfigError where the end lies before the state that was loaded.
     """

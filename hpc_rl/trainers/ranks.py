@@ -32,7 +32,9 @@ class Ranks:
         self.any(False)
 
     def together(self, work: Callable[[], Any]) -> Any:
-        """Do something that may fail on one rank alone; then all ranks fail, none waits for a peer that is gone."""
+        """Do something that may fail on one rank alone; then all ranks fail, none waits for a peer that is
+        gone.
+        """
         result, problem = None, None
         try:
             result = work()
@@ -43,7 +45,9 @@ class Ranks:
         return result
 
     def from_rank0(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns on rank 0 (plain data), on every rank; an error of ours is raised on every rank as well."""
+        """What `make` returns on rank 0 (plain data), on every rank; an error of ours is raised on every rank
+        as well.
+        """
         answer: dict[str, Any] = {}
         if self.rank == 0:
             try:
@@ -58,7 +62,9 @@ class Ranks:
         return answer["value"]
 
     def whole(self, mine: dict[int, np.ndarray], lengths: list[int]) -> dict[int, np.ndarray]:
-        """Rows of all ranks, float32 [lengths[i]] for each row number i, where each rank has made some of them."""
+        """Rows of all ranks, float32 [lengths[i]] for each row number i, where each rank has made some of
+        them.
+        """
         if self.num == 1:
             return mine
         flat = np.zeros(sum(lengths), np.float32)

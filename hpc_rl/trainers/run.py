@@ -1,4 +1,5 @@
-"""Run: one incarnation of a trainer: its position, metrics and timers, and how its state is saved and it exits.
+"""Run: one incarnation of a trainer: its position, metrics and timers, and how its state is saved and it
+exits.
 
 The loop (loop.py) decides when, this does it for all ranks together; what a step trains is the recipe's.
 """
@@ -42,8 +43,8 @@ LIBRARIES = ("torch", "transformers", "numpy", "safetensors")
 class Timer:
     """Fires by epochs, steps or seconds; each of the three counters starts again only when it was due itself.
 
-    freq_steps 4 and freq_secs 60: steps 4, 8, 12 … fire, and the first step that ends 60 s after the last one that fired by
-    seconds. Seconds are rank 0's clock. State is what has elapsed, never the frequencies.
+    freq_steps 4 and freq_secs 60: steps 4, 8, 12 … fire, and the first step that ends 60 s after the last one
+    that fired by seconds. Seconds are rank 0's clock. State is what has elapsed, never the frequencies.
     """
 
     def __init__(self, frequency: FrequencyConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -169,7 +170,9 @@ class Run:
         return WeightVersion(self.lineage, step)
 
     def export_version(self, step: int) -> str:
-        """Return the version that an export after `step` has: of weights that were only loaded, the one that made them."""
+        """Return the version that an export after `step` has: of weights that were only loaded, the one that
+        made them.
+        """
         return self.loaded if step == self.step and self.loaded else str(self.version(step))
 
     def any_rank(self, flag: bool) -> bool:
@@ -226,10 +229,11 @@ class Run:
         self._line_at = now
 
     def save(self, recipe: Any, step: int, last: bool = False) -> None:
-        """Save a generation, unless the mode forbids or it lies there already; then drop what the policy does not keep.
+        """Save a generation, unless the mode forbids or it lies there already; then drop what the policy does
+        not keep.
 
-        The last one is waited for. Others are written while training goes on with `recover.async_save`; one that is due
-        while another is in flight follows after it.
+        The last one is waited for. Others are written while training goes on with `recover.async_save`; one
+        that is due while another is in flight follows after it.
         """
         if self.config.recover.mode == "disabled":
             return
@@ -246,13 +250,17 @@ class Run:
             self.settle(recipe, waits)
 
     def settle(self, recipe: Any, wait: bool = False) -> None:
-        """Learn what became of a save in flight; the batch log is needed from the oldest generation that is kept."""
+        """Learn what became of a save in flight; the batch log is needed from the oldest generation that is
+        kept.
+        """
         oldest = self.saving.settle(wait)
         if oldest is not None and self.ranks.rank == 0:
             recipe.retain(oldest)
 
     def _trim_unsaved(self, recipe: Any, step: int) -> None:
-        """Where nothing is saved nothing goes back: trained batches may go, save those after a generation of before."""
+        """Where nothing is saved nothing goes back: trained batches may go, save those after a generation of
+        before.
+        """
         if self.config.recover.mode == "disabled" and self.ranks.rank == 0 and step % TRIM_EVERY_STEPS == 0:
             recipe.retain(min((found.step for found in scan(self.trial)), default=step))
 
@@ -284,13 +292,18 @@ class Run:
         )
 
     def is_done(self, total: int) -> bool:
-        """Return whether an earlier start finished these `total` steps: its final export has the version that was loaded."""
+        """Return whether an earlier start finished these `total` steps: its final export has the version that
+        was loaded.
+        """
         record = self.exports.record("final") or {}
         exported = record.get("step") == total and record.get("version") == self.loaded
         return self.step >= total and self.any_rank(self.ranks.rank == 0 and exported)
 
     def finish(self, recipe: Any, step: int) -> ExitCode:
-        """Exit after the final export. A last save that failed is tried once more; if it fails again, that is recorded."""
+        """Exit after the final export.
+
+        A last save that failed is tried once more; if it fails again, that is recorded.
+        """
         if self.saving.problem:
             self.save(recipe, step, last=True)
         if self.saving.problem and self.ranks.rank == 0:
@@ -302,7 +315,10 @@ class Run:
         return ExitCode.DONE
 
     def stop(self, recipe: Any, step: int) -> ExitCode:
-        """End at the boundary after `step`, its state saved. Before the first step there is none: a fresh start has the same."""
+        """End at the boundary after `step`, its state saved.
+
+        Before the first step there is none: a fresh start has the same.
+        """
         if step == 0 and self.saving.newest < 0:
             self._say("told to stop before the first step: there is nothing to save")
             return ExitCode.STOPPED

@@ -1,9 +1,10 @@
 """Saving: how a generation comes about, for all ranks together, while the loop waits or while it goes on.
 
-A thread of each rank writes that rank's snapshot; rank 0's thread then waits for the files of the others and commits. One
-save is in flight at most. What the ranks must know of each other they exchange in `settle`, on the main thread: a save that
-fails on one rank is called off on all. A failed save is told loudly and training goes on: the generations of before are
-whole, what was written of this one is removed, and the next save that is due tries again.
+A thread of each rank writes that rank's snapshot; rank 0's thread then waits for the files of the others and
+commits. One save is in flight at most. What the ranks must know of each other they exchange in `settle`, on
+the main thread: a save that fails on one rank is called off on all. A failed save is told loudly and training
+goes on: the generations of before are whole, what was written of this one is removed, and the next save that
+is due tries again.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class Saving:
     def start(self, step: int, manifest: Callable[[], Manifest], copied: bool, last: bool = False) -> None:
         """Begin to save the state after `step`; `settle` ends it. Collective. Nothing may be in flight.
 
-        Without a copy the state is written from the live tensors: settle before the next update. `last`: no step follows.
+        Without a copy the state is written from the live tensors: settle before the next update. `last`: no
+        step follows.
         """
         assert self._job is None, "one save at a time"
         self.owed, self._last = False, last
@@ -98,8 +100,9 @@ class Saving:
     def settle(self, wait: bool) -> int | None:
         """Learn what became of the save in flight. Collective.
 
-        Returns the step of the oldest generation kept, once one was committed; None while it is written (unless told to wait),
-        after a failure, and where nothing was in flight. Raises on every rank what is no matter of disks.
+        Returns the step of the oldest generation kept, once one was committed; None while it is written
+        (unless told to wait), after a failure, and where nothing was in flight. Raises on every rank what is
+        no matter of disks.
         """
         job = self._job
         if job is None:

@@ -80,7 +80,9 @@ class SupervisedRecipe:
         """No server generates with these weights."""
 
     def evaluate(self, step: int) -> dict[str, float | int | str] | None:
-        """Evaluate on the held-out rows, into the step's own line of metrics; before the first step there is none."""
+        """Evaluate on the held-out rows, into the step's own line of metrics; before the first step there is
+        none.
+        """
         if self.held_out is None or step == 0:
             return {}
         numbers = self.task.evaluate(self.run.engine, self._share(self.held_out))
@@ -124,7 +126,9 @@ def held_out_loss(engine: Engine, rows: Sequences) -> dict[str, float]:
 
 
 def pairs(rows: list[Row]) -> Sequences:
-    """Encode (chosen ids, rejected ids) rows, int32: chosen and rejected in turn, each scored at its last token."""
+    """Encode (chosen ids, rejected ids) rows, int32: chosen and rejected in turn, each scored at its last
+    token.
+    """
     ids = [sequence for row in rows for sequence in row]
     return Sequences(ids, {"loss_mask": [np.arange(len(row)) == len(row) - 1 for row in ids]})
 
@@ -135,7 +139,10 @@ def pair_loss(batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def held_out_preferences(engine: Engine, rows: Sequences) -> dict[str, float]:
-    """Return the mean Bradley-Terry loss, and the share of pairs whose chosen sequence scores higher. Collective."""
+    """Return the mean Bradley-Terry loss, and the share of pairs whose chosen sequence scores higher.
+
+    Collective.
+    """
     scored = zip(engine.logprobs(rows, 1.0), rows.columns["loss_mask"], strict=True)
     scores_P2 = torch.tensor([float(scores[mask].sum()) for scores, mask in scored]).reshape(-1, 2)
     loss, sums = pairwise_loss(scores_P2[:, 0], scores_P2[:, 1])

@@ -1,7 +1,7 @@
-"""Published weights on disk: one folder per version, a pointer to the newest, and what is removed when.
+"""Published weights on disk: one folder per version, a pointer to the newest, and the removal of old ones.
 
-Nothing here is synced to the medium: published weights can be made again from a generation, and a trainer that starts
-publishes before anything else. Closing the files is what makes them visible to other nodes.
+Nothing here is fsynced: published weights can be made again from a checkpoint, and a trainer that starts
+publishes first. Closing the files makes them visible to other nodes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpc_rl.trial import Trial, read_json
 from hpc_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
-KEEP = 2
+KEEP = 2  # newest versions
 
 
 def begin(trial: Trial, version: WeightVersion) -> Path:
@@ -57,7 +57,9 @@ def size_bytes(folder: Path) -> int:
 
 
 def prune(trial: Trial, held: Iterable[str], keep: int = KEEP) -> list[str]:
-    """Remove all versions but the newest `keep`, those in `held` and the current one; returns what was removed."""
+    """Remove all versions but the newest `keep`, those in `held` and the current one; return the removed
+    ones.
+    """
     versions = sorted(
         (v for v in map(_version, os.listdir(trial.weights)) if v),
         key=lambda v: (v.lineage, v.step),
@@ -72,7 +74,7 @@ def prune(trial: Trial, held: Iterable[str], keep: int = KEEP) -> list[str]:
 
 
 def clear_leftovers(trial: Trial) -> None:
-    """Remove half-written folders of trainers that were killed. Only the owner of the trial does this."""
+    """Remove half-written folders of killed trainers. For the owner of the trial only."""
     for entry in os.scandir(trial.weights) if trial.weights.is_dir() else ():
         if entry.name.startswith(".") and entry.name.endswith(".tmp"):
             if entry.is_dir(follow_symlinks=False):

@@ -1,8 +1,8 @@
-"""Publish: bring written weights into every live generation server: pause, update, verify, continue, all servers at once.
+"""Publish: bring weights into all live generation servers at once: pause, update, verify, resume.
 
-The training thread waits for the answers; the talking is done by an event loop in a thread of its own, which keeps the
-connections and watches the leases between publishes. A server that fails is left out: it loads the current weights
-by itself, and is asked again once its lease says that it has. One acknowledgement is enough to go on.
+The training thread waits for the answers of an event loop in another thread, which keeps the connections and
+watches the leases between publishes. A server that fails is left out: it loads the current weights by itself,
+and is asked again once its lease says that it has them. One acknowledgement is enough to continue.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -30,35 +32,33 @@ from hpc_rl.weights import disk
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.1  # between two looks for a server while there is none
+RETRY_S = 0.1  # between two searches for a server while there is none
 RESUME_TIMEOUT_S = 5.0
-BUSY = (
-    "starting",
-    "loading",
-    "stale",
-    "stopping",
-)  # such a server takes no updates; one that starts loads the newest weights
+# states in which a server takes no updates; one that starts loads the newest weights
+BUSY = ("starting", "loading", "stale", "stopping")
 SLOWEST_LOAD_BYTES_PER_S = 50e6  # a server that loads slower than this is left out
 
 
 @dataclass
 class Published:
-    """What came of a publish: keys of the servers that have the weights, and why others have not."""
+    """The outcome of a publish: keys of the servers that have the weights, and the problems of the others by
+    key.
+    """
 
     acknowledged: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
 
 class Publisher:
-    """Rank 0's; `close` it at the end.
+    """Rank 0's connections to the generation servers; to be closed.
 
     Args:
         trial: The trial.
-        names: Where the servers' leases lie; used by the publisher's own thread only.
+        names: The directory with the servers' leases; used by the publisher's own thread only.
         tokens: The trial's two tokens.
         setup_timeout_s: Seconds to wait for the first acknowledgement of a publish.
-        update_timeout_s: Seconds that one server may take, besides the time for loading the bytes.
-        watch_s: Seconds between two looks at the leases between publishes.
+        update_timeout_s: Seconds that one server may take, in addition to the time for loading the bytes.
+        watch_s: Seconds between two reads of the leases between publishes.
     """
 
     def __init__(
@@ -84,9 +84,10 @@ class Publisher:
     def publish(
         self, version: WeightVersion, path: Path, stopping: threading.Event | None = None
     ) -> Published:
-        """Bring the weights at `path` into the servers; returns once one has them, or `stopping` was set while none had.
+        """Bring the weights at `path` into the servers; return once one has them, or `stopping` was set
+        before.
 
-        Raises RoleFailed when no server took them within setup_timeout_s.
+        Raises RoleFailed if no server took them within setup_timeout_s.
         """
         work: Future[Published] = asyncio.run_coroutine_threadsafe(
             self._publish(str(version), path, stopping), self._loop
@@ -121,15 +122,16 @@ class Publisher:
                 return result
             if time.monotonic() > give_up_at:
                 raise RoleFailed(
-                    f"no generation server took weights {label} within {self.setup_timeout_s:.0f} s: {_words(result)}"
+                    f"no generation server took weights {label} within {self.setup_timeout_s:.0f} s: "
+                    f"{_problems(result)}"
                 )
             if not waiting:
-                logger.info("weights %s: waiting for a generation server (%s)", label, _words(result))
+                logger.info("weights %s: waiting for a generation server (%s)", label, _problems(result))
             waiting = True
             await asyncio.sleep(RETRY_S)
 
     def _targets(self) -> dict[str, Seen]:
-        """Live servers that can be asked; those that failed before only where there is no other."""
+        """Return live servers that take updates; those that failed before only if there is no other."""
         self._leases = self.names.leases(keys.SERVERS)
         live = {
             key: seen
@@ -153,7 +155,7 @@ class Publisher:
             self._left_out[key] = (targets[key].epoch, label)
 
     async def _update(self, key: str, seen: Seen, label: str, path: Path, limit_s: float) -> str:
-        """Update one server; returns '' or why it has not got the weights."""
+        """Update one server; return '' or the problem."""
         client = self._client(seen.value["url"])
         try:
             async with asyncio.timeout(limit_s):
@@ -177,16 +179,16 @@ class Publisher:
         return HttpServerClient(self._session, url, self.tokens["data"], self.tokens["control"])
 
     def _prune(self) -> None:
-        """Remove old folders beside the training; a slow file system is no reason to wait for it."""
+        # in the background: training does not wait for a slow file system
         if self._pruning is None or self._pruning.done():
             held = {str(seen.value.get("version")) for seen in self._leases.values() if seen.alive}
             self._pruning = self._loop.run_in_executor(None, disk.prune, self.trial, held)
 
     async def _watch(self) -> None:
-        """Look at the leases now and then, so that one whose owner died is known to be dead when the next publish comes."""
+        # read regularly, so that a server that died is known to be dead by the next publish
         while True:
             await asyncio.sleep(self.watch_s)
-            with contextlib.suppress(OSError):  # the next look may succeed
+            with contextlib.suppress(OSError):  # the next read may succeed
                 self._leases = self.names.leases(keys.SERVERS)
 
     async def _close(self) -> None:
@@ -196,5 +198,51 @@ class Publisher:
             await self._session.close()
 
 
-def _words(result: Published) -> str:
+def _problems(result: Published) -> str:
     return "; ".join(f"{key}: {problem}" for key, problem in result.failed.items()) or "none is ready"
+
+
+class WriteWeights(Protocol):
+    """Writes the weights for all ranks together, as trainers/exports.py does."""
+
+    def __call__(
+        self,
+        what: str,
+        folder: Path,
+        begin: Callable[[], Path],
+        finish: Callable[[Path], object],
+        durable: bool,
+    ) -> bool: ...
+
+
+class Transport(Protocol):
+    """A way to bring the trainer's weights to the generation servers. Every rank has one."""
+
+    def publish(
+        self, version: WeightVersion, write: WriteWeights, stopping: threading.Event
+    ) -> Published | None:
+        """Publish the current weights; None if a stop came before they were written. Collective.
+
+        Raises RoleFailed if no server took them, OSError.
+        """
+
+
+class DiskTransport:
+    """Weights through the trial directory: written by rank 0, loaded by the servers."""
+
+    def __init__(self, trial: Trial, publisher: Publisher | None) -> None:
+        """`publisher` is rank 0's; None on other ranks."""
+        self.trial = trial
+        self.publisher = publisher
+
+    def publish(
+        self, version: WeightVersion, write: WriteWeights, stopping: threading.Event
+    ) -> Published | None:
+        folder = self.trial.published(str(version))
+        begin, finish = partial(disk.begin, self.trial, version), partial(disk.finish, self.trial, version)
+        if not write(f"weights {version}", folder, begin, finish, durable=False):
+            return None
+        return Published() if self.publisher is None else self.publisher.publish(version, folder, stopping)
+
+
+TRANSPORTS: dict[str, Callable[[Trial, Publisher | None], Transport]] = {"disk": DiskTransport}

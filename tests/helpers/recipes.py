@@ -37,10 +37,8 @@ class RecordingEngine:
     ) -> dict[str, float]:
         self.updates.append((rows, loss_weight, temperature))
         columns = {name: torch.from_numpy(np.concatenate(values)) for name, values in rows.columns.items()}
-        tokens = len(columns["loss_mask"])
-        batch = MicroBatch(
-            torch.full((tokens,), -1.0), torch.ones(tokens), columns, torch.zeros(tokens, dtype=torch.int64)
-        )
+        row_T = torch.from_numpy(np.repeat(np.arange(len(rows)), [len(ids) for ids in rows.ids]))
+        batch = MicroBatch(torch.full((len(row_T),), -1.0), torch.ones(len(row_T)), columns, row_T)
         total, sums = loss(batch)
         numbers = {name: float(value) for name, value in sums.items()}
         return {

@@ -20,9 +20,9 @@ from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines import state
-from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.distributed import init_ranks, shutdown
+from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.engines.packing import balance
 from hpc_rl.errors import Stale
 from hpc_rl.trainers import ranks as ranks_module

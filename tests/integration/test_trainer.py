@@ -142,7 +142,7 @@ def test_rows_without_advantage_change_nothing(toy, tmp_path, monkeypatch):
         run = Run(trial, trial.attempt("1.0"), 0, config, engine, Ranks(), threading.Event(), 0, 0, Sinks([]))
         recipe = GRPO(run, None, None, num_prompts=3)
         if not skip:
-            monkeypatch.setattr("hpc_rl.trainers.grpo_recipe.is_useful", lambda advantages: True)
+            monkeypatch.setattr("hpc_rl.trainers.minibatches.is_useful", lambda advantages: True)
         recipe.update(1, toy_batch())
         numbers = run.stats.take()
         assert numbers["rows_skipped"] == (4 if skip else 0)

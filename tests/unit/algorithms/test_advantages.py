@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from hpc_rl.algorithms.advantages import (
     gae,
+    informative_rows,
     overlong_penalty,
     place_rewards,
     shape_rewards,
-    uninformative_groups,
 )
 
 
@@ -42,10 +42,8 @@ def test_overlong_penalty_is_bounded_below() -> None:
 
 
 def test_groups_of_equal_rewards_are_uninformative() -> None:
-    assert uninformative_groups(torch.tensor([1.0, 1, 0, 1, 0, 0]), torch.tensor([0, 0, 1, 1, 2, 2])) == [
-        0,
-        2,
-    ]
+    rewards, group_B = torch.tensor([1.0, 1, 0, 1, 0, 0]), torch.tensor([0, 0, 1, 1, 2, 2])
+    assert informative_rows(rewards, group_B, 2) == [2, 3]
 
 
 def test_reward_goes_to_the_last_masked_token_of_a_row() -> None:

@@ -1,4 +1,4 @@
-"""`compat: areal` against AReaL's steps written out as reference/areal.md has them: padded, shifted by one to the left."""
+"""`compat: areal` against AReaL's steps written out literally: padded, and shifted by one to the left."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_rl.algorithms import areal
+from hpc_rl.algorithms.base import RewardBatch
 from hpc_rl.algorithms.kl import kl_rewards
 from hpc_rl.algorithms.normalization import Levels
 
@@ -44,22 +45,17 @@ def test_advantages_equal_the_written_out_steps(num_rows, seed, kl_ctl, discount
     lengths = torch.randint(2, 12, (num_rows,), generator=generator)
     width = int(lengths.max())
     inside = torch.arange(width) < lengths[:, None]
-    mask = (
-        (torch.rand(num_rows, width, generator=generator) < 0.6) & inside & (torch.arange(width) > 0)
-    )  # turns with gaps
+    drawn = torch.rand(num_rows, width, generator=generator) < 0.6  # turns with gaps
+    mask = drawn & inside & (torch.arange(width) > 0)
     old, ref = (torch.randn(num_rows, width, generator=generator) * mask for _ in range(2))
     rewards = torch.randn(num_rows, generator=generator) * 3
     want = literal(rewards, mask, lengths, old, ref, kl_ctl, discount, 0.95, no_eos_zero, 2.0)
     got = areal.advantages(
-        rewards,
-        mask,
-        lengths,
-        group_size=1,
+        RewardBatch(rewards, mask, lengths_B=lengths, token_rewards_BT=kl_rewards(old, ref, mask, kl_ctl)),
         reward_clip=2.0,
         discount=discount,
         gae_lambda=0.95,
-        token_rewards_BT=kl_rewards(old, ref, mask, kl_ctl),
-        mask_no_eos_with_zero=no_eos_zero,
+        zero_truncated=no_eos_zero,
     )
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
@@ -72,13 +68,15 @@ def test_overlong_vector() -> None:
 def test_remainder_rows_are_scaled_by_a_hundred_thousand() -> None:
     mask = torch.tensor([[False, True]] * 3)
     lengths = torch.full((3,), 2)
-    got = areal.advantages(
-        torch.tensor([0.0, 1.0, 1.0]), mask, lengths, group_size=2, reward_norm=Levels("group", "group")
-    )
+    batch = RewardBatch(torch.tensor([0.0, 1.0, 1.0]), mask, lengths_B=lengths, group_size=2)
+    got = areal.advantages(batch, reward_norm=Levels("group", "group"))
     assert got[:, 1].tolist() == pytest.approx([-0.99998, 0.99998, 1e5], rel=1e-5)
 
 
-def test_dynamic_sampling_drops_nothing_where_nothing_would_be_left_or_groups_are_not_whole() -> None:
-    assert areal.useful_rows(torch.tensor([1.0, 0, 1, 1]), 2) == [0, 1]
-    assert areal.useful_rows(torch.tensor([0.0, 0, 1, 1]), 2) == [0, 1, 2, 3]
-    assert areal.useful_rows(torch.tensor([1.0, 1, 0]), 2) == [0, 1, 2]
+def test_dynamic_sampling_keeps_all_if_none_would_be_left_or_groups_are_not_whole() -> None:
+    def kept(*rewards: float) -> list[int]:
+        return areal.informative_rows(torch.tensor(rewards), torch.arange(len(rewards)), 2)
+
+    assert kept(1.0, 0.0, 1.0, 1.0) == [0, 1]
+    assert kept(0.0, 0.0, 1.0, 1.0) == [0, 1, 2, 3]
+    assert kept(1.0, 1.0, 0.0) == [0, 1, 2]

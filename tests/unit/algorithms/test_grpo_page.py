@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hpc_rl.algorithms import grpo
+from hpc_rl.algorithms.base import RewardBatch, TokenBatch
 from hpc_rl.algorithms.normalization import Levels, consecutive_groups
 
 MASK = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0]]).bool()
@@ -13,9 +14,8 @@ MASK = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0]]).bo
 
 def test_group_normalized_reward_at_every_token_of_the_trajectory() -> None:
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
-    got = grpo.advantages(
-        rewards, MASK, group_B=consecutive_groups(4, 2), reward_norm=Levels("group", "group")
-    )
+    batch = RewardBatch(rewards, MASK, consecutive_groups(4, 2))
+    got = grpo.advantages(batch, reward_norm=Levels("group", "group"))
     unit = 0.5 / (0.5 + 1e-5)
     torch.testing.assert_close(
         got, torch.tensor([[0, unit, unit, 0], [0, -unit, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
@@ -24,9 +24,7 @@ def test_group_normalized_reward_at_every_token_of_the_trajectory() -> None:
 
 def test_bias_scaling_and_clip_come_before_the_normalization() -> None:
     got = grpo.advantages(
-        torch.tensor([0.0, 9.0]),
-        MASK[:2],
-        group_B=consecutive_groups(2, 2),
+        RewardBatch(torch.tensor([0.0, 9.0]), MASK[:2], consecutive_groups(2, 2)),
         reward_bias=-1.0,
         reward_scaling=2.0,
         reward_clip=4.0,
@@ -36,9 +34,8 @@ def test_bias_scaling_and_clip_come_before_the_normalization() -> None:
 
 
 def test_advantage_norm_counts_tokens_not_rows() -> None:
-    got = grpo.advantages(
-        torch.tensor([3.0, 0.0]), MASK[:2], group_B=consecutive_groups(2, 2), adv_norm=Levels("batch", None)
-    )
+    batch = RewardBatch(torch.tensor([3.0, 0.0]), MASK[:2], consecutive_groups(2, 2))
+    got = grpo.advantages(batch, adv_norm=Levels("batch", None))
     assert got.tolist() == [[0, 1, 1, 0], [0, -2, 0, 0]]
 
 
@@ -55,9 +52,8 @@ def test_policy_loss_reports_sums_over_masked_tokens() -> None:
     logp = torch.tensor([0.0, 1.0, -3.0], requires_grad=True)
     behav = torch.tensor([0.0, 0.0, 9.0])
     mask = torch.tensor([True, True, False])
-    loss, sums = grpo.policy_loss(
-        logp, behav, behav, torch.tensor([1.0, 1.0, 5.0]), mask, torch.tensor([0.5, 0.25, 7.0])
-    )
+    advantages, entropy = torch.tensor([1.0, 1.0, 5.0]), torch.tensor([0.5, 0.25, 7.0])
+    loss, sums = grpo.policy_loss(TokenBatch(logp, behav, behav, advantages, mask, entropy))
     assert loss.item() == pytest.approx(-1.0 - 1.2)
     assert {name: float(value) for name, value in sums.items()} == pytest.approx(
         {

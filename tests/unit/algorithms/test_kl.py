@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hpc_rl.algorithms import grpo
+from hpc_rl.algorithms.base import RewardBatch, TokenBatch
 from hpc_rl.algorithms.kl import k3, kl_rewards
 from hpc_rl.algorithms.normalization import Levels
 
@@ -19,22 +20,16 @@ def test_k1_is_a_reward_at_each_token_of_the_model_and_flows_backward_through_th
     torch.testing.assert_close(
         rewards, torch.tensor([[0.0, -0.05, 0.1]])
     )  # more probable than the reference costs
-    got = grpo.advantages(
-        torch.tensor([1.0]), mask, group_B=torch.tensor([0]), discount=0.5, token_rewards_BT=rewards
-    )
+    batch = RewardBatch(torch.tensor([1.0]), mask, torch.tensor([0]), token_rewards_BT=rewards)
+    got = grpo.advantages(batch, discount=0.5)
     torch.testing.assert_close(got, torch.tensor([[0.0, -0.05 + 0.5 * 1.1, 1.1]]))
 
 
 def test_the_kl_reward_is_not_clipped_or_normalized_with_the_task_reward() -> None:
     mask = torch.tensor([[True], [True]])
     more = torch.tensor([[100.0], [0.0]])
-    got = grpo.advantages(
-        torch.tensor([3.0, 1.0]),
-        mask,
-        group_B=torch.tensor([0, 0]),
-        reward_norm=Levels("group", None),
-        token_rewards_BT=more,
-    )
+    batch = RewardBatch(torch.tensor([3.0, 1.0]), mask, torch.tensor([0, 0]), token_rewards_BT=more)
+    got = grpo.advantages(batch, reward_norm=Levels("group", None))
     assert got.tolist() == [[101.0], [-1.0]]
 
 
@@ -51,9 +46,8 @@ def test_k3_by_hand_with_its_gradient() -> None:
 def test_beta_adds_k3_to_the_loss_and_reports_it_without_beta() -> None:
     logp = torch.tensor([-1.0, -1.0])
     ref, mask, zero = torch.tensor([-1.5, -1.5]), torch.tensor([True, False]), torch.zeros(2)
-    loss, sums = grpo.policy_loss(
-        logp, logp, logp, torch.tensor([2.0, 2.0]), mask, zero, ref_T=ref, beta=0.25
-    )
+    batch = TokenBatch(logp, logp, logp, torch.tensor([2.0, 2.0]), mask, zero, ref_T=ref)
+    loss, sums = grpo.policy_loss(batch, beta=0.25)
     kl = math.exp(-0.5) + 0.5 - 1
     assert loss.item() == pytest.approx(-2.0 + 0.25 * kl)
     assert sums["kl_loss"].item() == pytest.approx(kl)

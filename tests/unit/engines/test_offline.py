@@ -171,7 +171,7 @@ def test_a_file_that_was_not_copied_whole_is_named_and_not_tried_again(ours, nam
         ),
         ({"hidden_size": "x"}, "can't be read as an architecture: .* expected int, got str"),
         ({"torch_dtype": "bogus", "dtype": None}, "can't be read as an architecture: .*'bogus'"),
-        ({"hidden_act": "nope"}, "describes no model that can be built: KeyError: 'nope'"),
+        ({"hidden_act": "nope"}, "does not describe a model that can be built: KeyError: 'nope'"),
     ],
 )
 def test_a_config_json_that_contradicts_itself_is_named_and_not_tried_again(ours, keys, words):

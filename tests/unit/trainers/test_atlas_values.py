@@ -1,4 +1,6 @@
-"""`--preset atlas` gives ATLAS's own numbers on-policy: advantages, the KL estimate, the token loss and its reduction."""
+"""`--preset atlas` gives ATLAS's own numbers on-policy: advantages, the KL estimate, the token loss and its
+reduction.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import pytest
 import torch
 
 from hpc_rl.algorithms import grpo
+from hpc_rl.algorithms.base import RewardBatch, TokenBatch
 from hpc_rl.algorithms.normalization import consecutive_groups
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
@@ -40,30 +43,16 @@ def test_advantages(actor, rewards, wanted):
         "adv_norm": levels(actor.adv_norm),
         "discount": actor.discount,
     }
-    got_BT = grpo.advantages(
-        torch.tensor(rewards),
-        mask_BT,
-        group_B=consecutive_groups(len(rewards), 4),
-        gae_lambda=actor.gae_lambda,
-        **how,
-    )
+    batch = RewardBatch(torch.tensor(rewards), mask_BT, consecutive_groups(len(rewards), 4))
+    got_BT = grpo.advantages(batch, gae_lambda=actor.gae_lambda, **how)
     torch.testing.assert_close(got_BT, torch.tensor(wanted)[:, None] * mask_BT, atol=1e-5, rtol=0)
 
 
 def test_token_loss_and_kl(actor):
     logprobs_T, one = torch.tensor([-1.0]), torch.tensor([True])
     behav_T, advantage_T, ref_T = logprobs_T.clone(), torch.tensor([0.865875]), torch.tensor([-1.2])
-    loss, sums = grpo.policy_loss(
-        logprobs_T,
-        behav_T,
-        behav_T,
-        advantage_T,
-        one,
-        torch.zeros(1),
-        eps_clip=actor.eps_clip,
-        ref_T=ref_T,
-        beta=actor.beta,
-    )
+    batch = TokenBatch(logprobs_T, behav_T, behav_T, advantage_T, one, torch.zeros(1), ref_T=ref_T)
+    loss, sums = grpo.policy_loss(batch, eps_clip=actor.eps_clip, beta=actor.beta)
     assert float(sums["kl_loss"]) == pytest.approx(0.0187308, abs=1e-6)
     assert float(loss) == pytest.approx(-0.865126, abs=1e-6)
 

@@ -1,4 +1,6 @@
-"""The best model by its evaluations: kept as exports/best across restarts, and the final export where that is asked for."""
+"""The best model by its evaluations: kept as exports/best across restarts, and the final export where that is
+asked for.
+"""
 
 from __future__ import annotations
 

@@ -86,7 +86,9 @@ def test_a_periodic_export_that_finds_no_room_is_left_out_loudly(starter, full_d
 def test_whatever_instant_an_export_is_killed_at_a_whole_one_lies_there_after_the_next_start(
     starter, monkeypatch, cut
 ):
-    """The final export of a longer training takes the place of the one before; it is killed before its n-th change of names."""
+    """The final export of a longer training takes the place of the one before; it is killed before its n-th
+    change of names.
+    """
     starter(3)
     starter.end(0)
     count = 0

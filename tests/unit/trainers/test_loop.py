@@ -1,4 +1,6 @@
-"""The loop, the run and the start around them, with an engine of a few lines: order, stops, resumes, what lies on disk."""
+"""The loop, the run and the start around them, with an engine of a few lines: order, stops, resumes, what
+lies on disk.
+"""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from hpc_rl.trainers.grpo_recipe import GRPO
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trial import Trial, read_json
 from hpc_rl.types import WeightVersion
+from hpc_rl.weights.publish import DiskTransport
 
 
 class Engine:
@@ -40,13 +41,14 @@ def recipe(tmp_path, monkeypatch):
     publisher = SimpleNamespace(
         publish=lambda *what: published.append(what) or SimpleNamespace(acknowledged=["s"])
     )
+    transport = DiskTransport(trial, publisher)
     stats = SimpleNamespace(value=lambda *_: None)
     run = SimpleNamespace(
         trial=trial, ranks=Ranks(), writer=writer, engine=engine, stopping=stopping, step=0, stats=stats,
         version=lambda step: WeightVersion(0, step),
     )  # fmt: skip
     return SimpleNamespace(
-        publish=lambda step: GRPO.publish(SimpleNamespace(run=run, publisher=publisher), step),  # type: ignore[arg-type]
+        publish=lambda step: GRPO.publish(SimpleNamespace(run=run, transport=transport), step),  # type: ignore[arg-type]
         engine=engine,
         stopping=stopping,
         published=published,

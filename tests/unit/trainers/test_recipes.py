@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recipes import RecordingEngine, make_run
 
+from hpc_rl.algorithms import ALGORITHMS
+from hpc_rl.algorithms.base import TokenBatch
 from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
 from hpc_rl.errors import DataUnusable
-from hpc_rl.trainers.grpo_recipe import (
-    GRPO,
-    Cut,
-    max_steps_without_update,
-    num_updates,
-    place_schedule,
-    shares,
-)
+from hpc_rl.trainers.grpo_recipe import GRPO, max_steps_without_update, num_updates, place_schedule
+from hpc_rl.trainers.minibatches import Cut, shares
 from hpc_rl.types import Batch, EvalResult, Trajectory, TrajectoryGroup, encode
+from hpc_rl.weights.publish import DiskTransport
 
 
 def trajectory(
@@ -78,7 +78,9 @@ def grpo_recipe(tmp_path, reference: RecordingEngine | None = None, **actor) -> 
             },
         ),
     )
-    return GRPO(make_run(tmp_path, config), FakeRollout(), None, num_prompts=10, reference=reference)
+    run = make_run(tmp_path, config)
+    transport = DiskTransport(run.trial, None)
+    return GRPO(run, FakeRollout(), transport, num_prompts=10, reference=reference)
 
 
 def test_a_batch_is_asked_for_in_rounds_until_it_is_there_or_a_rank_is_told_to_stop(tmp_path):
@@ -151,7 +153,8 @@ def test_the_kl_reward_is_taken_from_the_behaviour_policy_and_every_row_counts(t
     recipe = grpo_recipe(tmp_path, RecordingEngine(-3.0), kl_ctl=0.5)
     recipe.update(6, batch_of([1.0, 0.0], [1.0, 1.0]))
     rows = recipe.run.engine.updates[0][0]
-    # behaviour -2, reference -3: -0.5 a token, summed from the end (discount 1); the group-normalized rewards are ±0.5 and 0
+    # behaviour -2, reference -3: -0.5 a token, summed from the end (discount 1); the group-normalized rewards
+    # are ±0.5 and 0
     assert sorted(column.tolist() for column in rows.columns["advantages"]) == sorted(
         [[0, 0, r - 1.5, r - 1.0, r - 0.5] for r in (0.5, -0.5, 0.0, 0.0)]
     )
@@ -256,7 +259,8 @@ def test_overlong_completions_lose_reward_up_to_the_factor_and_for_areal_beyond(
 
 
 def test_the_loss_by_sequence_and_by_constant_length(tmp_path):
-    # ratio e, clipped to 1.2 for advantages of 0.5: token losses -0.6; of -0.5: e / 2. Lengths 2 and 4, budget 10
+    # ratio e, clipped to 1.2 for advantages of 0.5: token losses -0.6; of -0.5: e / 2. Lengths 2 and 4,
+    # budget 10
     minus, plus = -0.6, np.e / 2
     for aggregation, loss in (
         ("token_mean", (2 * minus + 4 * plus) / 6),
@@ -326,6 +330,33 @@ def test_minibatches_are_updates_and_the_schedule_knows(tmp_path):
     assert sum(weight for _, weight, _ in recipe.run.engine.updates) == 12.0
     assert num_updates(recipe.config, 10) == recipe.total_steps * 3 == 15
     assert num_updates(grpo_recipe(tmp_path, ppo_n_minibatches=9).config, 10) == 5 * 4
+
+
+def sequence_ratio_loss(batch: TokenBatch, *, eps_clip: float, **_: object) -> tuple[torch.Tensor, dict]:
+    """The loss of GSPO (Zheng et al., arXiv 2507.18071): one ratio per sequence, the mean over its tokens."""
+    num_rows = int(batch.row_T.max()) + 1
+    gap_T = (batch.logprobs_T - batch.prox_T) * batch.mask_T
+    gap_R = torch.zeros(num_rows).index_add(0, batch.row_T, gap_T)
+    count_R = torch.zeros(num_rows).index_add(0, batch.row_T, batch.mask_T.float())
+    ratio_T = (gap_R / count_R).exp()[batch.row_T]
+    clipped_T = ratio_T.clamp(1 - eps_clip, 1 + eps_clip)
+    loss_T = torch.maximum(-batch.advantages_T * ratio_T, -batch.advantages_T * clipped_T) * batch.mask_T
+    return loss_T.sum(), {"num_tokens": batch.mask_T.sum(), "sequence_ratio": ratio_T.detach().sum()}
+
+
+def test_another_algorithm_is_a_row_of_the_table(tmp_path, monkeypatch):
+    row = dataclasses.replace(ALGORITHMS["grpo"], policy_loss=sequence_ratio_loss)
+    monkeypatch.setitem(ALGORITHMS, "throw-away", row)
+    recipe = grpo_recipe(tmp_path, compat="throw-away")
+    recipe.update(6, batch_of([1.0, 0.0], [0.0, 1.0]))
+    # ratio e^(-1+2) of every sequence, clipped to 1.2 where A = 0.5, not where A = -0.5
+    loss = recipe.run.stats.take()["loss"]
+    assert loss == pytest.approx((-0.5 * 1.2 + 0.5 * np.e) / 2)
+
+
+def test_every_algorithm_can_be_selected():
+    values = get_args(get_args(get_type_hints(PPOActorConfig)["compat"])[0])
+    assert set(values) | {"grpo"} == ALGORITHMS.keys()
 
 
 @given(

@@ -1,0 +1,95 @@
+"""How the rows of a train batch are cut into mini-batches and shared out over ranks.
+
+Pure, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hpc_rl.engines.packing import balance
+from hpc_rl.types import Trajectory
+
+
+@dataclass(frozen=True)
+class Known:
+    """Log-probabilities computed before the update, float32 [L] by row number; None if they are not needed."""
+
+    recomputed: dict[int, np.ndarray] | None
+    reference: dict[int, np.ndarray] | None
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Trajectories with their rewards, float32 [B], and the numbers of their groups, int64 [B]."""
+
+    rows: list[Trajectory]
+    rewards_B: torch.Tensor
+    group_B: torch.Tensor
+
+    def select(self, kept: list[int]) -> ScoredRows:
+        return ScoredRows([self.rows[i] for i in kept], self.rewards_B[kept], self.group_B[kept])
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One optimizer update: rows[rank] are row numbers of the batch; all its rows count in the loss weight."""
+
+    rows: list[list[int]]
+    loss_weight: float
+    num_skipped: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How `shares` cuts.
+
+    Args:
+        num_minibatches: Number of optimizer updates.
+        num_ranks: Number of data ranks.
+        keep_all: Compute also rows without advantage, because the loss has another term.
+        weight_by_row: The loss weight counts rows, not tokens.
+    """
+
+    num_minibatches: int
+    num_ranks: int
+    keep_all: bool = False
+    weight_by_row: bool = False
+
+
+def is_useful(advantages: np.ndarray) -> bool:
+    """Whether a row can change the weights."""
+    return bool(advantages.any())
+
+
+def shares(
+    rows: list[Trajectory], advantages: list[np.ndarray], members: list[int], how: Cut
+) -> list[Minibatch]:
+    """Cut the `members` among the rows into mini-batches, then each over the ranks, both by length.
+
+    A row whose advantages are all exactly 0 adds nothing to the loss and the gradient: it is not computed,
+    but counts in the loss weight. If all rows of a mini-batch are such, the shortest is kept: the update
+    happens, with gradient 0.
+    """
+    lengths = [len(row.ids) for row in rows]
+    result = []
+    for places in filter(None, balance([lengths[i] for i in members], how.num_minibatches)):
+        part = [members[place] for place in places]
+        weight = len(part) if how.weight_by_row else sum(int(rows[i].loss_mask.sum()) for i in part)
+        useful = [i for i in part if how.keep_all or is_useful(advantages[i])]
+        useful = useful or [min(part, key=lambda i: lengths[i])]
+        by_rank = balance([lengths[i] for i in useful], how.num_ranks)
+        per_rank = [[useful[j] for j in share] for share in by_rank]
+        result.append(Minibatch(per_rank, float(max(1, weight)), len(part) - len(useful)))
+    return result
+
+
+def rectangle(rows: list[np.ndarray]) -> torch.Tensor:
+    """Return ragged rows as one tensor [B, T], filled with 0 (false) on the right."""
+    out_BT = np.zeros((len(rows), max(len(row) for row in rows)), rows[0].dtype)
+    for i, row in enumerate(rows):
+        out_BT[i, : len(row)] = row
+    return torch.from_numpy(out_BT)
