@@ -24,9 +24,9 @@ def test_the_readme_submit_on_one_node_starts_its_trainer(hyper_threading, tmp_p
     make_toy(tmp_path)
     hpc_rl("submit", "--config", "configs/grpo.yaml", "trial_name=first", "total_train_steps=1", cwd=tmp_path)
     trial = trial_of(tmp_path, "first")
-    # three steps of one CPU each take a core of two, and the supervisor one more
-    assert "NumCPUs=8" in hyper_threading.run("scontrol", "show", "job")
     deadline = time.monotonic() + 200
     while not trial.done.exists():
         assert time.monotonic() < deadline, logs_of(trial)
         time.sleep(0.5)
+    # three steps of one CPU each take a core of two, and the supervisor one more
+    assert "NumCPUs=8" in hyper_threading.run("scontrol", "show", "job")
