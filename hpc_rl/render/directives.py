@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, field
 
+from hpc_rl import slurm_time
 from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
@@ -150,3 +151,12 @@ def split_extra(argument: str) -> list[str]:
 
 def _present(*options: tuple[str, str | None]) -> list[Option]:
     return [(name, value) for name, value in options if value is not None]
+
+
+def signal_lead_s(time_limit: str | None) -> int:
+    """Return how long before the end of the job the batch script is signalled, in seconds."""
+    if not time_limit:
+        return 180
+    limit_s = slurm_time.to_seconds(time_limit)
+    # Slurm may be a minute early and acts every half minute; the rest is for a step and a save.
+    return 300 if limit_s is None else max(1, min(300, limit_s // 5))

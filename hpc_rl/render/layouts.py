@@ -11,8 +11,7 @@ from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Group, Plan
 from hpc_rl.render import submitit_script
-from hpc_rl.render.directives import Ask, Directives, directives
-from hpc_rl.render.slurm_time import signal_lead_s
+from hpc_rl.render.directives import Ask, Directives, directives, signal_lead_s
 
 ELASTIC = ("max_running", "idle_s")  # of launcher.slurm.servers; the rest are sbatch's
 PER_COMPONENT = (

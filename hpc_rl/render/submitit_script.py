@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from hpc_rl import slurm_time
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
-from hpc_rl.render.directives import Directives
-from hpc_rl.render.slurm_time import seconds, signal_lead_s
+from hpc_rl.render.directives import Directives, signal_lead_s
 
 UNLIMITED_MIN = 365 * 24 * 60
 # submitit runs its callable as a step, which must leave the job to the steps of the roles.
@@ -34,7 +34,7 @@ def parameters(slurm: SlurmLauncherConfig, asked: Directives, *, with_gpus: bool
         options[name] = value if value != "" else True
     for words in asked.extra:
         options |= _extra(words)
-    limit_s = seconds(slurm.time)
+    limit_s = slurm_time.to_seconds(slurm.time)
     job_name = options.pop("job-name")
     options.pop("wckey", None)
     # To the steps, where submitit's handler is; without B: the batch shell hears nothing of it.

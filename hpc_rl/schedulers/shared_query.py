@@ -1,13 +1,14 @@
-"""Polling a scheduler that many people share: one query for all jobs of an account, kept in a file that every command reads.
+"""Queries of a scheduler that many users share: one for all jobs of an account, kept in a file that every command reads.
 
-However many `status` and `--follow` run, on however many login nodes that share the home directory, they ask together at
-most CALLS_PER_MINUTE times a minute, and every PERIOD_S seconds while somebody watches. No lock: the next query is the
-right of whoever creates its claim file, whose name follows from the last answer; one that dies before it answers loses its
-right after RETRY_S. Where the state directory can't be written, each process keeps to the same times by itself.
+All commands of an account together, on all login nodes with the same home directory, ask at most CALLS_PER_MINUTE times a
+minute, and every PERIOD_S seconds while one of them watches. There is no lock: the next query belongs to the process that
+creates its claim file, whose name follows from the last answer; a process that dies before it answers loses its claim after
+RETRY_S. Where the state directory can't be written, each process keeps to these limits by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -16,29 +17,34 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_rl.errors import SchedulerError
+from hpc_rl.schedulers import slurm
 from hpc_rl.schedulers.base import JobState, State
+from hpc_rl.schedulers.slurm_states import sum_up
 from hpc_rl.trial import create_exclusive, read_json, state_home, write_json
 
 logger = logging.getLogger(__name__)
 
-PERIOD_S = 20.0  # between two queries while somebody watches
+PERIOD_S = 20.0  # between two queries while a command watches
 JITTER_S = 4.0
-SOON_S = 5.0  # between two queries when a job is younger than the last one, or a death is to be confirmed
+SOON_S = 5.0  # between two queries when a job is younger than the last one, or an end is to be confirmed
 CALLS_PER_MINUTE = 4
 RETRY_S = 30.0
 MAX_BACKOFF_S = 300.0
-FORGOTTEN_AGAIN_S = 600.0  # between two questions to accounting about a job that it did not know
-YOUNG_S = 5.0  # a job may be so much older than a query that does not list it
-KEPT_ENDS = 2000
-GONE = "GONE"  # native word of a job that is in nobody's list any more
+ACCOUNTING_RETRY_S = 600.0  # between two queries of accounting about a job that it did not know
+YOUNG_S = 5.0  # a query may miss a job that was submitted within this time before it
+MAX_KEPT_ENDS = 2000
+NOT_LISTED = "NOT_LISTED"  # native state of a job that neither queue nor accounting lists any more
+CLOCK_SKEW_S = 60.0  # a time of the file that is further in the future came from a wrong clock
+WAIT_POLL_S = 0.1
 
 
-class Pollable(Protocol):
+class AccountQueries(Protocol):
     """A scheduler that can be asked for all jobs of an account at once."""
 
     def survey(self, uid: int) -> dict[str, JobState]: ...
@@ -47,8 +53,8 @@ class Pollable(Protocol):
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What is known of some jobs. `asked_at` is Unix seconds, 0 for never; `complaint` is the scheduler's, of the last query."""
+class QueryResult:
+    """What is known of some jobs. `asked_at` is Unix seconds, 0 for never; `complaint` is the error of the last query."""
 
     states: dict[str, JobState]
     asked_at: float = 0.0
@@ -56,8 +62,8 @@ class Seen:
 
 
 @dataclass
-class Board:
-    """What the last query found, as the file has it. Times are Unix seconds."""
+class SharedAnswer:
+    """Content of the shared file. Times are Unix seconds."""
 
     sequence: int = 0
     asked_at: float = 0.0  # of the last answer
@@ -66,108 +72,125 @@ class Board:
     complaint: str = ""
     calls: list[float] = field(default_factory=list)  # of the last minute
     accounts: dict[str, list[list[Any]]] = field(default_factory=dict)  # uid -> rows of JobState
-    ends: dict[str, list[Any]] = field(
-        default_factory=dict
-    )  # job id -> its row, of jobs that were seen to be over
+    ends: dict[str, list[Any]] = field(default_factory=dict)  # id of a job that has ended -> its row
     unknown: dict[str, float] = field(default_factory=dict)  # job id -> when accounting did not know it
 
     @classmethod
-    def read(cls, path: Path) -> Board:
+    def read(cls, path: Path) -> SharedAnswer:
         data = read_json(path)
         try:
             return cls(**data) if isinstance(data, dict) else cls()
         except TypeError:  # of another version
             return cls()
 
+    def recent_calls(self, now: float) -> list[float]:
+        return [when for when in self.calls if now - 60 < when <= now]
+
+    def find(self, uid: int, job_id: str) -> JobState | None:
+        parts = (f"{job_id}_", f"{job_id}+")
+        for rows in (self.accounts.get(str(uid), []), self.ends.values()):
+            found = [_state(row) for row in rows if row[0] == job_id or row[0].startswith(parts)]
+            if found:
+                return sum_up(found)[job_id]
+        return None
+
+    def note_ends(self, found: Mapping[str, JobState]) -> None:
+        """Remember ends for longer than the scheduler does, until the job lives again."""
+        for job_id, state in found.items():
+            self.ends.pop(job_id, None)
+            if not state.state.alive and state.state is not State.UNKNOWN:
+                self.ends[job_id] = _row(state)
+        self.ends = dict(list(self.ends.items())[-MAX_KEPT_ENDS:])
+
 
 class Poller:
     """The shared view of one scheduler.
 
     Args:
-        scheduler: Whom to ask.
+        scheduler: The scheduler to ask.
         folder: Where the answer is shared; by default in the user's state directory, by cluster.
         clock: Unix seconds.
     """
 
     def __init__(
-        self, scheduler: Pollable, folder: Path | None = None, clock: Callable[[], float] = time.time
+        self, scheduler: AccountQueries, folder: Path | None = None, clock: Callable[[], float] = time.time
     ) -> None:
         self.scheduler = scheduler
         self.folder = folder or state_home() / "polling" / cluster_key()
         self._clock = clock
-        self._own: Board | None = None  # where the folder can't be written
+        self._own: SharedAnswer | None = None  # where the folder can't be written
 
     def look(
         self, wanted: Mapping[str, float], uid: int, newer_than: float = 0.0, patience_s: float = 0.0
-    ) -> Seen:
-        """What is known of these jobs, asking if it is time.
+    ) -> QueryResult:
+        """Return what is known of these jobs, after a query where one is due.
 
         Args:
             wanted: Job id -> when it was submitted, Unix seconds (0 where that is not known).
             uid: Account that they belong to.
-            newer_than: An answer from before this moment is of little use (asked for again soon, within the budget).
-            patience_s: So long wait for a query of another process where nothing at all is known of the jobs.
+            newer_than: An older answer is of little use: the next query may come soon, within the budget.
+            patience_s: Time to wait for the query of another process where nothing is known of the jobs.
         """
-        board = self._board()
-        if self._is_time(board, wanted, uid, newer_than):
-            board = self._ask(board, wanted, uid)
+        answer = self._answer()
+        if self._is_time(answer, wanted, uid, newer_than):
+            answer = self._ask(answer, wanted, uid)
         deadline = time.monotonic() + patience_s
-        while not self._covers(board, wanted, uid) and time.monotonic() < deadline:
-            time.sleep(0.1)
-            board = self._board()
-        return self._seen(board, wanted, uid)
+        while not self._covers(answer, wanted, uid) and time.monotonic() < deadline:
+            time.sleep(WAIT_POLL_S)
+            answer = self._answer()
+        return self._result(answer, wanted, uid)
 
-    def _board(self) -> Board:
-        return self._own or Board.read(self.folder / "answer.json")
+    def _answer(self) -> SharedAnswer:
+        return self._own or SharedAnswer.read(self.folder / "answer.json")
 
-    def _covers(self, board: Board, wanted: Mapping[str, float], uid: int) -> bool:
+    def _covers(self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int) -> bool:
         """Whether the last answer could know these jobs."""
-        if str(uid) not in board.accounts:
+        if str(uid) not in answer.accounts:
             return False
         return all(
-            when < board.asked_at - YOUNG_S or self._known(board, uid, job_id)
-            for job_id, when in wanted.items()
+            when < answer.asked_at - YOUNG_S or answer.find(uid, job_id) for job_id, when in wanted.items()
         )
 
-    def _is_time(self, board: Board, wanted: Mapping[str, float], uid: int, newer_than: float) -> bool:
+    def _is_time(
+        self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int, newer_than: float
+    ) -> bool:
         now = self._clock()
-        recent = [when for when in board.calls if now - 60 < when <= now]
+        recent = answer.recent_calls(now)
         if len(recent) >= CALLS_PER_MINUTE:
             return False
-        if now >= board.next_at or board.asked_at > now + 60:  # or somebody's clock was far ahead
+        if now >= answer.next_at or answer.asked_at > now + CLOCK_SKEW_S:
             return True
-        urgent = board.asked_at < newer_than or not self._covers(board, wanted, uid)
-        return urgent and not board.failures and now >= max(recent, default=0.0) + SOON_S
+        is_urgent = answer.asked_at < newer_than or not self._covers(answer, wanted, uid)
+        return is_urgent and not answer.failures and now >= max(recent, default=0.0) + SOON_S
 
-    def _ask(self, board: Board, wanted: Mapping[str, float], uid: int) -> Board:
-        """Make the next query if it is ours to make; returns what is known then."""
+    def _ask(self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int) -> SharedAnswer:
+        """Make the next query if this process gets its claim; return what is known then."""
         now = self._clock()
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            claim = (
-                self.folder / f"claim-{board.sequence + 1}.{max(0, int((now - board.next_at) // RETRY_S))}"
-            )
+            num_lost = max(0, int((now - answer.next_at) // RETRY_S))
+            claim = self.folder / f"claim-{answer.sequence + 1}.{num_lost}"
             if not create_exclusive(claim, f"{socket.gethostname()} {os.getpid()}\n"):
-                return board
-            current = self._board()
-            if current.sequence != board.sequence:  # answered between our look and our claim
+                return answer
+            current = self._answer()
+            if current.sequence != answer.sequence:  # answered between our read and our claim
                 return current
-            board = self._query(board, wanted, uid)
-            write_json(self.folder / "answer.json", asdict(board), mode=0o600)
-            self._sweep(board.sequence)
+            answer = self._query(answer, wanted, uid)
+            write_json(self.folder / "answer.json", asdict(answer), mode=0o600)
+            self._sweep(answer.sequence)
         except OSError as error:
-            logger.debug("the answer can't be shared (%s): asking for this process alone", error)
-            if self._own is None or self._own.sequence == board.sequence:
-                board = self._query(board, wanted, uid)
-            self._own = board
-        return board
+            logger.debug("the answer can't be shared (%s): this process asks by itself", error)
+            if self._own is None or self._own.sequence == answer.sequence:
+                answer = self._query(answer, wanted, uid)
+            self._own = answer
+        return answer
 
-    def _query(self, board: Board, wanted: Mapping[str, float], uid: int) -> Board:
+    def _query(self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int) -> SharedAnswer:
         now = self._clock()
-        calls = [when for when in board.calls if now - 60 < when <= now] + [now]
+        calls = [*answer.recent_calls(now), now]
         pause_s = PERIOD_S + random.uniform(0, JITTER_S)
-        made = Board(
-            **asdict(board) | {"sequence": board.sequence + 1, "calls": calls, "next_at": now + pause_s}
+        made = replace(
+            answer, sequence=answer.sequence + 1, calls=calls, next_at=now + pause_s, ends=dict(answer.ends)
         )
         try:
             found = self.scheduler.survey(uid)
@@ -176,112 +199,85 @@ class Poller:
             made.complaint = str(error)
             made.next_at = now + min(MAX_BACKOFF_S, pause_s * 2**made.failures)
             return made
-        made.failures, made.complaint, made.asked_at = 0, "", now
-        made.accounts = board.accounts | {str(uid): [_row(state) for state in found.values()]}
-        self._note_ends(made, found)
+        made.failures = 0
+        made.complaint = ""
+        made.asked_at = now
+        made.accounts = answer.accounts | {str(uid): [_row(state) for state in found.values()]}
+        made.note_ends(found)
         forgotten = [
             job_id
             for job_id, when in wanted.items()
             if when < now - YOUNG_S
-            and not self._known(made, uid, job_id)
-            and now - made.unknown.get(job_id, 0.0) > FORGOTTEN_AGAIN_S
+            and not made.find(uid, job_id)
+            and now - made.unknown.get(job_id, 0.0) > ACCOUNTING_RETRY_S
         ]
         if forgotten and len(calls) < CALLS_PER_MINUTE:
             made.calls = [*calls, now]
-            known = self.scheduler.past(forgotten)
-            self._note_ends(made, known)
-            made.unknown |= dict.fromkeys((job_id for job_id in forgotten if job_id not in known), now)
+            past = self.scheduler.past(forgotten)
+            made.note_ends(past)
+            unknown = made.unknown | {job_id: now for job_id in forgotten if job_id not in past}
             made.unknown = {
-                job_id: when for job_id, when in made.unknown.items() if now - when < FORGOTTEN_AGAIN_S
+                job_id: when for job_id, when in unknown.items() if now - when < ACCOUNTING_RETRY_S
             }
         return made
 
-    @staticmethod
-    def _note_ends(board: Board, found: Mapping[str, JobState]) -> None:
-        """Remember ends beyond the time for which the scheduler does; one that lives (again) is no end."""
-        for job_id, state in found.items():
-            board.ends.pop(job_id, None)
-            if not state.state.alive and state.state is not State.UNKNOWN:
-                board.ends[job_id] = _row(state)
-        board.ends = dict(list(board.ends.items())[-KEPT_ENDS:])
-
-    @staticmethod
-    def _known(board: Board, uid: int, job_id: str) -> JobState | None:
-        return find({row[0]: row for row in board.accounts.get(str(uid), [])}, job_id) or find(
-            board.ends, job_id
-        )
-
-    def _seen(self, board: Board, wanted: Mapping[str, float], uid: int) -> Seen:
+    def _result(self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int) -> QueryResult:
         states = {}
         for job_id, when in wanted.items():
-            state = self._known(board, uid, job_id)
-            if state is None and str(uid) in board.accounts and 0 < when < board.asked_at - YOUNG_S:
-                state = JobState(job_id, State.UNKNOWN, GONE, "does not list the job any more")
-            elif state is None and when >= max(board.asked_at - YOUNG_S, self._clock() - RETRY_S):
-                state = JobState(job_id, State.PENDING)  # handed in a moment ago, and accepted
+            state = answer.find(uid, job_id)
+            if state is None and str(uid) in answer.accounts and 0 < when < answer.asked_at - YOUNG_S:
+                state = JobState(job_id, State.UNKNOWN, NOT_LISTED, "does not list the job any more")
+            elif state is None and when >= max(answer.asked_at - YOUNG_S, self._clock() - RETRY_S):
+                state = JobState(job_id, State.PENDING)  # submitted and accepted a moment ago
             states[job_id] = state or JobState(job_id, State.UNKNOWN)
-        return Seen(states, board.asked_at, board.complaint)
+        return QueryResult(states, answer.asked_at, answer.complaint)
 
     def _sweep(self, sequence: int) -> None:
-        """Remove the claims of queries that are long answered."""
+        """Remove the claims of queries that were answered long ago."""
         for path in self.folder.glob("claim-*"):
             number = re.match(r"claim-(\d+)\.", path.name)
             if number and int(number[1]) < sequence - 2:
                 path.unlink(missing_ok=True)
 
 
-def find(rows: Mapping[str, list[Any]], job_id: str) -> JobState | None:
-    """The state of a job: its own row, that of a heterogeneous job's leader, or what the tasks of an array amount to."""
-    for name in (job_id, f"{job_id}+0"):
-        if name in rows:
-            return _state(rows[name])
-    tasks = [_state(row) for name, row in rows.items() if name.startswith(f"{job_id}_")]
-    if not tasks:
-        return None
-    by_weight = [
-        State.RUNNING,
-        State.PENDING,
-        State.FAILED,
-        State.OUT_OF_MEMORY,
-        State.NODE_FAIL,
-        State.TIMEOUT,
-    ]
-    return min(
-        tasks, key=lambda task: by_weight.index(task.state) if task.state in by_weight else len(by_weight)
-    )
-
-
-def _row(state: JobState) -> list[Any]:
-    return [
-        state.job_id,
-        state.state.value,
-        state.native,
-        state.reason,
-        state.end_time,
-        state.nodes,
-        state.start_time,
-    ]
+def _row(job: JobState) -> list[Any]:
+    return [job.job_id, job.state.value, job.native, job.reason, job.end_time, job.nodes, job.start_time]
 
 
 def _state(row: list[Any]) -> JobState:
     return JobState(row[0], State(row[1]), *row[2:])
 
 
+# Where sites and packages keep slurm.conf; the second is that of a configless cluster.
+CONF_PLACES = ("/etc/slurm", "/run/slurm/conf", "/etc/slurm-llnl", "/opt/slurm/etc", "/etc/opt/slurm")
+
+
 def cluster_key() -> str:
-    """A name for the cluster that commands here talk to: two clusters may share a home directory and number their jobs alike."""
+    """Return a file name for the cluster that commands talk to: two may share a home directory and number jobs alike."""
     where = cluster_name() or socket.gethostname()
-    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', where)[:40]}-{hashlib.sha256(_conf().encode()).hexdigest()[:8]}"
+    conf = os.environ.get("SLURM_CONF") or f"{CONF_PLACES[0]}/slurm.conf"
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', where)[:40]}-{hashlib.sha256(conf.encode()).hexdigest()[:8]}"
 
 
 def cluster_name() -> str:
-    """What Slurm calls the cluster that commands here talk to; empty where its configuration can't be read."""
+    """Return what Slurm calls the cluster that commands talk to; empty where neither files nor Slurm tell."""
+    own = os.environ.get("SLURM_CONF")
+    for path in [Path(own)] if own else [Path(place) / "slurm.conf" for place in CONF_PLACES]:
+        with contextlib.suppress(OSError):
+            if name := _cluster_name_in(path.read_text(errors="replace")):
+                return name
+    # A job's own environment; and of a login node without files, where slurmctld hands out the configuration.
+    return os.environ.get("SLURM_CLUSTER_NAME", "").lower() or _asked_cluster_name()
+
+
+@cache
+def _asked_cluster_name() -> str:
     try:
-        text = Path(_conf()).read_text(errors="replace")
-    except OSError:
+        return _cluster_name_in(slurm.show_config())
+    except SchedulerError:
         return ""
+
+
+def _cluster_name_in(text: str) -> str:
     named = re.search(r"^\s*ClusterName\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
     return named[1].lower() if named else ""
-
-
-def _conf() -> str:
-    return os.environ.get("SLURM_CONF") or "/etc/slurm/slurm.conf"

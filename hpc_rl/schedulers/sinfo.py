@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from hpc_rl import slurm_time
+from hpc_rl.errors import ConfigError
 from hpc_rl.schedulers.hostlist import expand
 
 SINFO = ["sinfo", "-h", "-a", "-N", "-o", "%P|%a|%l|%s|%N|%c|%m|%f|%G|%Z"]
@@ -35,7 +37,7 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class JobRequest:
     """What one job asks for. None: nothing is asked of Slurm about it, so nothing stands against it."""
 
     n_nodes: int
@@ -54,7 +56,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CapacityLimit:
     """A limit against a request. `nearest` is what to change, as options of the command line; empty where nothing helps.
 
     What is not `certain` may be lifted by a QoS: that is told, not refused.
@@ -92,13 +94,13 @@ def read_sinfo(text: str) -> list[Node]:
     return nodes
 
 
-def judge(request: Request, nodes: Sequence[Node]) -> list[Finding]:
+def judge(request: JobRequest, nodes: Sequence[Node]) -> list[CapacityLimit]:
     """The limits that stand against a request; empty where it can run. With several partitions, one that takes it is enough."""
     known = list(dict.fromkeys(node.partition for node in nodes))
     wanted = _partitions_of(request, nodes)
     if not wanted:
         return [
-            Finding(
+            CapacityLimit(
                 "partition",
                 f"this cluster has no default partition; it has {', '.join(sorted(known))}.",
                 "--partition NAME",
@@ -113,7 +115,7 @@ def judge(request: Request, nodes: Sequence[Node]) -> list[Finding]:
         words = (
             f"there is no partition {unknown[0]!r} with nodes; this cluster has {', '.join(sorted(known))}."
         )
-        return [Finding("partition", words, f"--partition {near[0]}" if near else "")]
+        return [CapacityLimit("partition", words, f"--partition {near[0]}" if near else "")]
     verdicts = [_in_partition(request, name, nodes) for name in wanted]
     best = min(verdicts, key=lambda findings: sum(finding.certain for finding in findings))
     if not any(finding.certain for finding in best):
@@ -122,7 +124,7 @@ def judge(request: Request, nodes: Sequence[Node]) -> list[Finding]:
     if elsewhere:
         best = [
             *best,
-            Finding(
+            CapacityLimit(
                 "partition",
                 f"as it is, partition {elsewhere[0]} would take it.",
                 f"--partition {elsewhere[0]}",
@@ -132,58 +134,60 @@ def judge(request: Request, nodes: Sequence[Node]) -> list[Finding]:
     return best
 
 
-def threads_per_core(request: Request, nodes: Sequence[Node]) -> int:
+def threads_per_core(request: JobRequest, nodes: Sequence[Node]) -> int:
     """Return the threads of a core on the nodes that may be given to a request; the largest number where they differ."""
     wanted = _partitions_of(request, nodes)
     found = [node.threads_per_core for node in nodes if node.partition in wanted]
     return max(found, default=UNKNOWN_THREADS_PER_CORE)
 
 
-def _partitions_of(request: Request, nodes: Sequence[Node]) -> list[str]:
+def _partitions_of(request: JobRequest, nodes: Sequence[Node]) -> list[str]:
     if request.partition:
         return request.partition.split(",")
     return list(dict.fromkeys(node.partition for node in nodes if node.is_default))
 
 
-def _takes(request: Request, partition: str, nodes: Sequence[Node]) -> bool:
+def _takes(request: JobRequest, partition: str, nodes: Sequence[Node]) -> bool:
     return not _in_partition(request, partition, nodes)
 
 
-def _in_partition(request: Request, name: str, nodes: Sequence[Node]) -> list[Finding]:
+def _in_partition(request: JobRequest, name: str, nodes: Sequence[Node]) -> list[CapacityLimit]:
     found = [node for node in nodes if node.partition == name]
     limits = found[0]
     lifted = request.qos is not None
     findings = []
     if not limits.is_up:
-        findings.append(Finding("partition", f"partition {name} is not up: its jobs wait.", certain=False))
-    if request.time_s is not None and limits.max_time_s is not None and request.time_s > limits.max_time_s:
-        most = _time_text(limits.max_time_s)
-        words = (
-            f"partition {name} ends every job after {most}, and {_time_text(request.time_s)} is asked for."
+        findings.append(
+            CapacityLimit("partition", f"partition {name} is not up: its jobs wait.", certain=False)
         )
-        findings.append(Finding("time", words, f"--time {most}", not lifted))
+    if request.time_s is not None and limits.max_time_s is not None and request.time_s > limits.max_time_s:
+        most = slurm_time.to_text(limits.max_time_s)
+        words = f"partition {name} ends every job after {most}, and {slurm_time.to_text(request.time_s)} is asked for."
+        findings.append(CapacityLimit("time", words, f"--time {most}", not lifted))
     if limits.max_nodes is not None and request.n_nodes > limits.max_nodes:
         words = f"partition {name} gives a job at most {limits.max_nodes} nodes, and {request.n_nodes} are asked for."
-        findings.append(Finding("nodes", words, f"--n_nodes {limits.max_nodes}", not lifted))
+        findings.append(CapacityLimit("nodes", words, f"--n_nodes {limits.max_nodes}", not lifted))
     usable, refused = _eligible(request, found)
     return [*findings, *refused] if refused else [*findings, *_sizes(request, name, usable)]
 
 
-def _eligible(request: Request, nodes: list[Node]) -> tuple[list[Node], list[Finding]]:
+def _eligible(request: JobRequest, nodes: list[Node]) -> tuple[list[Node], list[CapacityLimit]]:
     """Nodes that names and features leave over."""
     name, n_nodes = nodes[0].partition, request.n_nodes
     if request.nodelist:
         missing = sorted(set(expand(request.nodelist)) - {node.name for node in nodes})
         if missing:
             words = f"partition {name} has no node {missing[0]}, which launcher.slurm.nodelist asks for."
-            return nodes, [Finding("nodelist", words, "launcher.slurm.nodelist=null")]
+            return nodes, [CapacityLimit("nodelist", words, "launcher.slurm.nodelist=null")]
     if request.exclude:
         excluded = set(expand(request.exclude))
         left = [node for node in nodes if node.name not in excluded]
         if len(left) < n_nodes <= len(nodes):
             words = f"launcher.slurm.exclude leaves {len(left)} of partition {name}'s {len(nodes)} nodes; {n_nodes} are asked for."
             return left, [
-                Finding("exclude", words, f"--n_nodes {len(left)}" if left else "launcher.slurm.exclude=null")
+                CapacityLimit(
+                    "exclude", words, f"--n_nodes {len(left)}" if left else "launcher.slurm.exclude=null"
+                )
             ]
         nodes = left
     if request.constraint and re.fullmatch(r"[\w.:=-]+([&|][\w.:=-]+)*", request.constraint):
@@ -195,7 +199,7 @@ def _eligible(request: Request, nodes: list[Node]) -> tuple[list[Node], list[Fin
                 f"are asked for; its features: {known}."
             )
             return left, [
-                Finding(
+                CapacityLimit(
                     "constraint",
                     words,
                     f"--n_nodes {len(left)}" if left else "launcher.slurm.constraint=null",
@@ -213,12 +217,12 @@ def _has(features: frozenset[str], constraint: str) -> bool:
     return verdict
 
 
-def _sizes(request: Request, name: str, nodes: list[Node]) -> list[Finding]:
+def _sizes(request: JobRequest, name: str, nodes: list[Node]) -> list[CapacityLimit]:
     """What no node has, or too few nodes have."""
     n_nodes = request.n_nodes
     if len(nodes) < n_nodes:
         words = f"partition {name} has {len(nodes)} nodes, and {n_nodes} are asked for."
-        return [Finding("nodes", words, f"--n_nodes {len(nodes)}" if nodes else "")]
+        return [CapacityLimit("nodes", words, f"--n_nodes {len(nodes)}" if nodes else "")]
     cpus_from, mem_from = (
         f" (from {words})" if words else "" for words in (request.cpus_from, request.mem_from)
     )
@@ -259,13 +263,15 @@ def _sizes(request: Request, name: str, nodes: list[Node]) -> list[Finding]:
         )
         words = f"{there} {wanted} {unit}; on {n_nodes} node{'s' if n_nodes > 1 else ''} the most is {most}."
         ways = [f"--n_nodes {enough}"] if enough else []
-        findings.append(Finding(limit, words, " or ".join([*ways, change.format(most)] if most else ways)))
+        findings.append(
+            CapacityLimit(limit, words, " or ".join([*ways, change.format(most)] if most else ways))
+        )
     fitting = sum(
         all(wanted is None or has(node) >= wanted for _, wanted, has, _, _ in dimensions) for node in nodes
     )
     if not findings and fitting < n_nodes:
         words = f"{fitting} of {len(nodes)} nodes of partition {name} have all that is asked for at once, and {n_nodes} are needed."
-        findings.append(Finding("nodes", words, f"--n_nodes {fitting}" if fitting else ""))
+        findings.append(CapacityLimit("nodes", words, f"--n_nodes {fitting}" if fitting else ""))
     return findings
 
 
@@ -286,14 +292,7 @@ def _gpus(gres: str) -> dict[str, int]:
 
 
 def _time_s(text: str) -> int | None:
-    """sinfo's `1-00:00:00`, `30:00`; None for infinite."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if match is None:
+    try:
+        return slurm_time.to_seconds(text)
+    except ConfigError:  # n/a
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-def _time_text(seconds: int) -> str:
-    days, rest = divmod(seconds, 86400)
-    return (f"{days}-" if days else "") + f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"

@@ -1,4 +1,4 @@
-"""Slurm by its own commands: sbatch, squeue, sacct, scancel, scontrol. One call per question, each with a time limit."""
+"""Slurm by its own commands (sbatch, squeue, sacct, scancel, scontrol, sinfo), each call with a time limit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from hpc_rl.errors import SchedulerError
 from hpc_rl.schedulers.base import JobSpec, JobState, State
 from hpc_rl.schedulers.sinfo import SINFO, Node, read_sinfo
-from hpc_rl.schedulers.slurm_parts import fold, whole
-from hpc_rl.schedulers.slurm_states import parse
+from hpc_rl.schedulers.slurm_states import sum_up, to_state, whole_job
 
 logger = logging.getLogger(__name__)
 
+# Variables of a surrounding job and defaults of a user, which would override what our calls say.
 LEAKS = (
     "SLURM_",
     "SBATCH_",
@@ -34,6 +34,9 @@ LEAKS = (
     "OMPI_",
     "SPANK_",
 )
+# How a client authenticates, and which cluster it talks to.
+KEPT = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS")
+# Substrings of Slurm's errors after which a call may be made again.
 TRANSIENT = (
     "socket timed out",
     "unable to contact slurm controller",
@@ -42,7 +45,7 @@ TRANSIENT = (
 )
 JOB_ID = re.compile(r"^(\d+)(?:;\S+)?$", re.MULTILINE)
 SUBMIT_TIMEOUT_S = 30.0
-TRIES = 3  # of sbatch, and of the look for a job whose sbatch gave no answer
+TRIES = 3  # of sbatch, and of the search for a job whose sbatch gave no answer
 CALL_TIMEOUT_S = 15.0
 
 
@@ -55,10 +58,10 @@ class SlurmScheduler:
         self.retry_wait_s = retry_wait_s
 
     def submit(self, spec: JobSpec) -> str:
-        """One sbatch. Where its answer is lost, the job is looked up by its tag before anything is tried again."""
+        """Submit by one sbatch; where its answer is lost, the job is looked up by its tag before another one."""
         ignored = sorted(name for name in os.environ if name.startswith("SBATCH_"))
         if ignored:
-            logger.warning("not passed on to sbatch, the script says what is wanted: %s", ", ".join(ignored))
+            logger.warning("ignored: %s; set launcher.slurm.* instead", ", ".join(ignored))
         job_id, problem = "", ""
         for _ in range(TRIES):
             job_id, problem, lost = self._sbatch(spec)
@@ -71,7 +74,7 @@ class SlurmScheduler:
 
     @staticmethod
     def _sbatch(spec: JobSpec) -> tuple[str, str, bool]:
-        """Id of the job; else what went wrong, and whether the job may be there all the same."""
+        """Return the id of the job; else what went wrong, and whether the job may exist nevertheless."""
         try:
             done = _call(
                 ["sbatch", "--parsable", *_beside(spec), str(spec.script), *spec.arguments], SUBMIT_TIMEOUT_S
@@ -81,22 +84,20 @@ class SlurmScheduler:
         found = JOB_ID.findall(done.stdout)
         if done.returncode == 0 and found:
             return found[-1], "", False  # a site's banner comes before it
-        problem = _words(done)
+        problem = _message(done)
         return "", problem, any(words in problem.lower() for words in TRANSIENT)
 
     def _look_up(self, spec: JobSpec, problem: str) -> str:
-        """The job of an sbatch whose answer was lost; "" where there is none. Raises SchedulerError where that can't be told."""
+        """Return the job of an sbatch whose answer was lost, "" where there is none. Raises SchedulerError."""
         time.sleep(self.retry_wait_s)
         try:
             return self.find(spec) or ""
         except SchedulerError as error:
-            look = f"Before it is submitted again, look: squeue --me -n {shlex.quote(spec.name)}"
-            raise SchedulerError(
-                f"{problem}; whether Slurm has the job can't be told: {error}. {look}"
-            ) from error
+            check = f"Before you submit it again, check: squeue --me -n {shlex.quote(spec.name)}"
+            raise SchedulerError(f"{problem}; Slurm may have accepted the job: {error}. {check}") from error
 
     def states(self, job_ids: list[str]) -> dict[str, JobState]:
-        """One squeue; sacct only for the jobs that squeue has forgotten. Works without accounting."""
+        """Ask by one squeue, and by one sacct for the jobs that squeue has forgotten. Works without accounting."""
         found = self._squeue(job_ids) if job_ids else {}
         forgotten = [job_id for job_id in job_ids if job_id not in found]
         if forgotten:
@@ -104,11 +105,11 @@ class SlurmScheduler:
         return {job_id: found.get(job_id, JobState(job_id, State.UNKNOWN)) for job_id in job_ids}
 
     def survey(self, uid: int) -> dict[str, JobState]:
-        """Every job of an account that Slurm remembers, by one squeue. Ids are squeue's own: `7`, `7_3`, `7_[4-9]`, `7+0`."""
+        """Return every job of an account that Slurm remembers, by squeue's own ids: `7`, `7_3`, `7_[4-9]`, `7+0`."""
         return self._listed(["-u", str(uid)])
 
     def past(self, job_ids: list[str]) -> dict[str, JobState]:
-        """What accounting knows of jobs that squeue has forgotten, by one sacct; empty where there is none."""
+        """Return what accounting knows of jobs that squeue has forgotten; empty where there is no accounting."""
         return self._sacct(job_ids)
 
     def cancel(self, job_id: str) -> None:
@@ -125,22 +126,22 @@ class SlurmScheduler:
         return seen.end_time if seen else None
 
     def nodes(self) -> list[Node]:
-        """Every node of every partition, by one sinfo. Raises SchedulerError."""
+        """Return every node of every partition, by one sinfo. Raises SchedulerError."""
         done = _call(SINFO, CALL_TIMEOUT_S)
         if done.returncode != 0:
-            raise SchedulerError(f"sinfo: {_words(done)}")
+            raise SchedulerError(f"sinfo: {_message(done)}")
         return read_sinfo(done.stdout)
 
     def test_only(self, script: str) -> tuple[bool, str]:
-        """Whether Slurm would take a script now, and its words: when and where, or why not. Raises SchedulerError."""
+        """Return whether Slurm would accept a script now, and its message: when and where, or why not."""
         done = _call(["sbatch", "--test-only"], SUBMIT_TIMEOUT_S, script)
-        said = _words(done)
+        said = _message(done)
         if done.returncode != 0 and any(words in said.lower() for words in TRANSIENT):
             raise SchedulerError(f"sbatch --test-only: {said}")
         return done.returncode == 0, said
 
     def find(self, spec: JobSpec) -> str | None:
-        """The job that carries this tag, where Slurm knows one. Raises SchedulerError where it does not answer, asked again."""
+        """Return the job with this tag, where Slurm knows one. Raises SchedulerError where it does not answer."""
         for attempt in range(1, TRIES):
             try:
                 return self._find(spec)
@@ -152,24 +153,23 @@ class SlurmScheduler:
     def _find(self, spec: JobSpec) -> str | None:
         done = _call(["squeue", "-h", "-t", "all", "--me", "-n", spec.name, "-o", "%i|%k"], CALL_TIMEOUT_S)
         if done.returncode != 0:
-            raise SchedulerError(f"squeue: {_words(done)}")
+            raise SchedulerError(f"squeue: {_message(done)}")
         for line in done.stdout.splitlines():
             job_id, _, comment = line.partition("|")
             if spec.tag in comment.split():
-                return whole(job_id)
+                return whole_job(job_id)
         return None
 
     def _squeue(self, job_ids: Sequence[str]) -> dict[str, JobState]:
-        return fold(self._listed(["-j", ",".join(job_ids)]).values())
+        return sum_up(self._listed(["-j", ",".join(job_ids)]).values())
 
     def _listed(self, selection: list[str]) -> dict[str, JobState]:
         done = _call(["squeue", "-h", "-t", "all", *selection, "-o", "%i|%T|%r|%e|%N|%S"], CALL_TIMEOUT_S)
         if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
-            raise SchedulerError(f"squeue: {_words(done)}")
+            raise SchedulerError(f"squeue: {_message(done)}")
         return {state.job_id: state for state in _parsed(done.stdout)}
 
     def _sacct(self, job_ids: Sequence[str]) -> dict[str, JobState]:
-        """Empty where the site keeps no accounting: then the trial's own files tell."""
         try:
             done = _call(
                 ["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids), "-o", "JobID,State,Reason,End,NodeList"],
@@ -178,24 +178,24 @@ class SlurmScheduler:
         except SchedulerError as error:
             logger.debug("no accounting: %s", error)
             return {}
-        return fold(_parsed(done.stdout)) if done.returncode == 0 else {}
+        return sum_up(_parsed(done.stdout)) if done.returncode == 0 else {}
 
 
 def _parsed(text: str) -> list[JobState]:
-    """Lines `id|state|reason|end|nodes|start`; of several records of a requeued job the newest comes last."""
+    """Read lines `id|state|reason|end|nodes|start`; of the records of a requeued job the newest comes last."""
     found: dict[str, JobState] = {}
     for line in text.splitlines():
         fields = line.split("|")
         if len(fields) >= 5:
             job_id, native, reason, end, nodes, *start = fields
             found[job_id] = JobState(
-                job_id, parse(native), native, reason, _unix(end), nodes, _unix(start[0] if start else "")
+                job_id, to_state(native), native, reason, _unix(end), nodes, _unix(start[0] if start else "")
             )
     return list(found.values())
 
 
 def _beside(spec: JobSpec) -> list[str]:
-    """What the script does not say itself; on the command line it wins over the script."""
+    """Return the options that are not in the script, or override it."""
     return [
         *([f"--dependency=afterany:{spec.after}"] if spec.after else []),
         *([f"--array={spec.array}"] if spec.array else []),
@@ -205,36 +205,39 @@ def _beside(spec: JobSpec) -> list[str]:
 
 
 class _TimedOut(SchedulerError):
-    """A command gave no answer in time; it may have done its work."""
+    """A command gave no answer in time; it may have had its effect."""
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without what a surrounding job or a user's defaults would say in our place; SLURM_CONF stays."""
-    return {
-        name: value for name, value in environ.items() if name == "SLURM_CONF" or not name.startswith(LEAKS)
-    }
+    """Return an environment without what a surrounding job or a user's defaults would say in our place."""
+    return {name: value for name, value in environ.items() if name in KEPT or not name.startswith(LEAKS)}
+
+
+def show_config() -> str:
+    """Return the configuration that the controller uses, as `scontrol show config` prints it. Raises SchedulerError."""
+    done = _call(["scontrol", "show", "config"], CALL_TIMEOUT_S)
+    if done.returncode != 0:
+        raise SchedulerError(f"scontrol: {_message(done)}")
+    return done.stdout
 
 
 def require(program: str) -> None:
-    """Raises SchedulerError where this machine does not have a program of Slurm's."""
+    """Raise SchedulerError where this machine lacks a program of Slurm."""
     if shutil.which(program) is None:
         raise _absent(program)
 
 
 def _absent(program: str) -> SchedulerError:
-    return SchedulerError(f"{program} is not on the PATH: this machine is no login node of a Slurm cluster.")
+    return SchedulerError(f"{program} is not on the PATH: run this on a login node of a Slurm cluster.")
 
 
-def _call(argv: list[str], timeout_s: float, said: str = "") -> subprocess.CompletedProcess[str]:
+def _call(argv: list[str], timeout_s: float, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    env = clean_environment(os.environ)
+    if argv[0] != "sbatch":  # which would pass it on to the job
+        env["SLURM_TIME_FORMAT"] = "%Y-%m-%dT%H:%M:%S%z"
     try:
         return subprocess.run(
-            argv,
-            input=said,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            env=clean_environment(os.environ) | {"SLURM_TIME_FORMAT": "%Y-%m-%dT%H:%M:%S%z"},
+            argv, input=stdin, capture_output=True, text=True, errors="replace", timeout=timeout_s, env=env
         )
     except FileNotFoundError as error:
         raise _absent(argv[0]) from error
@@ -244,18 +247,17 @@ def _call(argv: list[str], timeout_s: float, said: str = "") -> subprocess.Compl
 
 def _checked(argv: list[str]) -> None:
     done = _call(argv, CALL_TIMEOUT_S)
-    if (
-        done.returncode != 0
-        and "invalid job id" not in done.stderr.lower()
-        and "already completed" not in done.stderr.lower()
-    ):
-        raise SchedulerError(f"{argv[0]}: {_words(done)}")
+    said = done.stderr.lower()
+    # Slurm's commands tell these errors apart by their message alone.
+    is_over = "invalid job id" in said or "already completed" in said
+    if done.returncode != 0 and not is_over:
+        raise SchedulerError(f"{argv[0]}: {_message(done)}")
 
 
-def _words(done: subprocess.CompletedProcess[str]) -> str:
-    """The command's own words, on one line."""
+def _message(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the command's own message, on one line."""
     said = done.stderr.strip() or done.stdout.strip()
-    return " ".join(said.split()) or f"exit code {done.returncode} without a word"
+    return " ".join(said.split()) or f"exit code {done.returncode} without a message"
 
 
 def _unix(text: str) -> float | None:

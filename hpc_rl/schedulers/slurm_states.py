@@ -1,29 +1,31 @@
-"""Slurm's words for what a job does: every base state, every flag that hides one, every reason of waiting that matters.
+"""Slurm's names for what a job does: every base state, every flag that hides one, every reason of waiting that matters.
 
-The words are those of Slurm 22.05 to 25.11 (job_state_string, job_state_string_compact and the flags of slurm.h). Slurm's
-own library is asked for its words in the tests. A word that no table has is UNKNOWN, never an exception.
+The names are those of Slurm 22.05 to 25.11 (job_state_string, job_state_string_compact and the flags of slurm.h), which the
+tests compare with Slurm's own library. Jobs that Slurm lists in parts (tasks of an array `12_0` or `12_[1-3%2]`, components
+of a heterogeneous job `12+0`) are summed up here too.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from hpc_rl.errors import FailureClass
-from hpc_rl.schedulers.base import State
+from hpc_rl.schedulers.base import JobState, State
 
 
 @dataclass(frozen=True)
-class Word:
-    """One state or flag.
+class SlurmState:
+    """One base state or flag.
 
     Args:
         name: As squeue and sacct print it.
         short: Compact form; empty where Slurm has none.
-        state: What it means to a trial. Whatever still holds nodes runs.
-        meaning: In words, for people.
-        failure: What an end in this state comes of; None where it is no end, or says nothing.
-        is_flag: Hides a base state.
+        state: What it means to a trial. A job that still holds nodes is running.
+        meaning: For users; continues a sentence about the job.
+        failure: Class of an end in this state; None where it is not an end, or does not tell.
+        is_flag: Whether it hides a base state.
     """
 
     name: str
@@ -36,75 +38,68 @@ class Word:
 
 _F = FailureClass
 _BASE = [
-    Word("PENDING", "PD", State.PENDING, "waits in the queue"),
-    Word("RUNNING", "R", State.RUNNING, "runs"),
-    Word("SUSPENDED", "S", State.RUNNING, "is suspended, and keeps its nodes"),
-    Word("COMPLETED", "CD", State.DONE, "its script ended with code 0"),
-    Word("CANCELLED", "CA", State.CANCELLED, "was cancelled by a person", _F.USER),
-    Word("FAILED", "F", State.FAILED, "its script ended with another code than 0"),
-    Word("TIMEOUT", "TO", State.TIMEOUT, "ran into its time limit", _F.WALL_TIME),
-    Word("NODE_FAIL", "NF", State.NODE_FAIL, "lost a node", _F.NODE),
-    Word("PREEMPTED", "PR", State.PREEMPTED, "was ended for a job of higher priority", _F.PREEMPTION),
-    Word("BOOT_FAIL", "BF", State.NODE_FAIL, "a node did not boot", _F.NODE),
-    Word("DEADLINE", "DL", State.TIMEOUT, "its --deadline can't be met any more", _F.WALL_TIME),
-    Word(
-        "OUT_OF_MEMORY",
-        "OOM",
-        State.OUT_OF_MEMORY,
-        "was killed for using more memory than it asked for",
-        _F.OUT_OF_MEMORY,
+    SlurmState("PENDING", "PD", State.PENDING, "waits in the queue"),
+    SlurmState("RUNNING", "R", State.RUNNING, "runs"),
+    SlurmState("SUSPENDED", "S", State.RUNNING, "is suspended, and keeps its nodes"),
+    SlurmState("COMPLETED", "CD", State.DONE, "its script ended with code 0"),
+    SlurmState("CANCELLED", "CA", State.CANCELLED, "was cancelled", _F.USER),
+    SlurmState("FAILED", "F", State.FAILED, "its script ended with a code other than 0"),
+    SlurmState("TIMEOUT", "TO", State.TIMEOUT, "reached its time limit", _F.WALL_TIME),
+    SlurmState("NODE_FAIL", "NF", State.NODE_FAIL, "lost a node", _F.NODE),
+    SlurmState(
+        "PREEMPTED", "PR", State.PREEMPTED, "was preempted by a job of higher priority", _F.PREEMPTION
     ),
+    SlurmState("BOOT_FAIL", "BF", State.NODE_FAIL, "had a node that did not boot", _F.NODE),
+    SlurmState("DEADLINE", "DL", State.TIMEOUT, "can't meet its --deadline any more", _F.WALL_TIME),
+    SlurmState("OUT_OF_MEMORY", "OOM", State.OUT_OF_MEMORY, "exceeded its memory limit", _F.OUT_OF_MEMORY),
 ]
+_HELD_BY_USER = "was requeued and is held; `scontrol release` starts it again"
 _FLAGS = [
-    Word("COMPLETING", "CG", State.RUNNING, "is being cleaned up"),
-    Word("CONFIGURING", "CF", State.PENDING, "its nodes boot"),
-    Word("POWER_UP_NODE", "", State.PENDING, "its nodes are powered up"),
-    Word("RECONFIG_FAIL", "", State.NODE_FAIL, "its node could not be reconfigured", _F.NODE),
-    Word("LAUNCH_FAILED", "", State.PENDING, "could not be launched, and waits again", _F.INFRASTRUCTURE),
-    Word("REQUEUED", "RQ", State.PENDING, "is being requeued"),
-    Word(
-        "REQUEUE_HOLD",
-        "RH",
-        State.PENDING,
-        "was requeued and is held: `scontrol release` lets it go on",
-        _F.INFRASTRUCTURE,
+    SlurmState("COMPLETING", "CG", State.RUNNING, "is being cleaned up"),
+    SlurmState("CONFIGURING", "CF", State.PENDING, "waits for its nodes to boot"),
+    SlurmState("POWER_UP_NODE", "", State.PENDING, "waits for its nodes to be powered up"),
+    SlurmState("RECONFIG_FAIL", "", State.NODE_FAIL, "had a node that could not be reconfigured", _F.NODE),
+    SlurmState(
+        "LAUNCH_FAILED", "", State.PENDING, "could not be launched, and waits again", _F.INFRASTRUCTURE
     ),
-    Word(
-        "SPECIAL_EXIT",
-        "SE",
-        State.PENDING,
-        "was requeued and is held by a rule of the site",
-        _F.INFRASTRUCTURE,
+    SlurmState("REQUEUED", "RQ", State.PENDING, "is being requeued"),
+    SlurmState("REQUEUE_HOLD", "RH", State.PENDING, _HELD_BY_USER, _F.INFRASTRUCTURE),
+    SlurmState(
+        "SPECIAL_EXIT", "SE", State.PENDING, "was requeued and is held by a site rule", _F.INFRASTRUCTURE
     ),
-    Word("REQUEUE_FED", "RF", State.PENDING, "is being requeued in the federation", _F.INFRASTRUCTURE),
-    Word("REVOKED", "RV", State.UNKNOWN, "runs on another cluster of the federation", _F.INFRASTRUCTURE),
-    Word("RESV_DEL_HOLD", "RD", State.PENDING, "is held: its reservation was deleted", _F.INFRASTRUCTURE),
-    Word("EXPEDITING", "", State.PENDING, "was requeued, and comes first"),
-    Word("RESIZING", "RS", State.RUNNING, "is being resized"),
-    Word("SIGNALING", "SI", State.RUNNING, "is being signalled"),
-    Word("STAGE_OUT", "SO", State.RUNNING, "its burst buffer is being written back"),
-    Word("STOPPED", "ST", State.RUNNING, "was stopped by SIGSTOP, and keeps its nodes"),
-    Word("UPDATE_DB", "", State.RUNNING, "is being written to the accounting database"),
+    SlurmState("REQUEUE_FED", "RF", State.PENDING, "is being requeued in the federation", _F.INFRASTRUCTURE),
+    SlurmState(
+        "REVOKED", "RV", State.UNKNOWN, "runs on another cluster of the federation", _F.INFRASTRUCTURE
+    ),
+    SlurmState(
+        "RESV_DEL_HOLD", "RD", State.PENDING, "is held: its reservation was deleted", _F.INFRASTRUCTURE
+    ),
+    SlurmState("EXPEDITING", "", State.PENDING, "was requeued at top priority"),
+    SlurmState("RESIZING", "RS", State.RUNNING, "is being resized"),
+    SlurmState("SIGNALING", "SI", State.RUNNING, "is being signalled"),
+    SlurmState("STAGE_OUT", "SO", State.RUNNING, "its burst buffer is being written back"),
+    SlurmState("STOPPED", "ST", State.RUNNING, "was stopped by SIGSTOP, and keeps its nodes"),
+    SlurmState("UPDATE_DB", "", State.RUNNING, "is being written to the accounting database"),
 ]
-WORDS = [*_BASE, *(Word(**{**vars(word), "is_flag": True}) for word in _FLAGS)]
-BY_NAME = {name: word for word in WORDS for name in (word.name, word.short) if name}
+SLURM_STATES = [*_BASE, *(replace(flag, is_flag=True) for flag in _FLAGS)]
+_BY_NAME = {name: known for known in SLURM_STATES for name in (known.name, known.short) if name}
 
-_W = None  # it only waits
+# Reasons of a waiting job, by Slurm's name: class (None: it only waits), and the meaning for users.
 REASONS: dict[str, tuple[FailureClass | None, str]] = {
-    "Priority": (_W, "jobs of higher priority come first"),
-    "Resources": (_W, "no nodes are free"),
-    "Dependency": (_W, "it waits for another job"),
-    "BeginTime": (_W, "its earliest start has not come; a requeued job waits about two minutes"),
-    "Licenses": (_W, "no license is free"),
-    "Reservation": (_W, "its reservation has not begun"),
-    "Cleaning": (_W, "its last run is being cleaned up"),
+    "Priority": (None, "jobs of higher priority come first"),
+    "Resources": (None, "no nodes are free"),
+    "Dependency": (None, "it waits for another job"),
+    "BeginTime": (None, "its earliest start has not come; a requeued job waits about two minutes"),
+    "Licenses": (None, "no license is free"),
+    "Reservation": (None, "its reservation has not begun"),
+    "Cleaning": (None, "its last run is being cleaned up"),
     "DependencyNeverSatisfied": (_F.USER, "the job that it waits for has failed: cancel it"),
     "InvalidAccount": (_F.USER, "its account is not valid"),
     "InvalidQOS": (_F.USER, "its quality of service is not valid"),
     "PartitionTimeLimit": (_F.USER, "it asks for more time than its partition allows"),
     "PartitionNodeLimit": (_F.USER, "it asks for more nodes than its partition has"),
     "BadConstraints": (_F.USER, "no node has what it asks for"),
-    "JobHeldUser": (_F.USER, "you hold it: `scontrol release` lets it go"),
+    "JobHeldUser": (_F.USER, "you hold it: `scontrol release` lets it start"),
     "JobHeldAdmin": (_F.INFRASTRUCTURE, "an administrator holds it"),
     "JobLaunchFailure": (_F.INFRASTRUCTURE, "it could not be launched"),
     "JobHoldMaxRequeue": (_F.INFRASTRUCTURE, "it failed to launch too often, and is held"),
@@ -116,35 +111,69 @@ REASONS: dict[str, tuple[FailureClass | None, str]] = {
 }
 
 
-def find(native: str) -> Word | None:
-    """`CANCELLED by 1000`, `OUT_OF_ME+` (cut by a column) and `RUNNING,COMPLETING` are read too; None for an unknown word.
+def find_state(native: str) -> SlurmState | None:
+    """Return the state that Slurm printed, None for an unknown name.
 
-    Of several words a flag that ends or moves the job counts before the base state, as Slurm itself prints them.
+    Reads `CANCELLED by 1000`, `OUT_OF_ME+` (cut by a column) and `RUNNING,COMPLETING` too; of several names a flag counts
+    before the base state, as Slurm itself prints them.
     """
     parts = [part for part in re.split(r"[\s,|]+", native.split(" by ")[0].strip().upper()) if part]
-    found = [word for part in parts if (word := _one(part)) is not None]
-    return next((word for word in found if word.is_flag), found[0] if found else None)
+    found = [known for part in parts if (known := _by_name(part)) is not None]
+    return next((known for known in found if known.is_flag), found[0] if found else None)
 
 
-def _one(part: str) -> Word | None:
+def _by_name(part: str) -> SlurmState | None:
     stem = part.rstrip("+")
-    if stem in BY_NAME:
-        return BY_NAME[stem]
-    fitting = [word for word in WORDS if part.endswith("+") and len(stem) >= 4 and word.name.startswith(stem)]
-    return fitting[0] if len({word.state for word in fitting}) == 1 else None
+    if stem in _BY_NAME:
+        return _BY_NAME[stem]
+    is_cut = part.endswith("+") and len(stem) >= 4
+    fitting = [known for known in SLURM_STATES if is_cut and known.name.startswith(stem)]
+    return fitting[0] if len({known.state for known in fitting}) == 1 else None
 
 
-def parse(native: str) -> State:
-    """What a word of Slurm's means to a trial; UNKNOWN for one that no table has."""
-    word = find(native)
-    return word.state if word else State.UNKNOWN
+def to_state(native: str) -> State:
+    """Return what a state of Slurm means to a trial; UNKNOWN for one that the table does not have."""
+    known = find_state(native)
+    return known.state if known else State.UNKNOWN
 
 
 def why_pending(reason: str) -> tuple[FailureClass | None, str]:
-    """Class (None: it only waits) and words for the reason of a waiting job; limits are told by their own names."""
+    """Return class (None: it only waits) and meaning of the reason of a waiting job; limits keep their own names."""
     name = reason.strip("() ").partition(",")[0].split(" ")[0]
     if name in REASONS:
         return REASONS[name]
     if name.startswith(("Assoc", "QOS", "MaxCpu", "MaxMem")):
         return FailureClass.USER, f"a limit of its account or quality of service is reached ({name})"
     return None, name
+
+
+_PART = re.compile(r"(?P<whole>\d+)[_+].*")
+
+
+def whole_job(job_id: str) -> str:
+    """Return the job that a task or component belongs to; any other id as it is."""
+    match = _PART.fullmatch(job_id)
+    return match["whole"] if match else job_id
+
+
+def sum_up(parts: Iterable[JobState]) -> dict[str, JobState]:
+    """Return states by the id that was submitted; those of single tasks and components stay, too."""
+    found: dict[str, JobState] = {}
+    members: dict[str, list[JobState]] = {}
+    for part in parts:
+        found[part.job_id] = part
+        if whole_job(part.job_id) != part.job_id:
+            members.setdefault(whole_job(part.job_id), []).append(part)
+    return found | {job_id: _summary(job_id, states) for job_id, states in members.items()}
+
+
+def _summary(job_id: str, states: list[JobState]) -> JobState:
+    # A job of parts runs while any of them does, and waits while any may still start.
+    for wanted in (State.RUNNING, State.PENDING):
+        of_kind = [state for state in states if state.state is wanted]
+        if of_kind:
+            ends = [state.end_time for state in of_kind if state.end_time is not None]
+            nodes = ",".join(state.nodes for state in of_kind if state.nodes)
+            return replace(of_kind[0], job_id=job_id, end_time=min(ends, default=None), nodes=nodes)
+    failed = [state for state in states if state.state is not State.DONE]
+    return replace((failed or states)[0], job_id=job_id)

@@ -16,7 +16,7 @@ from hpc_rl.errors import SchedulerError
 from hpc_rl.records import TrialState
 from hpc_rl.schedulers import make_scheduler
 from hpc_rl.schedulers.base import JobState, Scheduler
-from hpc_rl.schedulers.shared_query import Poller, Seen, cluster_name
+from hpc_rl.schedulers.shared_query import Poller, QueryResult, cluster_name
 from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.status.trial_status import StatusReader, TrialStatus
 from hpc_rl.trial import Trial
@@ -91,7 +91,7 @@ def query_all(
                 group[1].append((trial, jobs, newest))
             else:
                 states = scheduler.states([job.native_id for job in jobs])
-                answers[trial.dir] = _answer(jobs, newest, Seen(states, time.time()))
+                answers[trial.dir] = _answer(jobs, newest, QueryResult(states, time.time()))
         except SchedulerError as error:
             answers[trial.dir] = SchedulerAnswer(complaint=str(error))
     for (_, owner), (scheduler, members) in shared.items():
@@ -101,7 +101,7 @@ def query_all(
     return answers
 
 
-def _answer(jobs: list[TrialJob], newest: str, seen: Seen) -> SchedulerAnswer:
+def _answer(jobs: list[TrialJob], newest: str, seen: QueryResult) -> SchedulerAnswer:
     states = {job.job_id: seen.states[job.native_id] for job in jobs if job.native_id in seen.states}
     return SchedulerAnswer(states, states.get(newest), seen.asked_at, seen.complaint)
 

@@ -10,8 +10,8 @@ import time
 from hpc_rl.errors import ExitCode, StopCause
 from hpc_rl.records import JobEvent, TrialState
 from hpc_rl.schedulers.base import JobState, State
-from hpc_rl.schedulers.shared_query import GONE
-from hpc_rl.schedulers.slurm_states import find, why_pending
+from hpc_rl.schedulers.shared_query import NOT_LISTED
+from hpc_rl.schedulers.slurm_states import find_state, why_pending
 from hpc_rl.status.attempts import AttemptStatus
 from hpc_rl.status.formatting import format_time
 from hpc_rl.status.submitted_jobs import TrialJob
@@ -117,7 +117,7 @@ def determine_state(
         if job is not None and job.cancelled:
             return TrialState.STOPPING, "cancelled by the user; the scheduler has not confirmed it yet"
         return TrialState.PENDING, _pending_text(job_state, again=own is not None)
-    dead = job_state is not None and (job_state.native == GONE or job_state.state in DEAD_JOBS)
+    dead = job_state is not None and (job_state.native == NOT_LISTED or job_state.state in DEAD_JOBS)
     if dead and job is not None and job.event is JobEvent.FIRST_NODE_LOST and not job.cancelled:
         return TrialState.KILLED, FIRST_NODE_LOST
     doubt = ""
@@ -174,7 +174,7 @@ def _before_first_attempt(job: TrialJob, job_state: JobState | None) -> tuple[Tr
         return DEAD_JOBS[job_state.state], f"before it started anything; {_scheduler_text(job_state)}"
     if job.cancelled:
         return TrialState.CANCELLED, "cancelled before it started"
-    if job_state is not None and job_state.native == GONE:
+    if job_state is not None and job_state.native == NOT_LISTED:
         return TrialState.KILLED, f"before it started anything; {_scheduler_text(job_state)}"
     if time.time() - job.time < SILENT_AFTER_S:
         return TrialState.PENDING, "submitted, has not recorded anything yet"
@@ -194,7 +194,7 @@ def _without_end(
         return describe_job_exit(job, saved_text(saves, own.last_step, newest))
     if job_state is not None and job_state.state in DEAD_JOBS:
         return DEAD_JOBS[job_state.state], _scheduler_text(job_state)
-    if job_state is not None and job_state.native == GONE:
+    if job_state is not None and job_state.native == NOT_LISTED:
         return TrialState.KILLED, f"exited without recording a reason; {_scheduler_text(job_state)}"
     silent_s = time.time() - last_sign if last_sign is not None else SILENT_AFTER_S
     # The age of files decides only what is shown.
@@ -208,12 +208,12 @@ def _without_end(
 
 def _scheduler_text(job_state: JobState) -> str:
     native = job_state.native or job_state.state.value
-    if job_state.native == GONE:
+    if job_state.native == NOT_LISTED:
         return f"the scheduler {job_state.reason}"
     if job_state.state is State.CANCELLED:
         return f"cancelled by the user: the scheduler reports {native}"
     why = "" if job_state.reason == "None" else job_state.reason
     # The local scheduler gives a sentence, Slurm one of its names.
     reported = f"{native}{': ' if ' ' in why else ' '}{why}" if why else native
-    known = find(job_state.native)
+    known = find_state(job_state.native)
     return f"the scheduler reports {reported}" + (f": it {known.meaning}" if known and known.failure else "")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from hpc_rl import slurm_time
 from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError, SchedulerError
@@ -18,8 +19,7 @@ from hpc_rl.plan.plan import with_threads_per_core
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import lint
 from hpc_rl.render.layouts import servers_of, without
-from hpc_rl.render.slurm_time import seconds
-from hpc_rl.schedulers.sinfo import Finding, Node, Request, judge, threads_per_core
+from hpc_rl.schedulers.sinfo import CapacityLimit, JobRequest, Node, judge, threads_per_core
 
 
 class ClusterQueries(Protocol):
@@ -87,7 +87,7 @@ _CPUS = "launcher.trainer_cpus_per_gpu, inference_server_cpus_per_gpu, rollout_c
 _MEM = "launcher.trainer_mem_per_gpu, inference_server_mem_per_gpu, rollout_mem_mb"
 
 
-def request_of(config: Config, plan: Plan) -> Request:
+def request_of(config: Config, plan: Plan) -> JobRequest:
     """Return what the job asks for, as far as sinfo can judge it."""
     slurm = config.launcher.slurm
     asks = plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
@@ -97,13 +97,13 @@ def request_of(config: Config, plan: Plan) -> Request:
         cpus = int(slurm.cpus_per_task or 0)
     options = ("mem_per_cpu", "mem_per_gpu", "mem")
     given = [name for name in options if getattr(slurm, name) not in (None, DERIVED)]
-    return Request(
+    return JobRequest(
         n_nodes=plan.n_nodes,
         cpus=cpus or None,
         mem_mb=_memory_mb(config, plan, cpus or None),
         gpus=plan.n_gpus_per_node if asks else None,
         gpu_type=_gpu_type(slurm.gres) if asks_for_gpus(slurm.gres) else slurm.gpu_type,
-        time_s=seconds(slurm.time) if slurm.time else None,
+        time_s=slurm_time.to_seconds(slurm.time) if slurm.time else None,
         partition=slurm.partition,
         constraint=slurm.constraint,
         nodelist=slurm.nodelist,
@@ -167,7 +167,7 @@ def job_requests(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
     return found
 
 
-def _capacity_check(finding: Finding) -> PreflightCheck:
+def _capacity_check(finding: CapacityLimit) -> PreflightCheck:
     state = CheckState.REFUSED if finding.certain else CheckState.NOTE
     return PreflightCheck(f"sinfo: {finding.limit}", state, finding.message, finding.nearest)
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from hpc_rl.schedulers.base import State
-from hpc_rl.schedulers.slurm_states import WORDS, find
+from hpc_rl.schedulers.slurm_states import SLURM_STATES, find_state
 
 ASK = """
 import ctypes, glob, sys
@@ -31,6 +31,8 @@ def test_the_table_has_every_word_of_the_library(running_cluster):
     pairs = {tuple(line.split()) for line in done.stdout.splitlines()} - {("?", "?")}
     assert len(pairs) >= 24
     for long, short in pairs:
-        assert find(long) is not None and find(long) is find(short), (long, short)
-        assert find(long).state is not State.UNKNOWN or long == "REVOKED"  # only the other cluster knows
-    assert {long for long, _ in pairs} <= {word.name for word in WORDS}
+        assert find_state(long) is not None and find_state(long) is find_state(short), (long, short)
+        assert (
+            find_state(long).state is not State.UNKNOWN or long == "REVOKED"
+        )  # only the other cluster knows
+    assert {long for long, _ in pairs} <= {word.name for word in SLURM_STATES}

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from hpc_rl import slurm_time
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -84,9 +86,11 @@ class Grammar:
         return self.words
 
 
-_SLURM_TIME = r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE"
 SlurmTime = Annotated[
-    str, Grammar(_SLURM_TIME, "24:00:00 (hours), 2-12 (days-hours), or '90' in quotes (minutes)", quoted=True)
+    str,
+    Grammar(
+        slurm_time.PATTERN, "24:00:00 (hours), 2-12 (days-hours), or '90' in quotes (minutes)", quoted=True
+    ),
 ]
 _MEMORY_WORDS = "a number with an optional unit K, M, G or T, such as 200G"
 SlurmMemory = Annotated[str, Grammar(r"[0-9]+[KMGT]?", _MEMORY_WORDS)]

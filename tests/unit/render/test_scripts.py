@@ -9,8 +9,7 @@ import pytest
 
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
-from hpc_rl.render.directives import Ask, resources
-from hpc_rl.render.slurm_time import seconds, signal_lead_s
+from hpc_rl.render.directives import Ask, resources, signal_lead_s
 
 
 def test_options_that_are_not_set_are_not_there(script):
@@ -191,23 +190,5 @@ def test_a_missing_templates_dir_is_refused(script, tmp_path):
         script("slurm", own=tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("2:00:00", 7200),
-        ("1-0", 86400),
-        ("1-2:30", 95400),
-        ("1-0:0:5", 86405),
-        ("UNLIMITED", None),
-    ],
-)
-def test_slurm_time(text, want):
-    assert seconds(text) == want
-
-
 def test_a_short_job_is_not_told_at_its_start():
     assert signal_lead_s("1") == 12 and signal_lead_s("24:00:00") == 300 and signal_lead_s(None) == 180
-    with pytest.raises(ConfigError, match="time limit"):
-        seconds("soon")

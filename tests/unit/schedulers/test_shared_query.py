@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import pytest
 from hpc_rl.errors import SchedulerError
 from hpc_rl.schedulers import shared_query
 from hpc_rl.schedulers.base import JobState, State
-from hpc_rl.schedulers.shared_query import GONE, Board, Poller, cluster_key, find
+from hpc_rl.schedulers.shared_query import NOT_LISTED, Poller, SharedAnswer, cluster_key
 
 UID = 1000
 
@@ -106,7 +107,7 @@ def test_a_job_that_left_the_list_without_accounting_is_gone(poller, clock, clus
     cluster.jobs.clear()
     clock.now += 30
     state = poller().look({"7": clock.now - 130}, UID).states["7"]
-    assert (state.state, state.native) == (State.UNKNOWN, GONE)
+    assert (state.state, state.native) == (State.UNKNOWN, NOT_LISTED)
     for _ in range(20):
         clock.now += 30
         poller().look({"7": 1.0}, UID)
@@ -151,7 +152,7 @@ def test_a_scheduler_that_fails_is_asked_less_and_the_last_answer_stands(poller,
 def test_one_that_dies_with_the_claim_holds_the_others_up_for_half_a_minute(tmp_path, poller, clock, cluster):
     cluster.has("7", State.RUNNING)
     poller().look({"7": 1.0}, UID)
-    due = Board.read(tmp_path / "polling" / "answer.json").next_at
+    due = SharedAnswer.read(tmp_path / "polling" / "answer.json").next_at
     clock.now = due
     (tmp_path / "polling" / "claim-2.0").write_text("of a process that is no more")
     poller().look({"7": 1.0}, UID)
@@ -185,14 +186,15 @@ def test_arrays_and_heterogeneous_jobs_are_found_by_their_id():
     def row(job_id, state):
         return [job_id, state.value, state.value, "", None, "", None]
 
-    rows = {r[0]: r for r in (row("7+0", State.RUNNING), row("7+1", State.PENDING))}
-    assert find(rows, "7").state is State.RUNNING
-    rows = {r[0]: r for r in (row("8_[2-9]", State.PENDING), row("8_0", State.FAILED))}
-    assert find(rows, "8").state is State.PENDING
-    assert find(rows, "8_0").state is State.FAILED
-    rows["8_1"] = row("8_1", State.RUNNING)
-    assert find(rows, "8").state is State.RUNNING
-    assert find(rows, "80") is None
+    rows = [row("7+0", State.RUNNING), row("7+1", State.PENDING)]
+    rows += [row("8_[2-9]", State.PENDING), row("8_0", State.FAILED)]
+    answer = SharedAnswer(accounts={str(UID): rows})
+    assert answer.find(UID, "7").state is State.RUNNING
+    assert answer.find(UID, "8").state is State.PENDING
+    assert answer.find(UID, "8_0").state is State.FAILED
+    rows.append(row("8_1", State.RUNNING))
+    assert answer.find(UID, "8").state is State.RUNNING
+    assert answer.find(UID, "80") is None
 
 
 ASKER = """
@@ -231,6 +233,25 @@ def test_two_clusters_do_not_share_their_answers(tmp_path, monkeypatch):
         monkeypatch.setenv("SLURM_CONF", str(conf))
         keys.add(cluster_key())
     assert len(keys) == 2 and all("/" not in key for key in keys)
+
+
+def test_the_name_of_a_cluster_without_files_is_asked_for_once(tmp_path, monkeypatch):
+    program = tmp_path / "scontrol"
+    program.write_text(
+        f"#!/bin/bash\necho x >>{tmp_path}/calls\necho 'ClusterName             = Configless'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(shared_query, "CONF_PLACES", (str(tmp_path / "nowhere"),))
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "Of_the_Job")
+    assert shared_query.cluster_name() == "of_the_job" and not (tmp_path / "calls").exists()
+    monkeypatch.delenv("SLURM_CLUSTER_NAME")
+    assert shared_query.cluster_name() == shared_query.cluster_name() == "configless"
+    assert (tmp_path / "calls").read_text() == "x\n"
+    (tmp_path / "slurm.conf").write_text("ClusterName=filed\n")
+    monkeypatch.setattr(shared_query, "CONF_PLACES", (str(tmp_path / "nowhere"), str(tmp_path)))
+    assert shared_query.cluster_name() == "filed"
 
 
 def test_the_answer_is_private(tmp_path, poller):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.schedulers.sinfo import Node, Request, judge, read_sinfo, threads_per_core
+from hpc_rl.schedulers.sinfo import JobRequest, Node, judge, read_sinfo, threads_per_core
 
 SINFO = """\
 gpu*|up|1-00:00:00|1-infinite|g1|64|512000|ib,a100|gpu:a100:8(S:0-1)|2
@@ -103,7 +103,7 @@ def test_sinfo_is_read():
     ],
 )
 def test_the_binding_limit_and_what_would_fit(request_, limit, words, nearest):
-    finding = judge(Request(**request_), NODES)[0]
+    finding = judge(JobRequest(**request_), NODES)[0]
     assert (finding.limit, finding.nearest, finding.certain) == (limit, nearest, True)
     assert words in finding.message
 
@@ -122,27 +122,27 @@ def test_the_binding_limit_and_what_would_fit(request_, limit, words, nearest):
     ],
 )
 def test_what_can_run_is_not_refused(request_):
-    assert judge(Request(**request_), NODES) == []
+    assert judge(JobRequest(**request_), NODES) == []
 
 
 def test_a_limit_that_a_qos_may_lift_is_told_and_not_refused():
-    [finding] = judge(Request(n_nodes=1, time_s=10**6, qos="long"), NODES)
+    [finding] = judge(JobRequest(n_nodes=1, time_s=10**6, qos="long"), NODES)
     assert finding.limit == "time" and not finding.certain
 
 
 def test_another_partition_that_takes_it_is_named():
-    findings = judge(Request(n_nodes=2, time_s=10**6, gpus=8), NODES)
+    findings = judge(JobRequest(n_nodes=2, time_s=10**6, gpus=8), NODES)
     assert [finding.nearest for finding in findings] == ["--time 1-00:00:00", "--partition big"]
 
 
 def test_a_partition_that_is_down_is_told():
-    [finding] = judge(Request(n_nodes=1, partition="off"), NODES)
+    [finding] = judge(JobRequest(n_nodes=1, partition="off"), NODES)
     assert "not up" in finding.message and not finding.certain
 
 
 def test_no_default_partition():
     nodes = [dataclasses.replace(node, is_default=False) for node in NODES]
-    assert judge(Request(n_nodes=1), nodes)[0].nearest == "--partition NAME"
+    assert judge(JobRequest(n_nodes=1), nodes)[0].nearest == "--partition NAME"
 
 
 @given(
@@ -150,7 +150,7 @@ def test_no_default_partition():
 )
 def test_following_the_nearest_leads_to_a_request_that_fits(n_nodes, gpus, cpus, mem_mb, time_s):
     """One change at a time, always the first; never more than a few."""
-    request = Request(n_nodes=n_nodes, gpus=gpus, cpus=cpus, mem_mb=mem_mb, time_s=time_s)
+    request = JobRequest(n_nodes=n_nodes, gpus=gpus, cpus=cpus, mem_mb=mem_mb, time_s=time_s)
     for _ in range(8):
         refusals = [finding for finding in judge(request, NODES) if finding.certain]
         if not refusals:
@@ -171,4 +171,4 @@ def test_following_the_nearest_leads_to_a_request_that_fits(n_nodes, gpus, cpus,
 
 @pytest.mark.parametrize(("partition", "threads"), [(None, 2), ("short", 1), ("short,gpu", 2), ("none", 2)])
 def test_threads_per_core_are_those_of_the_nodes_that_may_be_given(partition, threads):
-    assert threads_per_core(Request(n_nodes=1, partition=partition), NODES) == threads
+    assert threads_per_core(JobRequest(n_nodes=1, partition=partition), NODES) == threads

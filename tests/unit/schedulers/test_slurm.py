@@ -93,7 +93,9 @@ def test_nothing_is_submitted_again_before_squeue_has_answered(programs, schedul
     assert scheduler.submit(SPEC) == "9"
     assert [call.split()[0] for call in programs.calls()] == ["sbatch", "squeue", "squeue", "squeue"]
     programs(squeue=down)
-    with pytest.raises(SchedulerError, match=r"can't be told: squeue: .* look: squeue --me -n name"):
+    with pytest.raises(
+        SchedulerError, match=r"may have accepted the job: squeue: .* check: squeue --me -n name"
+    ):
         scheduler.submit(SPEC)
     assert [call.split()[0] for call in programs.calls()].count("sbatch") == 2
 
@@ -149,10 +151,18 @@ def test_nothing_of_a_surrounding_job_is_passed_on(programs, scheduler, monkeypa
     programs(sbatch='echo "${SBATCH_PARTITION-0}${SLURM_NTASKS-0}1"')
     assert scheduler.submit(SPEC) == "001"
     assert "SBATCH_PARTITION" in caplog.text
-    assert clean_environment({"SLURM_CONF": "a", "SLURM_X": "b", "PMIX_Y": "c", "HOME": "d"}) == {
-        "SLURM_CONF": "a",
-        "HOME": "d",
-    }
+
+
+def test_which_cluster_and_how_to_authenticate_is_passed_on():
+    kept = {"SLURM_CONF": "a", "SLURM_JWT": "token", "SLURM_CLUSTERS": "other", "HOME": "d"}
+    assert clean_environment(kept | {"SLURM_X": "b", "PMIX_Y": "c"}) == kept
+
+
+def test_the_time_format_of_our_queries_does_not_reach_jobs(programs, scheduler):
+    programs(sbatch='echo "1${SLURM_TIME_FORMAT+2}"', squeue='echo "$SLURM_TIME_FORMAT" >&2; exit 1')
+    assert scheduler.submit(SPEC) == "1"
+    with pytest.raises(SchedulerError, match="%Y-%m-%d"):
+        scheduler.states(["1"])
 
 
 def test_without_slurm_the_message_says_so(scheduler, monkeypatch, tmp_path):

@@ -7,8 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.errors import FailureClass
-from hpc_rl.schedulers.base import State
-from hpc_rl.schedulers.slurm_states import REASONS, WORDS, find, parse, why_pending
+from hpc_rl.schedulers.base import JobState, State
+from hpc_rl.schedulers.slurm_states import (
+    REASONS,
+    SLURM_STATES,
+    find_state,
+    sum_up,
+    to_state,
+    whole_job,
+    why_pending,
+)
 
 # Of job_state_string and job_state_string_compact, and the flags of slurm/slurm.h; 22.05 to 25.11.
 ENDS = {
@@ -35,20 +43,22 @@ HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD", "LAUNCH_
 @pytest.mark.parametrize(("words", "expected"), ENDS.items(), ids=list(ENDS))
 def test_ends_and_their_classes(words, expected):
     for word in words.split():
-        assert (parse(word), find(word).failure) == expected
-        assert parse(word.lower()) is expected[0]
+        assert (to_state(word), find_state(word).failure) == expected
+        assert to_state(word.lower()) is expected[0]
 
 
 @pytest.mark.parametrize("word", " ".join(ALIVE.values()).split())
 def test_what_waits_or_still_holds_nodes_is_alive(word):
-    assert word in ALIVE[parse(word)].split() and parse(word).alive
-    assert find(word).failure is (FailureClass.INFRASTRUCTURE if find(word).name in HELD else None)
+    assert word in ALIVE[to_state(word)].split() and to_state(word).alive
+    assert find_state(word).failure is (
+        FailureClass.INFRASTRUCTURE if find_state(word).name in HELD else None
+    )
 
 
 def test_the_table_has_these_words_and_no_others():
     known = {name for words in (*ENDS, *ALIVE.values()) for name in words.split()}
-    assert {name for word in WORDS for name in (word.name, word.short) if name} == known
-    assert sum(not word.is_flag for word in WORDS) == 12 and all(word.meaning for word in WORDS)
+    assert {name for word in SLURM_STATES for name in (word.name, word.short) if name} == known
+    assert sum(not word.is_flag for word in SLURM_STATES) == 12 and all(word.meaning for word in SLURM_STATES)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +80,12 @@ def test_the_table_has_these_words_and_no_others():
     ],
 )
 def test_the_forms_in_which_words_come(native, state):
-    assert parse(native) is state
+    assert to_state(native) is state
 
 
 @given(st.text(max_size=30))
 def test_no_text_is_an_exception(text):
-    assert parse(text) in State
+    assert to_state(text) in State
     assert why_pending(text)[1] is not None
 
 
@@ -88,3 +98,29 @@ def test_why_a_job_waits():
     assert why_pending("ReqNodeNotAvail, UnavailableNodes:n[1-2]")[0] is FailureClass.INFRASTRUCTURE
     assert why_pending("SomethingNew") == (None, "SomethingNew")
     assert REASONS["DependencyNeverSatisfied"][0] is FailureClass.USER
+
+
+@pytest.mark.parametrize(
+    ("job_id", "expected"),
+    [("12", "12"), ("12_0", "12"), ("12_[1-3%2]", "12"), ("12+1", "12"), ("local-7", "local-7")],
+)
+def test_a_part_belongs_to_its_job(job_id, expected):
+    assert whole_job(job_id) == expected
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ([State.RUNNING, State.PENDING], State.RUNNING),
+        ([State.DONE, State.PENDING], State.PENDING),
+        ([State.DONE, State.FAILED], State.FAILED),
+        ([State.DONE, State.DONE], State.DONE),
+        ([State.CANCELLED, State.RUNNING], State.RUNNING),
+    ],
+)
+def test_a_job_lives_while_any_part_may(states, expected):
+    parts = [JobState(f"12_{number}", state, nodes=f"n{number}") for number, state in enumerate(states)]
+    found = sum_up([*parts, JobState("9", State.RUNNING)])
+    assert found["12"].state is expected
+    assert found["9"].state is State.RUNNING
+    assert found["12_1"].state is states[1]

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_rl.cli.status import text
 from hpc_rl.schedulers.base import JobState, State
-from hpc_rl.schedulers.shared_query import GONE
+from hpc_rl.schedulers.shared_query import NOT_LISTED
 from hpc_rl.status.trial_status import StatusReader, read_status
 from hpc_rl.trial import write_json
 
@@ -186,7 +186,7 @@ def test_a_job_of_a_moment_ago_is_never_unknown(fake_trial):
 
 
 def test_a_job_that_the_scheduler_does_not_list_any_more_was_killed(fake_trial):
-    gone = JobState("7", State.UNKNOWN, GONE, "does not list the job any more")
+    gone = JobState("7", State.UNKNOWN, NOT_LISTED, "does not list the job any more")
     fake_trial.job("7")
     assert read_status(fake_trial.trial, gone).state == "killed"
     fake_trial.run_to(5)
@@ -210,7 +210,7 @@ def test_a_job_that_slurm_took_back_waits_and_its_attempt_says_why_it_ended(fake
 
 
 @pytest.mark.parametrize(
-    "said", [JobState("7", State.CANCELLED, "CANCELLED by 1000"), JobState("7", State.UNKNOWN, GONE)]
+    "said", [JobState("7", State.CANCELLED, "CANCELLED by 1000"), JobState("7", State.UNKNOWN, NOT_LISTED)]
 )
 def test_a_job_that_ended_because_its_first_node_died_was_cancelled_by_nobody(fake_trial, said):
     fake_trial.run_to(5)
@@ -369,7 +369,7 @@ def test_a_sentence_of_the_local_scheduler_is_set_off(fake_trial):
 @pytest.mark.parametrize(
     ("native", "state", "words"),
     [
-        ("TIMEOUT", State.TIMEOUT, "TIMEOUT TimeLimit: it ran into"),
+        ("TIMEOUT", State.TIMEOUT, "TIMEOUT TimeLimit: it reached"),
         (
             "PREEMPTED",
             State.PREEMPTED,
