@@ -390,9 +390,9 @@ class ProcessRecord(JsonRecord):
     """One process of a trial; pid, kernel start time and host tell it from any other."""
 
     pid: int
-    start_ticks: int | None
     host: str
     role: str
+    start_ticks: int | None = None
     rank: int = 0
     step: str = ""  # Slurm's number of its step
     node: str = ""  # Slurm's name of its node

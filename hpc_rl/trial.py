@@ -1,7 +1,7 @@
-"""Trial: which experiment, which trial, which attempt, and every path of its directory, written once.
+"""Trials and attempts: their ids, and every path of their directories, written once.
 
 Also the two ways in which this project writes a file: `write_atomic` (temp, fsync, rename) and `create_exclusive`
-(link: of two writers exactly one wins). Both are safe on NFS as far as shared file systems go.
+(link: exactly one of two writers wins). Both are safe on NFS as far as shared file systems go.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,63}")
 
 
 def check_name(what: str, name: str) -> str:
-    """A name that is safe as one path component and as part of a job name. Raises ConfigError."""
+    """Return `name` where it is safe as one path component and as part of a job name. Raises ConfigError."""
     if not NAME.fullmatch(name) or ".." in name:
         raise ConfigError(
             f"{what} {name!r} can't be used: it becomes a directory and a job name. "
@@ -34,7 +34,7 @@ def check_name(what: str, name: str) -> str:
 
 
 def account() -> str:
-    """The name of this account as a directory's; its number where it has none, as in many containers."""
+    """Return the name of this account, for a directory; its number where it has none, as in many containers."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):
@@ -43,14 +43,14 @@ def account() -> str:
 
 
 def state_home() -> Path:
-    """The user's own directory for what is remembered between commands: `$XDG_STATE_HOME/hpc-rl`, else below ~/.local/state."""
+    """Return the user's state directory: `$XDG_STATE_HOME/hpc-rl`, else below ~/.local/state."""
     state = os.environ.get("XDG_STATE_HOME", "")
     home = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
     return home / "hpc-rl"
 
 
 def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
-    """Replace `path` as a whole: readers see the old content or the new one. Raises OSError."""
+    """Replace `path` atomically: readers see the old content or the new one. Raises OSError."""
     raw = data.encode() if isinstance(data, str) else data
     temp = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
@@ -61,7 +61,7 @@ def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
 
 
 def create_exclusive(path: Path, data: bytes | str, mode: int = 0o644) -> bool:
-    """Create `path` with its content, whole, or find that it exists: true for the one winner. Raises OSError."""
+    """Create `path` with its content; False where it exists already. Raises OSError."""
     raw = data.encode() if isinstance(data, str) else data
     temp = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
@@ -69,15 +69,16 @@ def create_exclusive(path: Path, data: bytes | str, mode: int = 0o644) -> bool:
         os.link(temp, path)
         return True
     except FileExistsError:
-        return temp.stat().st_nlink == 2  # a lost reply of NFS says "exists" although this writer won
+        # After a lost reply NFS reports that the link exists although this writer made it.
+        return temp.stat().st_nlink == 2
     finally:
         temp.unlink(missing_ok=True)
 
 
 def overwrite(path: Path, data: str) -> None:
-    """New content where the old lies, filled up with blanks: on a full disk the only way. Readers may see a mixture for a moment.
+    """Overwrite a file in place, padded with blanks: the only way on a full disk.
 
-    For small JSON with one writer. Raises OSError.
+    Readers may see a mixture for a moment: for small JSON with one writer. Raises OSError.
     """
     fd = os.open(path, os.O_WRONLY)
     try:
@@ -122,7 +123,10 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What lies in a folder of a trial; nothing where none is there. Raises OSError, TrialStateError where it is no folder."""
+    """Return the entries of a folder of a trial; none where it is missing.
+
+    Raises OSError, TrialStateError where it is not a folder.
+    """
     try:
         with os.scandir(folder) as found:
             return list(found)
@@ -140,7 +144,18 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
+    """Replace `path` atomically by a JSON document. Raises OSError."""
     write_atomic(path, json.dumps(value, indent=2, sort_keys=True) + "\n", mode)
+
+
+class _Path:
+    """A path below the directory of a trial or an attempt."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, _: type | None = None) -> Path:
+        return owner.dir / self._name
 
 
 @dataclass(frozen=True, order=True)
@@ -177,7 +192,7 @@ def submission_of(attempt_id: str) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial by its directory `{fileroot}/{user}/{experiment}/{trial}`."""
+    """A trial, by its directory `{fileroot}/{user}/{experiment}/{trial}`."""
 
     dir: Path
 
@@ -199,33 +214,38 @@ class Trial:
         return f"{self.experiment}/{self.name}"
 
     # as submitted
-    @property
-    def config_yaml(self) -> Path:
-        return self.dir / "config.yaml"
+    config_yaml = _Path("config.yaml")
+    config_json = _Path("config.json")
+    plan_json = _Path("plan.json")
+    provenance_json = _Path("provenance.json")
+    secret = _Path("secret")
+    scripts = _Path("scripts")
+    # there while a submission is being prepared and handed to the scheduler
+    submitting = _Path(".submitting")
 
-    @property
-    def config_json(self) -> Path:
-        return self.dir / "config.json"
+    # jobs and requests
+    jobs = _Path("jobs")
+    intent = _Path("intent")
+    bad_nodes = _Path("bad_nodes.json")  # see supervise/bad_nodes.py
+    names = _Path("names")
+    attempts = _Path("attempts")
+    # attempts of the tasks of a server array: no lineage, no metrics, only servers
+    server_attempts = _Path("server_attempts")
 
-    @property
-    def plan_json(self) -> Path:
-        return self.dir / "plan.json"
-
-    @property
-    def provenance_json(self) -> Path:
-        return self.dir / "provenance.json"
-
-    @property
-    def secret(self) -> Path:
-        return self.dir / "secret"
-
-    @property
-    def scripts(self) -> Path:
-        return self.dir / "scripts"
-
-    @property
-    def jobs(self) -> Path:
-        return self.dir / "jobs"
+    # state
+    lineages = _Path("lineages")
+    recover = _Path("recover")
+    rollout = _Path("rollout")
+    batches = _Path("rollout/batches")  # seals of the batch log, `<step>.seal`
+    # `{"step"}`: batches up to this one are gone from the batch log, or are about to be
+    trimmed = _Path("rollout/trimmed.json")
+    weights = _Path("weights")
+    # `{"label", "path", "lineage", "step"}` of the newest published weights
+    current_weights = _Path("weights/current.json")
+    exports = _Path("exports")
+    final_export = _Path("exports/final")
+    export_record = _Path("exports/final/hpc_rl.json")
+    done = _Path("done.json")
 
     def job(self, job_id: str) -> Path:
         return self.jobs / f"{job_id}.json"
@@ -234,101 +254,40 @@ class Trial:
         """What the job script itself reported, one JSON object a line."""
         return self.jobs / f"{job_id}.state"
 
+    def job_output(self, job_id: str) -> Path:
+        """Standard output and error of the job script."""
+        return self.jobs / f"{job_id}.out"
+
     def successor(self, job_id: str, restart: int) -> Path:
-        """`{"job_id", "after", "time"}` of the job that goes on with this submission as its start number `restart`."""
+        """The job that continues a submission as its start number `restart`."""
         return self.jobs / f"{job_id}.next-{restart:04d}"
 
-    @property
-    def intent(self) -> Path:
-        return self.dir / "intent"
+    def exclude(self, job_id: str) -> Path:
+        """Nodes that the next attempt of a job must not get, as Slurm's list; read by the job script."""
+        return self.jobs / f"{job_id}.exclude"
 
     def cancel_intent(self, job_id: str) -> Path:
-        """A person's wish that this job, and no later one, stays dead."""
+        """The user's request that a job stops and is never started again."""
         return self.intent / f"cancel-{job_id}.json"
 
     def drain_intent(self, attempt: str) -> Path:
-        """`{"reason", "time"}`: a wish that this attempt saves and ends; it outlives a supervisor that is killed."""
+        """A request that an attempt saves and stops; it outlives a supervisor that is killed."""
         return self.intent / f"drain-{attempt}.json"
-
-    @property
-    def bad_nodes(self) -> Path:
-        """Nodes that failed and are avoided for a while; see supervise/bad_nodes.py."""
-        return self.dir / "bad_nodes.json"
-
-    def exclude(self, job_id: str) -> Path:
-        """Nodes that the next attempt of a job is not to get, as Slurm's list; read by the batch script."""
-        return self.jobs / f"{job_id}.exclude"
-
-    @property
-    def names(self) -> Path:
-        return self.dir / "names"
-
-    @property
-    def attempts(self) -> Path:
-        return self.dir / "attempts"
-
-    @property
-    def server_attempts(self) -> Path:
-        """Attempts of the tasks of a server array, `<array job>_<task>.<restart>`: no lineage, no metrics, only servers."""
-        return self.dir / "server_attempts"
 
     def attempt(self, attempt: str) -> Attempt:
         return Attempt(self, attempt)
 
-    # state
-    @property
-    def lineages(self) -> Path:
-        return self.dir / "lineages"
-
-    @property
-    def recover(self) -> Path:
-        return self.dir / "recover"
-
     def generation(self, step: int) -> Path:
         return self.recover / f"gen-{step:08d}"
 
-    @property
-    def rollout(self) -> Path:
-        return self.dir / "rollout"
-
-    @property
-    def batches(self) -> Path:
-        """Seals of the batch log, `<step>.seal`."""
-        return self.rollout / "batches"
-
-    @property
-    def trimmed(self) -> Path:
-        """`{"step"}`: batches up to this one are gone from the batch log, or are about to be."""
-        return self.rollout / "trimmed.json"
-
-    @property
-    def weights(self) -> Path:
-        return self.dir / "weights"
+    def lineage(self, number: int) -> Path:
+        return self.lineages / f"{number:04d}.json"
 
     def published(self, label: str) -> Path:
         return self.weights / label
 
-    @property
-    def current_weights(self) -> Path:
-        """Pointer record `{"label", "path", "lineage", "step"}` of the newest published weights."""
-        return self.weights / "current.json"
-
-    @property
-    def exports(self) -> Path:
-        return self.dir / "exports"
-
-    @property
-    def done(self) -> Path:
-        """The run-complete marker, written by the supervisor when the trial has reached its end."""
-        return self.dir / "done.json"
-
-    @property
-    def submitting(self) -> Path:
-        """There while a submission is being prepared and handed in."""
-        return self.dir / ".submitting"
-
     def has_state(self) -> bool:
-        """Whether a fresh start would mix with something that lies here."""
+        """Return whether a fresh start would mix with the state of another one."""
         return any(
             p.is_dir() and any(p.iterdir()) for p in (self.recover, self.rollout, self.attempts, self.weights)
         )
@@ -342,12 +301,12 @@ class Trial:
             folder.mkdir(exist_ok=True)
 
     def make_secret(self) -> None:
-        """The two tokens of the trial, once: control (pause, update, shutdown) and data (generate, rollout API)."""
+        """Create the two tokens: control (pause, update, shutdown) and data (generate, rollout API). Idempotent."""
         tokens = {"control": secrets.token_urlsafe(32), "data": secrets.token_urlsafe(32)}
         create_exclusive(self.secret, json.dumps(tokens), mode=0o600)
 
     def tokens(self) -> dict[str, str]:
-        """`{"control": …, "data": …}`. Raises OSError, ValueError."""
+        """Return `{"control": …, "data": …}`. Raises OSError, ValueError."""
         return json.loads(self.secret.read_text())
 
 
@@ -377,30 +336,26 @@ class Attempt:
     def dir(self) -> Path:
         return (self.trial.server_attempts if "_" in self.id else self.trial.attempts) / self.id
 
-    @property
-    def events(self) -> Path:
-        return self.dir / "events.jsonl"
-
-    @property
-    def ended(self) -> Path:
-        """`{"exit_code", "reason", "time"}`: why the attempt ended; missing when it was killed."""
-        return self.dir / "ended.json"
-
-    @property
-    def processes(self) -> Path:
-        """Folder of process records, one file per incarnation, for whoever waits for their ends."""
-        return self.dir / "processes"
+    events = _Path("events.jsonl")
+    ended = _Path("ended.json")  # missing where the supervisor was killed
+    processes = _Path("processes")
+    tensorboard = _Path("tensorboard")
 
     def log(self, role: str, index: int, incarnation: int, rank: int | None = None) -> Path:
         suffix = "" if rank is None else f"-rank{rank}"
         return self.dir / "logs" / f"{role}-{index}.{incarnation}{suffix}.log"
 
     def exit_record(self, role: str, index: int, incarnation: int, rank: int = 0) -> Path:
-        """`{"code", "reason", "class"}` by the process itself; srun's own code is only a fallback."""
         return self.dir / "exits" / f"{role}-{index}.{incarnation}-rank{rank}.json"
 
+    def process_record(
+        self, role: str, index: int, incarnation: int, rank: int, by_client: bool = False
+    ) -> Path:
+        prefix = "client-" if by_client else ""
+        return self.processes / f"{prefix}{role}-{index}.{incarnation}-rank{rank}.json"
+
     def stacks(self, role: str, index: int, incarnation: int, rank: int = 0) -> Path:
-        """Where a process was when it was asked, or when nothing moved; there only while it lives, or where it was asked."""
+        """Stacks of a process that was asked for them, or in which nothing moved."""
         return self.dir / "stacks" / f"{role}-{index}.{incarnation}-rank{rank}.txt"
 
     def activity(self, role: str, index: int, incarnation: int) -> Path:
@@ -411,17 +366,10 @@ class Attempt:
         return self.dir / f"metrics.{incarnation}.jsonl"
 
     def rollout_report(self, incarnation: int) -> Path:
-        """What the rollout role says of itself every few seconds, for `hpc-rl status`."""
+        """What the rollout role reports every few seconds, for `hpc-rl status`."""
         return self.dir / f"rollout.{incarnation}.json"
 
-    @property
-    def tensorboard(self) -> Path:
-        return self.dir / "tensorboard"
-
     def make_dirs(self) -> None:
-        for folder in (
-            self.dir,
-            *(self.dir / name for name in ("logs", "exits", "stacks", "activity")),
-            self.processes,
-        ):
-            folder.mkdir(parents=True, exist_ok=True)
+        """Create the directory with its fixed folders. Raises OSError."""
+        for folder in ("logs", "exits", "stacks", "activity", "processes"):
+            (self.dir / folder).mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """What reaches a role process from outside: lines through the supervisor's pipe, and signals.
 
-Lines: `stop` (save and end when you can), `ends_in <seconds>` (the attempt is stopped then; `-` takes it back), `stacks` (write
-down where every thread is). End of the pipe: the supervisor is gone, end at once. Signals: TERM and USR2 are `stop`, a later
+Lines: `stop` (save and exit), `ends_in <seconds>` (the attempt is stopped then; `-` withdraws it), `stacks` (dump the
+stacks of all threads). End of the pipe: the supervisor is gone, exit at once. Signals: TERM and USR2 are `stop`, a later
 TERM ends the process, USR1 is `stacks` and works whatever the interpreter is stuck in.
 """
 
@@ -19,11 +19,11 @@ from pathlib import Path
 from hpc_rl.errors import ExitCode
 
 logger = logging.getLogger(__name__)
-SAME_TERM_S = 2.0  # a scheduler's TERM may come twice, by way of the launcher too
+SAME_TERM_S = 2.0  # a scheduler's TERM may come twice, through the launcher too
 
 
 class Deadline:
-    """When the attempt will be stopped, by this process's monotonic clock; None while nobody has said."""
+    """When the attempt will be stopped, by this process's monotonic clock; None where that is not known."""
 
     def __init__(self) -> None:
         self.at: float | None = None
@@ -34,7 +34,7 @@ class Deadline:
 
 
 class Stacks:
-    """The file in which a process says where it is. USR1 writes it from C, also while the interpreter's lock is held."""
+    """The file for the stacks of a process. USR1 writes it from C, also while the interpreter's lock is held."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,9 +43,7 @@ class Stacks:
             path.parent.mkdir(exist_ok=True)
             self._file = path.open("ab", buffering=0)
             faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
-        except (
-            OSError
-        ) as error:  # a full disk must not keep a role from starting: it ends by itself where it must write
+        except OSError as error:  # a full disk must not keep a role from starting
             logger.warning("no stacks can be written: %s", error)
 
     def dump(self) -> None:
@@ -53,17 +51,15 @@ class Stacks:
             faulthandler.dump_traceback(file=self._file, all_threads=True)
 
     def close(self) -> None:
-        """An empty file says nothing to anybody."""
+        """Remove the file where it is empty."""
         with contextlib.suppress(OSError):
             if self._path.stat().st_size == 0:
                 self._path.unlink()
 
 
 def obey_signals(stopping: threading.Event) -> None:
-    """TERM and USR2 only set a flag; a TERM more than SAME_TERM_S after the first ends the process.
-
-    A thread counts the TERMs: while the main thread sits in a collective, Python's own handlers don't run.
-    """
+    """Set `stopping` on TERM and USR2; a TERM more than SAME_TERM_S after the first ends the process."""
+    # A thread counts the TERMs: while the main thread is in a collective, Python's own handlers don't run.
     owner = os.getpid()
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     os.set_blocking(read_end, True)
@@ -90,24 +86,23 @@ def obey_signals(stopping: threading.Event) -> None:
     os.register_at_fork(after_in_child=forget)
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGUSR2, on_signal)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the supervisor's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles a Ctrl-C
 
 
 def listen(stopping: threading.Event, deadline: Deadline, stacks: Stacks) -> None:
-    """Do what the supervisor says through standard input, until its pipe closes: then the process ends."""
+    """Obey the supervisor's lines on standard input until its pipe closes; then end the process."""
     left = b""
-    while data := os.read(
-        0, 4096
-    ):  # not by signals: those would also reach the children, which don't expect them
+    # Not by signals: those would also reach the children, which don't expect them.
+    while data := os.read(0, 4096):
         *lines, left = (left + data).split(b"\n")
         for line in lines:
             obey(line.decode(errors="replace").split(), stopping, deadline, stacks)
-    logger.error("the supervisor's pipe closed: ending at once")
+    logger.error("the supervisor's pipe closed: exiting at once")
     os._exit(ExitCode.KILLED_BY_SYSTEM)
 
 
 def obey(words: list[str], stopping: threading.Event, deadline: Deadline, stacks: Stacks) -> None:
-    """One line of the supervisor's."""
+    """Obey one line."""
     match words:
         case ["stop"]:
             stopping.set()
@@ -118,4 +113,4 @@ def obey(words: list[str], stopping: threading.Event, deadline: Deadline, stacks
         case ["ends_in", seconds]:
             deadline.at = time.monotonic() + float(seconds)
         case _:
-            logger.warning("the supervisor said something that this version does not know: %s", words)
+            logger.warning("unknown control message from the supervisor: %s", words)

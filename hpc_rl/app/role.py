@@ -1,8 +1,8 @@
-"""What every role process does the same way: parse, log, leave records, obey signals and the supervisor's pipe.
+"""What all role processes have in common: arguments, log, records, signals and the supervisor's pipe.
 
 A role is started as `python -m hpc_rl.app.<role> --trial_dir D --attempt A --index I --incarnation K` with its standard
-input tied to the supervisor. End of that input means that the supervisor is gone: the process ends at once, so that
-nobody writes behind the back of the next incarnation. What comes through it, and what signals do, is control.py's.
+input tied to the supervisor. End of that input means that the supervisor is gone: the process exits at once, so that it
+never writes beside the next incarnation. What comes through it, and what signals do, is in control.py.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from hpc_rl.errors import ConfigError, ExitCode, FailureClass, GivenUp, HpcRlErr
 from hpc_rl.files import FULL, is_full
 from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import start_ticks
+from hpc_rl.records import ExitRecord, ProcessRecord
 from hpc_rl.schedulers.hostlist import peer_hosts
 from hpc_rl.trial import Attempt, Trial, write_json
 
@@ -40,10 +41,9 @@ CANNOT_WRITE = (*FULL, errno.EROFS)
 
 @dataclass
 class Context:
-    """Who this process is, and what it was given."""
+    """Identity and inputs of a role process."""
 
     role: str
-    trial: Trial
     attempt: Attempt
     index: int
     incarnation: int
@@ -54,6 +54,10 @@ class Context:
     tokens: dict[str, str]
     stopping: threading.Event
     deadline: Deadline = field(default_factory=Deadline)
+
+    @property
+    def trial(self) -> Trial:
+        return self.attempt.trial
 
     @property
     def interface(self) -> str:
@@ -88,23 +92,31 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
         config = from_dict(json.loads(trial.config_json.read_bytes()))
         plan = Plan.from_json(json.loads(trial.plan_json.read_bytes()))
         num_ranks = int(os.environ.get("HPC_RL_NUM_RANKS", 1))
-        who = (role, trial, attempt, args.index, args.incarnation, rank, num_ranks)
-        return body(Context(*who, config, plan, tokens, stopping, deadline))
-
-    code, reason, failure, final = _guarded(start)
-    record = attempt.exit_record(role, args.index, args.incarnation, rank)
-    try:
-        more = {"final": True} if final else {}
-        write_json(
-            record, {"code": int(code), "reason": reason, "class": failure.value, "time": time.time(), **more}
+        context = Context(
+            role=role,
+            attempt=attempt,
+            index=args.index,
+            incarnation=args.incarnation,
+            rank=rank,
+            num_ranks=num_ranks,
+            config=config,
+            plan=plan,
+            tokens=tokens,
+            stopping=stopping,
+            deadline=deadline,
         )
-    except OSError as error:  # a full disk: the code still tells
+        return body(context)
+
+    record = _guarded(start)
+    try:
+        write_json(attempt.exit_record(role, args.index, args.incarnation, rank), record.to_json())
+    except OSError as error:  # a full disk: the supervisor still sees the exit code
         logger.error("the exit record can't be written: %s", error)
     stacks.close()
     logging.shutdown()
     with contextlib.suppress(OSError):  # of a full disk
         sys.stdout.flush()
-    os._exit(int(code))  # threads of engines and HTTP servers must not hold the exit
+    os._exit(record.code)  # threads of engines and HTTP servers must not hold the exit
 
 
 def _arguments(role: str) -> argparse.Namespace:
@@ -118,25 +130,28 @@ def _arguments(role: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _guarded(start: Callable[[], int | None]) -> tuple[int, str, FailureClass, bool]:
-    """(exit code, reason, class, whether it is final) of a body."""
+def _guarded(start: Callable[[], int | None]) -> ExitRecord:
+    """Return how a body ended."""
+    code, reason, failure, final = 0, "", FailureClass.UNKNOWN, False
     try:
-        return int(start() or 0), "", FailureClass.UNKNOWN, False
+        code = int(start() or 0)
     except (ConfigError, TrialBusy) as error:  # of a role, 64 and 75 would mean something else
         logger.error("%s", error)
-        return ExitCode.BAD_CONFIG, str(error), FailureClass.USER, True
+        code, reason, failure, final = ExitCode.BAD_CONFIG, str(error), FailureClass.USER, True
     except HpcRlError as error:
         logger.error("%s", error)
-        return error.exit_code, str(error), error.failure, isinstance(error, GivenUp)
+        code, reason, failure = error.exit_code, str(error), error.failure
+        final = isinstance(error, GivenUp)
     except BaseException as error:
         logger.error("%s", traceback.format_exc())
         cannot_write = isinstance(error, OSError) and error.errno in CANNOT_WRITE
         code = ExitCode.CANNOT_WRITE if cannot_write else ExitCode.FAILED
-        return code, f"{type(error).__name__}: {error}", _class_of(error), False
+        reason, failure = f"{type(error).__name__}: {error}", _class_of(error)
+    return ExitRecord(code=int(code), reason=reason, failure=failure, final=final, time=time.time())
 
 
 def _class_of(error: BaseException) -> FailureClass:
-    """PyTorch's own error for a full GPU is known by its name: not every role may import it."""
+    # PyTorch's own error for a full GPU is known by its name: not every role may import it.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return FailureClass.OUT_OF_MEMORY
     if is_full(error):
@@ -145,16 +160,15 @@ def _class_of(error: BaseException) -> FailureClass:
 
 
 def _leave_process_record(attempt: Attempt, role: str, index: int, incarnation: int, rank: int) -> None:
-    record = {
-        "pid": os.getpid(),
-        "start_ticks": start_ticks(os.getpid()),
-        "host": socket.gethostname(),
-        "role": role,
-        "rank": rank,
-        "step": os.environ.get("SLURM_STEP_ID", ""),
-        "node": os.environ.get(
-            "SLURMD_NODENAME", ""
-        ),  # the scheduler's name for it, and its job: what `hpc-rl attach` needs
-        "job_id": os.environ.get("SLURM_JOB_ID", ""),
-    }
-    write_json(attempt.processes / f"{role}-{index}.{incarnation}-rank{rank}.json", record)
+    record = ProcessRecord(
+        pid=os.getpid(),
+        start_ticks=start_ticks(os.getpid()),
+        host=socket.gethostname(),
+        role=role,
+        rank=rank,
+        step=os.environ.get("SLURM_STEP_ID", ""),
+        # The scheduler's name of the node, and its job: what `hpc-rl attach` needs.
+        node=os.environ.get("SLURMD_NODENAME", ""),
+        job_id=os.environ.get("SLURM_JOB_ID", ""),
+    )
+    write_json(attempt.process_record(role, index, incarnation, rank), record.to_json())

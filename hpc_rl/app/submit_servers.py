@@ -11,10 +11,11 @@ from pathlib import Path
 from hpc_rl import log
 from hpc_rl.errors import CannotWrite, HpcRlError
 from hpc_rl.plan.schema import Plan
+from hpc_rl.records import JobRecord
 from hpc_rl.render.scripts import job_name
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.supervise.server_array import ensure
-from hpc_rl.trial import Trial, read_json
+from hpc_rl.supervise.server_array import ensure_servers
+from hpc_rl.trial import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +29,9 @@ def main() -> int:
     log.setup("server_array")
     try:
         plan = Plan.from_json(json.loads(trial.plan_json.read_bytes()))
-        tag = str((read_json(trial.job(args.job_id)) or {}).get("tag") or f"hpc-rl:{trial}:{args.job_id}")
-        made = ensure(trial, plan, args.job_id, tag, job_name(trial), SlurmScheduler())
+        job = JobRecord.read(trial.job(args.job_id))
+        tag = job.tag if job and job.tag else f"hpc-rl:{trial}:{args.job_id}"
+        made = ensure_servers(trial, plan, args.job_id, tag, job_name(trial), SlurmScheduler())
     except (HpcRlError, OSError, ValueError) as error:
         logger.error("the servers can't be submitted again: %s", error)
         return error.exit_code if isinstance(error, HpcRlError) else CannotWrite.exit_code

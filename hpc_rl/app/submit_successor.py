@@ -1,4 +1,4 @@
-"""Called by a batch script that may not be requeued: submits the job that goes on, and prints its id."""
+"""Called by a job script that may not be requeued: submits the job that continues it, and prints its id."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpc_rl import log
 from hpc_rl.errors import CannotWrite, HpcRlError
-from hpc_rl.supervise.successor import go_on
+from hpc_rl.supervise.successor import submit_successor
 from hpc_rl.trial import Trial
 
 
@@ -22,16 +22,16 @@ def main() -> int:
     parser.add_argument("--after", required=True, help="Slurm's id of the job that runs now")
     parser.add_argument("--name", required=True, help="job name")
     parser.add_argument("--script", required=True, help="file name below scripts/")
-    parser.add_argument("--array", default="", help="task that goes on alone")
+    parser.add_argument("--array", default="", help="task of an array that continues alone")
     parser.add_argument(
         "--exclude", help="nodes to avoid instead of those that the script names; empty for none"
     )
-    parser.add_argument("arguments", nargs="*", help="what else the script is called with")
+    parser.add_argument("arguments", nargs="*", help="further arguments of the script")
     args = parser.parse_args()
     trial = Trial(args.trial_dir)
     log.setup("successor")
     try:
-        job = go_on(
+        job = submit_successor(
             trial,
             args.job_id,
             args.restart,

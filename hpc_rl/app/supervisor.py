@@ -1,4 +1,4 @@
-"""The supervisor of one attempt: on the first node, started by the batch script, started again by it when something kills it."""
+"""The supervisor of one attempt, on the first node: started by the job script, and again where it is killed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from hpc_rl.files import Room
 from hpc_rl.name_resolve import open_names
 from hpc_rl.name_resolve.base import NameResolve
 from hpc_rl.plan.schema import Plan
+from hpc_rl.records import EndedRecord
 from hpc_rl.supervise.deadline import JobEndTime
 from hpc_rl.supervise.processes import open_steps
-from hpc_rl.supervise.runner import Driver
-from hpc_rl.supervise.server_runner import ServerJob
+from hpc_rl.supervise.runner import TrialRunner
+from hpc_rl.supervise.server_runner import ServerRunner
 from hpc_rl.trial import Attempt, Trial, read_json, write_atomic, write_json
 
 logger = logging.getLogger(__name__)
@@ -51,22 +52,20 @@ def main() -> int:
         config = from_dict(config_data)
         _wait_for_room(attempt)
         names = open_names(trial, config)
-        if "_" in attempt.id:
-            return _server_job(attempt, plan, config, names, args.steps)
-        if plan.layout == "jobs":  # the rest runs in jobs of its own
+        if attempt.is_server_task:
+            return _run_servers(attempt, plan, config, names, args.steps)
+        if plan.layout == "jobs":  # the servers run in jobs of their own
             plan = replace(plan, units=plan.units_on(plan.groups[0].nodes))
         away_s = config.rollout.setup_timeout if isinstance(config, GRPOConfig) else 0.0
-        return Driver(
-            attempt, plan, open_steps(args.steps, plan), names, JobEndTime(), config.recover, away_s
-        ).run()
+        steps = open_steps(args.steps, plan)
+        return TrialRunner(attempt, plan, steps, names, JobEndTime(), config.recover, away_s).run()
     except HpcRlError as error:
         logger.error("%s", error)
-        # 75 would have the job start again, and again find the trial busy
-        code = ExitCode.BAD_CONFIG if isinstance(error, ConfigError) else error.exit_code
-        code = ExitCode.FAILED if isinstance(error, TrialBusy) else code
+        code = _exit_code(error)
+        record = EndedRecord(exit_code=int(code), reason=str(error), time=time.time())
         with suppress(OSError):
             attempt.make_dirs()
-            write_json(attempt.ended, {"exit_code": int(code), "reason": str(error), "time": time.time()})
+            write_json(attempt.ended, record.to_json())
         return code
     except OSError as error:
         logger.error("the trial directory can't be used: %s", error)
@@ -74,25 +73,32 @@ def main() -> int:
 
 
 def _wait_for_room(attempt: Attempt) -> None:
-    """On a full disk nothing is begun: what a supervisor writes first decides who owns the trial. A signal ends the waiting."""
+    """Wait while the disk is full: what a supervisor writes first decides which one owns the trial."""
 
-    def try_it() -> None:
+    def try_to_write() -> None:
         attempt.make_dirs()
         probe = attempt.dir / ".room"
         write_atomic(probe, bytes(ROOM_BYTES))
         probe.unlink()
 
-    Room(attempt.trial.dir).write("what a supervisor leaves behind", try_it)
+    Room(attempt.trial.dir).write("what a supervisor leaves behind", try_to_write)
 
 
-def _server_job(attempt: Attempt, plan: Plan, config: Config, names: NameResolve, kind: str) -> int:
-    """One server node of layout `jobs`: the task of the array says which."""
+def _exit_code(error: HpcRlError) -> int:
+    if isinstance(error, ConfigError):
+        return ExitCode.BAD_CONFIG
+    if isinstance(error, TrialBusy):  # 75 would have the job start again, and find the trial busy again
+        return ExitCode.FAILED
+    return error.exit_code
+
+
+def _run_servers(attempt: Attempt, plan: Plan, config: Config, names: NameResolve, kind: str) -> int:
+    """Run one server node of layout `jobs`; the task of the array says which."""
     node = plan.groups[1].nodes[int(os.environ["HPC_RL_ARRAY_TASK"])]
     serves, idle_s = os.environ.get("HPC_RL_TRIAL_JOB", ""), config.launcher.slurm.servers.idle_s
     steps = open_steps(kind, plan)
-    return ServerJob(
-        attempt, plan, plan.units_on([node]), steps, names, serves, idle_s, config.recover, JobEndTime()
-    ).run()
+    units, rules = plan.units_on([node]), config.recover
+    return ServerRunner(attempt, plan, units, steps, names, serves, idle_s, rules, JobEndTime()).run()
 
 
 if __name__ == "__main__":

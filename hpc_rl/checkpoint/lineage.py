@@ -1,6 +1,6 @@
-"""Lineages: which start went on from which state.
+"""Lineages: which start continued from which state.
 
-`lineages/<NNNN>.json` is created exclusively, so that of two starters each has a number of its own.
+`lineages/<NNNN>.json` is created exclusively, so that two starts never share a number.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import asdict
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision
@@ -19,7 +18,7 @@ _LABEL = re.compile(r"(\d+)\.\d+")  # of published weights
 
 
 def next_lineage(trial: Trial, attempt: Attempt, incarnation: int, decision: Decision) -> LineageRecord:
-    """Create the record of this start under the next number that nothing bears yet. Raises OSError."""
+    """Create the record of this start under the next free number. Raises OSError."""
     trial.lineages.mkdir(exist_ok=True)
     number = max(_numbers(trial), default=-1) + 1
     while True:
@@ -34,9 +33,7 @@ def next_lineage(trial: Trial, attempt: Attempt, incarnation: int, decision: Dec
             set_aside=decision.set_aside,
             time=time.time(),
         )
-        if create_exclusive(
-            trial.lineages / f"{number:04d}.json", json.dumps(asdict(record), indent=2) + "\n"
-        ):
+        if create_exclusive(trial.lineage(number), json.dumps(record.to_json(), indent=2) + "\n"):
             fsync_dir(trial.lineages)
             return record
         number += 1
@@ -48,13 +45,14 @@ def newest_number(trial: Trial) -> int:
 
 
 def _numbers(trial: Trial) -> list[int]:
-    """Of lineages that have a record, made a generation or published weights: who lost records must not use a label twice."""
+    """Return the numbers in use."""
+    # Also by generations and weights: where records are lost, no label may be used twice.
     made = [found.manifest.lineage for found in generation.scan(trial) if found.manifest]
     published = [int(match[1]) for entry in entries(trial.weights) if (match := _LABEL.fullmatch(entry.name))]
     return [*lineage_files(trial), *made, *published]
 
 
 def withdraw(trial: Trial, lineage: int) -> None:
-    """Take back the record of a start that loaded nothing and labelled no version. Raises OSError."""
-    (trial.lineages / f"{lineage:04d}.json").unlink(missing_ok=True)
+    """Remove the record of a start that loaded nothing and labelled no version. Raises OSError."""
+    trial.lineage(lineage).unlink(missing_ok=True)
     fsync_dir(trial.lineages)

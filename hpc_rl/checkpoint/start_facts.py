@@ -1,23 +1,22 @@
-"""Gathers what decide.py needs to know from a trial directory. Reads files only."""
+"""What a start of the trainer is decided by: the generations, lineages and past starts of a trial. Reads files only."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 from hpc_rl.checkpoint import generation
-from hpc_rl.checkpoint.decide import Decision, GenerationInfo, PastStart, Situation, decide
+from hpc_rl.checkpoint.decide import Cause, Decision, GenerationInfo, PastStart, Situation, decide
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE
-from hpc_rl.checkpoint.starts import cause_of, past_starts, trainer_end
-from hpc_rl.records import LineageRecord, read_lineages
-from hpc_rl.trial import Attempt, Trial, entries, read_json, submission_of
+from hpc_rl.errors import ExitCode, FailureClass, StopCause
+from hpc_rl.records import EndedRecord, Event, EventKind, JobRecord, LineageRecord, read_events, read_lineages
+from hpc_rl.trial import Attempt, AttemptId, Trial, entries, read_json
 
 _SEAL = re.compile(r"(\d+)\.seal")
 IN_PASSING_BYTES = (
     1 << 30
-)  # a command reads a whole generation of this size before it submits a start from it
+)  # a command reads a whole generation up to this size before it submits a start from it
 
 
 def decide_start(
@@ -29,10 +28,10 @@ def decide_start(
     retries: int,
     wanted: int | None = None,
 ) -> tuple[Decision, list[Found]]:
-    """The decision for a trainer that starts now, and the generations to be set aside before it does.
+    """Return the decision for a trainer that starts now, and the generations to be set aside before it does.
 
-    Those are the damaged ones that it passes over, and with `wanted` (`hpc-rl recover --from`) the later ones. Reads every byte
-    of the generations that it considers, newest first, up to the first that is valid and eligible.
+    Those are the damaged ones that it skips, and with `wanted` (`hpc-rl recover --from`) the later ones. Reads every
+    byte of the generations that it considers, newest first, up to the first that is valid and eligible.
     """
     situation, damaged = gather(trial, attempt, incarnation, mode, start_mode, retries, wanted)
     decision = decide(situation)
@@ -56,11 +55,11 @@ def gather(
     wanted: int | None = None,
     in_passing: bool = False,
 ) -> tuple[Situation, list[Found]]:
-    """What lies in the trial directory, as decide() wants it, and the generations that do not verify.
+    """Return what decide() needs of the trial directory, and the generations that do not verify.
 
-    `in_passing` is for who only wants to know what a start would do: see read_limit.
+    `in_passing` is for a command that only asks what a start would do: see read_limit.
     """
-    submission = submission_of(attempt.id)
+    submission = attempt.job_id
     records = read_lineages(trial)
     own = [record for record in records if record.submission == submission]
     wanted = None if own else wanted
@@ -88,9 +87,9 @@ def gather(
 
 
 def fruitless_starts(trial: Trial, submission: str, running: str = "") -> tuple[PastStart, ...]:
-    """Starts of a job's trainer since the newest generation, oldest first; `running` is the attempt that runs, if one does.
+    """Return the starts of a job's trainer since the newest generation, oldest first, by manifests alone.
 
-    Reads manifests, not the content of generations.
+    `running` is the attempt that runs, if one does.
     """
     own = [record for record in read_lineages(trial) if record.submission == submission]
     generations, _ = _verified(generation.scan(trial), frozenset(), None)
@@ -98,31 +97,30 @@ def fruitless_starts(trial: Trial, submission: str, running: str = "") -> tuple[
         running
         and own
         and own[-1].attempt == running
-        and trainer_end(trial.attempt(running), own[-1].incarnation) is None
+        and trainer_exit(trial.attempt(running), own[-1].incarnation) is None
     ):
         own = own[:-1]
     return past_starts(trial, running, own, generations)
 
 
 def trimmed(trial: Trial) -> int:
-    """The step up to which batches are gone from the batch log: by its own word, or by its oldest seal; 0 where all are there."""
-    said: Any = read_json(trial.trimmed)
-    word = said["step"] if isinstance(said, dict) and isinstance(said.get("step"), int) else 0
-    return max(word, min(seals_of(trial), default=1) - 1)
+    """Return the step up to which batches are gone from the batch log; 0 where all are there."""
+    record = read_json(trial.trimmed)
+    step = record["step"] if isinstance(record, dict) and isinstance(record.get("step"), int) else 0
+    return max(step, min(seals_of(trial), default=1) - 1)
 
 
 def seals_of(trial: Trial) -> list[int]:
-    """Steps of the batches that are cut and kept, in no order."""
+    """Return the steps of the batches that are cut and kept, in no order."""
     return [int(match[1]) for entry in entries(trial.batches) if (match := _SEAL.fullmatch(entry.name))]
 
 
 def _ancestors(
     trial: Trial, records: list[LineageRecord], own: list[LineageRecord], found: list[Found]
 ) -> tuple[frozenset[str], tuple[int, ...]]:
-    """Submissions whose lineages those of `own` go on from, step by step, and the import that one of them began with.
+    """Return the submissions whose lineages those of `own` continue, and the lineages of which nothing is known.
 
-    Where the record of a lineage is lost, what its generations say of it counts, and what the submissions say of each other;
-    second come the lineages of which nothing at all is known.
+    Where the record of a lineage is lost, its generations and the records of the submissions count.
     """
     by_number = {record.lineage: record for record in records}
     makers = {one.manifest.lineage: one.manifest.submission for one in found if one.manifest}
@@ -150,22 +148,22 @@ def _ancestors(
 
 
 def _recovered_from(trial: Trial, submission: str) -> set[str]:
-    """The submissions that a submission goes on from, by the word of each that `hpc-rl recover` left."""
+    """Return the submissions that a submission continues, by the records that `hpc-rl recover` left."""
     found: set[str] = set()
     while True:
-        job: Any = read_json(trial.job(submission))
-        parent = job.get("lineage_parent") if isinstance(job, dict) else None
-        if not isinstance(parent, str) or parent in found:
+        job = JobRecord.read(trial.job(submission))
+        parent = job.lineage_parent if job else None
+        if parent is None or parent in found:
             return found
         found.add(parent)
         submission = parent
 
 
 def read_limit(found: Found, wanted: int | None, in_passing: bool = False) -> int | None:
-    """Up to which size the files of a generation are read before it is chosen, in bytes; None for all of them.
+    """Return up to which size the files of a generation are read before it is chosen, in bytes; None for all.
 
-    Large ones are checked while they are loaded, so that each is read once. Of the one that a person asked for (`wanted`) all
-    are read, for later ones are set aside for it; in passing only where that is quickly done.
+    Large ones are checked while they are loaded, so that each is read once. Of the one that was asked for (`wanted`)
+    all are read, for later ones are set aside for it; `in_passing` only where that takes no time.
     """
     size = sum(file.size for file in found.manifest.files) if found.manifest else 0
     return generation.LIGHT_BYTES if wanted is None or (in_passing and size > IN_PASSING_BYTES) else None
@@ -174,7 +172,7 @@ def read_limit(found: Found, wanted: int | None, in_passing: bool = False) -> in
 def _verified(
     found: list[Found], only: frozenset[str] | None, wanted: int | None, in_passing: bool = False
 ) -> tuple[list[GenerationInfo], list[Found]]:
-    """What each generation is; content is read of those that may be loaded, newest first, up to the first that is valid."""
+    """Return what each generation is; only those that may be loaded are read, newest first, up to a valid one."""
     infos, damaged, looking = [], [], True
     for one in found:
         submission = one.manifest.submission if one.manifest else ""
@@ -188,3 +186,109 @@ def _verified(
         infos.append(GenerationInfo(one.step, lineage, submission, not one.problem, one.problem, read))
         looking = looking and not (eligible and not one.problem)
     return infos, damaged
+
+
+def attempts_of(trial: Trial, submission: str) -> list[Attempt]:
+    """Return the attempts of one job, oldest first."""
+    found = [AttemptId.parse(entry.name) for entry in entries(trial.attempts) if entry.is_dir()]
+    own = sorted(one for one in found if one is not None and one.job_id == submission)
+    return [trial.attempt(str(one)) for one in own]
+
+
+def failures_without_progress(events: list[Event]) -> int:
+    """Return how many exits since the newest generation use up retries."""
+    count = 0
+    for event in events:
+        if event.kind is EventKind.PROGRESS:
+            count = 0
+        elif event.kind is EventKind.EXITED and event.uses_retry:
+            count += 1
+    return count
+
+
+def past_starts(
+    trial: Trial, attempt_id: str, own: list[LineageRecord], found: list[GenerationInfo]
+) -> tuple[PastStart, ...]:
+    """Return the starts since the last that led to a generation, oldest first.
+
+    They are known by their lineages, and those that failed before they had one by the events.
+    """
+    submission = own[-1].submission if own else trial.attempt(attempt_id).job_id
+    parents = [one.from_lineage for one in own if one.from_lineage is not None]
+    newest = max([one.lineage for one in found] + parents, default=-1)
+    failed, fruitful = _failures(trial, submission)
+    made = [_order(trial, one) for one in own if one.lineage <= newest]
+    fruitful = max(
+        fruitful, max(made, default=(-1, -1))
+    )  # a supervisor that was killed may have missed the progress
+    failed = [past for past in failed if _order(trial, past) > fruitful]
+    silent = [one for one in own if one.lineage > newest and _order(trial, one) > fruitful]
+    starts = [PastStart(one.attempt, one.incarnation, *cause_of(trial, one, attempt_id)) for one in silent]
+    by_order = {_order(trial, past): past for past in [*starts, *failed]}
+    return tuple(by_order[order] for order in sorted(by_order))
+
+
+def _failures(trial: Trial, submission: str) -> tuple[list[PastStart], tuple[int, int]]:
+    """Return the failures since the newest generation, and (restart, incarnation) of the trainer that made it."""
+    failed: list[PastStart] = []
+    fruitful, running = (-1, -1), (-1, -1)
+    for attempt in attempts_of(trial, submission):
+        for event in read_events(attempt):
+            number = -1 if event.incarnation is None else event.incarnation
+            if event.kind is EventKind.PROGRESS:
+                failed, fruitful = [], running
+            elif event.role == "trainer" and event.kind is EventKind.STARTED:
+                running = (attempt.restart, number)
+            elif event.role == "trainer" and event.kind is EventKind.EXITED and event.uses_retry:
+                failed.append(PastStart(attempt.id, number, Cause.FAILED, event.reason))
+    return failed, fruitful
+
+
+def cause_of(trial: Trial, record: LineageRecord, now: str) -> tuple[Cause, str]:
+    """Return why a start that had a lineage ended, and the recorded reason; `now` is the attempt of the caller."""
+    attempt = trial.attempt(record.attempt)
+    exited = trainer_exit(attempt, record.incarnation)
+    if exited is not None:
+        if exited.code in (ExitCode.STOPPED, ExitCode.DONE):
+            return _cause_of_stop(attempt)
+        is_full = exited.failure is FailureClass.DISK_FULL
+        return Cause.DISK_FULL if is_full else Cause.FAILED, exited.reason
+    if record.attempt == now:
+        return Cause.SUPERVISOR, ""
+    ended = EndedRecord.read(attempt.ended)
+    if ended is None:
+        return Cause.NODE, ""
+    if ended.exit_code in (ExitCode.STOPPED, ExitCode.DONE):
+        return _cause_of_stop(attempt)
+    return Cause.FAILED, ended.reason
+
+
+CAUSES = {
+    StopCause.TIME_LIMIT: Cause.WALLTIME,
+    StopCause.USER_SIGNAL: Cause.WALLTIME,  # the script's warning comes some time before the limit
+    StopCause.PREEMPTION: Cause.PREEMPTED,
+}
+
+
+def _cause_of_stop(attempt: Attempt) -> tuple[Cause, str]:
+    """Return why an attempt was asked to stop."""
+    asked = [event for event in read_events(attempt) if event.kind is EventKind.STOPPING]
+    if not asked or asked[-1].cause is None:
+        return Cause.STOPPED, asked[-1].reason if asked else ""
+    return CAUSES.get(asked[-1].cause, Cause.STOPPED), asked[-1].reason
+
+
+def trainer_exit(attempt: Attempt, incarnation: int) -> Event | None:
+    """Return how the supervisor saw one trainer incarnation exit; None where it did not."""
+    for event in reversed(read_events(attempt)):
+        if (
+            event.kind is EventKind.EXITED
+            and event.unit == ("trainer", 0)
+            and event.incarnation == incarnation
+        ):
+            return event
+    return None
+
+
+def _order(trial: Trial, start: LineageRecord | PastStart) -> tuple[int, int]:
+    return trial.attempt(start.attempt).restart, start.incarnation

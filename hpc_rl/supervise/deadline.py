@@ -1,7 +1,8 @@
 """Wall time: when the scheduler will end the job, and when to stop so that the state is saved before that.
 
-The end comes from the job's environment, else from one question to the scheduler; it is asked again rarely, and once more
-before a stop, for an administrator can extend it. Everything is kept on this process's own monotonic clock.
+The end comes from the job's environment, else from one query; it is queried again rarely, and once more before a stop,
+for an administrator can extend it. Everything is kept on this process's own monotonic clock, so nothing is added for
+the minute by which Slurm's `--signal` may be early.
 """
 
 from __future__ import annotations
@@ -9,92 +10,165 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from pathlib import Path
 
-from hpc_rl.errors import SchedulerError
+from hpc_rl.errors import SchedulerError, StopCause
+from hpc_rl.files import JsonLines
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.supervise.exit_policy import drain_time
+from hpc_rl.stats.tracker import p95
+from hpc_rl.trial import Attempt
 
 logger = logging.getLogger(__name__)
-ASK_EVERY_S = 600.0  # limits can be changed, and the controller is shared
-ASK_AGAIN_S = 60.0  # before a stop: an answer older than this is asked for again
-SITE_END = "HPC_RL_END_TIME"  # Unix seconds; what a site knows better than its scheduler, as a power cut in the evening
+QUERY_EVERY_S = 600.0  # limits can be changed, and the controller is shared
+FRESH_S = 60.0  # before a stop an answer older than this is queried again
+MARGIN_S = 30.0
+WARNING_S = 450.0  # before the end of a job: where its script asks for a signal, at the earliest
+# Unix seconds; what a site knows better than its scheduler, as a power cut in the evening.
+SITE_END = "HPC_RL_END_TIME"
+MAX_TIMES = 200  # values that count, of each kind: what was slow long ago is not a measure
 
 
-@dataclass
-class WallTime:
-    """Args:
-    ask: When the scheduler will end the job, Unix seconds, or None.
+class StepTimes:
+    """How long steps and saves of an attempt take, read from the trainer's metrics as they grow."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._folder = attempt.dir
+        self._files: dict[Path, JsonLines] = {}
+        self._values: dict[str, deque[float]] = {
+            name: deque(maxlen=MAX_TIMES) for name in ("step_s", "save_s")
+        }
+
+    def poll(self) -> None:
+        """Read what is new."""
+        for path in self._folder.glob("metrics.*.jsonl"):
+            file = self._files.setdefault(path, JsonLines(path))
+            for row in file.poll():
+                for name, values in self._values.items():
+                    value = row.get(name)
+                    if isinstance(value, int | float) and value > 0:
+                        values.append(float(value))
+            file.rows.clear()
+
+    @property
+    def step_s(self) -> float:
+        """95th percentile of a step, everything included; 0 before the first."""
+        return p95(self._values["step_s"])
+
+    @property
+    def save_s(self) -> float:
+        """95th percentile of a save; 0 before the first."""
+        return p95(self._values["save_s"])
+
+
+def lead_s(step_s: float, save_s: float) -> float:
+    """Return how long before the end of a job the trainer is asked to stop: it finishes its step and saves."""
+    return step_s + 1.5 * save_s + MARGIN_S
+
+
+def drain_time(start: float, end: float, step_s: float, save_s: float) -> float:
+    """Return when to stop so that the state is saved before the scheduler ends the job; all by one clock.
+
+    Never in the first half of the job's time: a limit that is too short must not make it start and stop for ever.
+    """
+    return max(end - lead_s(step_s, save_s), start + (end - start) / 2)
+
+
+def drain_grace_s(least_s: float, step_s: float, save_s: float) -> float:
+    """Return how long a trainer that was asked to stop may take: two steps and saves of its own kind."""
+    return max(least_s, 2 * (step_s + save_s))
+
+
+class JobDeadline:
+    """When a job ends, and when its trainer has to stop.
+
+    Args:
+        query: When the scheduler will end the job, Unix seconds, or None.
+        times: How long a step and a save take.
+        clock: Monotonic, in seconds.
+        wall_clock: Unix seconds.
     """
 
-    ask: Callable[[], float | None]
-    clock: Callable[[], float] = time.monotonic
-    wall_clock: Callable[[], float] = time.time
-    ends_at: float | None = None  # Unix seconds
-    drain_at: float = float("inf")  # of `clock`
-    _ends: float = float("inf")  # of `clock`
-    _started: float = field(init=False)
-    _began: float = field(init=False)
-    _asked_at: float = float("-inf")
+    def __init__(
+        self,
+        query: Callable[[], float | None],
+        times: StepTimes,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.times = times
+        self.ends_at: float | None = None  # Unix seconds
+        self._query, self._clock, self._wall_clock = query, clock, wall_clock
+        self._drain_at = self._end = float("inf")  # of the monotonic clock
+        self._started, self._started_at = clock(), wall_clock()
+        self._queried = float("-inf")
 
-    def __post_init__(self) -> None:
-        self._started, self._began = self.clock(), self.wall_clock()
-
-    def look(self, step_s: float, save_s: float) -> bool:
-        """Take new measurements, ask where that is due; true where the end is another than before."""
-        changed = self._ask() if self.clock() - self._asked_at >= ASK_EVERY_S else False
-        self._place(step_s, save_s)
+    def update(self) -> bool:
+        """Read new step times, query where that is due; returns whether the end is another than before."""
+        self.times.poll()
+        changed = self._query_end() if self._clock() - self._queried >= QUERY_EVERY_S else False
+        self._place()
         return changed
 
-    def is_up(self, step_s: float, save_s: float) -> bool:
-        """Whether it is time to stop. The scheduler is asked once more before that is said."""
-        if self.clock() < self.drain_at:
+    def is_reached(self) -> bool:
+        """Return whether it is time to stop, after one more query."""
+        if self._clock() < self._drain_at:
             return False
-        if self.clock() - self._asked_at >= ASK_AGAIN_S:
-            self._ask()
-            self._place(step_s, save_s)
-        return self.clock() >= self.drain_at
+        if self._clock() - self._queried >= FRESH_S:
+            self._query_end()
+            self._place()
+        return self._clock() >= self._drain_at
 
     @property
     def left_s(self) -> float:
-        """Until the scheduler ends the job."""
-        return self._ends - self.clock()
+        """Seconds until the scheduler ends the job."""
+        return self._end - self._clock()
 
     @property
     def until_drain_s(self) -> float:
-        return self.drain_at - self.clock()
+        return self._drain_at - self._clock()
 
-    def _ask(self) -> bool:
-        self._asked_at = self.clock()
+    def is_early_warning(self, cause: StopCause) -> bool:
+        """Return whether a request is Slurm's `--signal`, a backstop minutes early, and this clock can do better."""
+        return cause is StopCause.USER_SIGNAL and self.left_s < WARNING_S and self.until_drain_s > 0
+
+    def grace_s(self, least_s: float) -> float:
+        """Return how long a trainer that is asked to stop now may take."""
+        grace_s = drain_grace_s(least_s, self.times.step_s, self.times.save_s)
+        return max(1.0, min(grace_s, self.left_s)) if self.left_s > 0 else grace_s
+
+    def _query_end(self) -> bool:
+        self._queried = self._clock()
         given = os.environ.get(SITE_END, "")
-        site = (
-            float(given) if given.isdigit() and float(given) > self._began else None
-        )  # a requeued job has it from its first start
-        known = [end for end in (self.ask(), site) if end is not None]
+        # A requeued job has it from its first start, where it may be over already.
+        site = float(given) if given.isdigit() and float(given) > self._started_at else None
+        known = [end for end in (self._query(), site) if end is not None]
         before, self.ends_at = self.ends_at, min(known, default=self.ends_at)
-        self._ends = float("inf") if self.ends_at is None else self.clock() + self.ends_at - self.wall_clock()
+        if self.ends_at is not None:
+            self._end = self._clock() + self.ends_at - self._wall_clock()
         return self.ends_at != before
 
-    def _place(self, step_s: float, save_s: float) -> None:
+    def _place(self) -> None:
         if self.ends_at is not None:
-            self.drain_at = drain_time(self._started, self._ends, step_s, save_s)
+            self._drain_at = drain_time(self._started, self._end, self.times.step_s, self.times.save_s)
 
 
 class JobEndTime:
-    """When Slurm will end this job; None outside of one, or when Slurm can't say now. The first answer is the environment's."""
+    """When Slurm will end this job; None outside of one, or where Slurm can't be queried."""
 
     def __init__(self) -> None:
         given = os.environ.get("SLURM_JOB_END_TIME", "")
         self._given = float(given) if given.isdigit() else None
         array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-        # Slurm lists a task by these two, and of one task of every array SLURM_JOB_ID is the id of the whole array.
+        # Slurm lists a task by these two: of one task of every array SLURM_JOB_ID is the id of the whole array.
         self._job_id = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
-        self._asked = False
+        self._was_called = False
 
     def __call__(self) -> float | None:
-        first, self._asked = not self._asked, True
-        if self._job_id is None or (first and self._given is not None):
+        """Return the end in Unix seconds; the first answer is that of the environment."""
+        is_first, self._was_called = not self._was_called, True
+        if self._job_id is None or (is_first and self._given is not None):
             return self._given
         try:
             return SlurmScheduler().end_time(self._job_id) or self._given

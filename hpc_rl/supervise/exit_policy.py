@@ -1,86 +1,223 @@
-"""The rules of restarting and stopping, as pure functions: what an end means, who is started again, when a drain begins.
+"""What follows from an exit: of a unit, of the trainer, of a whole attempt. Tables and pure functions.
 
-Which state a trainer starts from is checkpoint/decide.py; how the rules act on each other is supervisor.py.
+Slurm's FAILED and srun's code say little, so the class of a failure comes from the exit record of the process itself,
+then from what srun and the node wrote to the log, then from the code. What the job script does after the supervisor
+is the table in errors.py; which state a trainer starts from is checkpoint/decide.py.
 """
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from hpc_rl.errors import ExitCode, FailureClass
-from hpc_rl.supervise.failures import FINAL_CODES, End, class_of
+from hpc_rl.errors import ExitCode, FailureClass, StopCause
+from hpc_rl.files import is_full, last_lines
+from hpc_rl.plan.schema import Unit
+from hpc_rl.records import Event, EventKind, ExitRecord
+from hpc_rl.trial import Attempt
 
+FINAL_CODES = (ExitCode.BAD_CONFIG, ExitCode.REFUSED, ExitCode.NOTHING_TO_RESUME)  # the same on every start
 RESTARTING_MODES = ("auto", "fault")
 FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
-HEALTHY_LIFE_S = 60.0  # an incarnation that lived so long was not part of a crash loop
-ENDS_IN_A_ROW = 5
-GIVEN_UP_S = 600.0  # what kept a server down may pass, as a full disk or a node that is drained; its peers work meanwhile
-MARGIN_S = 30.0
-BARREN_ATTEMPTS = (
-    10  # in a row, without a new generation: then something is wrong that no other start will change
-)
+MAX_PAUSE_S = 30.0
+HEALTHY_LIFE_S = 60.0  # an incarnation that lived this long was not part of a crash loop
+MAX_EXITS_IN_A_ROW = 5
+# What kept a server down may pass, as a full disk or a drained node; its peers work meanwhile.
+GIVE_UP_PAUSE_S = 600.0
+# Attempts in a row without a new generation: something is wrong that no other start will change.
+MAX_FRUITLESS_ATTEMPTS = 10
+LOG_LINES = 12  # of each log, in which the launcher may say why
+MAX_QUOTE = 200  # characters of a log line in a reason
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What follows from the end of a trainer: start it again, or end the attempt with this code."""
+class FailurePolicy:
+    """What follows from a failure of one class.
 
-    restart: bool
-    exit_code: int
-    reason: str
-
-
-def unit_end(records: Sequence[dict[str, Any] | None], raw_code: int) -> End:
-    """The end of a unit from the exit records of its ranks (None: it left none) and the launcher's own code.
-
-    78 beats all, then the other final codes, then any failure that a rank put on record. Without one, the word of rank 0
-    counts, for it commits: peers that were ended after it (143) say nothing. Without that, the launcher's code does.
+    Args:
+        action: `restart` the role in place, `requeue` the job to get other nodes, or `end` and wait for the user.
+        uses_retry: It counts against `recover.retries`; a new generation resets the count.
+        advice: What the user has to do once the attempt has ended for it.
+        max_restarts: Without a new generation, where `recover.retries` allows more.
+        exclude_nodes: The nodes that it happened on are avoided for a while.
+        pause_s: Before each restart in place; None: the longer the more failures there were.
     """
-    ends = [_recorded(rank, record) for rank, record in enumerate(records)]
-    known = [end for end in ends if end is not None]
+
+    action: Literal["restart", "requeue", "end"]
+    uses_retry: bool
+    advice: str
+    max_restarts: int | None = None
+    exclude_nodes: bool = False
+    pause_s: float | None = None
+
+
+RESUME = "then run `hpc-rl recover` to continue from the newest checkpoint, or `hpc-rl submit` to begin where there is none"
+POLICIES: dict[FailureClass, FailurePolicy] = {
+    FailureClass.USER: FailurePolicy(
+        "end", True, f"the same would happen again: correct the configuration or the code, {RESUME}"
+    ),
+    FailureClass.DATA: FailurePolicy(
+        "end", True, f"the same would happen again: check the data, the workflow and the reward, {RESUME}"
+    ),
+    FailureClass.OUT_OF_MEMORY: FailurePolicy(
+        "restart",
+        True,
+        f"give it more memory, or make its batches smaller (max_tokens_per_mb), {RESUME}",
+        max_restarts=1,
+    ),
+    FailureClass.NODE: FailurePolicy(
+        "requeue", True, f"ask the administrators about the nodes, {RESUME}", exclude_nodes=True
+    ),
+    FailureClass.INFRASTRUCTURE: FailurePolicy("restart", True, f"look for the cause in the logs, {RESUME}"),
+    FailureClass.DISK_FULL: FailurePolicy(
+        "restart", False, f"make room where the trial is stored, {RESUME}", pause_s=20.0
+    ),
+    FailureClass.PREEMPTION: FailurePolicy("requeue", False, "nothing: the scheduler starts it again"),
+    FailureClass.WALL_TIME: FailurePolicy("requeue", False, "nothing: it continues where it stopped"),
+    FailureClass.UNKNOWN: FailurePolicy("restart", True, f"look for the cause in the logs, {RESUME}"),
+}
+
+STOP_REASONS: dict[StopCause, tuple[str, FailureClass]] = {
+    StopCause.PREEMPTION: (
+        "SIGTERM from the scheduler: a cancel, a preemption or the time limit",
+        FailureClass.PREEMPTION,
+    ),
+    StopCause.USER_SIGNAL: ("SIGUSR1: asked to save and stop", FailureClass.USER),
+    StopCause.INTERRUPTED: ("SIGINT: interrupted by the user", FailureClass.USER),
+    StopCause.TIME_LIMIT: ("the job's time is nearly over", FailureClass.WALL_TIME),
+    StopCause.CANCELLED: ("cancelled by the user", FailureClass.USER),
+    StopCause.SCRIPT_KILLED: (
+        "the job script that started the supervisor was killed",
+        FailureClass.USER,
+    ),
+    StopCause.NOT_NEEDED: ("the trial does not need these servers any more", FailureClass.USER),
+}
+
+
+# --- how a unit exited -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UnitExit:
+    """How one incarnation of a unit exited.
+
+    Args:
+        code: Exit code; 128 + signal of a death by signal.
+        reason: For people.
+        failure: What it comes of.
+        nodes: Those to blame.
+        final: By its own report another start would end the same way.
+    """
+
+    code: int
+    reason: str
+    failure: FailureClass = FailureClass.UNKNOWN
+    nodes: tuple[str, ...] = ()
+    final: bool = False
+
+    @property
+    def by_signal(self) -> bool:
+        return self.code > 128
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it uses up the retry budget, as far as its class does."""
+        return self.code not in (ExitCode.DONE, ExitCode.STOPPED)
+
+    @property
+    def policy(self) -> FailurePolicy:
+        return POLICIES[self.failure]
+
+
+def unit_exit(attempt: Attempt, unit: Unit, incarnation: int, launcher_code: int) -> UnitExit:
+    """Return how an incarnation exited, by its exit records, its launcher's code and its logs."""
+    process = (unit.role, unit.index, incarnation)
+    records = [ExitRecord.read(attempt.exit_record(*process, rank)) for rank in range(unit.num_tasks)]
+    found = combine_ranks(records, launcher_code)
+    own_log = attempt.log(*process)
+    logs = [own_log, *(attempt.log(*process, rank) for rank in range(unit.num_tasks))]
+    if not any(records) and not found.by_signal:
+        quotes = (lines[0].strip()[:MAX_QUOTE] for log in logs if (lines := last_lines(log, 1)))
+        quote = next(filter(None, quotes), "")
+        found = replace(found, reason=f"{found.reason}; its log ends: {quote}") if quote else found
+    if all(records):
+        return classify(found, [], [])
+    every_line = [line for log in logs for line in last_lines(log, LOG_LINES)]
+    return classify(found, last_lines(own_log, LOG_LINES), every_line)
+
+
+def start_failure(error: OSError) -> UnitExit:
+    """Return the exit of an incarnation that could not be started at all."""
+    is_missing = isinstance(error, FileNotFoundError | PermissionError)
+    failure = FailureClass.DISK_FULL if is_full(error) else FailureClass.UNKNOWN
+    code = ExitCode.BAD_CONFIG if is_missing else ExitCode.FAILED
+    return UnitExit(code, f"can't be started: {error}", failure)
+
+
+def hung(reason: str) -> UnitExit:
+    """Return the exit of a unit that had to be killed because nothing moved."""
+    return UnitExit(128 + signal.SIGKILL, reason, FailureClass.INFRASTRUCTURE)
+
+
+def unplaced(role: str, reason: str, is_first_start: bool) -> UnitExit:
+    """Return the exit of a unit whose step the scheduler can't place on the nodes of its job.
+
+    A first start does not fit what the job asked for; later Slurm may hold back what a lost node's steps had. A server
+    is tried again: the trial works without it.
+    """
+    if not is_first_start:
+        failure = FailureClass.NODE
+    else:
+        failure = FailureClass.UNKNOWN if role == "server" else FailureClass.USER
+    return UnitExit(128 + signal.SIGKILL, reason, failure)
+
+
+def combine_ranks(records: Sequence[ExitRecord | None], launcher_code: int) -> UnitExit:
+    """Return the exit of a unit from the records of its ranks (None: it left none) and its launcher's code.
+
+    Final codes come first, 78 before the others, then any failure that a rank recorded, then rank 0, which commits:
+    peers that were killed after it (143) tell nothing. Without a record the launcher's code counts.
+    """
+    exits = [None if record is None else _recorded(rank, record) for rank, record in enumerate(records)]
+    known = [one for one in exits if one is not None]
     for code in FINAL_CODES:
-        for end in known:
-            if end.code == code:
-                return end
-    for end in known:
-        if end.code not in (ExitCode.DONE, ExitCode.STOPPED) and not end.by_signal:
-            return _after_silent_ranks(end, [rank for rank, one in enumerate(ends) if one is None])
-    if ends and ends[0] is not None:
-        return ends[0]
-    return known[0] if known and known[0].by_signal else _unrecorded(raw_code, len(records))
+        for one in known:
+            if one.code == code:
+                return one
+    for one in known:
+        if one.is_failure and not one.by_signal:
+            return _after_silent_ranks(one, [rank for rank, other in enumerate(exits) if other is None])
+    if exits and exits[0] is not None:
+        return exits[0]
+    return known[0] if known and known[0].by_signal else _unrecorded(launcher_code, len(records))
 
 
-def _after_silent_ranks(end: End, silent: list[int]) -> End:
-    """A rank that was killed leaves no record, and its peers complain of a lost connection: name the former first."""
+def _after_silent_ranks(found: UnitExit, silent: list[int]) -> UnitExit:
+    # A rank that was killed leaves no record, and its peers report a lost connection: name the former first.
     if not silent:
-        return end
+        return found
     ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-    return End(
-        end.code, f"{ranks} ended without a word (killed?); then a peer: {end.reason}", final=end.final
-    )
+    reason = f"{ranks} exited without a record (killed?); first error of a peer: {found.reason}"
+    return UnitExit(found.code, reason, final=found.final)
 
 
-def _recorded(rank: int, record: dict[str, Any] | None) -> End | None:
-    if record is None or not isinstance(record.get("code"), int):
-        return None
-    reason = str(record.get("reason") or "")
-    words = f"rank {rank}: {reason}" if rank and reason else reason
-    return End(record["code"], words, class_of(record), final=bool(record.get("final")))
+def _recorded(rank: int, record: ExitRecord) -> UnitExit:
+    reason = f"rank {rank}: {record.reason}" if rank and record.reason else record.reason
+    return UnitExit(record.code, reason, record.failure, final=record.final)
 
 
-def _unrecorded(raw_code: int, num_ranks: int) -> End:
-    code = 128 - raw_code if raw_code < 0 else raw_code
+def _unrecorded(launcher_code: int, num_ranks: int) -> UnitExit:
+    code = 128 - launcher_code if launcher_code < 0 else launcher_code
     if code > 128:
-        return End(code, f"ended by {_signal_name(code - 128)}")
+        return UnitExit(code, f"killed by {_signal_name(code - 128)}")
     if code == ExitCode.CANNOT_WRITE:
-        return End(code, "could not write where it must (a full disk, or a quota?), not even its exit record")
+        return UnitExit(code, "could not write (disk full or over quota?), not even its exit record")
     if code == 0 and num_ranks:
-        return End(ExitCode.FAILED, "ended without leaving an exit record")
-    return End(code, f"ended with code {code} before it could leave an exit record")
+        return UnitExit(ExitCode.FAILED, "exited without leaving an exit record")
+    return UnitExit(code, f"exited with code {code} before it could leave an exit record")
 
 
 def _signal_name(number: int) -> str:
@@ -90,82 +227,131 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def after_trainer(end: End, mode: str, failures: int, retries: int) -> Verdict:
-    """What follows while nobody asked for a stop. `failures` in a row without a new generation include this end."""
-    if end.code == ExitCode.DONE:
-        return Verdict(False, ExitCode.DONE, "the trainer reached its last step")
-    if end.code == ExitCode.STOPPED:
-        return Verdict(False, ExitCode.STOPPED, end.reason or "the trainer stopped")
-    return after_failure("trainer", end, mode, failures, retries)
+# What srun, slurmstepd, the kernel and PyTorch write where a process was killed for its memory or its node died.
+_MEMORY = re.compile(
+    r"exceeded (?:job |step )?memory limit|memory limit at some point"
+    r"|oom[-_ ]?kill|out[ -]of[ -]memory|OutOfMemory",
+    re.IGNORECASE,
+)
+_NODE = re.compile(
+    r"(?:srun|slurmstepd|slurmd)[^:]*: .*?(?:"
+    r"node failure on (?P<list>[\w.\[\],-]+)|CANCELLED AT \S+ DUE TO NODE FAILURE"
+    r"|launch (?:for|of) .* failed on node (?P<launch>[\w.-]+)|node configuration is not available"
+    r"|\bnodes? .*?\b(?:down|not responding)\b)",
+    re.IGNORECASE,
+)
 
 
-def after_failure(who: str, end: End, mode: str, failures: int, retries: int) -> Verdict:
-    """What the table of failures says of an end that can't be left alone, within the retry budget."""
-    words = f"{who}: {end.reason or f'code {end.code}'}"
-    if end.code in FINAL_CODES or end.final:
-        return Verdict(False, end.code, words)
-    policy = end.policy
-    if policy.then == "end":
-        return Verdict(False, ExitCode.FAILED, f"{words} ({end.failure}: {policy.advice})")
+def classify(found: UnitExit, launcher_lines: Sequence[str], all_lines: Sequence[str]) -> UnitExit:
+    """Return the exit with its class, from its code and from log lines; the line that decides is quoted.
+
+    Args:
+        found: The exit, perhaps with a class that the process recorded.
+        launcher_lines: The end of the launcher's own log: only Slurm knows that a node failed.
+        all_lines: The ends of all logs.
+    """
+    if not found.is_failure or found.final or found.failure is not FailureClass.UNKNOWN:
+        return found
+    if found.code in FINAL_CODES:
+        return UnitExit(found.code, found.reason, FailureClass.USER)
+    for line in all_lines:
+        if _MEMORY.search(line):
+            reason = f"killed for using too much memory ({line.strip()})"
+            return UnitExit(found.code, reason, FailureClass.OUT_OF_MEMORY)
+    for line in launcher_lines:
+        if match := _NODE.match(line):
+            nodes = tuple(name for name in match.groups() if name)
+            return UnitExit(found.code, f"lost its node ({line.strip()})", FailureClass.NODE, nodes)
+    if found.code == ExitCode.CANNOT_WRITE:
+        return UnitExit(found.code, found.reason, FailureClass.DISK_FULL)
+    return found
+
+
+# --- what follows ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Consequence:
+    """What follows from the exit of a unit: start it again, or end the attempt with this code."""
+
+    restart: bool
+    exit_code: int
+    reason: str
+
+
+def after_trainer(found: UnitExit, mode: str, failures: int, retries: int) -> Consequence:
+    """Return what follows from the exit of a trainer that was not asked to stop.
+
+    Args:
+        found: Its exit.
+        mode: `recover.mode`.
+        failures: In a row without a new generation, this one included.
+        retries: `recover.retries`.
+    """
+    if found.code == ExitCode.DONE:
+        return Consequence(False, ExitCode.DONE, "the trainer reached its last step")
+    if found.code == ExitCode.STOPPED:
+        return Consequence(False, ExitCode.STOPPED, found.reason or "the trainer stopped")
+    return after_failure("trainer", found, mode, failures, retries)
+
+
+def after_failure(unit: str, found: UnitExit, mode: str, failures: int, retries: int) -> Consequence:
+    """Return what the table of failures says of an exit, within the retry budget."""
+    text = f"{unit}: {found.reason or f'code {found.code}'}"
+    if found.code in FINAL_CODES or found.final:
+        return Consequence(False, found.code, text)
+    policy = found.policy
+    if policy.action == "end":
+        return Consequence(False, ExitCode.FAILED, f"{text} ({found.failure}: {policy.advice})")
     if mode not in RESTARTING_MODES:
-        return Verdict(False, ExitCode.FAILED, f"{words}; recover.mode {mode} does not start it again")
-    limit = retries if policy.most is None else min(retries, policy.most)
-    if policy.counts and failures > limit:
-        spent = f"{failures} failures in a row without a new generation; recover.retries allows {retries}"
+        return Consequence(False, ExitCode.FAILED, f"{text}; recover.mode {mode} does not start it again")
+    limit = retries if policy.max_restarts is None else min(retries, policy.max_restarts)
+    if policy.uses_retry and failures > limit:
+        spent = f"{failures} failures in a row without a new generation; "
         if limit < retries:
-            spent = f"{failures} failures in a row without a new generation; {end.failure} is tried again {limit} times"
-        return Verdict(False, ExitCode.FAILED, f"{words} ({spent}; {policy.advice})")
-    if policy.then == "requeue":
-        return Verdict(False, ExitCode.STOPPED, f"{words}; other nodes are needed")
-    return Verdict(True, ExitCode.FAILED, words)
+            spent += f"{found.failure} is tried again {limit} times"
+        else:
+            spent += f"recover.retries allows {retries}"
+        return Consequence(False, ExitCode.FAILED, f"{text} ({spent}; {policy.advice})")
+    if policy.action == "requeue":
+        return Consequence(False, ExitCode.STOPPED, f"{text}; other nodes are needed")
+    return Consequence(True, ExitCode.FAILED, text)
 
 
-def after_drain(end: End | None, mode: str, failures: int, retries: int, asked: str) -> Verdict:
-    """What follows when the trainer ended after it was asked to stop; None where none ran.
+def after_drain(found: UnitExit | None, mode: str, failures: int, retries: int, asked: str) -> Consequence:
+    """Return what follows when the trainer exited after it was asked to stop.
 
-    A trainer that was killed before it could save has its newest generation: that is a stop as well, only a poorer one.
+    Args:
+        found: Its exit; None where none ran. One that was killed before it could save has its newest generation.
+        mode: `recover.mode`.
+        failures: In a row without a new generation.
+        retries: `recover.retries`.
+        asked: Why it was asked to stop.
     """
-    if end is None:
-        return Verdict(False, ExitCode.STOPPED, f"{asked}; no trainer was running")
-    verdict = after_trainer(end, mode, failures, retries)
-    if verdict.exit_code in (ExitCode.DONE, *FINAL_CODES):
-        return verdict
-    if end.code == ExitCode.STOPPED:
-        return Verdict(False, ExitCode.STOPPED, asked)
-    if end.by_signal or verdict.restart or verdict.exit_code == ExitCode.STOPPED:
-        words = f"{asked}; the trainer ended before it could save ({end.reason or end.code}), the newest generation counts"
-        return Verdict(False, ExitCode.STOPPED, words)
-    return verdict
+    if found is None:
+        return Consequence(False, ExitCode.STOPPED, f"{asked}; no trainer was running")
+    follows = after_trainer(found, mode, failures, retries)
+    if follows.exit_code in (ExitCode.DONE, *FINAL_CODES):
+        return follows
+    if found.code == ExitCode.STOPPED:
+        return Consequence(False, ExitCode.STOPPED, asked)
+    if found.by_signal or follows.restart or follows.exit_code == ExitCode.STOPPED:
+        why = found.reason or found.code
+        reason = f"{asked}; the trainer exited before it could save ({why}), the newest generation counts"
+        return Consequence(False, ExitCode.STOPPED, reason)
+    return follows
 
 
-def hung(why: str) -> End:
-    """The end of a unit that had to be killed because nothing moved."""
-    return End(128 + signal.SIGKILL, why, FailureClass.INFRASTRUCTURE)
+def fruitless_attempts(attempts: Sequence[Sequence[Event]]) -> int:
+    """Return how many attempts in a row came to no new generation; each is its events, the newest last.
 
-
-def unplaced(role: str, reason: str, is_first_start: bool) -> End:
-    """Return the end of a unit whose step the scheduler can't place on the nodes of its job.
-
-    A first start does not fit what the job asked for; later Slurm may hold back what a lost node's steps had. A server is
-    tried again: the trial works without it.
-    """
-    if not is_first_start:
-        failure = FailureClass.NODE
-    else:
-        failure = FailureClass.UNKNOWN if role == "server" else FailureClass.USER
-    return End(128 + signal.SIGKILL, reason, failure)
-
-
-def barren(attempts: Sequence[Sequence[dict[str, Any]]]) -> int:
-    """Attempts in a row, the newest last, that came to no new generation; each is its events.
-
-    Not those that a person ended, nor those that a higher priority did, as far as the supervisor could know.
+    Those that the user or, as far as the supervisor could know, a higher priority ended don't count.
     """
     count = 0
     for events in attempts:
-        if any(row.get("event") == "progress" for row in events):
+        if any(event.kind is EventKind.PROGRESS for event in events):
             count = 0
-        elif not any(row.get("event") == "stopping" and row.get("class") in HARMLESS for row in events):
+        elif not any(event.kind is EventKind.STOPPING and event.failure in HARMLESS for event in events):
             count += 1
     return count
 
@@ -173,27 +359,6 @@ def barren(attempts: Sequence[Sequence[dict[str, Any]]]) -> int:
 HARMLESS = (FailureClass.USER, FailureClass.PREEMPTION)
 
 
-def pause_s(ends_in_a_row: int) -> float:
-    """Seconds before the next start after so many ends in a row: 0.5, 1, 2 … 30."""
-    return min(FIRST_PAUSE_S * 2 ** max(0, ends_in_a_row - 1), LONGEST_PAUSE_S)
-
-
-def lead_s(step_s: float, save_s: float) -> float:
-    """How long before the end the trainer is asked to stop: it ends its step and saves. Both are 95th percentiles, in seconds.
-
-    The end is read on our own clock, so nothing is added for the minute by which Slurm's `--signal` may be early.
-    """
-    return step_s + 1.5 * save_s + MARGIN_S
-
-
-def drain_time(start: float, end: float, step_s: float, save_s: float) -> float:
-    """When to stop so that the state is saved before the scheduler ends the job; all in the same clock.
-
-    Never in the first half of the job's time: a limit that is too short must not make it start and stop for ever.
-    """
-    return max(end - lead_s(step_s, save_s), start + (end - start) / 2)
-
-
-def drain_grace_s(least: float, step_s: float, save_s: float) -> float:
-    """How long a trainer that was asked to stop may take: a step and a save of its own kind, twice."""
-    return max(least, 2 * (step_s + save_s))
+def pause_s(exits_in_a_row: int) -> float:
+    """Return the pause before the next start: 0.5, 1, 2 … 30 s."""
+    return min(FIRST_PAUSE_S * 2 ** max(0, exits_in_a_row - 1), MAX_PAUSE_S)

@@ -1,7 +1,7 @@
-"""Supervisor: the pure state machine of one attempt. Events in, actions out; it owns no processes, files or clocks.
+"""The pure state machine of one attempt: events in, actions out. It owns no processes, files or clocks.
 
-Phases: RUNNING until somebody asks for an end or the trainer comes to one; DRAINING while the trainer saves and the others
-still serve it; ENDING while all are told to end; OVER. `now` is any clock that only grows, in seconds.
+Phases: RUNNING until a stop is requested or the trainer exits for good; DRAINING while the trainer saves and the other
+units still serve it; ENDING while all are asked to stop; OVER. `now` is any monotonic clock, in seconds.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_rl.errors import ExitCode, FailureClass
+from hpc_rl.errors import ExitCode, FailureClass, StopCause
 from hpc_rl.plan.schema import Unit
+from hpc_rl.records import EventKind
 from hpc_rl.supervise import exit_policy
-from hpc_rl.supervise.exit_policy import Verdict
-from hpc_rl.supervise.failures import End, is_failure
+from hpc_rl.supervise.exit_policy import Consequence, UnitExit
 
 DRAIN_GRACE_S = 120.0
 END_GRACE_S = 15.0
-LAST_GRACE_S = 10.0  # after the kill, for what can't be killed
-STACKS_S = 3.0  # for the processes of a unit that hangs to write down where they are
+KILL_GRACE_S = 10.0  # after the kill, for what can't be killed
+STACKS_S = 3.0  # for the processes of a unit that hangs to dump their stacks
 
 Key = tuple[str, int]
 
@@ -34,21 +34,21 @@ class Start:
 
 @dataclass(frozen=True)
 class AskToStop:
-    """Ask a unit to save and end; may be repeated without harm."""
+    """Ask a unit to save and stop. Idempotent."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class Kill:
-    """End a unit by force."""
+    """Kill a unit."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class DumpStacks:
-    """Every process of a unit writes down where it is; one that hangs by a signal, for it may not listen."""
+    """Have every process of a unit dump its stacks; where it hangs, by a signal."""
 
     key: Key
     hangs: bool
@@ -56,29 +56,29 @@ class DumpStacks:
 
 @dataclass(frozen=True)
 class Avoid:
-    """Nodes that the next attempt is not to get."""
+    """Keep the next attempt off these nodes."""
 
     nodes: tuple[str, ...]
     reason: str
 
 
 @dataclass(frozen=True)
-class Record:
-    """A line for events.jsonl."""
+class LogEvent:
+    """Write a line of events.jsonl."""
 
-    event: str
+    kind: EventKind
     details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The attempt is over: the supervisor leaves with this code."""
+    """Exit with this code: the attempt is over."""
 
     code: int
     reason: str
 
 
-Action = Start | AskToStop | Kill | DumpStacks | Avoid | Record | Finish
+Action = Start | AskToStop | Kill | DumpStacks | Avoid | LogEvent | Finish
 
 
 class Phase(enum.Enum):
@@ -88,25 +88,25 @@ class Phase(enum.Enum):
     OVER = "over"
 
 
-class Standing(enum.Enum):
-    IDLE = "idle"  # never started, or ended and not to be started again
+class SlotState(enum.Enum):
+    IDLE = "idle"  # never started, or exited and not to be started again
     RUNNING = "running"
     PAUSED = "paused"  # to be started again at `restart_at`
-    GAVE_UP = "gave up"  # its peers do without it; tried once more at `restart_at`
+    GAVE_UP = "gave up"  # its peers work without it; tried once more at `restart_at`
 
 
 @dataclass
 class Slot:
-    """One unit and where it stands."""
+    """One unit and its state."""
 
     unit: Unit
     incarnation: int  # of the next start
-    standing: Standing = Standing.IDLE
+    state: SlotState = SlotState.IDLE
     started_at: float = 0.0
     served_at: float | None = None  # when this incarnation of a server first served
     restart_at: float = 0.0
-    ends_in_a_row: int = 0
-    killed_as: End | None = None  # what counts once it is gone
+    exits_in_a_row: int = 0
+    killed_as: UnitExit | None = None  # counts instead of its exit code
     kill_at: float = 0.0
     lost_node: bool = False
 
@@ -114,19 +114,25 @@ class Slot:
     def key(self) -> Key:
         return self.unit.role, self.unit.index
 
+    @property
+    def name(self) -> str:
+        return f"{self.unit.role} {self.unit.index}"
+
     def was_healthy(self, now: float) -> bool:
-        """Whether an incarnation that ends now was part of no crash loop."""
+        """Return whether an incarnation that exits now was not part of a crash loop."""
         since = self.served_at if self.unit.role == "server" else self.started_at
         return since is not None and now - since >= exit_policy.HEALTHY_LIFE_S
 
 
-class Supervisor:
-    """Args:
-    units: The plan's units.
-    mode: `recover.mode`.
-    retries: `recover.retries`.
-    failures: Failed ends of the trainer without a new generation, of supervisors before this one.
-    incarnations: First incarnation number of each unit; 0 where it is missing.
+class AttemptMachine:
+    """The units of one attempt.
+
+    Args:
+        units: The plan's units.
+        mode: `recover.mode`.
+        retries: `recover.retries`.
+        failures: Of the trainer since the last generation, under supervisors before this one.
+        incarnations: First incarnation number of each unit; 0 where it is missing.
     """
 
     def __init__(
@@ -146,9 +152,10 @@ class Supervisor:
         self.failures = failures
         self.phase = Phase.RUNNING
         self.drain_grace_s = DRAIN_GRACE_S
-        self._asked = ""  # why a stop was asked for
-        self._last_call = ""  # why a trainer may stop by itself
-        self._verdict: Verdict | None = None  # fixed before the trainer has ended
+        self.stop_cause: StopCause | None = None
+        self._stop_reason = ""
+        self._may_stop_for: StopCause | None = None  # why a trainer may stop by itself
+        self._result: Consequence | None = None  # fixed before the trainer has exited
         self._deadline = 0.0
         self._killed = False
 
@@ -157,96 +164,99 @@ class Supervisor:
         return next((slot for slot in self.slots.values() if slot.unit.role == "trainer"), None)
 
     def start(self, now: float) -> list[Action]:
-        """Start everything."""
+        """Start all units."""
         return [action for slot in self.slots.values() for action in self._start(slot, now)]
 
     def progressed(self, step: int) -> list[Action]:
-        """A new generation was committed: a helper without a peer has done its part, so its ends before were no crash loop."""
+        """Note a new generation: what a helper without a peer did before was not a crash loop."""
         self.failures = 0
         roles = [slot.unit.role for slot in self.slots.values()]
         for slot in self.slots.values():
             if roles.count(slot.unit.role) == 1:
-                slot.ends_in_a_row = 0
-        return [Record("progress", {"step": step})]
+                slot.exits_in_a_row = 0
+        return [LogEvent(EventKind.PROGRESS, {"step": step})]
 
-    def stop(self, now: float, why: str, failure: FailureClass = FailureClass.USER) -> list[Action]:
-        """Somebody wants the attempt to end with its state saved. The class says what it comes of."""
+    def stop(self, now: float, cause: StopCause, reason: str = "") -> list[Action]:
+        """Save the state and end the attempt."""
+        usual_reason, failure = exit_policy.STOP_REASONS[cause]
+        reason = reason or usual_reason
+        details = {"cause": cause.value, "reason": reason}
         if self.phase is not Phase.RUNNING:
-            return [Record("stop_repeated", {"reason": why})]
-        self._asked = why
-        return [Record("stopping", {"reason": why, "class": failure.value}), *self._drain(now)]
+            return [LogEvent(EventKind.STOP_REPEATED, details)]
+        self.stop_cause, self._stop_reason = cause, reason
+        return [LogEvent(EventKind.STOPPING, details | {"class": failure.value}), *self._drain(now)]
 
     def served(self, now: float, key: Key, incarnation: int) -> None:
-        """A server serves: only from then on it lives. It may load for long before it fails at the first request."""
+        """Note that a server serves. It may load for long before it fails at the first request."""
         slot = self.slots.get(key)
         if slot is not None and slot.incarnation == incarnation and slot.served_at is None:
             slot.served_at = now
 
-    def last_call(self, why: str) -> None:
-        """From now on a trainer without work stops by itself: that is no rollout role that went dry, but for this reason."""
-        self._last_call = why
+    def announce_end(self, cause: StopCause) -> None:
+        """Expect from now on that a trainer without batches stops by itself."""
+        self._may_stop_for = cause
 
     def hung(self, now: float, key: Key, why: str) -> list[Action]:
-        """Nothing moves in a unit: everybody writes down where they are, then it is killed and its policy decides."""
+        """Have all units dump their stacks, then kill the one in which nothing moves."""
         slot = self.slots[key]
         if not self._may_be_killed(slot):
             return []
         slot.killed_as, slot.kill_at = exit_policy.hung(why), now + STACKS_S
-        told = Record("hung", _about(slot) | {"reason": why})
-        return [told, *(DumpStacks(one.key, one is slot) for one in self._running())]
+        event = LogEvent(EventKind.HUNG, _about(slot) | {"reason": why})
+        return [event, *(DumpStacks(one.key, one is slot) for one in self._running())]
 
     def unplaced(self, key: Key, why: str) -> list[Action]:
-        """The scheduler starts no process of a unit on its nodes."""
+        """Kill a unit of which the scheduler starts no process on its nodes."""
         slot = self.slots[key]
         if not self._may_be_killed(slot):
             return []
         slot.killed_as = exit_policy.unplaced(slot.unit.role, why, is_first_start=slot.incarnation == 0)
         slot.kill_at = float("inf")
-        return [Record("unplaced", _about(slot) | {"reason": why}), Kill(key)]
+        return [LogEvent(EventKind.UNPLACED, _about(slot) | {"reason": why}), Kill(key)]
 
     def _may_be_killed(self, slot: Slot) -> bool:
-        return self.phase is Phase.RUNNING and slot.standing is Standing.RUNNING and slot.killed_as is None
+        return self.phase is Phase.RUNNING and slot.state is SlotState.RUNNING and slot.killed_as is None
 
     def abandon(self, now: float, code: int, why: str) -> list[Action]:
-        """End everything without saving: somebody else owns the trial."""
+        """Kill all units without saving."""
         if self.phase is Phase.OVER:
             return []
         return [
-            Record("abandoning", {"reason": why}),
-            *self._end_all(now, Verdict(False, code, why), by_force=True),
+            LogEvent(EventKind.ABANDONING, {"reason": why}),
+            *self._end_all(now, Consequence(False, code, why), by_force=True),
         ]
 
-    def exited(self, now: float, key: Key, incarnation: int, end: End) -> list[Action]:
-        """An incarnation of a unit is gone, all its processes."""
+    def exited(self, now: float, key: Key, incarnation: int, found: UnitExit) -> list[Action]:
+        """Decide what follows now that all processes of an incarnation have exited."""
         slot = self.slots[key]
-        if slot.standing is not Standing.RUNNING or slot.incarnation != incarnation:
+        if slot.state is not SlotState.RUNNING or slot.incarnation != incarnation:
             return []
-        slot.standing = Standing.IDLE
+        slot.state = SlotState.IDLE
         if slot.killed_as:
-            end, slot.killed_as = slot.killed_as, None
+            found, slot.killed_as = slot.killed_as, None
         lived_s = now - slot.started_at
-        slot.ends_in_a_row = 1 if slot.was_healthy(now) else slot.ends_in_a_row + 1
+        slot.exits_in_a_row = 1 if slot.was_healthy(now) else slot.exits_in_a_row + 1
         is_trainer = slot.unit.role == "trainer"
-        failure = self._is_failure(slot, end)
-        self.failures += failure
-        actions: list[Action] = [_exited(slot, end, lived_s, failure)]
+        uses_retry = self._uses_retry(slot, found)
+        self.failures += uses_retry
+        actions: list[Action] = [_exited(slot, found, lived_s, uses_retry)]
         slot.incarnation += 1
         if self.phase is Phase.ENDING:
             return actions + self._finish_if_empty()
         if is_trainer:
-            return actions + self._trainer_ended(slot, end, now)
-        return actions + self._helper_ended(slot, end, now)
+            return actions + self._trainer_exited(slot, found, now)
+        return actions + self._helper_exited(slot, found, now)
 
-    def _is_failure(self, slot: Slot, end: End) -> bool:
-        """Whether an end uses up the retries: of the trainer, or of whoever had to be killed because nothing moved."""
+    def _uses_retry(self, slot: Slot, found: UnitExit) -> bool:
+        """Return whether an exit uses up a retry: of the trainer, or of a unit that was killed because it hung."""
         if slot.unit.role != "trainer":
-            return end.failure is FailureClass.INFRASTRUCTURE and end.by_signal
-        return (
-            is_failure(end.code) and end.policy.counts and (self.phase is Phase.RUNNING or not end.by_signal)
-        )
+            return found.failure is FailureClass.INFRASTRUCTURE and found.by_signal
+        if self.phase is not Phase.RUNNING and found.by_signal:
+            return False
+        return found.is_failure and found.policy.uses_retry
 
     def tick(self, now: float) -> list[Action]:
-        """Whatever is due."""
+        """Return the actions that are due."""
         hanging: list[Action] = [
             Kill(slot.key) for slot in self._running() if slot.killed_as and now >= slot.kill_at
         ]
@@ -254,154 +264,153 @@ class Supervisor:
 
     def _tick(self, now: float) -> list[Action]:
         if self.phase is Phase.RUNNING:
-            waiting = (Standing.PAUSED, Standing.GAVE_UP)
-            due = [
-                slot for slot in self.slots.values() if slot.standing in waiting and now >= slot.restart_at
-            ]
+            waiting = (SlotState.PAUSED, SlotState.GAVE_UP)
+            due = [slot for slot in self.slots.values() if slot.state in waiting and now >= slot.restart_at]
             return [action for slot in due for action in self._start(slot, now)]
         if self.phase is Phase.OVER or now < self._deadline:
             return []
         if self.phase is Phase.DRAINING and not self._killed:
             self._killed = True
-            self._deadline = now + LAST_GRACE_S
+            self._deadline = now + KILL_GRACE_S
             trainer = self.trainer
-            late: list[Action] = [
-                Record("killing", {"reason": f"the trainer did not stop within {self.drain_grace_s:g} s"})
-            ]
+            reason = f"the trainer did not stop within {self.drain_grace_s:g} s"
+            late: list[Action] = [LogEvent(EventKind.KILLING, {"reason": reason})]
             return [*late, *([Kill(trainer.key)] if trainer else [])]
         if self.phase is Phase.DRAINING:
-            end = End(128 + 9, "it could not be killed")
-            return self._end_all(now, self._after_drain(end))
+            return self._end_all(now, self._after_drain(UnitExit(128 + 9, "it could not be killed")))
         if not self._killed:
             self._killed = True
-            self._deadline = now + LAST_GRACE_S
+            self._deadline = now + KILL_GRACE_S
             return [Kill(slot.key) for slot in self._running()]
-        return self._over(
-            "; left behind: " + ", ".join(f"{slot.unit.role} {slot.unit.index}" for slot in self._running())
-        )
+        return self._over("; left behind: " + ", ".join(slot.name for slot in self._running()))
 
     def _start(self, slot: Slot, now: float) -> list[Action]:
-        slot.standing = Standing.RUNNING
+        slot.state = SlotState.RUNNING
         slot.started_at, slot.served_at = now, None
         return [_started(slot), Start(slot.unit, slot.incarnation)]
 
-    def _trainer_ended(self, slot: Slot, end: End, now: float) -> list[Action]:
+    def _trainer_exited(self, slot: Slot, found: UnitExit, now: float) -> list[Action]:
         if self.phase is Phase.DRAINING:
-            return self._end_all(now, self._after_drain(end))
-        if end.code == ExitCode.STOPPED and self._last_call:
-            end = End(end.code, self._last_call)
-        verdict = exit_policy.after_trainer(end, self.mode, self.failures, self.retries)
-        avoid = self._avoid(end)
-        if verdict.restart:
-            return avoid + self._pause(
-                slot, now, end.policy.pause_s or exit_policy.pause_s(self.failures), verdict.reason
-            )
-        return avoid + self._end_all(now, verdict)
+            return self._end_all(now, self._after_drain(found))
+        if found.code == ExitCode.STOPPED and self._may_stop_for is not None:
+            self.stop_cause = self._may_stop_for
+            usual_reason, _ = exit_policy.STOP_REASONS[self._may_stop_for]
+            found = UnitExit(found.code, f"{usual_reason}: no rollout would be finished")
+        follows = exit_policy.after_trainer(found, self.mode, self.failures, self.retries)
+        avoid = self._avoid(found)
+        if follows.restart:
+            pause_s = found.policy.pause_s or exit_policy.pause_s(self.failures)
+            return avoid + self._pause(slot, now, pause_s, follows.reason)
+        return avoid + self._end_all(now, follows)
 
-    def _avoid(self, end: End) -> list[Action]:
-        return [Avoid(end.nodes, end.reason)] if end.nodes and end.policy.exclude_nodes else []
+    def _avoid(self, found: UnitExit) -> list[Action]:
+        return [Avoid(found.nodes, found.reason)] if found.nodes and found.policy.exclude_nodes else []
 
-    def _helper_ended(self, slot: Slot, end: End, now: float) -> list[Action]:
-        name = f"{slot.unit.role} {slot.unit.index}"
-        if end.code == ExitCode.BAD_CONFIG and self._verdict is None:
-            return self._fail(now, ExitCode.BAD_CONFIG, f"{name}: {end.reason or 'bad configuration'}")
+    def _helper_exited(self, slot: Slot, found: UnitExit, now: float) -> list[Action]:
+        if found.code == ExitCode.BAD_CONFIG and self._result is None:
+            reason = found.reason or "invalid configuration"
+            return self._fail(now, ExitCode.BAD_CONFIG, f"{slot.name}: {reason}")
         if self.phase is Phase.DRAINING:
             return []
-        avoid = self._avoid(end)
-        slot.lost_node = end.failure is FailureClass.NODE
-        if end.policy.then == "end" and is_failure(end.code):
-            return avoid + self._give_up(
-                slot, now, f"{name}: {end.reason} ({end.failure}: {end.policy.advice})", even_alone=True
-            )
-        if end.failure is FailureClass.INFRASTRUCTURE and self.failures > self.retries:
-            spent = exit_policy.after_failure(name, end, self.mode, self.failures, self.retries).reason
-            return avoid + self._give_up(slot, now, spent, even_alone=True)
+        slot.lost_node = found.failure is FailureClass.NODE
+        return self._avoid(found) + self._restart_helper(slot, found, now)
+
+    def _restart_helper(self, slot: Slot, found: UnitExit, now: float) -> list[Action]:
+        policy = found.policy
+        if policy.action == "end" and found.is_failure:
+            why = f"{slot.name}: {found.reason} ({found.failure}: {policy.advice})"
+            return self._give_up(slot, now, why, even_alone=True)
+        if found.failure is FailureClass.INFRASTRUCTURE and self.failures > self.retries:
+            spent = exit_policy.after_failure(slot.name, found, self.mode, self.failures, self.retries)
+            return self._give_up(slot, now, spent.reason, even_alone=True)
         if slot.lost_node:
-            return avoid + self._give_up(slot, now, f"{name}: {end.reason}")
-        if end.policy.pause_s:
-            slot.ends_in_a_row = 0  # that is no crash loop
-            return avoid + self._pause(slot, now, end.policy.pause_s, end.reason)
-        if slot.ends_in_a_row < exit_policy.ENDS_IN_A_ROW:
-            return avoid + self._pause(slot, now, exit_policy.pause_s(slot.ends_in_a_row), end.reason)
-        why = f"{name} ended {slot.ends_in_a_row} times in a row, last: {end.reason or f'code {end.code}'}"
-        return avoid + self._give_up(slot, now, why)
+            return self._give_up(slot, now, f"{slot.name}: {found.reason}")
+        if policy.pause_s:
+            slot.exits_in_a_row = 0  # that is not a crash loop
+            return self._pause(slot, now, policy.pause_s, found.reason)
+        if slot.exits_in_a_row < exit_policy.MAX_EXITS_IN_A_ROW:
+            return self._pause(slot, now, exit_policy.pause_s(slot.exits_in_a_row), found.reason)
+        last = found.reason or f"code {found.code}"
+        return self._give_up(
+            slot, now, f"{slot.name} exited {slot.exits_in_a_row} times in a row, last: {last}"
+        )
 
     def _give_up(self, slot: Slot, now: float, why: str, even_alone: bool = False) -> list[Action]:
-        """Not to be started again for long, and the attempt fails with the last of its kind; other nodes may help then."""
-        slot.standing = Standing.GAVE_UP
-        slot.restart_at = float("inf") if slot.lost_node else now + exit_policy.GIVEN_UP_S
+        """Leave a unit down for long. The attempt fails with the last of a role, or at once where `even_alone`."""
+        slot.state = SlotState.GAVE_UP
+        slot.restart_at = float("inf") if slot.lost_node else now + exit_policy.GIVE_UP_PAUSE_S
         details: dict[str, Any] = {"role": slot.unit.role, "index": slot.unit.index, "reason": why}
-        details |= {} if slot.lost_node else {"pause_s": exit_policy.GIVEN_UP_S}
-        gave_up: list[Action] = [Record("gave_up", details)]
+        details |= {} if slot.lost_node else {"pause_s": exit_policy.GIVE_UP_PAUSE_S}
+        gave_up: list[Action] = [LogEvent(EventKind.GAVE_UP, details)]
+        if even_alone:
+            return gave_up + self._fail(now, ExitCode.FAILED, why)
         peers = [other for other in self.slots.values() if other.unit.role == slot.unit.role]
-        if not even_alone and any(other.standing is not Standing.GAVE_UP for other in peers):
+        if any(other.state is not SlotState.GAVE_UP for other in peers):
             return gave_up
-        elsewhere = (
-            any(other.lost_node for other in peers)
-            and self.mode in exit_policy.RESTARTING_MODES
-            and not even_alone
-        )
-        code = ExitCode.STOPPED if elsewhere else ExitCode.FAILED
-        return gave_up + self._fail(now, code, f"{why}; other nodes are needed" if elsewhere else why)
+        if any(other.lost_node for other in peers) and self.mode in exit_policy.RESTARTING_MODES:
+            return gave_up + self._fail(now, ExitCode.STOPPED, f"{why}; other nodes are needed")
+        return gave_up + self._fail(now, ExitCode.FAILED, why)
 
     def _pause(self, slot: Slot, now: float, pause_s: float, why: str) -> list[Action]:
-        slot.standing = Standing.PAUSED
+        slot.state = SlotState.PAUSED
         slot.restart_at = now + pause_s
         details = {"role": slot.unit.role, "index": slot.unit.index, "pause_s": pause_s, "reason": why}
-        return [Record("restarting", details)]
+        return [LogEvent(EventKind.RESTARTING, details)]
 
     def _fail(self, now: float, code: int, why: str) -> list[Action]:
-        """The attempt can't go on; the trainer may still save."""
-        self._verdict = Verdict(False, code, why)
+        """End the attempt with this code; the trainer may still save."""
+        self._result = Consequence(False, code, why)
         if self.phase is not Phase.RUNNING:
             return []
-        return [Record("failing", {"reason": why}), *self._drain(now)]
+        return [LogEvent(EventKind.FAILING, {"reason": why}), *self._drain(now)]
 
     def _drain(self, now: float) -> list[Action]:
         trainer = self.trainer
         self.phase = Phase.DRAINING
         self._deadline = now + self.drain_grace_s
-        if trainer is not None and trainer.standing is Standing.RUNNING:
+        if trainer is not None and trainer.state is SlotState.RUNNING:
             return [AskToStop(trainer.key)]
         return self._end_all(now, self._after_drain(None))
 
-    def _after_drain(self, end: End | None) -> Verdict:
-        verdict = exit_policy.after_drain(end, self.mode, self.failures, self.retries, self._asked)
-        if self._verdict is not None and verdict.exit_code != ExitCode.DONE:
-            return self._verdict
-        return verdict
+    def _after_drain(self, found: UnitExit | None) -> Consequence:
+        follows = exit_policy.after_drain(found, self.mode, self.failures, self.retries, self._stop_reason)
+        if self._result is not None and follows.exit_code != ExitCode.DONE:
+            return self._result
+        return follows
 
-    def _end_all(self, now: float, verdict: Verdict, by_force: bool = False) -> list[Action]:
+    def _end_all(self, now: float, result: Consequence, by_force: bool = False) -> list[Action]:
         self.phase = Phase.ENDING
-        self._verdict = verdict
-        self._deadline = now + (LAST_GRACE_S if by_force else END_GRACE_S)
+        self._result = result
+        self._deadline = now + (KILL_GRACE_S if by_force else END_GRACE_S)
         self._killed = by_force
-        told: list[Action] = [Kill(slot.key) if by_force else AskToStop(slot.key) for slot in self._running()]
-        return told + self._finish_if_empty()
+        asked: list[Action] = [
+            Kill(slot.key) if by_force else AskToStop(slot.key) for slot in self._running()
+        ]
+        return asked + self._finish_if_empty()
 
     def _finish_if_empty(self) -> list[Action]:
         return [] if self._running() else self._over("")
 
     def _over(self, note: str) -> list[Action]:
         self.phase = Phase.OVER
-        assert self._verdict is not None
-        return [Finish(int(self._verdict.exit_code), self._verdict.reason + note)]
+        assert self._result is not None
+        return [Finish(int(self._result.exit_code), self._result.reason + note)]
 
     def _running(self) -> list[Slot]:
-        return [slot for slot in self.slots.values() if slot.standing is Standing.RUNNING]
+        return [slot for slot in self.slots.values() if slot.state is SlotState.RUNNING]
 
 
 def _about(slot: Slot) -> dict[str, Any]:
-    """Which incarnation of which unit, as events name it."""
+    """Return which incarnation of which unit, as events name it."""
     return {"role": slot.unit.role, "index": slot.unit.index, "incarnation": slot.incarnation}
 
 
-def _started(slot: Slot) -> Record:
-    return Record("started", _about(slot))
+def _started(slot: Slot) -> LogEvent:
+    return LogEvent(EventKind.STARTED, _about(slot))
 
 
-def _exited(slot: Slot, end: End, lived_s: float, failure: bool) -> Record:
-    details = _about(slot) | {"code": int(end.code), "reason": end.reason, "lived_s": round(lived_s, 3)}
-    if is_failure(end.code):
-        details["class"] = end.failure.value
-    return Record("exited", details | ({"failure": True} if failure else {}))
+def _exited(slot: Slot, found: UnitExit, lived_s: float, uses_retry: bool) -> LogEvent:
+    details = _about(slot) | {"code": int(found.code), "reason": found.reason, "lived_s": round(lived_s, 3)}
+    if found.is_failure:
+        details["class"] = found.failure.value
+    return LogEvent(EventKind.EXITED, details | ({"failure": True} if uses_retry else {}))

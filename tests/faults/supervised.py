@@ -13,8 +13,8 @@ from toy_plans import toy_plan
 from hpc_rl.files import JsonLines
 from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import is_alive
-from hpc_rl.supervise.ownership import ProcessRecord
-from hpc_rl.trial import Trial, read_json, write_json
+from hpc_rl.records import ProcessRecord
+from hpc_rl.trial import Trial, write_json
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -83,8 +83,12 @@ class Fake:
         return [row for row in rows if row["event"] == event and role in (None, row.get("role"))]
 
     def alive(self) -> list[ProcessRecord]:
-        records = [ProcessRecord(**read_json(path)) for path in self.attempt.processes.glob("*.json")]
-        return [one for one in records if one.role != "supervisor" and is_alive(one.pid, one.start_ticks)]
+        records = map(ProcessRecord.read, self.attempt.processes.glob("*.json"))
+        return [
+            one
+            for one in records
+            if one is not None and one.role != "supervisor" and is_alive(one.pid, one.start_ticks)
+        ]
 
     def until(self, what, timeout_s: float = 15.0) -> None:
         deadline = time.monotonic() + timeout_s

@@ -31,7 +31,11 @@ def test_a_supervisor_without_its_script_saves_and_ends(tmp_path):
     script.wait()
     fake.until(lambda: fake.attempt.ended.exists())
     ended = read_json(fake.attempt.ended)
-    assert ended["exit_code"] == 75 and "batch script" in ended["reason"]
+    assert (
+        ended["exit_code"] == 75
+        and read_json(fake.attempt.ended)["cause"] == "script_killed"
+        and "job script" in ended["reason"]
+    )
     assert not fake.alive()
 
 
@@ -41,5 +45,8 @@ def test_a_script_that_died_before_its_supervisor_could_look_is_missed_all_the_s
     script = subprocess.Popen(["true"])
     script.wait()
     assert fake.run(HPC_RL_SCRIPT_PID=str(script.pid)) == 75, fake.story()
-    assert "batch script" in read_json(fake.attempt.ended)["reason"]
+    assert (
+        read_json(fake.attempt.ended)["cause"] == "script_killed"
+        and "job script" in read_json(fake.attempt.ended)["reason"]
+    )
     assert not fake.events("started")

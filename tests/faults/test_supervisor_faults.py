@@ -63,7 +63,9 @@ def test_what_a_later_job_finished_is_not_started_again_and_an_earlier_ones_mark
 
 def test_the_script_is_told_which_nodes_are_bad_now_where_an_attempt_begins_and_where_it_ends(fake):
     fake.write({"trainer": ["train"]})
-    bad_nodes.add(fake.trial, "earlier.0", ["n1"], "lost", now=time.time() - 7200, hours=1)
+    bad_nodes.add(
+        fake.trial, fake.trial.attempt("earlier.0"), ["n1"], "lost", now=time.time() - 7200, hours=1
+    )
     fake.trial.exclude(JOB).write_text("n1\n")
     assert fake.run() == 0, fake.story()
     assert fake.trial.exclude(JOB).read_text() == "\n"

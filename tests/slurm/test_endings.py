@@ -207,7 +207,7 @@ def test_a_plain_scancel_stays_dead_and_is_told(cluster, start, until):
     assert job.state is State.CANCELLED and "Restarts=0" in job.shown(), job.said()
     story = job.story
     assert story.state != "done" and story.over
-    assert "SIGTERM of the scheduler: a cancel" in story.reason or "CANCELLED" in story.reason
+    assert "SIGTERM from the scheduler: a cancel" in story.reason or "CANCELLED" in story.reason
 
 
 def test_cancel_saves_first_where_submitit_submitted(cluster, tmp_path, monkeypatch, until):

@@ -140,8 +140,8 @@ def test_where_requeue_is_refused_a_successor_goes_on(trials, cluster, until):
     options = READY | {"allocation_mode": "embedded:d1+fsdp:d1", "launcher.slurm.comment": "project-7"}
     one = trials.start(options, scheduler="slurm", total_steps=24, held=True)
     one.until(lambda: one.num_rows() >= 3)
-    bad_nodes.add(one.trial, f"{one.job_id}.0", ["n4"], "lost", time.time(), hours=1)
-    bad_nodes.tell_script(one.trial, one.job_id, time.time())
+    bad_nodes.add(one.trial, one.trial.attempt(f"{one.job_id}.0"), ["n4"], "lost", time.time(), hours=1)
+    bad_nodes.write_exclude_file(one.trial, one.job_id, time.time())
     cluster.run("scontrol", "update", f"jobid={one.job_id}", "Requeue=0")
     cluster.run("scancel", "--batch", "--signal=USR1", one.job_id)
     one.until(lambda: (one.trial.jobs / f"{one.job_id}.next-0001").exists(), 120)

@@ -21,6 +21,7 @@ SMALL = {
     "app/server.py": "a process of its own",
     "app/submit_servers.py": "a process of its own",
     "app/submit_successor.py": "a process of its own",
+    "checkpoint/lineage.py": "writes what records.py reads",
     "cli/quickstart.py": "a command of its own",
     "config/loading/profiles.py": "imported by config, render and doctor",
     "config/sections/dataset.py": "a section of its own",
@@ -35,6 +36,7 @@ SMALL = {
     "schedulers/hostlist.py": "imported by sinfo, every role and doctor",
     "servers/base.py": "a protocol with several implementations",
     "slurm_time.py": "imported by config, render, submit and schedulers",
+    "supervise/bad_nodes.py": "imported by supervise and submit",
     "stats/tracker.py": "imported by every recipe and engine",
     "trainers/activity.py": "imported by the run and what composes it",
 }
@@ -44,16 +46,15 @@ KNOWN_SMALL = {
     "cli/render.py", "config/tables/departures.py",
     "render/code_zip.py", "render/roots.py", "render/sample.py", "rollout/report.py",
     "schedulers/record.py",
-    "supervise/bad_nodes.py", "supervise/ends.py", "supervise/measured.py",
 }  # fmt: skip
 KNOWN_FILE_NAMES = {"templates.py"}
 KNOWN_CLASS_NAMES = {
-    "Cluster", "Driver", "End", "Engine", "Finding", "Job", "Place", "ProcessRecord", "Report", "Request",
+    "Cluster", "Driver", "Engine", "Finding", "Job", "Place", "Report", "Request",
     "Rows", "Seen", "Start", "State",
 }  # fmt: skip
 KNOWN_LONG_FUNCTIONS = {"submit/submission.py submit"}
 KNOWN_LONG_FILES = {"doctor/checks.py"}
-KNOWN_READS = {"checkpoint/starts.py"}
+KNOWN_READS = {"records.py"}  # only what earlier versions wrote
 
 # Names in which text for people is carried.
 MESSAGE_NAMES = {"reason", "reasons", "message", "messages", "words", "text", "error", "detail", "note"}

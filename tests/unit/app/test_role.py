@@ -9,7 +9,7 @@ from pathlib import Path
 from toy_plans import toy_plan
 
 from hpc_rl.plan.schema import Unit
-from hpc_rl.supervise.ends import end_of
+from hpc_rl.supervise.exit_policy import unit_exit
 from hpc_rl.trial import Trial, write_json
 
 ROLE = """
@@ -52,6 +52,6 @@ def test_a_role_that_finds_the_disk_full_says_so_and_costs_no_retry(tmp_path: Pa
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         code = process.wait(60)
         assert process.stderr is not None and "No space left" in process.stderr.read()
-    end = end_of(attempt, UNIT, 0, code)
+    end = unit_exit(attempt, UNIT, 0, code)
     assert code == end.code == 73 and "No space left" in end.reason
-    assert end.failure == "disk full" and not end.policy.counts and end.policy.then == "restart"
+    assert end.failure == "disk full" and not end.policy.uses_retry and end.policy.action == "restart"

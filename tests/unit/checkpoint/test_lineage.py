@@ -18,8 +18,13 @@ from hpc_rl.checkpoint.decide import Cause, Decision
 from hpc_rl.checkpoint.generation import Commit, set_aside
 from hpc_rl.checkpoint.lineage import next_lineage
 from hpc_rl.checkpoint.manifest import Manifest
-from hpc_rl.checkpoint.start_facts import decide_start, fruitless_starts, gather, trimmed
-from hpc_rl.checkpoint.starts import failures_without_progress
+from hpc_rl.checkpoint.start_facts import (
+    decide_start,
+    failures_without_progress,
+    fruitless_starts,
+    gather,
+    trimmed,
+)
 from hpc_rl.errors import TrialStateError
 from hpc_rl.records import read_lineages
 from hpc_rl.stats.read import lineages

@@ -111,7 +111,7 @@ def test_nodes_that_failed_the_trial_are_avoided_where_enough_others_are_left(
     scheduler.name = "slurm"
     assert submitted(config, "launcher.type=slurm") == 0
     trial = trial_index.resolve("small")
-    bad_nodes.add(trial, "job-1.0", ["n1"], "lost", time.time(), hours=1)
+    bad_nodes.add(trial, trial.attempt("job-1.0"), ["n1"], "lost", time.time(), hours=1)
     for left, excluded, words in ((nodes[1], True, "avoided"), (None, False, "not avoided")):
         nodes[1:] = [left] if left else []
         scheduler.answers.clear()

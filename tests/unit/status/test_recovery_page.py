@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc_rl.supervise.failures import POLICIES
+from hpc_rl.supervise.exit_policy import POLICIES
 
 PAGE = Path(__file__).parents[3] / "docs" / "recovery.md"
 SAID = {"end": "ends", "restart": "started again", "requeue": "requeued"}
@@ -20,6 +20,6 @@ def test_the_page_has_the_policy_of_every_class():
     assert set(told) == {failure.value for failure in POLICIES}
     for failure, policy in POLICIES.items():
         follows, counts = told[failure.value]
-        assert SAID[policy.then] in follows, failure
-        assert counts == ("yes" if policy.counts else "no"), failure
+        assert SAID[policy.action] in follows, failure
+        assert counts == ("yes" if policy.uses_retry else "no"), failure
         assert (policy.pause_s is None) or f"{policy.pause_s:.0f} s" in follows

@@ -10,9 +10,9 @@ def test_nodes_are_kept_until_their_time_is_over(tmp_path):
     trial = Trial(tmp_path / "u" / "e" / "t")
     trial.make_dirs()
     assert bad_nodes.current(trial, 0) == {}
-    bad_nodes.add(trial, "7.0", ["n3"], "lost", now=0, hours=2)
-    bad_nodes.add(trial, "7.1", ["n1", "n2"], "lost", now=3600, hours=2)
-    bad_nodes.tell_script(trial, "7", 3600)
+    bad_nodes.add(trial, trial.attempt("7.0"), ["n3"], "lost", now=0, hours=2)
+    bad_nodes.add(trial, trial.attempt("7.1"), ["n1", "n2"], "lost", now=3600, hours=2)
+    bad_nodes.write_exclude_file(trial, "7", 3600)
     assert trial.exclude("7").read_text() == "n1,n2,n3\n"
     assert list(bad_nodes.current(trial, 7300)) == ["n1", "n2"]
     assert bad_nodes.current(trial, 7300)["n1"] == {
@@ -31,18 +31,18 @@ def test_a_torn_or_foreign_file_is_no_file(tmp_path):
         trial.bad_nodes.write_text(content)
         assert bad_nodes.current(trial, 0) == {}
     write_json(trial.bad_nodes, {"nodes": {}})
-    bad_nodes.add(trial, "7.0", ["n1"], "lost", now=0, hours=0)
+    bad_nodes.add(trial, trial.attempt("7.0"), ["n1"], "lost", now=0, hours=0)
     assert "n1" in trial.bad_nodes.read_text() and not bad_nodes.current(trial, 0)
 
 
 def test_once_their_time_is_over_the_script_is_told_so(tmp_path):
     trial = Trial(tmp_path / "u" / "e" / "t")
     trial.make_dirs()
-    bad_nodes.tell_script(trial, "7", 0)
+    bad_nodes.write_exclude_file(trial, "7", 0)
     assert not trial.exclude("7").exists(), "there never was one"
-    bad_nodes.add(trial, "7.0", ["n1"], "lost", now=0, hours=1)
-    bad_nodes.tell_script(trial, "7", 0)
-    bad_nodes.tell_script(trial, "7", 4000)
+    bad_nodes.add(trial, trial.attempt("7.0"), ["n1"], "lost", now=0, hours=1)
+    bad_nodes.write_exclude_file(trial, "7", 0)
+    bad_nodes.write_exclude_file(trial, "7", 4000)
     assert trial.exclude("7").read_text() == "\n"
 
 
@@ -50,8 +50,8 @@ def test_a_task_of_servers_tells_of_its_nodes_in_a_file_of_its_own(tmp_path):
     trial = Trial(tmp_path / "u" / "e" / "t")
     trial.make_dirs()
     trial.attempt("150_1.0").make_dirs()
-    bad_nodes.add(trial, "7.0", ["n1"], "lost", now=0, hours=2)
-    bad_nodes.add(trial, "150_1.0", ["n2", "n1"], "lost", now=0, hours=3)
+    bad_nodes.add(trial, trial.attempt("7.0"), ["n1"], "lost", now=0, hours=2)
+    bad_nodes.add(trial, trial.attempt("150_1.0"), ["n2", "n1"], "lost", now=0, hours=3)
     assert [bad_nodes.current(trial, 0)[name]["attempt"] for name in ("n1", "n2")] == ["150_1.0"] * 2, (
         "the longer time counts"
     )

@@ -1,4 +1,4 @@
-"""When to stop before the end of the job: measured, on our own clock, asked again before it is said."""
+"""When to stop before the end of the job: times, on our own clock, asked again before it is said."""
 
 from __future__ import annotations
 
@@ -7,22 +7,32 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpc_rl.errors import StopCause
 from hpc_rl.stats.tracker import p95
-from hpc_rl.supervise.deadline import ASK_EVERY_S, SITE_END, JobEndTime, WallTime
-from hpc_rl.supervise.exit_policy import MARGIN_S, drain_grace_s, lead_s
-from hpc_rl.supervise.measured import Measured
+from hpc_rl.supervise.deadline import (
+    MARGIN_S,
+    QUERY_EVERY_S,
+    SITE_END,
+    WARNING_S,
+    JobDeadline,
+    JobEndTime,
+    StepTimes,
+    drain_grace_s,
+    lead_s,
+)
 from hpc_rl.trial import Trial
 
 
 class World:
     """A job that began at 0 of the own clock; Unix time is a million later."""
 
-    def __init__(self, ends_at: float | None) -> None:
-        self.now, self.ends_at, self.num_asked = 0.0, ends_at, 0
-        self.time = WallTime(self.ask, clock=lambda: self.now, wall_clock=lambda: 1e6 + self.now)
+    def __init__(self, ends_at: float | None, step_s: float = 60, save_s: float = 10) -> None:
+        self.now, self.ends_at, self.num_queries = 0.0, ends_at, 0
+        times = SimpleNamespace(step_s=step_s, save_s=save_s, poll=lambda: None)
+        self.time = JobDeadline(self.query, times, clock=lambda: self.now, wall_clock=lambda: 1e6 + self.now)
 
-    def ask(self) -> float | None:
-        self.num_asked += 1
+    def query(self) -> float | None:
+        self.num_queries += 1
         return None if self.ends_at is None else 1e6 + self.ends_at
 
 
@@ -33,40 +43,40 @@ def test_the_lead_is_a_step_and_a_save_and_a_margin():
 
 def test_it_stops_in_time_and_asks_once_more_before():
     world = World(ends_at=3600)
-    assert world.time.look(60, 10)
+    assert world.time.update()
     assert world.time.until_drain_s == 3600 - lead_s(60, 10)
     world.now = 3600 - lead_s(60, 10) - 1
-    assert not world.time.is_up(60, 10) and world.num_asked == 1
+    assert not world.time.is_reached() and world.num_queries == 1
     world.now += 2
-    assert world.time.is_up(60, 10) and world.num_asked == 2
+    assert world.time.is_reached() and world.num_queries == 2
 
 
 def test_an_extension_is_seen_before_anything_is_stopped():
     world = World(ends_at=3600)
-    world.time.look(60, 10)
+    world.time.update()
     world.ends_at, world.now = 7200, 3599
-    assert not world.time.is_up(60, 10)
+    assert not world.time.is_reached()
     assert world.time.until_drain_s > 3000
 
 
 def test_the_scheduler_is_asked_rarely():
-    world = World(ends_at=36_000)
+    world = World(ends_at=36_000, step_s=1, save_s=1)
     for _ in range(360):
         world.now += 10
-        world.time.look(1, 1)
-    assert 5 <= world.num_asked <= 1 + 3600 // ASK_EVERY_S
+        world.time.update()
+    assert 5 <= world.num_queries <= 1 + 3600 // QUERY_EVERY_S
 
 
 def test_without_an_end_nothing_stops():
     world = World(ends_at=None)
-    assert not world.time.look(60, 10) and not world.time.is_up(60, 10)
+    assert not world.time.update() and not world.time.is_reached()
     assert world.time.left_s == float("inf")
 
 
 def test_a_site_may_know_an_earlier_end(monkeypatch):
     monkeypatch.setenv(SITE_END, str(int(1e6 + 500)))
-    world = World(ends_at=3600)
-    world.time.look(0, 0)
+    world = World(ends_at=3600, step_s=0, save_s=0)
+    world.time.update()
     assert world.time.left_s == 500
 
 
@@ -102,9 +112,9 @@ def test_percentiles(values, expected):
 def test_times_are_read_from_the_metrics_as_they_grow(tmp_path):
     attempt = Trial(tmp_path / "u" / "e" / "t").attempt("7.0")
     attempt.make_dirs()
-    measured = Measured(attempt)
-    measured.poll()
-    assert measured.step_s == measured.save_s == 0
+    times = StepTimes(attempt)
+    times.poll()
+    assert times.step_s == times.save_s == 0
     for incarnation, seconds in ((0, 2.0), (1, 4.0)):
         rows = [
             {"step": 1, "step_s": seconds, "save_s": 0.0},
@@ -112,7 +122,26 @@ def test_times_are_read_from_the_metrics_as_they_grow(tmp_path):
             {"step": 2, "step_s": 1, "save_s": 0.5},
         ]
         attempt.metrics(incarnation).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        measured.poll()
-        assert (measured.step_s, measured.save_s) == (seconds, 0.5), (
+        times.poll()
+        assert (times.step_s, times.save_s) == (seconds, 0.5), (
             "steps without a save don't make saves look fast"
         )
+
+
+def test_a_warning_minutes_early_is_not_obeyed_where_the_end_is_known():
+    world = World(ends_at=3600)
+    world.time.update()
+    assert not world.time.is_early_warning(StopCause.USER_SIGNAL), "a request of the user"
+    world.now = 3600 - WARNING_S + 1
+    assert world.time.is_early_warning(StopCause.USER_SIGNAL)
+    assert not world.time.is_early_warning(StopCause.CANCELLED)
+    world.now = 3600 - lead_s(60, 10) + 1
+    assert not world.time.is_early_warning(StopCause.USER_SIGNAL), "it is time"
+
+
+def test_the_grace_of_a_drain_ends_with_the_job():
+    world = World(ends_at=3600, step_s=300)
+    world.time.update()
+    assert world.time.grace_s(120) == 620
+    world.now = 3500
+    assert world.time.grace_s(120) == 100

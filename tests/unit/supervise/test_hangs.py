@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from hpc_rl.name_resolve.base import Seen
-from hpc_rl.supervise.hangs import PLACED_S, Liveness, serving
+from hpc_rl.supervise.hangs import PLACED_S, HangDetector, serving
 
 TRAINER, ROLLOUT, SERVER = ("trainer", 0), ("rollout", 0), ("server", 0)
 ALL = [TRAINER, ROLLOUT, SERVER]
 
 
 @pytest.fixture
-def life() -> Liveness:
-    one = Liveness(factor=10, min_s=100, max_s=1000)
+def life() -> HangDetector:
+    one = HangDetector(factor=10, min_s=100, max_s=1000)
     for key in ALL:
         one.started(key, 0)
     return one
 
 
-def blamed(life: Liveness, now: float, step_s: float = 0.0, running=ALL) -> list:
+def blamed(life: HangDetector, now: float, step_s: float = 0.0, running=ALL) -> list:
     return [key for key, _ in life.hung(now, step_s, running)]
 
 
@@ -33,7 +33,7 @@ def test_a_trainer_that_does_nothing_hangs(life):
     assert not blamed(life, 209, 20)
     assert blamed(life, 211, 20) == [TRAINER]
     [(_, words)] = life.hung(211, 20, ALL)
-    assert "trainer 0 hangs: nothing moved for 201 s while it did 'train'; allowed are 200 s" in words
+    assert "trainer 0 hangs: nothing moved for 201 s in 'train'; the limit is 200 s" in words
     life.observe(TRAINER, "b", 211, "save")
     assert not blamed(life, 300, 20)
 
@@ -62,7 +62,7 @@ def test_a_rollout_role_that_waits_for_room_on_a_full_disk_is_not_blamed(life):
 def test_a_trainer_is_not_blamed_while_the_rollout_role_that_hung_starts_again(life):
     life.observe(TRAINER, "a", 10, "wait")
     assert blamed(life, 300, 1) == [ROLLOUT]
-    life.ended(ROLLOUT)
+    life.exited(ROLLOUT)
     assert not blamed(life, 302, 1, running=[TRAINER])
     life.started(ROLLOUT, 303)
     assert not blamed(life, 400, 1)
@@ -74,7 +74,7 @@ def test_a_server_that_comes_and_goes_hides_no_hang_of_others(life, doing, to_bl
     life.observe(TRAINER, "a", 10, doing)
     for now in range(15, 111, 5):
         life.started(SERVER, now)
-        life.observe_servers(servers(serving=1), now)
+        life.observe_pool(servers(serving=1), now)
         assert not blamed(life, now, 1)
     assert blamed(life, 111, 1) == [to_blame]
 
@@ -92,15 +92,15 @@ def servers(**states: int) -> dict[str, Seen]:
 @pytest.mark.parametrize("doing", ["wait", "evaluate", "publish"])
 @pytest.mark.parametrize("away", [{}, {"dead": 2}, {"loading": 1, "waiting": 1}])
 def test_while_no_server_serves_nobody_is_blamed_for_waiting(doing, away):
-    life = Liveness(factor=10, min_s=100, max_s=1000, away_s=3600)
+    life = HangDetector(factor=10, min_s=100, max_s=1000, away_s=3600)
     for key in (TRAINER, ROLLOUT):
         life.started(key, 0)
     life.observe(TRAINER, "a", 10, doing)
     for now in range(10, 3611, 50):
-        life.observe_servers(servers(**away), now)
+        life.observe_pool(servers(**away), now)
         life.observe(ROLLOUT, now, now)
         assert not blamed(life, now, 1)
-    life.observe_servers(servers(serving=1, **away), 3650)
+    life.observe_pool(servers(serving=1, **away), 3650)
     life.observe(ROLLOUT, 3711, 3711)
     assert not blamed(life, 3710, 1), "once one is back there is the usual time"
     assert blamed(life, 3711, 1) == [TRAINER if doing == "publish" else ROLLOUT]
@@ -108,11 +108,11 @@ def test_while_no_server_serves_nobody_is_blamed_for_waiting(doing, away):
 
 def test_servers_that_stay_away_too_long_are_a_hang_and_so_is_work_that_needs_none():
     for doing, until in (("wait", 500), ("train", 0)):
-        life = Liveness(factor=10, min_s=100, max_s=1000, away_s=500)
+        life = HangDetector(factor=10, min_s=100, max_s=1000, away_s=500)
         life.started(TRAINER, 0)
         life.observe(TRAINER, "a", 0, doing)
         for now in range(0, until + 100, 10):
-            life.observe_servers({}, now)
+            life.observe_pool({}, now)
             assert not blamed(life, now, 1)
         [(key, words)] = life.hung(until + 110, 1, [TRAINER])
         assert key == TRAINER and ("no server has served for 610 s" in words) is (doing == "wait")
@@ -141,12 +141,12 @@ def test_nobody_is_blamed_for_the_time_that_the_watcher_itself_was_stopped(life)
 def test_who_never_showed_that_it_runs_is_asked_for(life):
     life.observe(TRAINER, "a", 10, "train")
     assert life.unseen(PLACED_S) == [] and life.unseen(PLACED_S + 1) == [ROLLOUT, SERVER]
-    life.ended(SERVER)
+    life.exited(SERVER)
     life.started(ROLLOUT, PLACED_S)
     assert life.unseen(PLACED_S + 2) == []
 
 
 def test_one_that_ended_is_not_watched(life):
-    life.ended(TRAINER)
+    life.exited(TRAINER)
     assert TRAINER not in blamed(life, 5000)
     life.observe(TRAINER, "a", 10)

@@ -1,4 +1,4 @@
-"""The driver's rounds, without processes: what it makes of leases, and a file system that fails for a moment."""
+"""The rounds of a trial's supervisor, without processes: leases, requests, and a file system that fails for a moment."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from toy_plans import toy_plan
 from hpc_rl.app import supervisor as app
 from hpc_rl.config.loading.load import from_dict
 from hpc_rl.config.sections.operations import RecoverConfig
+from hpc_rl.errors import FailureClass, StopCause
 from hpc_rl.name_resolve.memory import MemoryNames
 from hpc_rl.plan.schema import Unit
+from hpc_rl.records import DrainIntent, EventKind, read_events
 from hpc_rl.supervise import runner as driving
-from hpc_rl.supervise.failures import End
 from hpc_rl.supervise.hangs import PLACED_S
-from hpc_rl.supervise.runner import Driver
-from hpc_rl.supervise.state_machine import Phase, Record, Supervisor
+from hpc_rl.supervise.runner import TrialRunner
+from hpc_rl.supervise.state_machine import Phase
+from hpc_rl.supervise.unit_loop import StopRequests
 from hpc_rl.trial import Trial, write_json
 
 TRAINER, ROLLOUT, SERVER = ("trainer", 0), ("rollout", 0), ("server", 0)
@@ -36,61 +38,82 @@ PLAN = toy_plan(
 )
 
 
+class FakeHandle:
+    """A unit that runs until it is killed."""
+
+    def __init__(self) -> None:
+        self.children: list = []
+        self.message, self.killed, self.lines = "", False, []
+
+    def poll(self) -> int | None:
+        return 137 if self.killed else None
+
+    def unplaced(self) -> str:
+        return self.message
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def ask_to_stop(self) -> None:
+        self.lines.append("stop")
+
+    def tell(self, line: str) -> None:
+        self.lines.append(line)
+
+    def dump_stacks(self) -> None:
+        self.lines.append("dump")
+
+
 @pytest.fixture
 def make(tmp_path):
+    """Makes runners whose units were all started at 0 s."""
     trial = Trial(tmp_path / "e" / "t")
     trial.make_dirs()
 
-    def make(**more) -> Driver:
+    def make(**more) -> TrialRunner:
         attempt = trial.attempt("7.0")
         attempt.make_dirs()
-        made = Driver(attempt, PLAN, None, MemoryNames(), lambda: None, RecoverConfig(), **more)
-        made._machine = Supervisor(PLAN.units, "auto", 3)
-        made._machine.start(0)
-        made._handles = {key: (SimpleNamespace(unplaced=lambda: ""), 0) for key in (TRAINER, ROLLOUT, SERVER)}
-        for key in made._handles:
-            made._liveness.started(key, 0.0)
-        return made
+        steps = SimpleNamespace(start=lambda *_: FakeHandle())
+        rules = RecoverConfig(hang_max_s=300.0, hang_min_s=300.0)
+        runner = TrialRunner(attempt, PLAN, steps, MemoryNames(), lambda: None, rules, **more)
+        runner.clock = lambda: 0.0
+        runner.do(runner.machine.start(0.0))
+        return runner
 
     return make
 
 
-def hung(driver: Driver, seconds: int) -> list:
-    """Whom the driver's looks of so many seconds find, while the rollout role lives and the trainer waits."""
-    found = []
-    driver._machine.hung = lambda now, key, why: found.append(key) or []
-    driver._measured = SimpleNamespace(step_s=1.0)
-    write_json(driver.attempt.activity("trainer", 0, 0), {"doing": "wait", "step": 3})
-    rollout = driver.names.lease("rollout/0", {"attempt": "7.0"}, 1e9)
-    for now in range(0, seconds, 10):
-        rollout.renew()
-        driver._watch_liveness(float(now))
-    return found
+def blamed(runner: TrialRunner) -> list:
+    return [event.unit for event in read_events(runner.attempt) if event.kind is EventKind.HUNG]
 
 
 @pytest.mark.parametrize(("state", "to_blame"), [("loading", []), ("serving", [ROLLOUT])])
 def test_the_trainer_may_wait_as_long_as_no_server_serves(make, state, to_blame):
-    driver = make(servers_away_s=1800.0)
-    driver.names.lease("server/0", {"attempt": "7.0", "incarnation": 0, "state": state}, 1e9)
-    assert sorted(set(hung(driver, 1200))) == to_blame
-    assert (driver._machine.slots[SERVER].served_at is not None) is (state == "serving")
+    runner = make(servers_away_s=1800.0)
+    runner.names.lease("server/0", {"attempt": "7.0", "incarnation": 0, "state": state}, 1e9)
+    write_json(runner.attempt.activity("trainer", 0, 0), {"doing": "wait", "step": 3})
+    rollout = runner.names.lease("rollout/0", {"attempt": "7.0"}, 1e9)
+    for now in range(0, 1200, 10):
+        rollout.renew()
+        runner.look_for_hangs(float(now))
+    assert blamed(runner) == to_blame
+    assert (runner.machine.slots[SERVER].served_at is not None) is (state == "serving")
 
 
 def test_a_unit_that_slurm_starts_nowhere_is_ended_for_other_nodes(make):
-    driver, killed = make(), []
-    said = "srun: Job 7 step creation still disabled, retrying (Requested nodes are busy)"
-    driver._handles[TRAINER] = (
-        SimpleNamespace(unplaced=lambda: said, kill=lambda: killed.append(TRAINER)),
-        0,
-    )
-    driver._watch_liveness(PLACED_S)
-    assert not killed
-    driver._machine.slots[TRAINER].incarnation = 1  # its first start had a place
-    driver._watch_liveness(PLACED_S + 1)
-    assert killed == [TRAINER]
-    actions = driver._machine.exited(PLACED_S + 2, TRAINER, 1, End(1, ""))
-    assert any(isinstance(action, Record) and action.details.get("class") == "node" for action in actions)
-    assert driver._machine.phase is Phase.ENDING, "the job is requeued"
+    runner = make()
+    trainer, _ = runner.handles[TRAINER]
+    trainer.message = "srun: Job 7 step creation still disabled, retrying (Requested nodes are busy)"
+    runner.look_for_hangs(PLACED_S)
+    assert not trainer.killed
+    runner.machine.slots[TRAINER].incarnation = 1  # its first start had a place
+    runner.handles[TRAINER] = (trainer, 1)
+    runner.look_for_hangs(PLACED_S + 1)
+    assert trainer.killed
+    runner.round()
+    [exited] = [event for event in read_events(runner.attempt) if event.kind is EventKind.EXITED]
+    assert exited.unit == TRAINER and exited.failure is FailureClass.NODE
+    assert runner.machine.phase is Phase.ENDING, "the job is requeued"
 
 
 def test_how_long_servers_may_be_away_is_what_the_configuration_says(tmp_path, monkeypatch):
@@ -109,7 +132,9 @@ def test_how_long_servers_may_be_away_is_what_the_configuration_says(tmp_path, m
     write_json(trial.config_json, data)
     write_json(trial.plan_json, PLAN.to_json())
     seen = []
-    monkeypatch.setattr(app, "Driver", lambda *args: seen.append(args[-1]) or SimpleNamespace(run=lambda: 0))
+    monkeypatch.setattr(
+        app, "TrialRunner", lambda *args: seen.append(args[-1]) or SimpleNamespace(run=lambda: 0)
+    )
     monkeypatch.setattr(
         "sys.argv", ["supervisor", "--trial_dir", str(trial.dir), "--attempt", "7.0", "--steps", "process"]
     )
@@ -118,15 +143,40 @@ def test_how_long_servers_may_be_away_is_what_the_configuration_says(tmp_path, m
 
 
 def test_a_signal_while_the_file_system_fails_is_obeyed_all_the_same(make, monkeypatch):
-    driver = make()
+    runner = make()
 
     def fails(path):
         raise OSError("stale file handle")
 
-    driver.trial.intent.mkdir(exist_ok=True)
+    runner.trial.intent.mkdir(exist_ok=True)
     monkeypatch.setattr(driving.os, "listdir", fails)
-    driver._wishes.append("SIGTERM")
-    stopped = []
-    driver._stop = stopped.append
-    driver._grant_wishes()
-    assert stopped == ["SIGTERM"]
+    runner.requests.add(StopCause.PREEMPTION)
+    runner.grant_requests()
+    assert runner.machine.stop_cause is StopCause.PREEMPTION
+
+
+def test_a_stop_is_durable_before_it_is_obeyed_and_names_its_cause(make):
+    runner = make()
+    runner.requests.add(StopCause.TIME_LIMIT)
+    runner.grant_requests()
+    intent = DrainIntent.read(runner.trial.drain_intent("7.0"))
+    assert intent is not None and intent.cause is StopCause.TIME_LIMIT
+    assert runner.handles[TRAINER][0].lines == ["stop"] and not runner.handles[SERVER][0].lines
+
+
+def test_a_cancel_comes_before_the_signal_that_announced_it(make):
+    runner = make()
+    write_json(runner.trial.cancel_intent("7"), {})
+    runner.requests.add(StopCause.USER_SIGNAL)
+    runner.grant_requests()
+    assert runner.machine.stop_cause is StopCause.CANCELLED
+
+
+def test_each_request_is_taken_once_and_a_cancel_first():
+    requests = StopRequests()
+    assert not requests and requests.take() == []
+    for cause in (StopCause.PREEMPTION, StopCause.CANCELLED, StopCause.PREEMPTION):
+        requests.add(cause)
+    assert requests and requests.take() == [StopCause.CANCELLED, StopCause.PREEMPTION]
+    requests.add(StopCause.CANCELLED)
+    assert requests.take() == []

@@ -13,9 +13,9 @@ from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.memory import MemoryNames
 from hpc_rl.plan.schema import Group, Plan, Unit
 from hpc_rl.schedulers.base import JobState, State
-from hpc_rl.supervise import bad_nodes, server_array, server_runner, state_machine
-from hpc_rl.supervise.server_array import array_line, ensure, read_arrays
-from hpc_rl.supervise.server_runner import ServerJob
+from hpc_rl.supervise import bad_nodes, server_array, server_runner, state_machine, unit_loop
+from hpc_rl.supervise.server_array import array_line, ensure_servers, read_arrays
+from hpc_rl.supervise.server_runner import ServerRunner
 from hpc_rl.trial import Trial, read_json, write_json
 
 SERVER = Unit(
@@ -64,6 +64,9 @@ class FakeHandle:
     def kill(self) -> None:
         self.code = -9
 
+    def tell(self, line: str) -> None:
+        pass
+
     def dump_stacks(self) -> None:
         self.dumped = self.code is None
 
@@ -80,7 +83,7 @@ class FakeSteps:
 @pytest.fixture(autouse=True)
 def no_signals(monkeypatch) -> None:
     """They can't be caught in a thread."""
-    monkeypatch.setattr("hpc_rl.supervise.server_runner.obey_signals", lambda wish: None)
+    monkeypatch.setattr("hpc_rl.supervise.unit_loop.obey_signals", lambda request: None)
 
 
 class Running:
@@ -92,7 +95,7 @@ class Running:
         self.trial, self.steps, self.names = trial, FakeSteps(), MemoryNames()
         self.owner = self.names.lease(keys.OWNER, {"attempt": "100.0"}, 60.0)
         attempt = trial.attempt("150_0.0")
-        self.job = ServerJob(
+        self.job = ServerRunner(
             attempt, PLAN, [SERVER], self.steps, self.names, serves, idle_s, RecoverConfig(**rules), end_time
         )
         self.code = None
@@ -118,8 +121,8 @@ class Running:
 
 @pytest.fixture
 def trial(tmp_path, monkeypatch) -> Trial:
-    monkeypatch.setattr(server_runner, "TICK_S", 0.01)
-    monkeypatch.setattr(server_runner, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(unit_loop, "TICK_S", 0.01)
+    monkeypatch.setattr(server_runner, "OBSERVE_EVERY_S", 0.02)
     trial = Trial(tmp_path / "e" / "t")
     trial.make_dirs()
     return trial
@@ -162,8 +165,8 @@ def test_a_replica_that_hangs_leaves_its_stacks_and_is_started_again(trial, monk
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        (lambda trial: write_json(trial.cancel_intent("100"), {}), "cancelled by a person"),
-        (lambda trial: write_json(trial.cancel_intent("150"), {}), "cancelled by a person"),
+        (lambda trial: write_json(trial.cancel_intent("100"), {}), "cancelled by the user"),
+        (lambda trial: write_json(trial.cancel_intent("150"), {}), "cancelled by the user"),
         (
             lambda trial: (trial.jobs / "100.state").write_text(
                 '{"event": "ended", "code": 70, "reason": "gave up"}\n'
@@ -249,7 +252,7 @@ def test_a_trainer_job_that_finds_no_servers_asks_for_them_again(trial, states, 
     write_json(trial.job("140"), {"kind": "servers", "serves": "99", "num_tasks": 2, "time": 0.0})
     trial.successor("150_1", 1).write_text('{"job_id": "160"}')
     slurm = FakeSlurm(states)
-    assert ensure(trial, PLAN, "100", "tag", "name", slurm) == made
+    assert ensure_servers(trial, PLAN, "100", "tag", "name", slurm) == made
     assert [spec.arguments for spec in slurm.specs] == ([("", "0", "100")] if made else [])
     assert [array.job_id for array in read_arrays(trial)] == ["140", "150", *([made] if made else [])]
 
@@ -258,7 +261,9 @@ def test_a_trainer_job_that_starts_at_once_leaves_its_servers_to_whoever_submits
     monkeypatch.setattr(server_array, "POLL_S", 0.01)
     trial.submitting.touch()
     slurm, made = FakeSlurm({"150": State.PENDING}), []
-    starting = threading.Thread(target=lambda: made.append(ensure(trial, PLAN, "100", "tag", "name", slurm)))
+    starting = threading.Thread(
+        target=lambda: made.append(ensure_servers(trial, PLAN, "100", "tag", "name", slurm))
+    )
     starting.start()
     time.sleep(0.1)
     write_json(trial.job("150"), {"kind": "servers", "serves": "100", "num_tasks": 2, "time": 1.0})
@@ -271,7 +276,7 @@ def test_of_a_submitter_that_died_the_trainer_job_takes_over_and_its_array_can_b
     monkeypatch.setattr(server_array, "SUBMITTING_S", 0.1)
     trial.submitting.touch()
     slurm = FakeSlurm({})
-    assert ensure(trial, PLAN, "100", "tag", "name", slurm) == "301"
+    assert ensure_servers(trial, PLAN, "100", "tag", "name", slurm) == "301"
     [spec] = slurm.specs
     assert spec.tag == "tag:0:servers" and not spec.known_as, "the script knows another tag"
 
@@ -288,6 +293,5 @@ def test_status_tells_of_every_server_node(trial):
     [array] = read_arrays(trial)
     line = array_line(array)
     assert (
-        line
-        == "job 150, 3 server nodes: 1 run, 1 wait to be started again, 1 not started, started again 1 time"
+        line == "job 150, 3 server nodes: 1 running, 1 waiting for a restart, 1 not started, restarted 1 time"
     )

@@ -1,4 +1,4 @@
-"""The state machine without processes: what it starts, asks, kills and says."""
+"""The state machine without processes: what it starts, asks, kills and records."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.errors import FailureClass
+from hpc_rl.errors import FailureClass, StopCause
 from hpc_rl.plan.schema import Unit
-from hpc_rl.supervise.exit_policy import drain_time, pause_s, unit_end
-from hpc_rl.supervise.failures import End
+from hpc_rl.records import ExitRecord
+from hpc_rl.supervise.deadline import drain_time
+from hpc_rl.supervise.exit_policy import UnitExit, combine_ranks, pause_s
 from hpc_rl.supervise.state_machine import (
     DRAIN_GRACE_S,
     END_GRACE_S,
-    LAST_GRACE_S,
+    KILL_GRACE_S,
     STACKS_S,
     AskToStop,
+    AttemptMachine,
     Avoid,
     DumpStacks,
     Finish,
     Kill,
+    LogEvent,
     Phase,
-    Record,
-    Standing,
+    SlotState,
     Start,
-    Supervisor,
 )
 
 TRAINER, ROLLOUT, SERVER_0, SERVER_1 = ("trainer", 0), ("rollout", 0), ("server", 0), ("server", 1)
@@ -44,19 +45,19 @@ def unit(role: str, index: int) -> Unit:
 
 
 class World:
-    """Plays the driver: remembers who runs, and hands ends to the machine."""
+    """Plays the loop: remembers which units run, and hands exits to the machine."""
 
     def __init__(
         self, mode: str = "auto", retries: int = 2, keys=(SERVER_0, SERVER_1, ROLLOUT, TRAINER), **more
     ) -> None:
         self.now = 1000.0
-        self.machine = Supervisor([unit(*key) for key in keys], mode, retries, **more)
+        self.machine = AttemptMachine([unit(*key) for key in keys], mode, retries, **more)
         self.running: dict[tuple[str, int], int] = {}
         self.asked: list[tuple[str, int]] = []
         self.killed: list[tuple[str, int]] = []
         self.dumped: list[tuple[tuple[str, int], bool]] = []
         self.avoided: list[str] = []
-        self.records: list[Record] = []
+        self.records: list[LogEvent] = []
         self.finish: Finish | None = None
 
     def begin(self) -> World:
@@ -77,7 +78,7 @@ class World:
                     self.dumped.append((key, hangs))
                 case Avoid(nodes, _):
                     self.avoided += nodes
-                case Record():
+                case LogEvent():
                     self.records.append(action)
                 case Finish():
                     assert self.finish is None, "finished twice"
@@ -85,7 +86,7 @@ class World:
 
     def end(self, key, code: int, after_s: float = 1.0, reason: str = "", **more) -> None:
         self.now += after_s
-        self.do(self.machine.exited(self.now, key, self.running.pop(key), End(code, reason, **more)))
+        self.do(self.machine.exited(self.now, key, self.running.pop(key), UnitExit(code, reason, **more)))
 
     def hang(self, key) -> None:
         """Found to hang, its stacks written, killed."""
@@ -98,8 +99,8 @@ class World:
         self.now += seconds
         self.do(self.machine.tick(self.now))
 
-    def stop(self, why: str = "because") -> None:
-        self.do(self.machine.stop(self.now, why))
+    def stop(self, cause: StopCause = StopCause.USER_SIGNAL) -> None:
+        self.do(self.machine.stop(self.now, cause))
 
     def all_end(self, code: int = 75) -> None:
         for key in list(self.running):
@@ -113,7 +114,7 @@ def world() -> World:
 
 def test_everything_starts_at_once(world):
     assert world.running == {SERVER_0: 0, SERVER_1: 0, ROLLOUT: 0, TRAINER: 0}
-    assert [record.event for record in world.records] == ["started"] * 4
+    assert [record.kind for record in world.records] == ["started"] * 4
 
 
 def test_a_restarted_supervisor_goes_on_counting():
@@ -183,9 +184,9 @@ def test_a_server_comes_back_with_growing_pauses_and_gives_up_alone(world):
         world.end(SERVER_0, 1, after_s=5)
         world.pass_time(30)
         starts += SERVER_0 in world.running
-    assert starts == 4 and world.machine.slots[SERVER_0].standing is Standing.GAVE_UP
+    assert starts == 4 and world.machine.slots[SERVER_0].state is SlotState.GAVE_UP
     assert world.machine.phase is Phase.RUNNING and TRAINER in world.running
-    pauses = [record.details["pause_s"] for record in world.records if record.event == "restarting"]
+    pauses = [record.details["pause_s"] for record in world.records if record.kind == "restarting"]
     assert pauses == [0.5, 1, 2, 4]
 
 
@@ -206,7 +207,7 @@ def test_a_server_that_was_given_up_is_tried_again_much_later(world):
     world.end(SERVER_0, 1, after_s=70)  # it has lived: an end is an accident again
     world.pass_time(1)
     assert SERVER_0 in world.running
-    given_up = [record.details for record in world.records if record.event == "gave_up"]
+    given_up = [record.details for record in world.records if record.kind == "gave_up"]
     assert [one["pause_s"] for one in given_up] == [600, 600] and "5 times in a row" in given_up[0]["reason"]
 
 
@@ -227,7 +228,7 @@ def test_a_server_that_loads_for_long_and_never_serves_for_long_is_in_a_crash_lo
         world.machine.served(world.now, SERVER_0, world.running[SERVER_0])
         world.end(SERVER_0, 1, after_s=10)
         world.pass_time(30)
-    assert world.machine.slots[SERVER_0].standing is Standing.GAVE_UP
+    assert world.machine.slots[SERVER_0].state is SlotState.GAVE_UP
 
 
 def test_progress_shows_that_a_helper_without_a_peer_is_in_no_crash_loop(world):
@@ -265,9 +266,11 @@ def test_bad_config_of_a_helper_ends_all_after_the_trainer_has_saved(world):
 
 @pytest.mark.parametrize(("end", "code"), [(75, 75), (0, 0), (137, 75), (143, 75), (70, 75), (78, 78)])
 def test_a_stop_lets_the_trainer_end_first(world, end, code):
-    world.stop("SIGTERM")
+    world.stop(StopCause.PREEMPTION)
     assert world.asked == [TRAINER]
-    world.stop("SIGTERM again")
+    world.stop(StopCause.INTERRUPTED)
+    [stopping] = [record.details for record in world.records if record.kind == "stopping"]
+    assert (stopping["cause"], stopping["class"]) == ("preemption", "preemption")
     assert world.asked == [TRAINER]
     world.end(TRAINER, end)
     assert world.asked[1:] == [SERVER_0, SERVER_1, ROLLOUT]
@@ -308,10 +311,10 @@ def test_a_trainer_that_does_not_stop_is_killed_and_then_left_behind(world):
     assert not world.killed
     world.pass_time(2)
     assert world.killed == [TRAINER]
-    world.pass_time(LAST_GRACE_S + 1)
+    world.pass_time(KILL_GRACE_S + 1)
     world.pass_time(END_GRACE_S + 1)
     assert set(world.killed) == {SERVER_0, SERVER_1, ROLLOUT, TRAINER}
-    world.pass_time(LAST_GRACE_S + 1)
+    world.pass_time(KILL_GRACE_S + 1)
     assert (
         world.finish.code == 75
         and "left behind: server 0, server 1, rollout 0, trainer 0" in world.finish.reason
@@ -344,7 +347,7 @@ def test_who_hangs_is_killed_once_everybody_has_written_down_where_it_is(world):
     world.end(TRAINER, 137, after_s=0.1)
     world.pass_time(1)
     assert world.running[TRAINER] == 1 and world.machine.failures == 1
-    [ended] = [record for record in world.records if record.event == "exited"]
+    [ended] = [record for record in world.records if record.kind == "exited"]
     assert ended.details["reason"] == "nothing moved for 300 s" and ended.details["class"] == "infrastructure"
 
 
@@ -353,7 +356,7 @@ def test_a_first_start_without_a_place_is_no_fault_of_its_node(world):
     world.end(TRAINER, 1)
     world.all_end()
     [ended] = [
-        record for record in world.records if record.event == "exited" and record.details["role"] == "trainer"
+        record for record in world.records if record.kind == "exited" and record.details["role"] == "trainer"
     ]
     assert ended.details["class"] == "user"
     assert world.finish.code == 70 and "Requested nodes are busy" in world.finish.reason
@@ -426,14 +429,15 @@ def test_unusable_data_of_the_rollout_role_ends_all_after_the_trainer_has_saved(
     assert world.asked == [TRAINER]
     world.end(TRAINER, 75)
     world.all_end()
-    assert world.finish.code == 70 and "look at the data" in world.finish.reason
+    assert world.finish.code == 70 and "check the data" in world.finish.reason
 
 
 def test_a_trainer_that_finds_no_more_work_before_the_end_of_the_job_stopped_for_that(world):
-    world.machine.last_call("the job's time is nearly over")
+    world.machine.announce_end(StopCause.TIME_LIMIT)
     world.end(TRAINER, 75)
     world.all_end()
-    assert world.finish == Finish(75, "the job's time is nearly over")
+    assert world.finish == Finish(75, "the job's time is nearly over: no rollout would be finished")
+    assert world.machine.stop_cause is StopCause.TIME_LIMIT
 
 
 def test_a_trainer_with_long_steps_gets_the_time_for_one(world):
@@ -446,7 +450,7 @@ def test_a_trainer_with_long_steps_gets_the_time_for_one(world):
 
 
 def test_an_end_of_an_older_incarnation_is_ignored(world):
-    assert world.machine.exited(world.now, TRAINER, 7, End(70, "")) == []
+    assert world.machine.exited(world.now, TRAINER, 7, UnitExit(70, "")) == []
     assert world.machine.phase is Phase.RUNNING
 
 
@@ -494,8 +498,8 @@ def test_whatever_happens_it_ends_once_and_starts_nothing_twice(data):
 # --- rules ---------------------------------------------------------------------------------------------------------------
 
 
-def said(code: int, reason: str = "") -> dict:
-    return {"code": code, "reason": reason}
+def said(code: int, reason: str = "") -> ExitRecord:
+    return ExitRecord(code=code, reason=reason)
 
 
 @pytest.mark.parametrize(
@@ -516,20 +520,20 @@ def said(code: int, reason: str = "") -> dict:
         ([None, said(75)], 137, 137),
         ([said(0), said(0)], 0, 0),
         ([said(0), said(143)], 143, 0),
-        ([None, {"reason": "no code"}], 9, 9),
+        ([None, ExitRecord.parse({"reason": "no code"})], 9, 9),
     ],
 )
 def test_the_end_of_a_unit_by_its_ranks(records, raw, code):
-    assert unit_end(records, raw).code == code
+    assert combine_ranks(records, raw).code == code
 
 
 def test_the_end_of_a_unit_in_words():
-    assert unit_end([None], -9).reason == "ended by SIGKILL"
-    assert unit_end([said(75), said(70, "boom")], 75).reason == "rank 1: boom"
-    assert unit_end([said(70, "lost a peer"), None], 70).reason.startswith(
-        "rank 1 ended without a word (killed?); then a peer:"
+    assert combine_ranks([None], -9).reason == "killed by SIGKILL"
+    assert combine_ranks([said(75), said(70, "boom")], 75).reason == "rank 1: boom"
+    assert combine_ranks([said(70, "lost a peer"), None], 70).reason.startswith(
+        "rank 1 exited without a record (killed?)"
     )
-    assert unit_end([None], 128 + 99).reason == "ended by signal 99"
+    assert combine_ranks([None], 128 + 99).reason == "killed by signal 99"
 
 
 def test_pauses():

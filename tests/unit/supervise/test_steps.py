@@ -18,7 +18,7 @@ from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import end_processes, is_alive, start_ticks
 from hpc_rl.supervise import processes
-from hpc_rl.supervise.ownership import end_leftovers, leave_client_records, next_incarnations
+from hpc_rl.supervise.ownership import kill_leftovers, next_incarnations, write_client_records
 from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, job_hosts, srun_argv, unplaced_reason
 from hpc_rl.trial import Attempt, Trial, read_json, write_json
 
@@ -295,12 +295,12 @@ def test_leftovers_are_asked_then_killed_and_only_the_very_processes(attempt, mo
             processes.Child(p.pid, start_ticks(p.pid), rank)
             for rank, p in enumerate((left, reused, elsewhere))
         ]
-        leave_client_records(attempt, unit(tasks=3), 0, children)
+        write_client_records(attempt, unit(tasks=3), 0, children)
         for rank, change in ((1, {"start_ticks": 1}), (2, {"host": "another"})):
             path = attempt.processes / f"client-trainer-0.0-rank{rank}.json"
             write_json(path, read_json(path) | change)
         (attempt.processes / "torn.json").write_text("{")
-        assert end_leftovers(attempt.trial) == []
+        assert kill_leftovers(attempt.trial) == []
         assert left.wait(5) == -9
         assert reused.poll() is None and elsewhere.poll() is None
     finally:

@@ -10,7 +10,7 @@ from hpc_rl.schedulers.base import JobSpec
 from hpc_rl.schedulers.slurm import _beside
 from hpc_rl.status.submitted_jobs import read_jobs
 from hpc_rl.submit.cancellation import cancel
-from hpc_rl.supervise.successor import go_on
+from hpc_rl.supervise.successor import submit_successor
 from hpc_rl.trial import Trial, write_json
 
 
@@ -47,7 +47,7 @@ def trial(tmp_path) -> Trial:
 
 def call(trial: Trial, slurm: FakeSlurm, restart: int = 1, after: str = "100", **more) -> str:
     script = trial.scripts / "trial.sbatch"
-    return go_on(
+    return submit_successor(
         trial, "100", restart, after=after, name="hpc-rl.exp.one", script=script, scheduler=slurm, **more
     )
 
@@ -98,7 +98,7 @@ def test_of_two_that_submit_at_once_one_job_stays(trial):
 def test_never_after_a_cancel(trial):
     slurm = FakeSlurm()
     write_json(trial.cancel_intent("100"), {})
-    with pytest.raises(TrialBusy, match="cancelled by a person"):
+    with pytest.raises(TrialBusy, match="cancelled by the user"):
         call(trial, slurm)
     assert not slurm.jobs
 
@@ -114,7 +114,7 @@ def test_a_cancel_while_it_is_submitted_takes_it_back(trial):
 def test_a_task_of_an_array_goes_on_alone(trial):
     slurm = FakeSlurm()
     script = trial.scripts / "servers.sbatch"
-    go_on(
+    submit_successor(
         trial,
         "150_3",
         2,

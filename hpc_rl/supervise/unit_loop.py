@@ -1,0 +1,288 @@
+"""The loop that runs the units of an attempt: what the supervisors of a trial and of a server job have in common.
+
+A kill at any instant leaves whole files from which the next supervisor continues: what it knows beyond them (which
+processes run, since when) ends with the processes, whose pipes close.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hpc_rl.errors import ExitCode, StopCause
+from hpc_rl.name_resolve.base import Seen
+from hpc_rl.plan.schema import Plan
+from hpc_rl.records import EndedRecord, EventKind
+from hpc_rl.supervise import bad_nodes, exit_policy, ownership, state_machine
+from hpc_rl.supervise.exit_policy import UnitExit
+from hpc_rl.supervise.hangs import HangDetector, serving
+from hpc_rl.supervise.processes import STACKS, Handle, Steps
+from hpc_rl.supervise.state_machine import Action, AttemptMachine, Finish, Key, Phase
+from hpc_rl.trial import Attempt, write_json
+
+logger = logging.getLogger(__name__)
+TICK_S = 0.1
+SAME_TERM_S = 2.0  # the scheduler and the job script both bring the same TERM
+SIGNALS = {
+    signal.SIGTERM: StopCause.PREEMPTION,
+    signal.SIGINT: StopCause.INTERRUPTED,
+    signal.SIGUSR1: StopCause.USER_SIGNAL,
+}
+
+
+@contextmanager
+def tolerant(doing: str) -> Iterator[None]:
+    """Log an OSError and continue: a shared file system that fails for a moment must not end a trial."""
+    try:
+        yield
+    except OSError as error:
+        logger.error("%s: %s", doing, error)
+
+
+def obey_signals(request: Callable[[StopCause], None]) -> None:
+    """Make TERM, INT and USR1 requests; a second TERM ends the process, and its roles by their pipes."""
+    terms: list[float] = []
+
+    def on_signal(number: int, _frame: object) -> None:
+        if number == signal.SIGTERM:
+            terms.append(time.monotonic())
+            if terms[-1] - terms[0] > SAME_TERM_S:
+                os._exit(ExitCode.KILLED_BY_SYSTEM)
+        request(SIGNALS[signal.Signals(number)])
+
+    for number in SIGNALS:
+        signal.signal(number, on_signal)
+
+
+class StopRequests:
+    """Requests to stop, each taken once. `add` may be called by a signal handler."""
+
+    def __init__(self) -> None:
+        self._waiting: list[StopCause] = []
+        self._taken: set[StopCause] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, cause: StopCause) -> None:
+        self._waiting.append(cause)
+
+    def take(self) -> list[StopCause]:
+        """Return the requests that were not taken before; a cancel comes first."""
+        new = []
+        while self._waiting:
+            cause = self._waiting.pop(0)
+            if cause not in self._taken:
+                self._taken.add(cause)
+                new.append(cause)
+        return sorted(new, key=lambda cause: cause is not StopCause.CANCELLED)
+
+
+class RateLimit:
+    """Is due at most once per period, and at first at once."""
+
+    def __init__(self, period_s: float) -> None:
+        self._period_s = period_s
+        self._next = float("-inf")
+
+    def due(self, now: float) -> bool:
+        if now < self._next:
+            return False
+        self._next = now + self._period_s
+        return True
+
+
+class EventWriter:
+    """Writes the events of an attempt, one line each, for people and for the next supervisor."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._path = attempt.events
+        self._wrote = False
+
+    def write(self, kind: EventKind, details: dict[str, Any]) -> None:
+        """Append a line. Opened and closed each time so that readers on other nodes see it."""
+        line = json.dumps({"time": time.time(), "event": kind.value, **details}) + "\n"
+        logger.info("%s %s", kind, details)
+        with tolerant("writing an event"), self._path.open("a+b") as file:
+            if file.seek(0, os.SEEK_END) and not self._wrote:
+                line = "\n" + line  # a killed supervisor may have left a torn line
+            self._wrote = True
+            file.write(line.encode())
+
+
+class UnitLoop(ABC):
+    """Starts, watches and stops the units of an attempt as its state machine decides.
+
+    Args:
+        attempt: The attempt.
+        plan: Its plan.
+        steps: How processes are started.
+        machine: Of the units.
+        hangs: Of the units.
+        avoid_hours: How long a node that failed is avoided.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        plan: Plan,
+        steps: Steps,
+        machine: AttemptMachine,
+        hangs: HangDetector,
+        avoid_hours: float,
+    ) -> None:
+        self.attempt, self.trial = attempt, attempt.trial
+        self.plan, self.steps = plan, steps
+        self.machine, self.hangs = machine, hangs
+        self.events = EventWriter(attempt)
+        self.requests = StopRequests()
+        self.handles: dict[Key, tuple[Handle, int]] = {}
+        self.finish: Finish | None = None
+        self.clock = time.monotonic
+        self._avoid_hours = avoid_hours
+        self._failed_starts: list[tuple[Key, int, UnitExit]] = []
+
+    def run(self) -> int:
+        """Run the attempt to its end and return the exit code. Raises OSError where it can't even begin."""
+        obey_signals(self.requests.add)
+        self.attempt.make_dirs()
+        if not self.begin():
+            return ExitCode.DONE
+        self.update_exclude_file()
+        if self.finish is None:
+            self.do(self.machine.start(self.clock()))
+        while self.finish is None:
+            self.round()
+            time.sleep(TICK_S)
+        return self.leave(self.finish)
+
+    @abstractmethod
+    def begin(self) -> bool:
+        """Prepare the attempt; False where there is nothing to do. May set `finish`."""
+
+    @abstractmethod
+    def observe(self, now: float) -> None:
+        """Look at files, leases and clocks. Raises OSError."""
+
+    @abstractmethod
+    def grant_requests(self) -> None:
+        """Stop where a request to stop waits."""
+
+    @abstractmethod
+    def leave(self, finish: Finish) -> int:
+        """Record the end and return the exit code."""
+
+    def exit_observed(self) -> None:  # noqa: B027
+        """Look at what a unit that has just exited may have left."""
+
+    def unit_started(self) -> None:  # noqa: B027
+        """Notify a unit that has just been started."""
+
+    def round(self) -> None:
+        """Observe, grant requests, and tell the state machine of all exits."""
+        now = self.clock()
+        self.hangs.round(now)
+        with tolerant("observing the trial"):
+            self.observe(now)
+        self.grant_requests()
+        while self._failed_starts:
+            key, incarnation, found = self._failed_starts.pop(0)
+            self.do(self.machine.exited(self.clock(), key, incarnation, found))
+        for key, (handle, incarnation) in list(self.handles.items()):
+            code = handle.poll()
+            if code is not None:
+                self._exited(key, incarnation, code)
+        self.do(self.machine.tick(self.clock()))
+
+    def do(self, actions: list[Action]) -> None:
+        """Carry out what the state machine decided."""
+        for action in actions:
+            match action:
+                case state_machine.Start():
+                    self._start(action)
+                case state_machine.AskToStop(key) if key in self.handles:
+                    self.handles[key][0].ask_to_stop()
+                case state_machine.Kill(key) if key in self.handles:
+                    self.handles[key][0].kill()
+                case state_machine.DumpStacks(key, hangs) if key in self.handles:
+                    self._dump_stacks(self.handles[key][0], hangs)
+                case state_machine.Avoid(nodes, reason):
+                    self._avoid(nodes, reason)
+                case state_machine.LogEvent(kind, details):
+                    self.events.write(kind, details)
+                case Finish():
+                    self.finish = action
+
+    def observe_servers(self, leases: Mapping[str, Seen], now: float) -> None:
+        """Note which servers of this attempt live, and which serve."""
+        self.hangs.observe_leases(leases, self.attempt.id, now)
+        for key, incarnation in serving(leases, self.attempt.id):
+            self.machine.served(now, key, incarnation)
+
+    def kill_hung(self, now: float, step_s: float) -> None:
+        """Kill the units in which nothing moves; `step_s` is the 95th percentile of a step."""
+        if self.machine.phase is Phase.RUNNING:
+            for key, why in self.hangs.hung(now, step_s, list(self.handles)):
+                self.do(self.machine.hung(now, key, why))
+
+    def update_exclude_file(self) -> None:
+        """Tell the job script which nodes to avoid: when an attempt begins, ends, or that changes."""
+        with tolerant("writing the nodes to avoid"):
+            bad_nodes.write_exclude_file(self.trial, self.attempt.job_id, time.time())
+
+    def write_ended(self, code: int, reason: str) -> None:
+        """Record how the attempt ended. The exit code tells too, so an OSError is only logged."""
+        self.events.write(EventKind.ENDED, {"role": "supervisor", "code": int(code), "reason": reason})
+        self.update_exclude_file()
+        cause = self.machine.stop_cause
+        record = EndedRecord(exit_code=int(code), reason=reason, cause=cause, time=time.time())
+        with tolerant("writing how the attempt ended"):
+            write_json(self.attempt.ended, record.to_json())
+
+    def _start(self, action: state_machine.Start) -> None:
+        unit, key = action.unit, (action.unit.role, action.unit.index)
+        flags = ["--trial_dir", str(self.trial.dir), "--attempt", self.attempt.id]
+        flags += ["--index", str(unit.index), "--incarnation", str(action.incarnation)]
+        argv = [self.plan.python, "-m", unit.module, *flags]
+        try:
+            handle = self.steps.start(unit, argv, self.attempt, action.incarnation)
+        except OSError as error:
+            self._failed_starts.append((key, action.incarnation, exit_policy.start_failure(error)))
+            return
+        with tolerant("recording processes"):
+            ownership.write_client_records(self.attempt, unit, action.incarnation, handle.children)
+        self.handles[key] = (handle, action.incarnation)
+        self.hangs.started(key, self.clock())
+        self.unit_started()
+
+    def _exited(self, key: Key, incarnation: int, launcher_code: int) -> None:
+        del self.handles[key]
+        self.hangs.exited(key)
+        with tolerant("listing the exit records"):
+            os.listdir(self.attempt.dir / "exits")  # NFS forgets names that it did not find before
+        unit = self.machine.slots[key].unit
+        found = exit_policy.unit_exit(self.attempt, unit, incarnation, launcher_code)
+        self.exit_observed()
+        self.do(self.machine.exited(self.clock(), key, incarnation, found))
+
+    def _dump_stacks(self, handle: Handle, hangs: bool) -> None:
+        with tolerant("asking for stacks"):
+            if hangs:
+                handle.dump_stacks()
+            else:
+                handle.tell(STACKS)
+
+    def _avoid(self, nodes: Sequence[str], reason: str) -> None:
+        # Where that can't be written the next start may get these nodes, and will report them again.
+        details = {"nodes": list(nodes), "hours": self._avoid_hours, "reason": reason}
+        self.events.write(EventKind.BAD_NODES, details)
+        with tolerant("recording bad nodes"):
+            bad_nodes.add(self.trial, self.attempt, nodes, reason, time.time(), self._avoid_hours)
+        self.update_exclude_file()
