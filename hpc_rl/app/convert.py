@@ -17,7 +17,7 @@ from hpc_rl.checked_file import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Commit
 from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE, Manifest, config_hash
-from hpc_rl.config.loading.load import from_dict
+from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError, Damaged, ExitCode, HpcRlError
 from hpc_rl.files import is_full

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from hpc_rl import log, net
 from hpc_rl.app.control import Deadline, Stacks, listen, obey_signals
-from hpc_rl.config.loading.load import from_dict
+from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError, ExitCode, FailureClass, GivenUp, HpcRlError, TrialBusy
 from hpc_rl.files import FULL, is_full

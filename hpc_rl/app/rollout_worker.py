@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from hpc_rl import log
-from hpc_rl.config.loading.load import from_dict
+from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.rules.model_rules import context_of
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.datasets.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_rl import log
-from hpc_rl.config.loading.load import from_dict
+from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialBusy
 from hpc_rl.files import Room

@@ -1,4 +1,4 @@
-"""`hpc-rl`: looks at the first word, imports that command alone, and turns what goes wrong into one message and an exit code."""
+"""`hpc-rl`: builds the parser of the invoked command alone, runs it, and turns errors into one message and an exit code."""
 
 from __future__ import annotations
 
@@ -8,92 +8,148 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Collection
+from types import ModuleType
+
+from jsonargparse import ArgumentError
 
 from hpc_rl import __version__
+from hpc_rl.cli import options
+from hpc_rl.cli.options import Action, ArgumentParser
 from hpc_rl.errors import ExitCode, HpcRlError
 
 COMMANDS = {  # name -> (module, one line of help)
     "quickstart": ("quickstart", "make a toy model and task, train it here, show what it learnt"),
-    "submit": ("submit", "check a configuration and hand it in as a job"),
+    "submit": ("submit", "check a configuration and submit it as a job"),
     "render": ("render", "write the job scripts of a configuration, submit nothing"),
     "status": ("status", "what a trial does, and what happened to it"),
     "logs": ("logs", "show the logs of a trial's roles"),
     "attach": ("attach", "the command that opens a shell where a role runs"),
-    "cancel": ("cancel", "end a trial for good, with its state saved"),
-    "recover": ("recover", "go on with a trial from its newest generation"),
-    "checkpoint": ("checkpoint", "the generations of a trial: list, verify; to and from Hugging Face format"),
+    "cancel": ("cancel", "stop a trial for good, with its state saved"),
+    "recover": ("recover", "continue a trial from its newest checkpoint"),
+    "checkpoint": ("checkpoint", "the checkpoints of a trial: list, verify; to and from Hugging Face format"),
     "config": ("config", "show a resolved configuration, compare two; schema, reference, completion"),
-    "templates": (
-        "templates",
-        "what the job scripts are made of; override, compare and check a site's blocks",
-    ),
+    "templates": ("templates", "what job scripts are made of; override, compare and check a site's blocks"),
     "list": ("listing", "the trials that this account submitted"),
-    "doctor": (
-        "doctor",
-        "check this machine, the cluster and the shared directory, each finding with its fix",
-    ),
+    "doctor": ("doctor", "check this machine, the cluster and the shared directory, with fixes"),
 }
+SYNONYMS = {
+    "stop": "cancel",
+    "kill": "cancel",
+    "scancel": "cancel",
+    "resume": "recover",
+    "continue": "recover",
+    "restart": "recover",
+    "ps": "list",
+    "ls": "list",
+    "squeue": "list",
+    "show": "status",
+    "info": "status",
+    "log": "logs",
+    "tail": "logs",
+    "run": "submit",
+    "train": "submit",
+    "start": "submit",
+    "validate": "render --check",
+    "check": "render --check",
+}
+NOT_BUILT = {
+    "delete": "remove the trial's directory, then run `hpc-rl list --prune`",
+    "rm": "remove the trial's directory, then run `hpc-rl list --prune`",
+}
+EPILOG = """`hpc-rl <command> --help` shows its options; `hpc-rl --version` the version.
+<trial> is a path, experiment/trial, or a trial name that only one trial has."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line; returns its exit code. Usage errors end by SystemExit(2), as argparse has it."""
+    """Run one command line and return its exit code."""
     try:
         try:
             return _command(sys.argv[1:] if argv is None else argv)
         finally:
-            if sys.stdout is not None:  # it is None where the caller closed it
+            if sys.stdout is not None:  # None where the caller closed it
                 sys.stdout.flush()
-    except OSError as error:  # of the output: what a command meets is told by _guarded
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # else the interpreter complains again at its end
-        if isinstance(error, BrokenPipeError):  # `hpc-rl list | head`: nobody reads any more
+    except OSError as error:  # of the output: those of a command are caught by _guarded
+        # Else the interpreter complains again at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # `hpc-rl list | head`: the reader is gone
             return 128 + signal.SIGPIPE
         print(f"hpc-rl: the output can't be written: {error.strerror}", file=sys.stderr)
         return ExitCode.CANNOT_WRITE
 
 
-def _command(args: list[str]) -> int:
-    if not args or args[0] in ("-h", "--help", "help"):
-        print(overview(), file=sys.stdout if args else sys.stderr)
-        return ExitCode.DONE if args else ExitCode.USAGE
-    if args[0] in ("-V", "--version"):
-        print(f"hpc-rl {__version__}")
-        return ExitCode.DONE
-    if args[0] not in COMMANDS:
-        return _unknown(args[0])
-    return _guarded(args[0], args[1:])
+def _command(argv: list[str]) -> int:
+    if not argv:
+        print(build_parsers(())[()].format_help(), file=sys.stderr)
+        return ExitCode.USAGE
+    if argv[0] == "help":
+        argv = [*argv[1:2], "--help", *argv[2:]]
+    if argv[0] == "-V":
+        argv = ["--version"]
+    if argv[0] not in COMMANDS and not argv[0].startswith("-"):
+        return _unknown(argv[0])
+    return _guarded(argv)
 
 
-def overview() -> str:
-    """The text of `hpc-rl --help`."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {help_line}" for name, (_, help_line) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: hpc-rl <command> [options]",
-            "",
-            "Reinforcement-learning post-training of language models on Slurm, or on this machine.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "`hpc-rl <command> --help` shows its options; `hpc-rl --version` the version.",
-            "<trial> is a path, experiment/trial, or a trial name that only one trial has.",
-        ]
+Parsers = dict[tuple[str, ...], ArgumentParser]
+
+
+def build_parsers(wanted: Collection[str]) -> Parsers:
+    """Return the parser of `hpc-rl`, under (), with those of its commands and their actions; unwanted commands are only names."""
+    top = options.new_parser(
+        "Reinforcement-learning post-training of language models on Slurm, or on this machine.",
+        EPILOG,
+        prog="hpc-rl",
+        version=f"hpc-rl {__version__}",
     )
+    found: Parsers = {(): top}
+    lines = {name: help_line for name, (_, help_line) in COMMANDS.items()}
+    made = {name: module(name).parser() if name in wanted else options.new_parser() for name in COMMANDS}
+    _add_commands(found, (), made, lines)
+    for name in wanted:
+        actions: dict[str, Action] = getattr(module(name), "ACTIONS", {})
+        if actions:
+            made = {action: of.parser() for action, of in actions.items()}
+            _add_commands(found, (name,), made, {action: of.help for action, of in actions.items()})
+    return found
 
 
-def _unknown(word: str) -> int:
-    near = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
-    hint = f"Did you mean `hpc-rl {near[0]}`?" if near else f"Commands: {', '.join(COMMANDS)}."
-    print(f"hpc-rl: there is no command {word!r}. {hint}", file=sys.stderr)
+def _add_commands(
+    found: Parsers, above: tuple[str, ...], made: dict[str, ArgumentParser], lines: dict[str, str]
+) -> None:
+    commands = found[above].add_subcommands(
+        dest=f"command_{len(above)}", title="commands", metavar="<command>"
+    )
+    for name, parser in made.items():
+        commands.add_subcommand(name, parser, help=lines[name])
+        parser.prog = f"{found[above].prog} {name}"
+        found[*above, name] = parser
+
+
+def module(command: str) -> ModuleType:
+    """Return the module of a command."""
+    return importlib.import_module(f"hpc_rl.cli.{COMMANDS[command][0]}")
+
+
+def _unknown(name: str) -> int:
+    near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.7)
+    if name in NOT_BUILT:
+        hint = f"It is not built: {NOT_BUILT[name]}."
+    elif name in SYNONYMS or near:
+        hint = f"Did you mean `hpc-rl {SYNONYMS.get(name) or near[0]}`?"
+    else:
+        hint = f"Commands: {', '.join(COMMANDS)}."
+    print(f"hpc-rl: there is no command {name!r}. {hint}", file=sys.stderr)
     return ExitCode.USAGE
 
 
-def _guarded(name: str, args: list[str]) -> int:
+def _guarded(argv: list[str]) -> int:
     try:
-        return int(importlib.import_module(f"hpc_rl.cli.{COMMANDS[name][0]}").run(args) or 0)
+        return int(_run(argv) or 0)
+    except ArgumentError as error:
+        print(f"hpc-rl: {' '.join(error.message.split())}", file=sys.stderr)
+        print(f"        `hpc-rl {argv[0]} --help` shows the options.", file=sys.stderr)
+        return ExitCode.USAGE
     except HpcRlError as error:
         print(f"hpc-rl: {error}", file=sys.stderr)
         return error.exit_code
@@ -102,12 +158,29 @@ def _guarded(name: str, args: list[str]) -> int:
         return ExitCode.KILLED_BY_PERSON
     except BrokenPipeError:
         raise  # of our own output
-    except Exception as error:  # the boundary: everything else is our own mistake
-        _tell_internal(error)
+    except Exception as error:  # the boundary: everything else is a defect of this program
+        _report_internal(error)
         return ExitCode.FAILED
 
 
-def _tell_internal(error: Exception) -> None:
+def _run(argv: list[str]) -> int:
+    parsers = build_parsers([name for name in argv[:1] if name in COMMANDS])
+    path = tuple(argv[:2]) if tuple(argv[:2]) in parsers else tuple(argv[:1])
+    if path not in parsers:  # an option of hpc-rl itself
+        parsers[()].parse_args(argv)
+        return ExitCode.USAGE
+    own = argv[len(path) :]
+    if options.print_section_help(parsers[path], own):
+        return ExitCode.DONE
+    args = parsers[()].parse_args([*path, *options.arranged(parsers[path], own)])
+    for name in path:
+        args = args[name]
+    args.argv = argv
+    owner = module(path[0])
+    return (owner.ACTIONS[path[1]] if len(path) > 1 else owner).run(args)
+
+
+def _report_internal(error: Exception) -> None:
     if os.environ.get("HPC_RL_TRACEBACK"):
         traceback.print_exception(error)
     where = traceback.extract_tb(error.__traceback__)[-1]

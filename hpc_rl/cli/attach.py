@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import sys
 
-from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
+from hpc_rl.cli.options import ArgumentParser, Count, Namespace, add_json, add_trial, new_parser, print_json
 from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.schedulers.slurm import clean_environment
 from hpc_rl.status.scheduler_view import query
@@ -20,31 +21,36 @@ those of the job, with a terminal; on this machine a shell in the trial's direct
 instead of a shell:  hpc-rl attach TRIAL --role server --exec -- nvidia-smi"""
 
 
-def run(argv: list[str]) -> int:
-    own, rest = _split(argv)
-    parser = new_parser("attach", "The command that opens a shell on the node of a role.", EPILOG)
-    add_trial(parser)
-    parser.add_argument("--role", choices=ROLES, help="whose node (default: the trainer's, else any)")
-    parser.add_argument("--index", type=count, help="which replica of the role (default: the first)")
-    parser.add_argument("--rank", type=count, help="which rank of it (default: the first)")
-    parser.add_argument("--list", action="store_true", help="list where every process runs instead")
-    parser.add_argument("--exec", action="store_true", help="run the command instead of printing it")
-    add_json(parser, "the places")
-    args = parser.parse_args(own)
+def parser() -> ArgumentParser:
+    made = new_parser("The command that opens a shell on the node of a role.", EPILOG)
+    add_trial(made)
+    made.add_argument("--role", choices=ROLES, help="whose node (default: the trainer's, else any)")
+    made.add_argument("--index", type=Count, help="which replica of the role (default: the first)")
+    made.add_argument("--rank", type=Count, help="which rank of it (default: the first)")
+    made.add_argument("--list", action="store_true", help="list where every process runs instead")
+    made.add_argument("--exec", action="store_true", help="run the command instead of printing it")
+    made.add_argument("--run", action="append", default=[], help=argparse.SUPPRESS)  # what follows --
+    add_json(made, "the places")
+    return made
+
+
+def run(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     answer = query(trial)
     story = read_status(trial, answer.newest, answer.asked_at or None)
     if args.list or args.json:
         every = role_processes(story)
         if args.json:
-            print_json([{**vars(place), "command": attach_command(story, place, rest)} for place in every])
+            print_json(
+                [{**vars(place), "command": attach_command(story, place, args.run)} for place in every]
+            )
         for place in every if not args.json else []:
             print(f"{place.name:<20}{place.node or place.host}  pid {place.pid}")
         return 0
-    if rest and not args.exec:
+    if args.run and not args.exec:
         raise ConfigError("what follows -- is run with --exec only; without it a shell's command is printed.")
     place = choose_process(story, args.role, args.index, args.rank)
-    line = attach_command(story, place, rest)
+    line = attach_command(story, place, args.run)
     on_slurm = line[0] == "srun"
     print(
         f"{place.name}: pid {place.pid} on {place.node or place.host}, attempt {place.attempt}",
@@ -54,12 +60,6 @@ def run(argv: list[str]) -> int:
         _become(line, None if on_slurm else str(trial.dir))
     print(shlex.join(line) if on_slurm else f"cd {shlex.quote(str(trial.dir))} && {shlex.join(line)}")
     return 0
-
-
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Our own options, and what stands behind `--`."""
-    where = argv.index("--") if "--" in argv else len(argv)
-    return argv[:where], argv[where + 1 :]
 
 
 def _become(line: list[str], folder: str | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_rl.cli.options import add_json, add_trial, new_parser, print_json, seconds
+from hpc_rl.cli.options import ArgumentParser, Namespace, Seconds, add_json, add_trial, new_parser, print_json
 from hpc_rl.errors import ExitCode
 from hpc_rl.status.formatting import format_duration, program_name
 from hpc_rl.status.trial_state import NOTHING_SAVED
@@ -25,22 +25,24 @@ UNSAVED = {
 }
 
 
-def run(argv: list[str]) -> int:
-    parser = new_parser("cancel", "End a trial for good, with its state saved. Doing it again does no harm.")
-    add_trial(parser)
-    parser.add_argument(
+def parser() -> ArgumentParser:
+    made = new_parser("End a trial for good, with its state saved. Doing it again does no harm.")
+    add_trial(made)
+    made.add_argument(
         "--now", action="store_true", help="let the scheduler end it, which grants some seconds only"
     )
-    parser.add_argument(
+    made.add_argument(
         "--wait_s",
-        "--wait-s",
-        type=seconds,
+        type=Seconds,
         default=0.0,
         metavar="SECONDS",
         help="wait so long for the end (default: 0)",
     )
-    add_json(parser, "what was done")
-    args = parser.parse_args(argv)
+    add_json(made, "what was done")
+    return made
+
+
+def run(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     done = cancel(trial, args.now)
     if args.json:

@@ -22,8 +22,17 @@ from hpc_rl.checkpoint import generation, manifest
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.retention import best, hold
 from hpc_rl.checkpoint.start_facts import seals_of, trimmed
-from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
-from hpc_rl.config.loading.load import from_dict
+from hpc_rl.cli.options import (
+    Action,
+    ArgumentParser,
+    Count,
+    Namespace,
+    add_json,
+    add_trial,
+    new_parser,
+    print_json,
+)
+from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.rules.consistency import METRICS
 from hpc_rl.datasets.rows import fingerprint_in_passing
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, TrialStateError
@@ -34,7 +43,7 @@ from hpc_rl.submit.lock import TrialLock
 from hpc_rl.trial import Trial, fsync_dir, read_json
 
 MEANWHILE_S = 60.0  # between signs of life while the half with torch works
-ACTIONS = {
+HELP = {
     "list": "the generations of a trial, newest first: step, lineage, size, metric, whether it looks sound",
     "verify": "read every byte of the generations and name what is not as it was written; exit code 1 if anything is not",
     "export": "write the weights of a generation in Hugging Face format; needs torch, no GPU",
@@ -47,16 +56,6 @@ For weights to take away use `export`; the trial's own exports are in <trial>/ex
   hpc-rl checkpoint verify my-trial --step 120
   hpc-rl checkpoint export my-trial --to model-120 --step 120
   hpc-rl checkpoint import my-trial path/to/model --step 0"""
-
-
-def run(argv: list[str]) -> int:
-    if not argv or argv[0] not in ACTIONS:
-        lines = "\n".join(f"{name:<8} {text}" for name, text in ACTIONS.items())
-        made = new_parser("checkpoint", lines, EPILOG)
-        made.add_argument("action", choices=ACTIONS, metavar=f"{{{','.join(ACTIONS)}}}")
-        made.parse_args(argv)
-    with _tidy_at_sigterm():
-        return {"list": _list, "verify": _verify, "export": _export, "import": _import}[argv[0]](argv[1:])
 
 
 @contextlib.contextmanager
@@ -74,16 +73,18 @@ def _tidy_at_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _list(argv: list[str]) -> int:
+def _list_parser() -> ArgumentParser:
     made = new_parser(
-        "checkpoint list",
-        ACTIONS["list"],
+        HELP["list"],
         "Sizes and the manifest are checked; `verify` reads the content as well.",
     )
     add_trial(made)
     made.add_argument("--metric", help="number to show (default: what the trainer evaluates, as eval_reward)")
     add_json(made, "the list")
-    args = made.parse_args(argv)
+    return made
+
+
+def _list(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     found = generation.scan(trial)
     set_aside = sorted(path.name for path in (trial.recover / "set-aside").glob("*"))
@@ -138,16 +139,18 @@ def _table(found: list[Found], metric: str) -> list[str]:
     ]
 
 
-def _verify(argv: list[str]) -> int:
+def _verify_parser() -> ArgumentParser:
     made = new_parser(
-        "checkpoint verify",
-        ACTIONS["verify"],
+        HELP["verify"],
         "Reads only: setting aside is what the trainer's next start does.",
     )
     add_trial(made)
-    made.add_argument("--step", type=count, help="only the generation of this step (default: all)")
+    made.add_argument("--step", type=Count, help="only the generation of this step (default: all)")
     add_json(made, "what was found")
-    args = made.parse_args(argv)
+    return made
+
+
+def _verify(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     found = [_chosen(trial, args.step)] if args.step is not None else generation.scan(trial)
     results = [{"step": one.step, "path": str(one.path), "problems": _problems(trial, one)} for one in found]
@@ -177,15 +180,14 @@ def _verdict(result: dict[str, Any]) -> list[str]:
     return [f"generation {result['step']}: {problem}" for problem in result["problems"]]
 
 
-def _export(argv: list[str]) -> int:
+def _export_parser() -> ArgumentParser:
     made = new_parser(
-        "checkpoint export",
-        ACTIONS["export"],
+        HELP["export"],
         "The folder is what servers, transformers and `actor.path` read.",
     )
     add_trial(made)
     which = made.add_mutually_exclusive_group()
-    which.add_argument("--step", type=count, help="step of the generation (default: the newest)")
+    which.add_argument("--step", type=Count, help="step of the generation (default: the newest)")
     which.add_argument(
         "--best", metavar="METRIC", help="the generation with the largest METRIC, as eval_reward"
     )
@@ -193,7 +195,10 @@ def _export(argv: list[str]) -> int:
         "--to", type=Path, metavar="FOLDER", help="where to (default: <trial>/exports/generation-<step>)"
     )
     add_json(made, "where it is")
-    args = made.parse_args(argv)
+    return made
+
+
+def _export(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     one = _chosen(trial, args.step, args.best)
     if one.problem:
@@ -234,10 +239,9 @@ def _export_to(there: Path, trial: Trial, step: int) -> int:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _import(argv: list[str]) -> int:
+def _import_parser() -> ArgumentParser:
     made = new_parser(
-        "checkpoint import",
-        ACTIONS["import"],
+        HELP["import"],
         "The trial exists and does not run; one that was only rendered (`hpc-rl render`) is named by its path.\n"
         "The optimizer starts afresh; the schedule is that of --step.\n"
         "To only start a new trial from such weights, none of this is needed: set actor.path (or model.path) to the folder.",
@@ -248,8 +252,11 @@ def _import(argv: list[str]) -> int:
         type=Path,
         help="Hugging Face checkpoint: config.json and safetensors of the trial's architecture",
     )
-    made.add_argument("--step", type=count, default=0, help="step that the generation counts as (default: 0)")
-    args = made.parse_args(argv)
+    made.add_argument("--step", type=Count, default=0, help="step that the generation counts as (default: 0)")
+    return made
+
+
+def _import(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     source = args.folder.expanduser().absolute()
     if not (source / "config.json").is_file():
@@ -360,3 +367,24 @@ def _hand_over(
         finally:  # a Ctrl-C
             process.kill()
             process.wait()
+
+
+def parser() -> ArgumentParser:
+    """Return the parser of the command; its actions have their own."""
+    return new_parser("The checkpoints of a trial.", EPILOG)
+
+
+def _tidy(action: Callable[[Namespace], int]) -> Callable[[Namespace], int]:
+    def run(args: Namespace) -> int:
+        with _tidy_at_sigterm():
+            return action(args)
+
+    return run
+
+
+ACTIONS = {
+    "list": Action(HELP["list"], _list_parser, _tidy(_list)),
+    "verify": Action(HELP["verify"], _verify_parser, _tidy(_verify)),
+    "export": Action(HELP["export"], _export_parser, _tidy(_export)),
+    "import": Action(HELP["import"], _import_parser, _tidy(_import)),
+}

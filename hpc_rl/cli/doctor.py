@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hpc_rl.cli.options import add_config, add_json, count, new_parser, print_json, seconds
+from hpc_rl.cli.options import (
+    ArgumentParser,
+    Count,
+    Namespace,
+    Seconds,
+    add_config,
+    add_json,
+    new_parser,
+    print_json,
+)
 from hpc_rl.cli.submit import plan_of
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.loading.load import Loaded, load
+from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.slurm_rules import DERIVED
-from hpc_rl.config.sections.cluster import ClusterSpecConfig, SlurmLauncherConfig
+from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.doctor import checks, job_probe, slurm_facts
 from hpc_rl.doctor.facts import gather
 from hpc_rl.doctor.finding import Finding, Status, Wanted, fail
@@ -24,16 +33,16 @@ from hpc_rl.render.roots import template_root
 from hpc_rl.schedulers import pick
 
 FAILED = 1  # exit code where a check failed
+ANY_TRIAL = ["experiment_name=any", "trial_name=any", "actor.path=any", "train_dataset.path=any"]
 EPILOG = """With --config (and options of the configuration behind it) what that trial asks for is checked; without, what
 any trial needs. Within a Slurm job, or with --allocation, one short step visits the nodes: they see each other's files,
 clocks and addresses. Exit code: 0 where nothing failed (warnings do not count), 1 where something did."""
 
 
-def run(argv: list[str]) -> int:
-    args, overrides = _parser().parse_known_args(argv)
-    wanted, options = wanted_of(args, overrides)
+def run(args: Namespace) -> int:
+    wanted, options, findings = wanted_of(args)
     inside = "SLURM_JOB_ID" in os.environ
-    findings = look_here(wanted, inside)
+    findings += look_here(wanted, inside)
     if args.allocation or inside:
         findings += look_at_nodes(wanted, options, args.wait_s)
     failed = any(finding.status is Status.FAIL for finding in findings)
@@ -44,13 +53,11 @@ def run(argv: list[str]) -> int:
     return FAILED if failed else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     made = new_parser(
-        "doctor",
         "Check this machine, the cluster and the directory of the trials; each finding with its fix.",
         EPILOG,
     )
-    add_config(made)
     made.add_argument(
         "--fileroot",
         metavar="DIR",
@@ -62,38 +69,46 @@ def _parser() -> argparse.ArgumentParser:
         help="also visit nodes, by a short job of its own where this is none",
     )
     made.add_argument(
-        "--nodes", type=count, metavar="N", help="how many (default: the configuration's, else 2)"
+        "--nodes", type=Count, metavar="N", help="how many (default: the configuration's, else 2)"
     )
     made.add_argument("--partition", help="of which partition (default: the configuration's, else Slurm's)")
     made.add_argument(
         "--wait_s",
-        "--wait-s",
-        type=seconds,
+        type=Seconds,
         default=600.0,
         metavar="SECONDS",
         help="for the nodes to come and report (default: 600)",
     )
     add_json(made, "every finding")
+    add_config(made)
     return made
 
 
-def wanted_of(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Wanted, SlurmLauncherConfig]:
-    """What is asked of a machine, and of Slurm. Raises ConfigError."""
-    if overrides and not args.config:
+def wanted_of(args: Namespace) -> tuple[Wanted, SlurmLauncherConfig, list[Finding]]:
+    """Return what is asked of a machine and of Slurm, and what is wrong with the files of the configuration. Raises ConfigError."""
+    if args.overrides and not args.config:
         raise ConfigError(
-            f"{overrides[0]!r}: options of a configuration need one: --config FILE. Allowed without: see --help."
+            f"{args.overrides[0]!r}: options of a configuration need one: --config FILE. Allowed without: see --help."
         )
+    findings: list[Finding] = []
     if args.config:
-        wanted, options = _of_config(args.config, overrides, args.preset)
+        loaded = load(args.config, args.overrides, presets=args.preset, cluster=args.cluster)
+        wanted, options = _of_config(loaded)
+        try:
+            check(loaded)
+        except ConfigError as error:
+            findings = [fail("configuration", str(error), "correct the option, or stage the file.")]
     else:
-        on_slurm = pick("auto") == "slurm"
+        profile = load([], ANY_TRIAL, presets=args.preset, cluster=args.cluster).config
+        on_slurm = pick(profile.launcher.type) == "slurm"
+        options = profile.launcher.slurm
         wanted = Wanted(
             on_slurm=on_slurm,
             num_nodes=2 if on_slurm else 1,
-            fileroot=ClusterSpecConfig().fileroot,
+            fileroot=profile.cluster.fileroot,
             python=sys.executable,
+            partition=options.partition or "",
         )
-        options = SlurmLauncherConfig()
     if args.nodes == 0:
         raise ConfigError("--nodes 0: allowed: 1 or more.")
     wanted = replace(
@@ -102,13 +117,11 @@ def wanted_of(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Wante
         fileroot=os.path.abspath(os.path.expanduser(args.fileroot or wanted.fileroot)),
         partition=args.partition or wanted.partition,
     )
-    return wanted, replace(options, partition=wanted.partition or None)
+    return wanted, replace(options, partition=wanted.partition or None), findings
 
 
-def _of_config(
-    files: Sequence[str], overrides: Sequence[str], presets: Sequence[str]
-) -> tuple[Wanted, SlurmLauncherConfig]:
-    planned = plan_of(load(files, list(overrides), presets=presets))
+def _of_config(loaded: Loaded) -> tuple[Wanted, SlurmLauncherConfig]:
+    planned = plan_of(loaded, files=False)
     config, plan = planned.loaded.config, planned.plan
     with_gpus = any(unit.gpus_per_task for unit in plan.units)
     python = plan.python

@@ -5,19 +5,22 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from hpc_rl.cli.options import add_json, new_parser, print_json
+from hpc_rl.cli.options import ArgumentParser, Namespace, add_json, new_parser, print_json
 from hpc_rl.status.formatting import format_duration
 from hpc_rl.status.scheduler_view import SchedulerAnswer, query_all
 from hpc_rl.status.trial_status import read_status
 from hpc_rl.submit import trial_index
 
 
-def run(argv: list[str]) -> int:
-    parser = new_parser("list", "The trials that this account submitted, newest first.")
-    parser.add_argument("--prune", action="store_true", help="forget the trials whose directory is gone")
-    parser.add_argument("--offline", action="store_true", help="do not ask the scheduler")
-    add_json(parser, "the list")
-    args = parser.parse_args(argv)
+def parser() -> ArgumentParser:
+    made = new_parser("The trials that this account submitted, newest first.")
+    made.add_argument("--prune", action="store_true", help="forget the trials whose directory is gone")
+    made.add_argument("--offline", action="store_true", help="do not ask the scheduler")
+    add_json(made, "the list")
+    return made
+
+
+def run(args: Namespace) -> int:
     pruned = trial_index.prune() if args.prune else []
     entries = trial_index.entries()
     answers = {} if args.offline else query_all(entry.trial for entry in entries if not entry.gone)

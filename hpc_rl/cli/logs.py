@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hpc_rl.cli.options import add_json, add_trial, count, new_parser, print_json
+from hpc_rl.cli.options import ArgumentParser, Count, Namespace, add_json, add_trial, new_parser, print_json
 from hpc_rl.errors import ConfigError, TrialStateError
 from hpc_rl.files import Tail, last_lines
 from hpc_rl.schedulers.record import followers
@@ -40,8 +40,7 @@ class Log:
         return str(self.path.relative_to(trial.dir))
 
 
-def run(argv: list[str]) -> int:
-    args = parser().parse_args(argv)
+def run(args: Namespace) -> int:
     if args.json and not args.list:
         raise ConfigError("--json goes with --list: it lists the files; the logs themselves are text.")
     trial = trial_index.resolve(args.trial)
@@ -70,15 +69,15 @@ def _nothing_yet(trial: Trial) -> str:
     return f"no log yet: {trial} is {story.state}{since}{why}"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     made = new_parser(
-        "logs", "Show logs: by default the newest trainer's and the supervisor's of the newest attempt."
+        "Show logs: by default the newest trainer's and the supervisor's of the newest attempt."
     )
     add_trial(made)
     made.add_argument("--role", choices=ROLES, help="whose; `job` is the output of the batch script itself")
-    made.add_argument("--index", type=count, help="which replica of the role")
+    made.add_argument("--index", type=Count, help="which replica of the role")
     made.add_argument(
-        "--incarnation", type=count, help="which start of the role within the attempt; default: the newest"
+        "--incarnation", type=Count, help="which start of the role within the attempt; default: the newest"
     )
     made.add_argument(
         "--attempt", help="which attempt, as status names it; default: the newest that has what is asked for"
@@ -90,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
         help="which rank, where ranks have files of their own, or `all`; default: rank 0",
     )
     made.add_argument(
-        "-n", "--lines", type=count, default=40, help="how many of the last lines (default: 40)"
+        "-n", "--lines", type=Count, default=40, help="how many of the last lines (default: 40)"
     )
     made.add_argument(
         "-f",
@@ -103,8 +102,13 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _rank(text: str) -> int | str:
-    return text if text == EVERY_RANK else count(text)
+def _rank(text: str | int) -> str | int:
+    """Return a rank, or EVERY_RANK."""
+    if str(text) == EVERY_RANK:
+        return EVERY_RANK
+    if not (str(text).isascii() and str(text).isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rank: give its number, or {EVERY_RANK}")
+    return int(text)
 
 
 def collect(trial: Trial) -> list[Log]:
@@ -142,7 +146,7 @@ def _outputs(trial: Trial, job_id: str) -> list[Log]:
     ]
 
 
-def choose(trial: Trial, found: list[Log], args: argparse.Namespace) -> list[Log]:
+def choose(trial: Trial, found: list[Log], args: Namespace) -> list[Log]:
     """What the options ask for. Raises TrialStateError that says which files there are."""
     if not any(log.role == "supervisor" for log in found):  # then it writes where the batch script does
         own = [
@@ -170,7 +174,7 @@ def choose(trial: Trial, found: list[Log], args: argparse.Namespace) -> list[Log
     return _first_rank(_newest(matching)) if args.rank is None else _newest(matching)
 
 
-def _matches(log: Log, args: argparse.Namespace) -> bool:
+def _matches(log: Log, args: Namespace) -> bool:
     by_attempt = args.attempt is None or args.attempt in (log.attempt, log.attempt.rpartition(".")[0])
     by_attempt = by_attempt or (
         args.attempt is not None and args.attempt.rpartition(".")[0] == log.attempt
@@ -225,7 +229,7 @@ def _list(trial: Trial, found: list[Log], as_json: bool) -> int:
     return 0
 
 
-def _follow(trial: Trial, args: argparse.Namespace) -> int:
+def _follow(trial: Trial, args: Namespace) -> int:
     """New lines of what is chosen, newer incarnations and attempts included, until the trial is over."""
     tails: dict[Path, Tail] = {}
     watch, shown, said = TrialWatch(trial), None, ""

@@ -1,36 +1,71 @@
-"""What the parsers of all commands share. The standard argparse: options of a configuration are the loader's to read."""
+"""What the commands share: their jsonargparse parsers, common options, and how options of a configuration are told apart."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import NonNegativeFloat as Seconds
+from jsonargparse.typing import NonNegativeInt as Count
 
-def new_parser(command: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
-    """A parser for one command that refuses abbreviations and ends with exit code 2 on bad usage."""
-    return argparse.ArgumentParser(
-        prog=f"hpc-rl {command}",
+__all__ = ["ArgumentParser", "Count", "Namespace", "Seconds"]
+CONFIG_FILES = (".yaml", ".yml", ".json")
+OVERRIDES = "overrides"  # destination of the options of a configuration, as they were typed
+COMMON = (  # letters as sbatch has them, option, metavar, help
+    ("-N", "--n_nodes", "N", "number of nodes"),
+    ("-p", "--partition", "NAME", "Slurm partition"),
+    ("-A", "--account", "NAME", "Slurm account to charge"),
+    ("-t", "--time", "TIME", "time limit of a job, as 24:00:00"),
+    ("-q", "--qos", "NAME", "Slurm quality of service"),
+    (None, "--model", "DIR", "directory of the model (actor.path, or model.path)"),
+    (None, "--data", "FILE", "training data (train_dataset.path)"),
+    (None, "--lr", "RATE", "peak learning rate (actor.optimizer.lr)"),
+    (None, "--name", "NAME", "trial_name"),
+    (None, "--fileroot", "DIR", "directory of all trials (cluster.fileroot)"),
+)
+OF_A_CONFIGURATION = """Any option of the configuration may follow, as --a.b VALUE or a.b=VALUE, and wins over the files.
+`--help SECTION` explains the options of a section, `--help all` every one."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One action of a command that has several."""
+
+    help: str
+    parser: Callable[[], ArgumentParser]
+    run: Callable[[Namespace], int]
+
+
+def new_parser(description: str = "", epilog: str = "", **settings: Any) -> ArgumentParser:
+    """Return a parser for one command; its usage errors are raised as jsonargparse.ArgumentError."""
+    return ArgumentParser(
         description=description,
         epilog=epilog,
         allow_abbrev=False,
+        exit_on_error=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        **settings,
     )
 
 
-def add_trial(parser: argparse.ArgumentParser) -> None:
+def add_trial(parser: ArgumentParser) -> None:
+    """Declare the trial that a command is about."""
     parser.add_argument("trial", help="a path, experiment/trial, or a trial name that only one trial has")
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Where a configuration comes from."""
+def add_config(parser: ArgumentParser) -> None:
+    """Declare where a configuration comes from, and its options."""
     parser.add_argument(
         "--config",
         action="append",
         default=[],
         metavar="FILE",
-        help="YAML file; several are laid over each other, left to right",
+        help="YAML file, also without --config; several are laid over each other, left to right",
     )
     parser.add_argument(
         "--preset",
@@ -44,25 +79,90 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="profile of the cluster, below the files (hpc-rl templates list names them)",
     )
+    add_overrides(parser)
 
 
-def add_json(parser: argparse._ActionsContainer, what: str) -> None:
+def add_overrides(parser: ArgumentParser) -> None:
+    """Declare the options of a configuration: the common ones by name, the others as they come."""
+    parser.add_argument(f"--{OVERRIDES}", action="append", default=[], help=argparse.SUPPRESS)
+    group = parser.add_argument_group("common options of the configuration")
+    taken = parser._option_string_actions
+    for letter, name, metavar, text in COMMON:
+        if name not in taken:
+            names = [option for option in (letter, name) if option]
+            group.add_argument(
+                *names, dest=OVERRIDES, action="append", default=[], metavar=metavar, help=text
+            )
+    from hpc_rl.config.reference import section_names
+
+    parser.epilog = f"{parser.epilog}\n{OF_A_CONFIGURATION}\nsections: {', '.join(section_names())}"
+
+
+def add_json(parser: Any, what: str) -> None:
+    """Declare --json, on a parser or a group of one."""
     parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")
 
 
-def seconds(text: str) -> float:
-    """Argument type: a time span that is not negative."""
-    if not re.fullmatch(r"\d+(\.\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return float(text)
+def arranged(parser: ArgumentParser, argv: list[str]) -> list[str]:
+    """Return the arguments as the parser of a command takes them: `-` as `_` in flags, and where the command has a configuration,
+    files behind --config and its options, as they were typed, behind --overrides."""
+    own = parser._option_string_actions  # argparse has no public list of a parser's options
+    with_config = f"--{OVERRIDES}" in own
+    positional = any(not action.option_strings for action in parser._actions)
+    found: list[str] = []
+    rest = iter(argv)
+    for token in rest:
+        flag, equals, value = token.partition("=")
+        if token.startswith("--"):
+            flag = f"--{flag[2:].replace('-', '_')}"
+        action = own.get(flag)
+        if token == "--" and "--run" in own:  # attach: a command of the user's
+            return [*found, *(f"--run={one}" for one in rest)]
+        if action is not None and action.dest != OVERRIDES:
+            found.append(f"{flag}{equals}{value}")
+            if not equals and action.nargs not in (0, "?"):
+                found += _next(rest)
+        elif not with_config:
+            found.append(token)
+        elif token.startswith("-"):
+            found += [f"--{OVERRIDES}={one}" for one in _override(own, token, rest)]
+        elif "=" not in token and positional:
+            found.append(token)
+        elif "=" not in token and (token.endswith(CONFIG_FILES) or os.path.isfile(token)):
+            found.append(f"--config={token}")
+        else:
+            found.append(f"--{OVERRIDES}={token}")
+    return found
 
 
-def count(text: str) -> int:
-    """Argument type: a whole number from 0."""
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
-    return int(text)
+def _override(own: dict[str, argparse.Action], token: str, rest: Iterator[str]) -> list[str]:
+    """Return one option of the configuration, with its value where that is the next argument."""
+    letter = own.get(token[:2])
+    if letter is not None and not token.startswith("--"):
+        value = [token[2:].removeprefix("=")] if len(token) > 2 else _next(rest)
+        return [letter.option_strings[-1], *value]
+    return [token] if "=" in token or token == "--" else [token, *_next(rest)]
+
+
+def _next(rest: Iterator[str]) -> list[str]:
+    return [value for value in [next(rest, None)] if value is not None]
+
+
+def print_section_help(parser: ArgumentParser, argv: list[str]) -> bool:
+    """Print what `--help SECTION`, `--help OPTION` or `--help all` asks for; return whether anything was asked for.
+
+    Raises ConfigError for a name that no configuration has.
+    """
+    asked = [number for number, token in enumerate(argv) if token in ("-h", "--help")]
+    topic = argv[asked[0] + 1] if asked and asked[0] + 1 < len(argv) else "-"
+    if topic.startswith("-") or f"--{OVERRIDES}" not in parser._option_string_actions:
+        return False
+    from hpc_rl.config.reference import section_help
+
+    print(section_help(topic.replace("-", "_")), end="")
+    return True
 
 
 def print_json(value: Any) -> None:
+    """Print a value as indented JSON."""
     print(json.dumps(value, indent=2, sort_keys=True, default=str))

@@ -6,31 +6,32 @@ import importlib.util
 import os
 import sys
 
-from hpc_rl.cli.options import count, new_parser
+from hpc_rl.cli.options import ArgumentParser, Count, Namespace, add_overrides, new_parser
 from hpc_rl.errors import ConfigError
 
 
-def run(argv: list[str]) -> int:
-    parser = new_parser(
-        "quickstart",
+def parser() -> ArgumentParser:
+    made = new_parser(
         "Make a toy model and an arithmetic task, train the model on this machine, and show what it learnt.",
         epilog="What else is given goes to the GRPO trial, as to `hpc-rl submit`: total_train_steps=20",
     )
-    parser.add_argument("--dir", default="quickstart", help="where everything goes (default: ./quickstart)")
-    parser.add_argument("--seed", type=count, default=1, help="seed of everything (default: 1)")
-    parser.add_argument(
-        "--only_prepare", "--only-prepare", action="store_true", help="make the model and the task, then stop"
-    )
-    args, rest = parser.parse_known_args(argv)
+    made.add_argument("--dir", default="quickstart", help="where everything goes (default: ./quickstart)")
+    made.add_argument("--seed", type=Count, default=1, help="seed of everything (default: 1)")
+    made.add_argument("--only_prepare", action="store_true", help="make the model and the task, then stop")
+    add_overrides(made)
+    return made
+
+
+def run(args: Namespace) -> int:
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(
             "quickstart trains a model here, and torch is not installed: pip install 'hpc-rl[train]'"
         )
-    refuse(rest)
+    refuse(args.overrides)
     where = os.path.abspath(os.path.expanduser(args.dir))
     command = [sys.executable, "-m", "hpc_rl.app.quickstart_trial", "--dir", where, "--seed", str(args.seed)]
     sys.stdout.flush()
-    os.execv(sys.executable, [*command, *(["--only_prepare"] if args.only_prepare else []), *rest])
+    os.execv(sys.executable, [*command, *(["--only_prepare"] if args.only_prepare else []), *args.overrides])
 
 
 def refuse(overrides: list[str]) -> None:

@@ -9,8 +9,8 @@ import re
 from typing import Any
 
 from hpc_rl.checkpoint.decide import Decision, Situation
-from hpc_rl.cli.options import add_trial, new_parser, print_json
-from hpc_rl.cli.submit import Planned, add_outcome, announce, changed_lines, compared, parse, plan_of
+from hpc_rl.cli.options import ArgumentParser, Namespace, add_overrides, add_trial, new_parser, print_json
+from hpc_rl.cli.submit import Planned, add_outcome, announce, changed_lines, compared, plan_of
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.tables.changes import Change
@@ -31,8 +31,8 @@ EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, where the trial's s
   hpc-rl recover first --from 400 --explain   only say what would happen, and why"""
 
 
-def run(argv: list[str]) -> int:
-    made = new_parser("recover", "Go on with a trial from a generation of its state, as a new job.", EPILOG)
+def parser() -> ArgumentParser:
+    made = new_parser("Go on with a trial from a generation of its state, as a new job.", EPILOG)
     add_trial(made)
     made.add_argument(
         "--from", dest="from_step", type=_step, metavar="STEP", help="this generation; the newest by default"
@@ -41,15 +41,19 @@ def run(argv: list[str]) -> int:
         "--explain", action="store_true", help="say what a start would do now, and why; do nothing"
     )
     add_outcome(made)
-    args, overrides = parse(made, argv)
+    add_overrides(made)
+    return made
+
+
+def run(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
-    loaded = stored(trial, overrides)
+    loaded = stored(trial, args.overrides)
     parent = next((record.submission for record in reversed(read_lineages(trial))), None)
     recovery = submission.Recovery(from_step=args.from_step, parent=parent)
     if args.explain:
         return explain(trial, loaded, recovery, args)
     planned = prepared(trial, loaded, args.no_check)
-    command = ["hpc-rl", "recover", *argv]
+    command = ["hpc-rl", *args.argv]
     done = submission.submit(
         planned.loaded, planned.plan, command=command, trial=trial, recovery=recovery, avoid=planned.avoid
     )
@@ -65,11 +69,13 @@ def prepared(trial: Trial, loaded: Loaded, no_check: bool) -> Planned:
     return planned
 
 
-def _step(text: str) -> int:
-    """`40` or `gen-00000040`; 0 is a generation that was imported."""
-    match = re.fullmatch(r"(?:gen-)?([0-9]+)", text)
+def _step(text: str | int) -> int:
+    """Return the step of `40` or `gen-00000040`; 0 is an imported checkpoint."""
+    match = re.fullmatch(r"(?:gen-)?([0-9]+)", str(text))  # the library may convert what was converted
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no generation: give its step, as 40 or gen-00000040")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a checkpoint: give its step, as 40 or gen-00000040"
+        )
     return int(match[1])
 
 
@@ -82,7 +88,7 @@ def stored(trial: Trial, overrides: list[str]) -> Loaded:
     return load([trial.config_yaml], overrides)
 
 
-def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: argparse.Namespace) -> int:
+def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: Namespace) -> int:
     """Print what the first start of a recover would do now; refusals and the exit code are those of the recover."""
     config = check(loaded, files=False).config
     outlook = predict_start(trial, config, "resume", recovery.from_step)

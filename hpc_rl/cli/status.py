@@ -9,7 +9,7 @@ from typing import Any
 
 from hpc_rl.checkpoint.decide import PastStart
 from hpc_rl.checkpoint.start_facts import fruitless_starts
-from hpc_rl.cli.options import add_json, add_trial, new_parser, print_json
+from hpc_rl.cli.options import ArgumentParser, Namespace, add_json, add_trial, new_parser, print_json
 from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
 from hpc_rl.records import LineageRecord
 from hpc_rl.status.attempts import RoleStatus
@@ -34,18 +34,21 @@ SHOWN_ATTEMPTS = 5  # without --all
 OLD_S = 60.0  # an answer of the scheduler that is older is called so
 
 
-def run(argv: list[str]) -> int:
-    parser = new_parser("status", DESCRIPTION)
-    add_trial(parser)
-    parser.add_argument("--offline", action="store_true", help="do not ask the scheduler")
-    parser.add_argument(
+def parser() -> ArgumentParser:
+    made = new_parser(DESCRIPTION)
+    add_trial(made)
+    made.add_argument("--offline", action="store_true", help="do not ask the scheduler")
+    made.add_argument(
         "--all", action="store_true", help=f"every attempt, not only the newest {SHOWN_ATTEMPTS}"
     )
-    parser.add_argument(
+    made.add_argument(
         "-f", "--follow", action="store_true", help="a live view until the trial is over; exits with its code"
     )
-    add_json(parser, "everything")
-    args = parser.parse_args(argv)
+    add_json(made, "everything")
+    return made
+
+
+def run(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     if args.follow:
         return _follow(trial, args.json)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import time
@@ -11,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.cli.options import add_config, add_json, new_parser, print_json
+from hpc_rl.cli.config import print_resolved
+from hpc_rl.cli.options import ArgumentParser, Namespace, add_config, add_json, new_parser, print_json
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.tables.changes import Change
-from hpc_rl.errors import ExitCode, HpcRlError
+from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.schedulers import pick
@@ -46,26 +46,24 @@ class Planned:
         return [*self.loaded.notes, *self.plan.notes, *refused]
 
 
-def run(argv: list[str]) -> int:
-    args, overrides = parse(parser(), argv)
-    planned = plan_of(load(args.config, overrides, presets=args.preset, cluster=args.cluster))
+def run(args: Namespace) -> int:
+    if args.print_config is not None:
+        return print_config(args)
+    planned = plan_of(loaded(args))
     if args.dry_run:
         return _dry_run(planned, args.json)
     planned = compared(planned, submission.trial_of(planned.loaded.config), args.no_check)
     made = submission.submit(
-        planned.loaded, planned.plan, command=["hpc-rl", "submit", *argv], avoid=planned.avoid
+        planned.loaded, planned.plan, command=["hpc-rl", *args.argv], avoid=planned.avoid
     )
     return announce(made, planned, args)
 
 
-def parser() -> argparse.ArgumentParser:
-    made = new_parser(
-        "submit", "Check a configuration, plan it, and hand it in as a job. Returns at once.", EPILOG
-    )
-    add_config(made)
+def parser() -> ArgumentParser:
+    made = new_parser("Check a configuration, plan it, and hand it in as a job. Returns at once.", EPILOG)
+    add_config_and_print(made)
     made.add_argument(
         "--dry_run",
-        "--dry-run",
         action="store_true",
         help="stop before anything is written; show the plan, and all checks of render",
     )
@@ -73,15 +71,16 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-EPILOG = """Any option of the configuration may follow, as --a.b VALUE or a.b=VALUE, and wins over the files:
-  hpc-rl submit --config grpo.yaml --n_nodes 4 actor.optimizer.lr=1e-6"""
+EPILOG = """examples:
+  hpc-rl submit grpo.yaml --dry_run
+  hpc-rl submit grpo.yaml -N 4 -p gpu -t 24:00:00 actor.optimizer.lr=1e-6
+"""
 
 
-def add_outcome(made: argparse.ArgumentParser) -> None:
+def add_outcome(made: ArgumentParser) -> None:
     """How submit and recover tell what came of it."""
     made.add_argument(
         "--no_check",
-        "--no-check",
         action="store_true",
         help="do not compare the request with the cluster (one sinfo)",
     )
@@ -95,21 +94,34 @@ def add_outcome(made: argparse.ArgumentParser) -> None:
     how.add_argument("--parsable", action="store_true", help="print the job id only")
 
 
-def parse(made: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """A command's own arguments, and the rest in its order: overrides of the configuration. `--help` lists those too."""
-    if "-h" in argv or "--help" in argv:
-        from hpc_rl.config.loading.arguments import add_config_arguments  # only help needs it
+def add_config_and_print(made: ArgumentParser) -> None:
+    """Declare the configuration of submit and render, and --print_config."""
+    add_config(made)
+    made.add_argument(
+        "--print_config",
+        nargs="?",  # the library writes `--print_config=`
+        const="",
+        metavar="yaml",
+        help="print the resolved configuration with the origin of each value, and stop",
+    )
 
-        add_config_arguments(made)
-        made.usage = f"{made.prog} [options] [--a.b VALUE | a.b=VALUE ...]"
-        made.print_help()
-        raise SystemExit(0)
-    return made.parse_known_args(argv)
+
+def print_config(args: Namespace) -> int:
+    """Print the resolved configuration with the origin of each value."""
+    print_resolved(check(loaded(args), files=False))
+    return 0
 
 
-def plan_of(loaded: Loaded) -> Planned:
-    """Check and plan. Raises ConfigError."""
-    checked = check(loaded)
+def loaded(args: Namespace) -> Loaded:
+    """Read the configuration that a command was given. Raises ConfigError."""
+    if not args.config and not args.overrides:
+        raise ConfigError(f"give a configuration: hpc-rl {args.argv[0]} FILE")
+    return load(args.config, args.overrides, presets=args.preset, cluster=args.cluster)
+
+
+def plan_of(loaded: Loaded, files: bool = True) -> Planned:
+    """Check and plan; with `files` that data and model exist. Raises ConfigError."""
+    checked = check(loaded, files=files)
     config = checked.config
     scheduler = pick(config.launcher.type)
     # The true number is known only by sinfo, which a submission asks later.
@@ -144,7 +156,7 @@ def checked_scripts(planned: Planned, trial: Trial) -> preflight.PreflightReport
     return preflight.full_check(config, planned.plan, scripts, SlurmScheduler() if where == "slurm" else None)
 
 
-def announce(made: Submission, planned: Planned, args: argparse.Namespace) -> int:
+def announce(made: Submission, planned: Planned, args: Namespace) -> int:
     """Tell what was submitted; with --follow stay until it is over. Returns the exit code."""
     if args.json:
         print_json(as_json(made, planned))
@@ -289,13 +301,12 @@ def unit_line(unit: Unit) -> str:
     return f"{unit.role}-{unit.index}: {unit.num_tasks} process{'es' if unit.num_tasks > 1 else ''} on {nodes}, each {each}"
 
 
-def run_render(argv: list[str]) -> int:
+def render_parser() -> ArgumentParser:
     made = new_parser(
-        "render",
         "Write the trial directory of a configuration with its job scripts, and submit nothing.",
         EPILOG,
     )
-    add_config(made)
+    add_config_and_print(made)
     made.add_argument(
         "--output", type=Path, metavar="DIR", help="write there instead of where the trial belongs"
     )
@@ -305,8 +316,13 @@ def run_render(argv: list[str]) -> int:
         help="check the scripts and the request first, and write nothing where they can't run",
     )
     add_json(made, "paths, notes and checks")
-    args, overrides = parse(made, argv)
-    planned = plan_of(load(args.config, overrides, presets=args.preset, cluster=args.cluster))
+    return made
+
+
+def run_render(args: Namespace) -> int:
+    if args.print_config is not None:
+        return print_config(args)
+    planned = plan_of(loaded(args))
     report = preflight.PreflightReport()
     if args.check:
         report = checked_scripts(planned, submission.trial_of(planned.loaded.config))
@@ -314,9 +330,7 @@ def run_render(argv: list[str]) -> int:
             print_json({"checks": report.to_json()})
             return _quietly(report)
         report.raise_for()
-    done = submission.render_to(
-        planned.loaded, planned.plan, args.output, command=["hpc-rl", "render", *argv]
-    )
+    done = submission.render_to(planned.loaded, planned.plan, args.output, command=["hpc-rl", *args.argv])
     if args.json:
         print_json(as_json(done, planned) | ({"checks": report.to_json()} if args.check else {}))
         return 0

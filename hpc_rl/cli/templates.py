@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.cli.options import add_json, new_parser, print_json
+from hpc_rl.cli.options import Action, ArgumentParser, Namespace, add_json, new_parser, print_json
 from hpc_rl.config.loading.profiles import known_profiles, profile_dirs, site_dirs
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode
 from hpc_rl.render import lint, overrides, sample
 from hpc_rl.render.hooks import EVENTS
 from hpc_rl.render.hooks import FOLDER as HOOKS
 
-ACTIONS = {
+HELP = {
     "list": "templates and their blocks, who overrides them; cluster profiles and hooks of the site",
     "eject": "write an override of some blocks, to be edited",
     "diff": "what the overrides change in a sample of every script",
@@ -22,19 +21,10 @@ ACTIONS = {
 }
 
 
-def run(argv: list[str]) -> int:
-    if not argv or argv[0] not in ACTIONS:
-        made = new_parser("templates", "\n".join(f"{name:<7} {text}" for name, text in ACTIONS.items()))
-        made.add_argument("action", choices=ACTIONS, metavar=f"{{{','.join(ACTIONS)}}}")
-        made.parse_args(argv)
-    return {"list": _list, "eject": _eject, "diff": _diff, "check": _check}[argv[0]](argv[1:])
-
-
-def _parser(action: str, epilog: str = "") -> argparse.ArgumentParser:
-    made = new_parser(f"templates {action}", ACTIONS[action], epilog)
+def _parser(action: str, epilog: str = "") -> ArgumentParser:
+    made = new_parser(HELP[action], epilog)
     made.add_argument(
         "--templates_dir",
-        "--templates-dir",
         type=Path,
         metavar="DIR",
         help="as launcher.templates_dir: above the site's",
@@ -42,17 +32,20 @@ def _parser(action: str, epilog: str = "") -> argparse.ArgumentParser:
     return made
 
 
-def _layers(args: argparse.Namespace) -> list[Path]:
+def _layers(args: Namespace) -> list[Path]:
     own = args.templates_dir
     if own is not None and not own.is_dir():
         raise ConfigError(f"--templates_dir {own} is not a directory.")
     return [*([own.absolute()] if own else []), *(folder for folder in site_dirs() if folder.is_dir())]
 
 
-def _list(argv: list[str]) -> int:
+def _list_parser() -> ArgumentParser:
     made = _parser("list")
     add_json(made, "all of it")
-    args = made.parse_args(argv)
+    return made
+
+
+def _list(args: Namespace) -> int:
     layers = _layers(args)
     found = overrides.overrides(layers)
     hooks = {
@@ -97,7 +90,7 @@ def _list(argv: list[str]) -> int:
     return 0
 
 
-def _eject(argv: list[str]) -> int:
+def _eject_parser() -> ArgumentParser:
     made = _parser("eject", "Example: hpc-rl templates eject trial --block site --to /etc/hpc-rl")
     made.add_argument("template", help="as sbatch/trial.sbatch.j2, or trial")
     made.add_argument(
@@ -110,7 +103,10 @@ def _eject(argv: list[str]) -> int:
         "--to", metavar="DIR", help="site directory to write into (the first of the search path); - prints it"
     )
     made.add_argument("--force", action="store_true", help="replace a file that is there")
-    args = made.parse_args(argv)
+    return made
+
+
+def _eject(args: Namespace) -> int:
     template = overrides.known(args.template)
     text = overrides.ejected(template, args.block or ["site"])
     if args.to == "-":
@@ -131,9 +127,12 @@ def _eject(argv: list[str]) -> int:
     return 0
 
 
-def _diff(argv: list[str]) -> int:
+def _diff_parser() -> ArgumentParser:
     made = _parser("diff", "Exit code 1 where there is a difference.")
-    args = made.parse_args(argv)
+    return made
+
+
+def _diff(args: Namespace) -> int:
     ours, theirs = sample.samples([]), sample.samples(_layers(args))
     lines = [
         line
@@ -152,10 +151,13 @@ def _diff(argv: list[str]) -> int:
     return 1 if lines else 0
 
 
-def _check(argv: list[str]) -> int:
+def _check_parser() -> ArgumentParser:
     made = _parser("check", "Exit code 64 where something is wrong.")
     add_json(made, "what is wrong")
-    args = made.parse_args(argv)
+    return made
+
+
+def _check(args: Namespace) -> int:
     layers = _layers(args)
     wrong = overrides.problems(layers)
     texts = sample.samples(layers)
@@ -187,3 +189,16 @@ def _check(argv: list[str]) -> int:
             )
         )
     return ExitCode.REFUSED if wrong else 0
+
+
+def parser() -> ArgumentParser:
+    """Return the parser of the command; its actions have their own."""
+    return new_parser("What the job scripts are made of, and how a site changes it.")
+
+
+ACTIONS = {
+    "list": Action(HELP["list"], _list_parser, _list),
+    "eject": Action(HELP["eject"], _eject_parser, _eject),
+    "diff": Action(HELP["diff"], _diff_parser, _diff),
+    "check": Action(HELP["check"], _check_parser, _check),
+}

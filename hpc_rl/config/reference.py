@@ -1,15 +1,21 @@
-"""The reference page of the configuration, in Markdown, from the dataclasses. docs/configuration.md is it; a test compares."""
+"""What help says of the options: names of sections, help of one section, and the reference page in Markdown.
+
+docs/configuration.md is the page; a test compares.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 
-from hpc_rl.config.loading.arguments import Option, describe_options
+from hpc_rl.config.loading.fields import options, section_of
 from hpc_rl.config.loading.load import ALIASES
+from hpc_rl.config.loading.parser import config_parser, describe_options, sections
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.tables.atlas import ALIASES as ATLAS
 from hpc_rl.config.tables.departures import DEPARTURES
 from hpc_rl.config.tables.unavailable import UNAVAILABLE
+from hpc_rl.errors import ConfigError
 
 _HEAD = """# Configuration
 
@@ -22,42 +28,60 @@ key; a list or a mapping of free keys is replaced. No key is accepted and then i
 """
 
 
+def section_names() -> list[str]:
+    """Return the sections at the top level, of all trainers."""
+    found = [name for cls in CONFIGS.values() for name, hint in options(cls).items() if section_of(hint)]
+    return sorted({name for name in found if "." not in name})
+
+
+def section_help(topic: str) -> str:
+    """Return the help of a section, of one option, or of "all". Raises ConfigError for another name."""
+    found: dict[str, type] = {}
+    for cls in CONFIGS.values():
+        for name, hint in options(cls).items():
+            if section_of(hint) is None and (topic in ("all", name) or name.startswith(f"{topic}.")):
+                found.setdefault(name, cls)
+    if not found:
+        raise ConfigError(
+            f"--help {topic}: there is no such section; known: {', '.join(section_names())}, all."
+        )
+    texts = []
+    for cls in CONFIGS.values():
+        chosen = [name for name, owner in found.items() if owner is cls]
+        if chosen:
+            texts.append(config_parser(cls, chosen, usage=argparse.SUPPRESS, add_help=False).format_help())
+    return "\n".join(texts)
+
+
 def reference() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return (
         "\n".join([_HEAD, *_sections(), *_short_names(), *_atlas(), *_departures(), *_unavailable()]) + "\n"
     )
 
 
 def _sections() -> Iterator[str]:
-    sections: dict[str, list[Option]] = {"": []}
-    texts: dict[str, str] = {}
     owners: dict[str, list[str]] = {}
+    shown: dict[str, tuple[type, str, list[str]]] = {}
     for trainer, cls in CONFIGS.items():
-        for option in describe_options(cls):
-            owners.setdefault(option.name, []).append(trainer)
-            if len(owners[option.name]) > 1:
-                continue
-            parent = option.name.rpartition(".")[0]
-            if option.type:
-                sections.setdefault(parent, []).append(option)
-            else:
-                texts[option.name] = option.text
-                sections.setdefault(option.name, [])
-    for name, options in sections.items():
-        only = owners.get(name, list(CONFIGS))
-        yield f"## `{name}`" if name else "## Top level"
+        for prefix, section, text in sections(cls):
+            owners.setdefault(prefix, []).append(trainer)
+            known = shown.setdefault(prefix, (section, text, []))[2]
+            for option in describe_options(section):
+                row = f"| `{option.name}` | {_cell(option.type)} | {_cell(option.default)} | {_cell(option.text)} |"
+                if row not in known and not any(other.startswith(f"| `{option.name}` ") for other in known):
+                    known.append(row)
+    for prefix, (_, text, rows) in shown.items():
+        yield f"## `{prefix[:-1]}`" if prefix else "## Top level"
         yield ""
-        if name:
-            yield texts[name] + ("" if len(only) == len(CONFIGS) else f" Trainer: {', '.join(only)}.")
+        if prefix:
+            only = owners[prefix]
+            yield text + ("" if len(only) == len(CONFIGS) else f" Trainer: {', '.join(only)}.")
             yield ""
-        if options:
+        if rows:
             yield "| option | type | default | meaning |"
             yield "|---|---|---|---|"
-            yield from (
-                f"| `{o.name.rpartition('.')[2]}` | {_cell(o.type)} | {_cell(o.default)} | {_cell(o.text)} |"
-                for o in options
-            )
+            yield from rows
             yield ""
 
 

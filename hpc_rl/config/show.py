@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.config.loading.build import default_of, hints, section_of
+from hpc_rl.config.loading.fields import default_of, hints, section_of
 from hpc_rl.config.loading.load import Loaded
 from hpc_rl.config.loading.source import literal
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
@@ -27,21 +27,21 @@ _WORDS = {"true", "false", "null", "~", ".nan", ".inf"}
 
 
 @dataclass(frozen=True)
-class Shown:
+class ResolvedValue:
     """A value and where it came from: `file:line`, an argument, `preset: …`, `default`, `adapted: …` or `derived: …`."""
 
     value: Any
     origin: str
 
 
-def show(loaded: Loaded, derived: Mapping[str, Shown] | None = None) -> dict[str, Shown]:
+def show(loaded: Loaded, derived: Mapping[str, ResolvedValue] | None = None) -> dict[str, ResolvedValue]:
     """Dotted name -> value and origin of every option; a section that is null stands under its own name."""
-    found: dict[str, Shown] = {}
+    found: dict[str, ResolvedValue] = {}
     for name, value, default in _options(loaded.config, type(loaded.config), ""):
         without = "default" if value == default else "adapted"
         if name == "trainer":
             without = "derived: the section of the model"
-        found[name] = Shown(_redact(name, value), loaded.origins.get(name, without))
+        found[name] = ResolvedValue(_redact(name, value), loaded.origins.get(name, without))
     for name, shown in (derived or {}).items():
         if name in found and found[name].value in (None, ""):
             found[name] = shown
@@ -78,33 +78,39 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name.rpartition(".")[2]) is not None
 
 
-def derived_values(config: Config, allocation: str = "") -> dict[str, Shown]:
+def derived_values(config: Config, allocation: str = "") -> dict[str, ResolvedValue]:
     """What an option that is left out follows from."""
     model = config.actor if isinstance(config, GRPOConfig) else config.model
     section = "actor" if isinstance(config, GRPOConfig) else "model"
-    found = {"tokenizer_path": Shown(model.path, f"derived: {section}.path")}
+    found = {"tokenizer_path": ResolvedValue(model.path, f"derived: {section}.path")}
     if allocation:
-        found["allocation_mode"] = Shown(allocation, "derived: cluster.n_nodes, cluster.n_gpus_per_node")
+        found["allocation_mode"] = ResolvedValue(
+            allocation, "derived: cluster.n_nodes, cluster.n_gpus_per_node"
+        )
     if isinstance(config, GRPOConfig):
         batch_size = config.train_dataset.batch_size
         found |= {
-            "actor.group_size": Shown(config.gconfig.n_samples, "derived: gconfig.n_samples"),
+            "actor.group_size": ResolvedValue(config.gconfig.n_samples, "derived: gconfig.n_samples"),
             **{
-                f"actor.{norm}.group_size": Shown(config.gconfig.n_samples, "derived: gconfig.n_samples")
+                f"actor.{norm}.group_size": ResolvedValue(
+                    config.gconfig.n_samples, "derived: gconfig.n_samples"
+                )
                 for norm in ("reward_norm", "adv_norm")
             },
-            "actor.max_new_tokens": Shown(config.gconfig.max_new_tokens, "derived: gconfig.max_new_tokens"),
-            "sglang.model_path": Shown(model.path, "derived: actor.path"),
-            "actor.temperature": Shown(config.gconfig.temperature, "derived: gconfig.temperature"),
-            "rollout.consumer_batch_size": Shown(batch_size, "derived: train_dataset.batch_size"),
-            "rollout.max_concurrent_rollouts": Shown(
+            "actor.max_new_tokens": ResolvedValue(
+                config.gconfig.max_new_tokens, "derived: gconfig.max_new_tokens"
+            ),
+            "sglang.model_path": ResolvedValue(model.path, "derived: actor.path"),
+            "actor.temperature": ResolvedValue(config.gconfig.temperature, "derived: gconfig.temperature"),
+            "rollout.consumer_batch_size": ResolvedValue(batch_size, "derived: train_dataset.batch_size"),
+            "rollout.max_concurrent_rollouts": ResolvedValue(
                 2 * batch_size, "derived: twice train_dataset.batch_size"
             ),
         }
     return found
 
 
-def as_yaml(shown: Mapping[str, Shown]) -> str:
+def as_yaml(shown: Mapping[str, ResolvedValue]) -> str:
     """YAML that loads to the same configuration; each line ends with its value's origin."""
     rows: list[tuple[str, str]] = []
     above: list[str] = []
@@ -140,11 +146,13 @@ def scalar(value: Any) -> str:
     return _UNPRINTABLE.sub(lambda found: f"\\U{ord(found[0]):08x}", text)
 
 
-def as_json(shown: Mapping[str, Shown]) -> dict[str, dict[str, Any]]:
+def as_json(shown: Mapping[str, ResolvedValue]) -> dict[str, dict[str, Any]]:
     return {name: dataclasses.asdict(item) for name, item in shown.items()}
 
 
-def diff(a: Mapping[str, Shown], b: Mapping[str, Shown]) -> dict[str, tuple[Shown | None, Shown | None]]:
+def diff(
+    a: Mapping[str, ResolvedValue], b: Mapping[str, ResolvedValue]
+) -> dict[str, tuple[ResolvedValue | None, ResolvedValue | None]]:
     """Options whose values differ, in the order of the first; None where one of the two has no such option."""
     names = [*a, *(name for name in b if name not in a)]
     pairs = {name: (a.get(name), b.get(name)) for name in names}

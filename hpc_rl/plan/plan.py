@@ -17,7 +17,7 @@ from hpc_rl.allocation import (
     parse,
     usual_server_backend,
 )
-from hpc_rl.config.loading.load import trainer_of
+from hpc_rl.config.loading.stored import trainer_of
 from hpc_rl.config.rules.slurm_rules import asks_for_gpus
 from hpc_rl.config.rules.training_rules import models, trained
 from hpc_rl.config.sections.cluster import environment_of

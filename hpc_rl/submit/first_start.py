@@ -15,7 +15,7 @@ from typing import Any
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision, Situation, decide
 from hpc_rl.checkpoint.start_facts import gather, read_limit
-from hpc_rl.config.loading.load import from_dict
+from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.sections.experiment import LENGTH_OPTIONS, Config, last_step
 from hpc_rl.config.tables.changes import Change, changes, refuse_unsafe
 from hpc_rl.datasets.rows import check_same_rows, fingerprint_in_passing

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl import files
-from hpc_rl.config.loading.load import trainer_of
+from hpc_rl.config.loading.stored import trainer_of
 from hpc_rl.config.rules.consistency import METRICS
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.engines.base import Engine

@@ -16,7 +16,7 @@ import tokenizers
 import xxhash
 from aiohttp import web
 
-from hpc_rl.config.loading.load import to_dict
+from hpc_rl.config.loading.stored import to_dict
 from hpc_rl.config.sections.cluster import ClusterSpecConfig
 from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import GRPOConfig

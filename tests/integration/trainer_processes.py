@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.loading.load import load, to_dict
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.loading.stored import to_dict
 from hpc_rl.config.rules.check import check
 from hpc_rl.examples import toy
 from hpc_rl.plan.schema import Plan, Unit

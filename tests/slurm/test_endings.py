@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 from cluster import Cluster, speak_to
 from supervised import HERE, unit
 
-from hpc_rl.config.loading.load import Loaded, from_dict
+from hpc_rl.config.loading.load import Loaded
+from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.errors import TrialBusy
 from hpc_rl.files import JsonLines
 from hpc_rl.plan.schema import Plan

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.loading.load import Loaded, from_dict
+from hpc_rl.config.loading.load import Loaded
+from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.errors import SchedulerError, TrialBusy
 from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers import record

@@ -89,7 +89,7 @@ def test_the_server_role_needs_no_more_packages_than_an_image_of_sglang_has():
     }
     code = (
         "import sys, hpc_rl.app.server, hpc_rl.servers.sglang, hpc_rl.name_resolve.shared_fs\n"
-        "from hpc_rl.config.loading.load import from_dict\n"
+        "from hpc_rl.config.loading.stored import from_dict\n"
         "from_dict({'experiment_name': 'e', 'trial_name': 't', 'train_dataset': {'path': '/d'}, 'actor': {'path': '/m'}})\n"
         "files = {name: getattr(module, '__file__', None) or '' for name, module in sys.modules.items()}\n"
         "print(*sorted({name.split('.')[0] for name, file in files.items() if 'site-packages' in file}))"

@@ -8,39 +8,73 @@ What can't hold together is check.py's to refuse.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hpc_rl.config import presets as presets_of
-from hpc_rl.config.loading.build import (
-    Builder,
-    Given,
+from hpc_rl.config.loading import parser
+from hpc_rl.config.loading.fields import (
     alternatives,
     default_of,
-    given,
+    extras_of,
     hints,
     is_optional,
     section_of,
 )
+from hpc_rl.config.loading.layers import Layers, nearest
 from hpc_rl.config.loading.profiles import SHIPPED_PROFILES, known_profiles, profile_dirs
-from hpc_rl.config.loading.source import is_reference, read_argument, read_overrides, read_yaml
-from hpc_rl.config.sections.experiment import CONFIGS, Config, RWConfig, SFTConfig
+from hpc_rl.config.loading.source import (
+    SourceValue,
+    is_reference,
+    read_argument,
+    read_overrides,
+    read_yaml,
+    with_origin,
+)
+from hpc_rl.config.loading.stored import trainer_of
+from hpc_rl.config.sections.experiment import CONFIGS, Config
 from hpc_rl.config.sections.limits import Place
 from hpc_rl.config.tables import atlas
 from hpc_rl.errors import ConfigError
 
-ALIASES = {
+ALIASES = {  # short names on the command line; {model} is actor or model
     "n_nodes": "cluster.n_nodes",
+    "nodes": "cluster.n_nodes",
     "time": "launcher.slurm.time",
     "partition": "launcher.slurm.partition",
     "account": "launcher.slurm.account",
     "qos": "launcher.slurm.qos",
+    "nodelist": "launcher.slurm.nodelist",
+    "exclude": "launcher.slurm.exclude",
+    "fileroot": "cluster.fileroot",
+    "name": "trial_name",
+    "model": "{model}.path",
+    "data": "train_dataset.path",
+    "lr": "{model}.optimizer.lr",
+    "max_steps": "total_train_steps",
+}
+_GPUS = "GPUs are counted by node: cluster.n_gpus_per_node, and --n_nodes for the nodes."
+_LORA = "LoRA is not built; leave it out."
+ANSWERS = {  # names that other toolkits have -> what to do here
+    "gpus": _GPUS,
+    "n_gpus": _GPUS,
+    "num_gpus": _GPUS,
+    "gpus_per_node": _GPUS,
+    "use_lora": _LORA,
+    "lora_r": _LORA,
+    "lora_rank": _LORA,
+    "lora_alpha": _LORA,
+    "peft": _LORA,
+    "critic": "a critic is not built: GRPO needs none; leave it out.",
+    "entropy_coeff": "an entropy bonus is not built; leave it out.",
+    "output_dir": "a trial writes below cluster.fileroot.",
+    "bf16": "use actor.dtype bfloat16.",
+    "loss_type": "see actor.loss_aggregation and actor.eps_clip_higher.",
+    "reward_funcs": "a trial has one reward function: rollout.reward_fn.",
 }
 
 
@@ -61,7 +95,6 @@ def load(
     config_files: Sequence[str | Path],
     overrides: Sequence[str] = (),
     *,
-    aliases: Mapping[str, str] = ALIASES,
     presets: Sequence[str] = (),
     profiles: Sequence[Path] | None = None,
     cluster: str | None = None,
@@ -72,34 +105,47 @@ def load(
     """
     files = [read_yaml(Path(file)) for file in config_files]
     profiles = profile_dirs() if profiles is None else profiles
+    model = _model_section(files, overrides)
+    aliases = {short: full.replace("{model}", model) for short, full in ALIASES.items()}
     if cluster is not None:
         _require_profile(cluster, list(profiles))
         overrides = [f"cluster.cluster_name={cluster}", *overrides]
     arguments = [
-        Given({name: item}, item.origin, is_argument=True)
+        SourceValue({name: item}, item.origin, is_argument=True)
         for name, item in read_overrides(list(overrides), aliases)
     ]
     profile, notes = _profile([*files, *arguments], profiles)
     sources = [*profile, *files, *arguments]
     trainer = pick_trainer(sources, atlas_names="atlas" in presets)
     others = {name: cls for name, cls in CONFIGS.items() if name != trainer}
-    builder = Builder(CONFIGS[trainer], others, aliases, atlas.ALIASES)
-    model = "actor" if "actor" in builder.known else "model"
-    translated = atlas.translate(sources, model, builder.known)
-    builder.refusals += translated.refusals
-    below, over = _presets(presets, builder, translated.sources)
+    layers = Layers(CONFIGS[trainer], others, aliases, atlas.ALIASES, ANSWERS)
+    model = "actor" if "actor" in layers.known else "model"
+    translated = atlas.translate(sources, model, layers.known)
+    layers.refusals += translated.refusals
+    below, over = _presets(presets, layers, translated.sources)
     num_files = len(profile) + len(files)
     for source in [*below, *translated.sources[:num_files], *over, *translated.sources[num_files:]]:
-        builder.overlay(source)
-    if not builder.refusals:
-        _interpolate(builder)
-    config = _finish(builder)
-    return Loaded(_absolute(config), _origins(builder), [*notes, *translated.notes])
+        layers.overlay(source)
+    if not layers.refusals:
+        _interpolate(layers)
+    config = parser.parse(layers)
+    config = dataclasses.replace(config, trainer=trainer_of(config))
+    return Loaded(_absolute(config), _origins(layers), [*notes, *translated.notes])
+
+
+def _model_section(files: Sequence[SourceValue], overrides: Sequence[str]) -> str:
+    """Return the section that short names of the model stand for."""
+    top = {name.partition(".")[0]: item.plain() for source in files for name, item in source.value.items()}
+    typed = {token.lstrip("-+").partition("=")[0].partition(".")[0] for token in overrides if "." in token}
+    is_supervised = top.get("trainer") in ("sft", "rw") or not {"trainer=sft", "trainer=rw"}.isdisjoint(
+        overrides
+    )
+    return "model" if is_supervised or "model" in top or "model" in typed else "actor"
 
 
 def _presets(
-    names: Sequence[str], builder: Builder, sources: Sequence[Given]
-) -> tuple[list[Given], list[Given]]:
+    names: Sequence[str], layers: Layers, sources: Sequence[SourceValue]
+) -> tuple[list[SourceValue], list[SourceValue]]:
     """Those below the files and those over them. Raises ConfigError."""
     present = {
         key.partition(".")[0]
@@ -107,7 +153,7 @@ def _presets(
         for key, item in source.value.items()
         if item.value is not None
     }
-    fitted = [(name, presets_of.fit(presets_of.read_preset(name), builder.known, present)) for name in names]
+    fitted = [(name, presets_of.fit(presets_of.read_preset(name), layers.known, present)) for name in names]
     return (
         [source for name, source in fitted if name in presets_of.BELOW],
         [source for name, source in fitted if name in presets_of.OVER],
@@ -123,7 +169,7 @@ def _require_profile(name: str, folders: list[Path]) -> None:
         )
 
 
-def _profile(sources: Sequence[Given], profiles: Sequence[Path]) -> tuple[list[Given], list[str]]:
+def _profile(sources: Sequence[SourceValue], profiles: Sequence[Path]) -> tuple[list[SourceValue], list[str]]:
     """The file of the cluster that `cluster.cluster_name` names. Raises ConfigError where that file can't be read."""
     found = [item for source in sources if (item := atlas.find(source, "cluster.cluster_name")) is not None]
     name = found[-1].plain() if found else None
@@ -144,41 +190,24 @@ def _profile(sources: Sequence[Given], profiles: Sequence[Path]) -> tuple[list[G
     return [], [f"cluster.cluster_name {name} is only a name: there is no profile {name}.yaml in {places}."]
 
 
-def _origins(builder: Builder) -> dict[str, str]:
+def _origins(layers: Layers) -> dict[str, str]:
     """Options and null sections that somebody wrote; a section that is there but empty was chosen with all its defaults."""
     found: dict[str, str] = {}
-    for name, item in builder.settings.items():
-        if item.value is None or not section_of(builder.known[name]):
+    for name, item in layers.settings.items():
+        if item.value is None or not section_of(layers.known[name]):
             found[name] = item.origin
-        elif not item.value and is_optional(builder.known[name]):
+        elif not item.value and is_optional(layers.known[name]):
             inside = [
                 key
-                for key in builder.known
-                if key.startswith(f"{name}.") and not section_of(builder.known[key])
+                for key in layers.known
+                if key.startswith(f"{name}.") and not section_of(layers.known[key])
             ]
-            if not any(key in builder.settings for key in inside):
+            if not any(key in layers.settings for key in inside):
                 found |= dict.fromkeys(inside, item.origin)
     return found
 
 
-def to_dict(config: Config) -> dict[str, Any]:
-    """Plain JSON data of every option; `trainer` says which class it is."""
-    return dataclasses.asdict(config) | {"trainer": trainer_of(config)}
-
-
-def from_dict(data: dict[str, Any]) -> Config:
-    """The inverse of to_dict; as strict as load. Raises ConfigError."""
-    tree = given(data, "config.json")
-    builder = Builder(CONFIGS[pick_trainer([tree])])
-    builder.overlay(tree)
-    return _finish(builder)
-
-
-def trainer_of(config: Config) -> Literal["grpo", "sft", "rw"]:
-    return "rw" if isinstance(config, RWConfig) else "sft" if isinstance(config, SFTConfig) else "grpo"
-
-
-def pick_trainer(sources: Sequence[Given], atlas_names: bool = False) -> str:
+def pick_trainer(sources: Sequence[SourceValue], atlas_names: bool = False) -> str:
     """By the key `trainer`, else by the section that only one trainer has, else grpo for a file in ATLAS names.
 
     `atlas_names`: it is said that they are ATLAS names. Raises ConfigError.
@@ -216,18 +245,18 @@ def pick_trainer(sources: Sequence[Given], atlas_names: bool = False) -> str:
     )
 
 
-def _unknown_at_top(top: Mapping[str, Given]) -> list[str]:
+def _unknown_at_top(top: Mapping[str, SourceValue]) -> list[str]:
     """A refusal for each name that no trainer has; a section that is misspelt is one."""
     known = {name for cls in CONFIGS.values() for name in hints(cls)} | set(atlas.ALIASES)
     lines = []
     for name, item in top.items():
         if name.partition(".")[0] not in known:
-            near = difflib.get_close_matches(name.lower(), known, n=1)
-            lines.append(f"unknown key {name} ({item.origin}){f': did you mean {near[0]}?' if near else '.'}")
+            near = nearest(name, known)
+            lines.append(f"unknown key {name} ({item.origin}){f': did you mean {near}?' if near else '.'}")
     return lines
 
 
-def _has_pairs(sources: Sequence[Given]) -> bool:
+def _has_pairs(sources: Sequence[SourceValue]) -> bool:
     """Whether a dataset's type is rw: what tells a reward-model file of AReaL's from a supervised one."""
     for name in ("train_dataset.type", "valid_dataset.type"):  # the one may refer to the other
         kinds = [item.value for source in sources if (item := atlas.find(source, name)) is not None]
@@ -236,36 +265,32 @@ def _has_pairs(sources: Sequence[Given]) -> bool:
     return False
 
 
-def _finish(builder: Builder) -> Config:
-    config = builder.build()
-    if config is None:
-        raise ConfigError("\n".join(builder.refusals))
-    return dataclasses.replace(config, trainer=trainer_of(config))
-
-
 _LITERAL = "; where no reference is meant, write \\${ for ${"
 
 
-def _interpolate(builder: Builder) -> None:
+def _interpolate(layers: Layers) -> None:
     """Resolve `${a.b}` against everything that is set, defaults included. Raises ConfigError."""
-    _resolve(builder, "${oc.env:")  # first: what refers to such an option takes its type
-    _resolve(builder, "${")
+    _resolve(layers, "${oc.env:")  # first: what refers to such an option takes its type
+    _resolve(layers, "${")
 
 
-def _resolve(builder: Builder, mark: str) -> None:
-    wanted = {name: item for name, item in builder.settings.items() if mark in repr(item.plain())}
+def _resolve(layers: Layers, mark: str) -> None:
+    wanted = {name: item for name, item in layers.settings.items() if mark in repr(item.plain())}
     if not wanted:
         return
     import omegaconf  # a tenth of a second that most configurations need not spend
 
-    tree = _defaults(builder.root)
-    for name, item in sorted(builder.settings.items()):
-        _put(tree, name.split("."), builder.typed(name, item))
+    tree = _defaults(layers.root)
+    for name, item in sorted(layers.settings.items()):
+        plain = item.plain()
+        is_option = section_of(layers.known[name]) is None and "${" not in repr(plain)
+        value = parser.as_written(layers.known[name], item) if is_option else plain
+        parser.put(tree, name.split("."), value)
     try:
         whole = omegaconf.OmegaConf.create(tree)
     except omegaconf.errors.GrammarParseError as error:
         broken = str(error.full_key).partition("[")[0]
-        where = f" ({builder.settings[broken].origin})" if broken in builder.settings else ""
+        where = f" ({layers.settings[broken].origin})" if broken in layers.settings else ""
         raise ConfigError(
             f"{error.full_key}{where}: the ${{…}} in it can't be read; a reference is ${{section.option}}{_LITERAL}."
         ) from error
@@ -283,21 +308,12 @@ def _resolve(builder: Builder, mark: str) -> None:
                 f"{name} ({item.origin}): {item.plain()!r} can't be resolved: {reason}{_LITERAL}."
             ) from error
         if isinstance(value, str) and "${oc.env:" in str(item.value):  # the environment has text only
-            builder.settings[name] = read_argument(value, item.origin)
+            layers.settings[name] = read_argument(value, item.origin)
         else:
-            builder.settings[name] = given(value, item.origin)
+            layers.settings[name] = with_origin(value, item.origin)
     for name, item in wanted.items():
-        if builder.follows_a_default(name, item):
-            del builder.settings[name]
-
-
-def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
-    for part in path[:-1]:
-        if not isinstance(tree.get(part), dict):
-            tree[part] = {}
-        tree = tree[part]
-    if not (isinstance(value, dict) and isinstance(tree.get(path[-1]), dict)):
-        tree[path[-1]] = value
+        if layers.follows_a_default(name, item):
+            del layers.settings[name]
 
 
 def _defaults(cls: type) -> dict[str, Any]:
@@ -322,13 +338,14 @@ def _absolute(section: Any) -> Any:
             changes[name] = _absolute(value)
         elif isinstance(value, str) and value:
             place = next(
-                (extra for kind in alternatives(hint) for extra in _extras(kind) if isinstance(extra, Place)),
+                (
+                    extra
+                    for kind in alternatives(hint)
+                    for extra in extras_of(kind)
+                    if isinstance(extra, Place)
+                ),
                 None,
             )
             if place and place.is_path(value):
                 changes[name] = os.path.abspath(os.path.expanduser(value))
     return dataclasses.replace(section, **changes)
-
-
-def _extras(kind: Any) -> tuple[Any, ...]:
-    return typing.get_args(kind)[1:] if typing.get_origin(kind) is typing.Annotated else ()

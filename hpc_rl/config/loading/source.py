@@ -1,4 +1,4 @@
-"""Where settings come from: YAML files and arguments of the command line, each value with its origin. Knows no option by name.
+"""Sources of settings: YAML files and arguments of the command line, each value with its origin.
 
 YAML is read as YAML 1.2: `24:00:00`, `0123`, `no` and `1_0` are text, `1e-6` is a number.
 """
@@ -8,13 +8,67 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hpc_rl.config.loading.build import Given
 from hpc_rl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SourceValue:
+    """A value with its origin. A mapping or a list holds SourceValues; `text` is the source text of a scalar.
+
+    An argument of the command line is text first: `--launcher.slurm.time 90` needs no quotes.
+    """
+
+    value: Any
+    origin: str
+    text: str | None = None
+    is_argument: bool = False
+
+    def plain(self) -> Any:
+        """Return the value without origins."""
+        if isinstance(self.value, dict):
+            return {key: item.plain() for key, item in self.value.items()}
+        if isinstance(self.value, list):
+            return [item.plain() for item in self.value]
+        return self.value
+
+    def __str__(self) -> str:
+        """Return the value as messages show it, with its type."""
+        value = self.plain()
+        if value is None:
+            return "nothing" if self.is_argument and not self.text else "null"
+        shown = self.text if self.text is not None else repr(value)
+        if not shown.isprintable():
+            shown = repr(shown)
+        if len(shown) > LONGEST_SHOWN:
+            shown = f"{shown[: LONGEST_SHOWN // 2]}… ({len(shown)} characters)"
+        return f"{shown} ({_TYPE_NAMES.get(type(value), type(value).__name__)})"
+
+
+LONGEST_SHOWN = 200  # characters of a value in a message
+_TYPE_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+}
+
+
+def with_origin(data: Any, origin: str) -> SourceValue:
+    """Return plain data as a SourceValue, all of one origin."""
+    if isinstance(data, dict):
+        return SourceValue({str(key): with_origin(item, origin) for key, item in data.items()}, origin)
+    if isinstance(data, list):
+        return SourceValue([with_origin(item, origin) for item in data], origin)
+    is_number = isinstance(data, int | float) and not isinstance(data, bool)
+    return SourceValue(data, origin, str(data) if is_number else None)
 
 
 class Yaml12(yaml.SafeLoader):
@@ -49,7 +103,7 @@ for _tag, _regex, _first in (
     Yaml12.add_implicit_resolver("tag:yaml.org,2002:" + _tag, re.compile(f"^(?:{_regex})$"), list(_first))
 
 
-def read_yaml(path: Path) -> Given:
+def read_yaml(path: Path) -> SourceValue:
     """The mapping in a file; a .json file, as a trial's own, holds no references: `${` is itself there.
 
     Raises ConfigError: missing, not YAML, a key twice, not a mapping.
@@ -65,7 +119,7 @@ def read_yaml(path: Path) -> Given:
         raise ConfigError(f"config file {path} can't be read: {reason}.") from error
     tree = _parse(text, str(path))
     if tree.value is None:
-        return Given({}, str(path))
+        return SourceValue({}, str(path))
     if not isinstance(tree.value, dict):
         raise ConfigError(
             f"config file {path} must hold a mapping of options (key: value), not {type(tree.value).__name__}."
@@ -73,7 +127,7 @@ def read_yaml(path: Path) -> Given:
     return _without_references(tree) if path.suffix == ".json" else tree
 
 
-def _without_references(tree: Given) -> Given:
+def _without_references(tree: SourceValue) -> SourceValue:
     if isinstance(tree.value, dict):
         return dataclasses.replace(
             tree, value={key: _without_references(item) for key, item in tree.value.items()}
@@ -97,7 +151,7 @@ def is_reference(value: str) -> bool:
     return any(len(found[1]) % 2 == 0 for found in _REFERENCE.finditer(value))
 
 
-def read_argument(text: str, origin: str) -> Given:
+def read_argument(text: str, origin: str) -> SourceValue:
     """The value of one option on the command line: YAML as far as it is YAML, else text."""
     try:
         value = _parse(text, origin).value
@@ -106,12 +160,12 @@ def read_argument(text: str, origin: str) -> Given:
     if value is None and text.strip() not in ("", "~", "null", "Null", "NULL"):
         value = text  # as '#1': on the command line there are no comments
     quoted = isinstance(value, str) and text[:1] in ("'", '"')
-    return Given(value, origin, value if quoted else text, is_argument=True)
+    return SourceValue(value, origin, value if quoted else text, is_argument=True)
 
 
-def read_overrides(tokens: list[str], aliases: Mapping[str, str]) -> list[tuple[str, Given]]:
+def read_overrides(tokens: list[str], aliases: Mapping[str, str]) -> list[tuple[str, SourceValue]]:
     """`a.b=c`, `--a.b=c` and `--a.b c`, in their order, as (dotted name, value). Raises ConfigError."""
-    found: list[tuple[str, Given]] = []
+    found: list[tuple[str, SourceValue]] = []
     rest = iter(tokens)
     for token in rest:
         name, equals, value = token.partition("=")
@@ -131,12 +185,12 @@ def read_overrides(tokens: list[str], aliases: Mapping[str, str]) -> list[tuple[
     return found
 
 
-def _parse(text: str, name: str) -> Given:
+def _parse(text: str, name: str) -> SourceValue:
     loader = None
     try:
         loader = Yaml12(text)
         node = loader.get_single_node()
-        return Given(None, name) if node is None else _convert(loader, node, name)
+        return SourceValue(None, name) if node is None else _convert(loader, node, name)
     except RecursionError:
         raise ConfigError(f"{name}: not usable YAML: it is nested too deeply, or holds itself.") from None
     except yaml.MarkedYAMLError as error:
@@ -153,7 +207,7 @@ def _parse(text: str, name: str) -> Given:
             loader.dispose()
 
 
-def _convert(loader: Yaml12, node: yaml.Node, name: str) -> Given:
+def _convert(loader: Yaml12, node: yaml.Node, name: str) -> SourceValue:
     origin = f"{name}:{node.start_mark.line + 1}"
     loader.num_values += 1
     if loader.num_values > MOST_VALUES:
@@ -165,19 +219,19 @@ def _convert(loader: Yaml12, node: yaml.Node, name: str) -> Given:
             f"{origin}: the YAML tag {node.tag.replace('tag:yaml.org,2002:', '!!')} can't be used here."
         )
     if isinstance(node, yaml.MappingNode):
-        return Given(_mapping(loader, node, name), origin)
+        return SourceValue(_mapping(loader, node, name), origin)
     if isinstance(node, yaml.SequenceNode):
-        return Given([_convert(loader, item, name) for item in node.value], origin)
+        return SourceValue([_convert(loader, item, name) for item in node.value], origin)
     try:
-        return Given(loader.construct_object(node), origin, node.value)
+        return SourceValue(loader.construct_object(node), origin, node.value)
     except ValueError as error:  # thousands of digits, or `!!int ten`
         shown = node.value if len(node.value) < 40 else f"{node.value[:20]}… ({len(node.value)} characters)"
         raise ConfigError(f"{origin}: {shown} can't be read as a number.") from error
 
 
-def _mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[str, Given]:
-    own: dict[str, Given] = {}
-    merged: dict[str, Given] = {}
+def _mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[str, SourceValue]:
+    own: dict[str, SourceValue] = {}
+    merged: dict[str, SourceValue] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
@@ -195,5 +249,5 @@ def _mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[str, Giv
             )
         else:
             # A section's origin is the line of its key, where a person looks for it.
-            own[key_node.value] = Given(item.value, f"{name}:{line}", item.text)
+            own[key_node.value] = SourceValue(item.value, f"{name}:{line}", item.text)
     return {**merged, **own}

@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.loading.build import Given
-from hpc_rl.config.loading.source import read_yaml
+from hpc_rl.config.loading.source import SourceValue, read_yaml
 from hpc_rl.errors import ConfigError
 
 BELOW = ("atlas",)
@@ -16,7 +15,7 @@ OVER = ("cpu",)
 _ONLY_GRPO = ("sglang", "launcher.rollout_", "launcher.inference_server_")
 
 
-def read_preset(name: str) -> Given:
+def read_preset(name: str) -> SourceValue:
     """Raises ConfigError for a name that is not known."""
     if name not in (*BELOW, *OVER):
         near = difflib.get_close_matches(name, [*BELOW, *OVER], n=1)
@@ -26,16 +25,18 @@ def read_preset(name: str) -> Given:
     return _named(tree, f"preset {name}")
 
 
-def _named(item: Given, origin: str) -> Given:
+def _named(item: SourceValue, origin: str) -> SourceValue:
     if isinstance(item.value, dict):
-        return Given({key: _named(value, origin) for key, value in item.value.items()}, origin)
-    return Given(item.value, origin, item.text)
+        return SourceValue({key: _named(value, origin) for key, value in item.value.items()}, origin)
+    return SourceValue(item.value, origin, item.text)
 
 
-def fit(preset: Given, known: Mapping[str, Any], present: Collection[str], prefix: str = "") -> Given:
+def fit(
+    preset: SourceValue, known: Mapping[str, Any], present: Collection[str], prefix: str = ""
+) -> SourceValue:
     """What of a preset this trainer has; `actor` stands for `model` too, and an optional section that it does not make
     must be there already."""
-    tree: dict[str, Given] = {}
+    tree: dict[str, SourceValue] = {}
     for key, item in preset.value.items():
         own = "model" if not prefix and key == "actor" and "actor" not in known else key
         name = prefix + own
@@ -45,4 +46,4 @@ def fit(preset: Given, known: Mapping[str, Any], present: Collection[str], prefi
         if name not in known or (absent and "path" not in item.value):
             continue
         tree[own] = fit(item, known, present, f"{name}.") if isinstance(item.value, dict) else item
-    return Given(tree, preset.origin)
+    return SourceValue(tree, preset.origin)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from hpc_rl.config.loading.build import default_of
+from hpc_rl.config.loading.fields import default_of
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, RWConfig
 from hpc_rl.config.sections.training import TrainEngineConfig
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.config.loading.build import Given
+from hpc_rl.config.loading.source import SourceValue
 
 _NOT_BUILT_VLLM = "vLLM servers are not implemented; use sglang servers: allocation_mode sglang:dN+fsdp:dM"
 _NOT_BUILT_TEACHER = "the adaptive teacher is not implemented; leave it out"
@@ -165,20 +165,20 @@ ALIASES: dict[str, Alias] = {
 class Translated:
     """Sources with our names in place of theirs, and what to tell the user about it."""
 
-    sources: list[Given]
+    sources: list[SourceValue]
     notes: list[str]
     refusals: list[str]
 
 
-def translate(sources: Sequence[Given], model: str, known: Mapping[str, Any]) -> Translated:
+def translate(sources: Sequence[SourceValue], model: str, known: Mapping[str, Any]) -> Translated:
     """Replace ATLAS names at the top level of each source.
 
     One thing given by both names with different values is refused, in files as in arguments; arguments lie over files.
     """
     done = Translated([], [], [])
-    by_alias: dict[tuple[bool, str], tuple[str, Given]] = {}
+    by_alias: dict[tuple[bool, str], tuple[str, SourceValue]] = {}
     for source in sources:
-        tree: dict[str, Given] = {}
+        tree: dict[str, SourceValue] = {}
         for name, item in source.value.items():
             if name not in ALIASES:
                 tree[name] = item
@@ -203,8 +203,8 @@ def translate(sources: Sequence[Given], model: str, known: Mapping[str, Any]) ->
 
 
 def _one(
-    name: str, alias: Alias, item: Given, model: str, known: Mapping[str, Any], done: Translated
-) -> tuple[str, Given] | None:
+    name: str, alias: Alias, item: SourceValue, model: str, known: Mapping[str, Any], done: Translated
+) -> tuple[str, SourceValue] | None:
     value, why = item.plain(), alias.why.replace("{model}", model)
     idle = alias.unless if alias.to else alias.accepts
     silent = alias.any_value or any(value == one and type(value) is type(one) for one in idle)
@@ -223,25 +223,25 @@ def _one(
         return None
     done.notes.append(f"{name} ({item.origin}) is {target}{'; ' + alias.note if alias.note else ''}.")
     if alias.translate is None or "${" in str(value):
-        return target, Given(item.value, f"{item.origin} ({name})", item.text, item.is_argument)
+        return target, SourceValue(item.value, f"{item.origin} ({name})", item.text, item.is_argument)
     try:
         made = alias.translate(value)
     except ValueError as error:
         done.refusals.append(f"{name} ({item.origin}): {value} can't be used: {error}.")
         return None
     if made == value:
-        return target, Given(item.value, f"{item.origin} ({name})", item.text, item.is_argument)
-    return target, Given(made, f"{item.origin} ({name})", str(made), item.is_argument)
+        return target, SourceValue(item.value, f"{item.origin} ({name})", item.text, item.is_argument)
+    return target, SourceValue(made, f"{item.origin} ({name})", str(made), item.is_argument)
 
 
-def _twice(name: str, item: Given, other: str, native: Given) -> str:
+def _twice(name: str, item: SourceValue, other: str, native: SourceValue) -> str:
     return (
         f"{name} ({item.origin}) {item.plain()} and {other} ({native.origin}) {native.plain()} are the same thing with different "
         "values: give one of them."
     )
 
 
-def find(source: Given, name: str) -> Given | None:
+def find(source: SourceValue, name: str) -> SourceValue | None:
     """The value of a dotted option in a source, whether its keys are nested or dotted."""
     if name in source.value:
         return source.value[name]

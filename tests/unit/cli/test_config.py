@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.cli.__main__ import main
-from hpc_rl.config.loading.load import load, to_dict
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.loading.stored import to_dict
 from hpc_rl.config.rules.check import check
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -90,32 +91,33 @@ def completion():
         ("submit --gconfig.n_s", ["--gconfig.n_samples"]),
         ("submit --dry", ["--dry_run"]),
         ("recover first --fro", ["--from"]),
+        ("recover first --model.optimizer.lr_", ["--model.optimizer.lr_scheduler_type"]),
         ("status first --of", ["--offline"]),
         ("checkpoint ver", ["verify"]),
         ("checkpoint export --to", ["--to"]),
         ("config show --actor.eps_clip_", ["--actor.eps_clip_higher"]),
-        ("config show --config a.yaml --se", ["--seed"]),
+        ("config show --config a.yaml --see", ["--seed"]),
         ("submit --cluster.n_no", ["--cluster.n_nodes"]),
+        ("submit --ref.dty", ["--ref.dtype"]),
+        ("submit --recover.mode f", ["fault"]),
         ("submit --n_no", ["--n_nodes"]),
         ("config completion z", ["zsh"]),
         ("config sch", ["schema"]),
-        ("submit --preset a", ["atlas"]),
         ("can", ["cancel"]),
         ("status --gconfig", []),
     ],
 )
 def test_completion_is_a_script_that_completes(completion, typed, offered, tmp_path):
     words = ["hpc-rl", *typed.split()]
-    tail = f'COMP_WORDS=({" ".join(words)}) COMP_CWORD={len(words) - 1}; _hpc_rl; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    done = subprocess.run(
-        ["bash", "-c", f"{completion}\n{tail}"], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
+    call = f"COMP_WORDS=({' '.join(words)}) COMP_CWORD={len(words) - 1}; _shtab_hpc_rl 2>/dev/null"
+    (tmp_path / "completion.sh").write_text(f'{completion}\n{call}; printf "%s\\n" "${{COMPREPLY[@]}}"\n')
+    done = subprocess.run(["bash", "completion.sh"], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.split() == offered
 
 
-def test_zsh_runs_the_completion_of_bash(capsys, completion):
+def test_the_completion_of_zsh(capsys):
     assert main(["config", "completion", "zsh"]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "autoload -U +X bashcompinit && bashcompinit"
+    assert capsys.readouterr().out.startswith("#compdef hpc-rl")
 
 
 def test_no_torch_and_no_interpolation_library():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from hpc_rl.cli import __main__ as cli
+from hpc_rl.cli import options
 from hpc_rl.errors import ConfigError, NothingToResume, SchedulerError, TrialBusy
 
 HEAVY = (
@@ -20,7 +22,6 @@ HEAVY = (
     "ray",
     "wandb",
     "submitit",
-    "jsonargparse",
 )
 
 
@@ -36,26 +37,11 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_lists_every_command_and_nothing_that_is_not_built(capsys):
-    assert cli.main(["--help"]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    assert {
-        "submit",
-        "render",
-        "status",
-        "logs",
-        "cancel",
-        "recover",
-        "list",
-        "quickstart",
-        "config",
-        "checkpoint",
-        "templates",
-    } <= set(listed)
-    for command in listed:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([command, "--help"])
-        assert ended.value.code == 0
-        assert f"hpc-rl {command}" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    listed = re.findall(r"^    ([a-z]+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
+    assert listed == list(cli.COMMANDS)
 
 
 def test_no_word_at_all_is_bad_usage(capsys):
@@ -63,11 +49,30 @@ def test_no_word_at_all_is_bad_usage(capsys):
     assert "usage: hpc-rl" in capsys.readouterr().err
 
 
-def test_an_unknown_command_suggests_the_nearest(capsys):
-    assert cli.main(["sumbit"]) == 2
-    assert "Did you mean `hpc-rl submit`?" in capsys.readouterr().err
-    assert cli.main(["zzz"]) == 2
-    assert "Commands: " in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("sumbit", "Did you mean `hpc-rl submit`?"),
+        ("stop", "Did you mean `hpc-rl cancel`?"),
+        ("kill", "Did you mean `hpc-rl cancel`?"),
+        ("resume", "Did you mean `hpc-rl recover`?"),
+        ("continue", "Did you mean `hpc-rl recover`?"),
+        ("ps", "Did you mean `hpc-rl list`?"),
+        ("ls", "Did you mean `hpc-rl list`?"),
+        ("info", "Did you mean `hpc-rl status`?"),
+        ("validate", "Did you mean `hpc-rl render --check`?"),
+        ("rm", "It is not built"),
+        ("zzz", "Commands: quickstart, submit"),
+    ],
+)
+def test_an_unknown_command_is_answered(capsys, typed, hint):
+    assert cli.main([typed, "x"]) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_synonyms_name_commands_that_exist():
+    assert {meant.split()[0] for meant in cli.SYNONYMS.values()} <= set(cli.COMMANDS)
+    assert not cli.COMMANDS.keys() & (cli.SYNONYMS.keys() | cli.NOT_BUILT.keys())
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
@@ -78,18 +83,69 @@ def test_every_command_has_help(command, capsys):
     assert f"usage: hpc-rl {command}" in capsys.readouterr().out
 
 
-def test_submit_help_lists_the_options_of_the_configuration(capsys):
+def help_of(capsys, *argv: str) -> str:
     with pytest.raises(SystemExit):
-        cli.main(["submit", "--help"])
+        cli.main([*argv, "--help"])
+    return capsys.readouterr().out
+
+
+def test_submit_help_is_one_screen(capsys):
+    out = help_of(capsys, "submit")
+    assert len(out.splitlines()) <= 80
+    for expected in ("--config", "--dry_run", "-N N, --n_nodes", "-p NAME", "-A NAME", "-t TIME", "-q NAME"):
+        assert expected in out
+    for expected in ("examples:", "sections: actor, cluster", "--help SECTION", "--print_config"):
+        assert expected in out
+
+
+@pytest.mark.parametrize(
+    ("topic", "expected", "absent"),
+    [
+        ("launcher.slurm", "--launcher.slurm.time TIME", "--launcher.type"),
+        ("actor.optimizer", "--actor.optimizer.lr LR", "--actor.path"),
+        ("model", "--model.optimizer.lr LR", "--actor.path"),
+        ("actor.optimizer.lr", "--actor.optimizer.lr LR", "--actor.optimizer.type"),
+        ("all", "--rollout.max_head_offpolicyness", "--dry_run"),
+    ],
+)
+def test_help_of_a_section(capsys, topic, expected, absent):
+    assert cli.main(["submit", "--help", topic]) == 0
     out = capsys.readouterr().out
-    for option in (
-        "--config",
-        "--dry_run",
-        "--n_nodes",
-        "--actor.optimizer.lr",
-        "--rollout.max_head_offpolicyness",
-    ):
-        assert option in out
+    assert expected in out and absent not in out
+    assert cli.main(["recover", "first", "--help", topic]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_help_of_a_section_that_does_not_exist(capsys):
+    assert cli.main(["submit", "--help", "luncher"]) == 64
+    assert "known: actor, cluster" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "arranged"),
+    [
+        ("submit", ["a.yaml", "--dry-run"], ["--config=a.yaml", "--dry_run"]),
+        ("submit", ["--config", "a", "b.yml"], ["--config", "a", "--config=b.yml"]),
+        ("submit", ["-N", "4", "-pgpu"], ["n_nodes 4", "partition gpu"]),
+        ("submit", ["--n-nodes=4", "a.b=1", "--a.b", "-1"], ["--overrides=--n-nodes=4", "a.b=1", "a.b -1"]),
+        ("submit", ["--preset", "cpu", "hello", "--"], ["--preset", "cpu", "hello", "--"]),
+        ("recover", ["first", "--from", "4", "--lr", "1"], ["first", "--from", "4", "lr 1"]),
+        ("attach", ["t", "--exec", "--", "ls", "-l"], ["t", "--exec", "--run=ls", "--run=-l"]),
+        ("logs", ["t", "-n", "5"], ["t", "-n", "5"]),
+    ],
+)
+def test_options_of_a_configuration_are_told_from_those_of_a_command(command, argv, arranged):
+    parser = cli.build_parsers([command])[command,]
+    wanted: list[str] = []
+    for one in arranged:
+        name, space, value = one.partition(" ")
+        if space:
+            wanted += [f"--overrides=--{name}", f"--overrides={value}"]
+        elif command == "submit" and one in ("a.b=1", "hello", "--"):
+            wanted.append(f"--overrides={one}")
+        else:
+            wanted.append(one)
+    assert options.arranged(parser, argv) == wanted
 
 
 @pytest.mark.parametrize(
@@ -97,9 +153,9 @@ def test_submit_help_lists_the_options_of_the_configuration(capsys):
     [["status"], ["status", "t", "--offlin"], ["logs", "t", "-n", "x"], ["cancel", "t", "--wait_s", "-1"]],
 )
 def test_bad_usage_ends_with_2(argv, capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(argv)
-    assert caught.value.code == 2
+    assert cli.main(argv) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("hpc-rl: ") and f"`hpc-rl {argv[0]} --help`" in message
 
 
 @pytest.mark.parametrize(
@@ -114,7 +170,7 @@ def test_bad_usage_ends_with_2(argv, capsys):
     ],
 )
 def test_a_mistake_is_one_message_and_an_exit_code(monkeypatch, capsys, error, code):
-    def fail(argv):
+    def fail(args):
         raise error
 
     monkeypatch.setattr("hpc_rl.cli.listing.run", fail)
@@ -125,7 +181,7 @@ def test_a_mistake_is_one_message_and_an_exit_code(monkeypatch, capsys, error, c
 
 
 def test_an_internal_error_says_where_and_how_to_see_more(monkeypatch, capsys):
-    monkeypatch.setattr("hpc_rl.cli.listing.run", lambda argv: 1 / 0)
+    monkeypatch.setattr("hpc_rl.cli.listing.run", lambda args: 1 / 0)
     cli.main(["list"])
     assert "HPC_RL_TRACEBACK=1" in capsys.readouterr().err
     monkeypatch.setenv("HPC_RL_TRACEBACK", "1")
@@ -149,6 +205,7 @@ except SystemExit:
 heavy = [name for name in {HEAVY!r} if name in sys.modules]
 if {argv[0]!r} != "submit":
     heavy += [name for name in ("jinja2", "rich", "numpy", "hpc_rl.config.loading.load") if name in sys.modules]
+    heavy += [name for name in ("hpc_rl.cli.submit", "hpc_rl.cli.config", "shtab") if name in sys.modules]
 sys.exit(f"imported {{heavy}}" if heavy else 0)
 """
     done = python(code, XDG_STATE_HOME=str(tmp_path))

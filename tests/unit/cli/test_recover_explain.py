@@ -22,7 +22,7 @@ from hpc_rl.checkpoint.decide import Decision
 from hpc_rl.checkpoint.generation import scan
 from hpc_rl.checkpoint.lineage import next_lineage
 from hpc_rl.cli.__main__ import main
-from hpc_rl.config.loading.load import from_dict
+from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.datasets import rows as rows_module
 from hpc_rl.datasets.rows import load_rows
 from hpc_rl.errors import ConfigError, GivenUp, NothingToResume

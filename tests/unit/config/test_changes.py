@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_rl.config.loading.build import options, section_of
+from hpc_rl.config.loading.fields import options, section_of
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.tables.changes import SAFE, UNSAFE, changes, classify, refuse_unsafe

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpc_rl.config.loading.load import Loaded, from_dict, load, to_dict
+from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.loading.source import literal
+from hpc_rl.config.loading.stored import from_dict, to_dict
 from hpc_rl.errors import ConfigError
 
 BASE = """\

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.loading.build import default_of, hints, options, section_of
+from hpc_rl.config.loading.fields import default_of, hints, options, section_of
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.experiment import CONFIGS

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.loading.build import hints, options, section_of
+from hpc_rl.config.loading.fields import hints, options, section_of
 from hpc_rl.config.rules.container_rules import OPTION
 from hpc_rl.config.sections.experiment import CONFIGS, last_step
 from hpc_rl.config.tables import unavailable

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.config.loading.build import alternatives, options, section_of
+from hpc_rl.config.loading.fields import alternatives, options, section_of
 from hpc_rl.config.loading.load import ALIASES, load
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.sections.limits import Grammar, Limits, Place

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.config.json_schema import DRAFT, schema
-from hpc_rl.config.loading.build import alternatives, options, section_of
-from hpc_rl.config.loading.load import load, to_dict
+from hpc_rl.config.json_schema import schema
+from hpc_rl.config.loading.fields import alternatives, hints, options, section_of
+from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.source import literal
+from hpc_rl.config.loading.stored import to_dict
 from hpc_rl.config.reference import reference
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.experiment import CONFIGS
@@ -208,29 +210,29 @@ def test_diff_names_what_differs_in_values_only():
 
 def test_the_schema_describes_every_option():
     made = schema()
-    assert made["$schema"] == DRAFT
+    assert made["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     json.dumps(made)
     for trainer, cls in CONFIGS.items():
-        _walk(cls, made["$defs"])
+        _walk(cls, made["$defs"][cls.__name__], ALIASES)
         assert schema(trainer)["$ref"] == f"#/$defs/{cls.__name__}"
-    n_nodes = made["$defs"]["ClusterSpecConfig"]["properties"]["n_nodes"]
-    assert (
-        n_nodes["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 10000} and n_nodes["default"] == 1
-    )
-    assert made["$defs"]["RecoverConfig"]["properties"]["mode"]["anyOf"][0]["enum"] == [
-        "disabled",
-        "auto",
-        "fault",
-        "resume",
-    ]
+    top = made["$defs"]["GRPOConfig"]["properties"]
+    n_nodes = top["cluster"]["properties"]["n_nodes"]
+    assert n_nodes["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 10000}
+    assert n_nodes["default"] == 1 and n_nodes["anyOf"][-1] == {"$ref": "#/$defs/reference"}
+    assert top["recover"]["properties"]["mode"]["anyOf"][0]["enum"] == ["disabled", "auto", "fault", "resume"]
+    assert top["valid_dataset"]["anyOf"][1] == {"type": "null"}
+    assert "valid_dataset" not in made["$defs"]["GRPOConfig"]["required"]
 
 
-def _walk(cls: type, defs: dict) -> None:
-    made = defs[cls.__name__]
+def _walk(cls: type, made: dict, others: Collection[str] = ()) -> None:
     assert made["additionalProperties"] is False
-    others = set(ALIASES) if cls in CONFIGS.values() else set()
-    assert set(made["properties"]) - others == {field.name for field in dataclasses.fields(cls)}
+    assert set(made["properties"]) - set(others) == {field.name for field in dataclasses.fields(cls)}
     assert all(len(item["description"]) > 7 for item in made["properties"].values())
+    for name, hint in hints(cls).items():
+        section = section_of(hint)
+        if section:
+            inner = made["properties"][name]
+            _walk(section, inner["anyOf"][0] if "anyOf" in inner else inner)
 
 
 def test_the_reference_page_is_current():

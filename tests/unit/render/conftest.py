@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.loading.load import from_dict
+from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render.scripts import Stamp, render
 from hpc_rl.trial import Trial

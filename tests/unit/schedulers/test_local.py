@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.loading.load import from_dict
+from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.errors import SchedulerError
 from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import start_ticks

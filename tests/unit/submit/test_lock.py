@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpc_rl.config.loading.load import Loaded, from_dict, load
+from hpc_rl.config.loading.load import Loaded, load
+from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.errors import CannotWrite, ConfigError, NothingToResume, SchedulerError, TrialBusy
 from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers.base import JobSpec, JobState, State

@@ -9,7 +9,7 @@ import pytest
 from toy_plans import toy_plan
 
 from hpc_rl.app import supervisor as app
-from hpc_rl.config.loading.load import from_dict
+from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.errors import FailureClass, StopCause
 from hpc_rl.name_resolve.memory import MemoryNames

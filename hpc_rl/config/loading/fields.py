@@ -1,0 +1,73 @@
+"""The fields of the configuration's dataclasses: names, types and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from functools import cache
+from typing import Any
+
+
+@cache
+def hints(cls: type) -> dict[str, Any]:
+    """Return the type of each field, with its limits."""
+    known = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: known[field.name] for field in dataclasses.fields(cls)}
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union; a plain type is its own only member."""
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def base_of(kind: Any) -> Any:
+    """Return a type without its limits."""
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
+
+
+def extras_of(kind: Any) -> tuple[Any, ...]:
+    """Return the limits of a type."""
+    return typing.get_args(kind)[1:] if typing.get_origin(kind) is typing.Annotated else ()
+
+
+def section_of(hint: Any) -> type | None:
+    """Return the dataclass of a section, optional or not; None for an option."""
+    for kind in alternatives(hint):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            return kind
+    return None
+
+
+def is_optional(hint: Any) -> bool:
+    """Return whether null is allowed."""
+    return types.NoneType in alternatives(hint)
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """Return the default of a field; dataclasses.MISSING where it is required."""
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+@cache
+def options(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Return the type of every option and section by dotted name, parents first."""
+    found: dict[str, Any] = {}
+    for name, hint in hints(cls).items():
+        found[prefix + name] = hint
+        section = section_of(hint)
+        if section:
+            found |= options(section, f"{prefix}{name}.")
+    return found
+
+
+def field_of(cls: type, name: str) -> dataclasses.Field | None:
+    """Return the field of a dotted name; None where there is none."""
+    *sections, leaf = name.split(".")
+    for section in sections:
+        inner = section_of(hints(cls).get(section))
+        if inner is None:
+            return None
+        cls = inner
+    return next((field for field in dataclasses.fields(cls) if field.name == leaf), None)

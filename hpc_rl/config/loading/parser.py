@@ -1,0 +1,272 @@
+"""The options of a configuration as a jsonargparse parser: names, types, defaults and help come from the dataclasses.
+
+`parse` makes a configuration of settings whose origin is known. The library judges types; added here are limits, nearest choices,
+and refusals of all values at once, each with its origin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import types
+import typing
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from jsonargparse import ArgumentError, ArgumentParser, set_loader
+
+from hpc_rl.config.loading.fields import (
+    alternatives,
+    base_of,
+    extras_of,
+    hints,
+    is_optional,
+    options,
+    section_of,
+)
+from hpc_rl.config.loading.layers import Layers, nearest
+from hpc_rl.config.loading.source import SourceValue
+from hpc_rl.config.loading.stored import construct
+from hpc_rl.config.sections.limits import Grammar, Limits, Place
+from hpc_rl.errors import ConfigError
+
+LARGEST_INT = 2**53 - 1  # exact in every JSON reader
+# Values come from our own readers: the library must not read the text 'null' or '5' as YAML once more.
+set_loader("as_it_is", lambda text: text)
+
+
+def config_parser(cls: type, chosen: Collection[str] | None = None, **settings: Any) -> ArgumentParser:
+    """Return a parser of the options of a configuration, or of the `chosen` ones; one argument group per section."""
+    parser = ArgumentParser(exit_on_error=False, parser_mode="as_it_is", **settings)
+    add_options(parser, cls, chosen)
+    return parser
+
+
+def add_options(parser: ArgumentParser, cls: type, chosen: Collection[str] | None = None) -> None:
+    """Add the options of a configuration that a parser does not have yet."""
+    present = parser._option_string_actions
+    wanted = {name for name in options(cls) if f"--{name}" not in present}
+    if chosen is not None:
+        wanted &= set(chosen)
+    for prefix, section, text in sections(cls):
+        own = {name for name, hint in hints(section).items() if section_of(hint) is None}
+        here = {name for name in own if prefix + name in wanted}
+        if here:
+            title = f"{prefix[:-1]}: {text.rstrip('.')}" if prefix else "top level"
+            group = parser.add_argument_group(title.replace("%", "%%"))
+            skip: set[str | int] = {name for name in hints(section) if name not in here}
+            group.add_class_arguments(section, prefix[:-1] or None, as_group=False, skip=skip)
+
+
+def sections(cls: type, prefix: str = "", text: str = "") -> Iterator[tuple[str, type, str]]:
+    """Yield (prefix with its dot, dataclass, help) of the configuration and each of its sections, parents first."""
+    yield prefix, cls, text
+    texts = docstring_texts(cls) if any(section_of(hint) for hint in hints(cls).values()) else {}
+    for name, hint in hints(cls).items():
+        section = section_of(hint)
+        if section:
+            yield from sections(section, f"{prefix}{name}.", texts[name])
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option as help shows it."""
+
+    name: str
+    type: str
+    default: str
+    text: str
+
+
+def describe_options(cls: type, prefix: str = "") -> list[Option]:
+    """Return the options of one section, subsections left out."""
+    texts = docstring_texts(cls)
+    return [
+        Option(prefix + field.name, allowed(hints(cls)[field.name]), _default(field), texts[field.name])
+        for field in dataclasses.fields(cls)
+        if section_of(hints(cls)[field.name]) is None
+    ]
+
+
+@cache
+def docstring_texts(cls: type) -> dict[str, str]:
+    """Return the `Args:` texts of a dataclass and its bases, by field."""
+    import docstring_parser
+
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base) and base.__doc__:
+            params = docstring_parser.parse(base.__doc__).params
+            found |= {param.arg_name: " ".join((param.description or "").split()) for param in params}
+    return found
+
+
+def _default(field: dataclasses.Field) -> str:
+    if field.default is None or isinstance(field.default, bool):
+        return str(field.default).lower().replace("none", "null")
+    if field.default is not dataclasses.MISSING:
+        return str(field.default) or "empty"
+    return "empty" if field.default_factory is not dataclasses.MISSING else "required"
+
+
+def allowed(hint: Any) -> str:
+    """Return what an option accepts, in words."""
+    return " or ".join(_describe(kind) for kind in alternatives(hint))
+
+
+def _describe(kind: Any) -> str:
+    origin, base = typing.get_origin(kind), base_of(kind)
+    if origin is typing.Annotated:
+        limits = [str(extra) for extra in extras_of(kind) if isinstance(extra, Limits | Grammar)]
+        return ", ".join([_describe(base), *limits])
+    if origin is Literal:
+        return ", ".join(str(arg) or "empty" for arg in typing.get_args(kind))
+    if origin is list:
+        return f"a list ({_describe(typing.get_args(kind)[0])})"
+    if origin is dict:
+        return f"a mapping ({_describe(typing.get_args(kind)[1])})"
+    names = {bool: "true, false", int: "an integer", float: "a number", str: "text", types.NoneType: "null"}
+    return names[kind]
+
+
+def parse(layers: Layers) -> Any:
+    """Return the configuration of the merged settings. Raises ConfigError with every refusal, one a line."""
+    refusals = [*layers.refusals, *layers.missing()]
+    written: dict[str, Any] = {}
+    for name, item in layers.settings.items():
+        if section_of(layers.known[name]):
+            continue
+        if item.value == "???":
+            refusals.append(f"{name} ({item.origin}): ??? stands for a value that is missing; set it.")
+        elif not (layers.refusals and isinstance(item.value, str) and "${" in item.value):
+            written[name] = as_written(layers.known[name], item)
+    values = typed(layers.root, written)
+    for name in written:
+        hint, item = layers.known[name], layers.settings[name]
+        reason = _limit_reason(hint, values[name], item) if name in values else _type_reason(hint, item)
+        if reason is not None:
+            line = f"{name} ({item.origin}): {item} can't be used; allowed: {allowed(hint)}. {reason}"
+            refusals.append(line.strip())
+    if refusals:
+        raise ConfigError("\n".join(refusals))
+    tree: dict[str, Any] = {}
+    for name, item in sorted(layers.settings.items()):
+        section: dict[str, Any] | None = None if item.value is None else {}
+        put(tree, name.split("."), values.get(name, section))
+    return construct(layers.root, tree)
+
+
+def typed(cls: type, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the right type, by dotted name; the others are left out."""
+    hint_of = options(cls)
+    fitting = {name: value for name, value in written.items() if not _is_misplaced(hint_of[name], value)}
+    try:
+        found = _parsed(cls, fitting)
+    except ArgumentError:  # the library stops at the first: ask for each value
+        found = {}
+        for name, value in fitting.items():
+            try:
+                found |= _parsed(cls, {name: value})
+            except ArgumentError:
+                continue
+    # The library converts text: `seed: "1_0"` and `seed: 1_0` are text in YAML 1.2, and no integers.
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, str) or not isinstance(written[name], str)
+    }
+
+
+def _parsed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        put(tree, name.split("."), value)
+    parsed = config_parser(cls, values).parse_object(tree)
+    return {name: parsed[name] for name in values}
+
+
+def _is_misplaced(hint: Any, value: Any) -> bool:
+    """Return whether a value is null or a truth value where the library would let it pass as unset or as a number."""
+    if value is None:
+        return not is_optional(hint)
+    return isinstance(value, bool) and bool not in alternatives(hint)
+
+
+def as_written(hint: Any, item: SourceValue) -> Any:
+    """Return plain data in the form that an option has: text as in the source, a whole float for an integer as one."""
+    kinds = [base_of(kind) for kind in alternatives(hint)]
+    value = item.value
+    if isinstance(value, list | dict):
+        inner = next(
+            (typing.get_args(kind)[-1] for kind in kinds if typing.get_origin(kind) is type(value)), str
+        )
+        if isinstance(value, list):
+            return [as_written(inner, part) for part in value]
+        return {key: as_written(inner, part) for key, part in value.items()}
+    if value is None:
+        return "" if item.is_argument and not item.text and not is_optional(hint) else None
+    if isinstance(value, float) and int in kinds and value.is_integer():
+        return int(value)
+    is_text = str in kinds and item.text is not None
+    return item.text if is_text and (item.is_argument or not isinstance(value, bool)) else value
+
+
+def _type_reason(hint: Any, item: SourceValue) -> str:
+    if isinstance(item.value, dict):
+        for key, part in item.value.items():
+            if isinstance(part.value, dict | list | bool | None):
+                return f"{key} is {part}."
+    choices = [
+        str(one)
+        for kind in alternatives(hint)
+        if typing.get_origin(kind) is Literal
+        for one in typing.get_args(kind)
+    ]
+    near = nearest(str(item.plain()), choices, cutoff=0.6)
+    return f"Did you mean {near}?" if near else ""
+
+
+def _limit_reason(hint: Any, value: Any, item: SourceValue) -> str | None:
+    """Return why a value of the right type is refused, which may be empty; None where it is allowed."""
+    if isinstance(value, list | dict):
+        parts = item.value.items() if isinstance(value, dict) else enumerate(item.value)
+        kinds = [kind for kind in alternatives(hint) if typing.get_origin(kind) is type(value)]
+        reasons = (_limit_reason(typing.get_args(kinds[0])[-1], value[key], part) for key, part in parts)
+        return next((reason for reason in reasons if reason is not None), None)
+    if isinstance(value, str) and ("\0" in value or any("\ud800" <= char <= "\udfff" for char in value)):
+        return "It must be text without NUL, in UTF-8."
+    if isinstance(value, int | float) and not math.isfinite(value):
+        return "It must be finite."
+    if isinstance(item.value, int) and abs(item.value) > LARGEST_INT:
+        return f"Numbers end at {LARGEST_INT}."
+    for extra in (extra for kind in alternatives(hint) if _is_a(value, kind) for extra in extras_of(kind)):
+        if not _allows(extra, value, item):
+            return extra.refusal(value) if isinstance(extra, Place) else ""
+    return None
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    base = base_of(kind)
+    return isinstance(base, type) and isinstance(value, base)
+
+
+def _allows(extra: Any, value: Any, item: SourceValue) -> bool:
+    if isinstance(extra, Limits):
+        return extra.allows(value)
+    if isinstance(extra, Grammar):
+        is_bare_number = not isinstance(item.value, str) and not item.is_argument
+        return re.fullmatch(extra.pattern, value) is not None and not (extra.quoted and is_bare_number)
+    return not (isinstance(extra, Place) and extra.refusal(value))
+
+
+def put(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    """Set one value in nested mappings; a mapping that is there is not replaced by an empty one."""
+    for part in path[:-1]:
+        if not isinstance(tree.get(part), dict):
+            tree[part] = {}
+        tree = tree[part]
+    if not (isinstance(value, dict) and isinstance(tree.get(path[-1]), dict)):
+        tree[path[-1]] = value

@@ -1,0 +1,49 @@
+"""A configuration as plain data and back: what `config.json` holds. Roles in a job read it with this; they parse nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from hpc_rl.config.loading.fields import hints, section_of
+from hpc_rl.config.sections.experiment import CONFIGS, Config, RWConfig, SFTConfig
+from hpc_rl.errors import ConfigError
+
+
+def trainer_of(config: Config) -> Literal["grpo", "sft", "rw"]:
+    """Return the trainer that a configuration is for."""
+    return "rw" if isinstance(config, RWConfig) else "sft" if isinstance(config, SFTConfig) else "grpo"
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Return every option as JSON data; `trainer` names the class."""
+    return dataclasses.asdict(config) | {"trainer": trainer_of(config)}
+
+
+def from_dict(data: Mapping[str, Any]) -> Config:
+    """Return the configuration that `to_dict` stored. Raises ConfigError for unknown and missing names."""
+    named = data.get("trainer") or ("grpo" if data.get("actor") else "sft")
+    if named not in CONFIGS:
+        raise ConfigError(f"config.json: trainer {named!r} can't be used; allowed: {', '.join(CONFIGS)}.")
+    config = construct(CONFIGS[named], data)
+    return dataclasses.replace(config, trainer=trainer_of(config))
+
+
+def construct(cls: type, data: Mapping[str, Any], prefix: str = "") -> Any:
+    """Return a section from nested plain data. Raises ConfigError for unknown and missing names."""
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        if name not in hints(cls):
+            near = difflib.get_close_matches(name, hints(cls), n=1, cutoff=0.8)
+            hint = f": did you mean {prefix}{near[0]}?" if near else "."
+            raise ConfigError(f"config.json: unknown key {prefix}{name}{hint}")
+        section = section_of(hints(cls)[name])
+        if section is not None and isinstance(value, Mapping):
+            value = construct(section, value, f"{prefix}{name}.")
+        values[name] = value
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ConfigError(f"config.json: {prefix or 'the top level'}: {error}.") from error
