@@ -11,6 +11,9 @@ from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.show import ResolvedValue, as_json, as_yaml, derived_values, diff, show
 
+# Commands whose options of a configuration are completed; the others take them too, but seldom.
+COMPLETED = (("submit",), ("render",), ("recover",), ("config", "show"))
+
 
 def parser() -> ArgumentParser:
     """Return the parser of the command; its actions have their own."""
@@ -98,9 +101,14 @@ def _completion_parser() -> ArgumentParser:
 
 
 def _completion(args: Namespace) -> int:
-    from hpc_rl.cli.completion import script
+    from hpc_rl.cli.__main__ import COMMANDS, build_parsers
+    from hpc_rl.config.loading.parser import add_options
 
-    print(script(args.shell), end="")
+    parsers = build_parsers(COMMANDS)
+    for path in COMPLETED:
+        for cls in CONFIGS.values():
+            add_options(parsers[path], cls)
+    print(parsers[()].get_completion_script(f"shtab-{args.shell}"), end="")
     return 0
 
 

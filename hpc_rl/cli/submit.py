@@ -1,4 +1,4 @@
-"""`hpc-rl submit` and `hpc-rl render`: configuration -> check -> plan -> scripts, and for submit one call of the scheduler."""
+"""`hpc-rl submit`: configuration -> check -> plan -> scripts -> one call of the scheduler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hpc_rl.cli.config import print_resolved
@@ -269,7 +268,7 @@ def _dry_run(planned: Planned, json: bool) -> int:
             "notes": planned.notes,
         }
         print_json(found | {"checks": report.to_json()})
-        return _quietly(report)
+        return exit_code_of(report)
     plan = planned.plan
     nodes = "1 node" if plan.n_nodes == 1 else f"{plan.n_nodes} nodes"
     summary = f"plan       {plan.trainer}, {plan.allocation}, {nodes}, {where}"
@@ -284,8 +283,8 @@ def _dry_run(planned: Planned, json: bool) -> int:
     return 0
 
 
-def _quietly(report: preflight.PreflightReport) -> int:
-    """The exit code alone: the JSON has the words."""
+def exit_code_of(report: preflight.PreflightReport) -> int:
+    """Return the exit code of a report whose reasons are printed as JSON."""
     try:
         report.raise_for()
     except HpcRlError as error:
@@ -299,52 +298,3 @@ def unit_line(unit: Unit) -> str:
     gpus = f", {unit.gpus_per_task} GPUs" if unit.gpus_per_task else ""
     each = f"{unit.cpus_per_task} CPUs, {unit.mem_mb_per_task} MB{gpus}"
     return f"{unit.role}-{unit.index}: {unit.num_tasks} process{'es' if unit.num_tasks > 1 else ''} on {nodes}, each {each}"
-
-
-def render_parser() -> ArgumentParser:
-    made = new_parser(
-        "Write the trial directory of a configuration with its job scripts, and submit nothing.",
-        EPILOG,
-    )
-    add_config_and_print(made)
-    made.add_argument(
-        "--output", type=Path, metavar="DIR", help="write there instead of where the trial belongs"
-    )
-    made.add_argument(
-        "--check",
-        action="store_true",
-        help="check the scripts and the request first, and write nothing where they can't run",
-    )
-    add_json(made, "paths, notes and checks")
-    return made
-
-
-def run_render(args: Namespace) -> int:
-    if args.print_config is not None:
-        return print_config(args)
-    planned = plan_of(loaded(args))
-    report = preflight.PreflightReport()
-    if args.check:
-        report = checked_scripts(planned, submission.trial_of(planned.loaded.config))
-        if args.json and _quietly(report):
-            print_json({"checks": report.to_json()})
-            return _quietly(report)
-        report.raise_for()
-    done = submission.render_to(planned.loaded, planned.plan, args.output, command=["hpc-rl", *args.argv])
-    if args.json:
-        print_json(as_json(done, planned) | ({"checks": report.to_json()} if args.check else {}))
-        return 0
-    by_hand = "sbatch" if done.scheduler == "slurm" else "bash"
-    checks = [f"check      {check.line()}" for check in report.checks]
-    print(
-        "\n".join(
-            [
-                *notes(planned),
-                *changed_lines(done.changes),
-                *lines(done),
-                *checks,
-                f"next       {by_hand} {done.script}",
-            ]
-        )
-    )
-    return 0

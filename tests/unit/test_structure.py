@@ -23,6 +23,7 @@ SMALL = {
     "app/submit_successor.py": "a process of its own",
     "checkpoint/lineage.py": "writes what records.py reads",
     "cli/quickstart.py": "a command of its own",
+    "config/loading/stored.py": "what roles read: no parser, no YAML",
     "config/loading/profiles.py": "imported by config, render and doctor",
     "config/sections/dataset.py": "a section of its own",
     "datasets/order.py": "a pure function with a theory of its own",
@@ -43,7 +44,7 @@ SMALL = {
 
 # What is still to be mended; each list only shrinks.
 KNOWN_SMALL = {
-    "cli/render.py", "config/tables/departures.py",
+    "config/tables/departures.py",
     "render/code_zip.py", "render/roots.py", "render/sample.py", "rollout/report.py",
     "schedulers/record.py",
 }  # fmt: skip

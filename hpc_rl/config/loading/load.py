@@ -25,7 +25,7 @@ from hpc_rl.config.loading.fields import (
     is_optional,
     section_of,
 )
-from hpc_rl.config.loading.layers import Layers, nearest
+from hpc_rl.config.loading.merging import MergedSettings, nearest
 from hpc_rl.config.loading.profiles import SHIPPED_PROFILES, known_profiles, profile_dirs
 from hpc_rl.config.loading.source import (
     SourceValue,
@@ -118,19 +118,19 @@ def load(
     sources = [*profile, *files, *arguments]
     trainer = pick_trainer(sources, atlas_names="atlas" in presets)
     others = {name: cls for name, cls in CONFIGS.items() if name != trainer}
-    layers = Layers(CONFIGS[trainer], others, aliases, atlas.ALIASES, ANSWERS)
-    model = "actor" if "actor" in layers.known else "model"
-    translated = atlas.translate(sources, model, layers.known)
-    layers.refusals += translated.refusals
-    below, over = _presets(presets, layers, translated.sources)
+    merged = MergedSettings(CONFIGS[trainer], others, aliases, atlas.ALIASES, ANSWERS)
+    model = "actor" if "actor" in merged.known else "model"
+    translated = atlas.translate(sources, model, merged.known)
+    merged.refusals += translated.refusals
+    below, over = _presets(presets, merged, translated.sources)
     num_files = len(profile) + len(files)
     for source in [*below, *translated.sources[:num_files], *over, *translated.sources[num_files:]]:
-        layers.overlay(source)
-    if not layers.refusals:
-        _interpolate(layers)
-    config = parser.parse(layers)
+        merged.overlay(source)
+    if not merged.refusals:
+        _interpolate(merged)
+    config = parser.parse(merged)
     config = dataclasses.replace(config, trainer=trainer_of(config))
-    return Loaded(_absolute(config), _origins(layers), [*notes, *translated.notes])
+    return Loaded(_absolute(config), _origins(merged), [*notes, *translated.notes])
 
 
 def _model_section(files: Sequence[SourceValue], overrides: Sequence[str]) -> str:
@@ -144,7 +144,7 @@ def _model_section(files: Sequence[SourceValue], overrides: Sequence[str]) -> st
 
 
 def _presets(
-    names: Sequence[str], layers: Layers, sources: Sequence[SourceValue]
+    names: Sequence[str], merged: MergedSettings, sources: Sequence[SourceValue]
 ) -> tuple[list[SourceValue], list[SourceValue]]:
     """Those below the files and those over them. Raises ConfigError."""
     present = {
@@ -153,7 +153,7 @@ def _presets(
         for key, item in source.value.items()
         if item.value is not None
     }
-    fitted = [(name, presets_of.fit(presets_of.read_preset(name), layers.known, present)) for name in names]
+    fitted = [(name, presets_of.fit(presets_of.read_preset(name), merged.known, present)) for name in names]
     return (
         [source for name, source in fitted if name in presets_of.BELOW],
         [source for name, source in fitted if name in presets_of.OVER],
@@ -190,19 +190,19 @@ def _profile(sources: Sequence[SourceValue], profiles: Sequence[Path]) -> tuple[
     return [], [f"cluster.cluster_name {name} is only a name: there is no profile {name}.yaml in {places}."]
 
 
-def _origins(layers: Layers) -> dict[str, str]:
+def _origins(merged: MergedSettings) -> dict[str, str]:
     """Options and null sections that somebody wrote; a section that is there but empty was chosen with all its defaults."""
     found: dict[str, str] = {}
-    for name, item in layers.settings.items():
-        if item.value is None or not section_of(layers.known[name]):
+    for name, item in merged.settings.items():
+        if item.value is None or not section_of(merged.known[name]):
             found[name] = item.origin
-        elif not item.value and is_optional(layers.known[name]):
+        elif not item.value and is_optional(merged.known[name]):
             inside = [
                 key
-                for key in layers.known
-                if key.startswith(f"{name}.") and not section_of(layers.known[key])
+                for key in merged.known
+                if key.startswith(f"{name}.") and not section_of(merged.known[key])
             ]
-            if not any(key in layers.settings for key in inside):
+            if not any(key in merged.settings for key in inside):
                 found |= dict.fromkeys(inside, item.origin)
     return found
 
@@ -268,29 +268,29 @@ def _has_pairs(sources: Sequence[SourceValue]) -> bool:
 _LITERAL = "; where no reference is meant, write \\${ for ${"
 
 
-def _interpolate(layers: Layers) -> None:
+def _interpolate(merged: MergedSettings) -> None:
     """Resolve `${a.b}` against everything that is set, defaults included. Raises ConfigError."""
-    _resolve(layers, "${oc.env:")  # first: what refers to such an option takes its type
-    _resolve(layers, "${")
+    _resolve(merged, "${oc.env:")  # first: what refers to such an option takes its type
+    _resolve(merged, "${")
 
 
-def _resolve(layers: Layers, mark: str) -> None:
-    wanted = {name: item for name, item in layers.settings.items() if mark in repr(item.plain())}
+def _resolve(merged: MergedSettings, mark: str) -> None:
+    wanted = {name: item for name, item in merged.settings.items() if mark in repr(item.plain())}
     if not wanted:
         return
     import omegaconf  # a tenth of a second that most configurations need not spend
 
-    tree = _defaults(layers.root)
-    for name, item in sorted(layers.settings.items()):
+    tree = _defaults(merged.root)
+    for name, item in sorted(merged.settings.items()):
         plain = item.plain()
-        is_option = section_of(layers.known[name]) is None and "${" not in repr(plain)
-        value = parser.as_written(layers.known[name], item) if is_option else plain
+        is_option = section_of(merged.known[name]) is None and "${" not in repr(plain)
+        value = parser.as_written(merged.known[name], item) if is_option else plain
         parser.put(tree, name.split("."), value)
     try:
         whole = omegaconf.OmegaConf.create(tree)
     except omegaconf.errors.GrammarParseError as error:
         broken = str(error.full_key).partition("[")[0]
-        where = f" ({layers.settings[broken].origin})" if broken in layers.settings else ""
+        where = f" ({merged.settings[broken].origin})" if broken in merged.settings else ""
         raise ConfigError(
             f"{error.full_key}{where}: the ${{…}} in it can't be read; a reference is ${{section.option}}{_LITERAL}."
         ) from error
@@ -308,12 +308,12 @@ def _resolve(layers: Layers, mark: str) -> None:
                 f"{name} ({item.origin}): {item.plain()!r} can't be resolved: {reason}{_LITERAL}."
             ) from error
         if isinstance(value, str) and "${oc.env:" in str(item.value):  # the environment has text only
-            layers.settings[name] = read_argument(value, item.origin)
+            merged.settings[name] = read_argument(value, item.origin)
         else:
-            layers.settings[name] = with_origin(value, item.origin)
+            merged.settings[name] = with_origin(value, item.origin)
     for name, item in wanted.items():
-        if layers.follows_a_default(name, item):
-            del layers.settings[name]
+        if merged.follows_a_default(name, item):
+            del merged.settings[name]
 
 
 def _defaults(cls: type) -> dict[str, Any]:

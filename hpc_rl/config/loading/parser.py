@@ -27,7 +27,7 @@ from hpc_rl.config.loading.fields import (
     options,
     section_of,
 )
-from hpc_rl.config.loading.layers import Layers, nearest
+from hpc_rl.config.loading.merging import MergedSettings, nearest
 from hpc_rl.config.loading.source import SourceValue
 from hpc_rl.config.loading.stored import construct
 from hpc_rl.config.sections.limits import Grammar, Limits, Place
@@ -132,20 +132,20 @@ def _describe(kind: Any) -> str:
     return names[kind]
 
 
-def parse(layers: Layers) -> Any:
+def parse(merged: MergedSettings) -> Any:
     """Return the configuration of the merged settings. Raises ConfigError with every refusal, one a line."""
-    refusals = [*layers.refusals, *layers.missing()]
+    refusals = [*merged.refusals, *merged.missing()]
     written: dict[str, Any] = {}
-    for name, item in layers.settings.items():
-        if section_of(layers.known[name]):
+    for name, item in merged.settings.items():
+        if section_of(merged.known[name]):
             continue
         if item.value == "???":
             refusals.append(f"{name} ({item.origin}): ??? stands for a value that is missing; set it.")
-        elif not (layers.refusals and isinstance(item.value, str) and "${" in item.value):
-            written[name] = as_written(layers.known[name], item)
-    values = typed(layers.root, written)
+        elif not (merged.refusals and isinstance(item.value, str) and "${" in item.value):
+            written[name] = as_written(merged.known[name], item)
+    values = typed(merged.root, written)
     for name in written:
-        hint, item = layers.known[name], layers.settings[name]
+        hint, item = merged.known[name], merged.settings[name]
         reason = _limit_reason(hint, values[name], item) if name in values else _type_reason(hint, item)
         if reason is not None:
             line = f"{name} ({item.origin}): {item} can't be used; allowed: {allowed(hint)}. {reason}"
@@ -153,10 +153,10 @@ def parse(layers: Layers) -> Any:
     if refusals:
         raise ConfigError("\n".join(refusals))
     tree: dict[str, Any] = {}
-    for name, item in sorted(layers.settings.items()):
+    for name, item in sorted(merged.settings.items()):
         section: dict[str, Any] | None = None if item.value is None else {}
         put(tree, name.split("."), values.get(name, section))
-    return construct(layers.root, tree)
+    return construct(merged.root, tree)
 
 
 def typed(cls: type, written: Mapping[str, Any]) -> dict[str, Any]:

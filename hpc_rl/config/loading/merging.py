@@ -20,7 +20,7 @@ def nearest(name: str, names: Collection[str], cutoff: float = CLOSE) -> str:
     return found[0] if found else ""
 
 
-class Layers:
+class MergedSettings:
     """The settings of one configuration, by dotted name, and the refusals of what can't be merged."""
 
     def __init__(
