@@ -209,7 +209,7 @@ def test_relative_paths_are_taken_from_the_working_directory(files, tmp_path, mo
             ["unknown key cluster.n_node ", "command line", "did you mean cluster.n_nodes?"],
         ),
         ("n_sample=4", ["unknown key n_sample", "did you mean gconfig.n_samples"]),
-        ("lr=1", ["did you mean actor.optimizer.lr"]),
+        ("eps_clip=1", ["did you mean actor.eps_clip?"]),
         ("learning_rat=1", ["did you mean learning_rate?"]),
         ("n_node=2", ["did you mean n_nodes?"]),
         ("actor.learning_rate=1", ["learning_rate stands at the top level, without actor."]),
