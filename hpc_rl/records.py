@@ -171,6 +171,7 @@ class JobRecord(JsonRecord):
     tag: str = ""
     start_mode: str = ""  # recover.mode of its first start
     from_step: int | None = None  # `hpc-rl recover --from`
+    new_batches: bool = False  # its first start sets later batches aside; their prompts are issued again
     lineage_parent: str | None = None  # submission that `hpc-rl recover` continues
     changed: tuple[str, ...] = ()  # options that differ from those of the trial before
     serves: str = ""  # of servers: the submission that they serve

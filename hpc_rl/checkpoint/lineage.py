@@ -17,7 +17,9 @@ from hpc_rl.trial import Attempt, Trial, create_exclusive, entries, fsync_dir
 _LABEL = re.compile(r"(\d+)\.\d+")  # of published weights
 
 
-def next_lineage(trial: Trial, attempt: Attempt, incarnation: int, decision: Decision) -> LineageRecord:
+def next_lineage(
+    trial: Trial, attempt: Attempt, incarnation: int, decision: Decision, new_batches: bool = False
+) -> LineageRecord:
     """Create the record of this start under the next free number. Raises OSError."""
     trial.lineages.mkdir(exist_ok=True)
     number = max(_numbers(trial), default=-1) + 1
@@ -31,6 +33,7 @@ def next_lineage(trial: Trial, attempt: Attempt, incarnation: int, decision: Dec
             submission=attempt.job_id,
             reason=decision.reason,
             set_aside=decision.set_aside,
+            new_batches=new_batches,
             time=time.time(),
         )
         if create_exclusive(trial.lineage(number), json.dumps(record.to_json(), indent=2) + "\n"):

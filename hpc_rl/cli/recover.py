@@ -10,7 +10,15 @@ from typing import Any
 
 from hpc_rl.checkpoint.decide import Decision, Situation
 from hpc_rl.cli.options import ArgumentParser, Namespace, add_overrides, add_trial, new_parser, print_json
-from hpc_rl.cli.submit import Planned, add_outcome, announce, changed_lines, compared, plan_of
+from hpc_rl.cli.submit import (
+    Planned,
+    add_outcome,
+    announce,
+    changed_lines,
+    compared,
+    new_batches_lines,
+    plan_of,
+)
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.tables.changes import Change
@@ -19,7 +27,13 @@ from hpc_rl.records import read_lineages
 from hpc_rl.schedulers import pick, slurm
 from hpc_rl.submit import submission as submission
 from hpc_rl.submit import trial_index
-from hpc_rl.submit.first_start import FirstStart, option_changes, predict_start
+from hpc_rl.submit.first_start import (
+    FirstStart,
+    batches_after,
+    needs_new_batches,
+    option_changes,
+    predict_start,
+)
 from hpc_rl.submit.lock import check_unlocked
 from hpc_rl.submit.submission import Recovery
 from hpc_rl.trial import Trial
@@ -27,7 +41,8 @@ from hpc_rl.trial import Trial
 EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, where the trial's state can take it; what changed is printed:
   hpc-rl recover first total_train_steps=200 actor.optimizer.lr=1e-6
   hpc-rl recover first --n_nodes 2            on fewer nodes, or more
-  hpc-rl recover first --from 400             from an older generation; later ones are set aside
+  hpc-rl recover first --from 400             from an older generation; later ones are set aside, batches too
+  hpc-rl recover first --from 400 --replay    the same, trained on the batches that are there
   hpc-rl recover first --from 400 --explain   only say what would happen, and why"""
 
 
@@ -36,6 +51,11 @@ def parser() -> ArgumentParser:
     add_trial(made)
     made.add_argument(
         "--from", dest="from_step", type=_step, metavar="STEP", help="this generation; the newest by default"
+    )
+    made.add_argument(
+        "--replay",
+        action="store_true",
+        help="train on the batches after that generation as they are, although another policy made them",
     )
     made.add_argument(
         "--explain", action="store_true", help="say what a start would do now, and why; do nothing"
@@ -49,7 +69,7 @@ def run(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     loaded = stored(trial, args.overrides)
     parent = next((record.submission for record in reversed(read_lineages(trial))), None)
-    recovery = submission.Recovery(from_step=args.from_step, parent=parent)
+    recovery = submission.Recovery(from_step=args.from_step, replay=args.replay, parent=parent)
     if args.explain:
         return explain(trial, loaded, recovery, args)
     planned = prepared(trial, loaded, args.no_check)
@@ -104,6 +124,9 @@ def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: Namespace) -
         )
     except HpcRlError as error:
         decision = Decision("refuse", str(error), exit_code=error.exit_code)
+    renews = needs_new_batches(config, outlook.situation, changed, recovery.replay)
+    renews = renews and decision.action in ("load", "fresh")
+    batches = batches_after(trial, decision.step) if renews else []
     if args.json:
         said: dict[str, Any] = {
             "action": decision.action,
@@ -113,12 +136,14 @@ def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: Namespace) -
         }
         said |= {"exit_code": int(decision.exit_code), "set_aside": decision.set_aside}
         said |= {"read_while_loading": outlook.unread if decision.action == "load" else []}
+        said |= {"new_batches": renews, "set_aside_batches": batches}
         said |= {"generations": [dataclasses.asdict(one) for one in outlook.situation.generations]}
         print_json(said | {"changes": [dataclasses.asdict(change) for change in changed]})
     else:
         lines = explanation(trial, outlook.situation, decision)
         if decision.action == "load" and outlook.unread:
             lines.append(not_read(trial, outlook))
+        lines += new_batches_lines(batches) if renews else []
         print("\n".join([*lines, *changed_lines(changed)]))
     return ExitCode(decision.exit_code)
 

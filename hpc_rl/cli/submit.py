@@ -167,6 +167,7 @@ def announce(made: Submission, planned: Planned, args: Namespace) -> int:
                 [
                     *notes(planned),
                     *changed_lines(made.changes),
+                    *(new_batches_lines(made.batches_after) if made.new_batches else []),
                     *new_allocation(made, planned),
                     *lines(made),
                     *next_lines(made.trial),
@@ -195,6 +196,16 @@ def notes(planned: Planned) -> list[str]:
 def changed_lines(changes: Sequence[Change]) -> list[str]:
     """What the trial goes on with that it was not started with."""
     return [f"changed    {change}" for change in changes]
+
+
+def new_batches_lines(batches: Sequence[int]) -> list[str]:
+    """Return what becomes of the batches that a policy or options made which this start gives up."""
+    what = "finished groups"
+    if batches:
+        many = len(batches) > 1
+        what = f"batches {batches[0]} to {batches[-1]}" if many else f"batch {batches[0]}"
+    of = "made by a policy or under options that this start gives up"
+    return [f"batches    {what}, {of}, are set aside and their prompts issued again (--replay keeps them)"]
 
 
 def dropped_lines(made: Submission) -> list[str]:
@@ -251,6 +262,8 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
         "allocation": planned.plan.allocation,
         "notes": planned.notes,
         "changes": [dataclasses.asdict(change) for change in made.changes],
+        "new_batches": made.new_batches,
+        "set_aside_batches": made.batches_after,
     }
 
 

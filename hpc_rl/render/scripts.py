@@ -41,6 +41,7 @@ class Stamp:
         workdir: Directory of the submission; the processes start there.
         start_mode: Recover mode of the first start: the stored one, or `resume` for `hpc-rl recover`.
         from_step: The generation of the first start, where a person named it.
+        new_batches: The first start sets later batches aside.
         avoid: Nodes that failed the trial lately.
     """
 
@@ -52,6 +53,7 @@ class Stamp:
     workdir: Path
     start_mode: str
     from_step: int | None = None
+    new_batches: bool = False
     avoid: tuple[str, ...] = ()
 
 
@@ -157,4 +159,5 @@ def _common(plan: Plan, trial: Trial, stamp: Stamp) -> dict[str, Any]:
         "mode": plan.recover_mode,
         "start_mode": stamp.start_mode,
         "from_step": stamp.from_step,
+        "new_batches": stamp.new_batches,
     }

@@ -14,14 +14,14 @@ from typing import Any
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision, Situation, decide
-from hpc_rl.checkpoint.start_facts import gather, read_limit
+from hpc_rl.checkpoint.start_facts import gather, read_limit, seals_of
 from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.config.sections.experiment import LENGTH_OPTIONS, Config, last_step
+from hpc_rl.config.sections.experiment import LENGTH_OPTIONS, Config, GRPOConfig, last_step
 from hpc_rl.config.tables.changes import Change, changes, refuse_unsafe
 from hpc_rl.datasets.rows import check_same_rows, fingerprint_in_passing
 from hpc_rl.errors import ConfigError, NothingToResume, TrialBusy
-from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
-from hpc_rl.rollout.batch_log.replay import check_replay, rows_of
+from hpc_rl.rollout.batch_log.ledger import OF_USER_CODE, LedgerDamaged
+from hpc_rl.rollout.batch_log.replay import check_replay, read_state, rows_of
 from hpc_rl.submit import trial_index
 from hpc_rl.trial import Trial, account, entries, read_json
 
@@ -59,7 +59,7 @@ def _unread(trial: Trial, decision: Decision, from_step: int | None) -> tuple[st
     return tuple(file.name for file in found.manifest.files if limit is not None and file.size > limit)
 
 
-def check_start(trial: Trial, config: Config, start: FirstStart) -> list[Change]:
+def check_start(trial: Trial, config: Config, start: FirstStart, replay: bool = False) -> list[Change]:
     """Return the options that change, all of them safe.
 
     Raises TrialBusy, NothingToResume or ConfigError where the start would fail or ruin what the trial has.
@@ -76,12 +76,29 @@ def check_start(trial: Trial, config: Config, start: FirstStart) -> list[Change]
         raise NothingToResume(f"{start.decision.reason}. {advice_on(trial, situation)}".rstrip())
     _check_length(trial, config, start.decision.step)
     found = option_changes(trial, config, start.decision)
-    refuse_unsafe(found, str(trial))
+    refuse_unsafe(found, str(trial), replay)
     _check_rows(trial, config, start.decision)
     _check_batches(trial, start.decision.step or 0)
     if situation.wanted is None:
         _check_finished(trial, config, found)
     return found
+
+
+def needs_new_batches(
+    config: Config, situation: Situation, changed: Sequence[Change], replay: bool = False
+) -> bool:
+    """Return whether the batches after the step to start from are set aside, and their prompts issued again.
+
+    They are when the user goes back to a checkpoint, or changes the policy or what is generated: another policy made them.
+    """
+    if replay or not isinstance(config, GRPOConfig):
+        return False
+    return situation.wanted is not None or any(change.renews for change in changed)
+
+
+def batches_after(trial: Trial, step: int | None) -> list[int]:
+    """Return the steps of the batches that are cut and kept and come after this step, ascending."""
+    return sorted(one for one in seals_of(trial) if one > (step or 0))
 
 
 def _ways_to_resume(trial: Trial, situation: Situation) -> str:
@@ -209,17 +226,28 @@ def stale_leftovers(trial: Trial, config: Config) -> list[Path]:
     """Return files of earlier starts that no start may use, because other options or rows made them.
 
     Only of a trial without checkpoints and batches: groups and rejections that are in no batch, and the pointer to the
-    weights that servers begin with.
+    weights that servers begin with. Where user code rejected a prompt they go as well: it may be other code now.
     """
     if has_progress(trial):
         return []
     data, path = read_json(trial.config_json), config.train_dataset.path
     with contextlib.suppress(ConfigError):
         check_same_rows(path, rows_of(trial.rollout), fingerprint_in_passing(path), "the log was begun")
-        if isinstance(data, dict) and all(change.safe for change in changes(from_dict(data), config)):
+        found = changes(from_dict(data), config) if isinstance(data, dict) else []
+        # the policy that they were made by is still the initial one, whatever it is trained with
+        fit = [change.safe and (not change.renews or change.name.startswith("actor.")) for change in found]
+        keeps = isinstance(data, dict) and all(fit)
+        if keeps and not _was_rejected_by_user_code(trial):
             return []
     left = (*trial.rollout.glob("segment-*.ledger"), trial.current_weights)
     return [path for path in left if path.exists()]
+
+
+def _was_rejected_by_user_code(trial: Trial) -> bool:
+    paths = list(trial.rollout.glob("segment-*.ledger"))
+    if sum(path.stat().st_size for path in paths) > MAX_LOG_BYTES:
+        return False
+    return any(record.reason in OF_USER_CODE for record in read_state(trial.rollout).rejected.values())
 
 
 def _check_finished(trial: Trial, config: Config, changed: Sequence[Change]) -> None:

@@ -42,7 +42,14 @@ from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.status.scheduler_view import scheduler_of
 from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.submit import trial_index
-from hpc_rl.submit.first_start import FirstStart, check_start, predict_start, stale_leftovers
+from hpc_rl.submit.first_start import (
+    FirstStart,
+    batches_after,
+    check_start,
+    needs_new_batches,
+    predict_start,
+    stale_leftovers,
+)
 from hpc_rl.submit.lock import TrialLock
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.supervise.server_array import submit_servers
@@ -65,6 +72,8 @@ class Submission:
     allocation_was: str = ""  # of the plan before, where there was one
     step: int | None = None  # of the checkpoint from which it starts, as things are now
     unread: tuple[str, ...] = ()  # files of that checkpoint that only the start reads
+    new_batches: bool = False  # batches after that step are set aside, and their prompts issued again
+    batches_after: tuple[int, ...] = ()  # which there are
     dropped: tuple[Path, ...] = ()  # removed leftovers of earlier starts under other options
 
 
@@ -74,19 +83,22 @@ class Recovery:
 
     Args:
         from_step: The checkpoint that the user named; None for the newest valid one.
+        replay: Train on batches that an abandoned policy made.
         parent: Job id of the submission that this one continues.
     """
 
     from_step: int | None = None
+    replay: bool = False
     parent: str | None = None
 
 
 @dataclass(frozen=True)
 class _StartRequest:
-    """The mode of the first start, and the checkpoint that the user named for it."""
+    """The mode of the first start, the checkpoint that the user named for it, and whether it sets later batches aside."""
 
     mode: str
     from_step: int | None = None
+    new_batches: bool = False
 
     @classmethod
     def of(cls, plan: Plan, recovery: Recovery | None) -> _StartRequest:
@@ -131,8 +143,11 @@ def submit(
         # Checked again: another process may have submitted while this one waited for the lock.
         start, changed = check_submittable(trial, loaded, plan, scheduler.name, recovery)
         before = read_json(trial.plan_json)
-        request = _StartRequest.of(plan, recovery)
         dropped = stale_leftovers(trial, loaded.config)
+        replay = recovery is not None and recovery.replay
+        new_batches = needs_new_batches(loaded.config, start.situation, changed, replay)
+        set_aside = batches_after(trial, start.decision.step) if new_batches else []
+        request = dataclasses.replace(_StartRequest.of(plan, recovery), new_batches=new_batches)
         made = _prepare(lock, loaded, plan, list(command), request, scheduler.name, avoid)
         for path in (trial.done, *dropped):  # a trial that was done continues
             lock.remove(path)
@@ -150,6 +165,7 @@ def submit(
             tag=made.tag,
             start_mode=request.mode,
             from_step=request.from_step,
+            new_batches=new_batches,
             lineage_parent=recovery.parent if recovery else None,
             changed=tuple(map(str, changed)),
         )
@@ -166,6 +182,8 @@ def submit(
         allocation_was=str(before.get("allocation") or "") if isinstance(before, dict) else "",
         step=start.decision.step,
         unread=start.unread,
+        new_batches=new_batches,
+        batches_after=tuple(set_aside),
         dropped=tuple(dropped),
     )
 
@@ -194,7 +212,9 @@ def render_to(
         # Without state, what it starts from may still be imported.
         changed = check_start(trial, loaded.config, start) if trial.has_state() else []
         dropped = stale_leftovers(trial, loaded.config)
-        made = _prepare(lock, loaded, plan, list(command), _StartRequest(plan.recover_mode), name)
+        new_batches = needs_new_batches(loaded.config, start.situation, changed)
+        request = _StartRequest(plan.recover_mode, new_batches=new_batches)
+        made = _prepare(lock, loaded, plan, list(command), request, name)
         for path in dropped:
             lock.remove(path)
     changes = tuple(changed)
@@ -214,7 +234,7 @@ def check_submittable(
     check_idle(trial)
     request = _StartRequest.of(plan, recovery)
     start = predict_start(trial, loaded.config, request.mode, request.from_step)
-    changed = check_start(trial, loaded.config, start)
+    changed = check_start(trial, loaded.config, start, recovery is not None and recovery.replay)
     if scheduler == "local":
         check_programs(plan, loaded)
     return start, changed
@@ -305,6 +325,7 @@ def _stamp(trial: Trial, config_json: str, zip_name: str, request: _StartRequest
         workdir=Path.cwd(),
         start_mode=request.mode,
         from_step=request.from_step,
+        new_batches=request.new_batches,
     )
 
 

@@ -20,11 +20,12 @@ from hpc_rl.datasets.rows import check_same_rows
 from hpc_rl.engines.base import Engine
 from hpc_rl.errors import ConfigError, Damaged, ExitCode, GivenUp, HpcRlError, NothingToResume, RoleFailed
 from hpc_rl.name_resolve.base import NameResolve
+from hpc_rl.records import JobRecord, read_lineages
 from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
 from hpc_rl.rollout.batch_log.replay import check_replay
 from hpc_rl.trainers import exports
 from hpc_rl.trainers.ranks import Ranks
-from hpc_rl.trial import Attempt, Trial, read_json, submission_of
+from hpc_rl.trial import Attempt, Trial
 from hpc_rl.weights import disk
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def begin(start: TrainerContext) -> dict[str, Any]:
     NothingToResume or GivenUp, with the reason, where nothing may start.
     """
     trial, attempt, recover = start.trial, start.attempt, start.config.recover
-    first_mode, wanted = first_start(trial, attempt, recover)
+    first_mode, wanted, new_batches = first_start(trial, attempt, recover)
     decision, unwanted = decide_start(
         trial, attempt, start.incarnation, recover.mode, first_mode, recover.retries, wanted
     )
@@ -95,7 +96,7 @@ def begin(start: TrainerContext) -> dict[str, Any]:
     generation.clear_leftovers(trial)
     disk.clear_leftovers(trial)
     exports.repair(trial.exports)
-    record = next_lineage(trial, attempt, start.incarnation, decision)
+    record = next_lineage(trial, attempt, start.incarnation, decision, new_batches)
     return {"lineage": record.lineage, "step": record.from_step, "manifest": manifest}
 
 
@@ -144,13 +145,14 @@ def _check_counters(engine: Engine, manifest: dict[str, Any]) -> None:
         )
 
 
-def first_start(trial: Trial, attempt: Attempt, recover: RecoverConfig) -> tuple[str, int | None]:
-    """Mode of the submission's first start, `resume` where `hpc-rl recover` submitted it, and the step of its
-    `--from`.
+def first_start(trial: Trial, attempt: Attempt, recover: RecoverConfig) -> tuple[str, int | None, bool]:
+    """Return the mode of the submission's first start, the step of its `--from`, and whether this start renews batches.
+
+    The mode is `resume` where `hpc-rl recover` submitted it. Later starts of a submission replay what the first one made.
     """
-    job = read_json(trial.job(submission_of(attempt.id))) or {}
-    step = job.get("from_step")
-    return str(job.get("start_mode") or recover.mode), step if isinstance(step, int) else None
+    job = JobRecord.read(trial.job(attempt.job_id)) or JobRecord(job_id=attempt.job_id)
+    is_first = all(record.submission != attempt.job_id for record in read_lineages(trial))
+    return job.start_mode or recover.mode, job.from_step, job.new_batches and is_first
 
 
 def _manifest(trial: Trial, decision: Decision) -> dict[str, Any] | None:

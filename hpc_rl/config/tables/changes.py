@@ -1,14 +1,15 @@
 """Going on with a trial under another configuration: what changed, and which changes its state can take.
 
 Pure: two configurations in, changes out. A `safe` change holds from the next step on. An `unsafe` one contradicts what is on
-disk (weights, data position, finished groups) and makes another trial. Every option is in exactly one table; a test says so.
+disk (weights, data position) and makes another trial. Every option is in one of the two tables; a test says so. Some safe
+changes need new batches (RENEWS).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_rl.config.sections.experiment import ABSENT, Config
@@ -33,10 +34,6 @@ UNSAFE: dict[str, str] = {  # option -> what on disk contradicts a change; `mode
     "train_dataset.shuffle": _DATA,
     "train_dataset.max_length": _DATA,
     "train_dataset.drop_last": _DATA,
-    "gconfig.n_samples": _GROUPS,
-    "gconfig.temperature": _GROUPS,
-    "gconfig.greedy": _GROUPS,
-    "rollout.workflow": _GROUPS,
     "rollout.batch_order": "the batches already cut follow the old order",
     "model.path": _MODEL,
     "model.init_from_scratch": _MODEL,
@@ -51,10 +48,17 @@ SAFE = (  # options and whole sections, without what stands in UNSAFE
     "cluster", "launcher", "scheduler", "sglang", "embedded", "saver", "evaluator", "recover", "stats_logger",
     "train_dataset.pin_memory", "train_dataset.num_workers", "valid_dataset", "gconfig", "rollout", "model", "ref",
 )  # fmt: skip
+# Options and whole sections that make another policy, or other data: batches and groups of before are set aside. What stands in
+# REPLAYS is excepted; with --replay the changes in NEEDS_NEW_BATCHES are refused.
+RENEWS = ("actor", "gconfig", "rollout.reward_fn", "rollout.workflow")
+REPLAYS = (
+    "actor.experiment_name", "actor.trial_name", "actor.pad_to_maximum", "actor.attn_impl", "actor.grad_reduce_dtype",
+    "actor.fsdp", "actor.ds_auto_tp", "actor.gradient_checkpointing", "actor.mb_spec", "actor.optimizer.offload",
+    "actor.log_agent_stats", "actor.log_agent_stats_keys",
+)  # fmt: skip
+NEEDS_NEW_BATCHES = ("gconfig.n_samples", "gconfig.temperature", "gconfig.greedy", "rollout.workflow")
 REMARKS = {  # what a safe change does not do
-    "rollout.reward_fn": "finished groups keep the rewards that they have",
     "actor.ppo_n_minibatches": "the learning-rate schedule goes on at the same share of the training",
-    "gconfig": "finished groups were sampled as before",
     "valid_dataset": "held-out rewards before and after do not compare",
 }
 _SAME = {"": "fsdp"}  # of model.backend: two names of one thing
@@ -62,13 +66,23 @@ _SAME = {"": "fsdp"}  # of model.backend: two names of one thing
 
 @dataclass(frozen=True)
 class Change:
-    """One option that differs. `reason` says why it is unsafe, or what a safe change leaves as it was; it may be empty then."""
+    """One option that differs.
+
+    Args:
+        name: Of the option, or of a section that comes or goes.
+        old: Its value before.
+        new: Its value now.
+        safe: Whether the state of the trial can take it.
+        reason: Why it is unsafe, or what a safe change leaves as it was; may be empty then.
+        renews: Whether batches made before it are set aside.
+    """
 
     name: str
     old: Any
     new: Any
     safe: bool
     reason: str = ""
+    renews: bool = False
 
     @property
     def way(self) -> str:
@@ -81,12 +95,24 @@ class Change:
 
 def changes(old: Config, new: Config) -> list[Change]:
     """Options whose values differ, in their order. A section that comes or goes is one change, under its own name."""
-    return [Change(name, a, b, *classify(name)) for name, a, b in _differences(old, new, "")]
+    found = _differences(old, new, "")
+    return [Change(name, a, b, *classify(name), renews=renews(name)) for name, a, b in found]
 
 
-def refuse_unsafe(found: Sequence[Change], trial: str) -> None:
-    """Raises ConfigError with a line for each unsafe change: why, and what to do."""
+def renews(name: str) -> bool:
+    """Return whether a change of this option makes another policy, or other data."""
+    return next((one in RENEWS for one in _ways(name) if one in RENEWS or one in REPLAYS), False)
+
+
+def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> None:
+    """Raise ConfigError with a line for each unsafe change: why, and what to do.
+
+    With `replay`, finished groups go on into batches: what they were made with can't change then.
+    """
     wrong = [change for change in found if not change.safe]
+    if replay:
+        mixed = [change for change in found if change.name in NEEDS_NEW_BATCHES]
+        wrong += [replace(change, reason=f"{_GROUPS}, and --replay keeps them") for change in mixed]
     if not wrong:
         return
     lines = [

@@ -33,7 +33,7 @@ from hpc_rl.rollout.batch_log.seals import Batches
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import State
 from hpc_rl.submit import trial_index
-from hpc_rl.trainers.start import Start, begin
+from hpc_rl.trainers.start import TrainerContext, begin
 from hpc_rl.trial import Trial, read_json, write_json
 
 pytestmark = pytest.mark.usefixtures("state_home")
@@ -54,11 +54,11 @@ def trial(config, scheduler, capsys, make_generation) -> Trial:
     return trial
 
 
-def start(trial: Trial, job_id: str) -> Start:
+def start(trial: Trial, job_id: str) -> TrainerContext:
     attempt = trial.attempt(f"{job_id}.0")
     attempt.make_dirs()
     config = from_dict(json.loads(trial.config_json.read_text()))
-    return Start(trial, attempt, 0, config, {}, None, "cpu", None, threading.Event())  # type: ignore[arg-type]
+    return TrainerContext(trial, attempt, 0, config, {}, None, "fsdp", "cpu", None, threading.Event())  # type: ignore[arg-type]
 
 
 def tear(trial: Trial, *steps: int) -> None:
@@ -367,9 +367,9 @@ def test_without_its_configuration_a_trial_is_compared_with_that_of_its_generati
     if content is not None:
         trial.config_json.write_text(content)
     for more in (["--explain"], []):
-        assert main(["recover", "small", "gconfig.n_samples=8", "seed=9", *more]) == 64
+        assert main(["recover", "small", "seed=9", *more]) == 64
         said = capsys.readouterr()
-        assert "gconfig.n_samples can't change from 4 to 8" in said.out + said.err
+        assert "seed can't change from 1 to 9" in said.out + said.err
     trial.done.write_text("{}")
     assert main(["recover", "small"]) == 3
     assert main(["recover", "small", "total_train_steps=20"]) == 0
@@ -393,3 +393,14 @@ def test_options_that_a_start_came_to_nothing_with_are_still_told(trial, schedul
     capsys.readouterr()
     assert main(["recover", "small", "--explain"]) == 0
     assert 'exact_match -> "nosuch:score"  (safe' in capsys.readouterr().out
+
+
+def test_only_the_first_start_of_a_recover_sets_batches_aside(trial, scheduler, capsys):
+    assert main(["recover", "small", "--from", "6"]) == 0
+    begin(start(trial, "job-2"))
+    begin(dataclasses.replace(start(trial, "job-2"), incarnation=1))
+    scheduler.answers["job-2"] = State.CANCELLED
+    assert main(["recover", "small", "--from", "3", "--replay"]) == 0
+    begin(start(trial, "job-3"))
+    found = [(record.from_step, record.new_batches) for record in read_lineages(trial)[1:]]
+    assert found == [(6, True), (6, False), (3, False)]

@@ -13,6 +13,7 @@ import pytest
 from hpc_rl.cli import submit as submitting
 from hpc_rl.cli.__main__ import main
 from hpc_rl.datasets.rows import load_rows
+from hpc_rl.records import JobRecord
 from hpc_rl.schedulers.base import State
 from hpc_rl.schedulers.sinfo import Node
 from hpc_rl.submit import trial_index
@@ -155,7 +156,7 @@ def test_recover_submits_the_stored_configuration_as_a_resume(stopped, capsys):
 
 def test_recover_refuses_what_the_state_can_not_take_and_changes_nothing(stopped, scheduler, capsys):
     before = stopped.config_json.read_bytes()
-    assert main(["recover", "small", "gconfig.n_samples=8", "--n_nodes", "1"]) == 64
+    assert main(["recover", "small", "gconfig.n_samples=8", "--n_nodes", "1", "--replay"]) == 64
     said = capsys.readouterr().err
     assert "gconfig.n_samples can't change from 4 to 8 in trial sums/small: finished groups that wait" in said
     assert "say gconfig.n_samples=4; for the new values submit another trial_name" in said
@@ -177,7 +178,7 @@ def test_resubmission_is_compared_with_what_the_trial_was_made_with(stopped, con
     capsys.readouterr()
     assert submitted(config, "--json", "actor.eps_clip=0.3") == 0
     assert json.loads(capsys.readouterr().out)["changes"] == [
-        {"name": "actor.eps_clip", "old": 0.2, "new": 0.3, "safe": True, "reason": ""}
+        {"name": "actor.eps_clip", "old": 0.2, "new": 0.3, "safe": True, "reason": "", "renews": True}
     ]
 
 
@@ -301,6 +302,40 @@ def test_recover_from_an_older_generation(stopped, scheduler, capsys, make_gener
     assert read_json(stopped.job("job-2"))["from_step"] == 3
     script = next(stopped.scripts.glob("local.sh")).read_text()
     assert '"from_step": 3,' in script  # should the job start before its record lies there
+
+
+@pytest.mark.parametrize(
+    ("words", "renews"),
+    [
+        (["--from", "3"], True),
+        (["--from", "3", "--replay"], False),
+        (["actor.optimizer.lr=1e-6"], True),
+        (["actor.optimizer.lr=1e-6", "--replay"], False),
+        (["gconfig.n_samples=8"], True),
+        ([], False),
+        (["total_train_steps=99"], False),
+    ],
+)
+def test_recover_sets_batches_of_an_abandoned_policy_aside(
+    stopped, capsys, make_generation, make_seal, words, renews
+):
+    make_generation(stopped, 3)
+    for step in range(3, 8):
+        make_seal(stopped, step)
+    first = 4 if "--from" in words else 6
+    expected = list(range(first, 8)) if renews else []
+    assert main(["recover", "small", *words, "--explain"]) == 0
+    sentence = (
+        f"batches {first} to 7, made by a policy or under options that this start gives up, are set aside"
+    )
+    assert (sentence in capsys.readouterr().out) == renews
+    assert main(["recover", "small", *words, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["new_batches"], said["set_aside_batches"]) == (renews, expected)
+    job = JobRecord.read(stopped.job("job-2"))
+    assert job.new_batches == renews
+    script = next(stopped.scripts.glob("local.sh")).read_text()
+    assert ('"new_batches": true' in script) == renews  # should the job start before its record is there
 
 
 def test_recover_of_a_running_trial_is_busy(stopped, scheduler):

@@ -7,7 +7,16 @@ import pytest
 from hpc_rl.config.loading.fields import options, section_of
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.sections.experiment import CONFIGS
-from hpc_rl.config.tables.changes import SAFE, UNSAFE, changes, classify, refuse_unsafe
+from hpc_rl.config.tables.changes import (
+    NEEDS_NEW_BATCHES,
+    RENEWS,
+    REPLAYS,
+    SAFE,
+    UNSAFE,
+    changes,
+    classify,
+    refuse_unsafe,
+)
 from hpc_rl.errors import ConfigError
 
 GIVEN = [
@@ -38,6 +47,7 @@ def test_every_option_is_classed_with_a_reason_where_it_is_unsafe(name):
 def test_the_tables_name_nothing_that_is_not_there():
     there = {name.replace("actor", "model", 1) if name.startswith("actor") else name for name in ALL}
     assert set(UNSAFE) | set(SAFE) <= there
+    assert {*RENEWS, *REPLAYS, *NEEDS_NEW_BATCHES} <= ALL.keys()
     with pytest.raises(KeyError):
         classify("no_such_section.option")
 
@@ -50,7 +60,7 @@ def test_what_is_equal_is_no_change():
 def test_safe_changes_say_what_they_leave_as_it_was():
     assert between("actor.optimizer.lr=1e-6", "rollout.reward_fn=contains", "--n_nodes", "2") == [
         "cluster.n_nodes: 1 -> 2  (safe)",
-        "rollout.reward_fn: exact_match -> contains  (safe: finished groups keep the rewards that they have)",
+        "rollout.reward_fn: exact_match -> contains  (safe)",
         "actor.optimizer.lr: 2e-05 -> 1e-06  (safe)",
     ]
 
@@ -75,6 +85,27 @@ def test_unsafe_changes_are_refused_with_the_reason_and_what_to_do():
         "actor.path can't change from /m to /other in trial e/t: the recover state holds this model.",
         "To go on with e/t, say train_dataset.batch_size=8 actor.path=/m; for the new values submit another trial_name.",
     ]
+
+
+def test_a_change_of_the_policy_or_of_what_is_generated_needs_new_batches():
+    old = load([], GIVEN).config
+    for words, needed in (
+        (["actor.optimizer.lr=1e-6"], True),
+        (["actor.eps_clip=0.3"], True),
+        (["gconfig.n_samples=8"], True),
+        (["gconfig.max_new_tokens=64"], True),
+        (["rollout.reward_fn=contains"], True),
+        (["actor.mb_spec.max_tokens_per_mb=4096", "actor.gradient_checkpointing=false"], False),
+        (["total_train_steps=7", "saver.freq_steps=5", "rollout.request_retries=9"], False),
+    ):
+        assert any(one.renews for one in changes(old, load([], [*GIVEN, *words]).config)) == needed, words
+
+
+def test_what_finished_groups_were_made_with_can_not_change_where_they_are_kept():
+    found = changes(load([], GIVEN).config, load([], [*GIVEN, "gconfig.n_samples=8"]).config)
+    refuse_unsafe(found, "e/t")
+    with pytest.raises(ConfigError, match=r"gconfig.n_samples can't change from \d to 8 .*--replay"):
+        refuse_unsafe(found, "e/t", replay=True)
 
 
 def test_nothing_unsafe_is_nothing_refused():
