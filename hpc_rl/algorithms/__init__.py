@@ -1,4 +1,4 @@
-"""Policy-gradient algorithms. To add one: a module, and a row of ALGORITHMS; `actor.compat` selects the row."""
+"""Policy-gradient algorithms: to add one, add a module and a row; `actor.compat` selects the row."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ def shape_rewards(
 def overlong_penalty(
     lengths_B: torch.Tensor, max_new_tokens: int, overlong_tokens: int, factor: float
 ) -> torch.Tensor:
-    """Return what is added to the rewards of completions that enter the last `overlong_tokens` of their
-    budget.
+    """Return what is added to the rewards of completions that enter the last `overlong_tokens` of the budget.
 
     lengths_B: int64 [B], tokens of each completion. The penalty falls linearly from 0 to -factor at
     `max_new_tokens`: the soft overlong punishment of DAPO (Yu et al., arXiv 2503.14476, section 3.4).
@@ -43,7 +42,7 @@ def informative_rows(rewards_B: torch.Tensor, group_B: torch.Tensor, group_size:
 
 
 def place_rewards(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return float32 [B, T]: each reward at its row's last masked token, 0 elsewhere and in rows without one."""
+    """Return float32 [B, T]: each reward at its row's last masked token, 0 elsewhere."""
     position_T = torch.arange(1, mask_BT.shape[1] + 1)
     none_B = torch.zeros(len(mask_BT), dtype=torch.long)
     last_B = (mask_BT * position_T).amax(1) if mask_BT.shape[1] else none_B
@@ -81,7 +80,7 @@ def gae(
 
 
 def _discounted_sums(x_BT: torch.Tensor, decay: float) -> torch.Tensor:
-    """Return y_t = x_t + decay * y_{t+1}, computed from the last column back, a block of columns at a time."""
+    """Return y_t = x_t + decay * y_{t+1}, computed from the last column back, in blocks of columns."""
     out_BT = torch.empty_like(x_BT)
     carry_B1 = torch.zeros(len(x_BT), 1)
     exponent_K = torch.arange(BLOCK, dtype=torch.float64)

@@ -1,5 +1,4 @@
-"""`compat: areal`: the advantages of AReaL v0.3 with their known mistakes, for comparisons and not for new
-work.
+"""`compat: areal`: the advantages of AReaL v0.3 with their known mistakes, for comparisons only.
 
 Differences from grpo.py: a completion counts as truncated if its row is the longest of the batch; the
 recursion of GAE runs through every token, not only the model's own; a group is `group_size` consecutive rows,
@@ -25,9 +24,7 @@ def overlong_penalty(
 
 
 def informative_rows(rewards_B: torch.Tensor, group_B: torch.Tensor, group_size: int) -> list[int]:
-    """Return the rows that dynamic sampling keeps: all if the groups are not whole, or if no group would be
-    left.
-    """
+    """Return the rows that dynamic sampling keeps: all if groups are not whole, or if none would be left."""
     everything = list(range(len(rewards_B)))
     if len(rewards_B) % group_size:
         return everything

@@ -102,10 +102,10 @@ def policy_loss(
 
 
 def token_weights(num_tokens: int, aggregation: str, max_new_tokens: int) -> float:
-    """Return the weight of a token in a completion of `num_tokens`; the sum over the batch is divided by its
-    rows.
+    """Return the weight of a token in a completion of `num_tokens`.
 
-    `sequence_mean`: each completion counts the same, as in the GRPO paper. `constant_length`: each token
-    counts the same in every completion, and the divisor does not depend on what was sampled, as in Dr.GRPO.
+    The sum over the batch is then divided by its rows. `sequence_mean`: each completion counts the same, as
+    in the GRPO paper. `constant_length`: each token counts the same in every completion, and the divisor does
+    not depend on what was sampled, as in Dr.GRPO.
     """
     return 1.0 / max(1, num_tokens if aggregation == "sequence_mean" else max_new_tokens)

@@ -1,5 +1,4 @@
-"""Losses: the clipped policy gradient (dual clip, decoupled behaviour weight), the supervised loss, the loss
-of pairs.
+"""Losses: the clipped policy gradient (dual clip, decoupled behaviour weight), the supervised, that of pairs.
 
 They return *sums*: the caller divides by a weight counted over the whole train batch, so that a loss does not
 depend on how the batch was cut. An empty micro-batch is a valid input.

@@ -41,11 +41,10 @@ def normalize(
     group_B: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return (x - mean) / (std + eps) over the entries that `mask` selects, as a new float32 tensor; the
-    others become 0.
+    """Return (x - mean) / (std + eps) over the entries that `mask` selects, float32; the others become 0.
 
     x: [B] or [B, T]. group_B: the group number of each row, int64 [B]; rows of NO_GROUP have group mean and
-    deviation 0. By default each row is a group.
+    deviation 0. By default each row is a group. Raises ValueError for an unknown level.
     """
     if mask is None:
         mask = torch.ones_like(x, dtype=torch.bool)
@@ -67,9 +66,7 @@ def normalize(
 def _totals(
     x: torch.Tensor, mask: torch.Tensor, level: Level, group_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the masked entries (the others are 0) and their count, in shapes that broadcast
-    against x.
-    """
+    """Return the sum of the masked entries and their count, in shapes that broadcast against x."""
     if level == "batch":
         return x.sum(), mask.sum()
     if level != "group":
@@ -87,9 +84,7 @@ def _totals(
 
 
 def consecutive_groups(num_rows: int, group_size: int) -> torch.Tensor:
-    """Return group numbers for groups of `group_size` consecutive rows; rows beyond the last whole group have
-    NO_GROUP.
-    """
+    """Return group numbers for groups of `group_size` consecutive rows, NO_GROUP for the remainder."""
     group_B = torch.arange(num_rows) // group_size
     group_B[num_rows // group_size * group_size :] = NO_GROUP
     return group_B

@@ -1,12 +1,12 @@
 """Generation: the state after one step, committed by all ranks together, and found again by a scan.
 
-Commit: rank 0 makes `recover/.gen-<step>.<attempt>.<incarnation>.tmp`; every rank writes its files (the engine does that)
-and then `rank_<k>.ok` with their sizes and checksums; rank 0 waits for all of these, compares them with what lies there, writes
-manifest.json last and renames the folder. A kill anywhere leaves the generations of before, or those and this one; never
-half of one.
+Commit: rank 0 makes `recover/.gen-<step>.<attempt>.<incarnation>.tmp`; every rank writes its files (the
+engine does that) and then `rank_<k>.ok` with their sizes and checksums; rank 0 waits for all of these,
+compares them with what lies there, writes manifest.json last and renames the folder. A kill anywhere leaves
+the generations of before, or those and this one; never half of one.
 
-The manifest carries a checksum of itself, so that every bit of a generation is covered. No torch here: the barrier after
-`begin` is the caller's.
+The manifest carries a checksum of itself, so that every bit of a generation is covered. No torch here: the
+barrier after `begin` is the caller's.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ class Commit:
         self.folder.mkdir(parents=True)
 
     def rank_done(self, rank: int, files: Sequence[FileRecord | str]) -> None:
-        """Say that this rank's files are written and synced; those given by name alone are hashed first. Raises OSError."""
+        """Say that this rank's files are written and synced; those given by name alone are hashed first.
+
+        Raises OSError.
+        """
         records = [
             file if isinstance(file, FileRecord) else checked_file.record(self.folder / file)
             for file in files
@@ -89,7 +92,8 @@ class Commit:
     def commit(self, manifest: Manifest) -> Manifest:
         """Check what the ranks wrote, seal it and give it its name; returns the manifest with its files.
 
-        The configuration in force goes in beside them. Raises RoleFailed when a rank's files are not there as it said, OSError.
+        The configuration in force goes in beside them. Raises RoleFailed when a rank's files are not there as
+        it said, OSError.
         """
         files = self._gather(manifest.num_ranks)
         if problem := manifests.check_sizes(self.folder, files):
@@ -153,9 +157,11 @@ class Found:
 
 
 def scan(trial: Trial) -> list[Found]:
-    """All generations, newest first, checked as far as manifests and listings show (`verify` reads the content).
+    """All generations, newest first, checked as far as manifests and listings show (`verify` reads the
+    content).
 
-    Raises TrialStateError where `recover/` is no folder: what lies there can't be known, so nothing may start without it.
+    Raises TrialStateError where `recover/` is no folder: what lies there can't be known, so nothing may start
+    without it.
     """
     paths = [trial.recover / entry.name for entry in entries(trial.recover) if _FOLDER.fullmatch(entry.name)]
     return sorted((check(path) for path in paths), key=lambda found: found.step, reverse=True)
@@ -179,7 +185,8 @@ def check(path: Path) -> Found:
 def verify(found: Found, max_bytes: int | None = None) -> Found:
     """The same generation after every byte of it was read; with `max_bytes`, of the files that are no larger.
 
-    For a start `LIGHT_BYTES` will do: larger files are checked while they are loaded, so that each is read once.
+    For a start `LIGHT_BYTES` will do: larger files are checked while they are loaded, so that each is read
+    once.
     """
     if found.problem or found.manifest is None:
         return found
@@ -188,7 +195,10 @@ def verify(found: Found, max_bytes: int | None = None) -> Found:
 
 
 def room_problem(trial: Trial, size: int) -> str:
-    """Why a generation of so many bytes does not fit, or ''. The file system's word; a quota is met when space is reserved."""
+    """Why a generation of so many bytes does not fit, or ''.
+
+    The file system's word; a quota is met when space is reserved.
+    """
     there = os.statvfs(trial.recover)
     free = there.f_bavail * there.f_frsize
     margin = MARGIN_BYTES + size // WEIGHTS_SHARE
@@ -201,7 +211,8 @@ def room_problem(trial: Trial, size: int) -> str:
 
 
 def set_aside(path: Path, problem: str, asked: bool = False) -> Path:
-    """Move a generation out of the way, whole, for a person to look at; `asked`: because a person asked for an older one.
+    """Move a generation out of the way, whole, for a person to look at; `asked`: because a person asked for
+    an older one.
 
     Only the owner of the trial does this. Raises OSError.
     """
@@ -219,7 +230,10 @@ def set_aside(path: Path, problem: str, asked: bool = False) -> Path:
 
 
 def clear_leftovers(trial: Trial) -> None:
-    """Remove what killed incarnations left half written or half deleted. Only the owner of the trial does this."""
+    """Remove what killed incarnations left half written or half deleted.
+
+    Only the owner of the trial does this.
+    """
     for entry in os.scandir(trial.recover) if trial.recover.is_dir() else ():
         if _LEFTOVER.fullmatch(entry.name):
             shutil.rmtree(entry.path, ignore_errors=True)

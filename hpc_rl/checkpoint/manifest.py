@@ -41,13 +41,17 @@ class Manifest:
         config_hash: Of the configuration in force, to tell what changed since.
         epoch: Passes over the data that are finished.
         cursor: Rows of the current pass that are used up.
-        data: Fingerprint of the rows trained on, as they were read (datasets/rows.py); {} where none was taken.
-        ledger: The batch log's frontier: {"sealed": the newest batch that went into this state}; {} where there is no such log.
+        data: Fingerprint of the rows trained on, as they were read (datasets/rows.py); {} where none was
+            taken.
+        ledger: The batch log's frontier: {"sealed": the newest batch that went into this state}; {} where
+            there is no such log.
         counters: Where the engine's schedule and optimizer stood, to be compared when it is loaded.
         timers: State of the timers: what has elapsed, never the frequencies.
         stats: Where the sinks stood.
-        metrics: Numbers of the evaluation of this very state, as `eval_reward`; {} where it was not evaluated.
-        versions: Of this package, the libraries and Python; `commit` is that of the checkout, where it was one.
+        metrics: Numbers of the evaluation of this very state, as `eval_reward`; {} where it was not
+            evaluated.
+        versions: Of this package, the libraries and Python; `commit` is that of the checkout, where it was
+            one.
         files: Every other file of the folder.
         schema: Layout of this record.
     """

@@ -1,10 +1,11 @@
 """Retention: which generations stay. Called after each commit, by the owner of the trial only.
 
-`keep` is the rule, pure. `retain` applies it to what lies on disk, and never to what somebody holds (holds.py).
+`keep` is the rule, pure. `retain` applies it to what lies on disk, and never to what somebody holds
+(holds.py).
 
-Before one that is surplus goes, those in favour of which it goes are read, the new one too, each once by a process: their files
-of up to LIGHT_BYTES. One that is damaged is not counted, so an intact one stays in its place. Larger files are known by their
-size alone here: they are checked while they are loaded.
+Before one that is surplus goes, those in favour of which it goes are read, the new one too, each once by a
+process: their files of up to LIGHT_BYTES. One that is damaged is not counted, so an intact one stays in its
+place. Larger files are known by their size alone here: they are checked while they are loaded.
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ def proven(found: Sequence[Found], policy: RetentionPolicy, known: dict[str, str
 def retain(
     trial: Trial, policy: RetentionPolicy, holds: Holds | None = None, known: dict[str, str] | None = None
 ) -> int:
-    """Delete what is surplus, but nothing that somebody holds. `known` is remembered between calls, see `proven`.
+    """Delete what is surplus, but nothing that somebody holds.
+
+    `known` is remembered between calls, see `proven`.
 
     Returns the step of the oldest sound generation that stays, 0 where there is none. Raises OSError.
     """

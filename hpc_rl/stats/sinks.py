@@ -1,4 +1,6 @@
-"""Sinks: where the metrics of a step go. JSON lines always, TensorBoard beside them. Only rank 0 writes. No torch here.
+"""Sinks: where the metrics of a step go. JSON lines always, TensorBoard beside them. Only rank 0 writes.
+
+No torch here.
 
 A line is handed whole to the file system before `log` returns: a killed trainer loses none that it reported.
 """
@@ -38,7 +40,8 @@ class StatsSink(Protocol):
 class JsonlSink:
     """One JSON object per line, `step` first; NaN and infinity become null.
 
-    On a full disk lines wait in memory, in order, for the next call. `file` takes the bytes in place of `path`'s own.
+    On a full disk lines wait in memory, in order, for the next call. `file` takes the bytes in place of
+    `path`'s own.
     """
 
     def __init__(self, path: Path, file: RawIOBase | None = None) -> None:
@@ -62,7 +65,7 @@ class JsonlSink:
                 raise
             if not self._told:
                 logger.error(
-                    "DISK FULL: metrics wait in memory until there is room in %s (%s)",
+                    "DISK FULL: metrics wait in memory until there is space in %s (%s)",
                     self.path.parent,
                     error,
                 )
@@ -90,8 +93,8 @@ def _finite(value: float | int | str) -> float | int | str | None:
 class TensorBoardSink:
     """Event files by TensorBoard's own writer, which needs neither TensorFlow nor torch.
 
-    Metrics of a full disk are missing there (the JSON lines have them); a new file is begun once there is space.
-    `open_writer` replaces TensorBoard's writer.
+    Metrics of a full disk are missing there (the JSON lines have them); a new file is begun once there is
+    space. `open_writer` replaces TensorBoard's writer.
     """
 
     def __init__(
@@ -110,7 +113,8 @@ class TensorBoardSink:
         self._add(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=start))
 
     def _add(self, event: Any) -> None:
-        # the writer's thread may have failed since the last event: it reports that now, and cannot be used again
+        # the writer's thread may have failed since the last event: it reports that now, and cannot be used
+        # again
         try:
             self._writer = self._writer or self._open()
             self._writer.add_event(event)
@@ -119,7 +123,7 @@ class TensorBoardSink:
                 raise
             if not self._told:
                 logger.error(
-                    "DISK FULL: TensorBoard's files in %s miss numbers until there is room (%s)",
+                    "DISK FULL: TensorBoard's files in %s lack metrics until there is space (%s)",
                     self.folder,
                     error,
                 )
@@ -141,7 +145,7 @@ class TensorBoardSink:
             if not is_full(error):
                 raise
             logger.error(
-                "DISK FULL: TensorBoard's files in %s miss the last numbers (%s)", self.folder, error
+                "DISK FULL: TensorBoard's files in %s lack the last metrics (%s)", self.folder, error
             )
 
     def state(self) -> dict[str, Any]:
@@ -168,7 +172,7 @@ class Sinks:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """A trial as a metrics service shows it: its names, a folder for the service's files, and its configuration."""
+    """A trial as a metrics service shows it: names, a folder for the service's files, configuration."""
 
     experiment_name: str
     trial_name: str
@@ -177,7 +181,10 @@ class RunIdentity:
 
 
 class WandBSink:
-    """Weights & Biases; all attempts of a trial share one run. `settings` is the section `stats_logger.wandb`."""
+    """Weights & Biases; all attempts of a trial share one run.
+
+    `settings` is the section `stats_logger.wandb`.
+    """
 
     def __init__(self, who: RunIdentity, settings: Any) -> None:
         wandb = _load("wandb", "stats_logger.wandb.mode", settings.mode)
@@ -257,8 +264,8 @@ def open_sinks(
 ) -> Sinks:
     """Open the sinks of an incarnation that continues from `start_step`.
 
-    These are JSON lines, TensorBoard if it is installed, and the services whose section is present and not disabled.
-    Raises ConfigError if the package of a service is missing.
+    These are JSON lines, TensorBoard if it is installed, and the services whose section is present and not
+    disabled. Raises ConfigError if the package of a service is missing.
     """
     sinks: list[StatsSink] = [JsonlSink(metrics)]
     try:

@@ -1,6 +1,4 @@
-"""Activity: what rank 0 of the trainer does, shown in a small file, so that whoever watches can tell work
-from a hang.
-"""
+"""What rank 0 of the trainer does, in a small file: the supervisor tells work from a hang by it."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ PERIOD_S = 2.0
 
 
 class Activity:
-    """A thread rewrites the file while what is done changes, at most every PERIOD_S; the first time at once."""
+    """A thread that rewrites the file after each change, at most every PERIOD_S; the first time at once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -38,7 +36,7 @@ class Activity:
         except OSError as error:
             if not is_full(error):
                 raise
-            overwrite(self._path, json.dumps(value))  # a trainer that waits for room is no trainer that hangs
+            overwrite(self._path, json.dumps(value))  # a trainer that waits for disk space does not hang
 
     def _show(self) -> None:
         shown = -1

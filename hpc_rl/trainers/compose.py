@@ -1,7 +1,4 @@
-"""Compose: from the configuration to a run and its recipe, with the engine's state loaded.
-
-One function per trainer.
-"""
+"""Compose: from the configuration to a run and its recipe, with the engine's state loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ TRANSPORT = "disk"  # the only one so far, so it is not an option
 
 
 def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
-    """Batches from the rollout role, weights to the servers."""
+    """Compose RL training: batches from the rollout role, weights to the servers."""
     config = start.config
     assert isinstance(config, GRPOConfig)
     num_prompts, fingerprint = start.ranks.from_rank0(lambda: _prompts(config))
@@ -86,27 +83,19 @@ def _compose_supervised(
 
 
 def _prompts(config: GRPOConfig) -> tuple[int, dict[str, Any]]:
-    """(Number in an epoch, fingerprint).
-
-    One rank's to find out: `max_length` takes the tokens of every prompt.
-    """
+    """Return the number of prompts in an epoch and the fingerprint of the rows."""
     prompts = Prompts(config.train_dataset, Tokenizer(tokenizer_folder(config)), config.seed)
     return len(prompts), prompts.rows.fingerprint
 
 
 def _begin(start: TrainerContext, fingerprint: dict[str, Any]) -> tuple[TrainerContext, dict[str, Any]]:
-    """The start that knows its data, and what start.begin answers on rank 0: a generation of other data is
-    refused there.
-    """
+    """Return the context with the fingerprint of its data, and what start.begin returns on rank 0."""
     start = replace(start, data=fingerprint)
     return start, start.ranks.from_rank0(lambda: begin(start))
 
 
 def _reference(start: TrainerContext, config: GRPOConfig) -> Engine | None:
-    """The frozen model of the KL terms, where one has a coefficient.
-
-    It is no recover state: it comes from `ref.path` again.
-    """
+    """Return the frozen model of the KL terms, if one has a coefficient; it is never saved."""
     if config.ref is None or not (config.actor.kl_ctl or config.actor.beta):
         return None
     engine = _engine(start, config.ref, frozen=True)
@@ -144,7 +133,7 @@ def _sinks(start: TrainerContext, step: int) -> Sinks:
 def _run(
     start: TrainerContext, begun: dict[str, Any], model: TrainEngineConfig, updates: int, stack: ExitStack
 ) -> Run:
-    """The engine with its state, and the run around it. `begun` is what start.begin answered on rank 0."""
+    """Return the run around an engine with its state. `begun` is what start.begin returned on rank 0."""
     ranks = start.ranks
     engine = _engine(start, model)
     engine.initialize(updates)

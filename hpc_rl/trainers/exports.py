@@ -197,9 +197,7 @@ class Ranking:
     def improvement(
         self, numbers: Mapping[str, Any] | None, standing: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Return the record of an evaluation that beats the `standing` record; None if it does not, or lacks
-        the metric.
-        """
+        """Return the record of an evaluation that beats the `standing` one; None if it does not."""
         value = (numbers or {}).get(self.metric)
         if not isinstance(value, int | float) or not math.isfinite(value):
             return None
@@ -258,9 +256,7 @@ class Exports:
             )
 
     def keep_best(self, numbers: Mapping[str, Any] | None, step: int) -> bool:
-        """Write `exports/best` if the evaluation (rank 0's numbers) beats what is there; False if a stop
-        prevented it.
-        """
+        """Write `exports/best` if an evaluation (rank 0's numbers) beats it; False if a stop prevented it."""
         found = None
         if self.saver.keep_best is not None and self.ranks.rank == 0:
             found = self.ranking.improvement(numbers, self.record("best") or {})

@@ -258,7 +258,8 @@ class GRPO:
             return
         why = "the loss or its gradient was not finite" if num_tried else "no row was left to train on"
         raise DataUnusable(
-            f"{self._steps_without_update} steps in a row made no optimizer update, the last one step {step}: {why}"
+            f"{self._steps_without_update} steps in a row made no optimizer update, "
+            f"the last one step {step}: {why}"
         )
 
     def _kl_rewards(
@@ -282,9 +283,7 @@ class GRPO:
         return Known(*(None if part is None else ranks.whole(part, lengths) for part in parts))
 
     def _logprobs(self, rows: list[Trajectory], numbers: list[int]) -> Known:
-        """Return what is needed of these rows' log-probabilities: under the current weights, and of the
-        reference model.
-        """
+        """Return these rows' log-probabilities under the current and the reference model, as needed."""
         if not rows:
             return Known(None, None)
         masks = [rows[i].loss_mask for i in numbers]
@@ -399,7 +398,7 @@ def num_updates(config: GRPOConfig, num_prompts: int) -> int:
 
 
 def place_schedule(engine: Engine, step: int, config: GRPOConfig) -> None:
-    """Set the learning-rate schedule to `step`: it counts updates, and `ppo_n_minibatches` may have changed."""
+    """Set the learning-rate schedule to `step`: it counts updates, whose number per step may have changed."""
     engine.pass_updates(step * updates_per_step(config) - engine.counters()["updates"])
 
 

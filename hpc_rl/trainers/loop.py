@@ -1,9 +1,7 @@
-"""The training loop.
+"""The training loop: a recipe says what a step is, the run when to save, evaluate, export and stop.
 
-What a step is made of is the recipe's (grpo.py, sft.py); when to save, evaluate and stop is the run's.
-
-A step's line of metrics is written before its generation, so that no step that counts is without its line;
-`save_s` in a line is therefore the time spent on saving since the line before.
+A step's line of metrics is written before its generation: no saved step is without its line. `save_s` in a
+line is therefore the time spent on saving since the previous line.
 """
 
 from __future__ import annotations
@@ -20,43 +18,41 @@ class Recipe(Protocol):
     total_steps: int
 
     def batch(self, step: int) -> Any | None:
-        """The whole train batch of a step; None when the trainer is told to stop while it waits."""
+        """Return the whole train batch of a step; None if the trainer is asked to stop while it waits."""
 
     def update(self, step: int, batch: Any) -> None:
-        """Train on it; numbers go to the run's tracker."""
+        """Train on a batch; metrics go to the run's tracker."""
 
     def publish(self, step: int) -> None:
-        """Bring the weights after `step` to whoever generates with them."""
+        """Bring the weights after `step` to the servers that generate with them."""
 
     def evaluate(self, step: int) -> dict[str, float | int | str] | None:
-        """Numbers on held-out data; {} where there is none (or on a rank that does not ask), None when told
-        to stop meanwhile.
+        """Return metrics on held-out data; None if the trainer is asked to stop meanwhile.
+
+        Returns {} without such data, and on a rank that does not ask for them.
         """
 
     def position(self, step: int) -> tuple[int, int]:
-        """(finished epochs, rows of the next one that are used up) after a step."""
+        """Return (finished epochs, rows of the next one that are used up) after a step."""
 
     def frontier(self, step: int) -> dict[str, int]:
-        """Where the batch log stood when the state after `step` was made; {} where there is none.
-
-        Rank 0 only.
-        """
+        """Return the position of the batch log after `step`; {} without a batch log. Rank 0 only."""
 
     def retain(self, step: int) -> None:
-        """Generations before `step` are gone: what is kept only for them may go. Rank 0 only."""
+        """Release data that only generations before `step` need: they are gone. Rank 0 only."""
 
 
 def train(run: Run, recipe: Recipe) -> ExitCode:
-    """Train from the run's step to the end, or to the boundary after a stop; returns the exit code of the
-    role.
+    """Train from the run's step to the end, or to the boundary after a stop; return the role's exit code.
 
-    Raises ConfigError where the end lies before the state that was loaded.
+    Raises ConfigError if the end is before the state that was loaded.
     """
     total = run.total_steps = recipe.total_steps
     if run.step > total:
         raise ConfigError(
-            f"the training ends after step {total}, and the state that was loaded is of step {run.step}: raise total_train_steps "
-            "(or total_train_epochs, total_train_n_seqs), or go on from an earlier generation by `hpc-rl recover --from`."
+            f"the training ends after step {total}, but the loaded state is of step {run.step}: raise "
+            "total_train_steps (or total_train_epochs, total_train_n_seqs), or continue from an earlier "
+            "checkpoint with `hpc-rl recover --from`."
         )
     if run.is_done(total):
         return ExitCode.DONE
@@ -84,7 +80,8 @@ def train(run: Run, recipe: Recipe) -> ExitCode:
         if due.export:
             run.exports.write_step(step)
         run.log(step)
-        stops = due.stop or run.owes_evaluation  # told to stop meanwhile: it is owed of this very state
+        # an evaluation that a stop cut short is owed for this very state
+        stops = due.stop or run.owes_evaluation
         if due.save or stops or step == total:
             run.save(recipe, step, last=step == total)
         if stops and step < total:

@@ -1,7 +1,4 @@
-"""How the rows of a train batch are cut into mini-batches and shared out over ranks.
-
-Pure, the same on every rank.
-"""
+"""How a train batch is cut into mini-batches and shared out over ranks. Pure, the same on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from hpc_rl.types import Trajectory
 
 @dataclass(frozen=True)
 class Known:
-    """Log-probabilities computed before the update, float32 [L] by row number; None if they are not needed."""
+    """Log-probabilities computed before the update, float32 [L] by row number; None if not needed."""
 
     recomputed: dict[int, np.ndarray] | None
     reference: dict[int, np.ndarray] | None
@@ -36,7 +33,7 @@ class ScoredRows:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One optimizer update: rows[rank] are row numbers of the batch; all its rows count in the loss weight."""
+    """One optimizer update: rows[rank] are row numbers of the batch; all rows count in the loss weight."""
 
     rows: list[list[int]]
     loss_weight: float

@@ -14,40 +14,36 @@ from hpc_rl import errors
 from hpc_rl.engines.base import sum_over_ranks
 from hpc_rl.errors import HpcRlError, RoleFailed
 
-CHUNK_BYTES = 1 << 28  # of one broadcast: a batch need not fit beside the model
+CHUNK_BYTES = 1 << 28  # of one broadcast: a whole batch may not fit into GPU memory next to the model
 
 
 class Ranks:
-    """The ranks of the default process group; one rank where there is none."""
+    """The ranks of the default process group; a single rank without one."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.num = dist.get_world_size() if dist.is_initialized() else 1
 
     def any(self, *flags: bool) -> list[bool]:
-        """Each flag as soon as one rank raises it; also a barrier."""
+        """Return, per flag, whether any rank set it. Also a barrier."""
         return [total > 0 for total in sum_over_ranks([float(flag) for flag in flags])]
 
     def barrier(self) -> None:
         self.any(False)
 
     def together(self, work: Callable[[], Any]) -> Any:
-        """Do something that may fail on one rank alone; then all ranks fail, none waits for a peer that is
-        gone.
-        """
+        """Do work that may fail on one rank alone; then all ranks raise, and none waits for that one."""
         result, problem = None, None
         try:
             result = work()
         except (OSError, HpcRlError) as error:
             problem = error
         if self.any(problem is not None)[0]:
-            raise problem or RoleFailed("another rank failed at this point; its log says why")
+            raise problem or RoleFailed("another rank failed at this point; its log has the reason")
         return result
 
     def from_rank0(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns on rank 0 (plain data), on every rank; an error of ours is raised on every rank
-        as well.
-        """
+        """Return on every rank the plain data that `make` returns on rank 0; all raise its HpcRlError."""
         answer: dict[str, Any] = {}
         if self.rank == 0:
             try:
@@ -62,9 +58,7 @@ class Ranks:
         return answer["value"]
 
     def whole(self, mine: dict[int, np.ndarray], lengths: list[int]) -> dict[int, np.ndarray]:
-        """Rows of all ranks, float32 [lengths[i]] for each row number i, where each rank has made some of
-        them.
-        """
+        """Return the rows of all ranks, float32 [lengths[i]] by row number i, from what each rank has."""
         if self.num == 1:
             return mine
         flat = np.zeros(sum(lengths), np.float32)
@@ -76,7 +70,7 @@ class Ranks:
         return dict(enumerate(np.split(tensor.cpu().numpy(), ends[:-1])))
 
     def bytes_from_rank0(self, make: Callable[[], bytes | None]) -> bytes | None:
-        """As from_rank0, for bytes of any size or None."""
+        """Return what `make` returns on rank 0, as from_rank0 does, for bytes of any size or None."""
         body = b""
 
         def size() -> int | None:
@@ -113,5 +107,5 @@ class Ranks:
 
 
 def _device() -> str:
-    """Where the process group's tensors lie."""
+    """Return the device of the process group's tensors."""
     return "cuda" if dist.get_backend() == "nccl" else "cpu"

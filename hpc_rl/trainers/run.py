@@ -1,5 +1,4 @@
-"""Run: one incarnation of a trainer: its position, metrics and timers, and how its state is saved and it
-exits.
+"""Run: one incarnation of a trainer: its position, metrics and timers; how its state is saved and it exits.
 
 The loop (loop.py) decides when, this does it for all ranks together; what a step trains is the recipe's.
 """
@@ -98,11 +97,17 @@ class Run:
         config: The configuration in force.
         engine: Initialized, its state loaded.
         ranks: All ranks.
-        stopping: Set when this process is told to stop.
+        stopping: Set when this process is asked to stop.
         lineage: The lineage that this incarnation writes.
         step: The step that it starts from: the loaded generation's, or 0.
-        sinks: Where the numbers go; rank 0 only.
-        data: Fingerprint of the training rows; {} where none was taken.
+        sinks: Where metrics go; rank 0 only.
+        data: Fingerprint of the training rows; {} if none was taken.
+        stats: Metrics of the current step.
+        total_steps: Number of steps of the training, once the loop knows it.
+        metrics: Numbers of the last evaluation, and its step; rank 0 only.
+        loaded: Version of the generation that was loaded; '' after a fresh start.
+        owes_evaluation: An evaluation was due and postponed by a stop.
+        activity: What this process does, for the supervisor; rank 0 only.
     """
 
     trial: Trial
@@ -117,13 +122,11 @@ class Run:
     sinks: Sinks
     data: dict[str, Any] = field(default_factory=dict)
     stats: Tracker = field(default_factory=Tracker)
-    total_steps: int | None = None  # that training takes, once the loop knows
-    metrics: dict[str, float] = field(
-        default_factory=dict
-    )  # of the last evaluation, and its step; rank 0 only
-    loaded: str = ""  # version of the generation that was loaded
-    owes_evaluation: bool = False  # due, and put off because the trainer was told to stop
-    activity: Activity | None = None  # rank 0's
+    total_steps: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    loaded: str = ""
+    owes_evaluation: bool = False
+    activity: Activity | None = None
     _line_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -170,21 +173,19 @@ class Run:
         return WeightVersion(self.lineage, step)
 
     def export_version(self, step: int) -> str:
-        """Return the version that an export after `step` has: of weights that were only loaded, the one that
-        made them.
-        """
+        """Return the version of an export after `step`; for weights that were only loaded, their maker's."""
         return self.loaded if step == self.step and self.loaded else str(self.version(step))
 
     def any_rank(self, flag: bool) -> bool:
         return self.ranks.any(flag)[0]
 
     def does(self, what: str, step: int) -> None:
-        """Show whoever watches what this rank does now."""
+        """Report to the supervisor what this rank does now."""
         if self.activity is not None:
             self.activity.does(what, step)
 
     def due(self, recipe: Any, step: int) -> Due:
-        """What is to be done after a step: any rank may have been told to stop, rank 0's clock counts."""
+        """Return what is to be done after a step, by any rank's stop and rank 0's clock."""
         epochs = recipe.position(step)[0] - recipe.position(step - 1)[0]
         fired = {name: timer.check(epochs) and self.ranks.rank == 0 for name, timer in self.timers.items()}
         self.settle(recipe)
@@ -193,19 +194,18 @@ class Run:
         return Due(*self.ranks.any(self.stopping.is_set(), saves, fired["evaluate"], fired["export"]))
 
     def evaluate(self, recipe: Any, step: int) -> None:
-        """Evaluate now; owed where the trainer is told to stop meanwhile."""
+        """Evaluate now; if the trainer is asked to stop meanwhile, the evaluation is owed."""
         self.does("evaluate", step)
         with self.stats.timed("evaluate_s"):
             numbers = recipe.evaluate(step)
         if numbers:
-            self.metrics = {
-                name: value for name, value in numbers.items() if isinstance(value, int | float)
-            } | {"step": step}
+            known = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
+            self.metrics = {**known, "step": step}
         kept = self.exports.keep_best(numbers, step)
         self.owes_evaluation = self.any_rank(numbers is None or not kept)
 
     def log(self, step: int) -> None:
-        """One line of metrics for the step, from what was tracked since the line before."""
+        """Log one line of metrics for the step: what was tracked since the previous line."""
         self.stats.add("save_s", 0.0)
         now = time.monotonic()
         row: dict[str, float | int | str] = {
@@ -219,21 +219,16 @@ class Run:
         if self.total_steps is not None:
             row["total_steps"] = self.total_steps
         self.sinks.log(step, row)
-        self._say(
-            "step %d: %s",
-            step,
-            "  ".join(
-                f"{name} {row[name]:.4g}" for name in LOGGED_METRICS if isinstance(row.get(name), float)
-            ),
-        )
+        shown = {name: row[name] for name in LOGGED_METRICS if isinstance(row.get(name), float)}
+        self._log_info("step %d: %s", step, "  ".join(f"{name} {value:.4g}" for name, value in shown.items()))
         self._line_at = now
 
     def save(self, recipe: Any, step: int, last: bool = False) -> None:
-        """Save a generation, unless the mode forbids or it lies there already; then drop what the policy does
-        not keep.
+        """Save a generation, unless the mode forbids it or it exists; then remove what retention does not
+        keep.
 
-        The last one is waited for. Others are written while training goes on with `recover.async_save`; one
-        that is due while another is in flight follows after it.
+        The last one is waited for. With `recover.async_save` the others are written while training continues;
+        one that is due while another is in flight follows it.
         """
         if self.config.recover.mode == "disabled":
             return
@@ -250,17 +245,13 @@ class Run:
             self.settle(recipe, waits)
 
     def settle(self, recipe: Any, wait: bool = False) -> None:
-        """Learn what became of a save in flight; the batch log is needed from the oldest generation that is
-        kept.
-        """
+        """Finish a save in flight if it is written, and release the batches that only older ones needed."""
         oldest = self.saving.settle(wait)
         if oldest is not None and self.ranks.rank == 0:
             recipe.retain(oldest)
 
     def _trim_unsaved(self, recipe: Any, step: int) -> None:
-        """Where nothing is saved nothing goes back: trained batches may go, save those after a generation of
-        before.
-        """
+        # nothing is saved, so nothing goes back: trained batches may go, except after an earlier generation
         if self.config.recover.mode == "disabled" and self.ranks.rank == 0 and step % TRIM_EVERY_STEPS == 0:
             recipe.retain(min((found.step for found in scan(self.trial)), default=step))
 
@@ -292,18 +283,13 @@ class Run:
         )
 
     def is_done(self, total: int) -> bool:
-        """Return whether an earlier start finished these `total` steps: its final export has the version that
-        was loaded.
-        """
+        """Whether an earlier start finished these `total` steps: its final export has the loaded version."""
         record = self.exports.record("final") or {}
         exported = record.get("step") == total and record.get("version") == self.loaded
         return self.step >= total and self.any_rank(self.ranks.rank == 0 and exported)
 
     def finish(self, recipe: Any, step: int) -> ExitCode:
-        """Exit after the final export.
-
-        A last save that failed is tried once more; if it fails again, that is recorded.
-        """
+        """Exit after the final export. A failed last save is tried once more, then recorded."""
         if self.saving.problem:
             self.save(recipe, step, last=True)
         if self.saving.problem and self.ranks.rank == 0:
@@ -315,32 +301,26 @@ class Run:
         return ExitCode.DONE
 
     def stop(self, recipe: Any, step: int) -> ExitCode:
-        """End at the boundary after `step`, its state saved.
-
-        Before the first step there is none: a fresh start has the same.
-        """
+        """Exit at the boundary after `step`, with its state saved; before the first step there is none."""
         if step == 0 and self.saving.newest < 0:
-            self._say("told to stop before the first step: there is nothing to save")
+            self._log_info("asked to stop before the first step: there is nothing to save")
             return ExitCode.STOPPED
         self.save(recipe, step, last=True)
         if self.saving.problem:
             raise CannotWrite(self.saving.problem)
-        words = (
-            "nothing is saved: recover.mode is disabled"
-            if self.config.recover.mode == "disabled"
-            else "its state is saved"
-        )
-        self._say("told to stop: after step %d, %s", step, words)
+        disabled = self.config.recover.mode == "disabled"
+        outcome = "nothing is saved (recover.mode disabled)" if disabled else "its state is saved"
+        self._log_info("asked to stop: after step %d, %s", step, outcome)
         return ExitCode.STOPPED
 
-    def _say(self, words: str, *values: object) -> None:
+    def _log_info(self, text: str, *values: object) -> None:
         if self.ranks.rank == 0:
-            logger.info(words, *values)
+            logger.info(text, *values)
 
 
 @functools.cache
 def versions(trial: Trial) -> dict[str, str]:
-    """Of the code and the libraries that make the state."""
+    """Return the versions of the code and of the libraries that make the state."""
     found = {"hpc_rl": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
         try:

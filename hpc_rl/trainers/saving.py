@@ -1,10 +1,9 @@
-"""Saving: how a generation comes about, for all ranks together, while the loop waits or while it goes on.
+"""Saving: how all ranks write a generation together, while the loop waits or while it continues.
 
 A thread of each rank writes that rank's snapshot; rank 0's thread then waits for the files of the others and
-commits. One save is in flight at most. What the ranks must know of each other they exchange in `settle`, on
-the main thread: a save that fails on one rank is called off on all. A failed save is told loudly and training
-goes on: the generations of before are whole, what was written of this one is removed, and the next save that
-is due tries again.
+commits. At most one save is in flight. Ranks exchange their outcomes in `settle`, on the main thread: a save
+that fails on one rank is called off on all. A failed save is reported loudly and training continues: earlier
+generations are whole, the partial one is removed, and the next save that is due tries again.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trial import Trial
 
 logger = logging.getLogger(__name__)
-POLL_S = (0.02, 1.0)  # between looks for the other ranks' files: first, longest
+POLL_S = (0.02, 1.0)  # first and longest pause between checks for the other ranks' files
 
 
 @dataclass
@@ -38,7 +37,7 @@ class PendingSave:
     snapshot: Snapshot
     started: float = field(default_factory=time.monotonic)
     cancel: threading.Event = field(default_factory=threading.Event)
-    written: threading.Event = field(default_factory=threading.Event)  # this rank's part is over, well or not
+    written: threading.Event = field(default_factory=threading.Event)  # this rank's part is over or failed
     ended: threading.Event = field(default_factory=threading.Event)
     committed: bool = False
     oldest: int = 0  # step of the oldest generation that retention left
@@ -56,7 +55,7 @@ class Saving:
         engine: Whose state is saved.
         ranks: All ranks.
         policy: What retention keeps.
-        newest: Step of the newest committed generation, -1 where there is none.
+        newest: Step of the newest committed generation, -1 if there is none.
     """
 
     def __init__(
@@ -69,21 +68,25 @@ class Saving:
         policy: RetentionPolicy,
         newest: int = -1,
     ) -> None:
-        self.trial, self.engine, self.ranks, self.policy, self.newest = trial, engine, ranks, policy, newest
+        self.trial = trial
+        self.engine = engine
+        self.ranks = ranks
+        self.policy = policy
+        self.newest = newest
         self.who = (attempt_id, incarnation)
         self.holds = Holds(trial)
-        self.known: dict[str, str] = {}  # generations that retention has read, and what was wrong with each
-        self.problem = ""  # why the newest save failed; '' where it did not
+        self.known: dict[str, str] = {}  # version of each generation that retention has read -> its problem
+        self.problem = ""  # why the newest save failed; '' if it did not
         self.num_failed = 0  # saves in a row that failed
         self.owed = False  # a save was due while another was in flight
         self._job: PendingSave | None = None
         self._last = False
 
     def start(self, step: int, manifest: Callable[[], Manifest], copied: bool, last: bool = False) -> None:
-        """Begin to save the state after `step`; `settle` ends it. Collective. Nothing may be in flight.
+        """Begin to save the state after `step`; `settle` finishes it. Collective. No other save may be in
+        flight.
 
-        Without a copy the state is written from the live tensors: settle before the next update. `last`: no
-        step follows.
+        If not `copied`, the live tensors are written: settle before the next update. `last`: no step follows.
         """
         assert self._job is None, "one save at a time"
         self.owed, self._last = False, last
@@ -98,11 +101,11 @@ class Saving:
         threading.Thread(target=self._work, args=(job,), daemon=True, name=f"save-{step}").start()
 
     def settle(self, wait: bool) -> int | None:
-        """Learn what became of the save in flight. Collective.
+        """Finish the save in flight if it is written. Collective.
 
-        Returns the step of the oldest generation kept, once one was committed; None while it is written
-        (unless told to wait), after a failure, and where nothing was in flight. Raises on every rank what is
-        no matter of disks.
+        Returns the step of the oldest generation kept, once one was committed. Returns None while it is
+        written (unless `wait`), after a failure, and if nothing is in flight. An error that is not the disk's
+        is raised on every rank.
         """
         job = self._job
         if job is None:
@@ -123,7 +126,8 @@ class Saving:
             self._call_off(job)
             return None
         self.newest, self.problem, self.num_failed = job.commit.step, "", 0
-        self._tell(job)
+        if self.ranks.rank == 0:
+            logger.info("generation %d saved in %.2f s", job.commit.step, job.took_s)
         return job.oldest
 
     @property
@@ -143,30 +147,27 @@ class Saving:
         commit.begin()
 
     def _on_rank0(self, work: Callable[[], None]) -> str:
-        """What went wrong with it, on every rank; ''  where nothing did."""
+        """Do work on rank 0; return its problem on every rank, '' without one."""
         problem = ""
         if self.ranks.rank == 0:
             try:
                 work()
             except OSError as error:
                 problem = str(error)
-        return (
-            (problem or "rank 0 could not begin it; its log says why")
-            if self.ranks.any(bool(problem))[0]
-            else ""
-        )
+        if not self.ranks.any(bool(problem))[0]:
+            return ""
+        return problem or "rank 0 could not begin it; its log has the reason"
 
     def _work(self, job: PendingSave) -> None:
         try:
-            os.listdir(
-                job.commit.folder.parent
-            )  # a listing drops what NFS remembers of names that were not there
+            # a listing drops what NFS remembers of names that were not there
+            os.listdir(job.commit.folder.parent)
             files = job.snapshot.write(job.commit.folder, job.cancel)
             job.commit.rank_done(self.ranks.rank, files)
             job.written.set()
             if job.manifest is not None:
                 self._commit(job, job.manifest)
-        except Exception as error:  # whatever it is, settle tells it on the main thread of every rank
+        except Exception as error:  # settle raises or reports it on the main thread of every rank
             job.error = error
         finally:
             job.took_s = time.monotonic() - job.started
@@ -187,29 +188,22 @@ class Saving:
         job.committed = True
 
     def _call_off(self, job: PendingSave) -> None:
-        self.ranks.barrier()  # no rank writes any more
+        self.ranks.barrier()  # from here on no rank writes
         if self.ranks.rank == 0:
             job.commit.abandon()
         error = job.error
         if self.ranks.any(error is not None and not isinstance(error, OSError | Abandoned))[0]:
             raise error or CannotWrite(
-                f"generation {job.commit.step}: another rank failed to save; its log says why"
+                f"generation {job.commit.step}: another rank failed to save; its log has the reason"
             )
         mine = isinstance(error, OSError)
-        self._failed(
-            job.commit.step,
-            str(error) if mine else "another rank could not write its part; its log says why",
-            mine,
-        )
+        problem = str(error) if mine else "another rank could not write its part; its log has the reason"
+        self._failed(job.commit.step, problem, mine)
 
     def _failed(self, step: int, problem: str, mine: bool = True) -> None:
         self.num_failed += 1
         kept = f"generation {self.newest} is the newest" if self.newest >= 0 else "there is no generation yet"
         self.problem = f"generation {step} could not be saved: {problem}; {kept}"
         if mine or self.ranks.rank == 0:
-            then = "" if self._last else " Training goes on;"
-            logger.error("SAVE FAILED: %s.%s make room in %s", self.problem, then, self.trial.recover)
-
-    def _tell(self, job: PendingSave) -> None:
-        if self.ranks.rank == 0:
-            logger.info("generation %d saved in %.2f s", job.commit.step, job.took_s)
+            then = "" if self._last else " Training continues;"
+            logger.error("SAVE FAILED: %s.%s free space in %s", self.problem, then, self.trial.recover)

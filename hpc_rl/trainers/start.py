@@ -1,4 +1,4 @@
-"""Start: from which state an incarnation of the trainer goes on, decided, recorded and made ready by rank 0."""
+"""Start: from which state a trainer incarnation continues; decided, recorded and prepared by rank 0."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def begin(start: TrainerContext) -> dict[str, Any]:
     """Decide, set aside what must not be loaded, and open the next lineage. Rank 0 only.
 
     Returns {"lineage", "step", "manifest"}; the manifest is None for a fresh start. Raises ConfigError,
-    NothingToResume or GivenUp, with the reason, where nothing may start.
+    NothingToResume or GivenUp, with the reason, if nothing may start.
     """
     trial, attempt, recover = start.trial, start.attempt, start.config.recover
     first_mode, wanted, new_batches = first_start(trial, attempt, recover)
@@ -101,12 +101,11 @@ def begin(start: TrainerContext) -> dict[str, Any]:
 
 
 def load_state(start: TrainerContext, begun: dict[str, Any], engine: Engine) -> dict[str, Any]:
-    """Load what `begin` chose; where a file of it is not what was written, set it aside and go on with what
-    is chosen then.
+    """Load what `begin` chose; set aside a generation with a damaged file, and load what is chosen then.
+    Collective.
 
-    Collective. Returns what the training begins from, in the form of `begin`. A fresh start leaves the engine
-    as it was made: only a generation that was not whole may have been loaded in part, so then the engine is
-    made anew.
+    Returns what training begins from, in the form of `begin`. The engine is made anew if a damaged generation
+    may have been loaded in part and the start is fresh.
     """
     while begun["manifest"] is not None:
         manifest, folder = begun["manifest"], start.trial.generation(begun["step"])
@@ -129,14 +128,14 @@ def load_state(start: TrainerContext, begun: dict[str, Any], engine: Engine) -> 
 
 
 def _walk_back(start: TrainerContext, lineage: int, folder: Path, problem: str) -> dict[str, Any]:
-    """Begin once more without this generation. Its lineage has made nothing: no version was labelled with it."""
+    # its lineage has made nothing: no version was labelled with it
     generation.set_aside(folder, problem)
     withdraw(start.trial, lineage)
     return begin(start)
 
 
 def _check_counters(engine: Engine, manifest: dict[str, Any]) -> None:
-    """Raises RoleFailed where the schedule or the optimizer does not stand where the manifest says it stood."""
+    """Raise RoleFailed if the schedule or the optimizer differs from the position in the manifest."""
     said, found = manifest.get("counters") or {}, engine.counters()
     if odd := sorted(name for name in said if said[name] != found.get(name)):
         name = odd[0]
@@ -146,9 +145,9 @@ def _check_counters(engine: Engine, manifest: dict[str, Any]) -> None:
 
 
 def first_start(trial: Trial, attempt: Attempt, recover: RecoverConfig) -> tuple[str, int | None, bool]:
-    """Return the mode of the submission's first start, the step of its `--from`, and whether this start renews batches.
+    """Return the mode of the submission's first start, the step of its `--from`, and whether batches are new.
 
-    The mode is `resume` where `hpc-rl recover` submitted it. Later starts of a submission replay what the first one made.
+    The mode is `resume` after `hpc-rl recover`. Later starts of a submission replay what the first one made.
     """
     job = JobRecord.read(trial.job(attempt.job_id)) or JobRecord(job_id=attempt.job_id)
     is_first = all(record.submission != attempt.job_id for record in read_lineages(trial))

@@ -80,9 +80,7 @@ class SupervisedRecipe:
         """No server generates with these weights."""
 
     def evaluate(self, step: int) -> dict[str, float | int | str] | None:
-        """Evaluate on the held-out rows, into the step's own line of metrics; before the first step there is
-        none.
-        """
+        """Evaluate on the held-out rows, into the step's line of metrics; none before the first step."""
         if self.held_out is None or step == 0:
             return {}
         numbers = self.task.evaluate(self.run.engine, self._share(self.held_out))
@@ -116,7 +114,7 @@ def sequence_loss(batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tens
 
 
 def held_out_loss(engine: Engine, rows: Sequences) -> dict[str, float]:
-    """Return the mean negative log-likelihood per completion token; `rows` is this rank's share. Collective."""
+    """Return the mean negative log-likelihood per completion token of this rank's rows. Collective."""
     total, count = 0.0, 0.0
     for logprobs, mask in zip(engine.logprobs(rows, 1.0), rows.columns["loss_mask"], strict=True):
         total -= float(logprobs[mask].sum(dtype="float64"))
@@ -126,9 +124,7 @@ def held_out_loss(engine: Engine, rows: Sequences) -> dict[str, float]:
 
 
 def pairs(rows: list[Row]) -> Sequences:
-    """Encode (chosen ids, rejected ids) rows, int32: chosen and rejected in turn, each scored at its last
-    token.
-    """
+    """Encode (chosen ids, rejected ids) rows, int32, in turn; each sequence is scored at its last token."""
     ids = [sequence for row in rows for sequence in row]
     return Sequences(ids, {"loss_mask": [np.arange(len(row)) == len(row) - 1 for row in ids]})
 

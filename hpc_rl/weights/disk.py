@@ -57,9 +57,7 @@ def size_bytes(folder: Path) -> int:
 
 
 def prune(trial: Trial, held: Iterable[str], keep: int = KEEP) -> list[str]:
-    """Remove all versions but the newest `keep`, those in `held` and the current one; return the removed
-    ones.
-    """
+    """Remove all versions but the newest `keep`, those in `held` and the current one; return what went."""
     versions = sorted(
         (v for v in map(_version, os.listdir(trial.weights)) if v),
         key=lambda v: (v.lineage, v.step),

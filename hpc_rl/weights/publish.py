@@ -41,9 +41,7 @@ SLOWEST_LOAD_BYTES_PER_S = 50e6  # a server that loads slower than this is left 
 
 @dataclass
 class Published:
-    """The outcome of a publish: keys of the servers that have the weights, and the problems of the others by
-    key.
-    """
+    """The outcome of a publish: servers that have the weights, and the problems of the others, by key."""
 
     acknowledged: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
@@ -84,8 +82,8 @@ class Publisher:
     def publish(
         self, version: WeightVersion, path: Path, stopping: threading.Event | None = None
     ) -> Published:
-        """Bring the weights at `path` into the servers; return once one has them, or `stopping` was set
-        before.
+        """Bring the weights at `path` into the servers; return once one has them, or after `stopping` was
+        set.
 
         Raises RoleFailed if no server took them within setup_timeout_s.
         """

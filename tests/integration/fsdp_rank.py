@@ -28,7 +28,7 @@ from hpc_rl.errors import Stale
 from hpc_rl.trainers import ranks as ranks_module
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.saving import Saving
-from hpc_rl.trainers.start import Start, begin, load_state
+from hpc_rl.trainers.start import TrainerContext, begin, load_state
 from hpc_rl.trial import Trial, read_json, write_json
 
 LENGTHS = (9, 3, 30, 1, 12, 2, 30, 17)
@@ -104,7 +104,9 @@ def from_rank0(rank: int) -> list[str]:
 
 
 def scenario_train(folder: Path, rank: int, num_ranks: int) -> None:
-    """Three steps in several variants, a skipped update, a refusal, and a saved state; what rank 0 alone fetches."""
+    """Three steps in several variants, a skipped update, a refusal, and a saved state; what rank 0 alone
+    fetches.
+    """
     out = {"from_rank0": from_rank0(rank)}
     variants = {
         "plain": {},
@@ -146,7 +148,9 @@ def scenario_resume(folder: Path, rank: int, num_ranks: int) -> None:
 
 
 def scenario_walk_back(folder: Path, rank: int, num_ranks: int) -> None:
-    """Start from the newest of two generations, of which a file that only the last rank reads is damaged: all take the other."""
+    """Start from the newest of two generations, of which a file that only the last rank reads is damaged: all
+    take the other.
+    """
     engine, trial = engine_of(folder, rank, num_ranks), Trial(folder / "trial")
     ranks = Ranks()
     if rank == 0:
@@ -183,7 +187,18 @@ def scenario_walk_back(folder: Path, rank: int, num_ranks: int) -> None:
     generation.LIGHT_BYTES = 0  # so that it is not found before the load
     fresh = engine_of(folder, rank, num_ranks)
     config = SimpleNamespace(recover=RecoverConfig(mode="auto"), train_dataset=DatasetConfig(path="unread"))
-    given = Start(trial, trial.attempt("7.0"), 1, config, {}, None, "cpu", ranks, threading.Event())  # type: ignore[arg-type]
+    given = TrainerContext(
+        trial=trial,
+        attempt=trial.attempt("7.0"),
+        incarnation=1,
+        config=config,  # type: ignore[arg-type]
+        tokens={},
+        names=None,  # type: ignore[arg-type]
+        engine="fsdp",
+        device="cpu",
+        ranks=ranks,
+        stopping=threading.Event(),
+    )
     begun = load_state(given, ranks.from_rank0(lambda: begin(given)), fresh)
     same = [float(shard.local.sum()) for shard in fresh.shards] == sums[1]
     write_json(

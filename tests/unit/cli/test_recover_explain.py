@@ -1,4 +1,6 @@
-"""`hpc-rl recover --explain` prints the very words by which the trainer of that recover then starts, or does not."""
+"""`hpc-rl recover --explain` prints the very words by which the trainer of that recover then starts, or does
+not.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,18 @@ def start(trial: Trial, job_id: str) -> TrainerContext:
     attempt = trial.attempt(f"{job_id}.0")
     attempt.make_dirs()
     config = from_dict(json.loads(trial.config_json.read_text()))
-    return TrainerContext(trial, attempt, 0, config, {}, None, "fsdp", "cpu", None, threading.Event())  # type: ignore[arg-type]
+    return TrainerContext(
+        trial=trial,
+        attempt=attempt,
+        incarnation=0,
+        config=config,
+        tokens={},
+        names=None,  # type: ignore[arg-type]
+        engine="fsdp",
+        device="cpu",
+        ranks=None,  # type: ignore[arg-type]
+        stopping=threading.Event(),
+    )
 
 
 def tear(trial: Trial, *steps: int) -> None:
@@ -250,7 +263,9 @@ def test_a_backup_beside_the_generations_is_none_of_them(trial, capsys):
 
 
 def test_what_can_not_start_over_is_not_told_to(trial, scheduler, config, capsys):
-    """Its generations are gone, and so is the beginning of its batch log: neither recover nor submit has a way."""
+    """Its generations are gone, and so is the beginning of its batch log: neither recover nor submit has a
+    way.
+    """
     shutil.rmtree(trial.recover)
     write_json(trial.trimmed, {"step": 4})
     for command in (["recover", "small"], ["submit", "--config", str(config)]):
@@ -318,7 +333,9 @@ def test_starts_that_come_to_nothing_end_the_trial_for_good(trial, capsys):
 
 
 def test_of_two_recovers_at_once_one_wins_and_the_other_says_busy(trial, tmp_path):
-    """Real processes and a real local runner, whose job lasts until both have spoken: its Python is a script that waits."""
+    """Real processes and a real local runner, whose job lasts until both have spoken: its Python is a script
+    that waits.
+    """
     env = {
         "XDG_STATE_HOME": str(tmp_path / "state"),
         "PATH": "/usr/bin:/bin",

@@ -205,7 +205,7 @@ def test_an_end_before_the_loaded_state_is_refused(starter):
     with pytest.raises(Killed):
         starter(10, {8: kill})
     starter.end(137)
-    with pytest.raises(ConfigError, match="ends after step 5, and the state that was loaded is of step 6"):
+    with pytest.raises(ConfigError, match="ends after step 5, .* is of step 6"):
         starter(5)
     assert not (starter.trial.exports / "final").exists()
 
@@ -317,14 +317,11 @@ def test_a_last_save_that_fails_is_tried_again_after_the_export_and_on_record_wh
     )
     assert starter(4)[0] == ExitCode.DONE
     words = "generation 4 could not be saved: [Errno 28] No space left on device; generation 3 is the newest"
-    assert f"THE LAST STATE IS NOT SAVED: {words}" in caplog.text and "Training goes on" not in caplog.text
+    assert f"THE LAST STATE IS NOT SAVED: {words}" in caplog.text and "Training continues" not in caplog.text
     assert read_json(starter.trial.exports / "final" / "hpc_rl.json")["not_saved"] == words
     write_json(starter.trial.done, {})
-    story = read_status(starter.trial)
-    assert (story.state, story.reason) == (
-        "done",
-        f"its last state is not saved: {words}; exports/final is whole",
-    )
+    found = read_status(starter.trial)
+    assert found.state == "done" and words in found.reason
     starter.end(0)
     states[4] = lambda self, folder, cancel: states.update({4: saved}) or full()
     assert starter(4)[0] == ExitCode.DONE
