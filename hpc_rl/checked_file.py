@@ -1,9 +1,8 @@
-"""Large files in blocks of 8 MiB, each with a checksum of its own: hashed while they are written, checked while they are read.
+"""Files in blocks of 8 MiB with a checksum each: hashed while they are written, checked while they are read.
 
-So a reader that needs a part of a file reads and checks only the blocks that have it, and no byte is read twice. Large files
-go past the page cache where the file system lets them: that halves the work of the processor, and does not push out what others
-have there. What is cached all the same is read from there. Nothing here knows what the bytes mean; names, commits and
-manifests are the checkpoint package's.
+A reader that needs a part of a file reads and checks only the blocks that have it, and no byte is read twice.
+Large files bypass the page cache if the file system allows it: that halves the CPU work, and does not evict
+what others have there. What is cached already is read from there. Nothing here knows what the bytes mean.
 """
 
 from __future__ import annotations
@@ -26,19 +25,18 @@ import xxhash
 
 from hpc_rl.errors import Damaged
 
-if (
-    TYPE_CHECKING
-):  # imported where bytes are moved: a command that only looks at generations does not wait for it
+# NumPy is imported where bytes are moved: commands that only list generations do not wait for it
+if TYPE_CHECKING:
     import numpy as np
 
 logger = logging.getLogger(__name__)
 BLOCK_BYTES = 8 << 20
-NUM_WRITERS = 2  # one block is hashed while another is written; more would wait for the inode's lock
+NUM_WRITERS = 2  # one block is hashed while another is written; more would wait for the lock of the inode
 NUM_READERS = 4
 NUM_READ_AHEAD = 4  # blocks
 MAX_PARTS = 512  # of one pwritev; Linux takes 1024
-DIRECT_BYTES = 64 << 20  # files from this size on go past the page cache
-AGAIN_S = 1.0  # before the second try of a read that failed
+DIRECT_BYTES = 64 << 20  # files from this size on bypass the page cache
+AGAIN_S = 1.0  # before a failed read is tried again
 _ALIGN_BYTES = 4096  # of addresses, offsets and sizes past the page cache
 _HUGE_BYTES = 2 << 20  # of a huge page
 _DIGITS = 16  # of one block's xxh3 (64 bits), in hex
@@ -48,7 +46,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file: its name within its folder, its size in bytes, and the xxh3 of every block, in hex, one after another."""
+    """One file: its name in its folder, its size in bytes, and the xxh3 of its blocks in hex, in a row."""
 
     name: str
     size: int
@@ -56,14 +54,14 @@ class FileRecord:
 
 
 class Abandoned(Exception):
-    """A write was called off by whoever started it."""
+    """A write was called off by its caller."""
 
 
 def write(path: Path, parts: Sequence[memoryview], cancel: threading.Event | None = None) -> FileRecord:
-    """Write the parts one after another as a new file, durably.
+    """Write the parts in order as a new file, durably.
 
-    Space is reserved first, where the file system can do that: a full disk or quota is met before anything is written.
-    Raises OSError (the file is left for the caller to remove), and Abandoned once `cancel` is set.
+    Space is reserved first if the file system can do that: a full disk or quota is met before anything is
+    written. Raises OSError (the caller removes the file), and Abandoned once `cancel` is set.
     """
     size = sum(len(part) for part in parts)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -75,9 +73,9 @@ def write(path: Path, parts: Sequence[memoryview], cancel: threading.Event | Non
         def one(block: tuple[int, list[memoryview]]) -> str:
             if cancel is not None and cancel.is_set():
                 raise Abandoned
-            return (
-                _write_block(fd, *block) if direct is None else _write_direct(direct, staging.view(), *block)
-            )
+            if direct is None:
+                return _write_block(fd, *block)
+            return _write_direct(direct, staging.view(), *block)
 
         digests = _side_by_side(one, list(_cut(parts)), NUM_WRITERS)
         if direct is not None:
@@ -86,19 +84,19 @@ def write(path: Path, parts: Sequence[memoryview], cancel: threading.Event | Non
     finally:
         if direct is not None:
             os.close(direct)
-        os.close(fd)  # its error counts: a network file system may tell of a quota only here
+        os.close(fd)  # its error counts: a network file system may report a quota only here
     return FileRecord(path.name, size, "".join(digests) or _digest(b""))
 
 
 def record(path: Path) -> FileRecord:
-    """The record of a file as it lies there: reads every byte. Raises OSError."""
+    """Return the record of an existing file: reads every byte. Raises OSError."""
     with CheckedReader(path) as reader:
         digests = _side_by_side(lambda i: _digest(reader.block(i)), range(reader.num_blocks), NUM_READERS)
         return FileRecord(path.name, reader.size, "".join(digests) or _digest(b""))
 
 
 def retry_once(work: Callable[[], Any]) -> Any:
-    """Read something; once more after a moment where the medium reports an error: a shared one may fail for an instant."""
+    """Read something, and once more after a moment if the medium reports an error."""
     try:
         return work()
     except OSError as error:
@@ -110,7 +108,7 @@ def retry_once(work: Callable[[], Any]) -> Any:
 
 
 def _or_damaged(what: str, work: Callable[[], Any]) -> Any:
-    """What the medium does not give back at the second try either is lost. Raises Damaged for that, OSError for anything else."""
+    """Read something twice if need be. Raises Damaged if the medium fails again, else OSError."""
     try:
         return retry_once(work)
     except OSError as error:
@@ -120,9 +118,9 @@ def _or_damaged(what: str, work: Callable[[], Any]) -> Any:
 
 
 class CheckedReader:
-    """One file, read in whole blocks that are checked against a record; without one nothing is checked.
+    """One file, read in whole blocks that are checked against a record; without a record nothing is checked.
 
-    Raises OSError, and Damaged, which names the file, where the size or a block is not what was written.
+    Raises OSError, and Damaged with the file's name if the size or a block is not what was written.
     """
 
     def __init__(self, path: Path, expected: FileRecord | None = None) -> None:
@@ -134,9 +132,7 @@ class CheckedReader:
         self._direct = _open_direct(path, os.O_RDONLY) if self.size >= DIRECT_BYTES else None
         self._cached = _cached_blocks(self._fd, self.size) if self._direct is not None else []
         self._staging = _Staging()
-        self._kept: dict[
-            int, np.ndarray
-        ] = {}  # blocks that `read` took: what it is followed by is mostly in them too
+        self._kept: dict[int, np.ndarray] = {}  # blocks of small reads: the next one is mostly in them too
         if expected is not None and expected.size != self.size:
             self.__exit__()
             raise Damaged(f"{path.name} has {self.size} bytes, {expected.size} were written")
@@ -150,20 +146,17 @@ class CheckedReader:
             os.close(self._direct)
 
     def block(self, index: int) -> memoryview:
-        """Block `index`, checked; valid until this thread asks for the next one."""
+        """Return block `index`, checked; valid until this thread asks for the next one."""
         start = index * BLOCK_BYTES
         size = min(BLOCK_BYTES, self.size - start)
         view = self._staging.view()
-        _or_damaged(
-            f"{self.path.name}: bytes {start} to {start + size}", lambda: self._read(index, view, size, start)
-        )
+        what = f"{self.path.name}: bytes {start} to {start + size}"
+        _or_damaged(what, lambda: self._read(index, view, size, start))
         view = view[:size]
-        if self.expected is not None and self.expected.xxh3[
-            index * _DIGITS : (index + 1) * _DIGITS
-        ] != _digest(view):
-            raise Damaged(
-                f"{self.path.name}: bytes {start} to {start + size} are not what was written (checksum)"
-            )
+        if self.expected is not None:
+            digest = self.expected.xxh3[index * _DIGITS : (index + 1) * _DIGITS]
+            if digest != _digest(view):
+                raise Damaged(f"{what} are not what was written (checksum)")
         return view
 
     def _read(self, index: int, view: memoryview, size: int, start: int) -> None:
@@ -185,7 +178,7 @@ class CheckedReader:
         try:
             count = os.preadv(fd, [view[: _aligned(size)]], start)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # of a file system that wants another alignment
+            if error.errno != errno.EINVAL:  # the file system needs another alignment
                 raise
             count = 0
         if count < size:
@@ -194,15 +187,13 @@ class CheckedReader:
     def check(self) -> None:
         """Read and check every block."""
         if self.expected is not None and len(self.expected.xxh3) != _DIGITS * max(1, self.num_blocks):
-            raise Damaged(
-                f"{self.path.name}: its record has another number of checksums than the file has blocks"
-            )
+            raise Damaged(f"{self.path.name}: its record does not have one checksum per block")
         _side_by_side(lambda index: len(self.block(index)), range(self.num_blocks), NUM_READERS)
 
     def read(self, start: int, end: int) -> bytes:
-        """A few bytes. Raises Damaged where the file ends before."""
+        """Return a few bytes. Raises Damaged if the file ends before."""
         if end > self.size or start > end:
-            raise Damaged(f"{self.path.name} has {self.size} bytes, and bytes {start} to {end} are asked for")
+            raise Damaged(f"{self.path.name} has {self.size} bytes, not bytes {start} to {end}")
         import numpy as np
 
         for index in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
@@ -213,16 +204,15 @@ class CheckedReader:
         return target.tobytes()
 
     def fill(self, wanted: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Read several ranges, each into its flat uint8 array, which says how many bytes from the start offset on."""
+        """Read several ranges, each from its offset into its flat uint8 array, as many bytes as that has."""
         import numpy as np
 
         by_block: dict[int, list[tuple[int, np.ndarray]]] = {}
         for start, target in wanted:
             if start + len(target) > self.size:
                 raise Damaged(f"{self.path.name} has {self.size} bytes, {start + len(target)} are needed")
-            for index in (
-                range(start // BLOCK_BYTES, -(-(start + len(target)) // BLOCK_BYTES)) if len(target) else ()
-            ):
+            last = -(-(start + len(target)) // BLOCK_BYTES) if len(target) else 0
+            for index in range(start // BLOCK_BYTES, last):
                 by_block.setdefault(index, []).append((start, target))
 
         def one(index: int) -> None:
@@ -236,7 +226,7 @@ class CheckedReader:
 
 
 def _cut(parts: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
-    """(offset, pieces) of every block."""
+    """Yield (offset, pieces) of every block."""
     offset, block, room = 0, list[memoryview](), BLOCK_BYTES
     for part in parts:
         at = 0
@@ -268,7 +258,7 @@ def _write_block(fd: int, offset: int, pieces: list[memoryview]) -> str:
 
 
 def _write_direct(fd: int, staging: memoryview, offset: int, pieces: list[memoryview]) -> str:
-    """Like _write_block, past the page cache: by way of memory that is aligned, in whole units."""
+    """Like _write_block, but past the page cache: through aligned memory, in whole units."""
     import numpy as np
 
     size = 0
@@ -282,8 +272,11 @@ def _write_direct(fd: int, staging: memoryview, offset: int, pieces: list[memory
 
 
 class _Staging:
-    """A block of memory for each thread, in huge pages where the kernel has them: a request past the page cache is cut wherever
-    its memory is not contiguous, and small pages soon aren't (0.5 to 1.6 GB/s by what had fragmented, 1.8 and more in these)."""
+    """A block of memory for each thread, in huge pages if the kernel has them.
+
+    A request past the page cache is split wherever its memory is not contiguous, which small pages soon are
+    not (0.5 to 1.6 GB/s depending on fragmentation; 1.8 and more with huge pages).
+    """
 
     def __init__(self) -> None:
         self._own = threading.local()
@@ -312,7 +305,7 @@ def _open_direct(path: Path, flags: int) -> int | None:
 
 
 def _cached_blocks(fd: int, size: int) -> list[bool]:
-    """For each block of a file whether the page cache has all of it. (A read that must not wait would start a read-ahead.)"""
+    """Return for each block of a file whether all of it is in the page cache."""
     import numpy as np
 
     pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
@@ -329,7 +322,8 @@ def _cached_blocks(fd: int, size: int) -> list[bool]:
 
 
 def _start_writeback(fd: int, offset: int, size: int) -> None:
-    """Have the kernel write these pages out now, so that the fsync at the end finds little to do. A hint: errors don't count."""
+    # a hint to the kernel to write these pages now, so that the final fsync finds little to do: errors don't
+    # count
     if hasattr(_libc, "sync_file_range"):
         _libc.sync_file_range(
             fd, ctypes.c_int64(offset), ctypes.c_int64(size), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)
@@ -337,7 +331,7 @@ def _start_writeback(fd: int, offset: int, size: int) -> None:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Reserve space by the system call itself: the C library's stand-in would write a byte into every block."""
+    # the system call itself: the C library's substitute would write a byte into every block
     if not size or not hasattr(_libc, "fallocate"):
         return
     while _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
@@ -349,7 +343,7 @@ def _reserve(fd: int, size: int) -> None:
 
 
 def _side_by_side(work: Callable[[Any], Any], items: Iterable[Any], num_threads: int) -> list[Any]:
-    """Results in order; the first error ends it, with no work left running."""
+    """Return results in order; the first error cancels the rest, with no work left running."""
     items = list(items)
     if len(items) < 2:
         return [work(item) for item in items]

@@ -1,12 +1,12 @@
-"""Generation: the state after one step, committed by all ranks together, and found again by a scan.
+"""Generations: the state after one step, committed by all ranks together, and found again by a scan.
 
-Commit: rank 0 makes `recover/.gen-<step>.<attempt>.<incarnation>.tmp`; every rank writes its files (the
-engine does that) and then `rank_<k>.ok` with their sizes and checksums; rank 0 waits for all of these,
-compares them with what lies there, writes manifest.json last and renames the folder. A kill anywhere leaves
-the generations of before, or those and this one; never half of one.
+Commit: rank 0 makes `recover/.gen-<step>.<attempt>.<incarnation>.tmp`; every rank writes its files there (by
+the engine), then `rank_<k>.ok` with their sizes and checksums; rank 0 waits for all of these, compares them
+with the files, writes manifest.json last and renames the folder. A kill at any instant leaves the earlier
+generations, or these and the new one; never half of one.
 
-The manifest carries a checksum of itself, so that every bit of a generation is covered. No torch here: the
-barrier after `begin` is the caller's.
+The manifest has a checksum of itself, so every bit of a generation is covered. No torch here: the barrier
+after `begin` is the caller's.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from hpc_rl.errors import RoleFailed
 from hpc_rl.trial import Trial, entries, fsync_dir, read_json, write_atomic, write_json
 
 logger = logging.getLogger(__name__)
-MARGIN_BYTES = 64 << 20  # of free space that a save leaves for logs, metrics and the batch log
-WEIGHTS_SHARE = 3  # of a generation one part in so many is the model: a save leaves room for it to be published or exported
+MARGIN_BYTES = 64 << 20  # free space that a save leaves for logs, metrics and the batch log
+# 1/3 of a generation is the model: a save leaves space for it to be published or exported
+WEIGHTS_SHARE = 3
 LIGHT_BYTES = 64 << 20  # files of this size are cheap to read twice
 CONFIG_NAME = "config.json"
 _FOLDER = re.compile(r"gen-(\d{8,})")
@@ -43,7 +44,7 @@ _LEFTOVER = re.compile(r"\.gen-.*\.(tmp|gone)")
 
 
 class Commit:
-    """One generation in the making. Every rank has one; `begin` and `commit` are rank 0's.
+    """A generation that is being written. Every rank has one; `begin` and `commit` are rank 0's.
 
     Args:
         trial: The trial.
@@ -60,15 +61,12 @@ class Commit:
 
     def begin(self) -> None:
         """Make the temporary folder, empty. Raises OSError."""
-        if self.folder.exists():  # an earlier save of this very incarnation failed
+        if self.folder.exists():  # an earlier save by this incarnation failed
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True)
 
     def rank_done(self, rank: int, files: Sequence[FileRecord | str]) -> None:
-        """Say that this rank's files are written and synced; those given by name alone are hashed first.
-
-        Raises OSError.
-        """
+        """Record this rank's files, written and synced; those given by name are hashed. Raises OSError."""
         records = [
             file if isinstance(file, FileRecord) else checked_file.record(self.folder / file)
             for file in files
@@ -79,27 +77,26 @@ class Commit:
         )
 
     def missing_ranks(self, num_ranks: int) -> list[int]:
-        """Ranks that have not said so yet. Raises OSError."""
-        names = {
-            entry.name for entry in os.scandir(self.folder)
-        }  # a listing, which NFS does not answer from old absences
+        """Return the ranks that have not recorded their files yet. Raises OSError."""
+        # a listing: NFS caches that a name does not exist
+        names = {entry.name for entry in os.scandir(self.folder)}
         return [rank for rank in range(num_ranks) if f"rank_{rank}.ok" not in names]
 
     def abandon(self) -> None:
-        """Remove what was written. Nobody writes any more when this is called."""
+        """Remove what was written. No rank may be writing."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def commit(self, manifest: Manifest) -> Manifest:
-        """Check what the ranks wrote, seal it and give it its name; returns the manifest with its files.
+        """Check the ranks' files, add the configuration in force, seal and rename; return the manifest with
+        its files.
 
-        The configuration in force goes in beside them. Raises RoleFailed when a rank's files are not there as
-        it said, OSError.
+        Raises RoleFailed if the files are not as the ranks recorded them, OSError.
         """
         files = self._gather(manifest.num_ranks)
         if problem := manifests.check_sizes(self.folder, files):
             raise RoleFailed(f"generation {self.step} is not complete: {problem}")
         manifest = dataclasses.replace(manifest, files=files)
-        write_atomic(self.folder / manifests.NAME, _sealed(manifest))
+        write_atomic(self.folder / manifests.NAME, sealed(manifest.to_json()))
         fsync_dir(self.folder)
         self._rename(manifest)
         fsync_dir(self.final.parent)
@@ -111,9 +108,7 @@ class Commit:
         for rank in range(num_ranks):
             data = read_json(self.folder / f"rank_{rank}.ok")
             if data is None:
-                raise RoleFailed(
-                    f"generation {self.step} is not complete: rank {rank} left no rank_{rank}.ok"
-                )
+                raise RoleFailed(f"generation {self.step} is not complete: rank_{rank}.ok is missing")
             files += [FileRecord(**file) for file in data["files"]]
         others = [f"rank_{rank}.ok" for rank in range(num_ranks)]
         if self.config_json.is_file():
@@ -129,22 +124,21 @@ class Commit:
         except OSError:
             found = check(self.final)
             if found.manifest == manifest and not self.folder.exists():
-                return  # the reply to a rename was lost
+                return  # it succeeded, and its reply was lost
             found = verify(found)
             if found.manifest == manifest and not found.problem:
-                return  # it lies there from before
+                return  # it was committed before
             if not self.final.exists():
                 raise
-            problem = (
-                found.problem or f"written by lineage {found.manifest.lineage if found.manifest else '?'}"
-            )
+            lineage = found.manifest.lineage if found.manifest else "?"
+            problem = found.problem or f"written by lineage {lineage}"
         set_aside(self.final, problem)
         os.rename(self.folder, self.final)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A generation as it lies on disk: `problem` is '' where nothing wrong was seen."""
+    """A generation on disk; `problem` is '' if none was found."""
 
     step: int
     path: Path
@@ -157,18 +151,17 @@ class Found:
 
 
 def scan(trial: Trial) -> list[Found]:
-    """All generations, newest first, checked as far as manifests and listings show (`verify` reads the
+    """Return all generations, newest first, checked by manifest and listing only (`verify` reads the
     content).
 
-    Raises TrialStateError where `recover/` is no folder: what lies there can't be known, so nothing may start
-    without it.
+    Raises TrialStateError if `recover/` is not a folder: its content is unknown, so nothing may start.
     """
     paths = [trial.recover / entry.name for entry in entries(trial.recover) if _FOLDER.fullmatch(entry.name)]
     return sorted((check(path) for path in paths), key=lambda found: found.step, reverse=True)
 
 
 def check(path: Path) -> Found:
-    """One generation, by its manifest and the sizes of its files."""
+    """Return one generation, checked by its manifest and the sizes of its files."""
     match = _FOLDER.fullmatch(path.name)
     step = int(match[1]) if match else -1
     try:
@@ -183,10 +176,9 @@ def check(path: Path) -> Found:
 
 
 def verify(found: Found, max_bytes: int | None = None) -> Found:
-    """The same generation after every byte of it was read; with `max_bytes`, of the files that are no larger.
+    """Return the same generation after reading every byte of it, or of its files up to `max_bytes`.
 
-    For a start `LIGHT_BYTES` will do: larger files are checked while they are loaded, so that each is read
-    once.
+    `LIGHT_BYTES` is enough for a start: larger files are checked while they are loaded, so each is read once.
     """
     if found.problem or found.manifest is None:
         return found
@@ -195,10 +187,7 @@ def verify(found: Found, max_bytes: int | None = None) -> Found:
 
 
 def room_problem(trial: Trial, size: int) -> str:
-    """Why a generation of so many bytes does not fit, or ''.
-
-    The file system's word; a quota is met when space is reserved.
-    """
+    """Return why a generation of `size` bytes does not fit, or ''; a quota is met only later."""
     there = os.statvfs(trial.recover)
     free = there.f_bavail * there.f_frsize
     margin = MARGIN_BYTES + size // WEIGHTS_SHARE
@@ -211,10 +200,9 @@ def room_problem(trial: Trial, size: int) -> str:
 
 
 def set_aside(path: Path, problem: str, asked: bool = False) -> Path:
-    """Move a generation out of the way, whole, for a person to look at; `asked`: because a person asked for
-    an older one.
+    """Move a generation, whole, into `set-aside/`; `asked` if the user asked for an older one.
 
-    Only the owner of the trial does this. Raises OSError.
+    For the owner of the trial only. Raises OSError.
     """
     folder = path.parent / "set-aside"
     folder.mkdir(exist_ok=True)
@@ -230,41 +218,32 @@ def set_aside(path: Path, problem: str, asked: bool = False) -> Path:
 
 
 def clear_leftovers(trial: Trial) -> None:
-    """Remove what killed incarnations left half written or half deleted.
-
-    Only the owner of the trial does this.
-    """
+    """Remove what killed incarnations left half written or half deleted. For the owner of the trial only."""
     for entry in os.scandir(trial.recover) if trial.recover.is_dir() else ():
         if _LEFTOVER.fullmatch(entry.name):
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def _read(path: Path) -> bytes:
-    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would never end
-        raise ValueError("no regular file")
+    if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would never end
+        raise ValueError("not a regular file")
     return path.read_bytes()
 
 
-def _sealed(manifest: Manifest) -> str:
-    return _text(manifest.to_json())
-
-
-def _text(data: dict[str, Any]) -> str:
-    return json.dumps({**data, "xxh3": _own_checksum(data)}, indent=2, sort_keys=True) + "\n"
+def sealed(data: dict[str, Any]) -> str:
+    """Return the text of a manifest with its own checksum."""
+    checksum = xxhash.xxh3_128_hexdigest(json.dumps(data, sort_keys=True).encode())
+    return json.dumps({**data, "xxh3": checksum}, indent=2, sort_keys=True) + "\n"
 
 
 def _unsealed(raw: bytes) -> Manifest:
     try:
         data = json.loads(raw)
     except ValueError as error:
-        raise ValueError("damaged: it is no JSON") from error
+        raise ValueError("damaged: not JSON") from error
     if not isinstance(data, dict):
-        raise ValueError("damaged: it is no JSON object")
+        raise ValueError("damaged: not a JSON object")
     data.pop("xxh3", None)
-    if raw != _text(data).encode():
+    if raw != sealed(data).encode():
         raise ValueError("damaged: its content is not what was written (checksum)")
     return Manifest.from_json(data)
-
-
-def _own_checksum(data: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(data, sort_keys=True).encode())

@@ -1,6 +1,6 @@
-"""Manifest of a generation: what it is, where training stood, and every file with its size and checksums.
+"""The manifest of a generation: what it is, the position of the training, and every file with its checksums.
 
-A generation without a valid manifest does not exist. How one is committed and found again is generation.py.
+A generation without a valid manifest does not exist; generation.py commits and finds them.
 """
 
 from __future__ import annotations
@@ -38,20 +38,16 @@ class Manifest:
         submission: Job id of the submission.
         version: Weight version label `<lineage>.<step>`.
         num_ranks: Ranks that wrote files.
-        config_hash: Of the configuration in force, to tell what changed since.
-        epoch: Passes over the data that are finished.
+        config_hash: Of the configuration in force, to detect changes.
+        epoch: Finished passes over the data.
         cursor: Rows of the current pass that are used up.
-        data: Fingerprint of the rows trained on, as they were read (datasets/rows.py); {} where none was
-            taken.
-        ledger: The batch log's frontier: {"sealed": the newest batch that went into this state}; {} where
-            there is no such log.
-        counters: Where the engine's schedule and optimizer stood, to be compared when it is loaded.
-        timers: State of the timers: what has elapsed, never the frequencies.
-        stats: Where the sinks stood.
-        metrics: Numbers of the evaluation of this very state, as `eval_reward`; {} where it was not
-            evaluated.
-        versions: Of this package, the libraries and Python; `commit` is that of the checkout, where it was
-            one.
+        data: Fingerprint of the rows trained on (datasets/rows.py); {} if none was taken.
+        ledger: Position of the batch log, {"sealed": newest batch in this state}; {} without such a log.
+        counters: Position of the engine's schedule and optimizer, compared after loading.
+        timers: What has elapsed of each timer, never the frequencies.
+        stats: Position of each sink.
+        metrics: Numbers of the evaluation of this very state, as `eval_reward`; {} if it was not evaluated.
+        versions: Of this package, the libraries and Python; `commit` of a checkout.
         files: Every other file of the folder.
         schema: Layout of this record.
     """
@@ -81,7 +77,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: Any) -> Manifest:
-        """Raises ValueError, in words, for anything that this version can't read."""
+        """Raise ValueError, with the reason, for anything that this version can't read."""
         if not isinstance(data, dict):
             raise ValueError("not a JSON object")
         if data.get("schema") != SCHEMA:
@@ -93,12 +89,12 @@ class Manifest:
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """Stable hash of a configuration as JSON."""
+    """Return a stable hash of a configuration as JSON."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def check_sizes(folder: Path, files: list[FileRecord]) -> str:
-    """What is wrong with the files as far as a listing shows, or ''."""
+    """Return what is wrong with the files as far as a listing shows, or ''."""
     try:
         found = checked_file.retry_once(lambda: {entry.name: entry.stat() for entry in os.scandir(folder)})
     except OSError as error:
@@ -107,15 +103,15 @@ def check_sizes(folder: Path, files: list[FileRecord]) -> str:
         if file.name not in found:
             return f"{file.name} is missing"
         if not stat.S_ISREG(found[file.name].st_mode):
-            return f"{file.name} is no regular file"
+            return f"{file.name} is not a regular file"
         if found[file.name].st_size != file.size:
             return f"{file.name} has {found[file.name].st_size} bytes, {file.size} were written"
     return ""
 
 
 def damages(folder: Path, files: list[FileRecord]) -> list[str]:
-    """What is wrong with each file, by the listing and by reading every byte; [] where nothing is."""
-    return [words for file in files if (words := _damage(folder, file))]
+    """Return the problem of each damaged file, by reading every byte; [] if there is none."""
+    return [problem for file in files if (problem := _damage(folder, file))]
 
 
 def _damage(folder: Path, file: FileRecord) -> str:

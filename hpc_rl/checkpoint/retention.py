@@ -1,11 +1,13 @@
-"""Retention: which generations stay. Called after each commit, by the owner of the trial only.
+"""Retention: which generations are kept. Applied after each commit, by the owner of the trial only.
 
-`keep` is the rule, pure. `retain` applies it to what lies on disk, and never to what somebody holds
-(holds.py).
+`keep` is the rule, pure. `retain` applies it to the disk, but never removes a generation that a process
+holds: a hold is a file in `recover/` with a count that its process raises every few seconds. The trainer
+judges by its own clock: a hold whose count has not changed for a minute belongs to a dead process and is
+removed.
 
-Before one that is surplus goes, those in favour of which it goes are read, the new one too, each once by a
-process: their files of up to LIGHT_BYTES. One that is damaged is not counted, so an intact one stays in its
-place. Larger files are known by their size alone here: they are checked while they are loaded.
+Before a surplus generation is removed, those that are kept in its favour are read, also the new one, each
+once by a process: their files of up to LIGHT_BYTES. A damaged one does not count, so an intact one is kept
+instead. Larger files are checked by size here, and by content when they are loaded.
 """
 
 from __future__ import annotations
@@ -28,20 +30,20 @@ from hpc_rl.errors import NothingToResume
 from hpc_rl.trial import Trial, fsync_dir, read_json, write_json
 
 logger = logging.getLogger(__name__)
-BEAT_S = 5.0
-STALE_S = 60.0
-APPEAR_S = 5.0  # a generation that retention took up just now, and puts back, is away for a moment
+BEAT_S = 5.0  # between two counts of a hold
+STALE_S = 60.0  # without a new count: its process is dead
+APPEAR_S = 5.0  # a generation that retention is about to remove, and puts back, is absent for a moment
 _NAME = re.compile(r"\.hold-(\d{8,})\.[0-9a-f]+\.json")
 
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What stays: a generation goes when none of the three wants it.
+    """What is kept: a generation is removed when none of the three rules wants it.
 
     Args:
-        newest: So many of the newest; at least one always stays.
-        every_steps: Besides, those whose step is a multiple of this; None means none.
-        best: Besides, so many with the best `metric`; those that have no such number don't count.
+        newest: Number of newest generations; at least one is always kept.
+        every_steps: Additionally those whose step is a multiple of this; None keeps none.
+        best: Additionally the number with the best `metric`; those without this number don't count.
         metric: Name of a number of the evaluation of that state, as `eval_reward`.
         higher_is_better: Whether a larger number is better.
     """
@@ -54,7 +56,7 @@ class RetentionPolicy:
 
 
 class Generation(Protocol):
-    """What the rule looks at; `metrics` are the numbers of its evaluation."""
+    """What the rule needs of a generation; `metrics` are the numbers of its evaluation."""
 
     @property
     def step(self) -> int: ...
@@ -64,7 +66,7 @@ class Generation(Protocol):
 
 
 def keep(generations: Iterable[Generation], policy: RetentionPolicy) -> set[int]:
-    """Steps of those that stay, of any order."""
+    """Return the steps that are kept, of generations in any order."""
     newest_first = sorted(generations, key=lambda one: one.step, reverse=True)
     staying = {one.step for one in newest_first[: max(1, policy.newest)]}
     if policy.every_steps:
@@ -73,16 +75,16 @@ def keep(generations: Iterable[Generation], policy: RetentionPolicy) -> set[int]
 
 
 def best(generations: Iterable[Generation], metric: str, higher_is_better: bool = True) -> list[int]:
-    """Steps of those that have the metric, best first; of equal ones the newer."""
+    """Return the steps that have the metric, best first; of equal ones the newer first."""
     measured = [one for one in generations if isinstance(one.metrics.get(metric), int | float)]
     sign = -1.0 if higher_is_better else 1.0
     return [one.step for one in sorted(measured, key=lambda one: (sign * one.metrics[metric], -one.step))]
 
 
 def surplus(found: Sequence[Found], policy: RetentionPolicy, held: Iterable[int] = ()) -> list[Found]:
-    """Those to delete: sound ones that the policy does not want and nobody holds.
+    """Return what to delete: sound generations that the policy does not want and no process holds.
 
-    One that is not sound is neither counted nor deleted: it is evidence.
+    A damaged one is neither counted nor deleted: it is evidence.
     """
     sound = [one for one in found if not one.problem]
     staying = keep(sound, policy) | set(held)
@@ -90,15 +92,15 @@ def surplus(found: Sequence[Found], policy: RetentionPolicy, held: Iterable[int]
 
 
 def proven(found: Sequence[Found], policy: RetentionPolicy, known: dict[str, str]) -> list[Found]:
-    """The same, with what is wrong with those that count against others, as far as light reading shows.
+    """Return the same generations, with the problems that light reading finds in those that count.
 
-    `known` is what this process has found so far, by version: '' or the problem.
+    `known` is what this process has found so far: version -> '' or the problem.
     """
     found = [
         replace(one, problem=one.problem or (known.get(one.manifest.version, "") if one.manifest else ""))
         for one in found
     ]
-    counting = replace(policy, every_steps=None)  # what stays by its step alone takes nobody's place
+    counting = replace(policy, every_steps=None)  # what is kept by its step alone takes no place
     while True:
         staying = keep([one for one in found if not one.problem], counting)
         unread = [
@@ -117,11 +119,9 @@ def proven(found: Sequence[Found], policy: RetentionPolicy, known: dict[str, str
 def retain(
     trial: Trial, policy: RetentionPolicy, holds: Holds | None = None, known: dict[str, str] | None = None
 ) -> int:
-    """Delete what is surplus, but nothing that somebody holds.
+    """Delete the surplus, except what a process holds; `known` is kept between calls, see `proven`.
 
-    `known` is remembered between calls, see `proven`.
-
-    Returns the step of the oldest sound generation that stays, 0 where there is none. Raises OSError.
+    Returns the step of the oldest sound generation that is kept, 0 if there is none. Raises OSError.
     """
     holds = holds or Holds(trial)
     found = scan(trial)
@@ -132,9 +132,9 @@ def retain(
     for one in surplus(found, policy, held):
         gone = one.path.with_name(f".{one.path.name}.gone")
         shutil.rmtree(gone, ignore_errors=True)
-        os.rename(one.path, gone)  # first out of sight: half a generation would be reported as damaged
+        os.rename(one.path, gone)  # first hidden: half a generation would be reported as damaged
         fsync_dir(one.path.parent)  # a power failure must not bring the name back to a half
-        if one.step in holds.steps():  # taken up between the look and the rename
+        if one.step in holds.steps():  # held since the check
             os.rename(gone, one.path)
             continue
         shutil.rmtree(gone, ignore_errors=True)
@@ -145,14 +145,14 @@ def retain(
 
 @contextmanager
 def hold(trial: Trial, step: int, why: str) -> Iterator[Path]:
-    """Keep retention from removing a generation; gives its folder. Raises NothingToResume where it is gone."""
+    """Keep retention from removing a generation; yield its folder. Raises NothingToResume if it is gone."""
     path = trial.recover / f".hold-{step:08d}.{uuid.uuid4().hex[:12]}.json"
     ended = threading.Event()
     beat = threading.Thread(target=_beat, args=(path, why, ended), daemon=True, name="hold")
     try:
         write_json(path, {"count": 0, "why": why, "pid": os.getpid()})
         beat.start()
-    except OSError as error:  # a place that can only be read
+    except OSError as error:  # a read-only place
         logger.warning(
             "generation %d can't be marked as in use (%s): retention may remove it meanwhile", step, error
         )
@@ -181,14 +181,14 @@ def _beat(path: Path, why: str, ended: threading.Event) -> None:
 
 
 class Holds:
-    """The holds on a trial as its owner sees them, look after look."""
+    """The holds on a trial as its owner sees them over time."""
 
     def __init__(self, trial: Trial, clock: Callable[[], float] = time.monotonic) -> None:
         self.trial, self._clock = trial, clock
         self._seen: dict[str, tuple[object, float]] = {}  # name -> (count, since when it is that)
 
     def steps(self) -> set[int]:
-        """Generations that somebody alive holds; removes the holds of the dead. Raises OSError."""
+        """Return the generations that live processes hold; remove the holds of dead ones. Raises OSError."""
         now, held = self._clock(), set()
         names = [entry.name for entry in os.scandir(self.trial.recover) if _NAME.fullmatch(entry.name)]
         self._seen = {name: self._seen[name] for name in names if name in self._seen}

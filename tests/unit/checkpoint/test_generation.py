@@ -144,8 +144,8 @@ def test_what_is_of_the_wrong_kind_is_passed_over_and_never_waited_for(trial):
     problems = {found.step: verify(found).problem for found in scan(trial)}
     assert (
         problems[3] == ""
-        and problems[4] == "manifest.json: no regular file"
-        and problems[5] == "shard-1.bin is no regular file"
+        and problems[4] == "manifest.json: not a regular file"
+        and problems[5] == "shard-1.bin is not a regular file"
     )
     assert all(problems.values()) is False and problems[6] and problems[7]
 
@@ -175,7 +175,7 @@ def test_a_rank_that_did_not_finish_stops_the_commit(trial):
     commit.begin()
     (commit.folder / "shard-0.bin").write_bytes(b"x")
     commit.rank_done(0, [checked_file.record(commit.folder / "shard-0.bin")])
-    with pytest.raises(RoleFailed, match=r"rank 1 left no rank_1\.ok"):
+    with pytest.raises(RoleFailed, match=r"rank_1\.ok is missing"):
         commit.commit(facts(1))
     assert scan(trial) == []
 
@@ -274,7 +274,7 @@ def test_a_manifest_of_another_schema_or_shape_is_a_problem_in_words(trial):
     data = json.loads(path.read_text())
     for change, words in (({"schema": 99}, "schema 99"), ({"surprise": 1}, "not a manifest")):
         new = {key: value for key, value in {**data, **change}.items() if key != "xxh3"}
-        path.write_text(generation._text(new))
+        path.write_text(generation.sealed(new))
         assert words in check(trial.generation(3)).problem
     path.write_text("{")
     assert "manifest.json" in check(trial.generation(3)).problem

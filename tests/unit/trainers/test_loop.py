@@ -205,7 +205,7 @@ def test_an_end_before_the_loaded_state_is_refused(starter):
     with pytest.raises(Killed):
         starter(10, {8: kill})
     starter.end(137)
-    with pytest.raises(ConfigError, match="ends after step 5, .* is of step 6"):
+    with pytest.raises(ConfigError, match=r"ends after step 5, .* is of step 6"):
         starter(5)
     assert not (starter.trial.exports / "final").exists()
 
