@@ -1,21 +1,40 @@
-"""Processes of this host: telling a reused pid from the old process, and ending processes without naming them.
+"""Processes of this host: resource limits, telling a reused pid from the old process, ending processes by pid.
 
-A process is known by pid and kernel start time together; nothing here looks at names or command lines.
+A process is known by pid and kernel start time together, never by name or command line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 POLL_S = 0.05
+# Programs that loop over every possible descriptor become slow beyond it.
+MAX_OPEN_FILES = 1 << 20
+
+
+def raise_limits() -> None:
+    """Raise the soft limits of open files and locked memory to the hard ones; allow no core dumps."""
+    for number, most in ((resource.RLIMIT_NOFILE, MAX_OPEN_FILES), (resource.RLIMIT_MEMLOCK, None)):
+        soft, hard = resource.getrlimit(number)
+        wanted = hard
+        if most is not None and (hard == resource.RLIM_INFINITY or hard > most):
+            wanted = most
+        # A container may forbid it, even up to the hard limit.
+        with contextlib.suppress(OSError, ValueError):
+            if soft != resource.RLIM_INFINITY and (wanted == resource.RLIM_INFINITY or wanted > soft):
+                resource.setrlimit(number, (wanted, hard))
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def start_ticks(pid: int) -> int | None:
-    """Kernel start time of a process, which tells a reused pid from the old one; None where it is gone or a zombie."""
+    """Return the kernel start time of a process, in clock ticks; None where it has ended or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -24,14 +43,14 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_alive(pid: int, ticks: int | None) -> bool:
-    """Whether the very process that had this start time still runs."""
+    """Return whether the process with this start time still runs."""
     return ticks is not None and start_ticks(pid) == ticks
 
 
 def end_processes(
     processes: Iterable[tuple[int, int]], wait_s: float, term_s: float, kill_s: float
 ) -> list[tuple[int, int]]:
-    """Let `(pid, start_ticks)` end by themselves for wait_s, then TERM, then KILL; returns those that are still there."""
+    """Wait for `(pid, start_ticks)` to exit, then send TERM, then KILL; return those that still run."""
     left = _wait(list(processes), wait_s)
     for number, patience_s in ((signal.SIGTERM, term_s), (signal.SIGKILL, kill_s)):
         for pid, ticks in left:

@@ -30,7 +30,7 @@ from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError, ExitCode, FailureClass, GivenUp, HpcRlError, TrialBusy
 from hpc_rl.files import FULL, is_full
 from hpc_rl.plan.schema import Plan
-from hpc_rl.proc import start_ticks
+from hpc_rl.proc import raise_limits, start_ticks
 from hpc_rl.records import ExitRecord, ProcessRecord
 from hpc_rl.schedulers.hostlist import peer_hosts
 from hpc_rl.trial import Attempt, Trial, write_json
@@ -73,6 +73,7 @@ class Context:
 def run(role: str, body: Callable[[Context], int | None]) -> None:
     """Run `body` as this process's role and exit with its code. Never returns."""
     args = _arguments(role)
+    raise_limits()
     rank = int(
         os.environ.get("SLURM_PROCID" if os.environ.get("HPC_RL_STEPS") == "srun" else "HPC_RL_RANK", 0)
     )

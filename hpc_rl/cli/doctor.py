@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -23,13 +24,14 @@ from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.slurm_rules import DERIVED
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
-from hpc_rl.doctor import checks, job_probe, slurm_facts
-from hpc_rl.doctor.facts import gather
-from hpc_rl.doctor.finding import Finding, Status, Wanted, fail
-from hpc_rl.doctor.job_probe import Nodes, Report, Request
+from hpc_rl.doctor import job_probe
+from hpc_rl.doctor.filesystem import check_directory
+from hpc_rl.doctor.finding import Finding, Requirements, Status, fail, run_checks
+from hpc_rl.doctor.machine import MACHINE_CHECKS
+from hpc_rl.doctor.node import NodeReport
+from hpc_rl.doctor.slurm_checks import check_slurm
 from hpc_rl.errors import ConfigError, HpcRlError
 from hpc_rl.render.directives import Ask, resources
-from hpc_rl.render.roots import template_root
 from hpc_rl.schedulers import pick
 
 FAILED = 1  # exit code where a check failed
@@ -40,11 +42,11 @@ clocks and addresses. Exit code: 0 where nothing failed (warnings do not count),
 
 
 def run(args: Namespace) -> int:
-    wanted, options, findings = wanted_of(args)
-    inside = "SLURM_JOB_ID" in os.environ
-    findings += look_here(wanted, inside)
-    if args.allocation or inside:
-        findings += look_at_nodes(wanted, options, args.wait_s)
+    needs, options, findings = requirements_of(args)
+    is_inside = "SLURM_JOB_ID" in os.environ
+    findings += check_here(needs, is_inside)
+    if args.allocation or is_inside:
+        findings += check_allocation(needs, options, args.wait_s)
     failed = any(finding.status is Status.FAIL for finding in findings)
     if args.json:
         print_json({"failed": failed, "findings": [asdict(finding) for finding in findings]})
@@ -84,8 +86,8 @@ def parser() -> ArgumentParser:
     return made
 
 
-def wanted_of(args: Namespace) -> tuple[Wanted, SlurmLauncherConfig, list[Finding]]:
-    """Return what is asked of a machine and of Slurm, and what is wrong with the files of the configuration. Raises ConfigError."""
+def requirements_of(args: Namespace) -> tuple[Requirements, SlurmLauncherConfig, list[Finding]]:
+    """Return what is asked of a machine and of Slurm, and which files the configuration lacks. Raises ConfigError."""
     if args.overrides and not args.config:
         raise ConfigError(
             f"{args.overrides[0]!r}: options of a configuration need one: --config FILE. Allowed without: see --help."
@@ -93,7 +95,7 @@ def wanted_of(args: Namespace) -> tuple[Wanted, SlurmLauncherConfig, list[Findin
     findings: list[Finding] = []
     if args.config:
         loaded = load(args.config, args.overrides, presets=args.preset, cluster=args.cluster)
-        wanted, options = _of_config(loaded)
+        needs, options = _of_config(loaded)
         try:
             check(loaded)
         except ConfigError as error:
@@ -102,7 +104,7 @@ def wanted_of(args: Namespace) -> tuple[Wanted, SlurmLauncherConfig, list[Findin
         profile = load([], ANY_TRIAL, presets=args.preset, cluster=args.cluster).config
         on_slurm = pick(profile.launcher.type) == "slurm"
         options = profile.launcher.slurm
-        wanted = Wanted(
+        needs = Requirements(
             on_slurm=on_slurm,
             num_nodes=2 if on_slurm else 1,
             fileroot=profile.cluster.fileroot,
@@ -110,22 +112,22 @@ def wanted_of(args: Namespace) -> tuple[Wanted, SlurmLauncherConfig, list[Findin
             partition=options.partition or "",
         )
     if args.nodes == 0:
-        raise ConfigError("--nodes 0: allowed: 1 or more.")
-    wanted = replace(
-        wanted,
-        num_nodes=args.nodes or wanted.num_nodes,
-        fileroot=os.path.abspath(os.path.expanduser(args.fileroot or wanted.fileroot)),
-        partition=args.partition or wanted.partition,
+        raise ConfigError("--nodes must be at least 1.")
+    needs = replace(
+        needs,
+        num_nodes=args.nodes or needs.num_nodes,
+        fileroot=os.path.abspath(os.path.expanduser(args.fileroot or needs.fileroot)),
+        partition=args.partition or needs.partition,
     )
-    return wanted, replace(options, partition=wanted.partition or None), findings
+    return needs, replace(options, partition=needs.partition or None), findings
 
 
-def _of_config(loaded: Loaded) -> tuple[Wanted, SlurmLauncherConfig]:
+def _of_config(loaded: Loaded) -> tuple[Requirements, SlurmLauncherConfig]:
     planned = plan_of(loaded, files=False)
     config, plan = planned.loaded.config, planned.plan
     with_gpus = any(unit.gpus_per_task for unit in plan.units)
     python = plan.python
-    wanted = Wanted(
+    needs = Requirements(
         on_slurm=pick(config.launcher.type) == "slurm",
         num_nodes=plan.n_nodes,
         cpus=plan.cpus_per_node,
@@ -137,52 +139,41 @@ def _of_config(loaded: Loaded) -> tuple[Wanted, SlurmLauncherConfig]:
         sglang=plan.server_backend == "sglang",
         megatron="megatron" in plan.allocation,
         partition=config.launcher.slurm.partition or "",
+        interface=config.cluster.interface,
     )
-    return wanted, config.launcher.slurm
+    return needs, config.launcher.slurm
 
 
-def look_here(wanted: Wanted, inside: bool) -> list[Finding]:
-    """What this machine and the scheduler tell. A login node need not have what the trial asks of a node."""
-    facts = gather(Path(wanted.fileroot), wanted.python, wanted.server_python)
-    facts.templates = (template_root() / "sbatch").is_dir()
-    own = replace(wanted, cpus=0, gpus=0, mem_mb=0) if wanted.on_slurm and not inside else wanted
-    findings = checks.judge(facts, own, (*checks.HERE_ONLY, *checks.MACHINE, *checks.DIRECTORY))
-    if wanted.on_slurm or pick("auto") == "slurm":
-        findings += slurm_facts.judge(slurm_facts.ask(dict(os.environ)), wanted)
-    return [replace(finding, where=facts.host) for finding in findings]
+def check_here(needs: Requirements, is_inside: bool) -> list[Finding]:
+    """Check this machine, the directory of the trials and Slurm."""
+    # A login node need not have what the trial asks of a node, nor an address that nodes reach.
+    is_login = needs.on_slurm and not is_inside
+    own = replace(needs, cpus=0, gpus=0, mem_mb=0, num_nodes=1, interface="") if is_login else needs
+    findings = run_checks(MACHINE_CHECKS, own)
+    findings += check_directory(Path(needs.fileroot), needs.on_slurm)
+    if needs.on_slurm or pick("auto") == "slurm":
+        findings += check_slurm(needs)
+    host = socket.gethostname()
+    return [replace(finding, where=host) for finding in findings]
 
 
-def look_at_nodes(wanted: Wanted, options: SlurmLauncherConfig, wait_s: float) -> list[Finding]:
-    """What the nodes of an allocation tell, each and together."""
-    request = Request(
-        num_nodes=wanted.num_nodes,
-        options=srun_options(wanted, options),
-        python=wanted.python or sys.executable,
-        server_python=wanted.server_python,
-        wait_s=wait_s,
-    )
+def check_allocation(needs: Requirements, options: SlurmLauncherConfig, wait_s: float) -> list[Finding]:
+    """Check the nodes of an allocation, each and together."""
     try:
-        reports, complaint = job_probe.visit(Path(wanted.fileroot), request)
+        result = job_probe.visit(needs, srun_options(needs, options), wait_s)
     except HpcRlError as error:
-        return [
-            replace(
-                fail("nodes reported", str(error), "see `fileroot` and `slurm programs` above."),
-                where="nodes",
-            )
-        ]
-    num_nodes = (
-        int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) if "SLURM_JOB_ID" in os.environ else wanted.num_nodes
-    )
-    together = job_probe.judge(Nodes(reports, num_nodes, complaint))
-    return [*(replace(finding, where="nodes") for finding in together), *each_node(reports, wanted)]
+        failed = fail("nodes reported", str(error), "see `fileroot` and `slurm programs` above.")
+        return [replace(failed, where="nodes")]
+    together = [replace(finding, where="nodes") for finding in job_probe.check_nodes(result)]
+    return [*together, *each_node(result.reports)]
 
 
-def srun_options(wanted: Wanted, options: SlurmLauncherConfig) -> list[str]:
-    """The options of a short job that asks for what the trial asks for."""
-    if not wanted.mem_mb and options.mem == DERIVED:
+def srun_options(needs: Requirements, options: SlurmLauncherConfig) -> list[str]:
+    """Return the options of a short job that asks for what the trial asks for."""
+    if not needs.mem_mb and options.mem == DERIVED:
         options = replace(options, mem=None)  # nothing was planned
     asked = Ask(
-        n_nodes=wanted.num_nodes, cpus_per_node=max(1, wanted.cpus), mem_mb_per_node=wanted.mem_mb, n_gpus_per_node=wanted.gpus,
+        n_nodes=needs.num_nodes, cpus_per_node=max(1, needs.cpus), mem_mb_per_node=needs.mem_mb, n_gpus_per_node=needs.gpus,
         job_name="", tag="", workdir="", output="", requeue=False,
     )  # fmt: skip
     ours = ("nodes", "ntasks-per-node", "time")
@@ -192,20 +183,20 @@ def srun_options(wanted: Wanted, options: SlurmLauncherConfig) -> list[str]:
     return [f"--{name}={value}" if value != "" else f"--{name}" for name, value in (*machines, *account)]
 
 
-def each_node(reports: Sequence[Report], wanted: Wanted) -> list[Finding]:
-    """The findings of every node; those that are alike in one row."""
+def each_node(reports: Sequence[NodeReport]) -> list[Finding]:
+    """Return the findings of every node, equal ones in one row."""
     grouped: dict[tuple[str, Status, str], tuple[Finding, list[str]]] = {}
     for report in reports:
-        for finding in checks.judge(report.facts, wanted, checks.MACHINE):
-            alike = (finding.check, finding.status, "" if finding.status is Status.OK else finding.found)
-            grouped.setdefault(alike, (finding, []))[1].append(report.facts.node or report.facts.host)
+        for finding in report.findings:
+            key = (finding.check, finding.status, "" if finding.status is Status.OK else finding.found)
+            grouped.setdefault(key, (finding, []))[1].append(report.node)
     order = {check: number for number, (check, *_) in reversed(list(enumerate(grouped)))}
     rows = sorted(grouped.values(), key=lambda row: order[row[0].check])
     return [replace(finding, where=",".join(names)) for finding, names in rows]
 
 
 def table(findings: Sequence[Finding]) -> list[str]:
-    """One row each; below what is not well, its fix."""
+    """Return one line per finding, with the fix below where something has to be done."""
     where_width = min(24, max(len(finding.where) for finding in findings))
     check_width = max(len(finding.check) for finding in findings)
     lines = []

@@ -1,10 +1,12 @@
-"""The file-system probe of one machine, as a program of its own: a mount that hangs costs the asker a time limit, not its life.
+"""Checks of the directory of the trials, in a process of its own: a mount that hangs costs a time limit.
 
-`python -m hpc_rl.doctor.filesystem DIR` prints one JSON object. What several machines must see of each other is node.py's.
+`python -m hpc_rl.doctor.filesystem DIR [--on_slurm]` prints the findings as JSON. What several nodes must see of each other
+is checked by node.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
@@ -13,107 +15,180 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from hpc_rl.doctor.finding import Finding, fail, ok, warn
 from hpc_rl.files import mount_of
 
 TIMEOUT_S = 60.0
+GB = 10**9
+MIN_INODES = 10_000
+SLOW_SYNC_S = 1.0
+MAX_CLOCK_SKEW_S = 5.0
+# Types of mounts that all nodes share, and that each node has of its own.
+SHARED = (
+    "nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "wekafs", "ceph", "fuse.cephfs", "panfs", "pvfs2", "orangefs",
+    "cifs", "afs",
+)  # fmt: skip
+VOLATILE = ("tmpfs", "ramfs", "overlay", "squashfs", "devtmpfs")
+BAD_OPTIONS = ("nolock", "localflock", "local_lock=all", "local_lock=flock", "nocto")
+LOCAL_CACHES = (
+    "hpc-rl takes no locks there, but libraries may: keep HF_HOME, TRITON_CACHE_DIR on a local disk."
+)
+NOT_FOR_TRIALS = "this file system can't hold trials: choose another one as cluster.fileroot."
 
 
-@dataclass
-class FileSystem:
-    """What was found out about a directory.
+@dataclass(frozen=True)
+class DirectoryProbe:
+    """A directory, its nearest parent that exists, and a temporary folder there to try things in."""
 
-    Args:
-        path: The directory.
-        error: Why nothing more is known.
-        exists: Whether it was there; else its nearest parent was probed.
-        kind: Type of the mount (nfs4, lustre, ext4, tmpfs, …).
-        options: Of the mount.
-        rename: Whether rename replaces a file as a whole.
-        link: Whether link refuses a name that is taken.
-        exclusive: Whether O_EXCL and mkdir do.
-        flock: Whether a second descriptor is kept out by flock.
-        fsync_s: Seconds that a small synced write takes.
-        free_bytes: Free for this account.
-        free_inodes: The same; None where the file system counts none.
-        skew_s: The file server's clock minus ours.
-    """
-
-    path: str = ""
-    error: str = ""
-    exists: bool = True
-    kind: str = ""
-    options: list[str] = field(default_factory=list)
-    rename: bool = False
-    link: bool = False
-    exclusive: bool = False
-    flock: bool = False
-    fsync_s: float = 0.0
-    free_bytes: int = 0
-    free_inodes: int | None = None
-    skew_s: float = 0.0
+    path: Path
+    base: Path
+    folder: Path
+    on_slurm: bool
 
 
-def look(path: Path, timeout_s: float = TIMEOUT_S) -> FileSystem:
-    """Probe a directory in a child process."""
+def check_directory(path: Path, on_slurm: bool, timeout_s: float = TIMEOUT_S) -> list[Finding]:
+    """Return the findings about a directory, from a child process."""
     argv = [sys.executable, "-m", "hpc_rl.doctor.filesystem", str(path)]
+    argv += ["--on_slurm"] if on_slurm else []
+    fix = "name a directory that can be written as cluster.fileroot, or ask the administrators."
     try:
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
         )
-        return FileSystem(**json.loads(done.stdout))
+        return [Finding.from_json(row) for row in json.loads(done.stdout)]
     except subprocess.TimeoutExpired:
-        return FileSystem(str(path), error=f"gave no answer within {timeout_s:g} s")
-    except (OSError, ValueError, TypeError) as error:
-        return FileSystem(str(path), error=f"the probe failed: {error}")
+        return [fail("fileroot", f"{path} gave no answer within {timeout_s:g} s", fix)]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return [fail("fileroot", f"the probe of {path} failed: {error}", fix)]
 
 
-def probe(path: Path) -> FileSystem:
-    """Try everything in a temporary folder below the directory, or below its nearest parent that is there."""
-    found = FileSystem(str(path), exists=path.is_dir())
+def probe(path: Path, on_slurm: bool) -> list[Finding]:
+    """Run all checks in a temporary folder below the directory, or below its nearest parent that exists."""
     base = next(parent for parent in (path, *path.parents) if parent.exists())
-    found.kind, found.options = mount_of(base)
+    kind, options = mount_of(base)
+    findings = [check_shared(path, kind, on_slurm), check_mount_options(options)]
+    fix = "name a directory that can be written as cluster.fileroot, or ask the administrators."
     try:
-        usage = os.statvfs(base)
-        found.free_bytes = usage.f_bavail * usage.f_frsize
-        found.free_inodes = usage.f_favail if usage.f_files else None
         folder = Path(tempfile.mkdtemp(prefix=".hpc-rl-doctor-", dir=base))
     except OSError as error:
-        found.error = f"{base} can't be written: {error.strerror or error}"
-        return found
+        return [fail("fileroot", f"{base} can't be written: {error.strerror or error}", fix), *findings]
+    here = DirectoryProbe(path, base, folder, on_slurm)
+    writable = ok("fileroot", str(path) + ("" if path.is_dir() else " (made at the first submit)"))
     try:
-        _try(folder, found)
+        return [writable, *findings, *(check(here) for check in DIRECTORY_CHECKS)]
     except OSError as error:
-        found.error = f"{error.strerror or error} ({error.filename or folder})"
+        reason = f"{error.strerror or error} ({error.filename or folder})"
+        return [fail("fileroot", reason, fix), *findings]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return found
 
 
-def _try(folder: Path, found: FileSystem) -> None:
-    start = time.monotonic()
-    first = _written(folder / "a", b"old")
-    found.fsync_s = time.monotonic() - start
-    found.skew_s = first.stat().st_mtime - time.time()
-    os.replace(_written(folder / "b", b"new"), first)
-    found.rename = first.read_bytes() == b"new" and not (folder / "b").exists()
-    found.link = _refuses(lambda: os.link(_written(folder / "c", b"x"), first))
-    open_it = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-    found.exclusive = _refuses(lambda: os.close(os.open(first, open_it))) and _refuses(
-        lambda: os.mkdir(first)
-    )
-    with first.open("r+b") as one, first.open("r+b") as two:
+def check_shared(path: Path, kind: str, on_slurm: bool) -> Finding:
+    found = f"{path} is {kind or 'of unknown type'}"
+    if kind in VOLATILE and on_slurm:
+        fix = "name a directory on the cluster's shared file system as cluster.fileroot."
+        return fail("shared", f"{found}: each node has its own", fix)
+    if on_slurm and kind not in SHARED and not kind.startswith("fuse"):
+        return warn("shared", found, "`hpc-rl doctor --allocation` shows whether every node sees it.")
+    return ok("shared", found)
+
+
+def check_mount_options(options: list[str]) -> Finding:
+    bad = [option for option in options if option in BAD_OPTIONS]
+    if bad:
+        found = f"{', '.join(bad)}: locks or opens do not reach across nodes"
+        return warn("mount options", found, LOCAL_CACHES)
+    return ok("mount options", "nothing that breaks locks or opens")
+
+
+def check_rename(here: DirectoryProbe) -> Finding:
+    target = _write(here.folder / "target", b"old")
+    os.replace(_write(here.folder / "source", b"new"), target)
+    if target.read_bytes() != b"new" or (here.folder / "source").exists():
+        return fail("rename", "rename does not replace a file as a whole", NOT_FOR_TRIALS)
+    return ok("rename", "replaces a file as a whole")
+
+
+def check_link(here: DirectoryProbe) -> Finding:
+    taken = _write(here.folder / "linked", b"x")
+    other = _write(here.folder / "other", b"x")
+    if not _refuses(lambda: os.link(other, taken)):
+        found = "link does not refuse a name that is taken: two writers could both win"
+        return fail("link", found, NOT_FOR_TRIALS)
+    return ok("link", "refuses a taken name")
+
+
+def check_exclusive_create(here: DirectoryProbe) -> Finding:
+    taken = _write(here.folder / "taken", b"x")
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    if not (_refuses(lambda: os.close(os.open(taken, flags))) and _refuses(lambda: os.mkdir(taken))):
+        return fail("exclusive create", "O_EXCL or mkdir takes a name twice", NOT_FOR_TRIALS)
+    return ok("exclusive create", "O_EXCL and mkdir refuse a taken name")
+
+
+def check_locks(here: DirectoryProbe) -> Finding:
+    path = _write(here.folder / "lock", b"x")
+    with path.open("r+b") as one, path.open("r+b") as two:
         try:
             fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found.flock = _refuses(lambda: fcntl.flock(two, fcntl.LOCK_EX | fcntl.LOCK_NB), BlockingIOError)
+            works = _refuses(lambda: fcntl.flock(two, fcntl.LOCK_EX | fcntl.LOCK_NB), BlockingIOError)
         except OSError:
-            found.flock = False
+            works = False
+    if not works:
+        return warn("locks", "flock keeps no process out, even on one machine", LOCAL_CACHES)
+    return ok("locks", "flock works on this machine")
 
 
-def _written(path: Path, content: bytes) -> Path:
+def check_sync_time(here: DirectoryProbe) -> Finding:
+    start = time.monotonic()
+    _write(here.folder / "synced", b"x")
+    took_s = time.monotonic() - start
+    if took_s > SLOW_SYNC_S:
+        fix = "state and batches are synced at every step: expect waits, or choose a faster file system."
+        return warn("sync time", f"a small synced write takes {took_s:.1f} s", fix)
+    return ok("sync time", f"a small synced write takes {took_s * 1000:.0f} ms")
+
+
+def check_space(here: DirectoryProbe) -> Finding:
+    usage = os.statvfs(here.base)
+    free = usage.f_bavail * usage.f_frsize
+    found = f"{free / GB:.1f} GB free in {here.path}"
+    if free < GB:
+        return fail("space", found, "remove old trials (`hpc-rl list`), or choose another cluster.fileroot.")
+    if free < 20 * GB and here.on_slurm:
+        fix = "a trial keeps several copies of model and optimizer; recover.keep bounds them."
+        return warn("space", found, fix)
+    return ok("space", found)
+
+
+def check_inodes(here: DirectoryProbe) -> Finding:
+    usage = os.statvfs(here.base)
+    if usage.f_files and usage.f_favail < MIN_INODES:
+        found = f"{usage.f_favail} free in {here.path}"
+        return fail("inodes", found, "remove old trials; a trial makes some thousand files.")
+    return ok("inodes", f"{usage.f_favail} free" if usage.f_files else "not counted")
+
+
+def check_file_clock(here: DirectoryProbe) -> Finding:
+    skew_s = _write(here.folder / "clock", b"x").stat().st_mtime - time.time()
+    found = f"{skew_s:+.1f} s against this machine's"
+    if abs(skew_s) > MAX_CLOCK_SKEW_S:
+        fix = "hpc-rl compares no clocks, but make and caches do: set both by NTP."
+        return warn("file server's clock", found, fix)
+    return ok("file server's clock", found)
+
+
+DIRECTORY_CHECKS: tuple[Callable[[DirectoryProbe], Finding], ...] = (
+    check_rename, check_link, check_exclusive_create, check_locks, check_sync_time, check_space,
+    check_inodes, check_file_clock,
+)  # fmt: skip
+
+
+def _write(path: Path, content: bytes) -> Path:
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -121,7 +196,7 @@ def _written(path: Path, content: bytes) -> Path:
     return path
 
 
-def _refuses(act: Any, error: type[OSError] = FileExistsError) -> bool:
+def _refuses(act: Callable[[], object], error: type[OSError] = FileExistsError) -> bool:
     try:
         act()
     except error:
@@ -130,4 +205,8 @@ def _refuses(act: Any, error: type[OSError] = FileExistsError) -> bool:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(probe(Path(sys.argv[1])))))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--on_slurm", action="store_true")
+    args = parser.parse_args()
+    print(json.dumps([asdict(finding) for finding in probe(args.path, args.on_slurm)]))

@@ -1,9 +1,11 @@
-"""What a check says: how bad it is, what was found, and what to do about it."""
+"""What a check of the doctor returns, and what it is given: one function per check, which looks and judges."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 class Status(enum.StrEnum):
@@ -18,10 +20,10 @@ class Finding:
 
     Args:
         check: Name of the check.
-        status: How bad it is.
-        found: What was found, in words.
-        fix: What to do; empty where nothing is to be done.
-        where: Node or host; empty for the machine that asks.
+        status: How severe it is.
+        found: What was found.
+        fix: What to do; empty where nothing has to be done.
+        where: Node or host; empty for the machine that runs the command.
     """
 
     check: str
@@ -29,6 +31,11 @@ class Finding:
     found: str
     fix: str = ""
     where: str = ""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Finding:
+        """Return a finding of another process. Raises TypeError, KeyError, ValueError for anything else."""
+        return cls(**{**data, "status": Status(data["status"])})
 
 
 def ok(check: str, found: str) -> Finding:
@@ -44,26 +51,25 @@ def fail(check: str, found: str, fix: str) -> Finding:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the trials of this configuration ask of a machine. Zeros and empty texts ask for nothing.
+class Requirements:
+    """What a trial asks of a machine. Zeros and empty texts ask for nothing.
 
     Args:
         on_slurm: Whether trials go to Slurm.
-        slurm_explicit: Whether the configuration says so itself.
         num_nodes: Nodes of a trial.
         cpus: CPUs of the fullest node.
         gpus: GPUs of a node.
         mem_mb: Memory of the fullest node, in MB.
-        fileroot: Where trials lie.
+        fileroot: Directory of the trials.
         python: Interpreter of the trainer.
         server_python: Interpreter of SGLang.
         sglang: Whether the trial generates with SGLang.
         megatron: Whether it trains with Megatron.
         partition: Partition that it names.
+        interface: Network interface that its roles publish.
     """
 
     on_slurm: bool = False
-    slurm_explicit: bool = False
     num_nodes: int = 1
     cpus: int = 1
     gpus: int = 0
@@ -74,3 +80,21 @@ class Wanted:
     sglang: bool = False
     megatron: bool = False
     partition: str = ""
+    interface: str = ""
+
+
+Check = Callable[[Requirements], Finding]
+
+
+def run_checks(checks: Iterable[Check], needs: Requirements) -> list[Finding]:
+    """Run checks in their order; one that the machine does not allow is a warning."""
+    findings = []
+    for check in checks:
+        try:
+            findings.append(check(needs))
+        except OSError as error:
+            name = check.__name__.removeprefix("check_").replace("_", " ")
+            findings.append(
+                warn(name, f"could not be checked: {error}", "run the command by hand as this user.")
+            )
+    return findings

@@ -76,7 +76,7 @@ class SlurmScheduler:
     def _sbatch(spec: JobSpec) -> tuple[str, str, bool]:
         """Return the id of the job; else what went wrong, and whether the job may exist nevertheless."""
         try:
-            done = _call(
+            done = call(
                 ["sbatch", "--parsable", *_beside(spec), str(spec.script), *spec.arguments], SUBMIT_TIMEOUT_S
             )
         except _TimedOut as error:
@@ -127,14 +127,14 @@ class SlurmScheduler:
 
     def nodes(self) -> list[Node]:
         """Return every node of every partition, by one sinfo. Raises SchedulerError."""
-        done = _call(SINFO, CALL_TIMEOUT_S)
+        done = call(SINFO)
         if done.returncode != 0:
             raise SchedulerError(f"sinfo: {_message(done)}")
         return read_sinfo(done.stdout)
 
     def test_only(self, script: str) -> tuple[bool, str]:
         """Return whether Slurm would accept a script now, and its message: when and where, or why not."""
-        done = _call(["sbatch", "--test-only"], SUBMIT_TIMEOUT_S, script)
+        done = call(["sbatch", "--test-only"], SUBMIT_TIMEOUT_S, script)
         said = _message(done)
         if done.returncode != 0 and any(words in said.lower() for words in TRANSIENT):
             raise SchedulerError(f"sbatch --test-only: {said}")
@@ -151,7 +151,7 @@ class SlurmScheduler:
         return self._find(spec)
 
     def _find(self, spec: JobSpec) -> str | None:
-        done = _call(["squeue", "-h", "-t", "all", "--me", "-n", spec.name, "-o", "%i|%k"], CALL_TIMEOUT_S)
+        done = call(["squeue", "-h", "-t", "all", "--me", "-n", spec.name, "-o", "%i|%k"])
         if done.returncode != 0:
             raise SchedulerError(f"squeue: {_message(done)}")
         for line in done.stdout.splitlines():
@@ -164,14 +164,14 @@ class SlurmScheduler:
         return sum_up(self._listed(["-j", ",".join(job_ids)]).values())
 
     def _listed(self, selection: list[str]) -> dict[str, JobState]:
-        done = _call(["squeue", "-h", "-t", "all", *selection, "-o", "%i|%T|%r|%e|%N|%S"], CALL_TIMEOUT_S)
+        done = call(["squeue", "-h", "-t", "all", *selection, "-o", "%i|%T|%r|%e|%N|%S"])
         if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
             raise SchedulerError(f"squeue: {_message(done)}")
         return {state.job_id: state for state in _parsed(done.stdout)}
 
     def _sacct(self, job_ids: Sequence[str]) -> dict[str, JobState]:
         try:
-            done = _call(
+            done = call(
                 ["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids), "-o", "JobID,State,Reason,End,NodeList"],
                 CALL_TIMEOUT_S,
             )
@@ -215,7 +215,7 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def show_config() -> str:
     """Return the configuration that the controller uses, as `scontrol show config` prints it. Raises SchedulerError."""
-    done = _call(["scontrol", "show", "config"], CALL_TIMEOUT_S)
+    done = call(["scontrol", "show", "config"])
     if done.returncode != 0:
         raise SchedulerError(f"scontrol: {_message(done)}")
     return done.stdout
@@ -231,7 +231,10 @@ def _absent(program: str) -> SchedulerError:
     return SchedulerError(f"{program} is not on the PATH: run this on a login node of a Slurm cluster.")
 
 
-def _call(argv: list[str], timeout_s: float, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def call(
+    argv: list[str], timeout_s: float = CALL_TIMEOUT_S, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm. Raises SchedulerError where it is missing or gives no answer in time."""
     env = clean_environment(os.environ)
     if argv[0] != "sbatch":  # which would pass it on to the job
         env["SLURM_TIME_FORMAT"] = "%Y-%m-%dT%H:%M:%S%z"
@@ -246,7 +249,7 @@ def _call(argv: list[str], timeout_s: float, stdin: str = "") -> subprocess.Comp
 
 
 def _checked(argv: list[str]) -> None:
-    done = _call(argv, CALL_TIMEOUT_S)
+    done = call(argv)
     said = done.stderr.lower()
     # Slurm's commands tell these errors apart by their message alone.
     is_over = "invalid job id" in said or "already completed" in said

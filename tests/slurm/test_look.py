@@ -71,7 +71,7 @@ def test_the_doctor_says_what_slurm_refuses(cluster, tmp_path):
         check=False,
     )
     assert done.returncode == 1
-    assert "nope is not known" in done.stdout
+    assert "no partition 'nope'" in done.stdout
     assert "invalid partition" in done.stdout.lower()
 
 

@@ -9,17 +9,18 @@ import pytest
 from hpc_rl.cli.__main__ import main
 from hpc_rl.cli.doctor import srun_options
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
-from hpc_rl.doctor.finding import Wanted
+from hpc_rl.doctor.finding import Requirements
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
 
 def test_the_short_job_asks_for_what_the_trial_asks_for():
     asked = srun_options(
-        Wanted(num_nodes=3, cpus=4, gpus=8, mem_mb=1000), SlurmLauncherConfig(account="x", partition="p")
+        Requirements(num_nodes=3, cpus=4, gpus=8, mem_mb=1000),
+        SlurmLauncherConfig(account="x", partition="p"),
     )
     assert asked == ["--cpus-per-task=4", "--mem=1000M", "--gpus-per-node=8", "--partition=p", "--account=x"]
-    assert srun_options(Wanted(num_nodes=3), SlurmLauncherConfig()) == ["--cpus-per-task=1"]
+    assert srun_options(Requirements(num_nodes=3), SlurmLauncherConfig()) == ["--cpus-per-task=1"]
 
 
 def test_a_failure_is_exit_code_1_with_its_fix_below(tmp_path, monkeypatch, capsys):
@@ -36,3 +37,28 @@ def test_a_failure_is_exit_code_1_with_its_fix_below(tmp_path, monkeypatch, caps
 def test_options_of_a_configuration_need_one(capsys):
     assert main(["doctor", "cluster.n_nodes=3"]) == 64
     assert "--config FILE" in capsys.readouterr().err
+
+
+def test_a_missing_file_of_the_configuration_is_a_finding_among_the_others(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    lines = [
+        "train_dataset: {path: /no/such/data.jsonl, batch_size: 64}",
+        "actor: {path: /m}",
+        "cluster: {n_gpus_per_node: 0}",
+        "trial_name: t",
+        "experiment_name: e",
+    ]
+    (tmp_path / "config.yaml").write_text("\n".join(lines))
+    argv = ["doctor", "--config", str(tmp_path / "config.yaml"), "--fileroot", str(tmp_path), "--json"]
+    assert main(argv) == 1
+    rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)["findings"]}
+    assert (
+        rows["configuration"]["status"] == "fail" and "/no/such/data.jsonl" in rows["configuration"]["found"]
+    )
+    assert rows["python"]["status"] == "ok"
+
+
+def test_an_unknown_profile_of_a_cluster_is_refused(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("trial_name: t\n")
+    assert main(["doctor", "--config", str(tmp_path / "config.yaml"), "--cluster", "nope"]) == 64
+    assert "nope" in capsys.readouterr().err

@@ -1,0 +1,364 @@
+"""Checks of the machine that they run on: software, resources, limits, network, leftover processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from hpc_rl import net
+from hpc_rl.config.tables.sglang_versions import DROPPED
+from hpc_rl.doctor.finding import Check, Finding, Requirements, fail, ok, warn
+from hpc_rl.errors import ConfigError
+from hpc_rl.schedulers.hostlist import peer_hosts
+
+GB = 10**9
+MIN_PYTHON, MIN_TORCH = (3, 11), (2, 9)
+LIBRARIES = ("torch", "transformers", "safetensors", "sglang", "megatron-core")
+MIN_SHM_GB = 1.0
+MIN_SHM_GB_WITHOUT_GPU = 0.064
+# Parents of a process whose own parent has died.
+INITS = ("init", "systemd", "tini", "dumb-init", "docker-init", "catatonit")
+ROLE_VARIABLE = b"HPC_RL_STEPS="
+VERSIONS_PROGRAM = """
+import importlib.metadata, json, sys
+def version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+print(json.dumps({name: version(name) for name in sys.argv[1:]}))
+"""
+
+
+# --- software
+
+
+def check_python(needs: Requirements) -> Finding:
+    found = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < MIN_PYTHON:
+        return fail(
+            "python", found, f"use Python {_dots(MIN_PYTHON)} or newer; launcher.python is that of jobs."
+        )
+    return ok("python", found)
+
+
+def check_torch(needs: Requirements) -> Finding:
+    found = versions(needs.python or sys.executable)
+    python = needs.python or "launcher.python"
+    fix = f"`pip install 'torch>={_dots(MIN_TORCH)}' transformers safetensors` into {python}."
+    if isinstance(found, str):
+        return fail("torch", found, "set launcher.python to the interpreter that has torch.")
+    missing = [name for name in ("torch", "transformers", "safetensors") if not found.get(name)]
+    if missing:
+        return fail("torch", f"missing in the trainer's Python: {', '.join(missing)}", fix)
+    if _numbers(found["torch"]) < MIN_TORCH:
+        return fail("torch", f"torch {found['torch']}", fix)
+    return ok("torch", f"torch {found['torch']}, transformers {found['transformers']}")
+
+
+def check_megatron(needs: Requirements) -> Finding:
+    found = versions(needs.python or sys.executable)
+    version = found.get("megatron-core", "") if isinstance(found, dict) else ""
+    if needs.megatron and not version:
+        fix = "`pip install megatron-core` there, or use fsdp."
+        return fail("megatron", "megatron-core is missing in the trainer's Python", fix)
+    return ok("megatron", f"megatron-core {version}" if version else "not installed, not required")
+
+
+def check_sglang(needs: Requirements) -> Finding:
+    found = versions(needs.server_python or needs.python or sys.executable)
+    version = found.get("sglang", "") if isinstance(found, dict) else ""
+    if not version and needs.sglang:
+        fix = "set launcher.inference_server_python to the environment that has it, or use embedded servers."
+        return fail("sglang", found if isinstance(found, str) else "not installed", fix)
+    if not version:
+        return ok("sglang", "not installed, not required")
+    if version not in DROPPED:
+        tested = sorted(DROPPED, key=_numbers)
+        fix = f"its options are taken from {tested[-1]}; tested versions: {', '.join(tested)}."
+        return warn("sglang", f"version {version}", fix)
+    return ok("sglang", f"version {version}")
+
+
+@cache
+def versions(python: str) -> dict[str, str] | str:
+    """Return the versions of LIBRARIES that an interpreter has (empty: missing), or why it can't be asked."""
+    program = shutil.which(python)
+    if program is None:
+        return f"{python} is not a program that can be run here"
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    argv = [program, "-c", VERSIONS_PROGRAM, *LIBRARIES]
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, env=environ
+        )
+        found = json.loads(done.stdout)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{python} can't be asked: {error}"
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        return f"{python} gave no answer: {' '.join(done.stderr.split())[-200:]}"
+    return found
+
+
+# --- resources
+
+
+def check_cpus(needs: Requirements) -> Finding:
+    usable = len(os.sched_getaffinity(0))
+    found = f"{usable} usable" + (f", {needs.cpus} required" if needs.cpus else "")
+    if usable < needs.cpus:
+        fix = "ask for more CPUs per node or lower launcher.*_cpus*; fewer than asked for means wrong CPU binding."
+        return fail("cpus", found, fix)
+    return ok("cpus", found)
+
+
+def check_gpus(needs: Requirements) -> Finding:
+    count, source = visible_gpus()
+    found = f"{count} visible ({source})" + (f", {needs.gpus} required" if needs.gpus else "")
+    if count < needs.gpus:
+        fix = "ask for GPUs (cluster.n_gpus_per_node, launcher.slurm.gres), or repair the node's driver."
+        return fail("gpus", found, fix)
+    return ok("gpus", found)
+
+
+def visible_gpus() -> tuple[int, str]:
+    """Return how many GPUs a process here would see, and by which source."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return len([one for one in named.split(",") if one.strip() not in ("", "-1")]), "CUDA_VISIBLE_DEVICES"
+    if shutil.which("nvidia-smi"):
+        try:
+            done = subprocess.run(
+                ["nvidia-smi", "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30
+            )
+            return sum(line.startswith("GPU ") for line in done.stdout.splitlines()), "nvidia-smi"
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+    devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]
+    return len(devices), "/dev/nvidia*"
+
+
+def check_memory(needs: Requirements) -> Finding:
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = cgroup_memory()
+    usable = machine if limit is None else min(machine, limit)
+    found = f"{_gb(usable)} usable" + (" (control group)" if limit is not None else "")
+    found += f", {_gb(needs.mem_mb << 20)} required" if needs.mem_mb else ""
+    if usable < needs.mem_mb << 20:
+        fix = "ask for more (launcher.slurm.mem) or lower launcher.*_mem*: the kernel kills what exceeds its limit."
+        return fail("memory", found, fix)
+    return ok("memory", found)
+
+
+def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Return the smallest memory limit of this process's control groups, version 2 or 1; None where there is none."""
+    limits = []
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
+            continue
+        top, name = (root, "memory.max") if not controllers else (root / "memory", "memory.limit_in_bytes")
+        here = top / path.lstrip("/")
+        for folder in (here, *here.parents):
+            if not folder.is_relative_to(top):
+                break
+            try:
+                text = (folder / name).read_text().strip()
+            except OSError:
+                continue
+            if text.isdigit() and int(text) < 1 << 60:
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def check_shared_memory(needs: Requirements) -> Finding:
+    usage = shutil.disk_usage("/dev/shm")
+    found = f"/dev/shm has {_gb(usage.free)} free of {_gb(usage.total)}"
+    if usage.free < (MIN_SHM_GB if needs.gpus else MIN_SHM_GB_WITHOUT_GPU) * GB:
+        fix = "NCCL and data loaders need it: remove old files there, or give the container a larger one."
+        return fail("shared memory", found, fix)
+    return ok("shared memory", found)
+
+
+def check_temporary(needs: Requirements) -> Finding:
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    found = f"{folder} has {_gb(free)} free"
+    if free < GB:
+        return warn("temporary", found, "set TMPDIR to a local disk with space.")
+    return ok("temporary", found)
+
+
+# --- limits; the roles raise the soft limits of files and locked memory, so the hard ones count
+
+
+def check_open_files(needs: Requirements) -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"at most {_limit(hard)} (now {_limit(soft)}; roles raise it)"
+    if _below(hard, 1024):
+        return fail(
+            "open files", found, "raise the hard limit: limits.conf of the site, LimitNOFILE of slurmd."
+        )
+    if _below(hard, 4096):
+        return warn("open files", found, "many servers need more: 65536 is usual.")
+    return ok("open files", found)
+
+
+def check_processes(needs: Requirements) -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    found = f"limit {_limit(soft)}, at most {_limit(hard)}"
+    if _below(soft, 1024):
+        return fail("processes", found, "raise it: `ulimit -u`; threads count, and a node runs thousands.")
+    return ok("processes", found)
+
+
+def check_locked_memory(needs: Requirements) -> Finding:
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found = f"at most {_limit(hard)}"
+    if needs.gpus and needs.num_nodes > 1 and hard != resource.RLIM_INFINITY:
+        fix = "InfiniBand needs it unlimited: LimitMEMLOCK=infinity of slurmd, PropagateResourceLimitsExcept=MEMLOCK."
+        return warn("locked memory", found, fix)
+    return ok("locked memory", found)
+
+
+# --- network
+
+
+def check_ports(needs: Requirements) -> Finding:
+    try:
+        with net.bind() as sock:
+            port = sock.getsockname()[1]
+    except OSError as error:
+        fix = "a sandbox or a limit forbids it; run where sockets are allowed."
+        return fail("ports", f"none can be bound: {error.strerror or error}", fix)
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if high - low < 5000:
+        fix = "widen net.ipv4.ip_local_port_range: each connection takes one."
+        return warn("ports", f"only {low} to {high} are assigned", fix)
+    return ok("ports", f"bound {port}; {low} to {high} are assigned")
+
+
+def check_address(needs: Requirements) -> Finding:
+    try:
+        return ok("address", f"peers reach {address_for(needs)}")
+    except ConfigError as error:
+        fix = "set cluster.interface, or HPC_RL_INTERFACE in the job, to the interface that leads to the other nodes."
+        return fail("address", str(error), fix)
+
+
+def address_for(needs: Requirements) -> str:
+    """Return the address that a role on this machine would publish. Raises ConfigError."""
+    interface = needs.interface or os.environ.get("HPC_RL_INTERFACE", "")
+    return net.published_address(needs.num_nodes, interface, peer_hosts(os.environ))
+
+
+def check_host_name(needs: Requirements) -> Finding:
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        fix = "put it into DNS or /etc/hosts: NCCL and gloo look it up."
+        return warn("host name", f"{name} does not resolve", fix)
+    return ok("host name", name)
+
+
+def check_proxies(needs: Requirements) -> Finding:
+    set_here = [
+        name for name in os.environ if name.lower() in ("http_proxy", "all_proxy") and os.environ[name]
+    ]
+    if set_here and "*" not in (os.environ.get("no_proxy"), os.environ.get("NO_PROXY")):
+        fix = "set no_proxy to the cluster's nodes (or `*`), or unset them: libraries may ask the proxy for nodes."
+        return warn("proxy", f"set: {', '.join(sorted(set_here))}", fix)
+    return ok("proxy", "none")
+
+
+# --- processes
+
+
+@dataclass(frozen=True)
+class LeftoverProcess:
+    """A process of a trial without a supervisor."""
+
+    pid: int
+    command: str
+    job_id: str = ""
+
+
+def check_leftovers(needs: Requirements) -> Finding:
+    found = leftovers()
+    if not found:
+        return ok("leftovers", "no process of an earlier trial")
+    named = "; ".join(
+        f"{one.pid}" + (f" of job {one.job_id}" if one.job_id else "") + f" {one.command[:60]}"
+        for one in found[:3]
+    )
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    fix = f"their supervisor has ended; stop them: kill {' '.join(str(one.pid) for one in found)}"
+    return warn("leftovers", f"{named}{more}", fix)
+
+
+def leftovers(proc: Path = Path("/proc")) -> list[LeftoverProcess]:
+    """Return processes of trials, of this account, whose supervisor has ended: init is their parent.
+
+    They are known by environment and parent, never by name.
+    """
+    found = []
+    for path in proc.iterdir():
+        if not path.name.isdigit():
+            continue
+        try:
+            raw = (path / "environ").read_bytes()
+            if ROLE_VARIABLE not in raw or path.stat().st_uid != os.getuid():
+                continue
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            is_adopted = parent <= 1 or (proc / str(parent) / "comm").read_text().strip() in INITS
+        except (OSError, ValueError):
+            continue
+        environ = dict(line.partition("=")[::2] for line in raw.decode(errors="replace").split("\0"))
+        if command and is_adopted:
+            found.append(LeftoverProcess(int(path.name), command[:120], environ.get("SLURM_JOB_ID", "")))
+    return sorted(found, key=lambda one: one.pid)
+
+
+MACHINE_CHECKS: tuple[Check, ...] = (
+    check_python, check_torch, check_sglang, check_megatron, check_cpus, check_gpus, check_memory,
+    check_shared_memory, check_temporary, check_open_files, check_processes, check_locked_memory,
+    check_ports, check_address, check_host_name, check_proxies, check_leftovers,
+)  # fmt: skip
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:3]))
+
+
+def _dots(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _gb(size: int) -> str:
+    return f"{size / GB:.1f} GB"
+
+
+def _below(value: int, bound: int) -> bool:
+    return value != resource.RLIM_INFINITY and value < bound
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)

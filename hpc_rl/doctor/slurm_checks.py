@@ -1,0 +1,100 @@
+"""Checks of Slurm from a login node: programs, version, controller, accounting, and whether the request fits the cluster."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+from hpc_rl.doctor.finding import Check, Finding, Requirements, fail, ok, run_checks, warn
+from hpc_rl.errors import SchedulerError
+from hpc_rl.schedulers import sinfo, slurm
+from hpc_rl.schedulers.slurm import SlurmScheduler
+
+PROGRAMS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
+# Since then --overlap shares GPUs too, which the steps that watch the nodes need.
+OLDEST = (22, 5)
+MAX_MESSAGE = 300  # characters
+
+
+def check_programs(needs: Requirements) -> Finding:
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if not missing:
+        return ok("slurm programs", "sbatch, srun and the others are on the PATH")
+    if needs.on_slurm or len(missing) < len(PROGRAMS):
+        fix = "load Slurm's module, or use a login node of the cluster."
+        return fail("slurm programs", f"not on the PATH: {', '.join(missing)}", fix)
+    return ok("slurm programs", "none on the PATH: trials run on this machine")
+
+
+def check_version(needs: Requirements) -> Finding:
+    said = slurm.call(["sinfo", "--version"]).stdout
+    numbers = tuple(map(int, re.findall(r"\d+", said)[:2]))
+    if not numbers:
+        return fail("slurm version", "not known", "`sinfo --version` must print it.")
+    if numbers < OLDEST:
+        fix = (
+            f"{OLDEST[0]}.{OLDEST[1]:02d} or newer is needed: with older ones --overlap does not share GPUs."
+        )
+        return fail("slurm version", said.split()[-1], fix)
+    return ok("slurm version", said.split()[-1])
+
+
+def check_controller(needs: Requirements) -> Finding:
+    done = slurm.call(["scontrol", "ping"])
+    lines = done.stdout.splitlines()
+    if done.returncode != 0 and not any("UP" in line for line in lines):
+        said = " ".join((done.stderr or done.stdout).split())[-MAX_MESSAGE:]
+        fix = "check SLURM_CONF and that munge is running; otherwise contact your administrators."
+        return fail("slurm controller", said or "no answer", fix)
+    down = [line for line in lines if "DOWN" in line]
+    if down:
+        return warn("slurm controller", "; ".join(down), "a backup answers; tell your administrators.")
+    return ok("slurm controller", "; ".join(lines) or "answers")
+
+
+def check_accounting(needs: Requirements) -> Finding:
+    done = slurm.call(["sacct", "-n", "-X", "-S", "now", "-o", "JobID"])
+    if done.returncode != 0:
+        said = " ".join(done.stderr.split())[-MAX_MESSAGE:] or "no answer"
+        fix = "trials work without it; of jobs that ended long ago only their own files are known then."
+        return warn("slurm accounting", said, fix)
+    return ok("slurm accounting", "sacct answers")
+
+
+def check_capacity(needs: Requirements) -> Finding:
+    nodes = SlurmScheduler().nodes()
+    request = sinfo.JobRequest(
+        n_nodes=needs.num_nodes,
+        cpus=needs.cpus or None,
+        mem_mb=needs.mem_mb or None,
+        gpus=needs.gpus or None,
+        partition=needs.partition or None,
+    )
+    limits = sinfo.judge(request, nodes)
+    if not limits:
+        return ok("capacity", f"{len({node.name for node in nodes})} nodes; the request fits")
+    found = " ".join(limit.message for limit in limits)
+    nearest = [limit.nearest for limit in limits if limit.nearest]
+    fix = (
+        f"nearest that fits: {'; '.join(nearest)}." if nearest else "ask for less, or name another partition."
+    )
+    return (fail if any(limit.certain for limit in limits) else warn)("capacity", found, fix)
+
+
+SLURM_CHECKS: tuple[Check, ...] = (check_version, check_controller, check_accounting, check_capacity)
+
+
+def check_slurm(needs: Requirements) -> list[Finding]:
+    """Return the findings about Slurm; only the first one where there is none."""
+    first = check_programs(needs)
+    if shutil.which("sinfo") is None or shutil.which("scontrol") is None:
+        return [first]
+    findings = [first]
+    for check in SLURM_CHECKS:
+        try:
+            findings += run_checks([check], needs)
+        except SchedulerError as error:
+            name = "slurm " + check.__name__.removeprefix("check_")
+            fix = "check SLURM_CONF and that munge is running; otherwise contact your administrators."
+            findings.append(fail(name, str(error), fix))
+    return findings

@@ -1,0 +1,206 @@
+"""Every check of a machine: passed by a good one, and shown to fail (or to warn), with its fix, where something is wrong."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import sys
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_rl import net
+from hpc_rl.doctor import machine
+from hpc_rl.doctor.finding import Requirements, Status, run_checks
+from hpc_rl.doctor.machine import MACHINE_CHECKS, LeftoverProcess, cgroup_memory, leftovers, versions
+from hpc_rl.errors import ConfigError
+
+GB = 10**9
+Usage = namedtuple("Usage", "total used free")
+LIBRARIES = {"torch": "2.9.1+cu128", "transformers": "4.57.0", "safetensors": "0.5", "sglang": "0.5.23",
+             "megatron-core": "0.14.0"}  # fmt: skip
+NEEDS = Requirements(
+    on_slurm=True, num_nodes=2, cpus=32, gpus=8, mem_mb=128_000, fileroot="/shared/runs", python="python", sglang=True,
+    megatron=True,
+)  # fmt: skip
+FREE = resource.RLIM_INFINITY
+
+
+@pytest.fixture
+def good(monkeypatch):
+    """A machine on which all is well; call it with what is wrong."""
+
+    def make(**wrong) -> None:
+        facts = {
+            "python": (3, 12, 1), "libraries": LIBRARIES, "cpus": 64, "gpus": 8, "cgroup": None, "shm": 64 * GB,
+            "tmp": 100 * GB, "nofile": (1024, 65536), "nproc": (FREE, FREE), "memlock": (65536, FREE), "bind_error": None,
+            "ports": "32768 60999", "address": "10.0.0.1", "resolves": True, "proxy": "", "leftovers": [],
+        } | wrong  # fmt: skip
+        limits = {
+            resource.RLIMIT_NOFILE: facts["nofile"],
+            resource.RLIMIT_NPROC: facts["nproc"],
+            resource.RLIMIT_MEMLOCK: facts["memlock"],
+        }
+
+        def fails(error: Exception | None):
+            if error is not None:
+                raise error
+
+        def published_address(num_hosts, interface, peers):
+            fails(facts["address"] if isinstance(facts["address"], Exception) else None)
+            return facts["address"]
+
+        real_bind, read_text = net.bind, Path.read_text
+        monkeypatch.setattr(machine.sys, "version_info", facts["python"])
+        monkeypatch.setattr(machine, "versions", lambda python: facts["libraries"])
+        monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: range(facts["cpus"]))
+        monkeypatch.setattr(machine, "visible_gpus", lambda: (facts["gpus"], "nvidia-smi"))
+        monkeypatch.setattr(machine.os, "sysconf", lambda name: 2**20)  # 1 TB as pages times page size
+        monkeypatch.setattr(machine, "cgroup_memory", lambda: facts["cgroup"])
+
+        def disk_usage(path):
+            return Usage(64 * GB, 0, facts["shm" if path == "/dev/shm" else "tmp"])
+
+        def read_text_or_ports(path, *args, **more):
+            return facts["ports"] if path.name == "ip_local_port_range" else read_text(path, *args, **more)
+
+        monkeypatch.setattr(machine.shutil, "disk_usage", disk_usage)
+        monkeypatch.setattr(machine.resource, "getrlimit", limits.__getitem__)
+        monkeypatch.setattr(machine.net, "bind", lambda: fails(facts["bind_error"]) or real_bind())
+        monkeypatch.setattr(Path, "read_text", read_text_or_ports)
+        monkeypatch.setattr(machine.net, "published_address", published_address)
+        error = None if facts["resolves"] else socket.gaierror("unknown")
+        monkeypatch.setattr(machine.socket, "getaddrinfo", lambda *_: fails(error))
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("http_proxy", facts["proxy"])
+        monkeypatch.setattr(machine, "leftovers", lambda: facts["leftovers"])
+
+    return make
+
+
+WRONG = [  # check, what is wrong, how severe, tokens of the finding and of the fix
+    ("python", {"python": (3, 9, 2)}, "fail", "3.9.2", "3.11 or newer"),
+    ("torch", {"libraries": {**LIBRARIES, "torch": "2.1.0"}}, "fail", "2.1.0", "torch>=2.9"),
+    ("torch", {"libraries": {**LIBRARIES, "torch": ""}}, "fail", "torch", "pip install"),
+    ("megatron", {"libraries": {**LIBRARIES, "megatron-core": ""}}, "fail", "missing", "megatron-core"),
+    ("sglang", {"libraries": {**LIBRARIES, "sglang": ""}}, "fail", "not installed", "inference_server_python"),
+    ("sglang", {"libraries": {**LIBRARIES, "sglang": "0.1.0"}}, "warn", "0.1.0", "0.5.23"),
+    ("cpus", {"cpus": 2}, "fail", "2 usable, 32 required", "CPUs"),
+    ("gpus", {"gpus": 4}, "fail", "4 visible", "n_gpus_per_node"),
+    ("memory", {"cgroup": 8 * GB}, "fail", "8.0 GB usable (control group)", "launcher.slurm.mem"),
+    ("shared memory", {"shm": 60 << 20}, "fail", "0.1 GB", "container"),
+    ("temporary", {"tmp": 1000}, "warn", "0.0 GB", "TMPDIR"),
+    ("open files", {"nofile": (256, 512)}, "fail", "at most 512", "hard limit"),
+    ("open files", {"nofile": (1024, 2048)}, "warn", "2048", "65536"),
+    ("processes", {"nproc": (100, 100)}, "fail", "100", "ulimit -u"),
+    ("locked memory", {"memlock": (8 << 20, 8 << 20)}, "warn", "8388608", "MEMLOCK"),
+    ("ports", {"bind_error": PermissionError(1, "Operation not permitted")}, "fail", "not permitted", "sockets"),
+    ("ports", {"ports": "60000 60999"}, "warn", "60000", "ip_local_port_range"),
+    ("address", {"address": ConfigError("no route; this host has lo (127.0.0.1)")}, "fail", "127.0.0.1", "interface"),
+    ("host name", {"resolves": False}, "warn", socket.gethostname(), "DNS"),
+    ("proxy", {"proxy": "http://proxy:3128"}, "warn", "http_proxy", "no_proxy"),
+    ("leftovers", {"leftovers": [LeftoverProcess(4711, "python -m hpc_rl.app.server", "12")]}, "warn",
+     "4711 of job 12", "kill 4711"),
+]  # fmt: skip
+
+
+def test_all_is_well_on_a_good_machine(good):
+    good()
+    findings = run_checks(MACHINE_CHECKS, NEEDS)
+    assert [finding for finding in findings if finding.status is not Status.OK] == []
+    assert {finding.check for finding in findings} == {name for name, *_ in WRONG}, "each is shown to fail"
+
+
+@pytest.mark.parametrize(("name", "wrong", "status", "found", "fix"), WRONG)
+def test_a_machine_with_a_fault(good, name, wrong, status, found, fix):
+    good(**wrong)
+    bad = [finding for finding in run_checks(MACHINE_CHECKS, NEEDS) if finding.status is not Status.OK]
+    assert [finding.check for finding in bad] == [name]
+    assert bad[0].status == status and found in bad[0].found and fix in bad[0].fix
+
+
+def test_an_interpreter_that_is_missing_fails_what_needs_it(good):
+    good(libraries="nope is not a program")
+    bad = [finding for finding in run_checks(MACHINE_CHECKS, NEEDS) if finding.status is not Status.OK]
+    assert {finding.check for finding in bad} == {"torch", "megatron", "sglang"}
+    assert "nope" in bad[0].found and "launcher.python" in bad[0].fix
+
+
+def test_what_is_not_required_does_not_fail(good):
+    good(libraries={**LIBRARIES, "megatron-core": "", "sglang": ""}, gpus=0, memlock=(65536, 65536))
+    findings = run_checks(MACHINE_CHECKS, Requirements(fileroot="/shared/runs"))
+    assert not [finding for finding in findings if finding.status is not Status.OK]
+
+
+def test_a_check_that_the_machine_does_not_allow_is_a_warning():
+    def check_secret_place(needs):
+        raise PermissionError(13, "Permission denied")
+
+    [finding] = run_checks([check_secret_place], NEEDS)
+    assert (finding.check, finding.status) == ("secret place", Status.WARN) and "denied" in finding.found
+
+
+def test_this_machine_is_checked_for_real(tmp_path):
+    findings = run_checks(MACHINE_CHECKS, Requirements(fileroot=str(tmp_path), python=sys.executable))
+    assert {finding.check for finding in findings} == {name for name, *_ in WRONG}
+    by_name = {finding.check: finding for finding in findings}
+    assert by_name["python"].status is by_name["torch"].status is by_name["ports"].status is Status.OK
+
+
+def test_the_address_is_that_of_a_role(monkeypatch):
+    asked = []
+    monkeypatch.setattr(machine.net, "published_address", lambda *args: asked.append(args) or "10.0.0.1")
+    monkeypatch.setenv("HPC_RL_INTERFACE", "ib0")
+    monkeypatch.setattr(
+        os, "environ", {**os.environ, "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1"}
+    )
+    machine.check_address(NEEDS)
+    machine.check_address(replace(NEEDS, interface="eth1"))
+    assert [(num, interface, peers[:1]) for num, interface, peers in asked] == [
+        (2, "ib0", ["n2"]),
+        (2, "eth1", ["n2"]),
+    ]
+
+
+def test_the_smallest_memory_limit_above_a_process_counts(tmp_path):
+    (tmp_path / "own").write_text("0::/job/step\n")
+    (tmp_path / "fs" / "job" / "step").mkdir(parents=True)
+    (tmp_path / "fs" / "job" / "memory.max").write_text("1000000\n")
+    (tmp_path / "fs" / "job" / "step" / "memory.max").write_text("max\n")
+    assert cgroup_memory(tmp_path / "fs", tmp_path / "own") == 1_000_000
+    (tmp_path / "own").write_text("5:memory:/job\n")
+    (tmp_path / "fs" / "memory" / "job").mkdir(parents=True)
+    (tmp_path / "fs" / "memory" / "job" / "memory.limit_in_bytes").write_text("77\n")
+    assert cgroup_memory(tmp_path / "fs", tmp_path / "own") == 77
+
+
+def test_an_interpreter_that_is_none():
+    assert "not a program" in versions("/no/such/python")
+
+
+def test_a_process_whose_supervisor_has_ended_is_found_and_no_other(tmp_path):
+    """`proc` is made by hand: 10 is held by a supervisor, 11 by 10, 12 by a step daemon, 13 and 15 by none, 14 is not ours."""
+
+    def process(pid: int, parent: int, command: str, comm: str = "python", ours: bool = True) -> None:
+        folder = tmp_path / str(pid)
+        folder.mkdir()
+        (folder / "stat").write_text(f"{pid} ({comm}) S {parent} 0 0")
+        (folder / "comm").write_text(f"{comm}\n")
+        (folder / "cmdline").write_text(command.replace(" ", "\0") + "\0")
+        (folder / "environ").write_text("A=b\0" + ("HPC_RL_STEPS=srun\0SLURM_JOB_ID=7\0" if ours else ""))
+
+    process(5, 1, "python -m hpc_rl.app.supervisor", ours=False)
+    process(6, 1, "slurmstepd: [7.1]", comm="slurmstepd", ours=False)
+    process(10, 5, "python -m hpc_rl.app.rollout")
+    process(11, 10, "python -m hpc_rl.app.rollout_worker")
+    process(12, 6, "python -m hpc_rl.app.server")
+    process(13, 1, "sglang::scheduler")
+    process(14, 1, "bash", ours=False)
+    process(7, 1, "/lib/systemd/systemd --user", comm="systemd", ours=False)
+    process(15, 7, "python -m hpc_rl.app.trainer")
+    (tmp_path / "self").mkdir()
+    assert [(left.pid, left.job_id) for left in leftovers(tmp_path)] == [(13, "7"), (15, "7")]
