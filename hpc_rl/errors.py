@@ -1,4 +1,4 @@
-"""The exception tree and the exit codes; every process of a trial and every command ends with one of them.
+"""The exception tree, the exit codes, and what the job script does about an exit.
 
 HpcRlError
 ├── ConfigError (ValueError)          64 on the command line, 78 in a role: never retried
@@ -11,13 +11,13 @@ HpcRlError
 ├── SchedulerError                    69: the scheduler refused or can't be reached
 ├── CannotWrite (OSError)             73
 ├── RoleFailed                        70: may be retried by its class
-│   ├── Damaged                       a file is not what was written: go on from an older generation
+│   ├── Damaged                       a file is not what was written: use an older generation
 │   ├── DataUnusable                  the data, workflow or reward function give nothing to train on
 │   ├── GivenUp                       starting again would end the same way
 │   ├── ServerUnavailable             a generation server can't be reached or can't serve: ask another
 │   └── ServerStale                   its weights are older than the request allows: ask another, or later
-├── RequestRefused (ValueError)       a server refused a request as wrong (400, 401 …): asking again won't help
-│   └── InputRefused                  it was this very input (400, 413, 422), as one that is too long for the model
+├── RequestRefused (ValueError)       a server refused a request (400, 401 …): a retry won't help
+│   └── InputRefused                  because of its input (400, 413, 422), as one that is too long
 └── Stale                             an action carried an epoch or a lineage that is no longer current
 """
 
@@ -37,14 +37,14 @@ class ExitCode(enum.IntEnum):
     SCHEDULER = 69
     FAILED = 70
     CANNOT_WRITE = 73
-    STOPPED = 75  # of a role or job: state saved, start me again; of the command line: busy
+    STOPPED = 75  # of a role or job: state saved, to be started again; of the command line: busy
     BAD_CONFIG = 78
     KILLED_BY_PERSON = 130
     KILLED_BY_SYSTEM = 143
 
 
 class FailureClass(enum.StrEnum):
-    """What a failure comes of: it decides what is done about it (supervise/failures.py)."""
+    """Origin of a failure, by which supervise/exit_policy.py decides what follows."""
 
     USER = "user"
     DATA = "data"
@@ -54,7 +54,7 @@ class FailureClass(enum.StrEnum):
     DISK_FULL = "disk full"
     PREEMPTION = "preemption"
     WALL_TIME = "wall time"
-    UNKNOWN = "unknown"  # nobody left a word that tells
+    UNKNOWN = "unknown"  # no record tells
 
 
 class StopCause(enum.StrEnum):
@@ -86,13 +86,13 @@ class ScriptRule:
     reason: str
 
 
-# The job script is rendered from these two tables. A stop that the script knows of comes before the exit code, but
-# for code 0. With recover.mode disabled nothing is started again. Its last line in `jobs/<job id>.state` has the
-# cause of the stop under `cause`.
+# The job script is rendered from these two tables. A stop that the script knows of comes before the exit
+# code, but for code 0. With recover.mode disabled nothing is started again. Its last line in
+# `jobs/<job id>.state` has the cause of the stop under `cause`.
 AFTER_STOP: dict[StopCause, ScriptRule] = {
     StopCause.CANCELLED: ScriptRule(ScriptAction.END, "cancelled by the user"),
     StopCause.TIME_LIMIT: ScriptRule(ScriptAction.START_AGAIN, "the time limit was reached"),
-    # A requeue of a cancelled job would succeed and revive it; preempted jobs are requeued by the scheduler itself.
+    # A requeue of a cancelled job would revive it; the scheduler itself requeues preempted jobs.
     StopCause.PREEMPTION: ScriptRule(ScriptAction.END, "stopped by a signal"),
 }
 AFTER_EXIT: dict[ExitCode, ScriptRule] = {
@@ -113,14 +113,14 @@ def after_exit(code: int) -> ScriptRule:
 
 
 class HpcRlError(Exception):
-    """Base of everything that this package raises on purpose. `exit_code` is the command line's."""
+    """Base of all errors that this package raises on purpose. `exit_code` is that of the command line."""
 
     exit_code = ExitCode.FAILED
     failure = FailureClass.UNKNOWN
 
 
 class ConfigError(HpcRlError, ValueError):
-    """The configuration can't hold. The message names the key, what came, what is allowed and what to do."""
+    """An invalid configuration. The message names the key, its value, what is allowed and what to do."""
 
     exit_code = ExitCode.REFUSED
     failure = FailureClass.USER
@@ -131,11 +131,11 @@ class DoesNotFit(ConfigError):
 
 
 class NotBuilt(ConfigError):
-    """Something that the configuration can name and this version can't do."""
+    """An option that this version does not implement."""
 
 
 class TrialStateError(HpcRlError):
-    """What lies in the trial directory forbids the request."""
+    """The state of the trial directory forbids the request."""
 
 
 class TrialNameError(TrialStateError):
@@ -145,7 +145,7 @@ class TrialNameError(TrialStateError):
 
 
 class TrialBusy(TrialStateError):
-    """The trial runs, or has state and the mode is a fresh start."""
+    """The trial is running, or has state and the mode is a fresh start."""
 
     exit_code = ExitCode.STOPPED
 
@@ -157,55 +157,55 @@ class NothingToResume(TrialStateError):
 
 
 class SchedulerError(HpcRlError):
-    """The scheduler refused a request or could not be reached; carries its own words."""
+    """The scheduler refused a request or could not be reached; the message quotes it."""
 
     exit_code = ExitCode.SCHEDULER
     failure = FailureClass.INFRASTRUCTURE
 
 
 class CannotWrite(HpcRlError, OSError):
-    """A place that must be writable is not."""
+    """A path that must be writable is not."""
 
     exit_code = ExitCode.CANNOT_WRITE
     failure = FailureClass.INFRASTRUCTURE
 
 
 class RoleFailed(HpcRlError):
-    """A role ended in a way that its policy may retry."""
+    """A role failed; the policy of its class may retry."""
 
     failure = FailureClass.INFRASTRUCTURE
 
 
 class DataUnusable(RoleFailed):
-    """What the data, the workflow or the reward function gives can't be trained on; trying again gives the same."""
+    """The data, the workflow or the reward function give nothing to train on; a retry would not help."""
 
     failure = FailureClass.DATA
 
 
 class Damaged(RoleFailed):
-    """What lies on disk is not what was written; the message begins with the file."""
+    """A file is not what was written; the message begins with its path."""
 
 
 class GivenUp(RoleFailed):
-    """A role that ends for good: the supervisor does not start it again."""
+    """A role failed for good: the supervisor does not start it again."""
 
     failure = FailureClass.USER
 
 
 class ServerUnavailable(RoleFailed):
-    """A generation server can't be reached, or can't serve now; another one may."""
+    """A generation server can't be reached or can't serve now; another one may."""
 
 
 class ServerStale(RoleFailed):
-    """A generation server whose weights are older than the request allows."""
+    """The weights of a generation server are older than the request allows."""
 
 
 class RequestRefused(HpcRlError, ValueError):
-    """A server refused a request as wrong; the message has its words."""
+    """A server refused a request as invalid; the message quotes it."""
 
 
 class InputRefused(RequestRefused):
-    """A server refused an input for what it is; another input may be served."""
+    """A server refused this input; it may serve another one."""
 
 
 class Stale(HpcRlError):

@@ -21,12 +21,12 @@ PAUSE_S = (0.5, 10.0)  # between two tries: first, longest
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error says that there is no room, which somebody may make."""
+    """Return whether an error reports a full disk or an exceeded quota."""
     return isinstance(error, OSError) and error.errno in FULL
 
 
 def pauses() -> Iterator[float]:
-    """Seconds to wait before each further try."""
+    """Yield the seconds to wait before each further try."""
     pause_s, longest_s = PAUSE_S
     while True:
         yield pause_s
@@ -38,19 +38,19 @@ def tell_full(what: str, error: object, where: Path) -> None:
 
 
 def tell_room(what: str) -> None:
-    logger.warning("there is room again: %s is written", what)
+    logger.warning("disk space is available again: wrote %s", what)
 
 
 class Room:
-    """The writes of one process below `where`. `closing` ends all waiting: what waits then fails."""
+    """Writes of one process below `where` that wait for disk space; after `closing` they fail instead."""
 
     def __init__(self, where: Path) -> None:
         self.where = where
         self.closing = threading.Event()
-        self.waiting = False  # somebody waits now
+        self.waiting = False  # a write waits now
 
     def write(self, what: str, work: Callable[[], Result]) -> Result:
-        """Do it, again and again while the disk is full. For a thread that nobody waits for in vain. Raises OSError."""
+        """Call `work` until the disk has space for it; the caller blocks meanwhile. Raises OSError."""
         for pause_s in pauses():
             try:
                 result = work()
@@ -73,12 +73,12 @@ _TAIL_BLOCK_BYTES = 64 << 10
 
 
 def last_lines(path: Path, num_lines: int) -> list[str]:
-    """The last lines of a file, without reading the rest of it; empty where it is missing."""
+    """Return the last lines of a file, without reading the rest of it; none where it is missing."""
     return Tail(path, num_lines).poll()
 
 
 class Tail:
-    """Follows one file: the first poll gives its last `num_lines` lines, the next ones what is new. Whole lines only."""
+    """Follows a file: the first poll returns its last `num_lines` lines, later ones what is new."""
 
     def __init__(self, path: Path, num_lines: int) -> None:
         self.path = path
@@ -86,7 +86,7 @@ class Tail:
         self._offset: int | None = None  # of the first byte not given yet
 
     def poll(self, to_the_end: bool = True) -> list[str]:
-        """New lines. With `to_the_end` the first poll also gives a last line that has no line feed yet."""
+        """Return new whole lines; with `to_the_end` the first poll also returns an incomplete last line."""
         try:
             if not self.path.is_file():
                 return []
@@ -162,7 +162,7 @@ def _json_object(line: bytes) -> Row | None:
 
 
 def mount_of(path: Path, table: Path = Path("/proc/self/mountinfo")) -> tuple[str, list[str]]:
-    """Return type and options of the mount that holds a path, or would hold it; empty where the table can't be read."""
+    """Return type and options of the mount of a path; empty where the table can't be read."""
     real, longest, kind, options = os.path.realpath(path), 0, "", [""]
     try:
         lines = table.read_text(errors="replace").splitlines()

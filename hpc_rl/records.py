@@ -1,7 +1,7 @@
-"""Records: the JSON files by which the processes of a trial tell each other, and later commands, what happened.
+"""Records: the JSON files in which the processes of a trial report what happened.
 
-Each record is a dataclass with one tolerant reader. What decides anything is an enum or a number; `reason` is for
-people only. Fields that a later version adds are ignored; a field of the wrong type counts as missing.
+Each record is a dataclass with one tolerant reader. What decides anything is an enum or a number; `reason` is
+for people only. Fields that a later version adds are ignored; a field of the wrong type counts as missing.
 
     jobs/<job id>.json          JobRecord          submit, or the job script where it was submitted by hand
     jobs/<job id>.state         JobStateLine       the job script, one JSON object a line
@@ -12,8 +12,8 @@ people only. Fields that a later version adds are ignored; a field of the wrong 
     attempts/<id>/
         events.jsonl            Event              the supervisor, one JSON object a line
         ended.json              EndedRecord        the supervisor
-        exits/                  ExitRecord         every rank of every role
-        processes/              ProcessRecord      every rank of every role, and the supervisor for what it started
+        exits/                  ExitRecord         every rank
+        processes/              ProcessRecord      every rank, and the supervisor of what it started
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class SuccessorRecord(JsonRecord):
 
 
 def successors(trial: Trial, job_id: str) -> dict[int, str]:
-    """Return the scheduler's ids of the jobs that continued a submission, by the number of the start of each."""
+    """Return the ids of the jobs that continued a submission, by the number of the start of each."""
     found = {}
     for path in sorted(trial.jobs.glob(f"{job_id}.next-*")):
         restart, record = path.name.rpartition("-")[2], SuccessorRecord.read(path)
@@ -428,7 +428,8 @@ class ProcessFile:
 
 
 _PROCESS_FILE = re.compile(
-    r"(?P<client>client-)?(?P<role>[a-z]+)-(?P<index>\d+)\.(?P<incarnation>\d+)(?:-rank(?P<rank>\d+))?\.(?:json|log)"
+    r"(?P<client>client-)?(?P<role>[a-z]+)-(?P<index>\d+)\.(?P<incarnation>\d+)(?:-rank(?P<rank>\d+))?"
+    r"\.(?:json|log)"
 )
 
 

@@ -1,7 +1,8 @@
 """Trials and attempts: their ids, and every path of their directories, written once.
 
-Also the two ways in which this project writes a file: `write_atomic` (temp, fsync, rename) and `create_exclusive`
-(link: exactly one of two writers wins). Both are safe on NFS as far as shared file systems go.
+Also the two ways in which this project writes a file: `write_atomic` (temp, fsync, rename) and
+`create_exclusive` (link: exactly one of two writers wins). Both are safe on NFS as far as shared file systems
+go.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def check_name(what: str, name: str) -> str:
 
 
 def account() -> str:
-    """Return the name of this account, for a directory; its number where it has none, as in many containers."""
+    """Return the name of this account; its number where it has none, as in many containers."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):
@@ -109,7 +110,7 @@ def fsync_dir(path: Path) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """Return parsed content, or None where the file is missing, stale, damaged, not complete yet or not a regular file."""
+    """Return parsed content, or None where the file is missing, incomplete, damaged or not a regular file."""
     try:
         with open(path, "rb", buffering=0, opener=_without_waiting) as file:
             is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)  # a device may never end
@@ -301,7 +302,7 @@ class Trial:
             folder.mkdir(exist_ok=True)
 
     def make_secret(self) -> None:
-        """Create the two tokens: control (pause, update, shutdown) and data (generate, rollout API). Idempotent."""
+        """Create the tokens `control` (pause, update, …) and `data` (generate, rollout API). Idempotent."""
         tokens = {"control": secrets.token_urlsafe(32), "data": secrets.token_urlsafe(32)}
         create_exclusive(self.secret, json.dumps(tokens), mode=0o600)
 

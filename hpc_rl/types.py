@@ -1,4 +1,4 @@
-"""What crosses processes: turns, trajectories, groups and batches, as NumPy arrays, and their wire format.
+"""What crosses processes: turns, trajectories, groups and batches, as NumPy arrays, with a wire format.
 
 The wire format is msgpack with arrays as `{"__nd__": dtype, "s": shape, "d": bytes}`: nothing that is decoded
 here can execute code. Shapes: L = tokens of one trajectory (prompt and completion).
@@ -38,8 +38,8 @@ class WeightVersion:
 class Turn:
     """One generation: what a server made of one input.
 
-    `output_ids`, `output_logprobs` have the same length. `versions` are half-open spans over the output tokens:
-    `(label, start, end)`. `finish_reason` is stop | length | abort.
+    `output_ids`, `output_logprobs` have the same length. `versions` are half-open spans over the output
+    tokens: `(label, start, end)`. `finish_reason` is stop | length | abort.
     """
 
     output_ids: list[int]
@@ -53,8 +53,9 @@ class Trajectory:
     """A finished token-level record.
 
     ids: int32 [L], prompt and completion. loss_mask: bool [L], true where the model made the token.
-    logprobs: float32 [L], behaviour log-probabilities, 0 where loss_mask is false (position t holds log p(ids[t] | ids[:t])).
-    lineages, steps: int32 [L], the weight version that made each token, -1 where loss_mask is false.
+    logprobs: float32 [L], behaviour log-probabilities, 0 where loss_mask is false (position t holds log
+        p(ids[t] | ids[:t])). lineages, steps: int32 [L], the weight version that made each token, -1 where
+        loss_mask is false.
     """
 
     ids: np.ndarray
@@ -93,7 +94,7 @@ class Batch:
 
 @dataclass(slots=True)
 class EvalResult:
-    """What `POST /evaluate` answers: mean reward over the held-out prompts, made by the weights of `version`."""
+    """Answer of `POST /evaluate`: mean reward over the held-out prompts with the weights of `version`."""
 
     version: str
     num_prompts: int

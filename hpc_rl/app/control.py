@@ -1,8 +1,9 @@
 """What reaches a role process from outside: lines through the supervisor's pipe, and signals.
 
-Lines: `stop` (save and exit), `ends_in <seconds>` (the attempt is stopped then; `-` withdraws it), `stacks` (dump the
-stacks of all threads). End of the pipe: the supervisor is gone, exit at once. Signals: TERM and USR2 are `stop`, a later
-TERM ends the process, USR1 is `stacks` and works whatever the interpreter is stuck in.
+Lines: `stop` (save and exit), `ends_in <seconds>` (the attempt is stopped then; `-` withdraws it), `stacks`
+(dump the stacks of all threads). End of the pipe: the supervisor is gone, exit at once. Signals: TERM and
+USR2 are `stop`, a later TERM ends the process, USR1 is `stacks` and works whatever the interpreter is
+stuck in.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Deadline:
 
 
 class Stacks:
-    """The file for the stacks of a process. USR1 writes it from C, also while the interpreter's lock is held."""
+    """The file for the stacks of a process. USR1 writes it from C, even while the GIL is held."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,8 +1,9 @@
 """What all role processes have in common: arguments, log, records, signals and the supervisor's pipe.
 
-A role is started as `python -m hpc_rl.app.<role> --trial_dir D --attempt A --index I --incarnation K` with its standard
-input tied to the supervisor. End of that input means that the supervisor is gone: the process exits at once, so that it
-never writes beside the next incarnation. What comes through it, and what signals do, is in control.py.
+A role is started as `python -m hpc_rl.app.<role> --trial_dir D --attempt A --index I --incarnation K` with
+its standard input tied to the supervisor. End of that input means that the supervisor is gone: the process
+exits at once, so that it never writes beside the next incarnation. What comes through it, and what signals
+do, is in control.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Called by the script of a trainer job in layout `jobs`: submits the servers again where none of them waits or runs."""
+"""Called by the script of a trainer job in layout `jobs`: submits the servers where none waits or runs."""
 
 from __future__ import annotations
 

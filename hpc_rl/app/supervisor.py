@@ -1,4 +1,4 @@
-"""The supervisor of one attempt, on the first node: started by the job script, and again where it is killed."""
+"""The supervisor of one attempt: started on the first node by the job script, and again when killed."""
 
 from __future__ import annotations
 

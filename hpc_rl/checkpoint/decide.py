@@ -1,22 +1,23 @@
-"""What a trainer's start does: fresh, load a generation, or nothing. Pure; what lies on disk is gathered by situation.py.
+"""Decides what a start of the trainer does: fresh, load a generation, or nothing. Pure.
 
 The table (rows: mode; the first start of `hpc-rl recover` counts as `resume`):
 
-| mode     | first start                   | after a failure                                    | continuation        |
-|----------|-------------------------------|----------------------------------------------------|---------------------|
-| disabled | fresh; refuses existing state | ends                                               | ends                |
-| auto     | newest valid, else fresh      | newest valid, else fresh                           | as after a failure  |
-| fault    | fresh; refuses existing state | newest valid of this submission's line, else fresh | as after a failure  |
-| resume   | newest valid, else exit 3     | ends                                               | newest valid, else 3 |
+| mode     | first start                   | after a failure                   | continuation         |
+|----------|-------------------------------|-----------------------------------|----------------------|
+| disabled | fresh; refuses existing state | ends                              | ends                 |
+| auto     | newest valid, else fresh      | newest valid, else fresh          | as after a failure   |
+| fault    | fresh; refuses existing state | newest valid of its own ancestry, | as after a failure   |
+|          |                               | else fresh                        |                      |
+| resume   | newest valid, else exit 3     | ends                              | newest valid, else 3 |
 
-A continuation is a start after an end on purpose, a preemption, the time limit or the loss of a node. `hpc-rl recover --from`
-names the generation of a first start: that one, or exit 3. A step whose later batches were trimmed from the batch log is no
-step to start from, 0 included. Mode fault refuses to start fresh where it can't be told whether a generation is of this
-submission's line.
+A continuation is a start after a stop on purpose, a preemption, the time limit or the loss of a node.
+`hpc-rl recover --from` names the generation of a first start: that one, or exit 3. No start is possible from
+a step whose later batches were trimmed from the batch log, 0 included. Mode fault refuses a fresh start where
+it is not known whether a generation belongs to the submission.
 
-The loop guard comes before the table: starts in a row that led to no new generation. Those that failed, or used up their whole
-time, may be `recover.retries`; those that were ended from outside, or found the disk full, are nobody's fault, and may be ten
-times as many.
+The loop guard comes before the table: it counts starts in a row that led to no new generation.
+`recover.retries` of them may fail or use up their whole time; ten times as many may be stopped from outside
+or find the disk full.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from typing import Literal
 from hpc_rl.errors import ExitCode
 
 OUTSIDE_FACTOR = 10
-SHOWN = 3  # past starts named in a reason
+MAX_NAMED = 3  # past starts in a reason
 
 
 class Cause(enum.StrEnum):
     """Why a start ended."""
 
     STOPPED = "stopped on purpose"
-    PREEMPTED = "was told to end by the scheduler"
+    PREEMPTED = "was stopped by the scheduler"
     WALLTIME = "ran into its time limit"
-    NODE = "was ended from outside, without a word: node failure, preemption or requeue"
-    SUPERVISOR = "was left by its supervisor"
+    NODE = "was killed from outside without a record: node failure, preemption or requeue"
+    SUPERVISOR = "lost its supervisor"
     DISK_FULL = "found the disk full"
     FAILED = "failed"
 
@@ -49,7 +50,7 @@ OWN_FAULT = frozenset({Cause.FAILED, Cause.WALLTIME})
 
 @dataclass(frozen=True)
 class GenerationInfo:
-    """A generation on disk. `problem` says why it is not valid; one whose content was not `read` only looks valid."""
+    """A generation on disk; `problem` is why it is not valid. Unless `read` its content is unchecked."""
 
     step: int
     lineage: int
@@ -61,7 +62,7 @@ class GenerationInfo:
 
 @dataclass(frozen=True)
 class PastStart:
-    """A start of the trainer that led to no new generation, and how it ended. `attempt` is `<job id>.<restart>`."""
+    """A start of the trainer that led to no new generation, and how it ended."""
 
     attempt: str
     incarnation: int
@@ -81,16 +82,16 @@ class Situation:
     Args:
         mode: `recover.mode`.
         start_mode: Mode of the submission's first start; `resume` for `hpc-rl recover`.
-        first_start: No trainer of this submission came as far as a lineage.
-        generations: What lies in `recover/`.
-        ancestry: This submission and those whose state it goes on from.
-        has_state: Something of another submission lies in the trial directory.
+        first_start: No trainer of this submission has a lineage.
+        generations: Those in `recover/`.
+        ancestry: This submission and those whose state it continues.
+        has_state: The trial directory has state of another submission.
         cause: Why the start before this one ended; None where there was none.
-        history: Starts of this submission without a new generation, since the last that made one, oldest first.
+        history: Starts of this submission since its last new generation, oldest first.
         retries: `recover.retries`.
         wanted: Step of `hpc-rl recover --from`, for a first start; None otherwise.
         trimmed: Batches up to this step are gone from the batch log; 0 where all are there.
-        lost: Lineages that this submission goes on from and of which nothing can be read.
+        lost: Lineages that this submission continues and of which nothing can be read.
     """
 
     mode: str
@@ -109,9 +110,9 @@ class Situation:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and why. `step` and `lineage` are of the generation to load; `exit_code` is of `refuse` and `end`.
+    """What to do, and why. `step` and `lineage` are those of the generation to load.
 
-    `set_aside`: steps of generations that a start from an older one moves out of the way.
+    `exit_code` is that of `refuse` and `end`; `set_aside` has the steps of generations that are moved away.
     """
 
     action: Literal["fresh", "load", "refuse", "end"]
@@ -123,9 +124,9 @@ class Decision:
 
 
 def decide(situation: Situation) -> Decision:
-    """The cell of the table that applies, with its reason in words."""
-    if words := guard(situation.history, situation.retries):
-        return Decision("end", words, exit_code=ExitCode.FAILED)
+    """Return what the table says, with the reason."""
+    if reason := guard(situation.history, situation.retries):
+        return Decision("end", reason, exit_code=ExitCode.FAILED)
     if situation.first_start:
         return _first_start(situation)
     if situation.cause in CONTINUATIONS:
@@ -134,13 +135,14 @@ def decide(situation: Situation) -> Decision:
 
 
 def guard(history: tuple[PastStart, ...], retries: int) -> str:
-    """Why no further start may follow on these, or ''."""
+    """Return why no further start may follow on these, or ""."""
     at_fault = [past for past in history if past.cause in OWN_FAULT]
     if len(at_fault) > retries:
         return f"{_in_a_row(len(at_fault))}; recover.retries allows {retries}: {_named(at_fault)}"
     most = OUTSIDE_FACTOR * (retries + 1)
     if len(history) > most:
-        return f"{_in_a_row(len(history))}, most of them ended from outside; {most} are allowed: {_named(list(history))}"
+        allowed = f"most of them stopped from outside; {most} are allowed"
+        return f"{_in_a_row(len(history))}, {allowed}: {_named(list(history))}"
     return ""
 
 
@@ -149,8 +151,8 @@ def _in_a_row(count: int) -> str:
 
 
 def _named(history: list[PastStart]) -> str:
-    earlier = f"{len(history) - SHOWN} earlier; " if len(history) > SHOWN else ""
-    return earlier + "; ".join(map(str, history[-SHOWN:]))
+    earlier = f"{len(history) - MAX_NAMED} earlier; " if len(history) > MAX_NAMED else ""
+    return earlier + "; ".join(map(str, history[-MAX_NAMED:]))
 
 
 def _first_start(situation: Situation) -> Decision:
@@ -159,11 +161,11 @@ def _first_start(situation: Situation) -> Decision:
         return _from(situation, situation.wanted)
     if mode in ("disabled", "fault"):
         if situation.has_state or situation.generations:
-            words = (
+            reason = (
                 f"recover.mode {mode} starts fresh, and the trial directory already has state; "
                 "use another trial_name, or hpc-rl recover"
             )
-            return Decision("refuse", words, exit_code=ExitCode.BAD_CONFIG)
+            return Decision("refuse", reason, exit_code=ExitCode.BAD_CONFIG)
         return Decision("fresh", f"first start, recover.mode {mode}")
     return _newest(
         situation,
@@ -174,7 +176,7 @@ def _first_start(situation: Situation) -> Decision:
 
 
 def _from(situation: Situation, step: int) -> Decision:
-    """Exactly the generation that a person named."""
+    """Return the decision where the user named the generation."""
     when = f"first start, from generation {step} as asked"
     found = max(
         (one for one in situation.generations if one.step == step),
@@ -185,12 +187,12 @@ def _from(situation: Situation, step: int) -> Decision:
         there = ", ".join(str(one) for one in sorted({one.step for one in situation.generations})) or "none"
         return Decision(
             "refuse",
-            f"{when}: it does not lie there; there are {there}",
+            f"{when}: it does not exist; there are {there}",
             exit_code=ExitCode.NOTHING_TO_RESUME,
         )
     if not found.valid:
-        words = f"{when}: generation {step} {found.problem or 'is not valid'}"
-        return Decision("refuse", words, exit_code=ExitCode.NOTHING_TO_RESUME)
+        reason = f"{when}: generation {step} {found.problem or 'is not valid'}"
+        return Decision("refuse", reason, exit_code=ExitCode.NOTHING_TO_RESUME)
     if trimmed := _trimmed(situation, step):
         return Decision("refuse", f"{when}: {trimmed}", exit_code=ExitCode.NOTHING_TO_RESUME)
     later = tuple(sorted({one.step for one in situation.generations if one.step > step}))
@@ -214,7 +216,7 @@ def _after_failure(situation: Situation) -> Decision:
 def _continuation(situation: Situation) -> Decision:
     ended = f"the start before this one {situation.cause}"
     if situation.mode == "disabled":
-        return Decision("end", f"{ended}; recover.mode disabled does not go on", exit_code=ExitCode.FAILED)
+        return Decision("end", f"{ended}; recover.mode disabled does not continue", exit_code=ExitCode.FAILED)
     return _newest(situation, _eligible(situation), when=ended, must_load=situation.mode == "resume")
 
 
@@ -225,10 +227,17 @@ def _eligible(situation: Situation) -> tuple[GenerationInfo, ...]:
 
 
 def _trimmed(situation: Situation, step: int) -> str:
-    """Why a start from this step could not be given its batches, or ''."""
+    """Return why the batches after this step are not available, or ""."""
     if step >= situation.trimmed:
         return ""
-    return f"batches {step + 1} to {situation.trimmed} were trimmed from the batch log, so step {step} can't be gone on from"
+    batches = f"batches {step + 1} to {situation.trimmed}"
+    return f"{batches} were trimmed from the batch log, so cannot resume from step {step}"
+
+
+def _why_not(found: GenerationInfo) -> str:
+    if found.problem:
+        return found.problem
+    return "is older than the batch log" if found.valid else "is not valid"
 
 
 def _newest(
@@ -237,7 +246,7 @@ def _newest(
     usable = [one for one in eligible if one.valid and not _trimmed(situation, one.step)]
     newest = max(usable, key=lambda one: (one.step, one.lineage), default=None)
     passed_over = [
-        f"generation {one.step} {one.problem or ('is not valid' if not one.valid else 'is older than the batch log')}"
+        f"generation {one.step} {_why_not(one)}"
         for one in sorted(eligible, key=lambda one: -one.step)
         if one not in usable and (newest is None or one.step > newest.step)
     ]
@@ -247,8 +256,8 @@ def _newest(
         )
     notes = f" ({'; '.join(passed_over)})" if passed_over else ""
     if newest is not None:
-        words = f"{when}: loading generation {newest.step}, the newest valid one{notes}"
-        return Decision("load", words, newest.step, newest.lineage)
+        reason = f"{when}: loading generation {newest.step}, the newest valid one{notes}"
+        return Decision("load", reason, newest.step, newest.lineage)
     if must_load:
         return Decision(
             "refuse",
@@ -257,13 +266,13 @@ def _newest(
         )
     if situation.lost and len(eligible) < len(situation.generations):
         records = ", ".join(f"lineages/{number:04d}.json" for number in situation.lost)
-        words = f"{when}: no valid generation{notes}, but which of them are its own can't be told: {records} can't be read"
+        reason = f"{when}: no valid generation{notes}, but some may be its own: {records} can't be read"
         return Decision(
             "refuse",
-            f"{words}; hpc-rl recover takes the newest valid one",
+            f"{reason}; hpc-rl recover takes the newest valid one",
             exit_code=ExitCode.NOTHING_TO_RESUME,
         )
     if trimmed := _trimmed(situation, 0):
-        words = f"{when}: no valid generation{notes}, and {trimmed}; use another trial_name"
-        return Decision("refuse", words, exit_code=ExitCode.NOTHING_TO_RESUME)
+        reason = f"{when}: no valid generation{notes}, and {trimmed}; use another trial_name"
+        return Decision("refuse", reason, exit_code=ExitCode.NOTHING_TO_RESUME)
     return Decision("fresh", f"{when}: there is no valid generation, so from step 0{notes}")

@@ -1,4 +1,4 @@
-"""What a start of the trainer is decided by: the generations, lineages and past starts of a trial. Reads files only."""
+"""Gathers what a start of the trainer is decided by: generations, lineages, past starts. Reads files only."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def decide_start(
 ) -> tuple[Decision, list[Found]]:
     """Return the decision for a trainer that starts now, and the generations to be set aside before it does.
 
-    Those are the damaged ones that it skips, and with `wanted` (`hpc-rl recover --from`) the later ones. Reads every
-    byte of the generations that it considers, newest first, up to the first that is valid and eligible.
+    Those are the damaged ones that it skips, and with `wanted` (`hpc-rl recover --from`) the later ones.
+    Reads every byte of the generations that it considers, newest first, up to the first that is valid and
+    eligible.
     """
     situation, damaged = gather(trial, attempt, incarnation, mode, start_mode, retries, wanted)
     decision = decide(situation)
@@ -118,7 +119,7 @@ def seals_of(trial: Trial) -> list[int]:
 def _ancestors(
     trial: Trial, records: list[LineageRecord], own: list[LineageRecord], found: list[Found]
 ) -> tuple[frozenset[str], tuple[int, ...]]:
-    """Return the submissions whose lineages those of `own` continue, and the lineages of which nothing is known.
+    """Return the submissions whose lineages those of `own` continue, and the lineages that are lost.
 
     Where the record of a lineage is lost, its generations and the records of the submissions count.
     """
@@ -162,8 +163,8 @@ def _recovered_from(trial: Trial, submission: str) -> set[str]:
 def read_limit(found: Found, wanted: int | None, in_passing: bool = False) -> int | None:
     """Return up to which size the files of a generation are read before it is chosen, in bytes; None for all.
 
-    Large ones are checked while they are loaded, so that each is read once. Of the one that was asked for (`wanted`)
-    all are read, for later ones are set aside for it; `in_passing` only where that takes no time.
+    Large ones are checked while they are loaded, so that each is read once. Of the one that was asked for
+    (`wanted`) all are read, for later ones are set aside for it; `in_passing` only where that takes no time.
     """
     size = sum(file.size for file in found.manifest.files) if found.manifest else 0
     return generation.LIGHT_BYTES if wanted is None or (in_passing and size > IN_PASSING_BYTES) else None
@@ -172,7 +173,7 @@ def read_limit(found: Found, wanted: int | None, in_passing: bool = False) -> in
 def _verified(
     found: list[Found], only: frozenset[str] | None, wanted: int | None, in_passing: bool = False
 ) -> tuple[list[GenerationInfo], list[Found]]:
-    """Return what each generation is; only those that may be loaded are read, newest first, up to a valid one."""
+    """Return all generations; those that may be loaded are read, newest first, up to a valid one."""
     infos, damaged, looking = [], [], True
     for one in found:
         submission = one.manifest.submission if one.manifest else ""
@@ -229,7 +230,7 @@ def past_starts(
 
 
 def _failures(trial: Trial, submission: str) -> tuple[list[PastStart], tuple[int, int]]:
-    """Return the failures since the newest generation, and (restart, incarnation) of the trainer that made it."""
+    """Return the failures since the newest generation, and (restart, incarnation) that made it."""
     failed: list[PastStart] = []
     fruitful, running = (-1, -1), (-1, -1)
     for attempt in attempts_of(trial, submission):
@@ -245,7 +246,7 @@ def _failures(trial: Trial, submission: str) -> tuple[list[PastStart], tuple[int
 
 
 def cause_of(trial: Trial, record: LineageRecord, now: str) -> tuple[Cause, str]:
-    """Return why a start that had a lineage ended, and the recorded reason; `now` is the attempt of the caller."""
+    """Return why a start that had a lineage ended, with its reason; `now` is the attempt of the caller."""
     attempt = trial.attempt(record.attempt)
     exited = trainer_exit(attempt, record.incarnation)
     if exited is not None:

@@ -1,7 +1,8 @@
-"""Reading metrics back: one history of a trial out of the files of all its attempts and incarnations.
+"""Reads metrics back: one history of a trial from the files of all its attempts and incarnations.
 
-Every trainer incarnation writes a file of its own. A later one took over at a certain step (`lineages/<NNNN>.json`), so
-the steps that an earlier one made beyond that are cut off: each step appears once, as it entered the final weights.
+Every trainer incarnation writes a file of its own. A later one took over at a certain step
+(`lineages/<NNNN>.json`), so the steps that an earlier one made beyond that are cut off: each step appears
+once, as it entered the final weights.
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ class History:
 
 
 def is_evaluation(row: Row) -> bool:
-    """Whether a line is an evaluation's own. (That of SFT is a number in a step's line, `eval_loss`.)"""
+    """Return whether a row is an evaluation; that of SFT is a number in a step's row, `eval_loss`."""
     return "eval_reward" in row
 
 
 def merge(parts: list[tuple[int, list[Row]]]) -> History:
     """Join `(from_step, rows)` of successive lineages: each cuts what came before at its from_step.
 
-    Lineage 0 made steps 1 to 17, lineage 1 went on from 12 and made 13: steps 1 to 12 of the first, 13 of the second.
+    Lineage 0 made steps 1 to 17, lineage 1 went on from 12 and made 13: steps 1 to 12 of the first, 13 of the
+    second.
     """
     steps: dict[int, Row] = {}
     evaluations: dict[int, Row] = {}
@@ -67,7 +69,7 @@ def merge(parts: list[tuple[int, list[Row]]]) -> History:
 
 
 class MetricsReader:
-    """The merged metrics of a trial, cheap to ask again while it grows."""
+    """The merged metrics of a trial, read incrementally."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
@@ -89,7 +91,7 @@ class MetricsReader:
         return merge([(from_step, rows) for _, from_step, rows in parts])
 
     def last_steps(self) -> dict[str, int]:
-        """The newest step that each attempt logged, as of the last poll, whether a later lineage cut it or not."""
+        """Return the newest step that each attempt logged, as of the last poll, cut off later or not."""
         reached: dict[str, int] = {}
         for path, file in self._files.items():
             steps = [
@@ -108,7 +110,7 @@ class MetricsReader:
 
 
 def _without_record(rows: list[Row]) -> tuple[tuple[int, float], int, list[Row]]:
-    """Place of a file whose lineage record is missing: by the lineage its rows name, from the step before its first."""
+    """Return the place of a file without a lineage record: by the lineage and the first step of its rows."""
     number = next((row["lineage"] for row in rows if isinstance(row.get("lineage"), int)), 0)
     when = next((row["time"] for row in rows if isinstance(row.get("time"), (int, float))), 0.0)
     first = min(
@@ -119,5 +121,5 @@ def _without_record(rows: list[Row]) -> tuple[tuple[int, float], int, list[Row]]
 
 
 def read(trial: Trial) -> History:
-    """The merged metrics of a trial as they lie on disk now."""
+    """Return the merged metrics of a trial."""
     return MetricsReader(trial).poll()

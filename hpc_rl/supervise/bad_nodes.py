@@ -1,7 +1,8 @@
 """Bad nodes: which nodes failed a trial, and until when they are avoided.
 
-One file of the trial, written by its supervisor; in layout `jobs` one more of each task of a server array, in its
-attempt. The job script of a requeued job runs `scontrol update … ExcNodeList`; a new submission uses `--exclude`.
+One file of the trial, written by its supervisor; in layout `jobs` one more of each task of a server array, in
+its attempt. The job script of a requeued job runs `scontrol update … ExcNodeList`; a new submission uses
+`--exclude`.
 """
 
 from __future__ import annotations

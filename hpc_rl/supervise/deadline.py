@@ -1,8 +1,8 @@
 """Wall time: when the scheduler will end the job, and when to stop so that the state is saved before that.
 
-The end comes from the job's environment, else from one query; it is queried again rarely, and once more before a stop,
-for an administrator can extend it. Everything is kept on this process's own monotonic clock, so nothing is added for
-the minute by which Slurm's `--signal` may be early.
+The end comes from the job's environment, else from one query; it is queried again rarely, and once more
+before a stop, for an administrator can extend it. Everything is kept on this process's own monotonic clock,
+so nothing is added for the minute by which Slurm's `--signal` may be early.
 """
 
 from __future__ import annotations
@@ -63,14 +63,15 @@ class StepTimes:
 
 
 def lead_s(step_s: float, save_s: float) -> float:
-    """Return how long before the end of a job the trainer is asked to stop: it finishes its step and saves."""
+    """Return how long before the end of a job the trainer is asked to finish its step and save."""
     return step_s + 1.5 * save_s + MARGIN_S
 
 
 def drain_time(start: float, end: float, step_s: float, save_s: float) -> float:
     """Return when to stop so that the state is saved before the scheduler ends the job; all by one clock.
 
-    Never in the first half of the job's time: a limit that is too short must not make it start and stop for ever.
+    Never in the first half of the job's time: a limit that is too short must not make it start and stop for
+    ever.
     """
     return max(end - lead_s(step_s, save_s), start + (end - start) / 2)
 
@@ -130,7 +131,7 @@ class JobDeadline:
         return self._drain_at - self._clock()
 
     def is_early_warning(self, cause: StopCause) -> bool:
-        """Return whether a request is Slurm's `--signal`, a backstop minutes early, and this clock can do better."""
+        """Return whether a request is Slurm's `--signal`, minutes before this clock would stop."""
         return cause is StopCause.USER_SIGNAL and self.left_s < WARNING_S and self.until_drain_s > 0
 
     def grace_s(self, least_s: float) -> float:
@@ -161,7 +162,7 @@ class JobEndTime:
         given = os.environ.get("SLURM_JOB_END_TIME", "")
         self._given = float(given) if given.isdigit() else None
         array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-        # Slurm lists a task by these two: of one task of every array SLURM_JOB_ID is the id of the whole array.
+        # Slurm lists a task by these two; in one task of an array SLURM_JOB_ID is the id of the whole array.
         self._job_id = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
         self._was_called = False
 

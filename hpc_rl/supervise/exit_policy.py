@@ -1,8 +1,8 @@
 """What follows from an exit: of a unit, of the trainer, of a whole attempt. Tables and pure functions.
 
-Slurm's FAILED and srun's code say little, so the class of a failure comes from the exit record of the process itself,
-then from what srun and the node wrote to the log, then from the code. What the job script does after the supervisor
-is the table in errors.py; which state a trainer starts from is checkpoint/decide.py.
+Slurm's FAILED and srun's code say little, so the class of a failure comes from the exit record of the process
+itself, then from what srun and the node wrote to the log, then from the code. What the job script does after
+the supervisor is the table in errors.py; which state a trainer starts from is checkpoint/decide.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class FailurePolicy:
     """What follows from a failure of one class.
 
     Args:
-        action: `restart` the role in place, `requeue` the job to get other nodes, or `end` and wait for the user.
+        action: `restart` the role in place, `requeue` the job to get other nodes, or `end` and wait for the
+            user.
         uses_retry: It counts against `recover.retries`; a new generation resets the count.
         advice: What the user has to do once the attempt has ended for it.
         max_restarts: Without a new generation, where `recover.retries` allows more.
@@ -54,7 +55,10 @@ class FailurePolicy:
     pause_s: float | None = None
 
 
-RESUME = "then run `hpc-rl recover` to continue from the newest checkpoint, or `hpc-rl submit` to begin where there is none"
+RESUME = (
+    "then run `hpc-rl recover` to continue from the newest checkpoint, "
+    "or `hpc-rl submit` to begin where there is none"
+)
 POLICIES: dict[FailureClass, FailurePolicy] = {
     FailureClass.USER: FailurePolicy(
         "end", True, f"the same would happen again: correct the configuration or the code, {RESUME}"
@@ -165,8 +169,8 @@ def hung(reason: str) -> UnitExit:
 def unplaced(role: str, reason: str, is_first_start: bool) -> UnitExit:
     """Return the exit of a unit whose step the scheduler can't place on the nodes of its job.
 
-    A first start does not fit what the job asked for; later Slurm may hold back what a lost node's steps had. A server
-    is tried again: the trial works without it.
+    A first start does not fit what the job asked for; later Slurm may hold back what a lost node's steps had.
+    A server is tried again: the trial works without it.
     """
     if not is_first_start:
         failure = FailureClass.NODE
@@ -178,8 +182,8 @@ def unplaced(role: str, reason: str, is_first_start: bool) -> UnitExit:
 def combine_ranks(records: Sequence[ExitRecord | None], launcher_code: int) -> UnitExit:
     """Return the exit of a unit from the records of its ranks (None: it left none) and its launcher's code.
 
-    Final codes come first, 78 before the others, then any failure that a rank recorded, then rank 0, which commits:
-    peers that were killed after it (143) tell nothing. Without a record the launcher's code counts.
+    Final codes come first, 78 before the others, then any failure that a rank recorded, then rank 0, which
+    commits: peers that were killed after it (143) tell nothing. Without a record the launcher's code counts.
     """
     exits = [None if record is None else _recorded(rank, record) for rank, record in enumerate(records)]
     known = [one for one in exits if one is not None]
@@ -227,7 +231,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-# What srun, slurmstepd, the kernel and PyTorch write where a process was killed for its memory or its node died.
+# What srun, slurmstepd, the kernel and PyTorch write where memory ran out or a node died.
 _MEMORY = re.compile(
     r"exceeded (?:job |step )?memory limit|memory limit at some point"
     r"|oom[-_ ]?kill|out[ -]of[ -]memory|OutOfMemory",
@@ -322,7 +326,8 @@ def after_drain(found: UnitExit | None, mode: str, failures: int, retries: int, 
     """Return what follows when the trainer exited after it was asked to stop.
 
     Args:
-        found: Its exit; None where none ran. One that was killed before it could save has its newest generation.
+        found: Its exit; None where none ran. One that was killed before it could save has its newest
+            generation.
         mode: `recover.mode`.
         failures: In a row without a new generation.
         retries: `recover.retries`.

@@ -1,8 +1,8 @@
 """Detects units that make no progress although their processes exist. Pure: observing is the loop's part.
 
-A trainer shows that it lives by its activity record, a server or the rollout role by its lease. How long nothing may
-move follows from the trial's own step times. Where a trainer waits for batches, the rollout role is to blame; while
-no server serves (those of layout `jobs` may be preempted for an hour), neither is.
+A trainer shows that it lives by its activity record, a server or the rollout role by its lease. How long
+nothing may move follows from the trial's own step times. Where a trainer waits for batches, the rollout role
+is to blame; while no server serves (those of layout `jobs` may be preempted for an hour), neither is.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class HangDetector:
             self._excuse(NEEDS_SERVERS, now)
 
     def unseen(self, now: float) -> list[Key]:
-        """Return the units without a sign of life long after their start: perhaps the scheduler has no place."""
+        """Return the units that have shown no sign of life long after their start."""
         return [key for key, one in self._watched.items() if not one.seen and now - one.since > PLACED_S]
 
     def skip(self, now: float) -> None:
@@ -112,7 +112,7 @@ class HangDetector:
                 one.since = now
 
     def bound_s(self, step_s: float) -> float:
-        """Return how long nothing may move in a trainer; `step_s` is the 95th percentile of a step, 0 before one."""
+        """Return how long a trainer may be silent; `step_s`: 95th percentile of a step, 0 before one."""
         return min(self.max_s, max(self.min_s, self.factor * step_s)) if step_s else self.max_s
 
     def hung(self, now: float, step_s: float, running: Iterable[Key]) -> list[tuple[Key, str]]:

@@ -1,8 +1,9 @@
-"""Taking a trial over: what a supervisor does before it starts anything, so that no process writes behind its back.
+"""What a supervisor does before it starts anything, so that no other process writes to the trial.
 
-It takes the owner's lease with a higher epoch, which fences an earlier start of the same job that still runs elsewhere,
-and refuses where another job runs the trial. Then it waits for the processes of earlier attempts and incarnations: those
-of this host are known by their records, those of other hosts exit when the pipe from their supervisor closes.
+It takes the owner's lease with a higher epoch, which fences an earlier start of the same job that still runs
+elsewhere, and refuses where another job runs the trial. Then it waits for the processes of earlier attempts
+and incarnations: those of this host are known by their records, those of other hosts exit when the pipe from
+their supervisor closes.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ WAIT_S, TERM_S, KILL_S = 10.0, 10.0, 5.0
 def take_ownership(
     names: NameResolve, attempt: Attempt, clock: Callable[[], float] = time.monotonic
 ) -> Lease:
-    """Become the one supervisor of the trial, and wait until an earlier one on another host must have noticed.
+    """Become the one supervisor of the trial, once an earlier one on another host must have noticed.
 
-    An earlier start of the same job is fenced: the scheduler has started the job again, so it must stop. Raises TrialBusy
-    where the supervisor of another job lives, OSError.
+    An earlier start of the same job is fenced: the scheduler has started the job again, so it must stop.
+    Raises TrialBusy where the supervisor of another job lives, OSError.
     """
     before = names.leases(keys.OWNER).get(keys.OWNER)
     if before is not None and submission_of(str(before.value.get("attempt"))) != attempt.job_id:
@@ -59,7 +60,7 @@ def take_ownership(
 def _refuse_while_alive(
     names: NameResolve, before: Seen, attempt: Attempt, clock: Callable[[], float]
 ) -> None:
-    """Raise TrialBusy where the owner lives: its process on this host, or on another one a counter that moves."""
+    """Raise TrialBusy where the owner lives: by its process on this host, or by the counter of its lease."""
     owner = before.value
     pid, ticks = owner.get("pid"), owner.get("start_ticks")
     if owner.get("host") == socket.gethostname() and isinstance(pid, int):
@@ -68,8 +69,8 @@ def _refuse_while_alive(
         alive = _moves(names, before, clock)
     if alive:
         raise TrialBusy(
-            f"the trial is run by attempt {owner.get('attempt')} on {owner.get('host')} (process {pid}), so attempt "
-            f"{attempt.id} stops at once. Two jobs can't write one trial: end the other with "
+            f"the trial is run by attempt {owner.get('attempt')} on {owner.get('host')} (process {pid}), "
+            f"so attempt {attempt.id} stops at once. Two jobs can't write one trial: end the other with "
             f"`hpc-rl cancel {attempt.trial}`, or wait for it."
         )
 
@@ -94,7 +95,7 @@ def _moves(names: NameResolve, before: Seen, clock: Callable[[], float]) -> bool
 
 
 def kill_leftovers(trial: Trial) -> list[ProcessRecord]:
-    """Kill what still runs on this host of earlier supervisors; returns what could not be killed. Raises OSError."""
+    """Kill the processes of earlier supervisors on this host; return those that live on. Raises OSError."""
     found = {(record.pid, record.start_ticks): record for record in _records_of_this_host(trial)}
     alive = [
         (pid, ticks)
@@ -112,7 +113,7 @@ def _records_of_this_host(trial: Trial) -> list[ProcessRecord]:
 
 
 def write_own_record(attempt: Attempt, role: str, index: int, incarnation: int) -> None:
-    """Put the supervisor's own process on record. Raises OSError."""
+    """Record the supervisor's own process. Raises OSError."""
     me = ProcessRecord(
         pid=os.getpid(), start_ticks=start_ticks(os.getpid()), host=socket.gethostname(), role=role
     )
@@ -120,7 +121,7 @@ def write_own_record(attempt: Attempt, role: str, index: int, incarnation: int) 
 
 
 def write_client_records(attempt: Attempt, unit: Unit, incarnation: int, children: list[Child]) -> None:
-    """Put what was started for a unit on record; the roles' own records come once they have loaded. Raises OSError."""
+    """Record what was started for a unit, before the roles have loaded and do so. Raises OSError."""
     for child in children:
         record = ProcessRecord(
             pid=child.pid,
@@ -134,7 +135,7 @@ def write_client_records(attempt: Attempt, unit: Unit, incarnation: int, childre
 
 
 def next_incarnations(attempt: Attempt) -> dict[tuple[str, int], int]:
-    """Return the first free number of each unit in this attempt, by every trace that one can leave. Raises OSError."""
+    """Return the first free incarnation of each unit, by every trace that one can leave. Raises OSError."""
     taken = [
         (event.unit, event.incarnation)
         for event in read_events(attempt)

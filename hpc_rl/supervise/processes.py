@@ -1,8 +1,8 @@
 """Steps: starts the processes of a unit and holds them as one handle. Two ways: children of this process, or one srun.
 
-Every process has a pipe from the supervisor as standard input. The supervisor alone holds the other end, so that its death,
-of whatever kind, ends them all; what it writes there asks them to stop. A pipe and not a signal, because srun brings signals
-to every process of the step, children of the role included.
+Every process has a pipe from the supervisor as standard input. The supervisor alone holds the other end, so
+that its death, of whatever kind, ends them all; what it writes there asks them to stop. A pipe and not a
+signal, because srun brings signals to every process of the step, children of the role included.
 """
 
 from __future__ import annotations
@@ -271,9 +271,10 @@ def srun_argv(
 ) -> list[str]:
     """The srun of a unit, up to its program.
 
-    `--exact` with stated CPUs and GPUs gives steps of one node disjoint parts of it, so that none waits for another;
-    `--mem=0` lets each use the job's memory. A task that ends takes the others with it after `--wait` seconds, which leaves
-    them time for their exit records; `--kill-on-bad-exit` would not. The step, unlike the job, ends with a node of its own.
+    `--exact` with stated CPUs and GPUs gives steps of one node disjoint parts of it, so that none waits for
+    another; `--mem=0` lets each use the job's memory. A task that ends takes the others with it after
+    `--wait` seconds, which leaves them time for their exit records; `--kill-on-bad-exit` would not. The step,
+    unlike the job, ends with a node of its own.
     """
     nodes = [hosts[index] for index in unit.nodes]
     flags = [

@@ -1,4 +1,4 @@
-"""The supervisor of a trial: it owns the trial, watches its progress and its wall time, and obeys requests to stop."""
+"""The supervisor of a trial: owns it, watches its progress and wall time, and obeys requests to stop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class TrialRunner(UnitLoop):
         names: The trial's names.
         end_time: When the scheduler will end the job, Unix seconds, or None; called rarely.
         rules: Section `recover` of the configuration.
-        servers_away_s: For how long a trial whose servers are all away does not count as hung; 0 where it has none.
+        servers_away_s: For how long a trial whose servers are all away does not count as hung; 0 where it has
+            none.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class TrialRunner(UnitLoop):
         return True
 
     def _is_done(self) -> bool:
-        """Return whether this job or a later one finished the trial; removes the record of an earlier one."""
+        """Return whether this job or a later one finished the trial; remove the record of an earlier one."""
         done = DoneRecord.read(self.trial.done)
         if done is not None and done.job_id:
             own, other = (JobRecord.read(self.trial.job(job)) for job in (self.attempt.job_id, done.job_id))
@@ -119,11 +120,11 @@ class TrialRunner(UnitLoop):
         earlier = [one for one in attempts_of(self.trial, self.attempt.job_id) if one.id != self.attempt.id]
         count = exit_policy.fruitless_attempts([read_events(one) for one in earlier])
         if count >= max(exit_policy.MAX_FRUITLESS_ATTEMPTS, self._retries + 1):
-            why = f"{count} attempts in a row ended without a new generation; find out why, {exit_policy.RESUME}"
+            why = f"{count} attempts in a row ended without a new generation; see why, {exit_policy.RESUME}"
             self.do(self.machine.abandon(self.clock(), ExitCode.FAILED, why))
 
     def observe(self, now: float) -> None:
-        """Look at intents, the job script, generations, the lease, the wall time and signs of life. Raises OSError."""
+        """Look at intents, generations, the lease, the clock and signs of life. Raises OSError."""
         if self._observing.due(now):
             self._read_intents()
             self._check_parent()
@@ -152,7 +153,7 @@ class TrialRunner(UnitLoop):
             self.requests.add(intent.cause if intent else StopCause.USER_SIGNAL)
 
     def _check_parent(self) -> None:
-        # Without the job script no process would record the end or start anything again, and no signal would come.
+        # Without the job script no process would record the end, start anything again or pass signals on.
         if os.getppid() != self._parent:
             self.requests.add(StopCause.SCRIPT_KILLED)
 

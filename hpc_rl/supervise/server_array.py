@@ -1,7 +1,7 @@
-"""The servers of layout `jobs`: a Slurm job array, submitted with the trial and again by a trainer job that finds none.
+"""The servers of layout `jobs`: a job array, submitted with the trial, and again by a job that finds none.
 
-Its record `jobs/<array>.json` is of the kind `servers` and names the submission that it serves; each task leaves
-`jobs/<array>_<task>.state` and its attempts in `server_attempts/`.
+Its record `jobs/<array>.json` is of the kind `servers` and names the submission that it serves; each task
+leaves `jobs/<array>_<task>.state` and its attempts in `server_attempts/`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ServerArray:
 def submit_servers(
     trial: Trial, plan: Plan, serves: str, tag: str, name: str, scheduler: Scheduler, *, again: bool = False
 ) -> str:
-    """Submit the array and record it; returns its id. `again`: its tag is not the one that the script carries.
+    """Submit the array, record it and return its id. `again`: its tag is not the one in the script.
 
     Raises SchedulerError, OSError.
     """
@@ -79,7 +79,7 @@ def submit_servers(
 
 
 def ensure_servers(trial: Trial, plan: Plan, serves: str, tag: str, name: str, scheduler: Scheduler) -> str:
-    """Submit the servers of a submission where none of them waits or runs; returns the id of the new array, or "".
+    """Submit the servers of a submission where none waits or runs; return the id of the new array, or "".
 
     Queries the scheduler once. Raises SchedulerError, OSError.
     """
@@ -95,7 +95,7 @@ def ensure_servers(trial: Trial, plan: Plan, serves: str, tag: str, name: str, s
 
 
 def _wait_for_submitter(trial: Trial) -> None:
-    """Wait while the trial is being submitted: its job comes first, and may start before its servers are submitted."""
+    """Wait while the trial is being submitted: its job may start before its servers are submitted."""
     deadline = time.monotonic() + SUBMITTING_S  # a submitter that died leaves its lock
     while trial.submitting.exists() and time.monotonic() < deadline:
         time.sleep(POLL_S)

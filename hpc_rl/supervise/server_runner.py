@@ -1,8 +1,8 @@
-"""The supervisor of one task of a server array: it keeps the replicas of its node alive while the trial needs them.
+"""The supervisor of one task of a server array: keeps its replicas alive while the trial needs them.
 
-It owns nothing of the trial: no lease, no lineage, no batch. It stops when the trial is over, was cancelled, belongs to
-another submission, or has had no supervisor for `launcher.slurm.servers.idle_s`; a task whose time is nearly over exits
-with code 75 and is started again.
+It owns nothing of the trial: no lease, no lineage, no batch. It stops when the trial is over, was cancelled,
+belongs to another submission, or has had no supervisor for `launcher.slurm.servers.idle_s`; a task whose time
+is nearly over exits with code 75 and is started again.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ServerRunner(UnitLoop):
             self.do(self.machine.stop(self.clock(), causes[0]))
 
     def leave(self, finish: Finish) -> int:
-        """Record the end: 0 where the trial is over, 75 where the time is, 70 where no replica can be kept alive."""
+        """Record the end: 0 (trial over), 75 (time over) or 70 (no replica can be kept alive)."""
         code, reason = finish.code, finish.reason
         if code == ExitCode.STOPPED and self._not_needed:
             code, reason = ExitCode.DONE, self._not_needed

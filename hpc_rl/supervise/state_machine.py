@@ -1,7 +1,8 @@
 """The pure state machine of one attempt: events in, actions out. It owns no processes, files or clocks.
 
-Phases: RUNNING until a stop is requested or the trainer exits for good; DRAINING while the trainer saves and the other
-units still serve it; ENDING while all are asked to stop; OVER. `now` is any monotonic clock, in seconds.
+Phases: RUNNING until a stop is requested or the trainer exits for good; DRAINING while the trainer saves and
+    the other units still serve it; ENDING while all are asked to stop; OVER. `now` is any monotonic clock, in
+    seconds.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ class AttemptMachine:
         return actions + self._helper_exited(slot, found, now)
 
     def _uses_retry(self, slot: Slot, found: UnitExit) -> bool:
-        """Return whether an exit uses up a retry: of the trainer, or of a unit that was killed because it hung."""
+        """Return whether an exit uses up a retry: of the trainer, or of any unit that hung."""
         if slot.unit.role != "trainer":
             return found.failure is FailureClass.INFRASTRUCTURE and found.by_signal
         if self.phase is not Phase.RUNNING and found.by_signal:
@@ -336,7 +337,7 @@ class AttemptMachine:
         )
 
     def _give_up(self, slot: Slot, now: float, why: str, even_alone: bool = False) -> list[Action]:
-        """Leave a unit down for long. The attempt fails with the last of a role, or at once where `even_alone`."""
+        """Leave a unit down for long; the attempt fails with the last one of a role, or `even_alone`."""
         slot.state = SlotState.GAVE_UP
         slot.restart_at = float("inf") if slot.lost_node else now + exit_policy.GIVE_UP_PAUSE_S
         details: dict[str, Any] = {"role": slot.unit.role, "index": slot.unit.index, "reason": why}

@@ -1,9 +1,9 @@
 """Successor: the job that continues a submission where its job may not be requeued.
 
-It is submitted from the job itself, exactly once, whatever crashes. The submission keeps its id: a successor is one more
-start of it, under another id of Slurm's. It depends on the end of its predecessor, so that never two of them run. The
-number of the start makes its tag; the record of that start, Slurm's queue and a request to cancel are checked before the
-submission, and the latter once more after it.
+It is submitted from the job itself, exactly once, whatever crashes. The submission keeps its id: a successor
+is one more start of it, under another id of Slurm's. It depends on the end of its predecessor, so that never
+two of them run. The number of the start makes its tag; the record of that start, Slurm's queue and a request
+to cancel are checked before the submission, and the latter once more after it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def submit_successor(
         name: Job name.
         script: The script, as it was submitted.
         array: Task of an array that continues alone; empty for a job that is not an array.
-        exclude: Nodes to avoid instead of those that the script names, empty for none; None leaves it to the script.
+        exclude: Nodes to avoid instead of those that the script names, empty for none; None leaves it to the
+            script.
         arguments: Of the script, after the submission and the number of the start.
         scheduler: Where it is submitted.
 

@@ -1,7 +1,7 @@
-"""The loop that runs the units of an attempt: what the supervisors of a trial and of a server job have in common.
+"""The loop that runs the units of an attempt, common to the supervisors of a trial and of a server job.
 
-A kill at any instant leaves whole files from which the next supervisor continues: what it knows beyond them (which
-processes run, since when) ends with the processes, whose pipes close.
+A kill at any instant leaves whole files from which the next supervisor continues: what it knows beyond them
+(which processes run, since when) ends with the processes, whose pipes close.
 """
 
 from __future__ import annotations
