@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import GRPOConfig, RWConfig, SFTConfig, total_steps
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.config.show import redacted
-from hpc_rl.datasets.encode import Prompts, load_pairs, load_sequences
+from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.engines import engine_class
 from hpc_rl.engines.base import Engine
@@ -52,34 +52,23 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
     return run, GRPO(run, rollout, transport, num_prompts, reference)
 
 
-def compose_sft(start: TrainerContext, stack: ExitStack) -> Composed:
-    """Compose the training of a language model on written completions."""
-    return _compose_supervised(start, stack, SFT, load_sequences)
-
-
-def compose_rw(start: TrainerContext, stack: ExitStack) -> Composed:
-    """Compose the training of a reward model on pairs."""
-    return _compose_supervised(start, stack, REWARD_MODEL, load_pairs)
-
-
-Compose = Callable[[TrainerContext, ExitStack], Composed]
-COMPOSE: dict[str, Compose] = {"grpo": compose_grpo, "sft": compose_sft, "rw": compose_rw}
-
-
-def _compose_supervised(
-    start: TrainerContext,
-    stack: ExitStack,
-    task: SupervisedTask,
-    load: Callable[[DatasetConfig, Tokenizer], Any],
-) -> Composed:
+def compose_supervised(task: SupervisedTask, start: TrainerContext, stack: ExitStack) -> Composed:
+    """Compose supervised training: batches from the dataset, computed by each rank."""
     config = start.config
     assert isinstance(config, SFTConfig | RWConfig)
     tokenizer = Tokenizer(tokenizer_folder(config))
-    rows = load(config.train_dataset, tokenizer)
+    rows = task.load(config.train_dataset, tokenizer)
     start, begun = _begin(start, rows.fingerprint)
-    held_out = load(config.valid_dataset, tokenizer) if config.valid_dataset is not None else None
+    held_out = task.load(config.valid_dataset, tokenizer) if config.valid_dataset is not None else None
     run = _run(start, begun, config.model, total_steps(config, len(rows)), stack)
     return run, SupervisedRecipe(run, task, rows, held_out)
+
+
+COMPOSE: dict[str, Callable[[TrainerContext, ExitStack], Composed]] = {
+    "grpo": compose_grpo,
+    "sft": partial(compose_supervised, SFT),
+    "rw": partial(compose_supervised, REWARD_MODEL),
+}
 
 
 def _prompts(config: GRPOConfig) -> tuple[int, dict[str, Any]]:

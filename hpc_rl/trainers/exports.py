@@ -79,6 +79,7 @@ def _beside(folder: Path, mark: str) -> Path:
     return folder.with_name(f".{folder.name}.{mark}")
 
 
+@dataclass
 class WeightWriter:
     """Writes weights for all ranks together, and waits while the disk is full.
 
@@ -90,19 +91,11 @@ class WeightWriter:
         on_wait: Called before each further try.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        ranks: Ranks,
-        stopping: threading.Event,
-        tokenizer: Path,
-        on_wait: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.engine = engine
-        self.ranks = ranks
-        self.stopping = stopping
-        self.tokenizer = tokenizer
-        self.on_wait = on_wait
+    engine: Engine
+    ranks: Ranks
+    stopping: threading.Event
+    tokenizer: Path
+    on_wait: Callable[[], None] = lambda: None
 
     def write(
         self,
@@ -210,6 +203,7 @@ class Ranking:
         return new if better else None
 
 
+@dataclass
 class Exports:
     """The folders in `exports/` that training writes: `step-…` now and then, `best` and `final`.
 
@@ -227,23 +221,16 @@ class Exports:
         on_export: Called with the step before weights are written.
     """
 
-    def __init__(
-        self,
-        trial: Trial,
-        config: Config,
-        writer: WeightWriter,
-        ranks: Ranks,
-        version_of: Callable[[int], str],
-        on_export: Callable[[int], None] = lambda step: None,
-    ) -> None:
-        self.folder = trial.exports
-        self.trial = trial
-        self.saver = config.saver
-        self.ranking = Ranking.of(config)
-        self.writer = writer
-        self.ranks = ranks
-        self.version_of = version_of
-        self.on_export = on_export
+    trial: Trial
+    config: Config
+    writer: WeightWriter
+    ranks: Ranks
+    version_of: Callable[[int], str]
+    on_export: Callable[[int], None] = lambda step: None
+
+    def __post_init__(self) -> None:
+        self.folder = self.trial.exports
+        self.saver = self.config.saver
 
     def write_step(self, step: int) -> None:
         """Write `exports/step-<step>`; on a full disk leave it out and say so."""
@@ -259,7 +246,7 @@ class Exports:
         """Write `exports/best` if an evaluation (rank 0's numbers) beats it; False if a stop prevented it."""
         found = None
         if self.saver.keep_best is not None and self.ranks.rank == 0:
-            found = self.ranking.improvement(numbers, self.record("best") or {})
+            found = Ranking.of(self.config).improvement(numbers, self.record("best") or {})
         if not self.ranks.any(found is not None)[0]:
             return True
         if not self._write(self.folder / "best", step, found or {}):

@@ -45,6 +45,7 @@ class PendingSave:
     error: Exception | None = None
 
 
+@dataclass
 class Saving:
     """The saves of one trainer incarnation; every rank has one and calls its methods in the same order.
 
@@ -58,29 +59,22 @@ class Saving:
         newest: Step of the newest committed generation, -1 if there is none.
     """
 
-    def __init__(
-        self,
-        trial: Trial,
-        attempt_id: str,
-        incarnation: int,
-        engine: Engine,
-        ranks: Ranks,
-        policy: RetentionPolicy,
-        newest: int = -1,
-    ) -> None:
-        self.trial = trial
-        self.engine = engine
-        self.ranks = ranks
-        self.policy = policy
-        self.newest = newest
-        self.who = (attempt_id, incarnation)
-        self.holds = Holds(trial)
-        self.known: dict[str, str] = {}  # version of each generation that retention has read -> its problem
-        self.problem = ""  # why the newest save failed; '' if it did not
-        self.num_failed = 0  # saves in a row that failed
-        self.owed = False  # a save was due while another was in flight
-        self._job: PendingSave | None = None
-        self._last = False
+    trial: Trial
+    attempt_id: str
+    incarnation: int
+    engine: Engine
+    ranks: Ranks
+    policy: RetentionPolicy
+    newest: int = -1
+    problem: str = ""  # why the newest save failed; '' if it did not
+    num_failed: int = 0  # saves in a row that failed
+    owed: bool = False  # a save was due while another was in flight
+    _job: PendingSave | None = None
+    _last: bool = False
+    _known: dict[str, str] = field(default_factory=dict)  # what retention has read: version -> problem
+
+    def __post_init__(self) -> None:
+        self._holds = Holds(self.trial)
 
     def start(self, step: int, manifest: Callable[[], Manifest], copied: bool, last: bool = False) -> None:
         """Begin to save the state after `step`; `settle` finishes it. Collective. No other save may be in
@@ -90,7 +84,7 @@ class Saving:
         """
         assert self._job is None, "one save at a time"
         self.owed, self._last = False, last
-        commit = Commit(self.trial, step, *self.who)
+        commit = Commit(self.trial, step, self.attempt_id, self.incarnation)
         size = int(sum_over_ranks([float(self.engine.state_bytes())])[0])
         problem = self._on_rank0(lambda: self._make_room(commit, size))
         if problem:
@@ -182,7 +176,7 @@ class Saving:
             pause_s = min(longest_s, 2 * pause_s)
         job.commit.commit(manifest)
         try:
-            job.oldest = retain(self.trial, self.policy, self.holds, self.known)
+            job.oldest = retain(self.trial, self.policy, self._holds, self._known)
         except OSError as error:  # the generation is committed; the next save removes what is surplus
             logger.warning("older generations could not be removed: %s", error)
         job.committed = True

@@ -89,7 +89,7 @@ def begin(start: TrainerContext) -> dict[str, Any]:
             check_replay(trial.rollout, decision.step or 0)
         except LedgerDamaged as error:
             raise GivenUp(
-                f"generation {decision.step} is no place to go on from, and nothing was set aside: {error}"
+                f"can't continue from generation {decision.step}, and nothing was set aside: {error}"
             ) from error
     for found in unwanted:  # before the lineage: a kill in between finds the same first start again
         generation.set_aside(found.path, found.problem, asked=bool(decision.set_aside))
@@ -119,9 +119,9 @@ def load_state(start: TrainerContext, begun: dict[str, Any], engine: Engine) -> 
             logger.error("generation %d can't be loaded: %s", begun["step"], problem)
         if not start.ranks.any(bool(problem))[0]:
             return begun
-        words = problem or "a file that another rank reads is not what was written; its log names it"
+        problem = problem or "a file that another rank reads is not what was written; its log names it"
         lineage = begun["lineage"]
-        begun = start.ranks.from_rank0(partial(_walk_back, start, lineage, folder, words))
+        begun = start.ranks.from_rank0(partial(_walk_back, start, lineage, folder, problem))
         if begun["manifest"] is None:
             engine.initialize(engine.num_train_steps)
     return begun
@@ -136,11 +136,11 @@ def _walk_back(start: TrainerContext, lineage: int, folder: Path, problem: str) 
 
 def _check_counters(engine: Engine, manifest: dict[str, Any]) -> None:
     """Raise RoleFailed if the schedule or the optimizer differs from the position in the manifest."""
-    said, found = manifest.get("counters") or {}, engine.counters()
-    if odd := sorted(name for name in said if said[name] != found.get(name)):
-        name = odd[0]
+    expected = manifest.get("counters") or {}
+    found = engine.counters()
+    for name in sorted(name for name in expected if expected[name] != found.get(name)):
         raise RoleFailed(
-            f"generation {manifest['step']} says {name} {said[name]}, and {found.get(name)} was loaded"
+            f"generation {manifest['step']} has {name} {expected[name]}, but {found.get(name)} was loaded"
         )
 
 

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from hpc_rl.algorithms.losses import pairwise_loss, supervised_loss
+from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import RWConfig, SFTConfig, total_steps
+from hpc_rl.datasets.encode import load_pairs, load_sequences
 from hpc_rl.datasets.order import locate
+from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.engines.base import Engine, LossFn, MicroBatch, Sequences, sum_over_ranks
 from hpc_rl.engines.packing import balance
 from hpc_rl.trainers.run import Run
@@ -26,6 +30,7 @@ class SupervisedTask:
     """What one kind of supervised training makes of its rows.
 
     Args:
+        load: Reads a dataset into rows with a fingerprint.
         num_tokens: Tokens of a row.
         encode: Rows as sequences for the engine.
         loss: The loss of a micro-batch of these.
@@ -34,6 +39,7 @@ class SupervisedTask:
         evaluate: Metrics of this rank's share of the held-out rows. Collective.
     """
 
+    load: Callable[[DatasetConfig, Tokenizer], Any]
     num_tokens: Callable[[Row], int]
     encode: Callable[[list[Row]], Sequences]
     loss: LossFn
@@ -147,6 +153,7 @@ def held_out_preferences(engine: Engine, rows: Sequences) -> dict[str, float]:
 
 
 SFT = SupervisedTask(
+    load=load_sequences,
     num_tokens=lambda row: len(row[0]),
     encode=sequences,
     loss=sequence_loss,
@@ -155,6 +162,7 @@ SFT = SupervisedTask(
     evaluate=held_out_loss,
 )
 REWARD_MODEL = SupervisedTask(
+    load=load_pairs,
     num_tokens=lambda row: len(row[0]) + len(row[1]),
     encode=pairs,
     loss=pair_loss,

@@ -200,17 +200,9 @@ def _problems(result: Published) -> str:
     return "; ".join(f"{key}: {problem}" for key, problem in result.failed.items()) or "none is ready"
 
 
-class WriteWeights(Protocol):
-    """Writes the weights for all ranks together, as trainers/exports.py does."""
-
-    def __call__(
-        self,
-        what: str,
-        folder: Path,
-        begin: Callable[[], Path],
-        finish: Callable[[Path], object],
-        durable: bool,
-    ) -> bool: ...
+# trainers/exports.py: (what, final folder, begin, finish, durable) -> whether all ranks have written the
+# weights
+WriteWeights = Callable[..., bool]
 
 
 class Transport(Protocol):
@@ -225,13 +217,17 @@ class Transport(Protocol):
         """
 
 
+@dataclass
 class DiskTransport:
-    """Weights through the trial directory: written by rank 0, loaded by the servers."""
+    """Weights through the trial directory: written by rank 0, loaded by the servers.
 
-    def __init__(self, trial: Trial, publisher: Publisher | None) -> None:
-        """`publisher` is rank 0's; None on other ranks."""
-        self.trial = trial
-        self.publisher = publisher
+    Args:
+        trial: The trial.
+        publisher: Rank 0's; None on other ranks.
+    """
+
+    trial: Trial
+    publisher: Publisher | None
 
     def publish(
         self, version: WeightVersion, write: WriteWeights, stopping: threading.Event

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from promises import Promises, every_row, story
+from toy_trials import make_toy
 
-from hpc_rl.examples import toy
 from hpc_rl.proc import is_alive, start_ticks
 from hpc_rl.schedulers import make_scheduler, record
 from hpc_rl.stats.read import is_evaluation
@@ -82,10 +82,9 @@ EXACT = {
 NUM_ROWS = 32  # of few.jsonl, an epoch that several trials see more than once
 
 
-def make_toy(folder: Path) -> Path:
-    """Model, task, a held-out set of 8 prompts, and a reward of the user's own; trials are submitted from this folder."""
-    toy.make_task(folder / "task")
-    toy.make_model(folder / "base")
+def make_workplace(folder: Path) -> Path:
+    """Make the toy with 8 held-out prompts and a reward of the user's own; trials are submitted from here."""
+    make_toy(folder, "base")
     heldout = folder / "task" / "heldout.jsonl"
     heldout.write_text("".join(heldout.read_text().splitlines(keepends=True)[:8]))
     rows = (folder / "task" / "train.jsonl").read_text().splitlines(keepends=True)[:NUM_ROWS]
@@ -129,7 +128,7 @@ class Killed:
     """A trial under fire.
 
     Args:
-        folder: Of make_toy.
+        folder: Of make_workplace.
         name: Trial name.
         options: Options on top of OPTIONS.
         scheduler: `local` or `slurm`.

@@ -15,7 +15,7 @@ from kill_anything import (
     VICTIMS,
     Killed,
     Trials,
-    make_toy,
+    make_workplace,
     new_luck,
     short_name,
     shuffled,
@@ -29,7 +29,7 @@ KEPT = {"recover.keep": 50}  # only what comes before the first generation is tr
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return make_toy(tmp_path_factory.mktemp("toy"))
+    return make_workplace(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture

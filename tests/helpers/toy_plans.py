@@ -8,7 +8,7 @@ from hpc_rl.plan.schema import Plan, Unit
 
 
 def toy_plan(units: list[Unit], python: str, **more: Any) -> Plan:
-    """A GRPO trial on one node without GPUs; `more` replaces any field."""
+    """Return the plan of a GRPO trial on one node without GPUs; `more` replaces any field."""
     fields: dict[str, Any] = {
         "experiment_name": "e",
         "trial_name": "t",
@@ -24,3 +24,17 @@ def toy_plan(units: list[Unit], python: str, **more: Any) -> Plan:
         "recover_retries": 3,
     }
     return Plan(units=units, python=python, **{**fields, **more})
+
+
+def sft_plan(units: list[Unit], python: str, **more: Any) -> Plan:
+    """Return the plan of an SFT trial exp/one on one node without GPUs; `more` replaces any field."""
+    fields: dict[str, Any] = {
+        "experiment_name": "exp",
+        "trial_name": "one",
+        "trainer": "sft",
+        "allocation": "fsdp:d1",
+        "cpus_per_node": 2,
+        "mem_mb_per_node": 500,
+        "server_backend": None,
+    }
+    return toy_plan(units, python, **{**fields, **more})

@@ -17,11 +17,17 @@ from hpc_rl.types import TrajectoryGroup, decode
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def make_toy(folder: Path, seed: int = 1) -> None:
-    """`quickstart/` with a random model in place of the warm one, and the task."""
-    toy.make_task(folder / "quickstart" / "task", seed)
-    toy.make_model(folder / "quickstart" / "base", seed)
-    toy.make_model(folder / "quickstart" / "warm", seed)
+def make_toy(folder: Path, *models: str, seed: int = 1) -> Path:
+    """Make the toy's task, and a random model of each name, in a folder; return the folder."""
+    toy.make_task(folder / "task", seed)
+    for name in models:
+        toy.make_model(folder / name, seed)
+    return folder
+
+
+def make_quickstart(folder: Path, seed: int = 1) -> None:
+    """Make `quickstart/` with a random model in place of the warm one, and the task."""
+    make_toy(folder / "quickstart", "base", "warm", seed=seed)
 
 
 def hpc_rl(

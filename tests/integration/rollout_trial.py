@@ -15,6 +15,7 @@ from pathlib import Path
 import tokenizers
 import xxhash
 from aiohttp import web
+from toy_plans import toy_plan
 
 from hpc_rl.config.loading.stored import to_dict
 from hpc_rl.config.sections.cluster import ClusterSpecConfig
@@ -25,7 +26,6 @@ from hpc_rl.config.sections.training import PPOActorConfig
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import SharedFsNames
 from hpc_rl.net import bind
-from hpc_rl.plan.schema import Plan
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.trial import Trial, write_json
 
@@ -82,22 +82,8 @@ def make_trial(
         actor=PPOActorConfig(path=str(model)),
     )
     write_json(trial.config_json, to_dict(config))
-    names = {
-        "experiment_name": "exp",
-        "trial_name": "trial",
-        "trainer": "grpo",
-        "allocation": "",
-        "device": "cpu",
-    }
-    sizes = {
-        "n_nodes": 1,
-        "n_gpus_per_node": 0,
-        "cpus_per_node": 1,
-        "mem_mb_per_node": 1,
-        "recover_retries": 3,
-    }
-    more = {"server_backend": "embedded", "units": [], "recover_mode": "auto", "python": sys.executable}
-    write_json(trial.plan_json, Plan(**names, **sizes, **more).to_json())
+    plan = toy_plan([], sys.executable, experiment_name="exp", trial_name="trial")
+    write_json(trial.plan_json, plan.to_json())
     trial.attempt("1.0").make_dirs()
     return trial
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from toy_trials import ROOT, hpc_rl, logs_of, make_toy, status
+from toy_trials import ROOT, hpc_rl, logs_of, make_quickstart, status
 
 from hpc_rl.stats.read import read
 from hpc_rl.trial import Trial
@@ -25,7 +25,7 @@ ROWS = {  # file -> trainer's section, training rows, held-out rows
 def place(tmp_path_factory) -> Path:
     """The toy, with a context in which the files' max_new_tokens of 1024 finds room."""
     folder = tmp_path_factory.mktemp("areal")
-    make_toy(folder)
+    make_quickstart(folder)
     config = folder / "quickstart" / "base" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2048}))
     return folder

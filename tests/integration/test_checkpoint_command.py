@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_processes import Roles, make_toy, make_trial, write_plan
+from toy_trials import make_toy
+from trainer_processes import Roles, make_trial, write_plan
 
 from hpc_rl.checkpoint.generation import scan
 from hpc_rl.cli.__main__ import main
@@ -33,7 +34,7 @@ OPTIONS = [
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Trial:
     """An SFT trial of two ranks, of whose four steps the last three left generations; step 3 was exported by the trainer."""
-    folder = make_toy(tmp_path_factory.mktemp("toy"))
+    folder = make_toy(tmp_path_factory.mktemp("toy"), "base")
     held_out = f"valid_dataset.path={folder / 'task' / 'sft.jsonl'}"
     trial = make_trial(
         folder, "trained", "sft", [*OPTIONS, "recover.keep=3", held_out, "evaluator.freq_steps=1"]

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from toy_trials import hpc_rl, logs_of, make_toy, status, trial_of
+from toy_trials import hpc_rl, logs_of, make_quickstart, status, trial_of
 
 STAND_IN = Path(__file__).resolve().parents[1] / "helpers" / "bin" / "apptainer"
 ROLES = {"server": "inference_server", "rollout": "rollout", "trainer": "trainer"}
@@ -20,7 +20,7 @@ ROLES = {"server": "inference_server", "rollout": "rollout", "trainer": "trainer
 
 @pytest.mark.timeout(300)
 def test_every_role_in_a_container_of_its_own(tmp_path):
-    make_toy(tmp_path)
+    make_quickstart(tmp_path)
     images = {}
     for role in ROLES:
         images[role] = tmp_path / "images" / f"of the {role}.sif"
@@ -62,7 +62,7 @@ def test_every_role_in_a_container_of_its_own(tmp_path):
 
 
 def test_a_missing_image_is_refused_before_anything_is_submitted(tmp_path):
-    make_toy(tmp_path)
+    make_quickstart(tmp_path)
     config = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "grpo.yaml"
     missing = tmp_path / "none.sif"
     options = ["launcher.type=local", f"launcher.slurm.trainer_image={missing}"]

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from promises import read_groups
-from trainer_processes import Roles, make_toy, make_trial, write_plan
+from toy_trials import make_toy
+from trainer_processes import Roles, make_trial, write_plan
 
 from hpc_rl.files import JsonLines
 from hpc_rl.records import read_lineages
@@ -37,7 +38,7 @@ OPTIONS = [
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> Path:
-    return make_toy(tmp_path_factory.mktemp("toy"))
+    return make_toy(tmp_path_factory.mktemp("toy"), "base")
 
 
 def run(toy: Path, name: str, parts: list[tuple[int, int]], again_from: int | None = None) -> Trial:

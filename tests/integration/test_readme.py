@@ -13,7 +13,7 @@ from hpc_rl.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-DOCTOR = "hpc-rl doctor"  # tests/slurm/test_look.py runs it
+DOCTOR = "hpc-rl doctor"  # tests/slurm/test_look.py runs it; `hpc-rl quickstart` is run by test_quickstart.py
 ON_SLURM = "hpc-rl submit --config configs/grpo.yaml --n_nodes 4"  # tests/slurm runs it
 
 
@@ -80,22 +80,6 @@ def wait_until_it_makes_sense(shell: Shell, command: str) -> None:
         shell.wait_for("first", "step [1-9]")
     if word == "recover":
         shell.wait_for("first", "cancelled")
-
-
-@pytest.mark.timeout(300)
-def test_quickstart(shell):
-    done = shell.run("quickstart", "total_train_steps=4", timeout_s=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert re.fullmatch(r"held-out reward \d\.\d\d -> \d\.\d\d", lines[-1])
-    assert any(
-        line.startswith("trial directory  ") and Path(line.split(None, 2)[2]).is_dir() for line in lines
-    )
-    assert "held-out prompts" in done.stdout
-    assert f"{ROOT}/configs/grpo.yaml" in done.stdout  # the test's clone is but a link to the real one
-    assert "Writing model shards" not in done.stderr
-    again = next(line for line in lines if line.startswith("next ")).split()[1:]
-    assert shell.run(*again[1:]).returncode == 0
 
 
 def test_every_command_of_the_readme_is_run_by_a_test():

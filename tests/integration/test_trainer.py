@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trainer_processes import Roles, make_toy, make_trial, write_plan
+from toy_trials import make_toy
+from trainer_processes import Roles, make_trial, write_plan
 
 from hpc_rl.checkpoint.generation import scan, verify
 from hpc_rl.config.sections.dataset import DatasetConfig
@@ -45,7 +46,7 @@ GRPO_OPTIONS = [
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> Path:
-    return make_toy(tmp_path_factory.mktemp("toy"))
+    return make_toy(tmp_path_factory.mktemp("toy"), "base")
 
 
 def final_weights(trial: Trial) -> bytes:

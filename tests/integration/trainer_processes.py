@@ -12,23 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from toy_plans import toy_plan
+
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.stored import to_dict
 from hpc_rl.config.rules.check import check
-from hpc_rl.examples import toy
-from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.plan.schema import Unit
 from hpc_rl.trial import Trial, write_json
 
 
-def make_toy(folder: Path) -> Path:
-    """The toy's task and its random model."""
-    toy.make_task(folder / "task")
-    toy.make_model(folder / "base")
-    return folder
-
-
 def make_trial(folder: Path, name: str, kind: str, overrides: list[str]) -> Trial:
-    """A trial as submit leaves it, with the model and data of `make_toy(folder)`."""
+    """A trial as submit leaves it, with the model and data of `make_toy(folder, "base")`."""
     data = {"sft": "sft", "rw": "preferences", "grpo": "train"}[kind]
     section = "actor" if kind == "grpo" else "model"
     common = [
@@ -62,26 +56,16 @@ def write_plan(trial: Trial, kind: str, num_ranks: int) -> None:
     units = [
         Unit(role=role, tasks_per_node=count, module=modules[role], **size) for role, count in tasks.items()
     ]  # type: ignore[arg-type]
-    names = {
-        "experiment_name": "toy",
-        "trial_name": trial.name,
-        "trainer": kind,
-        "allocation": "",
-        "device": "cpu",
-    }
-    sizes = {
-        "n_nodes": 1,
-        "n_gpus_per_node": 0,
-        "cpus_per_node": 1,
-        "mem_mb_per_node": 1,
-        "recover_retries": 3,
-    }
-    more: dict[str, Any] = {
-        "server_backend": "embedded" if kind == "grpo" else None,
-        "units": units,
-        "recover_mode": "auto",
-    }
-    write_json(trial.plan_json, Plan(**names, **sizes, **more, python=sys.executable).to_json())
+    plan = toy_plan(
+        units,
+        sys.executable,
+        experiment_name="toy",
+        trial_name=trial.name,
+        trainer=kind,
+        allocation=f"embedded:d1+fsdp:d{num_ranks}" if kind == "grpo" else f"fsdp:d{num_ranks}",
+        server_backend="embedded" if kind == "grpo" else None,
+    )
+    write_json(trial.plan_json, plan.to_json())
 
 
 @dataclass

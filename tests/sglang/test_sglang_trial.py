@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from toy_trials import ROOT, groups_in_ledger, hpc_rl, logs_of, make_toy, status, trial_of
+from toy_trials import ROOT, groups_in_ledger, hpc_rl, logs_of, make_quickstart, status, trial_of
 from transformers import AutoModelForCausalLM
 
 NUM_STEPS = 4
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 def finished(tmp_path_factory, sglang_python):
     """A trial of four synchronous steps: batch k is made by version k-1 and by nothing else."""
     here = tmp_path_factory.mktemp("sglang-trial")
-    make_toy(here)
+    make_quickstart(here)
     (here / "counting.py").write_text(
         "def reward(prompt, completion, **columns):\n    return completion.count('1') / 6\n"
     )

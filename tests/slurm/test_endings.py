@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
 from cluster import Cluster, speak_to
 from supervised import HERE, unit
+from toy_plans import sft_plan
 
 from hpc_rl.config.loading.load import Loaded
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.errors import TrialBusy
 from hpc_rl.files import JsonLines
-from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.slurm import SlurmScheduler
@@ -118,22 +118,7 @@ def submit_to(
         "recover": {"mode": "auto"},
         "launcher": {"type": "slurm", "slurm": slurm or {}, "hooks": hooks or {}},
     }
-    plan = Plan(
-        experiment_name="exp",
-        trial_name="one",
-        trainer="sft",
-        allocation="fsdp:d1",
-        n_nodes=2,
-        n_gpus_per_node=0,
-        cpus_per_node=4,
-        mem_mb_per_node=1000,
-        device="cpu",
-        server_backend=None,
-        units=UNITS,
-        recover_mode="auto",
-        recover_retries=3,
-        python=sys.executable,
-    )
+    plan = sft_plan(UNITS, sys.executable, n_nodes=2, cpus_per_node=4, mem_mb_per_node=1000)
     trial = Trial.of(folder, "me", "exp", "one")
     scheduler = SlurmScheduler(retry_wait_s=0.1)
     ours = _WithScript(scheduler, trial, script)

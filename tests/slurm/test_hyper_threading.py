@@ -7,7 +7,7 @@ import time
 
 import pytest
 from cluster import Cluster, speak_to
-from toy_trials import ROOT, hpc_rl, logs_of, make_toy, trial_of
+from toy_trials import ROOT, hpc_rl, logs_of, make_quickstart, trial_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -21,7 +21,7 @@ def hyper_threading(running_cluster, monkeypatch):
 
 def test_the_readme_submit_on_one_node_starts_its_trainer(hyper_threading, tmp_path):
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    make_toy(tmp_path)
+    make_quickstart(tmp_path)
     hpc_rl("submit", "--config", "configs/grpo.yaml", "trial_name=first", "total_train_steps=1", cwd=tmp_path)
     trial = trial_of(tmp_path, "first")
     deadline = time.monotonic() + 200

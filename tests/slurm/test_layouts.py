@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from cluster import Cluster, speak_to
-from kill_anything import READY, Killed, Trials, make_toy, short_name
+from kill_anything import READY, Killed, Trials, make_workplace, short_name
 from toy_trials import hpc_rl
 
 from hpc_rl.name_resolve import keys
@@ -30,7 +30,7 @@ JOBS = {
 
 @pytest.fixture
 def trials(cluster, tmp_path, request) -> Iterator[Trials]:
-    trials = Trials(make_toy(tmp_path), short_name(request.node.name))
+    trials = Trials(make_workplace(tmp_path), short_name(request.node.name))
     yield trials
     trials.end_all()
 
@@ -217,7 +217,7 @@ def short_cluster(running_cluster, monkeypatch) -> Iterator[Cluster]:
 def test_a_trial_four_times_as_long_as_its_partition_allows_finishes_by_successors(
     short_cluster, tmp_path, until
 ):
-    trials = Trials(make_toy(tmp_path), "successors")
+    trials = Trials(make_workplace(tmp_path), "successors")
     (tmp_path / "some_reward.py").write_text(SLOW_REWARD)
     options = {
         "launcher.slurm.partition": "tight",

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from toy_plans import sft_plan
 
 from hpc_rl.config.loading.load import Loaded
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.errors import SchedulerError, TrialBusy
-from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.slurm import SlurmScheduler
@@ -97,22 +97,7 @@ def start(cluster, tmp_path, monkeypatch):
             "launcher": {"type": "slurm", "slurm": {"comment": 'it\'s "mine" # \\ü', **(slurm or {})}},
         }
         config = from_dict(data)
-        plan = Plan(
-            experiment_name="exp",
-            trial_name="one",
-            trainer="sft",
-            allocation="fsdp:d1",
-            n_nodes=n_nodes,
-            n_gpus_per_node=0,
-            cpus_per_node=2,
-            mem_mb_per_node=500,
-            device="cpu",
-            server_backend=None,
-            units=[],
-            recover_mode=mode,
-            recover_retries=3,
-            python=str(python),
-        )
+        plan = sft_plan([], str(python), n_nodes=n_nodes, recover_mode=mode)
         trial = Trial.of(root, "me", "exp", "one")
         root.mkdir(exist_ok=True)
         python.write_text(FAKE_PYTHON)

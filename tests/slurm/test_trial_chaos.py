@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from chaos import EVENTS, Chaos
-from kill_anything import EXACT, READY, Killed, Trials, make_toy, new_luck, short_name
+from kill_anything import EXACT, READY, Killed, Trials, make_workplace, new_luck, short_name
 
 from hpc_rl.files import JsonLines
 from hpc_rl.schedulers import record
@@ -26,7 +26,7 @@ SOAK_S = 30 * 60.0
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return make_toy(tmp_path_factory.mktemp("toy"))
+    return make_workplace(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from kill_anything import READY, Killed, Trials, make_toy, short_name
+from kill_anything import READY, Killed, Trials, make_workplace, short_name
 
 from hpc_rl.schedulers import record
 from hpc_rl.schedulers.slurm import SlurmScheduler
@@ -28,7 +28,7 @@ WINDOW_S = 36  # from the submission to what the supervisor takes for the end of
 
 @pytest.fixture
 def trials(cluster, tmp_path, request) -> Iterator[Trials]:
-    trials = Trials(make_toy(tmp_path), short_name(request.node.name))
+    trials = Trials(make_workplace(tmp_path), short_name(request.node.name))
     with hurrying(cluster):
         yield trials
     trials.end_all()

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from toy_plans import sft_plan
 
 from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.plan.schema import Plan
 from hpc_rl.render.scripts import Stamp, render
 from hpc_rl.trial import Trial
 
@@ -52,22 +52,7 @@ def scripts(tmp_path):
                 "launcher": {"templates_dir": str(own) if own else "", "slurm": slurm, "hooks": hooks or {}},
             }
         )
-        plan = Plan(
-            experiment_name="exp",
-            trial_name="one",
-            trainer="sft",
-            allocation="fsdp:d1",
-            n_nodes=n_nodes,
-            n_gpus_per_node=0,
-            cpus_per_node=2,
-            mem_mb_per_node=500,
-            device="cpu",
-            server_backend=None,
-            units=[],
-            recover_mode=mode,
-            recover_retries=3,
-            python=python,
-        )
+        plan = sft_plan([], python, n_nodes=n_nodes, recover_mode=mode)
         stamp = Stamp(
             version="1",
             config_sha256="0",

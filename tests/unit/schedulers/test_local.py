@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from toy_plans import sft_plan
 
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.errors import SchedulerError
-from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import start_ticks
 from hpc_rl.render.scripts import Stamp, render
 from hpc_rl.schedulers import make_scheduler, record
@@ -56,22 +56,7 @@ class Job:
         python = self.trial.dir / "python"
         python.write_text(FAKE_PYTHON)
         python.chmod(0o755)
-        plan = Plan(
-            experiment_name="exp",
-            trial_name="one",
-            trainer="sft",
-            allocation="fsdp:d1",
-            n_nodes=1,
-            n_gpus_per_node=0,
-            cpus_per_node=2,
-            mem_mb_per_node=500,
-            device="cpu",
-            server_backend=None,
-            units=[],
-            recover_mode=mode,
-            recover_retries=3,
-            python=str(python),
-        )
+        plan = sft_plan([], str(python), recover_mode=mode)
         config = from_dict(
             {
                 "experiment_name": "exp",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from toy_plans import sft_plan
 
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.loading.stored import from_dict
@@ -70,22 +71,7 @@ def given(root: Path, mode: str = "auto", **changes) -> tuple[Loaded, Plan]:
         "model": {"path": "/m"},
     }
     config = from_dict(data | {"cluster": {"fileroot": str(root)}, "recover": {"mode": mode}} | changes)
-    plan = Plan(
-        experiment_name="exp",
-        trial_name="one",
-        trainer="sft",
-        allocation="fsdp:d1",
-        n_nodes=1,
-        n_gpus_per_node=0,
-        cpus_per_node=2,
-        mem_mb_per_node=500,
-        device="cpu",
-        server_backend=None,
-        units=[],
-        recover_mode=mode,
-        recover_retries=3,
-        python="/python",
-    )
+    plan = sft_plan([], "/python", recover_mode=mode)
     explicit = (
         "experiment_name",
         "trial_name",

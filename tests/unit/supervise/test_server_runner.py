@@ -7,11 +7,12 @@ import threading
 import time
 
 import pytest
+from toy_plans import toy_plan
 
 from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.memory import MemoryNames
-from hpc_rl.plan.schema import Group, Plan, Unit
+from hpc_rl.plan.schema import Group, Unit
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.supervise import bad_nodes, server_array, server_runner, state_machine, unit_loop
 from hpc_rl.supervise.server_array import array_line, ensure_servers, read_arrays
@@ -28,21 +29,13 @@ SERVER = Unit(
     gpus_per_task=0,
     module="none",
 )
-PLAN = Plan(
-    experiment_name="e",
-    trial_name="t",
-    trainer="grpo",
+PLAN = toy_plan(
+    [],
+    "/python",
     allocation="embedded:d2+fsdp:d1",
     n_nodes=3,
-    n_gpus_per_node=0,
     cpus_per_node=1,
     mem_mb_per_node=1,
-    device="cpu",
-    server_backend="embedded",
-    units=[],
-    recover_mode="auto",
-    recover_retries=3,
-    python="/python",
     layout="jobs",
     groups=[
         Group(name="trial", nodes=[0], cpus_per_node=1, mem_mb_per_node=1),
