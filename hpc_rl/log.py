@@ -1,4 +1,4 @@
-"""Logging: every line says which role, which rank and which host wrote it; the trial's tokens never appear."""
+"""Logging with role, rank and host in every line, and without the tokens of the trial."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 class _Redacting(logging.Formatter):
-    """Replaces the secrets in the whole text of a line, a traceback included."""
+    """Formatter that replaces secrets in the whole text of a record, tracebacks included."""
 
     def __init__(self, layout: str, secrets: list[str]) -> None:
         super().__init__(layout)

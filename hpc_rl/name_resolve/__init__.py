@@ -11,7 +11,7 @@ from hpc_rl.trial import Trial
 
 
 def open_names(where: Trial | str | Path, config: Any = None) -> NameResolve:
-    """The records of one trial.
+    """Open the records of one trial.
 
     Args:
         where: The trial, or its directory.
@@ -21,7 +21,7 @@ def open_names(where: Trial | str | Path, config: Any = None) -> NameResolve:
 
 
 def names_dir(trial: Trial, config: Any = None) -> Path:
-    """Where the records of a trial are."""
+    """Return the directory with the records of a trial."""
     root = config.cluster.name_resolve.nfs_record_root if config is not None else ""
     if not root:
         return trial.names

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import random
+import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hpc_rl.errors import ConfigError
+
+COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,127}")
+FIRST_POLL_S = 0.05
+LAST_POLL_S = 1.0
+
 
 @dataclass(frozen=True)
-class Seen:
-    """A lease as a reader judges it: `alive` while the owner's counter moved within `ttl_s` of the reader's own clock."""
+class LeaseView:
+    """A lease as a reader judges it: alive while the owner's counter moved within `ttl_s` of the reader's own clock."""
 
     key: str
     value: dict[str, Any]
@@ -19,38 +28,91 @@ class Seen:
 
 
 class Lease(Protocol):
-    """Ownership of a key by epoch: a higher epoch wins, whoever has a lower one is stale."""
+    """Ownership of a key by epoch: the highest epoch wins, holders of lower ones are stale."""
 
     epoch: int
 
     def renew(self, value: dict[str, Any] | None = None) -> None:
-        """Move the counter (and replace the value). Raises Stale once a higher epoch exists."""
+        """Move the counter, and replace the value where one is given. Raises Stale once a higher epoch exists."""
 
     def release(self) -> None:
-        """Give the key up; readers see it gone."""
+        """Give the key up; readers no longer see it."""
 
 
 class NameResolve(Protocol):
     """Keys are `a/b/c` of safe components (ConfigError otherwise); values are JSON objects."""
 
     def add(self, key: str, value: dict[str, Any], replace: bool = False) -> None:
-        """Raises FileExistsError if the key exists and replace is false; of concurrent adders exactly one wins."""
+        """Add a record. Raises FileExistsError if it exists and may not be replaced; of concurrent adders one wins."""
 
     def get(self, key: str) -> dict[str, Any] | None: ...
 
     def list(self, prefix: str) -> dict[str, dict[str, Any]]:
-        """Records whose key begins with the components of prefix, by key, sorted."""
+        """Return the records whose key begins with the components of prefix, sorted by key."""
 
     def wait(self, key: str, timeout_s: float) -> dict[str, Any]:
-        """Raises TimeoutError that names the key."""
+        """Return the record once it exists. Raises TimeoutError that names the key."""
 
     def watch(self, prefix: str, timeout_s: float) -> Iterator[dict[str, dict[str, Any]]]:
-        """Yields the listing at first and whenever it changes, until timeout_s passes without a change."""
+        """Yield the listing at first and whenever it changes, until timeout_s passes without a change."""
 
     def delete(self, key: str) -> None: ...
 
     def lease(self, key: str, value: dict[str, Any], ttl_s: float) -> Lease:
         """Take the key over with the next epoch."""
 
-    def leases(self, prefix: str) -> dict[str, Seen]:
-        """Leases under prefix, by key; call it repeatedly with one NameResolve object, which remembers counters."""
+    def leases(self, prefix: str) -> dict[str, LeaseView]:
+        """Return the leases under prefix, by key; repeated calls of one object judge by the counters it remembers."""
+
+
+def components(key: str) -> list[str]:
+    """Return the parts of a key, each safe as a file name and unlike what leases and records append. Raises ConfigError."""
+    parts = key.split("/")
+    for part in parts:
+        if not COMPONENT.fullmatch(part) or ".." in part or part.endswith(".json") or ".epoch-" in part:
+            raise ConfigError(
+                f"name-resolve key {key!r} can't be used because of {part!r}: each part has 1 to 128 letters, digits and "
+                ". _ + = @ -, starts with a letter or digit, and has no '..', '.epoch-' or '.json' at its end"
+            )
+    return parts
+
+
+class PollingNames:
+    """What both implementations share: `wait` and `watch` on top of `get` and `list`."""
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+    def list(self, prefix: str) -> dict[str, dict[str, Any]]:
+        raise NotImplementedError
+
+    def wait(self, key: str, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        for pause_s in _pauses():
+            value = self.get(key)
+            if value is not None:
+                return value
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"no process published {key!r} within {timeout_s:g} s")
+            time.sleep(min(pause_s, left_s))
+        raise AssertionError("the pauses never end")
+
+    def watch(self, prefix: str, timeout_s: float) -> Iterator[dict[str, dict[str, Any]]]:
+        last = self.list(prefix)
+        yield last
+        pauses, deadline = _pauses(), time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            time.sleep(min(next(pauses), left_s))
+            now = self.list(prefix)
+            if now != last:
+                last = now
+                yield last
+                pauses, deadline = _pauses(), time.monotonic() + timeout_s
+
+
+def _pauses() -> Iterator[float]:
+    pause_s = FIRST_POLL_S
+    while True:
+        yield pause_s * random.uniform(0.8, 1.2)  # many readers must not ask the file server in step
+        pause_s = min(2 * pause_s, LAST_POLL_S)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 OWNER = "owner"  # lease: the supervisor that runs the trial
 WAITS_FOR_ROOM = "waits_for_room"
-ROLLOUT = (
-    "rollout/0"  # lease: {"url", "attempt", "pid", "host", "waits_for_room"}: the last one on a full disk
-)
+# lease: {"url", "attempt", "pid", "host", "waits_for_room"}; the last one on a full disk
+ROLLOUT = "rollout/0"
 SERVERS = "server"  # prefix of server leases
-ROUTABLE = (
-    "serving",
-    "paused",
-)  # states of a server that gets requests: a paused one holds them until its new weights are in
-EVALUATION = "evaluation"  # reserved for the newest evaluation record
+# States of a server that gets requests; a paused one holds them until its new weights are loaded.
+ROUTABLE = ("serving", "paused")
 
 
 def server(index: int) -> str:
@@ -21,5 +17,5 @@ def server(index: int) -> str:
 
 
 def rendezvous(attempt: str, incarnation: int) -> str:
-    """Where rank 0 of one trainer incarnation publishes {"address", "port"} of the process group's store."""
+    """Record of rank 0 of one trainer incarnation: {"address", "port"} of the process group's store."""
     return f"trainer/{attempt}/{incarnation}"

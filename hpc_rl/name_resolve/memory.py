@@ -1,4 +1,4 @@
-"""NameResolve within one process, for tests and for a trial whose roles are threads."""
+"""NameResolve within one process, for tests and for trials whose roles are threads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_rl.errors import Stale
-from hpc_rl.name_resolve.base import Seen
-from hpc_rl.name_resolve.polling import Polling, components
+from hpc_rl.name_resolve.base import LeaseView, PollingNames, components
 
 
 @dataclass
@@ -24,7 +23,7 @@ class _Held:
     released: bool = False
 
 
-class MemoryNames(Polling):
+class MemoryNames(PollingNames):
     """Share the object between threads. `clock` gives seconds; leases are judged by it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,11 +64,11 @@ class MemoryNames(Polling):
             self._held[key] = _Held(copy.deepcopy(value), epoch, ttl_s, self._clock())
             return MemoryLease(self, key, epoch)
 
-    def leases(self, prefix: str) -> dict[str, Seen]:
+    def leases(self, prefix: str) -> dict[str, LeaseView]:
         with self._lock:
             now = self._clock()
             return {
-                key: Seen(
+                key: LeaseView(
                     key,
                     copy.deepcopy(held.value),
                     held.epoch,

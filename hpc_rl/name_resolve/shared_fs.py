@@ -1,15 +1,14 @@
 """NameResolve in a directory that every node shares: one JSON file per record, one per epoch of a lease, no locks.
 
-Layout: record `a/b/c` is `<root>/a/b/c.json`; epoch N of the lease on `a/b` is `<root>/a/b.epoch-N`. Directories stand for
-prefixes only. One writer per file, except that of several who create a file exactly one wins (link). Names with a leading
-dot are unfinished: readers skip them.
+Layout: record `a/b/c` is `<root>/a/b/c.json`; epoch N of the lease on `a/b` is `<root>/a/b.epoch-N`. A file has one writer;
+of several processes that create a file exactly one wins (link). Names with a leading dot are incomplete: readers skip them.
 
-Durability: every write is fsynced before it gets its name (on NFS close pays for that anyway); directories are not fsynced,
-for what a crash of the file server loses here is announced again by whoever is alive.
+Durability: every write is fsynced before it gets its name (on NFS close costs that anyway); directories are not fsynced,
+because records that a crash of the file server loses are written again by the processes that live.
 
 Caches: NFS remembers that a name was absent for up to a minute, but opening the parent directory revalidates it. So a name
-that was absent is looked up by listing its directory first, and content is polled by open and read, never by mtime.
-Files of older epochs stay: a taker whose listing is old then runs into them instead of reusing their number.
+that was absent is looked up by listing its directory, and content is polled by open and read, never by mtime. Files of older
+epochs stay, so that a process with an old listing fails to create them instead of reusing their number.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from typing import Any
 
 from hpc_rl.errors import Stale
 from hpc_rl.files import is_full
-from hpc_rl.name_resolve.base import Seen
-from hpc_rl.name_resolve.polling import Polling, components
+from hpc_rl.name_resolve.base import LeaseView, PollingNames, components
 from hpc_rl.trial import create_exclusive, overwrite, write_atomic
 
 READ_TRIES = 4
@@ -35,7 +33,7 @@ EPOCH = ".epoch-"
 RECORD = ".json"
 
 
-class SharedFsNames(Polling):
+class SharedFsNames(PollingNames):
     """Args:
     root: The trial's own directory for names; made when the first record is written.
     clock: Seconds of this reader; leases are judged by it alone.
@@ -81,7 +79,7 @@ class SharedFsNames(Polling):
                 return lease
             epoch = max(highest, epoch) + 1
 
-    def leases(self, prefix: str) -> dict[str, Seen]:
+    def leases(self, prefix: str) -> dict[str, LeaseView]:
         newest: dict[str, int] = {}
         for path in self._files(prefix):
             stem, mark, number = path.name.rpartition(EPOCH)
@@ -91,7 +89,7 @@ class SharedFsNames(Polling):
         seen = {key: self._judge(key, epoch) for key, epoch in sorted(newest.items())}
         return {key: lease for key, lease in seen.items() if lease is not None}
 
-    def _judge(self, key: str, epoch: int) -> Seen | None:
+    def _judge(self, key: str, epoch: int) -> LeaseView | None:
         record = _read(self._path(key, f"{EPOCH}{epoch}"))
         if record is None or record["released"]:
             return None
@@ -101,7 +99,7 @@ class SharedFsNames(Polling):
             since = now
             self._moved[key] = (epoch, record["counter"], now)
         age_s = now - since
-        return Seen(key, record["value"], epoch, age_s <= record["ttl_s"], age_s)
+        return LeaseView(key, record["value"], epoch, age_s <= record["ttl_s"], age_s)
 
     def _path(self, key: str, suffix: str) -> Path:
         *folders, name = components(key)
@@ -111,7 +109,7 @@ class SharedFsNames(Polling):
         return path.relative_to(self.root).as_posix().removesuffix(suffix)
 
     def _files(self, prefix: str) -> Iterator[Path]:
-        """Finished files whose key begins with the components of prefix."""
+        """Yield complete files whose key begins with the components of prefix."""
         if prefix:
             *folders, name = components(prefix)
             folder = self.root.joinpath(*folders)
@@ -125,7 +123,7 @@ class SharedFsNames(Polling):
 
 
 class SharedFsLease:
-    """One epoch of a lease: its file has one writer, the one who created it."""
+    """One epoch of a lease; the process that created its file is the only writer."""
 
     def __init__(self, base: Path, key: str, epoch: int, value: dict[str, Any], ttl_s: float) -> None:
         self.key = key
@@ -160,14 +158,14 @@ class SharedFsLease:
         self._write()
 
     def release(self) -> None:
-        """Leaves a tombstone, so that the next epoch still counts on."""
+        """Leave a tombstone, from which the next epoch counts."""
         if not self._released:
             self._released = True
             self._counter += 1
             self._write()
 
     def _write(self) -> None:
-        """On a full disk the old content is overwritten: who waits for room still lives."""
+        # On a full disk the old content is overwritten: a process that waits for room keeps its lease.
         text = self.content()
         try:
             _replace(self.path, text)
@@ -187,7 +185,7 @@ def _highest_epoch(base: Path) -> int:
 
 
 def _replace(path: Path, text: str) -> None:
-    """write_atomic, and believe the file rather than an error: NFS may lose the reply to a rename that happened."""
+    # NFS may lose the reply to a rename that happened, so the file is believed rather than the error.
     try:
         write_atomic(path, text)
     except OSError:
@@ -196,7 +194,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Content, or None where the name is absent or stays unreadable; stale handles and partial content are read again."""
+    """Return the content, None where it is absent or stays unreadable; stale and partial content is read again."""
     for attempt in range(READ_TRIES):
         if attempt:
             time.sleep(READ_PAUSE_S * attempt)
@@ -217,7 +215,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _scan(folder: Path) -> list[str]:
-    """Names in a folder, without unfinished ones; opening it drops what NFS remembers about absent names."""
+    """Return the complete names in a folder; opening it drops what NFS remembers about absent names."""
     for attempt in range(READ_TRIES):
         try:
             with os.scandir(folder) as entries:

@@ -1,4 +1,4 @@
-"""What runs jobs, by name."""
+"""The schedulers by name."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ SCHEDULERS: dict[str, Callable[[Trial], Scheduler]] = {
 
 
 def pick(kind: str) -> str:
-    """The scheduler's name for `launcher.type`: `auto` is Slurm where sbatch is on the PATH, else this machine."""
+    """Return the scheduler's name for `launcher.type`: `auto` is Slurm where sbatch is on the PATH, else this machine."""
     if kind == "auto":
         return "slurm" if shutil.which("sbatch") else "local"
     return kind
 
 
 def make_scheduler(kind: str, trial: Trial) -> Scheduler:
-    """The scheduler of that name (or `auto`), for the jobs of a trial. Raises SchedulerError for an unknown name."""
+    """Return the scheduler of that name (or `auto`) for the jobs of a trial. Raises SchedulerError."""
     name = pick(kind)
     if name not in SCHEDULERS:
-        raise SchedulerError(f"there is no scheduler {name!r}; known are {', '.join(SCHEDULERS)}.")
+        raise SchedulerError(f"unknown scheduler {name!r}; available: {', '.join(SCHEDULERS)}.")
     return SCHEDULERS[name](trial)

@@ -1,4 +1,4 @@
-"""Scheduler: the only door to whatever runs jobs. Two implementations: slurm.py and local.py."""
+"""Scheduler: the interface to what runs jobs. Two implementations: slurm.py and local.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class State(enum.StrEnum):
-    """What a job does, as far as a trial is concerned. A name that no table has is UNKNOWN, never an exception."""
+    """What a job does, as far as a trial is concerned. A state that no table has is UNKNOWN, never an exception."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -29,18 +29,18 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One submission: a rendered script, and what is said of it beside the script.
+    """One submission: a rendered script, and options that are not in the script.
 
     Args:
         name: Name of the job.
         script: The script.
-        tag: Unique; the job is found again by it after a submission whose answer was lost.
-        arguments: What the script is called with.
-        after: Job that must have ended, however, before this one starts; empty for none.
-        array: Tasks of the array instead of those that the script names; empty leaves it to the script.
-        exclude: Nodes to avoid instead of those that the script names, empty for none; None leaves it to the script.
-        known_as: Whether `tag` is the one that the script carries; otherwise it is said beside it, and replaces its comment.
-        comment: The user's own words, which follow the tag where that is said beside the script.
+        tag: Unique; finds the job after a submission whose answer was lost.
+        arguments: Arguments of the script.
+        after: Job that must have ended, in any way, before this one starts; empty for none.
+        array: Tasks of the array instead of those in the script; empty keeps the script's.
+        exclude: Nodes to avoid instead of those in the script, empty for none; None keeps the script's.
+        known_as: Whether the script has this `tag`; otherwise an option passes it, which replaces the comment.
+        comment: The user's comment, which follows a tag that is passed as an option.
     """
 
     name: str
@@ -56,7 +56,7 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class JobState:
-    """What the scheduler says of a job. `native` is its own word; times are Unix seconds or None, `start_time` may be a guess."""
+    """The scheduler's answer about a job. `native` is its own name of the state; times are Unix seconds or None."""
 
     job_id: str
     state: State
@@ -64,22 +64,22 @@ class JobState:
     reason: str = ""
     end_time: float | None = None
     nodes: str = ""
-    start_time: float | None = None
+    start_time: float | None = None  # of a pending job an estimate
 
 
 class Scheduler(Protocol):
-    """Raises SchedulerError where the scheduler refuses or can't be reached."""
+    """All methods raise SchedulerError where the scheduler refuses or can't be reached."""
 
     name: str
 
     def submit(self, spec: JobSpec) -> str:
-        """Hand in a script; returns the job id at once."""
+        """Submit a script; return the job id at once."""
 
     def states(self, job_ids: list[str]) -> dict[str, JobState]:
-        """State of each job, by one query; a job that the scheduler does not know is UNKNOWN."""
+        """Return the state of each job, by one query; one that the scheduler does not know is UNKNOWN."""
 
     def cancel(self, job_id: str) -> None:
-        """End the job now: TERM, then KILL. Unknown or ended jobs are no error."""
+        """Terminate the job now: TERM, then KILL. Unknown or ended jobs are accepted."""
 
     def nudge(self, job_id: str) -> None:
         """Ask the job's supervisor to read the intents now (USR1 to the batch script)."""
@@ -88,4 +88,4 @@ class Scheduler(Protocol):
         """Start the job again under the same id."""
 
     def end_time(self, job_id: str) -> float | None:
-        """When the scheduler will end the job, Unix seconds, or None."""
+        """Return when the scheduler will terminate the job, in Unix seconds, or None."""

@@ -1,4 +1,4 @@
-"""This machine as a scheduler: the rendered runner, detached, in a session of its own. States come from its files."""
+"""This machine as a scheduler: a detached rendered runner in a session of its own, whose files give the states."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LocalScheduler:
     """Scheduler of one trial's jobs on this machine.
 
     Args:
-        trial: Whose jobs.
+        trial: The trial.
         grace_s: Whole seconds between TERM and KILL of a cancelled job, as Slurm's KillWait.
     """
 
@@ -48,7 +48,7 @@ class LocalScheduler:
         self.grace_s = grace_s
 
     def submit(self, spec: JobSpec) -> str:
-        """Start the runner, and see that it started."""
+        """Start the runner, and wait until it has started."""
         now = datetime.datetime.now(datetime.UTC)
         job_id = f"local-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         output = self.trial.jobs / f"{job_id}.out"
@@ -62,7 +62,7 @@ class LocalScheduler:
             if time.monotonic() > deadline:
                 said = output.read_text(errors="replace").strip()
                 raise SchedulerError(
-                    f"the runner did not start within {START_TIMEOUT_S:g} s: {said or 'without a word'}"
+                    f"the runner did not start within {START_TIMEOUT_S:g} s: {said or 'no output'}"
                 )
             time.sleep(0.01)
         return job_id
@@ -71,7 +71,7 @@ class LocalScheduler:
         return {job_id: self._state(job_id) for job_id in job_ids}
 
     def cancel(self, job_id: str) -> None:
-        """TERM to the runner, which passes it on; a detached helper kills what is left after the grace."""
+        """Send TERM to the runner, which forwards it; a detached helper kills what is left after the grace."""
         found = self._process(job_id)
         if found is not None:
             pid, ticks = found
@@ -88,7 +88,7 @@ class LocalScheduler:
 
     def requeue(self, job_id: str) -> None:
         raise SchedulerError(
-            "the local runner starts a stopped trial again by itself; to start an ended one, submit it again."
+            "the local runner restarts a stopped trial by itself; to start one that has ended, submit it again."
         )
 
     def end_time(self, job_id: str) -> float | None:
@@ -107,7 +107,7 @@ class LocalScheduler:
             )
         if host != socket.gethostname():
             return JobState(
-                job_id, State.UNKNOWN, reason=f"it was started on {host}, which alone can tell", nodes=host
+                job_id, State.UNKNOWN, reason=f"it was started on {host}; run this command there", nodes=host
             )
         if _is_running(start):
             return JobState(job_id, State.RUNNING, native=last["event"], nodes=host)
@@ -116,13 +116,13 @@ class LocalScheduler:
                 job_id,
                 State.RUNNING,
                 native="orphaned",
-                reason=f"{KILLED}; its supervisor is ending",
+                reason=f"{KILLED}; its supervisor is stopping",
                 nodes=host,
             )
         return JobState(job_id, State.FAILED, native="FAILED", reason=KILLED, nodes=host)
 
     def _orphan(self, job_id: str) -> tuple[int, int] | None:
-        """Pid and start time of a supervisor that outlived its runner, by the record that it left of itself."""
+        """Return pid and start time of a supervisor that outlived its runner, by its process record."""
         for path in self.trial.attempts.glob(f"{job_id}.*/processes/supervisor-*.json"):
             left = read_json(path)
             if isinstance(left, dict) and left.get("host") == socket.gethostname() and _is_running(left):
@@ -130,13 +130,13 @@ class LocalScheduler:
         return None
 
     def _process(self, job_id: str) -> tuple[int, int] | None:
-        """Pid and start time of whom to signal: the runner, else the supervisor that outlived it; None where all is over.
+        """Return pid and start time of the runner, else of its supervisor; None where neither runs.
 
         Raises SchedulerError on another host.
         """
         state = self._state(job_id)
         if state.state is State.UNKNOWN and state.nodes:
-            raise SchedulerError(f"job {job_id} was started on {state.nodes}: give the command there.")
+            raise SchedulerError(f"job {job_id} was started on {state.nodes}: run the command there.")
         if state.state is not State.RUNNING:
             return None
         start = [event for event in record.read(self.trial, job_id) if event["event"] == "started"][-1]
@@ -160,12 +160,12 @@ def _signal(pid: int, number: signal.Signals) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError as error:
-        raise SchedulerError(f"process {pid} is not this account's: {error}") from error
+        raise SchedulerError(f"process {pid} belongs to another user: {error}") from error
     return True
 
 
 def _detached(argv: list[str], output: int) -> None:
-    """Start in a session of its own, without a terminal, as nobody's child. Raises OSError, subprocess.SubprocessError."""
+    """Start a process without parent or terminal, in its own session. Raises OSError, subprocess.SubprocessError."""
     subprocess.run(
         ["setsid", "--fork", *argv],
         stdin=subprocess.DEVNULL,

@@ -1,6 +1,6 @@
-"""Whether a request can ever run on a cluster, from one `sinfo`: which limit stands against it, and the nearest that would fit.
+"""Whether a request can ever run on a cluster, from one `sinfo`: which limit stands against it, and the nearest that fits.
 
-Pure. It says nothing of when: busy, drained and powered-down nodes count as nodes. Accounts and QoS are Slurm's to judge.
+Pure. When it would start is not judged: busy, drained and powered-down nodes count. Accounts and QoS are left to Slurm.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from hpc_rl.errors import ConfigError
 from hpc_rl.schedulers.hostlist import expand
 
 SINFO = ["sinfo", "-h", "-a", "-N", "-o", "%P|%a|%l|%s|%N|%c|%m|%f|%G|%Z"]
-# Rounding up for two threads per core never leaves a step without its place on the usual machines.
+# With more threads per core than the nodes have, a step never lacks a place; two are usual.
 UNKNOWN_THREADS_PER_CORE = 2
 
 
 @dataclass(frozen=True)
 class Node:
-    """One node in one partition, as sinfo shows it. Memory in MB; GPUs by type, "" where it has none."""
+    """One node in one partition, as sinfo shows it. Memory in MB; GPUs by type, "" for those without a type."""
 
     partition: str
     name: str
@@ -38,7 +38,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """What one job asks for. None: nothing is asked of Slurm about it, so nothing stands against it."""
+    """What one job asks for; None where it asks for nothing."""
 
     n_nodes: int
     cpus: int | None = None
@@ -51,15 +51,19 @@ class JobRequest:
     nodelist: str | None = None
     exclude: str | None = None
     qos: str | None = None
-    cpus_from: str = ""  # the options that the number comes from, in words
+    cpus_from: str = ""  # the options that the number comes from
     mem_from: str = ""
 
 
 @dataclass(frozen=True)
 class CapacityLimit:
-    """A limit against a request. `nearest` is what to change, as options of the command line; empty where nothing helps.
+    """A limit against a request.
 
-    What is not `certain` may be lifted by a QoS: that is told, not refused.
+    Args:
+        limit: Which limit.
+        message: What it is, and what was asked for.
+        nearest: What to change, as options of the command line; empty where nothing helps.
+        certain: Whether nothing lifts it; a QoS may lift the others.
     """
 
     limit: str
@@ -69,13 +73,14 @@ class CapacityLimit:
 
 
 def read_sinfo(text: str) -> list[Node]:
-    """Nodes from the output of SINFO; a line that is not understood is left out."""
+    """Return the nodes in the output of SINFO, without lines that are not understood."""
     nodes = []
     for line in text.splitlines():
         fields = [part.strip() for part in line.split("|")]
         if len(fields) != 10 or not re.match(r"\d+", fields[5]) or not re.match(r"\d+", fields[6]):
             continue
         partition, available, limit, sizes, name, cpus, mem, features, gres, threads = fields
+        most = sizes.rpartition("-")[2]
         nodes.append(
             Node(
                 partition=partition.rstrip("*"),
@@ -85,7 +90,7 @@ def read_sinfo(text: str) -> list[Node]:
                 gpus=_gpus(gres),
                 features=frozenset(features.split(",")) - {"(null)", ""},
                 max_time_s=_time_s(limit),
-                max_nodes=int(most) if (most := sizes.rpartition("-")[2]).isdigit() else None,
+                max_nodes=int(most) if most.isdigit() else None,
                 is_default=partition.endswith("*"),
                 is_up=available == "up",
                 threads_per_core=int(threads) if threads.isdigit() else UNKNOWN_THREADS_PER_CORE,
@@ -95,43 +100,28 @@ def read_sinfo(text: str) -> list[Node]:
 
 
 def judge(request: JobRequest, nodes: Sequence[Node]) -> list[CapacityLimit]:
-    """The limits that stand against a request; empty where it can run. With several partitions, one that takes it is enough."""
+    """Return the limits against a request, empty where it can run; of several partitions one that takes it is enough."""
     known = list(dict.fromkeys(node.partition for node in nodes))
     wanted = _partitions_of(request, nodes)
     if not wanted:
-        return [
-            CapacityLimit(
-                "partition",
-                f"this cluster has no default partition; it has {', '.join(sorted(known))}.",
-                "--partition NAME",
-            )
-        ]
+        message = f"this cluster has no default partition; it has {', '.join(sorted(known))}."
+        return [CapacityLimit("partition", message, "--partition NAME")]
     unknown = [name for name in wanted if name not in known]
     if unknown:
-        near = (
-            difflib.get_close_matches(unknown[0], known, n=1)
-            or [name for name in known if _takes(request, name, nodes)][:1]
-        )
-        words = (
+        message = (
             f"there is no partition {unknown[0]!r} with nodes; this cluster has {', '.join(sorted(known))}."
         )
-        return [CapacityLimit("partition", words, f"--partition {near[0]}" if near else "")]
-    verdicts = [_in_partition(request, name, nodes) for name in wanted]
-    best = min(verdicts, key=lambda findings: sum(finding.certain for finding in findings))
-    if not any(finding.certain for finding in best):
+        near = difflib.get_close_matches(unknown[0], known, n=1) or _takers(request, known, nodes)
+        return [CapacityLimit("partition", message, f"--partition {near[0]}" if near else "")]
+    found = [_in_partition(request, name, nodes) for name in wanted]
+    best = min(found, key=lambda limits: sum(limit.certain for limit in limits))
+    if not any(limit.certain for limit in best):
         return best
-    elsewhere = [name for name in known if name not in wanted and _takes(request, name, nodes)]
-    if elsewhere:
-        best = [
-            *best,
-            CapacityLimit(
-                "partition",
-                f"as it is, partition {elsewhere[0]} would take it.",
-                f"--partition {elsewhere[0]}",
-                False,
-            ),
-        ]
-    return best
+    elsewhere = _takers(request, [name for name in known if name not in wanted], nodes)
+    if not elsewhere:
+        return best
+    message = f"unchanged, it fits partition {elsewhere[0]}."
+    return [*best, CapacityLimit("partition", message, f"--partition {elsewhere[0]}", False)]
 
 
 def threads_per_core(request: JobRequest, nodes: Sequence[Node]) -> int:
@@ -147,140 +137,148 @@ def _partitions_of(request: JobRequest, nodes: Sequence[Node]) -> list[str]:
     return list(dict.fromkeys(node.partition for node in nodes if node.is_default))
 
 
-def _takes(request: JobRequest, partition: str, nodes: Sequence[Node]) -> bool:
-    return not _in_partition(request, partition, nodes)
+def _takers(request: JobRequest, partitions: list[str], nodes: Sequence[Node]) -> list[str]:
+    return [name for name in partitions if not _in_partition(request, name, nodes)]
 
 
 def _in_partition(request: JobRequest, name: str, nodes: Sequence[Node]) -> list[CapacityLimit]:
     found = [node for node in nodes if node.partition == name]
-    limits = found[0]
-    lifted = request.qos is not None
-    findings = []
-    if not limits.is_up:
-        findings.append(
+    own = found[0]
+    is_certain = request.qos is None
+    limits = []
+    if not own.is_up:
+        limits.append(
             CapacityLimit("partition", f"partition {name} is not up: its jobs wait.", certain=False)
         )
-    if request.time_s is not None and limits.max_time_s is not None and request.time_s > limits.max_time_s:
-        most = slurm_time.to_text(limits.max_time_s)
-        words = f"partition {name} ends every job after {most}, and {slurm_time.to_text(request.time_s)} is asked for."
-        findings.append(CapacityLimit("time", words, f"--time {most}", not lifted))
-    if limits.max_nodes is not None and request.n_nodes > limits.max_nodes:
-        words = f"partition {name} gives a job at most {limits.max_nodes} nodes, and {request.n_nodes} are asked for."
-        findings.append(CapacityLimit("nodes", words, f"--n_nodes {limits.max_nodes}", not lifted))
+    if request.time_s is not None and own.max_time_s is not None and request.time_s > own.max_time_s:
+        most = slurm_time.to_text(own.max_time_s)
+        asked = slurm_time.to_text(request.time_s)
+        message = f"partition {name} has a time limit of {most}; {asked} was requested."
+        limits.append(CapacityLimit("time", message, f"--time {most}", is_certain))
+    if own.max_nodes is not None and request.n_nodes > own.max_nodes:
+        message = f"partition {name} allows {own.max_nodes} nodes per job; {request.n_nodes} were requested."
+        limits.append(CapacityLimit("nodes", message, f"--n_nodes {own.max_nodes}", is_certain))
     usable, refused = _eligible(request, found)
-    return [*findings, *refused] if refused else [*findings, *_sizes(request, name, usable)]
+    return [*limits, *(refused or _sizes(request, name, usable))]
 
 
 def _eligible(request: JobRequest, nodes: list[Node]) -> tuple[list[Node], list[CapacityLimit]]:
-    """Nodes that names and features leave over."""
+    """Return the nodes that names and features leave over, and the limit where they leave too few."""
     name, n_nodes = nodes[0].partition, request.n_nodes
     if request.nodelist:
         missing = sorted(set(expand(request.nodelist)) - {node.name for node in nodes})
         if missing:
-            words = f"partition {name} has no node {missing[0]}, which launcher.slurm.nodelist asks for."
-            return nodes, [CapacityLimit("nodelist", words, "launcher.slurm.nodelist=null")]
+            message = f"partition {name} has no node {missing[0]}, which launcher.slurm.nodelist names."
+            return nodes, [CapacityLimit("nodelist", message, "launcher.slurm.nodelist=null")]
     if request.exclude:
         excluded = set(expand(request.exclude))
         left = [node for node in nodes if node.name not in excluded]
         if len(left) < n_nodes <= len(nodes):
-            words = f"launcher.slurm.exclude leaves {len(left)} of partition {name}'s {len(nodes)} nodes; {n_nodes} are asked for."
+            message = (
+                f"launcher.slurm.exclude leaves {len(left)} of the {len(nodes)} nodes of partition {name}; "
+                f"{n_nodes} were requested."
+            )
             return left, [
-                CapacityLimit(
-                    "exclude", words, f"--n_nodes {len(left)}" if left else "launcher.slurm.exclude=null"
-                )
+                CapacityLimit("exclude", message, _fewer_nodes(left, "launcher.slurm.exclude=null"))
             ]
         nodes = left
     if request.constraint and re.fullmatch(r"[\w.:=-]+([&|][\w.:=-]+)*", request.constraint):
         left = [node for node in nodes if _has(node.features, request.constraint)]
         if len(left) < n_nodes <= len(nodes):
             known = ", ".join(sorted(set().union(*(node.features for node in nodes)))) or "none"
-            words = (
-                f"{len(left)} of {len(nodes)} nodes of partition {name} have the features {request.constraint!r}, and {n_nodes} "
-                f"are asked for; its features: {known}."
+            message = (
+                f"{len(left)} of {len(nodes)} nodes of partition {name} have the features {request.constraint!r}; "
+                f"{n_nodes} were requested; its features: {known}."
             )
             return left, [
-                CapacityLimit(
-                    "constraint",
-                    words,
-                    f"--n_nodes {len(left)}" if left else "launcher.slurm.constraint=null",
-                )
+                CapacityLimit("constraint", message, _fewer_nodes(left, "launcher.slurm.constraint=null"))
             ]
         nodes = left
     return nodes, []
 
 
+def _fewer_nodes(left: list[Node], otherwise: str) -> str:
+    return f"--n_nodes {len(left)}" if left else otherwise
+
+
 def _has(features: frozenset[str], constraint: str) -> bool:
-    """`a&b|c` as Slurm reads it: from left to right."""
-    verdict, words = True, re.split(r"([&|])", constraint)
-    for operator, word in zip(["&", *words[1::2]], words[::2], strict=True):
-        verdict = (verdict and word in features) if operator == "&" else (verdict or word in features)
-    return verdict
+    """Return whether a node has the features `a&b|c`, which Slurm reads from left to right."""
+    first, *rest = re.split(r"([&|])", constraint)
+    result = first in features
+    for operator, feature in zip(rest[::2], rest[1::2], strict=True):
+        result = (result and feature in features) if operator == "&" else (result or feature in features)
+    return result
 
 
-def _sizes(request: JobRequest, name: str, nodes: list[Node]) -> list[CapacityLimit]:
-    """What no node has, or too few nodes have."""
-    n_nodes = request.n_nodes
-    if len(nodes) < n_nodes:
-        words = f"partition {name} has {len(nodes)} nodes, and {n_nodes} are asked for."
-        return [CapacityLimit("nodes", words, f"--n_nodes {len(nodes)}" if nodes else "")]
-    cpus_from, mem_from = (
-        f" (from {words})" if words else "" for words in (request.cpus_from, request.mem_from)
-    )
+@dataclass(frozen=True)
+class _Dimension:
+    """Something of which a node has a number: how many are asked for, and how to ask for less."""
+
+    limit: str
+    wanted: int  # 0 where the request asks for none
+    has: Callable[[Node], int]
+    unit: str
+    change: str
+
+
+def _dimensions(request: JobRequest) -> list[_Dimension]:
     kind = f"{request.gpu_type} GPUs" if request.gpu_type else "GPUs"
-    dimensions: list[tuple[str, int | None, Callable[[Node], int], str, str]] = [
-        (
-            "gpus",
-            request.gpus,
-            lambda node: _gpu_count(node, request.gpu_type),
-            f"{kind} per node",
-            "cluster.n_gpus_per_node={}",
-        ),
-        (
+    cpus_from = f" (from {request.cpus_from})" if request.cpus_from else ""
+    mem_from = f" (from {request.mem_from})" if request.mem_from else ""
+
+    def gpus(node: Node) -> int:
+        return node.gpus.get(request.gpu_type, 0) if request.gpu_type else sum(node.gpus.values())
+
+    return [
+        _Dimension("gpus", request.gpus or 0, gpus, f"{kind} per node", "cluster.n_gpus_per_node={}"),
+        _Dimension(
             "cpus",
-            request.cpus,
+            request.cpus or 0,
             lambda node: node.cpus,
             f"CPUs per node{cpus_from}",
             "at most {} CPUs per node",
         ),
-        (
+        _Dimension(
             "memory",
-            request.mem_mb,
+            request.mem_mb or 0,
             lambda node: node.mem_mb,
             f"MB of memory per node{mem_from}",
             "at most {} MB per node",
         ),
     ]
-    findings = []
-    for limit, wanted, has, unit, change in dimensions:
-        if wanted is None or sum(has(node) >= wanted for node in nodes) >= n_nodes:
+
+
+def _sizes(request: JobRequest, name: str, nodes: list[Node]) -> list[CapacityLimit]:
+    """Return the limits of what no node has, or too few nodes have."""
+    n_nodes = request.n_nodes
+    if len(nodes) < n_nodes:
+        message = f"partition {name} has {len(nodes)} nodes; {n_nodes} were requested."
+        return [CapacityLimit("nodes", message, _fewer_nodes(nodes, ""))]
+    dimensions = _dimensions(request)
+    limits = []
+    for one in dimensions:
+        enough = sum(one.has(node) >= one.wanted for node in nodes)
+        if enough >= n_nodes:
             continue
-        most = sorted((has(node) for node in nodes), reverse=True)[n_nodes - 1]
-        enough = sum(has(node) >= wanted for node in nodes)
-        there = (
+        most = sorted((one.has(node) for node in nodes), reverse=True)[n_nodes - 1]
+        who = (
             f"{enough} of {len(nodes)} nodes of partition {name} have"
             if enough
             else f"no node of partition {name} has"
         )
-        words = f"{there} {wanted} {unit}; on {n_nodes} node{'s' if n_nodes > 1 else ''} the most is {most}."
+        message = f"{who} {one.wanted} {one.unit}; on {n_nodes} node{'s' if n_nodes > 1 else ''} the most is {most}."
         ways = [f"--n_nodes {enough}"] if enough else []
-        findings.append(
-            CapacityLimit(limit, words, " or ".join([*ways, change.format(most)] if most else ways))
-        )
-    fitting = sum(
-        all(wanted is None or has(node) >= wanted for _, wanted, has, _, _ in dimensions) for node in nodes
-    )
-    if not findings and fitting < n_nodes:
-        words = f"{fitting} of {len(nodes)} nodes of partition {name} have all that is asked for at once, and {n_nodes} are needed."
-        findings.append(CapacityLimit("nodes", words, f"--n_nodes {fitting}" if fitting else ""))
-    return findings
-
-
-def _gpu_count(node: Node, kind: str | None) -> int:
-    return sum(node.gpus.values()) if kind is None else node.gpus.get(kind, 0)
+        ways += [one.change.format(most)] if most else []
+        limits.append(CapacityLimit(one.limit, message, " or ".join(ways)))
+    fitting = [node for node in nodes if all(one.has(node) >= one.wanted for one in dimensions)]
+    if not limits and len(fitting) < n_nodes:
+        message = f"{len(fitting)} of {len(nodes)} nodes of partition {name} have all that was requested; {n_nodes} are needed."
+        limits.append(CapacityLimit("nodes", message, _fewer_nodes(fitting, "")))
+    return limits
 
 
 def _gpus(gres: str) -> dict[str, int]:
-    """`gpu:a100:8(S:0-1),nvme:2` -> {"a100": 8}."""
+    """Return the GPUs by type: `gpu:a100:8(S:0-1),nvme:2` -> {"a100": 8}."""
     found: dict[str, int] = {}
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):
         words = part.split(":")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.base import Seen
+from hpc_rl.name_resolve.base import LeaseView
 
 Key = tuple[str, int]
 # For the scheduler to start a process: a step that ended may keep its place until it can be killed (60 s).
@@ -77,7 +77,7 @@ class HangDetector:
         if one is not None and mark is not None and (not one.seen or mark != one.mark):
             self._watched[key] = _Watched(now, mark, doing, seen=True)
 
-    def observe_leases(self, leases: Mapping[str, Seen], attempt_id: str, now: float) -> None:
+    def observe_leases(self, leases: Mapping[str, LeaseView], attempt_id: str, now: float) -> None:
         """Note which units of this attempt hold a live lease; keys are `<role>/<index>`."""
         for name, seen in leases.items():
             if seen.alive and seen.value.get("attempt") == attempt_id:
@@ -86,7 +86,7 @@ class HangDetector:
                 if seen.value.get(keys.WAITS_FOR_ROOM):  # on a full disk: it serves no unit that waits for it
                     self._excuse(WAITS_FOR_ROLLOUT, now)
 
-    def observe_pool(self, leases: Mapping[str, Seen], now: float) -> None:
+    def observe_pool(self, leases: Mapping[str, LeaseView], now: float) -> None:
         """Note whether any server serves, in whichever job: a trainer waits for the first, up to `away_s`."""
         if any(seen.alive and seen.value.get("state") in keys.ROUTABLE for seen in leases.values()):
             self._away_since = None
@@ -143,7 +143,7 @@ class HangDetector:
         return f"{text}; the limit is {limit_s:.0f} s"
 
 
-def serving(leases: Mapping[str, Seen], attempt_id: str) -> list[tuple[Key, int]]:
+def serving(leases: Mapping[str, LeaseView], attempt_id: str) -> list[tuple[Key, int]]:
     """Return the servers of an attempt that serve, each with its incarnation."""
     return [
         (("server", int(name.rpartition("/")[2])), int(seen.value.get("incarnation", -1)))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from hpc_rl.errors import TrialBusy
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.base import Lease, NameResolve, Seen
+from hpc_rl.name_resolve.base import Lease, LeaseView, NameResolve
 from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import end_processes, is_alive, start_ticks
 from hpc_rl.records import EventKind, ProcessFile, ProcessRecord, read_events
@@ -58,7 +58,7 @@ def take_ownership(
 
 
 def _refuse_while_alive(
-    names: NameResolve, before: Seen, attempt: Attempt, clock: Callable[[], float]
+    names: NameResolve, before: LeaseView, attempt: Attempt, clock: Callable[[], float]
 ) -> None:
     """Raise TrialBusy where the owner lives: by its process on this host, or by the counter of its lease."""
     owner = before.value
@@ -75,7 +75,7 @@ def _refuse_while_alive(
         )
 
 
-def _moves(names: NameResolve, before: Seen, clock: Callable[[], float]) -> bool:
+def _moves(names: NameResolve, before: LeaseView, clock: Callable[[], float]) -> bool:
     """Return whether the counter of a lease moves within its time to live, or its epoch does."""
     end = clock() + LEASE_TTL_S + RENEW_EVERY_S
     host = before.value.get("host")

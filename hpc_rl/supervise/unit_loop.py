@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hpc_rl.errors import ExitCode, StopCause
-from hpc_rl.name_resolve.base import Seen
+from hpc_rl.name_resolve.base import LeaseView
 from hpc_rl.plan.schema import Plan
 from hpc_rl.records import EndedRecord, EventKind
 from hpc_rl.supervise import bad_nodes, exit_policy, ownership, state_machine
@@ -220,7 +220,7 @@ class UnitLoop(ABC):
                 case Finish():
                     self.finish = action
 
-    def observe_servers(self, leases: Mapping[str, Seen], now: float) -> None:
+    def observe_servers(self, leases: Mapping[str, LeaseView], now: float) -> None:
         """Note which servers of this attempt live, and which serve."""
         self.hangs.observe_leases(leases, self.attempt.id, now)
         for key, incarnation in serving(leases, self.attempt.id):

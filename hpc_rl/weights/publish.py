@@ -23,7 +23,7 @@ import aiohttp
 
 from hpc_rl.errors import HpcRlError, RoleFailed
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.base import NameResolve, Seen
+from hpc_rl.name_resolve.base import LeaseView, NameResolve
 from hpc_rl.servers.client import HttpServerClient, open_session
 from hpc_rl.servers.router import is_older
 from hpc_rl.trial import Trial
@@ -71,7 +71,7 @@ class Publisher:
         self.trial, self.names, self.tokens = trial, names, tokens
         self.setup_timeout_s, self.update_timeout_s, self.watch_s = setup_timeout_s, update_timeout_s, watch_s
         self._left_out: dict[str, tuple[int, str]] = {}  # key -> epoch that failed, label that it did not get
-        self._leases: dict[str, Seen] = {}
+        self._leases: dict[str, LeaseView] = {}
         self._session: aiohttp.ClientSession | None = None
         self._pruning: asyncio.Future[Any] | None = None
         self._loop = asyncio.new_event_loop()
@@ -128,7 +128,7 @@ class Publisher:
             waiting = True
             await asyncio.sleep(RETRY_S)
 
-    def _targets(self) -> dict[str, Seen]:
+    def _targets(self) -> dict[str, LeaseView]:
         """Return live servers that take updates; those that failed before only if there is no other."""
         self._leases = self.names.leases(keys.SERVERS)
         live = {
@@ -138,11 +138,11 @@ class Publisher:
         }
         return {key: seen for key, seen in live.items() if not self._is_left_out(seen)} or live
 
-    def _is_left_out(self, seen: Seen) -> bool:
+    def _is_left_out(self, seen: LeaseView) -> bool:
         epoch, label = self._left_out.get(seen.key, (-1, ""))
         return epoch == seen.epoch and is_older(str(seen.value.get("version") or ""), label)
 
-    def _remember(self, result: Published, targets: dict[str, Seen], label: str) -> None:
+    def _remember(self, result: Published, targets: dict[str, LeaseView], label: str) -> None:
         for key in result.acknowledged:
             self._left_out.pop(key, None)
         for key, problem in result.failed.items():
@@ -152,7 +152,7 @@ class Publisher:
                 )
             self._left_out[key] = (targets[key].epoch, label)
 
-    async def _update(self, key: str, seen: Seen, label: str, path: Path, limit_s: float) -> str:
+    async def _update(self, key: str, seen: LeaseView, label: str, path: Path, limit_s: float) -> str:
         """Update one server; return '' or the problem."""
         client = self._client(seen.value["url"])
         try:

@@ -163,7 +163,7 @@ def test_a_node_that_fails_its_check_ends_the_job_by_name(shell, cluster, tmp_pa
         ),
         (
             ["--partition", "short", "--time", "31"],
-            "ends every job after 00:30:00, and 00:31:00 is asked for.",
+            "has a time limit of 00:30:00; 00:31:00 was requested.",
         ),
     ],
 )
@@ -184,7 +184,7 @@ def test_the_whole_check_has_slurms_own_words_too(shell, cluster):
         "9",
         "allocation_mode=embedded:d8+fsdp:d1",
     )
-    assert "has 4 nodes, and 9 are asked for. Nearest that fits: --n_nodes 4" in message
+    assert "has 4 nodes; 9 were requested. Nearest that fits: --n_nodes 4" in message
     assert (
         "Slurm says of trial.sbatch: " in message
         and "Requested node configuration is not available" in message

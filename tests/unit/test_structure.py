@@ -50,8 +50,8 @@ KNOWN_SMALL = {
 }  # fmt: skip
 KNOWN_FILE_NAMES = {"templates.py"}
 KNOWN_CLASS_NAMES = {
-    "Cluster", "Driver", "Engine", "Finding", "Job", "Place", "Report", "Request",
-    "Rows", "Seen", "Start", "State",
+    "Driver", "Engine", "Job", "Place",
+    "Rows", "Start", "State",
 }  # fmt: skip
 KNOWN_LONG_FUNCTIONS = {"submit/submission.py submit"}
 KNOWN_LONG_FILES: set[str] = set()

@@ -48,7 +48,7 @@ def test_sinfo_is_read():
     ("request_", "limit", "words", "nearest"),
     [
         ({"n_nodes": 1, "partition": "gpus"}, "partition", "no partition 'gpus'", "--partition gpu"),
-        ({"n_nodes": 4}, "nodes", "has 3 nodes, and 4 are asked for", "--n_nodes 3"),
+        ({"n_nodes": 4}, "nodes", "has 3 nodes; 4 were requested", "--n_nodes 3"),
         (
             {"n_nodes": 3, "gpus": 8},
             "gpus",
@@ -79,8 +79,8 @@ def test_sinfo_is_read():
             "2 of 3 nodes",
             "--n_nodes 2 or at most 256000 MB per node",
         ),
-        ({"n_nodes": 1, "time_s": 86401}, "time", "after 1-00:00:00, and 1-00:00:01", "--time 1-00:00:00"),
-        ({"n_nodes": 3, "partition": "short"}, "nodes", "gives a job at most 2 nodes", "--n_nodes 2"),
+        ({"n_nodes": 1, "time_s": 86401}, "time", "limit of 1-00:00:00; 1-00:00:01", "--time 1-00:00:00"),
+        ({"n_nodes": 3, "partition": "short"}, "nodes", "allows 2 nodes per job", "--n_nodes 2"),
         (
             {"n_nodes": 3, "constraint": "ib"},
             "constraint",
@@ -97,7 +97,7 @@ def test_sinfo_is_read():
         (
             {"n_nodes": 3, "exclude": "g[2-3]"},
             "exclude",
-            "leaves 1 of partition gpu's 3 nodes",
+            "leaves 1 of the 3 nodes",
             "--n_nodes 1",
         ),
     ],

@@ -73,7 +73,7 @@ def test_a_submission_asks_once_and_refuses_what_can_never_run():
     cluster = FakeCluster()
     with pytest.raises(
         ConfigError,
-        match=r"(?s)cannot run.*has 2 nodes, and 3 are asked for\. Nearest that fits: --n_nodes 2",
+        match=r"(?s)cannot run.*has 2 nodes; 3 were requested\. Nearest that fits: --n_nodes 2",
     ):
         preflight.quick_check(*planned("--n_nodes=3", "launcher.trainer_mem_per_gpu=1000"), cluster)
     assert cluster.asked == ["sinfo"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_rl.name_resolve.base import Seen
+from hpc_rl.name_resolve.base import LeaseView
 from hpc_rl.supervise.hangs import PLACED_S, HangDetector, serving
 
 TRAINER, ROLLOUT, SERVER = ("trainer", 0), ("rollout", 0), ("server", 0)
@@ -54,7 +54,7 @@ def test_a_rollout_role_that_is_started_gives_the_trainer_that_waits_for_it_new_
 def test_a_rollout_role_that_waits_for_room_on_a_full_disk_is_not_blamed(life):
     life.observe(TRAINER, "a", 10, "wait")
     for now in range(15, 900, 5):
-        lease = Seen("rollout/0", {"attempt": "9.0", "waits_for_room": now < 600}, 0, True, 0.0)
+        lease = LeaseView("rollout/0", {"attempt": "9.0", "waits_for_room": now < 600}, 0, True, 0.0)
         life.observe_leases({"rollout/0": lease}, "9.0", now)
         assert blamed(life, now, 1) == ([ROLLOUT] if now - 595 > 100 else []), now
 
@@ -79,10 +79,10 @@ def test_a_server_that_comes_and_goes_hides_no_hang_of_others(life, doing, to_bl
     assert blamed(life, 111, 1) == [to_blame]
 
 
-def servers(**states: int) -> dict[str, Seen]:
+def servers(**states: int) -> dict[str, LeaseView]:
     found = [state for state, count in states.items() for _ in range(count)]
     return {
-        f"server/{i}": Seen(
+        f"server/{i}": LeaseView(
             f"server/{i}", {"state": state, "attempt": f"9_{i}.0", "incarnation": 2}, 0, state != "dead", 0.0
         )
         for i, state in enumerate(found)
