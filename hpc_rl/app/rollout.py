@@ -22,7 +22,7 @@ from hpc_rl.name_resolve.base import Lease
 from hpc_rl.records import LineageRecord, read_lineages
 from hpc_rl.rollout import routes
 from hpc_rl.rollout.executor import Executor
-from hpc_rl.rollout.report import keep_reporting
+from hpc_rl.rollout.report import keep_reporting, progress
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.service import RolloutService
 
@@ -87,7 +87,7 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     lease = await asyncio.to_thread(names.lease, keys.ROLLOUT, record, LEASE_TTL_S)
     logger.info("serving batches, epoch %d", lease.epoch)
     report_to = context.attempt.rollout_report(context.incarnation)
-    report = keep_reporting(report_to, service.report, lambda: {"servers": num_servers()})
+    report = keep_reporting(report_to, lambda: progress(service), lambda: {"servers": num_servers()})
     renewing = _renew(lease, record, service)
     duties = {
         asyncio.create_task(duty)

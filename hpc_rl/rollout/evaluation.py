@@ -1,4 +1,4 @@
-"""Evaluation: every held-out prompt once, made by the weights of one version. Outside the batch log and its capacity."""
+"""Evaluations: every held-out prompt once, made by the weights of one version; outside the batch log and its capacity."""
 
 from __future__ import annotations
 
@@ -7,37 +7,102 @@ import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.errors import RoleFailed, Stale
+from hpc_rl.rollout.pipes import Outcome, Run, Scored
 from hpc_rl.types import EvalResult, WeightVersion
 
 logger = logging.getLogger(__name__)
+EVALUATIONS_KEPT = 4
 
 
-class Evaluation:
-    """One pass for one label.
+class Runner(Protocol):
+    """executor.Executor, or a fake."""
+
+    restarts: int
+
+    def run(self, frame: Run) -> None: ...
+
+    def cancel(self, ticket: int) -> None: ...
+
+
+class Evaluations:
+    """The evaluations of an incarnation, the newest few; their tickets are negative.
 
     Args:
-        label: Tokens of any other version do not count: the prompt is asked again.
         prompts: The held-out prompts.
-        run: Takes a frame for the executor.
-        limit: Prompts in flight.
+        limit: Prompts in flight of one evaluation.
         retries: Times that a prompt is asked again after an exception before it is left out, and counted.
-        tickets: Source of tickets that nobody else uses.
+        executor: Where prompts are run.
     """
 
     def __init__(
+        self, prompts: Prompts | None, limit: int, retries: int, executor: Callable[[], Runner]
+    ) -> None:
+        self.prompts = prompts
+        self._limit, self._retries, self._executor = limit, retries, executor
+        self._by_version: dict[WeightVersion, Evaluation] = {}
+        self._tickets = itertools.count(-1, -1)
+
+    def __contains__(self, version: object) -> bool:
+        return version in self._by_version
+
+    @property
+    def running(self) -> list[str]:
+        """Versions whose evaluation is not finished."""
+        return [str(version) for version, one in self._by_version.items() if not one.result.done()]
+
+    def begin(self, version: WeightVersion) -> None:
+        """Begin the evaluation of these weights, if it was not; the oldest one may be given up for it."""
+        if version in self and not self._by_version[version].result.cancelled():
+            return
+        assert self.prompts is not None
+        self._by_version[version] = Evaluation(
+            version, self.prompts, self._executor().run, self._limit, self._retries, self._tickets
+        )
+        for old in list(self._by_version)[:-EVALUATIONS_KEPT]:
+            for ticket in self._by_version.pop(old).tickets:
+                self._executor().cancel(ticket)
+
+    async def result(self, version: WeightVersion, wait_s: float | None) -> EvalResult | None:
+        """Return the result of an evaluation, None while it takes longer. Raises Stale, RoleFailed."""
+        done, _ = await asyncio.wait({self._by_version[version].result}, timeout=wait_s)
+        return done.pop().result() if done else None
+
+    def give_up_before(self, lineage: int) -> None:
+        """End the evaluations of older lineages, whose weights no server has any more."""
+        for version, evaluation in self._by_version.items():
+            if version.lineage < lineage and not evaluation.result.done():
+                message = f"lineage {lineage} has begun: {version} is not evaluated"
+                evaluation.result.set_exception(Stale(message))
+
+    def answer(self, frame: Outcome) -> None:
+        """Take the answer to one of its tickets."""
+        for evaluation in self._by_version.values():
+            if frame["ticket"] in evaluation.tickets:
+                evaluation.answer(frame)
+
+    def lost(self, tickets: list[int]) -> None:
+        """Ask again for the tickets of a worker that died."""
+        for evaluation in self._by_version.values():
+            evaluation.lost(tickets)
+
+
+class Evaluation:
+    """One pass for one version; see Evaluations."""
+
+    def __init__(
         self,
-        label: str,
+        version: WeightVersion,
         prompts: Prompts,
-        run: Callable[[dict[str, Any]], None],
+        run: Callable[[Run], None],
         limit: int,
         retries: int,
         tickets: itertools.count,
     ) -> None:
-        self.label = label
+        self.version = version
         self.result: asyncio.Future[EvalResult] = asyncio.get_running_loop().create_future()
         self._prompts = prompts
         self._run = run
@@ -57,9 +122,6 @@ class Evaluation:
     def tickets(self) -> list[int]:
         return list(self._asked)
 
-    def owns(self, ticket: int) -> bool:
-        return ticket in self._asked
-
     def lost(self, tickets: list[int]) -> None:
         """Their worker died."""
         for ticket in tickets:
@@ -67,8 +129,7 @@ class Evaluation:
                 self._waiting.append(self._asked.pop(ticket))
         self._pump()
 
-    def frame(self, frame: dict[str, Any]) -> None:
-        """An answer to one of its tickets."""
+    def answer(self, frame: Outcome) -> None:
         position = self._asked.pop(frame["ticket"])
         if frame["op"] == "scored":
             self._scored(position, frame)
@@ -76,18 +137,16 @@ class Evaluation:
             self._failures[position] += 1
             self._waiting.append(position)
         else:
-            self._left_out[frame.get("reason", "exception")] += 1
+            self._left_out[frame["reason"] if frame["op"] == "rejected" else "exception"] += 1
         self._pump()
 
-    def _scored(self, position: int, frame: dict[str, Any]) -> None:
+    def _scored(self, position: int, frame: Scored) -> None:
         versions = [WeightVersion.parse(label) for label in frame["versions"]]
-        wanted = WeightVersion.parse(self.label)
-        newer = [v for v in versions if (v.lineage, v.step) > (wanted.lineage, wanted.step)]
+        newer = [version for version in versions if version > self.version]
         if newer and not self.result.done():
-            self.result.set_exception(
-                Stale(f"the servers have gone on to {newer[-1]}: {self.label} can't be evaluated any more")
-            )
-        elif versions in ([], [wanted]):
+            message = f"the servers have {newer[-1]} by now: {self.version} can't be evaluated any more"
+            self.result.set_exception(Stale(message))
+        elif versions in ([], [self.version]):
             self._rewards[position] = frame["reward"]
             self._num_tokens += frame["num_tokens"]
         else:
@@ -102,15 +161,19 @@ class Evaluation:
             prompt = self._prompts.in_file_order(position)
             ticket = next(self._tickets)
             self._asked[ticket] = position
-            frame = {
-                "op": "run",
-                "ticket": ticket,
-                "index": position,
-                "epoch": 0,
-                "row": prompt.row,
-                "version": self.label,
-            }
-            self._run({**frame, "columns": prompt.columns, "input_ids": prompt.input_ids, "evaluate": True})
+            self._run(
+                Run(
+                    op="run",
+                    ticket=ticket,
+                    index=position,
+                    epoch=0,
+                    row=prompt.row,
+                    columns=prompt.columns,
+                    input_ids=prompt.input_ids,
+                    version=str(self.version),
+                    evaluate=True,
+                )
+            )
         if not self._asked and not self._waiting:
             self._finish()
 
@@ -127,4 +190,6 @@ class Evaluation:
             "asked_again": self._asked_again,
         }
         stats = {name: float(count) for name, count in counts.items()}
-        self.result.set_result(EvalResult(self.label, len(rewards), sum(rewards) / len(rewards), stats))
+        self.result.set_result(
+            EvalResult(str(self.version), len(rewards), sum(rewards) / len(rewards), stats)
+        )

@@ -1,6 +1,6 @@
-"""Executor: the sequencer's side of its worker processes: starts them, hands out prompts, notices deaths at once.
+"""Executor: the rollout service's side of its worker processes. Starts them, hands out prompts, notices deaths at once.
 
-It knows tickets and frames (worker.py), nothing of what a prompt is worth: a dead worker's tickets are reported as lost.
+It knows tickets and messages (pipes.py), not what a prompt is worth: the tickets of a dead worker are reported as lost.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from hpc_rl.errors import ConfigError, ExitCode, RoleFailed
 from hpc_rl.rollout import pipes
+from hpc_rl.rollout.pipes import Cancel, Outcome, Request, Run
 
 logger = logging.getLogger(__name__)
 
@@ -24,31 +24,31 @@ MAX_SHORT_LIVES = 5
 
 @dataclass
 class _Seat:
-    """One worker's place: it outlives the processes that take it."""
+    """One of the workers; it outlives the processes that run it."""
 
     number: int
     process: asyncio.subprocess.Process | None = None
     ready: bool = False
     tickets: set[int] = field(default_factory=set)
     short_lives: int = 0
-    last_words: str = ""  # of its newest process, why it ends
+    error: str = ""  # why its newest process can't work
 
 
 class Executor:
     """Use start, run, cancel, close.
 
     Args:
-        argv: Command line of worker number i.
-        num_workers: How many.
-        on_frame: Called with each answer of a ticket that is still wanted.
-        on_lost: Called with the tickets of a worker that ended.
+        argv: Returns the command line of worker number i.
+        num_workers: Number of workers.
+        on_frame: Called with each answer to a ticket that is still wanted.
+        on_lost: Called with the tickets of a worker that exited.
     """
 
     def __init__(
         self,
         argv: Callable[[int], list[str]],
         num_workers: int,
-        on_frame: Callable[[dict[str, Any]], None],
+        on_frame: Callable[[Outcome], None],
         on_lost: Callable[[list[int]], None],
     ) -> None:
         self._argv = argv
@@ -56,7 +56,7 @@ class Executor:
         self._on_lost = on_lost
         self._seats = [_Seat(number) for number in range(num_workers)]
         self._owner: dict[int, _Seat] = {}
-        self._queue: list[dict[str, Any]] = []  # for the time when no worker is there
+        self._queue: list[Run] = []  # while no worker is ready
         self._keepers: list[asyncio.Task[None]] = []
         self.restarts = 0
 
@@ -66,10 +66,10 @@ class Executor:
         ]
 
     async def failure(self) -> None:
-        """Returns never; raises what ended a seat for good (ConfigError, RoleFailed)."""
+        """Raise ConfigError or RoleFailed once a worker can't be started again; returns never."""
         await asyncio.gather(*self._keepers)
 
-    def run(self, frame: dict[str, Any]) -> None:
+    def run(self, frame: Run) -> None:
         """Hand a prompt to the worker with the least to do."""
         live = [seat for seat in self._seats if seat.ready]
         if not live:
@@ -81,15 +81,15 @@ class Executor:
         self._write(seat, frame)
 
     def cancel(self, ticket: int) -> None:
-        """An answer is not wanted any more."""
+        """Drop a ticket: its answer is not wanted any more."""
         self._queue = [frame for frame in self._queue if frame["ticket"] != ticket]
         seat = self._owner.pop(ticket, None)
         if seat is not None:
             seat.tickets.discard(ticket)
-            self._write(seat, {"op": "cancel", "ticket": ticket})
+            self._write(seat, Cancel(op="cancel", ticket=ticket))
 
     async def close(self) -> None:
-        """End the workers. The rest of their work is lost, which is what restarts are made for."""
+        """Kill the workers; their unfinished prompts are issued again by the next incarnation."""
         for keeper in self._keepers:
             keeper.cancel()
         for seat in self._seats:
@@ -101,19 +101,17 @@ class Executor:
     def pids(self) -> list[int]:
         return [seat.process.pid for seat in self._seats if seat.ready and seat.process is not None]
 
-    def _write(self, seat: _Seat, frame: dict[str, Any]) -> None:
-        if (
-            seat.process is not None
-            and seat.process.stdin is not None
-            and not seat.process.stdin.is_closing()
-        ):
-            seat.process.stdin.write(pipes.pack(frame))  # a worker that is gone is noticed by its other pipe
+    def _write(self, seat: _Seat, frame: Request) -> None:
+        stdin = seat.process.stdin if seat.process is not None else None
+        # a worker that is gone is noticed by its other pipe
+        if stdin is not None and not stdin.is_closing():
+            stdin.write(pipes.pack(frame))
 
     async def _keep(self, seat: _Seat) -> None:
         while True:
             began = time.monotonic()
             pipe = asyncio.subprocess.PIPE
-            seat.last_words = ""
+            seat.error = ""
             seat.process = await asyncio.create_subprocess_exec(
                 *self._argv(seat.number), stdin=pipe, stdout=pipe
             )
@@ -127,18 +125,18 @@ class Executor:
             code = await pipes.exit_code(seat.process)
             if code == ExitCode.BAD_CONFIG:
                 raise ConfigError(
-                    seat.last_words or "an executor worker refused the configuration and left no word"
+                    seat.error or "an executor worker rejected the configuration without giving a reason"
                 )
             self.restarts += 1
             seat.short_lives = 0 if time.monotonic() - began > LONG_LIFE_S else seat.short_lives + 1
             if seat.short_lives >= MAX_SHORT_LIVES:
                 raise RoleFailed(
-                    f"executor worker {seat.number} ended {seat.short_lives} times in a row, at last with code {code}"
-                    + (f": {seat.last_words}" if seat.last_words else "")
+                    f"executor worker {seat.number} exited {seat.short_lives} times in a row, last with code {code}"
+                    + (f": {seat.error}" if seat.error else "")
                 )
             pause_s = min(MAX_BACKOFF_S, 0.1 * 4 ** (seat.short_lives - 1)) if seat.short_lives else 0.0
             logger.warning(
-                "executor worker %d ended with code %d: its %d prompts are issued again",
+                "executor worker %d exited with code %d: its %d prompts are issued again",
                 seat.number,
                 code,
                 len(lost),
@@ -155,7 +153,7 @@ class Executor:
                 for waiting in queue:
                     self.run(waiting)
             elif frame["op"] == "ends":
-                seat.last_words = frame["error"]
+                seat.error = frame["error"]
             elif self._owner.get(frame["ticket"]) is seat:
                 del self._owner[frame["ticket"]]
                 seat.tickets.discard(frame["ticket"])

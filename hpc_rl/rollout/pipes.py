@@ -1,4 +1,8 @@
-"""Frames: what parent and child say over pipes. A frame is a 4-byte big-endian length and `types.encode` of a dict."""
+"""Messages between parent and child over pipes: a 4-byte big-endian length, then `types.encode` of one of the dicts below.
+
+The rollout role sends Run and Cancel to an executor worker, which answers Ready (or Ends), then for each ticket one of Group,
+Scored, Rejected and Failed.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,100 @@ import os
 import signal
 import struct
 import sys
-from collections.abc import Callable
-from typing import Any, BinaryIO
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, Literal, TypedDict
 
 from hpc_rl.types import decode, encode
+
+
+class Run(TypedDict):
+    """Run the workflow on a prompt."""
+
+    op: Literal["run"]
+    ticket: int  # negative for an evaluation
+    index: int  # of the prompt; of an evaluation its place in the file
+    epoch: int
+    row: int
+    columns: dict[str, Any]
+    input_ids: list[int]
+    version: str  # weights must not be older
+    evaluate: bool
+
+
+class Cancel(TypedDict):
+    """The answer to this ticket is not wanted any more."""
+
+    op: Literal["cancel"]
+    ticket: int
+
+
+class Ready(TypedDict):
+    op: Literal["ready"]
+
+
+class Ends(TypedDict):
+    """The worker can't work."""
+
+    op: Literal["ends"]
+    error: str
+
+
+class Group(TypedDict):
+    """A finished group, encoded, and its numbers for the ledger."""
+
+    op: Literal["group"]
+    ticket: int
+    oldest_step: int
+    oldest_lineage: int
+    newest_lineage: int
+    num_trajectories: int
+    num_tokens: int
+    reward_sum: float
+    group: bytes
+
+
+class Scored(TypedDict):
+    """The result of one prompt of an evaluation."""
+
+    op: Literal["scored"]
+    ticket: int
+    reward: float
+    num_tokens: int
+    versions: list[str]  # of the weights that made its tokens
+
+
+class Rejected(TypedDict):
+    """The prompt's own fate: it is not tried again."""
+
+    op: Literal["rejected"]
+    ticket: int
+    reason: str  # a RejectReason
+    error: str
+
+
+class Failed(TypedDict):
+    """An exception: the prompt is tried again a few times."""
+
+    op: Literal["failed"]
+    ticket: int
+    error: str
+
+
+Request = Run | Cancel
+Outcome = Group | Scored | Rejected | Failed
 
 _LENGTH = struct.Struct(">I")
 PR_SET_PDEATHSIG = 1
 EXIT_GRACE_S = 2.0
 
 
-def pack(frame: dict[str, Any]) -> bytes:
+def pack(frame: Mapping[str, Any]) -> bytes:
     data = encode(frame)
     return _LENGTH.pack(len(data)) + data
 
 
-async def read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The next frame, or None at the end of the pipe, also in the middle of a frame."""
+async def read(reader: asyncio.StreamReader) -> Any:
+    """Return the next message, or None at the end of the pipe, also in the middle of a message."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         return decode(await reader.readexactly(length))

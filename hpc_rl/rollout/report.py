@@ -1,4 +1,4 @@
-"""What the rollout role leaves of itself in its attempt every few seconds, for `hpc-rl status`, which asks no service."""
+"""What the rollout role reports of itself: counters on request, and a file in its attempt, for `hpc-rl status`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,52 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.rollout.service import RolloutService
 from hpc_rl.trial import write_json
+from hpc_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 
 EVERY_S = 5.0
 AT_LEAST_S = 30.0  # also without a change, as a sign of life
+
+
+def counters(service: RolloutService) -> dict[str, Any]:
+    """Return the counters of `GET /status`."""
+    sequencer, executor = service.sequencer, service.executor
+    version, seals = sequencer.version, sequencer.seals.values()
+    return {
+        "version": None if version is None else str(WeightVersion(sequencer.lineage, version)),
+        "running": len(sequencer.running),
+        "ready": len(sequencer.ready),
+        "issued": sequencer.next_index,
+        "sealed": sequencer.top,
+        "trimmed": sequencer.trimmed,
+        "accepted": sequencer.accepted,
+        "consumed": sequencer.consumed,
+        "rejected": dict(sequencer.rejections),
+        "staleness": {str(age): count for age, count in sorted(sequencer.staleness.items())},
+        "older_lineage": sum(seal.counters.get("older_lineage", 0) for seal in seals),
+        "bytes_per_step": sum(seal.num_bytes for seal in seals) / len(seals) if seals else 0.0,
+        "ledger_bytes": service.ledger.size_bytes(),
+        "segment": service.ledger.segment,
+        "holding": service.clock.holding,
+        "evaluating": service.evaluations.running,
+        "worker_restarts": executor.restarts if executor else 0,
+    }
+
+
+def progress(service: RolloutService) -> dict[str, Any]:
+    """Return what `hpc-rl status` shows."""
+    names = ("running", "ready", "sealed", "accepted", "rejected", "evaluating")
+    return {
+        **{name: value for name, value in counters(service).items() if name in names},
+        "rejected_in_a_row": service.sequencer.rejected_in_a_row,
+        "last_reason": service.last_reason,
+        "last_error": service.last_error,
+        "oldest_running_s": service.clock.oldest_running_s,
+        "quiet_s": service.clock.quiet_s,
+    }
 
 
 async def keep_reporting(
@@ -24,14 +64,15 @@ async def keep_reporting(
     slow: Callable[[], dict[str, Any]] = dict,
     every_s: float = EVERY_S,
 ) -> None:
-    """Write `status()`, and what `slow()` finds in a thread, to the file again and again, where it has changed.
+    """Write `status()`, and what `slow()` finds in a thread, to the file whenever it has changed; returns never.
 
-    Returns never. A failing file system costs a log line.
+    A file system that fails costs a log line.
     """
     try:
         await _keep_writing(path, status, slow, every_s)
     finally:
-        with contextlib.suppress(OSError):  # whatever ends the role: what it last knew
+        # whatever stops the role: what it last knew
+        with contextlib.suppress(OSError):
             write_json(path, {"time": time.time(), **status()})
 
 

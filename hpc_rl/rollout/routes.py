@@ -14,6 +14,7 @@ from aiohttp import web
 from hpc_rl.auth import Access, Tokens, json_object
 from hpc_rl.errors import RoleFailed, Stale
 from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
+from hpc_rl.rollout.report import counters
 from hpc_rl.rollout.service import (
     NotTheTrainer,
     OutOfStep,
@@ -78,14 +79,14 @@ def routes(service: RolloutService, num_servers: Callable[[], int] = lambda: 0) 
             wait_s = None if asked.get("wait_s") is None else float(asked["wait_s"])
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise web.HTTPBadRequest(text=f'{{"version": "<lineage>.<step>"}} is needed: {error}') from None
-        if service.held_out is None:
+        if service.evaluations.prompts is None:
             raise web.HTTPNotFound(text="there is no valid_dataset")
         get = service.evaluate if access_of(request) == Access.CONTROL else service.begun_evaluation
         result = await get(version, wait_s)
         return web.Response(status=204) if result is None else web.Response(body=encode(result))
 
     async def status(_request: web.Request) -> web.Response:
-        return web.json_response({**service.status(), "servers": num_servers()})
+        return web.json_response({**counters(service), "servers": num_servers()})
 
     async def retain(request: web.Request) -> web.Response:
         try:

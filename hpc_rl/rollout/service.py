@@ -1,4 +1,4 @@
-"""RolloutService: the sequencer's shell. Carries results into the ledger, issues to the executor, seals to disk; answers the service.
+"""RolloutService: the sequencer's shell. Carries results into the ledger, issues prompts to workers, seals batches, answers callers.
 
 One event loop; only fsync and seals leave it for a thread. Whatever it answers is durable before it answers.
 """
@@ -7,32 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
 
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.errors import DataUnusable, HpcRlError, RoleFailed, Stale
 from hpc_rl.records import LineageRecord
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, RejectReason, RejectRecord, segments
 from hpc_rl.rollout.batch_log.replay import Renewal, State, check_data, read_state, renewed_base
-from hpc_rl.rollout.batch_log.seals import Batches, Seal
-from hpc_rl.rollout.evaluation import Evaluation
-from hpc_rl.rollout.last_call import LastCall
+from hpc_rl.rollout.batch_log.seals import Batches
+from hpc_rl.rollout.evaluation import Evaluations, Runner
+from hpc_rl.rollout.issue_clock import IssueClock
+from hpc_rl.rollout.pipes import Outcome, Run
 from hpc_rl.rollout.sequencer import Sequencer
 from hpc_rl.types import EvalResult, WeightVersion
 
 logger = logging.getLogger(__name__)
 
-MEASURED = ("oldest_step", "oldest_lineage", "num_trajectories", "num_tokens", "reward_sum")
 COMMIT_S = 1.0  # at most so much finished work is lost by a kill
 BODIES_KEPT = 2
-EVALUATIONS_KEPT = 4
 MIN_HOPELESS = 64
-LAST_WORDS = 500  # characters kept of an exception
+MAX_ERROR_CHARS = 500
 
 
 class Trimmed(HpcRlError):
@@ -59,16 +56,6 @@ class RoleEnds(RoleFailed):
     """The role ends because the disk failed it; the next one knows more."""
 
 
-class Runner(Protocol):
-    """executor.Executor, or a fake."""
-
-    restarts: int
-
-    def run(self, frame: dict[str, Any]) -> None: ...
-
-    def cancel(self, ticket: int) -> None: ...
-
-
 class RolloutService:
     """The sequencer with its disk, its workers and its callers.
 
@@ -91,10 +78,12 @@ class RolloutService:
         left_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         self.sequencer = sequencer
-        self.last_call = LastCall(left_s)
+        self.clock = IssueClock(left_s)
         self.prompts = prompts
-        self.held_out = held_out
         self.executor: Runner | None = None
+        rules = sequencer.rules
+        limit = max(rules.max_concurrent, MIN_HOPELESS)
+        self.evaluations = Evaluations(held_out, limit, rules.prompt_retries, self._runner)
         self.ledger = Ledger(folder)
         self.batches = Batches(folder, self.ledger)
         self._folder = folder
@@ -112,12 +101,9 @@ class RolloutService:
         self._bodies: dict[int, bytes] = {}
         self._changed = asyncio.Event()
         self._cutting = asyncio.Lock()
-        self._evaluations: dict[str, Evaluation] = {}
-        self._eval_tickets = itertools.count(-1, -1)
         self._faults = 0  # rejections in a row that came of exceptions
-        self._last_reason, self._last_error = "", ""
-        self._issued: dict[int, float] = {}  # ticket -> when, on our clock
-        self._last_result: float | None = None
+        self.last_reason = ""
+        self.last_error = ""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         logger.info(
             "ledger: %d batches cut, %d groups ready, %d prompts rejected; this is segment %d",
@@ -138,7 +124,7 @@ class RolloutService:
                 self._failed.result()
             if self.ledger.uncommitted:
                 await asyncio.to_thread(self.ledger.commit)
-            if self.last_call.taken_back():
+            if self.clock.resumes():
                 self._pump()
 
     async def close(self) -> None:
@@ -147,25 +133,29 @@ class RolloutService:
 
     # what the executor reports
 
-    def on_frame(self, frame: dict[str, Any]) -> None:
-        """An answer of a worker. One whose ticket was given up is nobody's."""
+    def on_frame(self, frame: Outcome) -> None:
+        """Take the answer of a worker; one whose ticket was given up is ignored."""
         ticket = frame["ticket"]
         if ticket < 0:
-            for evaluation in self._evaluations.values():
-                if evaluation.owns(ticket):
-                    evaluation.frame(frame)
+            self.evaluations.answer(frame)
             return
         issue = self.sequencer.running.get(ticket)
         if issue is None:
             return
-        self._last_result = time.monotonic()
-        self._last_error = str(frame.get("error") or self._last_error)[:LAST_WORDS]
+        self.last_error = str(frame.get("error") or self.last_error)[:MAX_ERROR_CHARS]
         if frame["op"] == "group" and self.sequencer.overtaken(ticket, frame["newest_lineage"]):
             return
-        self.last_call.finished(ticket)
+        self.clock.finished(ticket)
         if frame["op"] == "group":
-            numbers = {name: frame[name] for name in MEASURED}
-            record = GroupRecord(index=issue.index, begun=issue.begun, **numbers)
+            record = GroupRecord(
+                issue.index,
+                issue.begun,
+                frame["oldest_step"],
+                frame["oldest_lineage"],
+                frame["num_trajectories"],
+                frame["num_tokens"],
+                frame["reward_sum"],
+            )
             self.sequencer.finished(ticket, record, self.ledger.append_group(record, frame["group"]))
         elif frame["op"] == "rejected":
             self._reject(issue.index, frame["reason"])
@@ -175,17 +165,16 @@ class RolloutService:
         self._changed.set()
 
     def on_lost(self, tickets: list[int]) -> None:
-        """A worker died."""
-        self.last_call.forget(tickets)
+        """Issue the tickets of a worker that died again."""
+        self.clock.forget(tickets)
         self.sequencer.lost([ticket for ticket in tickets if ticket > 0])
-        for evaluation in self._evaluations.values():
-            evaluation.lost(tickets)
+        self.evaluations.lost(tickets)
         self._pump()
 
     def _reject(self, index: int, reason: str) -> None:
         self.ledger.append_reject(RejectRecord(index, self.sequencer.version or 0, reason))
         self.sequencer.rejected(index, reason)
-        self._last_reason = reason
+        self.last_reason = reason
         in_a_row = self.sequencer.rejected_in_a_row
         self._faults = 0 if in_a_row <= 1 else self._faults
         self._faults += reason not in (RejectReason.STALE, RejectReason.WORKFLOW_NONE)
@@ -195,32 +184,32 @@ class RolloutService:
         ) and not self._failed.done():
             so_far = ", ".join(f"{name} {count}" for name, count in self.sequencer.rejections.most_common())
             story = f"the last {in_a_row} prompts were rejected: {reason} (all rejections so far: {so_far})"
-            story += f"; the last exception: {self._last_error}" if self._last_error else ""
+            story += f"; the last exception: {self.last_error}" if self.last_error else ""
             self._failed.set_exception(DataUnusable(story))
 
     def _pump(self) -> None:
-        assert self.executor is not None
-        if self._failed.done() or self.last_call.holds():
+        if self._failed.done() or self.clock.holds():
             return
         for issue in self.sequencer.issue():
-            self.last_call.begun(issue.ticket)
+            self.clock.begun(issue.ticket)
             prompt = self.prompts.at(issue.index)
-            label = str(WeightVersion(self.sequencer.lineage, issue.begun))
-            frame = {
-                "op": "run",
-                "ticket": issue.ticket,
-                "index": issue.index,
-                "epoch": prompt.epoch,
-                "row": prompt.row,
-            }
-            content = {
-                "columns": prompt.columns,
-                "input_ids": prompt.input_ids,
-                "version": label,
-                "evaluate": False,
-            }
-            self._issued[issue.ticket] = time.monotonic()
-            self.executor.run({**frame, **content})
+            self._runner().run(
+                Run(
+                    op="run",
+                    ticket=issue.ticket,
+                    index=issue.index,
+                    epoch=prompt.epoch,
+                    row=prompt.row,
+                    columns=prompt.columns,
+                    input_ids=prompt.input_ids,
+                    version=str(WeightVersion(self.sequencer.lineage, issue.begun)),
+                    evaluate=False,
+                )
+            )
+
+    def _runner(self) -> Runner:
+        assert self.executor is not None
+        return self.executor
 
     # what the service is asked
 
@@ -272,21 +261,16 @@ class RolloutService:
         )  # fmt: skip
 
     def _cancel(self, tickets: Iterable[int]) -> None:
-        assert self.executor is not None
         for ticket in tickets:
-            self.last_call.forget([ticket])
-            self.executor.cancel(ticket)
+            self.clock.forget([ticket])
+            self._runner().cancel(ticket)
 
     def observe(self, lineage: int, version: int) -> None:
         """Take note of where the trainer is; its lineage has begun. Raises Stale."""
         if (lineage, version) == (self.sequencer.lineage, self.sequencer.version):
             return
         self._cancel(self.sequencer.observe(lineage, version))
-        for label, evaluation in self._evaluations.items():
-            older = WeightVersion.parse(label).lineage < self.sequencer.lineage
-            if older and not evaluation.result.done():
-                message = f"lineage {self.sequencer.lineage} has begun: {label} is not evaluated"
-                evaluation.result.set_exception(Stale(message))
+        self.evaluations.give_up_before(self.sequencer.lineage)
         self._pump()
 
     async def batch(self, step: int, lineage: int, wait_s: float) -> bytes | None:
@@ -312,7 +296,7 @@ class RolloutService:
                 body = await self._cut(step)
             if body is not None:
                 return body
-            if self.last_call.holding and not self.sequencer.running:
+            if self.clock.holding and not self.sequencer.running:
                 raise OutOfTime(f"batch {step} can't be cut any more before the trainer is stopped")
             if not await self._change_before(deadline):
                 return None
@@ -444,68 +428,13 @@ class RolloutService:
 
         Raises Stale, UnknownLineage, RoleFailed.
         """
-        assert self.held_out is not None and self.executor is not None
         await self.begin(version.lineage)
         self.observe(version.lineage, version.step)
-        label = str(version)
-        if label not in self._evaluations or self._evaluations[label].result.cancelled():
-            rules = self.sequencer.rules
-            limit = max(rules.max_concurrent, 64)
-            self._evaluations[label] = Evaluation(
-                label, self.held_out, self.executor.run, limit, rules.prompt_retries, self._eval_tickets
-            )
-            for old in list(self._evaluations)[:-EVALUATIONS_KEPT]:
-                self._cancel(self._evaluations.pop(old).tickets)
-        return await self._result(label, wait_s)
+        self.evaluations.begin(version)
+        return await self.evaluations.result(version, wait_s)
 
     async def begun_evaluation(self, version: WeightVersion, wait_s: float | None) -> EvalResult | None:
         """Return an evaluation that the trainer has begun, for a reader. Raises NotTheTrainer, Stale, RoleFailed."""
-        if str(version) not in self._evaluations:
+        if version not in self.evaluations:
             raise NotTheTrainer(f"version {version} is not evaluated; the trainer begins an evaluation")
-        return await self._result(str(version), wait_s)
-
-    async def _result(self, label: str, wait_s: float | None) -> EvalResult | None:
-        done, _ = await asyncio.wait({self._evaluations[label].result}, timeout=wait_s)
-        return done.pop().result() if done else None
-
-    def report(self) -> dict[str, Any]:
-        """What `hpc-rl status` shows of it."""
-        now = time.monotonic()
-        self._issued = {
-            ticket: when for ticket, when in self._issued.items() if ticket in self.sequencer.running
-        }
-        names = ("running", "ready", "sealed", "accepted", "rejected", "evaluating")
-        return {
-            **{name: value for name, value in self.status().items() if name in names},
-            "rejected_in_a_row": self.sequencer.rejected_in_a_row,
-            "last_reason": self._last_reason,
-            "last_error": self._last_error,
-            "oldest_running_s": round(now - min(self._issued.values())) if self._issued else None,
-            "quiet_s": None if self._last_result is None else round(now - self._last_result),
-        }
-
-    def status(self) -> dict[str, Any]:
-        """Counters, for people and tests."""
-        core = self.sequencer
-        seals: list[Seal] = list(core.seals.values())
-        return {
-            "version": None if core.version is None else str(WeightVersion(core.lineage, core.version)),
-            "running": len(core.running),
-            "ready": len(core.ready),
-            "issued": core.next_index,
-            "sealed": core.top,
-            "trimmed": core.trimmed,
-            "accepted": core.accepted,
-            "consumed": core.consumed,
-            "rejected": dict(core.rejections),
-            "staleness": {str(age): count for age, count in sorted(core.staleness.items())},
-            "older_lineage": sum(seal.counters.get("older_lineage", 0) for seal in seals),
-            "bytes_per_step": sum(seal.num_bytes for seal in seals) / len(seals) if seals else 0.0,
-            "ledger_bytes": self.ledger.size_bytes(),
-            "segment": self.ledger.segment,
-            "last_call": self.last_call.holding,
-            "evaluating": [
-                label for label, evaluation in self._evaluations.items() if not evaluation.result.done()
-            ],
-            "worker_restarts": self.executor.restarts if self.executor else 0,
-        }
+        return await self.evaluations.result(version, wait_s)

@@ -1,14 +1,4 @@
-"""The executor worker's inside: runs workflows for the sequencer, which talks to it in frames over pipes.
-
-In:  {"op": "run", "ticket", "index", "epoch", "row", "columns", "input_ids", "version", "evaluate"};
-     {"op": "cancel", "ticket"}.
-Out: {"op": "ready"}, or {"op": "ends", "error"} where it can't be; then for each ticket one of
-     {"op": "group", "ticket", "oldest_step", "oldest_lineage", "newest_lineage", "num_trajectories", "num_tokens",
-      "reward_sum", "group": bytes},
-     {"op": "scored", "ticket", "reward", "num_tokens", "versions"}    of an evaluation,
-     {"op": "rejected", "ticket", "reason", "error"?}                  the prompt's own fate: not tried again,
-     {"op": "failed", "ticket", "error"}                               an exception: tried again a few times.
-"""
+"""The inside of an executor worker: runs workflows for the rollout service, which talks to it over pipes (pipes.py)."""
 
 from __future__ import annotations
 
@@ -26,8 +16,17 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import InputRefused, RoleFailed, ServerUnavailable
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import RejectReason
-from hpc_rl.rollout.rewards import Rewarder, RewardFailed, checked
-from hpc_rl.rollout.workflow import WORKFLOWS, BadGroup, Generate, TooLong, Workflow, check_group, sampling
+from hpc_rl.rollout.pipes import Failed, Group, Outcome, Rejected, Run, Scored
+from hpc_rl.rollout.rewards import ErrorLog, Rewarder, RewardFailed, checked
+from hpc_rl.rollout.workflow import (
+    WORKFLOWS,
+    BadGroup,
+    Sampler,
+    SamplerSettings,
+    TooLong,
+    Workflow,
+    check_group,
+)
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.types import TrajectoryGroup, Turn, encode
 
@@ -37,20 +36,66 @@ UNAVAILABLE_ROUNDS = 4  # with 2, 4, 8, 16 s between them; then the prompt's own
 
 
 class Client(Protocol):
-    """What makes turns: servers.router.Router, or a fake. May also have `generate_many(requests) -> list[Turn]`."""
+    """What makes turns: servers.router.Router, or a fake."""
 
-    async def generate(self, request: GenerateRequest) -> Turn: ...
+    async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]: ...
+
+
+class PatientClient:
+    """A client that waits for servers, and logs its requests where `trace` is set."""
+
+    def __init__(self, client: Client, trace: bool = False) -> None:
+        self._client, self._trace = client, trace
+        self._prefix = secrets.token_hex(4)
+        self._rids = itertools.count()
+
+    def new_rid(self) -> str:
+        """Return a request id of fixed length."""
+        return f"{self._prefix}{next(self._rids):016x}"
+
+    async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
+        """Return the turns of requests of one prompt. Raises ServerUnavailable after a few rounds, RequestRefused."""
+        if self._trace:
+            for request in requests:
+                sizes = (len(request.input_ids), request.sampling["max_new_tokens"])
+                form = "request %s: %d tokens in, at most %d out, weights from %s on"
+                logger.info(form, request.rid, *sizes, request.min_version)
+        turns = await self._until_made(requests)
+        if self._trace:
+            for request, turn in zip(requests, turns, strict=True):
+                form = "request %s: %d tokens out, %s, %s"
+                logger.info(form, request.rid, len(turn.output_ids), turn.finish_reason, turn.versions)
+        return turns
+
+    async def _until_made(self, requests: list[GenerateRequest]) -> list[Turn]:
+        rounds = 0
+        while True:
+            try:
+                return await self._client.generate_many(requests)
+            except ServerUnavailable as error:
+                # each server that lives failed: may be the prompt's fault after all
+                rounds += 1
+                if rounds > UNAVAILABLE_ROUNDS:
+                    raise
+                logger.warning("%s; trying again", error)
+                await asyncio.sleep(2.0**rounds)
+            except RoleFailed as error:
+                # no server lives or is new enough: not the prompt's fault
+                logger.warning("%s; waiting", error)
+                await asyncio.sleep(1.0)
 
 
 class Worker:
-    """Args:
-    config: The trial's.
-    tokenizer: For completions.
-    client: Where turns come from.
-    workflow: What is run for each prompt.
-    rewarder: Where rewards come from.
-    write: Takes the bytes of a frame for the sequencer.
-    context: Tokens that the servers take for input and output together; None where that is not known.
+    """Runs a workflow on each prompt that it is sent.
+
+    Args:
+        config: The trial's.
+        tokenizer: For completions.
+        client: Where turns come from.
+        workflow: What is run for each prompt.
+        rewarder: Where rewards come from.
+        write: Takes the bytes of a message for the rollout service.
+        context: Tokens that the servers take for input and output together; None where that is not known.
     """
 
     def __init__(
@@ -64,159 +109,105 @@ class Worker:
         context: int | None = None,
     ) -> None:
         self.config = config
-        self.context = context
-        self.tokenizer = tokenizer
         self.workflow = workflow
-        self.rewarder = rewarder
-        self._client = client
-        self._many = getattr(client, "generate_many", None)
+        self.settings = SamplerSettings(
+            seed=config.seed,
+            gconfig=config.gconfig,
+            tokenizer=tokenizer,
+            rewarder=rewarder,
+            client=PatientClient(client, config.rollout.enable_rollout_tracing),
+            context=context,
+        )
         self._write = write
-        self._sampling = sampling(config.gconfig, tokenizer.eos_token_ids)
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._prefix = secrets.token_hex(4)
-        self._rids = itertools.count()
+        self._errors = ErrorLog()
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Until the pipe ends."""
-        self._send({"op": "ready"})
-        while (frame := await pipes.read(reader)) is not None:
-            if frame["op"] == "run":
-                self._tasks[frame["ticket"]] = asyncio.create_task(self._answer(frame))
-            elif frame["ticket"] in self._tasks:
-                self._tasks[frame["ticket"]].cancel()
+        """Answer until the pipe ends."""
+        self._write(pipes.pack(pipes.Ready(op="ready")))
+        while (request := await pipes.read(reader)) is not None:
+            if request["op"] == "run":
+                self._tasks[request["ticket"]] = asyncio.create_task(self.answer(request))
+            elif request["ticket"] in self._tasks:
+                self._tasks[request["ticket"]].cancel()
 
-    def _send(self, frame: dict[str, Any]) -> None:
-        self._write(pipes.pack(frame))
-
-    async def _answer(self, frame: dict[str, Any]) -> None:
+    async def answer(self, prompt: Run) -> None:
+        """Run the workflow and send its outcome."""
         try:
-            outcome = await self._run(frame)
-        except RewardFailed as error:
-            logger.warning("prompt %d: %s", frame["index"], error)
-            outcome = {"op": "rejected", "reason": error.reason, "error": str(error)}
-        except TooLong as error:
-            logger.warning("prompt %d is too long: %s", frame["index"], error)
-            outcome = {"op": "rejected", "reason": RejectReason.TOO_LONG, "error": str(error)}
-        except BadGroup as error:
-            logger.warning("the group is rejected: %s", error)
-            outcome = {"op": "rejected", "reason": RejectReason.BAD_GROUP, "error": str(error)}
-        except InputRefused as error:  # by every server alike: it was not sent to another one
-            logger.warning("prompt %d was refused by a server: %s", frame["index"], error)
-            outcome = {
-                "op": "rejected",
-                "reason": RejectReason.REFUSED,
-                "error": f"refused by a server: {error}",
-            }
-        except (
-            Exception
-        ) as error:  # of a user's workflow or of a request: the prompt is issued again, with a bound
-            logger.warning("prompt %d failed", frame["index"], exc_info=True)
-            outcome = {"op": "failed", "error": f"{type(error).__name__}: {error}"}
+            outcome = await self._outcome(prompt)
         finally:
-            self._tasks.pop(frame["ticket"], None)
-        self._send({**outcome, "ticket": frame["ticket"]})
+            self._tasks.pop(prompt["ticket"], None)
+        self._write(pipes.pack(outcome))
 
-    async def _run(self, frame: dict[str, Any]) -> dict[str, Any]:
-        generate = Generate(
-            index=frame["index"],
-            identity=(self.config.seed, "evaluation" if frame["evaluate"] else frame["epoch"], frame["row"]),
-            gconfig=self.config.gconfig,
-            sampling=self._sampling,
-            n_samples=1 if frame["evaluate"] else self.config.gconfig.n_samples,
-            min_version=frame["version"],
-            tokenizer=self.tokenizer,
-            rewarder=self.rewarder,
-            send=self._generate,
-            rid=self._rid,
-            context=self.context,
-        )
-        group = await self.workflow({**frame["columns"], "input_ids": frame["input_ids"]}, generate)
+    async def _outcome(self, prompt: Run) -> Outcome:
+        ticket, index = prompt["ticket"], prompt["index"]
+
+        def rejected(reason: str, message: str) -> Rejected:
+            logger.warning("prompt %d is rejected, %s: %s", index, reason, message)
+            return Rejected(op="rejected", ticket=ticket, reason=reason, error=message)
+
+        try:
+            group = await self._run(prompt)
+        except RewardFailed as error:
+            return rejected(error.reason, error.message)
+        except TooLong as error:
+            return rejected(RejectReason.TOO_LONG, str(error))
+        except BadGroup as error:
+            return rejected(RejectReason.BAD_GROUP, str(error))
+        except InputRefused as error:
+            # by every server alike: it was not sent to another one
+            return rejected(RejectReason.REFUSED, f"refused by a server: {error}")
+        except (Exception, SystemExit) as error:
+            # of the user's workflow or of a request: the prompt is issued again, a few times
+            message = self._errors.note(error)
+            logger.warning("prompt %d failed: %s", index, message)
+            return Failed(op="failed", ticket=ticket, error=message)
         if group is None:
-            return {"op": "rejected", "reason": RejectReason.WORKFLOW_NONE}
+            return Rejected(op="rejected", ticket=ticket, reason=RejectReason.WORKFLOW_NONE, error="")
+        return _scored(group, ticket) if prompt["evaluate"] else _finished(group, ticket, index)
+
+    async def _run(self, prompt: Run) -> TrajectoryGroup | None:
+        """Return the group of a prompt, checked and scored, or None where the workflow makes none."""
+        sampler = Sampler(self.settings, prompt)
+        group = await self.workflow({**prompt["columns"], "input_ids": prompt["input_ids"]}, sampler)
+        if group is None:
+            return None
         built_in = self.workflow in WORKFLOWS.values()
         strict = self.config.rollout.check_trajectory_format
-        check_group(group, frame["index"], generate.n_samples if built_in else None, strict)
-        if not group.trajectories:
-            return {"op": "rejected", "reason": RejectReason.WORKFLOW_NONE}
+        check_group(group, prompt["index"], sampler.n_samples if built_in else None, strict)
         # a workflow may set the reward by itself
         for trajectory in group.trajectories:
             trajectory.reward = checked(trajectory.reward)
-        return _scored(group) if frame["evaluate"] else _finished(group, frame["index"])
-
-    async def _generate(self, requests: list[GenerateRequest]) -> list[Turn]:
-        if not self.config.rollout.enable_rollout_tracing:
-            return await self._send_requests(requests)
-        for request in requests:
-            numbers = (
-                request.rid,
-                len(request.input_ids),
-                request.sampling["max_new_tokens"],
-                request.min_version,
-            )
-            logger.info("request %s: %d tokens in, at most %d out, weights from %s on", *numbers)
-        turns = await self._send_requests(requests)
-        for request, turn in zip(requests, turns, strict=True):
-            logger.info(
-                "request %s: %d tokens out, %s, %s",
-                request.rid,
-                len(turn.output_ids),
-                turn.finish_reason,
-                turn.versions,
-            )
-        return turns
-
-    async def _send_requests(self, requests: list[GenerateRequest]) -> list[Turn]:
-        rounds = 0
-        while True:
-            try:
-                if self._many is not None and len(requests) > 1:
-                    return await self._many(requests)
-                if len(requests) == 1:
-                    return [await self._client.generate(requests[0])]
-                return await asyncio.gather(*(self._client.generate(request) for request in requests))
-            except (
-                ServerUnavailable
-            ) as error:  # each server that lives failed: may be the prompt's fault after all
-                rounds += 1
-                if rounds > UNAVAILABLE_ROUNDS:
-                    raise
-                logger.warning("%s; trying again", error)
-                await asyncio.sleep(2.0**rounds)
-            except RoleFailed as error:  # no server lives or is new enough: not the prompt's fault
-                logger.warning("%s; waiting on", error)
-                await asyncio.sleep(1.0)
-
-    def _rid(self) -> str:
-        return f"{self._prefix}{next(self._rids):016x}"
+        return group if group.trajectories else None
 
 
-def _finished(group: TrajectoryGroup, index: int) -> dict[str, Any]:
+def _finished(group: TrajectoryGroup, ticket: int, index: int) -> Group:
     group.index = index
     lineages = [int(lineage) for t in group.trajectories for lineage in np.unique(t.lineages[t.loss_mask])]
-    return {
-        "op": "group",
-        "oldest_step": group.oldest_step(),
-        "oldest_lineage": min(lineages, default=0),
-        "newest_lineage": max(lineages, default=0),
-        "num_trajectories": len(group.trajectories),
-        "num_tokens": sum(len(t.ids) for t in group.trajectories),
-        "reward_sum": float(sum(t.reward for t in group.trajectories)),
-        "group": encode(group),
-    }
+    return Group(
+        op="group",
+        ticket=ticket,
+        oldest_step=group.oldest_step(),
+        oldest_lineage=min(lineages, default=0),
+        newest_lineage=max(lineages, default=0),
+        num_trajectories=len(group.trajectories),
+        num_tokens=sum(len(t.ids) for t in group.trajectories),
+        reward_sum=float(sum(t.reward for t in group.trajectories)),
+        group=encode(group),
+    )
 
 
-def _scored(group: TrajectoryGroup) -> dict[str, Any]:
+def _scored(group: TrajectoryGroup, ticket: int) -> Scored:
     versions = {
         (int(lineage), int(step))
         for t in group.trajectories
         for lineage, step in zip(t.lineages[t.loss_mask], t.steps[t.loss_mask], strict=True)
     }
     rewards = [t.reward for t in group.trajectories]
-    num_tokens = sum(int(t.loss_mask.sum()) for t in group.trajectories)
-    labels = [f"{lineage}.{step}" for lineage, step in sorted(versions)]
-    return {
-        "op": "scored",
-        "reward": sum(rewards) / len(rewards),
-        "num_tokens": num_tokens,
-        "versions": labels,
-    }
+    return Scored(
+        op="scored",
+        ticket=ticket,
+        reward=sum(rewards) / len(rewards),
+        num_tokens=sum(int(t.loss_mask.sum()) for t in group.trajectories),
+        versions=[f"{lineage}.{step}" for lineage, step in sorted(versions)],
+    )

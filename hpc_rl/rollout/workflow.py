@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,12 +18,12 @@ from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.datasets.order import sample_seed
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, InputRefused
+from hpc_rl.rollout.pipes import Run
 from hpc_rl.rollout.rewards import Rewarder, import_object
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.types import Trajectory, TrajectoryGroup, Turn, WeightVersion
 
-Send = Callable[[list[GenerateRequest]], Awaitable[list[Turn]]]
-Workflow = Callable[[dict[str, Any], "Generate"], Awaitable[TrajectoryGroup | None]]
+Workflow = Callable[[dict[str, Any], "Sampler"], Awaitable[TrajectoryGroup | None]]
 
 
 class TooLong(Exception):
@@ -33,82 +34,90 @@ class BadGroup(Exception):
     """What a workflow returned can't be trained on: its prompt is rejected."""
 
 
-class Generate:
-    """What one run of a workflow generates with; knows its prompt index, seeds and sampling settings.
+class Generator(Protocol):
+    """What sends the requests of one worker to the servers: worker.PatientClient, or a fake."""
+
+    def new_rid(self) -> str: ...
+
+    async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerSettings:
+    """What all samplers of a worker share.
 
     Args:
-        index: Prompt index, for the group.
-        identity: (run seed, epoch, row): with the sample's number it makes the sample's seed.
+        seed: The run's.
         gconfig: Sampling settings.
-        sampling: What is the same in each request, see the function of that name.
-        n_samples: Trajectories wanted.
-        min_version: Weights must not be older than this label.
         tokenizer: For workflows that need text.
         rewarder: Where rewards come from.
-        send: Sends requests to the servers.
-        rid: Makes a fresh request id.
+        client: Where turns come from.
         context: Tokens that the servers take for input and output together; None where that is not known.
     """
 
-    def __init__(
-        self,
-        *,
-        index: int,
-        identity: tuple[int, int | str, int],
-        gconfig: GenerationHyperparameters,
-        sampling: dict[str, Any],
-        n_samples: int,
-        min_version: str,
-        tokenizer: Tokenizer,
-        rewarder: Rewarder,
-        send: Send,
-        rid: Callable[[], str],
-        context: int | None = None,
-    ) -> None:
-        self.index = index
-        self.n_samples = n_samples
-        self.tokenizer = tokenizer
-        self._identity = identity
-        self._gconfig = gconfig
-        self._min_version = min_version
-        self._rewarder = rewarder
-        self._send = send
-        self._rid = rid
+    seed: int
+    gconfig: GenerationHyperparameters
+    tokenizer: Tokenizer
+    rewarder: Rewarder
+    client: Generator
+    context: int | None = None
+
+
+class Sampler:
+    """What a workflow generates and scores with: it knows its prompt's index, seeds and sampling settings."""
+
+    def __init__(self, settings: SamplerSettings, prompt: Run) -> None:
+        self.index = prompt["index"]
+        self.n_samples = 1 if prompt["evaluate"] else settings.gconfig.n_samples
+        self.tokenizer = settings.tokenizer
+        self._settings = settings
+        self._min_version = prompt["version"]
+        # with the sample's number these make the sample's seed
+        self._identity = (
+            settings.seed,
+            "evaluation" if prompt["evaluate"] else prompt["epoch"],
+            prompt["row"],
+        )
+        self._sampling = sampling(settings.gconfig, settings.tokenizer.eos_token_ids)
         self._turns: Counter[int] = Counter()
-        self._sampling = sampling
-        self._limit, self._limited_by = gconfig.max_tokens, f"gconfig.max_tokens is {gconfig.max_tokens}"
-        if context is not None and context < self._limit:
-            self._limit, self._limited_by = context, f"the model's context is {context}"
+        self._limit = settings.gconfig.max_tokens
+        self._limited_by = f"gconfig.max_tokens is {self._limit}"
+        if settings.context is not None and settings.context < self._limit:
+            self._limit = settings.context
+            self._limited_by = f"the model's context is {self._limit}"
 
     async def __call__(self, input_ids: Sequence[int], sample: int = 0) -> Turn:
-        """One generation. `sample` says which trajectory it is for; each has its own seed, and each further turn another."""
-        return (await self._send([self._request(list(input_ids), sample)]))[0]
+        """Return one generation. `sample` is the trajectory that it is for: each has its own seed, and each turn of it."""
+        return (await self._settings.client.generate_many([self._request(list(input_ids), sample)]))[0]
 
     async def samples(self, input_ids: Sequence[int]) -> list[Turn]:
-        """n_samples generations of one input."""
+        """Return n_samples generations of one input."""
         ids = list(input_ids)
-        return await self._send([self._request(ids, sample) for sample in range(self.n_samples)])
+        requests = [self._request(ids, sample) for sample in range(self.n_samples)]
+        return await self._settings.client.generate_many(requests)
 
     async def reward(self, prompt: dict[str, Any], completion: str) -> float:
-        """What the configured reward function says. Raises RewardFailed, which rejects the prompt."""
+        """Return what the configured reward function returns. Raises RewardFailed, which rejects the prompt."""
         columns = {name: value for name, value in prompt.items() if name not in ("prompt", "input_ids")}
-        return await self._rewarder.reward(prompt.get("prompt", prompt.get("messages")), completion, columns)
+        question = prompt.get("prompt", prompt.get("messages"))
+        return await self._settings.rewarder.reward(question, completion, columns)
 
     def _request(self, input_ids: list[int], sample: int) -> GenerateRequest:
         if not input_ids:
             raise InputRefused("it has no token")
-        room = min(self._limit - len(input_ids), self._gconfig.max_new_tokens)
+        gconfig = self._settings.gconfig
+        room = min(self._limit - len(input_ids), gconfig.max_new_tokens)
         if room <= 0:
             raise TooLong(f"{len(input_ids)} tokens, {self._limited_by}")
         turn = self._turns[sample]
         self._turns[sample] += 1
-        seed = sample_seed(*self._identity, sample if turn == 0 else f"{sample}.{turn}")
         own = {
             "max_new_tokens": room,
-            "min_new_tokens": min(self._gconfig.min_new_tokens, room),
-            "sampling_seed": seed,
+            "min_new_tokens": min(gconfig.min_new_tokens, room),
+            "sampling_seed": sample_seed(*self._identity, sample if turn == 0 else f"{sample}.{turn}"),
         }
-        return GenerateRequest(input_ids, {**self._sampling, **own}, self._rid(), self._min_version)
+        rid = self._settings.client.new_rid()
+        return GenerateRequest(input_ids, {**self._sampling, **own}, rid, self._min_version)
 
 
 def sampling(gconfig: GenerationHyperparameters, eos_token_ids: Sequence[int]) -> dict[str, Any]:
@@ -216,7 +225,7 @@ def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Tr
     return made
 
 
-async def single_turn(prompt: dict[str, Any], generate: Generate) -> TrajectoryGroup | None:
+async def single_turn(prompt: dict[str, Any], generate: Sampler) -> TrajectoryGroup | None:
     """n_samples completions of the prompt, each scored."""
     ids = prompt["input_ids"]
     turns = await generate.samples(ids)

@@ -7,20 +7,48 @@ Built-ins run in the executor worker; the user's code runs in a process of its o
 from __future__ import annotations
 
 import importlib
+import logging
 import math
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_rl.errors import ConfigError
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 
+logger = logging.getLogger(__name__)
+MAX_ERROR_CHARS = 400
+
 
 class RewardFailed(Exception):
-    """A reward that did not come; `reason` is reward_timeout or reward_exception. Its prompt is rejected."""
+    """A call without a reward; `reason` is REWARD_TIMEOUT or REWARD_EXCEPTION. Its prompt is rejected."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: RejectReason, message: str) -> None:
         super().__init__(f"{reason}: {message}")
         self.reason, self.message = reason, message
+
+
+class ErrorLog:
+    """Names the exceptions of user code, and logs the traceback of each distinct one once."""
+
+    def __init__(self) -> None:
+        self._logged: set[tuple[str, str]] = set()
+
+    def note(self, error: BaseException) -> str:
+        """Return the exception in one line with the place that raised it; log its traceback if it is a new one."""
+        frames = traceback.extract_tb(error.__traceback__)
+        where = (
+            f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+        )
+        kind = type(error).__name__
+        if (kind, where) not in self._logged:
+            self._logged.add((kind, where))
+            logger.warning("first %s%s:\n%s", kind, where, "".join(traceback.format_exception(error)))
+        text = "".join(
+            sign if sign.isprintable() else repr(sign)[1:-1] for sign in str(error)[:MAX_ERROR_CHARS]
+        )
+        return f"{kind}: {text}{where}"
 
 
 def checked(value: Any) -> float:
@@ -73,6 +101,10 @@ def import_object(key: str, path: str) -> Any:
         raise ConfigError(f"{key}: {path!r} can't be imported: {error}. {remedy}.") from error
     except AttributeError as error:
         raise ConfigError(f"{key}: {path!r} can't be imported: {error}.") from error
+    except OSError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key}: {path!r} can't be imported: {type(error).__name__}: {error}.") from error
 
 
 class Inline:

@@ -21,12 +21,13 @@ from typing import Any
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import RejectReason
-from hpc_rl.rollout.rewards import RewardFailed, checked, import_object
+from hpc_rl.rollout.rewards import ErrorLog, RewardFailed, checked, import_object
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0  # the user's module may import much
-MAX_DEATHS = 3  # a call that ran when so many processes ended is taken to be the cause
+MAX_DEATHS = 3  # a call that ran when this many processes exited counts as the cause
+IDLE_GRACE_S = 1.0  # beyond the time limit, for the process to report that a call starts
 
 
 @dataclass
@@ -56,6 +57,7 @@ class RewardProcess:
         self._ids = itertools.count()
         self._reading: asyncio.Task[None] | None = None
         self._closing = False
+        self._idle_timer: asyncio.TimerHandle | None = None  # set while calls are open and none runs
 
     async def start(self) -> None:
         """Raises ConfigError for a path that can't be imported, RoleFailed where the process does not come up."""
@@ -99,14 +101,14 @@ class RewardProcess:
         await self._kill()
 
     def _send(self, call: _Call) -> None:
-        process = self._process
-        if (
-            process is not None
-            and process.returncode is None
-            and process.stdin
-            and not process.stdin.is_closing()
-        ):
-            process.stdin.write(pipes.pack(call.frame))  # else the restart sends it
+        stdin = (
+            self._process.stdin if self._process is not None and self._process.returncode is None else None
+        )
+        # else the restart sends it
+        if stdin is not None and not stdin.is_closing():
+            stdin.write(pipes.pack(call.frame))
+            if self._idle_timer is None:
+                self._watch()
 
     def _forget(self, number: int) -> None:
         call = self._calls.pop(number, None)
@@ -125,30 +127,45 @@ class RewardProcess:
                 call.answer.set_exception(RewardFailed(RejectReason.REWARD_EXCEPTION, frame["error"]))
             else:
                 call.answer.set_result(frame["value"])
+            self._watch()
         await self._restart(process)
 
+    def _watch(self) -> None:
+        """Start the clock of calls that were sent while none runs: user code may have taken the pipe away, as by a fork."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        self._idle_timer = None
+        open_calls = [number for number, call in self._calls.items() if not call.answer.done()]
+        if open_calls and all(self._calls[number].timer is None for number in open_calls):
+            delay_s = self.timeout_s + IDLE_GRACE_S
+            self._idle_timer = asyncio.get_running_loop().call_later(delay_s, self._expire, open_calls[0])
+
     def _expire(self, number: int) -> None:
+        self._idle_timer = None
         call = self._calls.get(number)
         if call is None or call.answer.done():
+            self._watch()
             return
-        logger.warning(
-            "a reward call took more than %.1f s: the reward process is killed and started again",
-            self.timeout_s,
-        )
-        call.answer.set_exception(
-            RewardFailed(
-                RejectReason.REWARD_TIMEOUT,
-                f"the reward took more than {self.timeout_s:g} s (rollout.reward_timeout_s)",
-            )
-        )
-        if self._process:
-            pipes.kill(self._process)  # its end of pipe makes _read restart it
+        what = "took more than" if call.timer else "was not started within"
+        message = f"the reward {what} {self.timeout_s:g} s (rollout.reward_timeout_s)"
+        logger.warning("%s: the reward process is killed and started again", message)
+        call.answer.set_exception(RewardFailed(RejectReason.REWARD_TIMEOUT, message))
+        if self._process is None:
+            return
+        pipes.kill(self._process)
+        # not at the end of the pipe, which a child of the process may hold open
+        if self._reading is not None:
+            self._reading.cancel()
+        self._reading = asyncio.create_task(self._restart(self._process), name="reward-process")
 
     async def _restart(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         if self._closing:
             return
         self.num_restarts += 1
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
         for call in self._calls.values():
             if call.timer is None:
                 continue
@@ -183,6 +200,7 @@ def serve(path: str) -> None:
     out = pipes.take_stdout()
     loop = asyncio.new_event_loop()
     writing = threading.Lock()
+    errors = ErrorLog()
 
     def answer(frame: dict[str, Any]) -> None:
         with writing:
@@ -192,7 +210,7 @@ def serve(path: str) -> None:
 
     def listen() -> None:
         while (frame := pipes.read_blocking(sys.stdin.buffer)) is not None:
-            asyncio.run_coroutine_threadsafe(_call(function, frame, answer), loop)
+            asyncio.run_coroutine_threadsafe(_call(function, frame, answer, errors), loop)
         os._exit(0)
 
     try:
@@ -208,7 +226,10 @@ def serve(path: str) -> None:
 
 
 async def _call(
-    function: Callable[..., Any], frame: dict[str, Any], answer: Callable[[dict[str, Any]], None]
+    function: Callable[..., Any],
+    frame: dict[str, Any],
+    answer: Callable[[dict[str, Any]], None],
+    errors: ErrorLog,
 ) -> None:
     answer({"id": frame["id"], "started": True})
     try:
@@ -219,4 +240,4 @@ async def _call(
     except RewardFailed as error:
         answer({"id": frame["id"], "error": error.message})
     except Exception as error:  # whatever user code raises is the outcome of this call
-        answer({"id": frame["id"], "error": f"{type(error).__name__}: {error}"})
+        answer({"id": frame["id"], "error": errors.note(error)})

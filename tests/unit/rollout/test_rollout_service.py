@@ -17,6 +17,7 @@ from hpc_rl.errors import ConfigError, RoleFailed, Stale
 from hpc_rl.records import LineageRecord
 from hpc_rl.rollout.batch_log.ledger import segments
 from hpc_rl.rollout.batch_log.replay import read_state
+from hpc_rl.rollout.report import counters
 from hpc_rl.rollout.routes import application, routes
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.service import OutOfStep, OutOfTime, RoleEnds, RolloutService, Trimmed
@@ -345,7 +346,7 @@ async def test_prompts_that_fail_are_tried_again_then_rejected_with_the_reason(t
     service = make(tmp_path, fate, order="in_order", eta=0)
     batch = decode(await service.batch(1, 0, 5))
     assert [group.index for group in batch.groups] == [0, 3]
-    assert service.status()["rejected"] == {"exception": 1, "reward_timeout": 1}
+    assert counters(service)["rejected"] == {"exception": 1, "reward_timeout": 1}
     await service.close()
     rejected = read_state(tmp_path).rejected
     assert {index: record.reason for index, record in rejected.items()} == {
@@ -439,10 +440,10 @@ async def test_a_batch_that_cannot_come_any_more_is_said_not_to_come(tmp_path):
         except OutOfTime:
             break
     made, issued = service.sequencer.top, service.sequencer.next_index
-    assert made >= 1 and service.status()["last_call"]
+    assert made >= 1 and counters(service)["holding"]
     assert decode(await service.batch(made, 0, 5)).step == made, "what was cut is there all the same"
     left[0] = 1000.0
-    assert service.last_call.taken_back()
+    assert service.clock.resumes()
     service._pump()
     assert (
         decode(await service.batch(made + 1, 0, 5)).step == made + 1 and service.sequencer.next_index > issued
@@ -471,13 +472,13 @@ async def test_a_reader_moves_nothing(tmp_path):
         assert await get("step=1&lineage=0") == 204 and not service.sequencer.running
         assert await get("step=5&lineage=0") == 412
         assert await get("step=1&lineage=0", CONTROL) in (200, 204)
-        before = service.status()
+        before = counters(service)
         assert await get("step=1&lineage=99999999") == 403
         assert await get("step=1&lineage=1") == 403
         assert await evaluate("99999999.1") == 403 and await evaluate("0.1") == 403
         # also the trainer's token begins no lineage that the trial directory does not know
         assert await get("step=1&lineage=2", CONTROL) == 425 and await evaluate("2.1", CONTROL) == 425
-        assert service.status() == before and service.sequencer.lineage == 0
+        assert counters(service) == before and service.sequencer.lineage == 0
         assert await get("step=1&lineage=1", CONTROL) == 200 and service.sequencer.lineage == 1
         assert await get("step=1&lineage=1") == 200 and await get("step=1&lineage=0") == 409
     await service.close()

@@ -13,6 +13,7 @@ from hpc_rl.config.sections.inference import GenerationHyperparameters, Inferenc
 from hpc_rl.errors import ConfigError, InputRefused, RequestRefused, RoleFailed, ServerUnavailable
 from hpc_rl.rollout import worker as worker_module
 from hpc_rl.rollout.rewards import Inline, RewardFailed, checked, contains, exact_match, import_object
+from hpc_rl.rollout.rewards import reward_process as reward_process_module
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflow import WORKFLOWS, load_workflow, sampling, single_turn, trajectory
@@ -33,11 +34,12 @@ class Client:
         self.errors = list(errors)
         self.requests = []
 
-    async def generate(self, request):
-        self.requests.append(request)
+    async def generate_many(self, requests):
+        self.requests += requests
         if self.errors:
             raise self.errors.pop(0)
-        return Turn([1, 2, 99], [-1.0, -2.0, -3.0], [("0.3", 0, 1), ("1.2", 1, 3)], "stop")
+        spans = [("0.3", 0, 1), ("1.2", 1, 3)]
+        return [Turn([1, 2, 99], [-1.0, -2.0, -3.0], spans, "stop") for _ in requests]
 
 
 def make(client, workflow=single_turn, tracing=False, checking=False, **gconfig):
@@ -56,7 +58,7 @@ async def answer(made: Worker, sent: list[bytes], evaluate: bool = False, input_
         "version": "0.3",
         "evaluate": evaluate,
     }
-    await made._answer({"op": "run", "ticket": 4, "index": 40, "epoch": 0, "row": 2, **content})
+    await made.answer({"op": "run", "ticket": 4, "index": 40, "epoch": 0, "row": 2, **content})
     return decode(sent[-1][4:])
 
 
@@ -120,18 +122,18 @@ async def test_new_tokens_fit_into_max_tokens_or_the_prompt_is_too_long(input_le
 async def test_new_tokens_fit_into_the_models_context(caplog):
     client = Client()
     made, sent = make(client)
-    made = Worker(made.config, made.tokenizer, client, single_turn, made.rewarder, sent.append, context=8)
+    made = Worker(made.config, Tokenizer(), client, single_turn, Inline(exact_match), sent.append, context=8)
     await answer(made, sent, input_ids=range(5))
     assert client.requests[0].sampling["max_new_tokens"] == 3
     outcome = await answer(made, sent, input_ids=range(8))
     assert (outcome["op"], outcome["reason"]) == ("rejected", "too_long")
-    assert "prompt 40 is too long: 8 tokens, the model's context is 8" in caplog.text
+    assert "prompt 40 is rejected, too_long: 8 tokens, the model's context is 8" in caplog.text
 
 
 async def test_an_input_that_a_server_refuses_is_rejected_at_once_with_its_words(caplog):
     outcome = await answer(*make(Client(*[InputRefused("answered 400: input too long")] * 3)))
     assert (outcome["op"], outcome["reason"]) == ("rejected", "refused")
-    assert "prompt 40 was refused by a server: answered 400: input too long" in caplog.text
+    assert "prompt 40 is rejected, refused: refused by a server: answered 400: input too long" in caplog.text
     assert "Traceback" not in caplog.text
     outcome = await answer(*make(client := Client()), input_ids=[])
     assert (outcome["reason"], client.requests) == ("refused", [])
@@ -257,6 +259,10 @@ def score(prompt, completion, wait_s=0.0, **columns):
     return float(completion)
 def die(prompt, completion, **columns):
     os._exit(3)
+def helper(columns):
+    return columns["weight"]
+def raises(prompt, completion, **columns):
+    return helper(columns)
 async def together(prompt, completion, **columns):
     await asyncio.sleep(0.2)
     return 1
@@ -309,6 +315,51 @@ async def test_a_reward_that_ends_its_process_is_given_up(reward_process):
     assert process.num_restarts == 3
 
 
+async def test_a_reward_exception_names_its_file_and_line_and_its_traceback_is_logged_once(
+    reward_process, capfd
+):
+    process = await reward_process("raises")
+    for _ in range(3):
+        with pytest.raises(RewardFailed, match=r"KeyError: 'weight' \(own_rewards.py:10 in helper\)"):
+            await process.reward("p", "", {})
+    await process.close()
+    said = capfd.readouterr().err
+    assert said.count("Traceback (most recent call last)") == 1 and "line 12, in raises" in said
+
+
+async def test_a_call_that_is_never_started_is_bounded(monkeypatch):
+    """As where user code forked, and its child reads the calls."""
+    monkeypatch.setattr(reward_process_module, "IDLE_GRACE_S", 0.1)
+    deaf = "import sys, time; from hpc_rl.rollout import pipes; "
+    deaf += "sys.stdout.buffer.write(pipes.pack({'ready': True})); sys.stdout.flush(); time.sleep(60)"
+    process = RewardProcess("x:y", 0.2, [sys.executable, "-c", deaf])
+    await process.start()
+    calls = [process.reward("p", "", {}) for _ in range(2)]
+    outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+    assert [outcome.reason for outcome in outcomes] == ["reward_timeout"] * 2
+    assert "was not started" in str(outcomes[0])
+    await process.close()
+
+
+async def test_a_workflow_exception_names_its_line_and_its_traceback_is_logged_once(caplog):
+    async def broken(prompt, generate):
+        raise KeyError("\x1b[31mred\n")
+
+    made, sent = make(Client(), broken)
+    for _ in range(2):
+        outcome = await answer(made, sent)
+        assert "(test_rollout_worker.py:" in outcome["error"] and "in broken)" in outcome["error"]
+        assert outcome["error"].isprintable()
+    assert caplog.text.count("Traceback (most recent call last)") == 1
+
+
+async def test_a_workflow_that_exits_fails_its_prompt_and_not_the_worker():
+    async def exits(prompt, generate):
+        sys.exit(3)
+
+    assert (await answer(*make(Client(), exits)))["op"] == "failed"
+
+
 async def test_a_reward_that_is_not_there_is_a_bad_configuration(reward_process):
     with pytest.raises(
         ConfigError, match="'own_rewards:nothing' can't be imported: module 'own_rewards' has no attribute"
@@ -319,7 +370,7 @@ async def test_a_reward_that_is_not_there_is_a_bad_configuration(reward_process)
 async def test_a_reward_whose_module_fails_says_how(tmp_path, monkeypatch):
     (tmp_path / "half_written.py").write_text("def score(:\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(path for path in sys.path if path)}")
-    with pytest.raises(RoleFailed, match=r"half_written:score.*SyntaxError: invalid syntax"):
+    with pytest.raises(ConfigError, match=r"half_written:score.*SyntaxError: invalid syntax"):
         await RewardProcess("half_written:score", 5.0).start()
 
 

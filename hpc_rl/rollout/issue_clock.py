@@ -1,4 +1,4 @@
-"""LastCall: whether a prompt that is issued now can still be finished before the trainer is stopped.
+"""How long prompts take, and whether one that is issued now can still be finished before the trainer is stopped.
 
 What is cut off is lost work, not lost data: its prompt would be issued again by the next attempt.
 """
@@ -16,9 +16,12 @@ logger = logging.getLogger(__name__)
 LATEST = 200  # durations that count
 
 
-class LastCall:
-    """Args:
-    left_s: Seconds until the trainer is stopped; None while nobody has said.
+class IssueClock:
+    """Times of the prompts that run.
+
+    Args:
+        left_s: Returns the seconds until the trainer is stopped, None where that is not known.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -27,39 +30,47 @@ class LastCall:
         self._left_s, self._clock = left_s, clock
         self._begun: dict[int, float] = {}  # by ticket
         self._durations: deque[float] = deque(maxlen=LATEST)
+        self._last_result: float | None = None
         self.holding = False  # nothing is issued any more
 
     def begun(self, ticket: int) -> None:
         self._begun[ticket] = self._clock()
 
     def finished(self, ticket: int) -> None:
+        self._last_result = self._clock()
         if (start := self._begun.pop(ticket, None)) is not None:
-            self._durations.append(self._clock() - start)
+            self._durations.append(self._last_result - start)
 
     def forget(self, tickets: Iterable[int]) -> None:
-        """These will not be answered."""
+        """Drop tickets that will not be answered."""
         for ticket in tickets:
             self._begun.pop(ticket, None)
 
     @property
     def usual_s(self) -> float:
-        """95th percentile of what a prompt takes from issue to result; 0 before the first."""
+        """95th percentile of the seconds from issue to result; 0 before the first."""
         return p95(self._durations)
 
+    @property
+    def oldest_running_s(self) -> int | None:
+        return round(self._clock() - min(self._begun.values())) if self._begun else None
+
+    @property
+    def quiet_s(self) -> int | None:
+        """Seconds since the last result."""
+        return None if self._last_result is None else round(self._clock() - self._last_result)
+
     def holds(self) -> bool:
-        """Whether nothing is to be issued now."""
+        """Return whether nothing is to be issued now."""
         left_s = self._left_s()
         holds = left_s is not None and left_s <= self.usual_s
         if holds != self.holding:
-            words = (
-                "nothing more is issued: a prompt takes %.1f s, and %.1f s are left"
-                if holds
-                else "issuing again: %.1f s, %.1f s"
-            )
-            logger.info(words, self.usual_s, left_s if left_s is not None else float("inf"))
+            left = "no end is known" if left_s is None else f"{left_s:.1f} s are left"
+            what = "no more prompts are issued" if holds else "prompts are issued again"
+            logger.info("%s: a prompt takes %.1f s, %s", what, self.usual_s, left)
         self.holding = holds
         return holds
 
-    def taken_back(self) -> bool:
-        """Whether issuing was held and may go on: the job's time was extended."""
+    def resumes(self) -> bool:
+        """Return whether issuing was held and may go on, because the job's time was extended."""
         return self.holding and not self.holds()

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from hpc_rl.rollout.batch_client import RolloutClient
-from hpc_rl.rollout.last_call import LastCall
+from hpc_rl.rollout.issue_clock import IssueClock
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
 
 def test_what_takes_longer_than_is_left_is_not_begun():
     clock = Clock()
-    call = LastCall(lambda: clock.left_s, clock)
+    call = IssueClock(lambda: clock.left_s, clock)
     clock.left_s = 0.5
     assert not call.holds(), "nobody knows yet how long a prompt takes"
     for ticket in range(20):
@@ -35,9 +35,9 @@ def test_what_takes_longer_than_is_left_is_not_begun():
     clock.left_s = 10.1
     assert not call.holds()
     clock.left_s = 9.9
-    assert call.holds() and call.holding and not call.taken_back()
+    assert call.holds() and call.holding and not call.resumes()
     clock.left_s = 300
-    assert call.taken_back() and not call.holding and not call.taken_back()
+    assert call.resumes() and not call.holding and not call.resumes()
 
 
 @pytest.mark.parametrize("stopping", [None, threading.Event()])
