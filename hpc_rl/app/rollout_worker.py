@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpc_rl import log
 from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.config.rules.model_rules import context_of
+from hpc_rl.config.rules.file_rules import context_of
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError

@@ -1,6 +1,6 @@
-"""What the section `launcher.slurm` can't say: options that contradict each other or the plan, and further arguments that do.
+"""Rules about `launcher.slurm`: options and arguments that contradict each other or the plan.
 
-sbatch accepts some of these contradictions without a word and then does one of the two.
+sbatch accepts some of these contradictions silently and then applies one of the two.
 """
 
 from __future__ import annotations
@@ -15,119 +15,82 @@ from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 
 DERIVED = "derived"  # the value of an option that the plan decides
 
-_PLAN, _SCRIPT = (
-    "the plan decides it, from cluster, allocation_mode and the launcher's numbers",
-    "the script needs its own",
-)
+_PLAN = "it is derived from cluster, allocation_mode and the resources in launcher"
+_SCRIPT = "the script sets its own"
 _GPUS = "set launcher.slurm.gpus_by, gpu_type or gres"
-# What extra_args may not hold, and where it is said instead.
-OURS = {
+SET_BY_THE_SCRIPT = {  # sbatch option that extra_args may not contain -> the reason, or what to use
     **dict.fromkeys(("--nodes", "-N"), "set cluster.n_nodes"),
     **dict.fromkeys(("--ntasks", "-n", "--array", "-a", "--cores-per-socket", "--ntasks-per-gpu"), _PLAN),
+    **dict.fromkeys(("--gpus", "-G", "--gpus-per-node", "--gpus-per-task"), _GPUS),
+    **dict.fromkeys(("--gpus-per-socket", "--cpus-per-gpu"), _GPUS),
+    **dict.fromkeys(("--output", "-o", "--error", "-e", "--open-mode", "--chdir", "-D"), _SCRIPT),
     **dict.fromkeys(
-        ("--gpus", "-G", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket", "--cpus-per-gpu"), _GPUS
+        ("--job-name", "-J", "--signal", "--export", "--input", "-i", "--no-kill", "-k"), _SCRIPT
     ),
-    **dict.fromkeys(
-        ("--output", "-o", "--error", "-e", "--open-mode", "--chdir", "-D", "--job-name", "-J"), _SCRIPT
-    ),
-    **dict.fromkeys(
-        ("--signal", "--export", "--input", "-i", "--no-kill", "-k", "--wrap", "--parsable", "--wait", "-W"),
-        _SCRIPT,
-    ),
+    **dict.fromkeys(("--wrap", "--parsable", "--wait", "-W"), _SCRIPT),
     **dict.fromkeys(("--requeue", "--no-requeue"), "recover.mode decides it"),
-    "--test-only": "`hpc-rl render --check` asks it",
+    "--test-only": "use `hpc-rl render --check`",
 }
 _SHORT = {
-    "-c": "cpus_per_task",
-    "-t": "time",
-    "-p": "partition",
-    "-A": "account",
-    "-q": "qos",
-    "-C": "constraint",
-}
-_SHORT |= {"-w": "nodelist", "-x": "exclude", "-d": "dependency", "-L": "licenses"}
-_NOT_SBATCH = ("extra_args", "srun_additional_args", "container_type", "mount", "gpus_by", "gpu_type")
-_LAYOUT = ("layout", "servers", "continue_by", "backend")
+    "-c": "cpus_per_task", "-t": "time", "-p": "partition", "-A": "account", "-q": "qos", "-C": "constraint",
+    "-w": "nodelist", "-x": "exclude", "-d": "dependency", "-L": "licenses",
+}  # fmt: skip
+# Options of the section that are not options of sbatch.
+_NOT_SBATCH = {
+    "extra_args", "srun_additional_args", "container_type", "mount", "gpus_by", "gpu_type", "layout",
+    "servers", "continue_by", "backend",
+}  # fmt: skip
+_SRUN_SHORT = {
+    "-K": "--kill-on-bad-exit", "-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task",
+    "-w": "--nodelist", "-m": "--distribution", "-o": "--output", "-e": "--error", "-i": "--input",
+    "-J": "--job-name", "-D": "--chdir", "-W": "--wait", "-k": "--no-kill",
+}  # fmt: skip
+_SRUN_DERIVED = {
+    *_SRUN_SHORT, *_SRUN_SHORT.values(), "--ntasks-per-node", "--exact", "--overlap", "--mem",
+    "--mem-per-cpu", "--mem-per-gpu", "--gpus-per-node", "--gpus-per-task", "--gpus", "--export",
+    "--open-mode", "--label", "--unbuffered", "--het-group", "--multi-prog", "--pty",
+}  # fmt: skip
 
 
 def asks_for_gpus(gres: str | None) -> bool:
-    """Whether a list of generic resources names GPUs, as `gpu:a100:8` or `gres/gpu:8` do."""
+    """Return whether a list of generic resources names GPUs, such as `gpu:a100:8` or `gres/gpu:8`."""
     return any(re.match(r"(gres/)?gpu([:=]|$)", part) for part in (gres or "").split(","))
 
 
-def scheduler_options(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    """Refusals of the section, in words."""
+def texts(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm = config.launcher.slurm
-    for field in dataclasses.fields(slurm):
-        value = getattr(slurm, field.name)
+    for name, value in vars(slurm).items():
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and any(
-                ord(char) < 32 or ord(char) in (127, 0x85, 0x2028, 0x2029) for char in text
-            ):
-                yield f"launcher.slurm.{field.name}: {text!r} holds a line break or control character."
-            elif text == "" and field.name not in ("srun_additional_args", "mount"):
-                yield f"launcher.slurm.{field.name}: empty; use null to leave the option out."
+            if isinstance(text, str) and _has_control_character(text):
+                yield f"launcher.slurm.{name}: {text!r} contains a line break or control character."
+            elif text == "" and name not in ("srun_additional_args", "mount"):
+                yield f"launcher.slurm.{name}: empty; use null to omit the option."
     for name, value in vars(slurm.servers).items():
-        if value == "" or (
-            isinstance(value, str) and any(ord(char) < 32 or ord(char) == 127 for char in value)
-        ):
-            yield f"launcher.slurm.servers.{name}: {value!r} can't be given to sbatch; null means as in launcher.slurm."
-    yield from _conflicts(config, explicit)
-    yield from _extra_args(slurm)
-    yield from _layouts(config, explicit)
+        if value == "" or (isinstance(value, str) and _has_control_character(value)):
+            yield f"launcher.slurm.servers.{name}: {value!r} can't be used; null means as in launcher.slurm."
 
 
-def _layouts(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    """What the layouts and backends can't do, and options that would have no effect in the one that was chosen."""
-    slurm = config.launcher.slurm
-    if slurm.backend == "submitit" and slurm.layout != "allocation":
-        yield (
-            f"launcher.slurm.backend submitit can't be used with layout {slurm.layout}: submitit submits single jobs and arrays "
-            "of one function, no heterogeneous jobs; use backend sbatch, or layout allocation."
-        )
-    if slurm.backend == "submitit" and slurm.continue_by == "successor":
-        yield (
-            "launcher.slurm.backend submitit can't be used with continue_by successor: submitit goes on by requeueing its job; "
-            "use backend sbatch, or continue_by requeue."
-        )
-    if slurm.layout != "allocation" and not isinstance(config, GRPOConfig):
-        yield f"launcher.slurm.layout {slurm.layout} is about servers; a {config.trainer} trial has none: use allocation."
-    if slurm.layout != "allocation" and config.launcher.type == "local":
-        yield f"launcher.slurm.layout {slurm.layout} needs Slurm, but launcher.type is local: use slurm, or layout allocation."
-    if slurm.layout == "hetjob" and slurm.switches is not None:
-        yield "launcher.slurm.switches can't be used with layout hetjob: Slurm counts switches for each component alone."
-    given = sorted(name for name in explicit if name.startswith("launcher.slurm.servers."))
-    usual = ServerJobsConfig()  # said at its default, as `config show` prints it, an option changes nothing
-    given = [name for name in given if value_of(config, name) != getattr(usual, name.rpartition(".")[2])]
-    elastic = [name for name in given if name.rpartition(".")[2] in ("max_running", "idle_s")]
-    if slurm.layout == "allocation" and given:
-        yield f"{given[0]} has no effect in layout allocation, where servers share the job: use layout jobs or hetjob."
-    elif slurm.layout == "hetjob" and elastic:
-        yield f"{elastic[0]} has no effect in layout hetjob, whose servers come and go with the job: use layout jobs."
-    if slurm.layout == "hetjob" and slurm.servers.time is not None:
-        yield "launcher.slurm.servers.time can't be used in layout hetjob: its components end together; use launcher.slurm.time."
+def _has_control_character(text: str) -> bool:
+    return any(ord(char) < 32 or ord(char) in (127, 0x85, 0x2028, 0x2029) for char in text)
 
 
-def _conflicts(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    slurm, cluster = config.launcher.slurm, config.cluster
-    memory = [
-        name for name in ("mem", "mem_per_cpu", "mem_per_gpu") if getattr(slurm, name) not in (None, DERIVED)
-    ]
-    if len(memory) > 1:
-        names = " and ".join(f"launcher.slurm.{name}" for name in memory)
-        yield f"{names} exclude each other: sbatch takes one of --mem, --mem-per-cpu, --mem-per-gpu. Keep one."
-    if slurm.mem_per_gpu and not cluster.n_gpus_per_node:
-        yield "launcher.slurm.mem_per_gpu needs GPUs, but cluster.n_gpus_per_node is 0; use mem or mem_per_cpu."
+def conflicts(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    slurm, name = config.launcher.slurm, "launcher.slurm"
+    memory = ("mem", "mem_per_cpu", "mem_per_gpu")
+    memory_set = [f"{name}.{option}" for option in memory if getattr(slurm, option) not in (None, DERIVED)]
+    if len(memory_set) > 1:
+        keep = "sbatch takes one of --mem, --mem-per-cpu, --mem-per-gpu. Keep one"
+        yield f"{' and '.join(memory_set)} exclude each other: {keep}."
+    if slurm.mem_per_gpu and not config.cluster.n_gpus_per_node:
+        yield f"{name}.mem_per_gpu needs GPUs, but cluster.n_gpus_per_node is 0; use mem or mem_per_cpu."
     if slurm.mem_per_cpu and slurm.cpus_per_task is None:
-        yield "launcher.slurm.mem_per_cpu needs launcher.slurm.cpus_per_task, which is null: Slurm multiplies the two."
+        yield f"{name}.mem_per_cpu needs {name}.cpus_per_task, which is null: Slurm multiplies the two."
     if asks_for_gpus(slurm.gres):
         yield from _gpus_in_gres(config)
     elif slurm.gpu_type is not None and slurm.gpus_by is None:
-        yield "launcher.slurm.gpu_type has no effect, for launcher.slurm.gpus_by is null: no GPUs are asked of Slurm."
-    if (slurm.mail_user is None) != (slurm.mail_type is None):
-        have, lack = ("mail_user", "mail_type") if slurm.mail_type is None else ("mail_type", "mail_user")
-        if have == "mail_user":
-            yield f"launcher.slurm.{have} has no effect without launcher.slurm.{lack}: say when, as END,FAIL."
+        yield f"{name}.gpu_type has no effect, because {name}.gpus_by is null: no GPUs are requested."
+    if slurm.mail_user is not None and slurm.mail_type is None:
+        yield f"{name}.mail_user has no effect without {name}.mail_type: set the events, such as END,FAIL."
 
 
 def _gpus_in_gres(config: Config) -> Iterator[str]:
@@ -135,41 +98,106 @@ def _gpus_in_gres(config: Config) -> Iterator[str]:
     for name in ("gpus_by", "gpu_type"):
         if getattr(slurm, name) not in (None, getattr(SlurmLauncherConfig(), name)):
             yield (
-                f"launcher.slurm.gres {slurm.gres} names GPUs, and launcher.slurm.{name} too: Slurm would take both without a "
-                "word, and one would count. Leave one out."
+                f"launcher.slurm.gres {slurm.gres} names GPUs, and so does launcher.slurm.{name}: "
+                "Slurm would accept both and apply one. Omit one."
             )
     counts = [_count(part) for part in (slurm.gres or "").split(",") if asks_for_gpus(part)]
-    if None not in counts and sum(filter(None, counts)) != per_node and per_node:
+    total = sum(filter(None, counts))
+    if None not in counts and total != per_node and per_node:
         yield (
-            f"launcher.slurm.gres {slurm.gres} asks for {sum(filter(None, counts))} GPUs a node, but cluster.n_gpus_per_node is "
-            f"{per_node}: make them equal, or use launcher.slurm.gpu_type, which takes the number from the plan."
+            f"launcher.slurm.gres {slurm.gres} requests {total} GPUs per node, but cluster.n_gpus_per_node "
+            f"is {per_node}: make them equal, or use launcher.slurm.gpu_type with the number of the plan."
         )
 
 
 def _count(gres: str) -> int | None:
-    """GPUs of one generic resource; None where it has suffixes that only Slurm knows."""
+    """Return the GPUs of one generic resource, or None for a form that only Slurm can read."""
     tail = re.split(r"[:=]", gres.split("(")[0])[-1]
-    return int(tail) if tail.isdigit() else 1 if re.fullmatch(r"[A-Za-z_][\w.-]*", tail) else None
+    if tail.isdigit():
+        return int(tail)
+    return 1 if re.fullmatch(r"[A-Za-z_][\w.-]*", tail) else None
 
 
 def option_names(text: str) -> list[str]:
-    """The options in a text as a shell would split it. Raises ValueError for quotes that don't end."""
-    words = [word for word in shlex.split(text) if word.startswith("-")]
-    return [word.partition("=")[0] if word.startswith("--") else word[:2] for word in words]
+    """Return the options in a text, split as by a shell. Raises ValueError for unbalanced quotes."""
+    options = [part for part in shlex.split(text) if part.startswith("-")]
+    return [option.partition("=")[0] if option.startswith("--") else option[:2] for option in options]
 
 
-def _extra_args(slurm: SlurmLauncherConfig) -> Iterator[str]:
+def extra_args(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    slurm, name = config.launcher.slurm, "launcher.slurm.extra_args"
     own = {f"--{field.name.replace('_', '-')}": field.name for field in dataclasses.fields(slurm)} | _SHORT
     for extra in slurm.extra_args:
         try:
-            names = option_names(extra)
+            options = option_names(extra)
         except ValueError as error:
-            yield f"launcher.slurm.extra_args: {extra!r} can't be read: {error}."
+            yield f"{name}: {extra!r} can't be read: {error}."
             continue
         if not extra.startswith("-"):
-            yield f"launcher.slurm.extra_args: {extra!r} is no sbatch option; one option per item, as --hint=nomultithread."
-        for name in names:
-            if name in OURS:
-                yield f"launcher.slurm.extra_args: {name} can't be given here: {OURS[name]}."
-            elif name in own and own[name] not in (*_NOT_SBATCH, *_LAYOUT):
-                yield f"launcher.slurm.extra_args: {name} has an option of its own here: launcher.slurm.{own[name]}."
+            yield f"{name}: {extra!r} is not an sbatch option, such as --hint=nomultithread."
+        for option in options:
+            if option in SET_BY_THE_SCRIPT:
+                yield f"{name}: {option} can't be given: {SET_BY_THE_SCRIPT[option]}."
+            elif option in own and own[option] not in _NOT_SBATCH:
+                yield f"{name}: {option} can't be given; use launcher.slurm.{own[option]}."
+
+
+def layouts(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    slurm = config.launcher.slurm
+    layout = f"layout {slurm.layout}"
+    if slurm.backend == "submitit" and slurm.layout != "allocation":
+        yield (
+            f"launcher.slurm.backend submitit can't be used with {layout}: submitit submits single jobs and "
+            "arrays of one function only; use backend sbatch, or layout allocation."
+        )
+    if slurm.backend == "submitit" and slurm.continue_by == "successor":
+        yield (
+            "launcher.slurm.backend submitit can't be used with continue_by successor: submitit requeues "
+            "its job; use backend sbatch, or continue_by requeue."
+        )
+    if slurm.layout != "allocation" and not isinstance(config, GRPOConfig):
+        yield f"launcher.slurm.{layout} needs servers, but trainer {config.trainer} has none; use allocation."
+    if slurm.layout != "allocation" and config.launcher.type == "local":
+        yield f"launcher.slurm.{layout} needs Slurm, but launcher.type is local; use slurm, or allocation."
+    if slurm.layout == "hetjob" and slurm.switches is not None:
+        yield "launcher.slurm.switches can't be used with layout hetjob: Slurm counts switches per component."
+    if slurm.layout == "hetjob" and slurm.servers.time is not None:
+        yield (
+            "launcher.slurm.servers.time can't be used with layout hetjob: its components stop together; "
+            "use launcher.slurm.time."
+        )
+    defaults = ServerJobsConfig()  # an option at its default, as `config show` prints it, changes nothing
+    options = [name for name in sorted(explicit) if name.startswith("launcher.slurm.servers.")]
+    options = [
+        name for name in options if value_of(config, name) != getattr(defaults, name.rpartition(".")[2])
+    ]
+    elastic = [name for name in options if name.endswith((".max_running", ".idle_s"))]
+    if slurm.layout == "allocation" and options:
+        use = "where servers share the trainer's job; use layout jobs or hetjob"
+        yield f"{options[0]} has no effect in layout allocation, {use}."
+    elif slurm.layout == "hetjob" and elastic:
+        use = "where servers start and stop with the job; use layout jobs"
+        yield f"{elastic[0]} has no effect in layout hetjob, {use}."
+
+
+def srun_options(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    name, text = "launcher.slurm.srun_additional_args", config.launcher.slurm.srun_additional_args
+    try:
+        args = shlex.split(text)
+    except ValueError as error:
+        yield f"{name}: {text!r} can't be split: {error}."
+        return
+    for arg in args:
+        option = arg.partition("=")[0] if arg.startswith("--") else arg[:2]
+        if not arg.startswith("-"):
+            yield f"{name}: {arg!r} is not an option; join an option and its value: --name=value."
+        elif option.startswith(("--container-", "--no-container-")):
+            use = "use launcher.slurm.trainer_image and the like for images, container_args for the rest"
+            yield f"{name}: {option} can't be given; {use}."
+        elif "$" in arg:
+            yield f"{name}: {arg!r}: variables are not expanded; use the value."
+        elif option in _SRUN_DERIVED:
+            yield f"{name}: {option} is derived from the plan and can't be given."
+
+
+RULES = [texts, conflicts, extra_args, layouts, srun_options]

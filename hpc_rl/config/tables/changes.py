@@ -1,8 +1,7 @@
-"""Going on with a trial under another configuration: what changed, and which changes its state can take.
+"""Resuming a trial under another configuration: what changed, and which changes its state allows.
 
-Pure: two configurations in, changes out. A `safe` change holds from the next step on. An `unsafe` one contradicts what is on
-disk (weights, data position) and makes another trial. Every option is in one of the two tables; a test says so. Some safe
-changes need new batches (RENEWS).
+A `safe` change takes effect with the next step. An `unsafe` one contradicts what is on disk (weights, position in
+the data) and needs another trial. Every option is in one of the two tables. Some safe changes need new batches.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from hpc_rl.config.sections.experiment import ABSENT, Config
 from hpc_rl.config.show import REDACTED, is_secret, scalar
 from hpc_rl.errors import ConfigError
 
-_MODEL = "the recover state holds this model"
-_DATA = "the position in the data, and the batches already cut, count by it"
-_GROUPS = "finished groups that wait for their batch were made with it"
-_NAME = "it says which trial this is"
+_MODEL = "the checkpoints hold this model"
+_DATA = "the position in the data and the sealed batches depend on it"
+_GROUPS = "finished groups that are not in a batch yet were made with it"
+_NAME = "it identifies the trial"
 
-UNSAFE: dict[str, str] = {  # option -> what on disk contradicts a change; `model` stands for actor too
+UNSAFE: dict[str, str] = {  # option -> what on disk contradicts a change; `model` includes actor
     "experiment_name": _NAME,
     "trial_name": _NAME,
     "trainer": _NAME,
-    "cluster.fileroot": "the trial lies there",
+    "cluster.fileroot": "the trial is stored there",
     "seed": _DATA,
     "tokenizer_path": _GROUPS,
     "train_dataset.path": _DATA,
@@ -34,34 +33,35 @@ UNSAFE: dict[str, str] = {  # option -> what on disk contradicts a change; `mode
     "train_dataset.shuffle": _DATA,
     "train_dataset.max_length": _DATA,
     "train_dataset.drop_last": _DATA,
-    "rollout.batch_order": "the batches already cut follow the old order",
+    "rollout.batch_order": "the sealed batches follow the old order",
     "model.path": _MODEL,
     "model.init_from_scratch": _MODEL,
     "model.is_critic": _MODEL,
     "model.dtype": _MODEL,
     "model.backend": _MODEL,
     "model.optimizer.type": _MODEL,
-    "ref.path": "the divergence would be measured from another model",
+    "ref.path": "the KL divergence would refer to another model",
 }
-SAFE = (  # options and whole sections, without what stands in UNSAFE
+SAFE = (  # options and whole sections, except what is in UNSAFE
     "allocation_mode", "total_train_epochs", "total_train_steps", "total_train_n_seqs", "async_training",
     "cluster", "launcher", "scheduler", "sglang", "embedded", "saver", "evaluator", "recover", "stats_logger",
-    "train_dataset.pin_memory", "train_dataset.num_workers", "valid_dataset", "gconfig", "rollout", "model", "ref",
+    "train_dataset.pin_memory", "train_dataset.num_workers", "valid_dataset", "gconfig", "rollout", "model",
+    "ref",
 )  # fmt: skip
-# Options and whole sections that make another policy, or other data: batches and groups of before are set aside. What stands in
-# REPLAYS is excepted; with --replay the changes in NEEDS_NEW_BATCHES are refused.
+# Options and whole sections that change the policy or the data, except those in REPLAYS: earlier batches and groups
+# are set aside. With --replay the changes in NEEDS_NEW_BATCHES are refused.
 RENEWS = ("actor", "gconfig", "rollout.reward_fn", "rollout.workflow")
 REPLAYS = (
-    "actor.experiment_name", "actor.trial_name", "actor.pad_to_maximum", "actor.attn_impl", "actor.grad_reduce_dtype",
-    "actor.fsdp", "actor.ds_auto_tp", "actor.gradient_checkpointing", "actor.mb_spec", "actor.optimizer.offload",
-    "actor.log_agent_stats", "actor.log_agent_stats_keys",
+    "actor.experiment_name", "actor.trial_name", "actor.pad_to_maximum", "actor.attn_impl",
+    "actor.grad_reduce_dtype", "actor.fsdp", "actor.ds_auto_tp", "actor.gradient_checkpointing", "actor.mb_spec",
+    "actor.optimizer.offload", "actor.log_agent_stats", "actor.log_agent_stats_keys",
 )  # fmt: skip
 NEEDS_NEW_BATCHES = ("gconfig.n_samples", "gconfig.temperature", "gconfig.greedy", "rollout.workflow")
 REMARKS = {  # what a safe change does not do
-    "actor.ppo_n_minibatches": "the learning-rate schedule goes on at the same share of the training",
-    "valid_dataset": "held-out rewards before and after do not compare",
+    "actor.ppo_n_minibatches": "the learning-rate schedule continues at the same share of the training",
+    "valid_dataset": "held-out rewards before and after are not comparable",
 }
-_SAME = {"": "fsdp"}  # of model.backend: two names of one thing
+_SAME = {"": "fsdp"}  # two values of model.backend that mean the same
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Change:
     """One option that differs.
 
     Args:
-        name: Of the option, or of a section that comes or goes.
-        old: Its value before.
-        new: Its value now.
-        safe: Whether the state of the trial can take it.
+        name: Name of the option, or of a section that is added or removed.
+        old: Previous value.
+        new: New value.
+        safe: Whether the state of the trial allows it.
         reason: Why it is unsafe, or what a safe change leaves as it was; may be empty then.
-        renews: Whether batches made before it are set aside.
+        renews: Whether earlier batches are set aside.
     """
 
     name: str
@@ -89,25 +89,25 @@ class Change:
         return f"from {_shown(self.name, self.old)} to {_shown(self.name, self.new)}"
 
     def __str__(self) -> str:
-        words = f"{self.name}: {_shown(self.name, self.old)} -> {_shown(self.name, self.new)}"
-        return f"{words}  ({'safe' if self.safe else 'unsafe'}{': ' + self.reason if self.reason else ''})"
+        text = f"{self.name}: {_shown(self.name, self.old)} -> {_shown(self.name, self.new)}"
+        return f"{text}  ({'safe' if self.safe else 'unsafe'}{': ' + self.reason if self.reason else ''})"
 
 
 def changes(old: Config, new: Config) -> list[Change]:
-    """Options whose values differ, in their order. A section that comes or goes is one change, under its own name."""
+    """Return the options whose values differ; a section that is added or removed is one change."""
     found = _differences(old, new, "")
     return [Change(name, a, b, *classify(name), renews=renews(name)) for name, a, b in found]
 
 
 def renews(name: str) -> bool:
-    """Return whether a change of this option makes another policy, or other data."""
+    """Return whether a change of this option changes the policy or the data."""
     return next((one in RENEWS for one in _ways(name) if one in RENEWS or one in REPLAYS), False)
 
 
 def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> None:
     """Raise ConfigError with a line for each unsafe change: why, and what to do.
 
-    With `replay`, finished groups go on into batches: what they were made with can't change then.
+    With `replay`, finished groups are used in batches, so what they were made with can't change.
     """
     wrong = [change for change in found if not change.safe]
     if replay:
@@ -121,12 +121,12 @@ def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> 
     keep = " ".join(
         f"{change.name}={_shown(change.name, change.old)}" for change in wrong if change.old is not ABSENT
     )
-    back = f"To go on with {trial}, say {keep}" if keep else f"To go on with {trial}, leave it out"
+    back = f"To resume {trial}, use {keep}" if keep else f"To resume {trial}, omit it"
     raise ConfigError("\n".join([*lines, f"{back}; for the new values submit another trial_name."]))
 
 
 def classify(name: str) -> tuple[bool, str]:
-    """Whether a change of this option is safe, and the reason or remark. Raises KeyError for one that no table has."""
+    """Return whether a change of an option is safe, and the reason or remark. Raises KeyError if unknown."""
     for known in _ways(name.replace("actor", "model", 1) if name.partition(".")[0] == "actor" else name):
         if known in UNSAFE:
             return False, UNSAFE[known]
@@ -136,14 +136,14 @@ def classify(name: str) -> tuple[bool, str]:
 
 
 def _ways(name: str) -> Iterator[str]:
-    """a.b.c, a.b, a: the most special first."""
+    """Yield a.b.c, a.b, a: the most specific first."""
     while name:
         yield name
         name = name.rpartition(".")[0]
 
 
 def _differences(old: Any, new: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    """(name, old, new); a section as a whole is plain data. The two may be of different classes: another trainer."""
+    """Yield (name, old, new), a whole section as plain data. The classes differ with the trainer."""
     names = [field.name for field in dataclasses.fields(new)]
     names += [field.name for field in dataclasses.fields(old) if field.name not in names]
     for name in names:

@@ -174,7 +174,7 @@ def test_beta_is_the_only_kl_term_unless_both_are_said(tmp_path):
     )
     loaded = check(load([], [*words, "actor.kl_ctl=0.1"]), files=False)
     assert loaded.config.actor.kl_ctl == 0.1 and any(
-        "the KL term counts twice" in note for note in loaded.notes
+        "the KL term counts in the reward and in the loss" in note for note in loaded.notes
     )
 
 

@@ -68,7 +68,7 @@ def test_safe_changes_say_what_they_leave_as_it_was():
 def test_a_section_that_comes_is_one_change():
     assert between("ref.path=/r") == ["ref: null -> {path: /r, ...}  (safe)"]
     assert between("ref.path=/other", before=("ref.path=/r",)) == [
-        "ref.path: /r -> /other  (unsafe: the divergence would be measured from another model)"
+        "ref.path: /r -> /other  (unsafe: the KL divergence would refer to another model)"
     ]
 
 
@@ -81,9 +81,9 @@ def test_unsafe_changes_are_refused_with_the_reason_and_what_to_do():
         refuse_unsafe(found, "e/t")
     assert str(caught.value).splitlines() == [
         "train_dataset.batch_size can't change from 8 to 4 in trial e/t: "
-        "the position in the data, and the batches already cut, count by it.",
-        "actor.path can't change from /m to /other in trial e/t: the recover state holds this model.",
-        "To go on with e/t, say train_dataset.batch_size=8 actor.path=/m; for the new values submit another trial_name.",
+        "the position in the data and the sealed batches depend on it.",
+        "actor.path can't change from /m to /other in trial e/t: the checkpoints hold this model.",
+        "To resume e/t, use train_dataset.batch_size=8 actor.path=/m; for the new values submit another trial_name.",
     ]
 
 

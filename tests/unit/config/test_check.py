@@ -41,7 +41,7 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
     [
         (["experiment_name=a/b"], "experiment_name 'a/b' can't be used"),
         (["trial_name=.."], "trial_name '..' can't be used"),
-        (["train_dataset.type=sft"], "train_dataset.type sft: a grpo trial needs rows of type rl"),
+        (["train_dataset.type=sft"], "train_dataset.type sft: trainer grpo needs rows of type rl"),
         (
             ["actor.attn_impl=flash_attention_2"],
             "actor.attn_impl flash_attention_2 can't be used without GPUs",
@@ -54,7 +54,7 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
                 "actor.optimizer.initial_loss_scale=2",
                 "actor.optimizer.min_loss_scale=4",
             ],
-            "is above",
+            "actor.optimizer.min_loss_scale 4 must not exceed",
         ),
         (
             ["actor.optimizer.type=empty"],
@@ -79,7 +79,7 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
             "actor.fsdp.offload_params is not implemented; use actor.optimizer.offload",
         ),
         (["actor.pad_to_maximum=true"], "has no effect without actor.mb_spec.max_tokens_per_mb"),
-        (["actor.is_critic=true"], "a critic is not implemented; leave it out"),
+        (["actor.is_critic=true"], "a critic is not implemented; omit it"),
         (["actor.mb_spec.granularity=2"], "only a reward model has sequences that belong together"),
         (["sglang.attention_backend=fa3"], "allowed: torch_native, intel_amx"),
         (["actor.group_size=2"], "actor.group_size 2 must equal gconfig.n_samples 4"),
@@ -88,14 +88,14 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["actor.eps_clip=1.5"], r"allowed: a number, above 0 and below 1"),
         (
             ["actor.use_decoupled_loss=true", "actor.recompute_logprob=false"],
-            "actor.recompute_logprob is false",
+            "actor.recompute_logprob false contradicts actor.use_decoupled_loss",
         ),
         (["actor.behav_imp_weight_cap=2"], "has no effect without actor.use_decoupled_loss"),
-        (["gconfig.greedy=true"], "gconfig.greedy: all 4 samples"),
+        (["gconfig.greedy=true"], "gconfig.greedy true: all 4 samples"),
         (["gconfig.temperature=0"], "gconfig.temperature 0: all 4 samples"),
         (["actor.temperature=0.5"], "actor.temperature 0.5 must equal gconfig.temperature 1.0"),
-        (["gconfig.min_new_tokens=17"], "gconfig.min_new_tokens 17 is above"),
-        (["gconfig.max_tokens=16"], "gconfig.max_tokens 16 is for both"),
+        (["gconfig.min_new_tokens=17"], "gconfig.min_new_tokens 17 must not exceed"),
+        (["gconfig.max_tokens=16"], "gconfig.max_tokens is 16"),
         (["actor.mb_spec.max_tokens_per_mb=16"], "actor.mb_spec.max_tokens_per_mb 16 can't hold"),
         (["allocation_mode=sglang:d1+d1", "sglang.context_length=16"], "sglang.context_length is 16"),
         (["async_training=false", "rollout.max_head_offpolicyness=1"], "contradicts async_training false"),
@@ -105,7 +105,7 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["actor.optimizer=null"], "actor.optimizer null: nothing would be trained"),
         (
             ["actor.max_new_tokens=32"],
-            "actor.max_new_tokens 32 must equal gconfig.max_new_tokens 16; leave it out",
+            "actor.max_new_tokens 32 must equal gconfig.max_new_tokens 16; omit it",
         ),
         (
             ["actor.overlong_reward_penalty=true"],
@@ -117,7 +117,7 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
                 "actor.overlong_tokens=17",
                 "actor.overlong_penalty_factor=1",
             ],
-            "actor.overlong_tokens 17 is above gconfig.max_new_tokens 16",
+            "actor.overlong_tokens 17 must not exceed gconfig.max_new_tokens 16",
         ),
         (["actor.adv_norm.group_size=1"], "actor.adv_norm.group_size 1 must equal gconfig.n_samples 4"),
         (
@@ -135,7 +135,7 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["actor.compat=areal", "actor.loss_aggregation=sequence_mean"], "is not AReaL's"),
         (
             ["gconfig.n_samples=1", "train_dataset.batch_size=4", "actor.dynamic_sampling=true"],
-            "would drop every group of one",
+            "would drop every group",
         ),
         (["actor.kl_ctl=0.1"], "actor.kl_ctl 0.1 needs a reference model: add a section ref"),
         (["actor.beta=0.04"], "actor.beta 0.04 needs a reference model"),
@@ -146,13 +146,13 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
             "ref.attn_impl flash_attention_2 can't be used without GPUs",
         ),
         (["evaluator.freq_steps=1"], "evaluator.freq_steps has no effect without valid_dataset"),
-        (["launcher.slurm.extra_args=[licenses]"], "is no sbatch option"),
+        (["launcher.slurm.extra_args=[licenses]"], "is not an sbatch option"),
         (["launcher.slurm.extra_args=[--nodes=3]"], "set cluster.n_nodes"),
-        (["launcher.slurm.extra_args=[--ntasks=3]"], "the plan decides it"),
+        (["launcher.slurm.extra_args=[--ntasks=3]"], "it is derived from cluster"),
         (["launcher.slurm.comment=a\nb"], "line break"),
         (
             ["launcher.trainer_env_vars={HF_TOKEN: '***'}"],
-            "HF_TOKEN is ***, as config show stars a secret; write the value itself",
+            "HF_TOKEN is ***, a redacted secret",
         ),
         (["launcher.trainer_env_vars=A"], "'A' is no NAME=value"),
         (["launcher.trainer_env_vars={A-B: c}"], "'A-B' is no name of an environment variable"),
@@ -209,9 +209,9 @@ def test_no_sequence_is_longer_than_a_micro_batch(overrides, base, option, value
     )
 
 
-def test_what_has_no_effect_in_a_norm_is_told():
+def test_what_has_no_effect_in_a_norm_is_noted():
     notes = checked("actor.adv_norm.std_level=null", "actor.adv_norm.eps=1").notes
-    assert any("actor.adv_norm.eps: no effect, for std_level is null" in note for note in notes)
+    assert any("actor.adv_norm.eps: no effect, because std_level is null" in note for note in notes)
 
 
 def test_the_ends_of_a_trial():
@@ -220,16 +220,17 @@ def test_the_ends_of_a_trial():
     both = checked("total_train_steps=9", "total_train_epochs=2")
     assert both.config.total_train_epochs == 2
     assert any(
-        "ends at the earliest of total_train_steps 9, total_train_epochs 2" in note for note in both.notes
+        "stops at the earliest of total_train_steps 9, total_train_epochs 2" in note for note in both.notes
     )
-    with pytest.raises(ConfigError, match="nothing would end the trial"):
+    with pytest.raises(ConfigError, match="the trial would never stop"):
         checked("total_train_epochs=null")
 
 
 def test_a_refusal_says_where_its_options_were_written(tmp_path):
     (tmp_path / "a.yaml").write_text("gconfig:\n  max_new_tokens: 8\n  min_new_tokens: 9\n")
     with pytest.raises(
-        ConfigError, match=r"min_new_tokens 9 is above .*max_new_tokens 8\. \(.*a\.yaml:3, .*a\.yaml:2\)$"
+        ConfigError,
+        match=r"min_new_tokens 9 must not exceed .*max_new_tokens 8\. \(.*a\.yaml:3, .*a\.yaml:2\)$",
     ):
         check(load([tmp_path / "a.yaml"], [one for one in GRPO if "new_tokens" not in one]), files=False)
 
@@ -241,7 +242,7 @@ def test_a_refusal_says_where_its_options_were_written(tmp_path):
         ("--model-path", "--model-path is derived from the plan"),
         ("--tp", "--tp is derived from the plan"),
         ("--api-key", "--api-key is derived from the plan"),
-        ("--context-length", "--context-length has an option of its own: sglang.context_length"),
+        ("--context-length", "--context-length can't be given; use sglang.context_length"),
     ],
 )
 def test_sglangs_extra_arguments(extra, words):
@@ -280,8 +281,11 @@ SUBMITIT, JOBS, HETJOB = (
         ([JOBS, "launcher.type=local"], "layout jobs needs Slurm, but launcher.type is local"),
         (["launcher.slurm.servers.partition=spare"], "servers.partition has no effect in layout allocation"),
         ([HETJOB, "launcher.slurm.servers.idle_s=60"], "servers.idle_s has no effect in layout hetjob"),
-        ([HETJOB, "launcher.slurm.servers.time=1-0"], "its components end together; use launcher.slurm.time"),
-        ([HETJOB, "launcher.slurm.switches=1"], "Slurm counts switches for each component alone"),
+        (
+            [HETJOB, "launcher.slurm.servers.time=1-0"],
+            "its components stop together; use launcher.slurm.time",
+        ),
+        ([HETJOB, "launcher.slurm.switches=1"], "Slurm counts switches per component"),
         ([JOBS, "launcher.slurm.servers.qos=''"], "null means as in launcher.slurm"),
     ],
 )
@@ -291,7 +295,7 @@ def test_layouts_and_backends_that_contradict_are_refused(options, words):
 
 
 def test_layouts_are_about_servers():
-    with pytest.raises(ConfigError, match="a sft trial has none: use allocation"):
+    with pytest.raises(ConfigError, match="trainer sft has none; use allocation"):
         checked("launcher.slurm.layout=jobs", base=SFT)
 
 
@@ -330,7 +334,7 @@ def test_the_kl_in_the_reward_needs_a_reference_model_and_its_default_adapts():
         "float32",
         "sdpa",
     )
-    assert "ref.disable_dropout: no effect, for the reference model is not trained." in loaded.notes
+    assert "ref.disable_dropout: no effect, because the reference model is not trained." in loaded.notes
     assert checked("actor.compat=areal").config.actor.kl_ctl == 0.1
     idle = checked("ref.path=/models/m", "actor.kl_ctl=0")
     assert any(
@@ -346,7 +350,7 @@ def test_explicit_values_stay():
 def test_dataset_type_follows_the_trainer():
     loaded = checked("valid_dataset.path=/v.jsonl", base=SFT)
     assert (loaded.config.train_dataset.type, loaded.config.valid_dataset.type) == ("sft", "sft")
-    with pytest.raises(ConfigError, match=r"train_dataset\.type rl: a sft trial needs rows of type sft"):
+    with pytest.raises(ConfigError, match=r"train_dataset\.type rl: trainer sft needs rows of type sft"):
         checked("train_dataset.type=rl", base=SFT)
 
 
@@ -358,8 +362,8 @@ def test_a_reward_model_trial_is_named_by_trainer_or_by_its_rows(named):
     assert (config.model.is_critic, config.model.mb_spec.granularity) == (True, 2)
     assert checked(named, "model.is_critic=true", "model.mb_spec.granularity=4", base=SFT)
     for override, words in (
-        ("model.is_critic=false", "model.is_critic false: a reward model ends in one number"),
-        ("model.mb_spec.granularity=3", "would part chosen from rejected"),
+        ("model.is_critic=false", "model.is_critic false: a reward model has a scalar head"),
+        ("model.mb_spec.granularity=3", "would separate chosen from rejected"),
     ):
         with pytest.raises(ConfigError, match=words):
             checked(named, override, base=SFT)
@@ -388,7 +392,7 @@ def test_names_that_areal_files_repeat_pass():
     assert (config.actor.experiment_name, config.actor.trial_name) == ("toy", "t1")
 
 
-def test_recover_saves_every_ten_minutes_unless_told_how_often():
+def test_recover_saves_every_ten_minutes_by_default():
     loaded = checked("recover.mode=auto")
     assert loaded.config.recover.freq_secs == 600
     assert any("saves every 600 s" in note for note in loaded.notes)
@@ -435,11 +439,11 @@ def test_a_model_and_dataset_that_are_there(model):
             "is not a directory: it must be a Hugging Face checkpoint",
         ),
         (lambda m: (m / "config.json").unlink(), [], "has no readable config.json"),
-        (lambda m: (m / "model.safetensors").unlink(), [], "holds no weights"),
+        (lambda m: (m / "model.safetensors").unlink(), [], "contains no weights"),
         (lambda m: (m / "tokenizer.json").unlink(), [], "has no tokenizer.json"),
         (lambda m: None, ["ref.path=/nowhere"], "ref.path /nowhere is not a directory"),
         (lambda m: None, ["gconfig.max_new_tokens=32"], "max_position_embeddings) is 32"),
-        (lambda m: None, ["train_dataset.max_length=20"], "make 36, above the model's context"),
+        (lambda m: None, ["train_dataset.max_length=20"], "make 36 tokens, but the model's context"),
         (
             lambda m: None,
             ["train_dataset.path=/nowhere.jsonl"],
@@ -466,7 +470,7 @@ def test_a_directory_must_be_a_saved_dataset(model):
     folder.mkdir()
     option = f"train_dataset.path={folder}"
     with pytest.raises(
-        ConfigError, match=r"is a directory, but no saved Hugging Face dataset \(it has no state.json\)\."
+        ConfigError, match=r"is a directory without a saved Hugging Face dataset \(it has no state.json\)\."
     ):
         on_disk(model, option)
     (folder / "train.jsonl").touch()
@@ -474,9 +478,7 @@ def test_a_directory_must_be_a_saved_dataset(model):
         on_disk(model, option)
     (folder / "test").mkdir()
     (folder / "test" / "state.json").touch()
-    with pytest.raises(
-        ConfigError, match=f"has the splits test: give the path of one of them, as {folder}/test"
-    ):
+    with pytest.raises(ConfigError, match=f"has the splits test: use the path of one, such as {folder}/test"):
         on_disk(model, option)
     assert on_disk(model, f"{option}/test").config.train_dataset.path == f"{folder}/test"
     (model.parent / "t.jsonl").write_text("")
@@ -485,13 +487,13 @@ def test_a_directory_must_be_a_saved_dataset(model):
 
 
 def test_a_fileroot_in_the_memory_of_one_node(model, monkeypatch):
-    monkeypatch.setattr("hpc_rl.config.rules.check.mount_of", lambda path: ("tmpfs", []))
+    monkeypatch.setattr("hpc_rl.config.rules.file_rules.mount_of", lambda path: ("tmpfs", []))
     with pytest.raises(
         ConfigError,
         match=r"cluster\.fileroot .* is on tmpfs, which only this node sees, but the trial has 2 nodes",
     ):
         on_disk(model, "--n_nodes=2")
     assert on_disk(model, "--n_nodes=1").config.cluster.n_nodes == 1
-    monkeypatch.setattr("hpc_rl.config.rules.check.mount_of", lambda path: ("xfs", []))
+    monkeypatch.setattr("hpc_rl.config.rules.file_rules.mount_of", lambda path: ("xfs", []))
     assert any("is on xfs, a disk of this machine" in note for note in on_disk(model, "--n_nodes=2").notes)
     assert not any("xfs" in note for note in on_disk(model, "--n_nodes=1").notes)

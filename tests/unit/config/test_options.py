@@ -1,4 +1,4 @@
-"""Options whose effect no other test shows, and the rules of agreement.py."""
+"""Options whose effect no other test shows, and the rules of consistency.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.profiles import site_dirs
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.tables.unavailable import UNAVAILABLE
+from hpc_rl.config.tables.areal import UNAVAILABLE
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 
@@ -134,8 +134,8 @@ def test_pinned_memory_is_where_tensors_come_from(monkeypatch):
         ),
         (["launcher.slurm.srun_additional_args=--mpi=pmi2 -K --chdir $PWD"], "-K is derived from the plan"),
         (["launcher.slurm.srun_additional_args=--mpi=$X"], "variables are not expanded"),
-        (["launcher.slurm.srun_additional_args=x"], "'x' is no option"),
-        (["launcher.slurm.srun_additional_args='"], "can't be split into words"),
+        (["launcher.slurm.srun_additional_args=x"], "'x' is not an option"),
+        (["launcher.slurm.srun_additional_args='"], "can't be split"),
         (["launcher.slurm.mount=/a:/b"], "launcher.slurm.mount has no effect without"),
         (
             ["stats_logger.wandb.wandb_api_key=abc"],

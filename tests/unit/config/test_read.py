@@ -18,7 +18,7 @@ import pytest
 from hpc_rl.config.loading.fields import hints, options, section_of
 from hpc_rl.config.rules.container_rules import OPTION
 from hpc_rl.config.sections.experiment import CONFIGS, last_step
-from hpc_rl.config.tables import unavailable
+from hpc_rl.config.tables.areal import UNAVAILABLE
 from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS
 from hpc_rl.plan.containers import PYTHONS
 from hpc_rl.render.hooks import EVENTS
@@ -45,17 +45,17 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
     "": {"config"},
 }
 ONLY_RULES = {  # pattern -> why no role reads it: a rule holds it to the one value that is possible, or loading acts on it
-    r"(.+\.)?(experiment_name|trial_name|fileroot)": "must equal the trial's own (agreement.identity), which is read",
+    r"(.+\.)?(experiment_name|trial_name|fileroot)": "must equal the trial's own (consistency.identity), which is read",
     r"cluster\.cluster_name": "names a profile, which load reads",
-    r"(train|valid)_dataset\.type": "must be the trainer's (check.datasets)",
+    r"(train|valid)_dataset\.type": "must be the trainer's (consistency.datasets)",
     r"valid_dataset\.(batch_size|shuffle|drop_last|pin_memory)": "a note says that held-out rows are all used once, in order",
-    r"rollout\.consumer_batch_size": "must equal train_dataset.batch_size (agreement.consumer)",
-    r"actor\.(group_size|temperature|max_new_tokens)": "must equal what gconfig says (check.groups, check.sampling, train_rules)",
-    r"actor\.(reward|adv)_norm\.group_size": "must equal gconfig.n_samples (train_rules)",
-    r"actor\.log_agent_stats": "must agree with log_agent_stats_keys, which is read (train_rules)",
-    r"(actor|model|ref)\.(fsdp\.offload_params|ds_auto_tp\.autotp_size)": "refused when set (train_rules)",
-    r"(actor|model|ref)\.backend": "empty or fsdp; with megatron there is a plan, and nothing is started (plan._awaited)",
-    r"(actor|model|ref)\.optimizer\.type": "adam where there is training, empty where there is none (train_rules)",
+    r"rollout\.consumer_batch_size": "must equal train_dataset.batch_size (generation_rules.rollout)",
+    r"actor\.(group_size|temperature|max_new_tokens)": "must equal what gconfig says (generation_rules, training_rules)",
+    r"actor\.(reward|adv)_norm\.group_size": "must equal gconfig.n_samples (training_rules)",
+    r"actor\.log_agent_stats": "must agree with log_agent_stats_keys, which is read (training_rules)",
+    r"(actor|model|ref)\.(fsdp\.offload_params|ds_auto_tp\.autotp_size)": "refused when set (training_rules)",
+    r"(actor|model|ref)\.backend": "empty or fsdp; with megatron there is a plan, and nothing is started (plan._not_built)",
+    r"(actor|model|ref)\.optimizer\.type": "adam where there is training, empty where there is none (training_rules)",
 }
 BY_NAME = {  # pattern -> a dict of the product that has each such option's name as a key or value, for getattr
     r"launcher\.hooks\.(\w+)": EVENTS,
@@ -150,7 +150,7 @@ def _dropped() -> set[str]:
 
 
 def explained(name: str) -> bool:
-    return name in unavailable.UNAVAILABLE or any(re.fullmatch(pattern, name) for pattern in ONLY_RULES)
+    return name in UNAVAILABLE or any(re.fullmatch(pattern, name) for pattern in ONLY_RULES)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpc_rl.config.loading.load import load
-from hpc_rl.config.rules.slurm_rules import scheduler_options
+from hpc_rl.config.rules.slurm_rules import RULES
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def refusals(tmp_path):
 
     def ask(*options: str) -> list[str]:
         loaded = load([tmp_path / "sft.yaml"], options)
-        return list(scheduler_options(loaded.config, loaded.explicit))
+        return [refusal for rule in RULES for refusal in rule(loaded.config, loaded.explicit)]
 
     return ask
 
@@ -32,10 +32,10 @@ def refusals(tmp_path):
         ),
         (["mem_per_gpu=10G", "mem_per_cpu=1G"], "exclude each other"),
         (["mem_per_cpu=1G", "cpus_per_task=null"], "needs launcher.slurm.cpus_per_task"),
-        (["gres=gpu:8", "gpus_by=gres"], "Leave one out"),
-        (["gres=gpu:8", "gpu_type=h100"], "Leave one out"),
-        (["gres=gpu:a100:4"], "asks for 4 GPUs a node, but cluster.n_gpus_per_node is 8"),
-        (["gres=gpu"], "asks for 1 GPUs"),
+        (["gres=gpu:8", "gpus_by=gres"], "Omit one"),
+        (["gres=gpu:8", "gpu_type=h100"], "Omit one"),
+        (["gres=gpu:a100:4"], "requests 4 GPUs per node, but cluster.n_gpus_per_node is 8"),
+        (["gres=gpu"], "requests 1 GPUs"),
         (["gpu_type=h100", "gpus_by=null"], "gpu_type has no effect"),
         (["mail_user=a@b.org"], "mail_user has no effect without launcher.slurm.mail_type"),
         (["partition=''"], "use null"),
@@ -74,14 +74,14 @@ def test_memory_per_gpu_needs_gpus(refusals):
         ("-N4", "cluster.n_nodes"),
         ("-c 4", "cpus_per_task"),
         ("--output=/dev/null", "the script"),
-        ("x", "no sbatch option"),
+        ("x", "not an sbatch option"),
         ("--a=b\nrm -rf /", "line break"),
         ("--hint=a --gres=gpu:1", "launcher.slurm.gres"),
         ('--hint=a "--gres=gpu:1"', "launcher.slurm.gres"),
         ("--hint='a", "can't be read"),
         ("", "empty"),
         ("--no-requeue", "recover.mode"),
-        ("hetjob", "no sbatch option"),
+        ("hetjob", "not an sbatch option"),
     ],
 )
 def test_further_arguments_may_not_contradict_the_plan(refusals, argument, words):

@@ -1,0 +1,147 @@
+"""Rules about what must exist on disk: models, datasets, templates, and directories that all nodes share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.config.rules.consistency import server_backend
+from hpc_rl.config.rules.training_rules import models
+from hpc_rl.config.sections.experiment import Config, GRPOConfig
+from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.files import mount_of
+from hpc_rl.trial import read_json
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+_DISK_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay")
+
+
+def model_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    for section, engine in models(config):
+        yield from _model(config, section, engine)
+
+
+def _model(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[str]:
+    name, path = f"{section}.path", Path(engine.path)
+    if not path.is_dir():
+        hint = "a hub name is not enough, download the model first"
+        if "quickstart" in path.parts:
+            hint = "`hpc-rl quickstart` makes the models of the shipped examples"
+        yield (
+            f"{name} {path} is not a directory: it must be a Hugging Face checkpoint on a disk that all "
+            f"nodes see; {hint}. Relative paths start at the working directory."
+        )
+        return
+    found = read_json(path / "config.json")
+    if not isinstance(found, dict):
+        yield f"{name} {path} has no readable config.json: it must be a Hugging Face checkpoint."
+        return
+    if not engine.init_from_scratch and not any(any(path.glob(pattern)) for pattern in _WEIGHTS):
+        scratch = f"{section}.init_from_scratch true starts from random ones"
+        yield f"{name} {path} contains no weights (*.safetensors); {scratch}."
+    if section == "ref":
+        return
+    tokenizer = Path(config.tokenizer_path) if config.tokenizer_path else path
+    if not (tokenizer / "tokenizer.json").is_file():
+        option = "tokenizer_path" if config.tokenizer_path else name
+        yield f"{option} {tokenizer} has no tokenizer.json: set tokenizer_path to a directory that has one."
+    if isinstance(config, GRPOConfig):
+        yield from _context(config, found)
+
+
+def _context(config: GRPOConfig, model: dict[str, Any]) -> Iterator[str]:
+    limit = model.get("max_position_embeddings")
+    new, prompt = config.gconfig.max_new_tokens, config.train_dataset.max_length
+    if not isinstance(limit, int):
+        return
+    context = f"the model's context (max_position_embeddings) is {limit}"
+    if new >= limit:
+        yield f"gconfig.max_new_tokens {new} leaves no room for a prompt: {context}."
+    elif prompt is not None and prompt + new > limit:
+        both = (
+            f"train_dataset.max_length {prompt} and gconfig.max_new_tokens {new} make {prompt + new} tokens"
+        )
+        yield f"{both}, but {context}."
+
+
+def context_of(config: GRPOConfig) -> int | None:
+    """Return the largest number of tokens of prompt and completion; None if nothing limits it."""
+    found = read_json(Path(config.actor.path) / "config.json")
+    limits = [found.get("max_position_embeddings") if isinstance(found, dict) else None]
+    limits += [] if server_backend(config) == "embedded" else [config.sglang.context_length]
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
+
+
+def dataset_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    for section in ("train_dataset", "valid_dataset"):
+        dataset = getattr(config, section)
+        if dataset is None:
+            continue
+        name, path = f"{section}.path", Path(dataset.path)
+        if not path.exists():
+            yield f"{name} {path} does not exist{_relative_hint(name, explicit)}."
+        elif path.is_dir():
+            yield from _saved_dataset(name, path)
+        elif path.suffix not in (".jsonl", ".parquet"):
+            allowed = "a .jsonl or .parquet file, or a directory with a saved dataset"
+            yield f"{name} {path} can't be read; allowed: {allowed}."
+        elif not path.stat().st_size:
+            yield f"{name} {path} is empty."
+
+
+def _saved_dataset(name: str, path: Path) -> Iterator[str]:
+    # Dataset.save_to_disk writes state.json beside the data; DatasetDict writes one directory for each split.
+    if (path / "state.json").is_file():
+        return
+    splits = sorted(one.parent.name for one in path.glob("*/state.json"))
+    if splits:
+        one = f"use the path of one, such as {path / splits[0]}"
+        yield f"{name} {path} has the splits {', '.join(splits)}: {one}."
+        return
+    files = sorted(one for pattern in ("*.jsonl", "*.parquet") for one in path.glob(pattern))
+    hint = f"; did you mean {files[0]}?" if files else "."
+    yield f"{name} {path} is a directory without a saved Hugging Face dataset (it has no state.json){hint}"
+
+
+def _relative_hint(name: str, explicit: Collection[str]) -> str:
+    return "; relative paths start at the working directory" if name in explicit else ""
+
+
+def templates_dir(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    name, folder = "launcher.templates_dir", config.launcher.templates_dir
+    if folder and not Path(folder).is_dir():
+        yield f"{name} {folder} is not a directory{_relative_hint(name, explicit)}."
+
+
+def shared_places(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    if ":" in config.cluster.fileroot:
+        folder = config.cluster.fileroot
+        yield f"cluster.fileroot {folder} can't be used: PYTHONPATH can't contain a path with a colon."
+    for name, place, kind in _places(config):
+        if kind in _MEMORY_FILE_SYSTEMS:
+            nodes = config.cluster.n_nodes
+            yield f"{name} {place} is on {kind}, which only this node sees, but the trial has {nodes} nodes."
+
+
+RULES = [dataset_files, templates_dir, shared_places, model_files]
+
+
+def notes(config: Config) -> Iterator[str]:
+    # A local disk may be exported to all nodes; only they can tell.
+    for name, place, kind in _places(config):
+        if kind in _DISK_FILE_SYSTEMS:
+            ask = "make sure that all nodes see it (`hpc-rl doctor --allocation` checks this)"
+            yield f"{name} {place} is on {kind}, a disk of this machine: {ask}."
+
+
+def _places(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield option, directory and file system of what all nodes share; nothing for one node."""
+    places = {
+        "cluster.fileroot": config.cluster.fileroot,
+        "cluster.name_resolve.nfs_record_root": config.cluster.name_resolve.nfs_record_root,
+    }
+    for name, place in places.items() if config.cluster.n_nodes > 1 else ():
+        if place:
+            yield name, place, mount_of(Path(place))[0]

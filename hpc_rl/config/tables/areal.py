@@ -1,0 +1,81 @@
+"""AReaL's options here: defaults that differ, and options of which only some values can be used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_IDENTITY = "follows the root: a trial has one identity"
+_GCONFIG = "null follows gconfig, so the two can't disagree"
+_REQUIRED = "required: without it there is nothing to train"
+
+DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how ours differs and why
+    "cluster.fileroot": ("~/.cache/areal", "a directory on a file system that all nodes share"),
+    "cluster.n_nodes": ("32", "1: a trial without this option must not request 32 nodes"),
+    "rollout.consumer_batch_size": ("1", "null follows train_dataset.batch_size: there is one batch size"),
+    "rollout.schedule_policy": ("round_robin", "least_loaded: long completions don't pile up on one server"),
+    "rollout.setup_timeout": ("120.0", "600: servers load weights from a shared disk and compile first"),
+    "train_dataset.type": ("???", "follows the trainer: rl for grpo, sft for sft, rw for rw"),
+    "launcher.slurm.srun_additional_args": (
+        "--mpi=pmi2 -K --chdir $PWD",
+        "empty: -K would kill the roles before they save, and the plan sets the rest",
+    ),
+    "launcher.slurm.mount": ("/storage:/storage", "empty: the trial's own directories are always bound"),
+    "actor.path": ("empty", _REQUIRED),
+    "model.path": ("empty", _REQUIRED),
+    "actor.group_size": ("1", _GCONFIG),
+    "actor.temperature": ("1.0", _GCONFIG),
+    "actor.max_new_tokens": ("1024", _GCONFIG),
+    "actor.reward_norm.group_size": ("1", _GCONFIG),
+    "actor.adv_norm.group_size": ("1", _GCONFIG),
+    "actor.kl_ctl": ("0.1", "the same, but 0 without a section ref, where it can have no effect"),
+    **{
+        f"{section}.{name}": ("???", _IDENTITY)
+        for section in ("actor", "model")
+        for name in ("experiment_name", "trial_name")
+    },
+    **{
+        f"{section}.{name}": ("???", _IDENTITY)
+        for section in ("saver", "evaluator", "recover", "stats_logger")
+        for name in ("experiment_name", "trial_name", "fileroot")
+    },
+}
+
+_FILES = "processes find each other by files on the shared file system; use nfs, or omit it"
+_SERVICE = "there is no scheduler service: Slurm places the roles; omit the section"
+_REWARDS = "rewards are computed by the rollout role; use a function in rollout.reward_fn"
+_KEY = "a key does not belong in a file that others may read"
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """The values that an option can have, and why it can have no other."""
+
+    allowed: tuple[Any, ...]
+    why: str
+
+    def accepted(self) -> str:
+        return ", ".join("empty" if value in ("", {}) else str(value).lower() for value in self.allowed)
+
+
+UNAVAILABLE: dict[str, Unavailable] = {
+    "cluster.name_resolve.type": Unavailable(("nfs",), _FILES),
+    "cluster.name_resolve.etcd3_addr": Unavailable(("localhost:2379",), _FILES),
+    "cluster.name_resolve.ray_actor_name": Unavailable(("ray_kv_store",), _FILES),
+    "scheduler.endpoint": Unavailable(("http://localhost:8081",), _SERVICE),
+    "scheduler.deploy_mode": Unavailable(("separation",), "allocation_mode decides it; omit it"),
+    "scheduler.functioncall_service_domain": Unavailable(("http://localhost:8080",), _REWARDS),
+    "scheduler.reward_functioncall_config": Unavailable(({},), _REWARDS),
+    "scheduler.reward_model_path": Unavailable(("",), _REWARDS),
+    "scheduler.reward_model_service_url": Unavailable(("http://localhost:30000/classify",), _REWARDS),
+    "stats_logger.wandb.wandb_api_key": Unavailable(
+        ("",), f"{_KEY}; run `wandb login` once, or export WANDB_API_KEY before submitting"
+    ),
+    "stats_logger.swanlab.api_key": Unavailable(
+        ("",), f"{_KEY}; run `swanlab login` once, or export SWANLAB_API_KEY before submitting"
+    ),
+    "sglang.dp_size": Unavailable((1,), "allocation_mode sets the number of servers, such as sglang:d4"),
+    "sglang.enable_dp_attention": Unavailable(
+        (False,), "data-parallel attention in a server is not implemented; use more servers: sglang:dN"
+    ),
+}
