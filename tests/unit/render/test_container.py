@@ -229,7 +229,10 @@ def test_strange_characters_stay_one_word(text):
             "--pid can't be given: the supervisor stops roles by their process ids",
         ),
         ([*IMAGES, "launcher.slurm.container_args=[-C]"], "-C can't be given: it implies --pid"),
-        ([*IMAGES, "launcher.slurm.container_args=[--cleanenv]"], "ranks read their number from the environment"),
+        (
+            [*IMAGES, "launcher.slurm.container_args=[--cleanenv]"],
+            "ranks read their number from the environment",
+        ),
         ([*IMAGES, "launcher.slurm.container_args=['--bind=/a']"], "use launcher.slurm.mount"),
         (
             [*IMAGES, "launcher.slurm.container_args=['--bind /a']"],
