@@ -93,14 +93,10 @@ def _fields(cls: type) -> list[tuple[str, str, Any, bool]]:
     if cls not in _FIELDS:
         hints = typing.get_type_hints(cls)
         _FIELDS[cls] = [
-            (one.name, one.metadata.get("key", one.name), hints[one.name], _is_required(one))
+            (one.name, one.metadata.get("key", one.name), hints[one.name], one.default is dataclasses.MISSING)
             for one in dataclasses.fields(cls)
         ]
     return _FIELDS[cls]
-
-
-def _is_required(one: dataclasses.Field[Any]) -> bool:
-    return one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
 
 
 def _convert(value: Any, hint: Any) -> Any:
@@ -235,9 +231,8 @@ def successors(trial: Trial, job_id: str) -> dict[int, str]:
 
 def newest_job(trial: Trial, job_id: str) -> str:
     """Return the scheduler's id of the newest job of a submission: its own, or that of the last successor."""
-    newest = max(trial.jobs.glob(f"{job_id}.next-*"), default=None, key=lambda path: path.name)
-    record = SuccessorRecord.read(newest) if newest is not None else None
-    return record.job_id if record is not None and record.job_id else job_id
+    found = successors(trial, job_id)
+    return found[max(found)] if found else job_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,7 +387,7 @@ class ProcessRecord(JsonRecord):
 
     pid: int
     host: str
-    role: str
+    role: str = ""
     start_ticks: int | None = None
     rank: int = 0
     step: str = ""  # Slurm's number of its step

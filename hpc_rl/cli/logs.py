@@ -11,7 +11,7 @@ from pathlib import Path
 from hpc_rl.cli.options import ArgumentParser, Count, Namespace, add_json, add_trial, new_parser, print_json
 from hpc_rl.errors import ConfigError, TrialStateError
 from hpc_rl.files import Tail, last_lines
-from hpc_rl.schedulers.record import followers
+from hpc_rl.records import successors
 from hpc_rl.status.attempts import log_files
 from hpc_rl.status.formatting import format_time
 from hpc_rl.status.scheduler_view import TrialWatch, query
@@ -137,7 +137,8 @@ def _outputs(trial: Trial, job_id: str) -> list[Log]:
     _, underscore, task = job_id.partition("_")
     names = {job_id: job_id}
     names |= {
-        f"{job_id}.{restart}": f"{new}{underscore}{task}" for restart, new in followers(trial, job_id).items()
+        f"{job_id}.{restart}": f"{new}{underscore}{task}"
+        for restart, new in successors(trial, job_id).items()
     }
     return [
         Log(path, attempt, "job")

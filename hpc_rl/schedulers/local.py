@@ -9,14 +9,13 @@ import signal
 import socket
 import subprocess
 import time
-from typing import Any
 
 from hpc_rl.errors import ExitCode, SchedulerError
 from hpc_rl.proc import start_ticks
-from hpc_rl.schedulers import record
+from hpc_rl.records import JobEvent, JobStateLine, ProcessRecord, read_job_state
 from hpc_rl.schedulers.base import JobSpec, JobState, State
 from hpc_rl.schedulers.slurm import clean_environment
-from hpc_rl.trial import Trial, read_json
+from hpc_rl.trial import Trial
 
 START_TIMEOUT_S = 10.0
 KILLED = "the runner was killed"
@@ -58,7 +57,7 @@ class LocalScheduler:
         except (OSError, subprocess.SubprocessError) as error:
             raise SchedulerError(f"the runner could not be started: {error}") from error
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not record.read(self.trial, job_id):
+        while not read_job_state(self.trial, job_id):
             if time.monotonic() > deadline:
                 said = output.read_text(errors="replace").strip()
                 raise SchedulerError(
@@ -95,22 +94,22 @@ class LocalScheduler:
         return None
 
     def _state(self, job_id: str) -> JobState:
-        events = record.read(self.trial, job_id)
-        starts = [event for event in events if event["event"] == "started"]
+        lines = read_job_state(self.trial, job_id)
+        starts = [line for line in lines if line.event is JobEvent.STARTED]
         if not starts:
             return JobState(job_id, State.UNKNOWN)
-        start, last = starts[-1], events[-1]
-        host = str(start.get("host", ""))
-        if last["event"] == "ended":
+        start, last = starts[-1], lines[-1]
+        host = start.host
+        if last.event is JobEvent.ENDED:
             return JobState(
-                job_id, _end(last), str(last.get("code", "")), str(last.get("reason", "")), nodes=host
+                job_id, _end(last), "" if last.code is None else str(last.code), last.reason, nodes=host
             )
         if host != socket.gethostname():
             return JobState(
                 job_id, State.UNKNOWN, reason=f"it was started on {host}; run this command there", nodes=host
             )
         if _is_running(start):
-            return JobState(job_id, State.RUNNING, native=last["event"], nodes=host)
+            return JobState(job_id, State.RUNNING, native=last.event.value, nodes=host)
         if self._orphan(job_id) is not None:
             return JobState(
                 job_id,
@@ -124,9 +123,9 @@ class LocalScheduler:
     def _orphan(self, job_id: str) -> tuple[int, int] | None:
         """Return pid and start time of a supervisor that outlived its runner, by its process record."""
         for path in self.trial.attempts.glob(f"{job_id}.*/processes/supervisor-*.json"):
-            left = read_json(path)
-            if isinstance(left, dict) and left.get("host") == socket.gethostname() and _is_running(left):
-                return left["pid"], left["start_ticks"]
+            left = ProcessRecord.read(path)
+            if left is not None and left.host == socket.gethostname() and _is_running(left):
+                return left.pid, left.start_ticks or 0
         return None
 
     def _process(self, job_id: str) -> tuple[int, int] | None:
@@ -139,19 +138,19 @@ class LocalScheduler:
             raise SchedulerError(f"job {job_id} was started on {state.nodes}: run the command there.")
         if state.state is not State.RUNNING:
             return None
-        start = [event for event in record.read(self.trial, job_id) if event["event"] == "started"][-1]
-        return (start["pid"], start["start_ticks"]) if _is_running(start) else self._orphan(job_id)
+        lines = read_job_state(self.trial, job_id)
+        start = [line for line in lines if line.event is JobEvent.STARTED][-1]
+        return (start.pid, start.start_ticks) if _is_running(start) else self._orphan(job_id)
 
 
-def _is_running(start: dict[str, Any]) -> bool:
-    pid = start.get("pid")
-    return isinstance(pid, int) and pid > 1 and start_ticks(pid) == start.get("start_ticks")
+def _is_running(start: JobStateLine | ProcessRecord) -> bool:
+    return start.pid > 1 and start_ticks(start.pid) == start.start_ticks
 
 
-def _end(event: dict[str, Any]) -> State:
-    if event.get("code") == ExitCode.DONE:
+def _end(line: JobStateLine) -> State:
+    if line.code == ExitCode.DONE:
         return State.DONE
-    return State.CANCELLED if event.get("cancelled") else State.FAILED
+    return State.CANCELLED if line.cancelled else State.FAILED
 
 
 def _signal(pid: int, number: signal.Signals) -> bool:

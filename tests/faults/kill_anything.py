@@ -20,8 +20,9 @@ from typing import Any
 from promises import Promises, every_row, story
 from toy_trials import make_toy
 
+from hpc_rl.files import JsonLines
 from hpc_rl.proc import is_alive, start_ticks
-from hpc_rl.schedulers import make_scheduler, record
+from hpc_rl.schedulers import make_scheduler
 from hpc_rl.stats.read import is_evaluation
 from hpc_rl.trial import Trial, read_json
 
@@ -241,7 +242,7 @@ class Killed:
         """Wait until the trial has ended by itself, and see that it is done and nobody of it is left."""
         self.release()
         self.until(lambda: self.over)
-        end = record.read(self.trial, self.job_id)[-1]
+        end = JsonLines(self.trial.job_state(self.job_id)).poll()[-1]
         assert (end["event"], end["code"]) == ("ended", 0), f"{end}\n{story(self.trial)}"
         assert (read_json(self.trial.done) or {}).get("job_id") == self.job_id
         assert (self.trial.exports / "final" / "model.safetensors").exists()
@@ -269,7 +270,7 @@ class Killed:
 
     @property
     def over(self) -> bool:
-        return any(event["event"] == "ended" for event in record.read(self.trial, self.job_id))
+        return any(event["event"] == "ended" for event in JsonLines(self.trial.job_state(self.job_id)).poll())
 
     @property
     def step(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from cluster import Cluster
 from kill_anything import MOST_SUPERVISOR_KILLS, PATIENCE_S, VICTIMS, Killed
 
-from hpc_rl.schedulers import record
+from hpc_rl.files import JsonLines
 from hpc_rl.schedulers.base import JobState
 from hpc_rl.schedulers.slurm import SlurmScheduler
 
@@ -72,7 +72,7 @@ class Chaos(Killed):
     @property
     def over(self) -> bool:
         """The script's last word counts once Slurm agrees: after a requeue there is a word of an end, and no end."""
-        said = record.read(self.trial, self.job_id)
+        said = JsonLines(self.trial.job_state(self.job_id)).poll()
         if not said or said[-1]["event"] != "ended":
             return False
         state = self._state()

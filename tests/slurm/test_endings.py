@@ -22,7 +22,6 @@ from hpc_rl.config.loading.load import Loaded
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.errors import TrialBusy
 from hpc_rl.files import JsonLines
-from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.schedulers.submitit import SubmititScheduler
@@ -74,7 +73,7 @@ class Job:
         self.cluster.hurry(self.id)
         return any(
             event["event"] == "started" and event["restart"] == 1
-            for event in record.read(self.trial, self.id)
+            for event in JsonLines(self.trial.job_state(self.id)).poll()
         )
 
     def said(self) -> str:
@@ -142,7 +141,13 @@ def test_a_preempted_trial_comes_back_by_itself_and_saves_first(cluster, tmp_pat
         "sbatch", "--parsable", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2"
     ).strip()
     until(lambda: job.scheduler.states([high])[high].state is State.DONE, 60)
-    until(lambda: record.read(job.trial, job.id)[-1]["event"] == "ended" and job.state is State.PENDING, 60)
+    until(
+        lambda: (
+            JsonLines(job.trial.job_state(job.id)).poll()[-1]["event"] == "ended"
+            and job.state is State.PENDING
+        ),
+        60,
+    )
     until(
         lambda: (
             read_status(job.trial, query(job.trial, newer_than=time.time() - 1).newest, time.time()).state
@@ -157,7 +162,7 @@ def test_a_preempted_trial_comes_back_by_itself_and_saves_first(cluster, tmp_pat
     story = job.story
     assert story.state == "done" and [one.state for one in story.attempts][-1] == "done", job.said()
     assert "SIGTERM" in story.attempts[0].cause and "preemption" in story.attempts[0].cause
-    assert len(record.read(job.trial, job.id)) >= 3
+    assert len(JsonLines(job.trial.job_state(job.id)).poll()) >= 3
     assert (job.trial.dir / "told").read_text() == f"on_preempt of {job.id}.0\n"
 
 
@@ -207,7 +212,7 @@ def test_cancel_saves_first_where_submitit_submitted(cluster, tmp_path, monkeypa
     assert [one.outcome for one in cancel(job.trial)] == [CancelOutcome.DRAINING]
     until(lambda: not job.state.alive, 60)
     assert [row["code"] for row in job.events("exited") if row["role"] == "trainer"] == [75], job.said()
-    last = record.read(job.trial, job.id)[-1]
+    last = JsonLines(job.trial.job_state(job.id)).poll()[-1]
     assert (last["event"], last["reason"]) == ("ended", "cancelled by a person")
     assert "Restarts=0" in job.shown() and job.story.state == "cancelled"
 

@@ -18,7 +18,7 @@ from toy_plans import sft_plan
 from hpc_rl.config.loading.load import Loaded
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.errors import SchedulerError, TrialBusy
-from hpc_rl.schedulers import record
+from hpc_rl.files import JsonLines
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.submit.submission import submit
@@ -73,11 +73,11 @@ class Job:
 
     @property
     def events(self) -> list[str]:
-        return [event["event"] for event in record.read(self.trial, self.id)]
+        return [event["event"] for event in JsonLines(self.trial.job_state(self.id)).poll()]
 
     @property
     def end(self) -> dict:
-        return record.read(self.trial, self.id)[-1]
+        return JsonLines(self.trial.job_state(self.id)).poll()[-1]
 
 
 @pytest.fixture
@@ -341,7 +341,9 @@ def test_the_time_limit_with_a_supervisor_that_is_stopped_brings_the_job_back(cl
     until(lambda: job.state is State.DONE)
     assert job.starts == [f"{job.id}.0", f"{job.id}.1"] and "SIGTERM" not in job.log
     assert job.events == ["started", "requeued", "started", "ended"]
-    requeued = next(event for event in record.read(job.trial, job.id) if event["event"] == "requeued")
+    requeued = next(
+        event for event in JsonLines(job.trial.job_state(job.id)).poll() if event["event"] == "requeued"
+    )
     # Slurm's CONT before the TERM may let the supervisor follow the early signal after all
     assert requeued.get("reason") == "the time limit" or requeued.get("code") == 75
 

@@ -11,8 +11,8 @@ import pytest
 
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
+from hpc_rl.files import JsonLines
 from hpc_rl.plan.plan import make_plan
-from hpc_rl.schedulers import record
 from hpc_rl.submit.submission import render_to
 from hpc_rl.supervise.deadline import JobEndTime
 from hpc_rl.trial import Trial
@@ -80,9 +80,14 @@ def test_its_requeue_leaves_the_other_tasks_alone(cluster, trial, until, monkeyp
         )
 
     cluster.run("scancel", "--batch", "--signal=USR1", first)
-    until(lambda: [event["event"] for event in record.read(trial, first)] == ["started", "requeued"], 60)
+    until(
+        lambda: (
+            [event["event"] for event in JsonLines(trial.job_state(first)).poll()] == ["started", "requeued"]
+        ),
+        60,
+    )
     until(lambda: cluster.hurry() or (trial.dir / f"up.{first}.1").exists(), 120)
-    assert [event["event"] for event in record.read(trial, other)] == ["started"]
+    assert [event["event"] for event in JsonLines(trial.job_state(other)).poll()] == ["started"]
     assert "Restarts=0" in cluster.run("scontrol", "show", "job", "-o", other)
     assert "Restarts=1" in cluster.run("scontrol", "show", "job", "-o", first)
 

@@ -13,7 +13,6 @@ from chaos import EVENTS, Chaos
 from kill_anything import EXACT, READY, Killed, Trials, make_workplace, new_luck, short_name
 
 from hpc_rl.files import JsonLines
-from hpc_rl.schedulers import record
 from hpc_rl.status.trial_status import read_status
 
 pytestmark = pytest.mark.timeout(900)
@@ -105,7 +104,9 @@ def test_the_first_node_dies_after_a_requeue_from_a_dead_node(start):
         one.between(luck, 2)
         one.strike(event, luck)
     check(one)
-    assert [row["event"] for row in record.read(one.trial, one.job_id)].count("first_node_lost") >= 1
+    assert [row["event"] for row in JsonLines(one.trial.job_state(one.job_id)).poll()].count(
+        "first_node_lost"
+    ) >= 1
 
 
 @pytest.mark.soak

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from kill_anything import READY, Killed, Trials, make_workplace, short_name
 
-from hpc_rl.schedulers import record
+from hpc_rl.files import JsonLines
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.status.trial_status import read_status
 from hpc_rl.supervise.deadline import SITE_END
@@ -54,7 +54,11 @@ def hurrying(cluster) -> Iterator[None]:
 
 
 def restarts(one: Killed) -> list[int]:
-    return [event["restart"] for event in record.read(one.trial, one.job_id) if event["event"] == "started"]
+    return [
+        event["restart"]
+        for event in JsonLines(one.trial.job_state(one.job_id)).poll()
+        if event["event"] == "started"
+    ]
 
 
 def test_a_job_whose_time_is_nearly_over_saves_is_requeued_and_goes_on(trials, monkeypatch):

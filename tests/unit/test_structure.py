@@ -46,7 +46,6 @@ SMALL = {
 KNOWN_SMALL = {
     "config/tables/departures.py",
     "render/code_zip.py", "render/roots.py", "render/sample.py",
-    "schedulers/record.py",
 }  # fmt: skip
 KNOWN_FILE_NAMES = {"templates.py"}
 KNOWN_CLASS_NAMES = {

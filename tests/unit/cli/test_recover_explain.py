@@ -28,11 +28,11 @@ from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.datasets import rows as rows_module
 from hpc_rl.datasets.rows import load_rows
 from hpc_rl.errors import ConfigError, GivenUp, NothingToResume
+from hpc_rl.files import JsonLines
 from hpc_rl.proc import start_ticks
 from hpc_rl.records import read_lineages
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger
 from hpc_rl.rollout.batch_log.seals import Batches
-from hpc_rl.schedulers import record
 from hpc_rl.schedulers.base import State
 from hpc_rl.submit import trial_index
 from hpc_rl.trainers.start import TrainerContext, begin
@@ -277,7 +277,7 @@ def test_what_can_not_start_over_is_not_told_to(trial, scheduler, config, capsys
 
 def test_an_imported_generation_of_step_0_can_be_named(trial, capsys, make_generation):
     assert main(["recover", "small", "--from", "0", "--explain"]) == 3
-    assert "from generation 0 as asked: it does not lie there; there are 3, 6, 9" in capsys.readouterr().out
+    assert "from generation 0 as asked: it does not exist; there are 3, 6, 9" in capsys.readouterr().out
     make_generation(trial, 0)
     assert main(["recover", "small", "--from", "gen-00000000"]) == 0
     assert begin(start(trial, "job-2"))["step"] == 0
@@ -370,7 +370,7 @@ def test_of_two_recovers_at_once_one_wins_and_the_other_says_busy(trial, tmp_pat
     ), busy
     [job] = trial.jobs.glob("local-*.json")
     deadline = time.monotonic() + 40
-    while record.read(trial, job.stem)[-1]["event"] != "ended":
+    while JsonLines(trial.job_state(job.stem)).poll()[-1]["event"] != "ended":
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

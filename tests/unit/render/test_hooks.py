@@ -13,8 +13,8 @@ import pytest
 
 from hpc_rl.config.sections.cluster import HooksConfig
 from hpc_rl.errors import ConfigError
+from hpc_rl.files import JsonLines
 from hpc_rl.render.hooks import gather
-from hpc_rl.schedulers import record
 from hpc_rl.trial import Trial
 
 SUPERVISOR = """#!/bin/bash
@@ -65,7 +65,7 @@ class Runner:
         return self.notes.read_text().split("\n")[:-1] if self.notes.exists() else []
 
     def ended(self) -> dict:
-        return record.read(self.trial, "job")[-1]
+        return JsonLines(self.trial.job_state("job")).poll()[-1]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.schedulers import record
+from hpc_rl.files import JsonLines
 from hpc_rl.trial import Trial
 
 PROGRAM = """#!/bin/bash
@@ -96,7 +96,7 @@ class Script:
         process.wait(60)
 
     def last(self) -> dict:
-        return record.read(self.trial, "7")[-1]
+        return JsonLines(self.trial.job_state("7")).poll()[-1]
 
     def said(self) -> str:
         return (self.here / "said").read_text()

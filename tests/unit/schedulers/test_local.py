@@ -14,9 +14,10 @@ from toy_plans import sft_plan
 
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.errors import SchedulerError
+from hpc_rl.files import JsonLines
 from hpc_rl.proc import start_ticks
 from hpc_rl.render.scripts import Stamp, render
-from hpc_rl.schedulers import make_scheduler, record
+from hpc_rl.schedulers import make_scheduler
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.local import LocalScheduler
 from hpc_rl.trial import Trial
@@ -94,11 +95,11 @@ class Job:
 
     @property
     def events(self) -> list[str]:
-        return [event["event"] for event in record.read(self.trial, self.id)]
+        return [event["event"] for event in JsonLines(self.trial.job_state(self.id)).poll()]
 
     @property
     def end(self) -> dict:
-        return record.read(self.trial, self.id)[-1]
+        return JsonLines(self.trial.job_state(self.id)).poll()[-1]
 
     def until(self, condition, timeout_s: float = 20) -> None:
         deadline = time.monotonic() + timeout_s
@@ -122,7 +123,7 @@ def start(tmp_path):
     yield start
     for job in jobs:
         if job.state is State.RUNNING:
-            pid = record.read(job.trial, job.id)[0]["pid"]
+            pid = JsonLines(job.trial.job_state(job.id)).poll()[0]["pid"]
             os.killpg(pid, signal.SIGKILL)
     assert not list(tmp_path.rglob("pwned"))
 
@@ -204,7 +205,7 @@ def test_a_nudge_alone_is_a_restart(start):
 def test_a_killed_runner_is_seen(start):
     job = start("hang")
     job.until(lambda: job.starts)
-    os.killpg(record.read(job.trial, job.id)[0]["pid"], signal.SIGKILL)
+    os.killpg(JsonLines(job.trial.job_state(job.id)).poll()[0]["pid"], signal.SIGKILL)
     job.until(lambda: job.state is State.FAILED)
 
 
@@ -216,7 +217,7 @@ def test_a_supervisor_that_outlived_its_runner_is_seen_and_reached(start):
     processes.mkdir(parents=True)
     mine = {"pid": supervisor, "start_ticks": start_ticks(supervisor), "host": os.uname().nodename}
     (processes / "supervisor-0.0-rank0.json").write_text(json.dumps(mine))
-    os.kill(record.read(job.trial, job.id)[0]["pid"], signal.SIGKILL)
+    os.kill(JsonLines(job.trial.job_state(job.id)).poll()[0]["pid"], signal.SIGKILL)
     job.until(lambda: job.scheduler.states([job.id])[job.id].native == "orphaned")
     assert job.state is State.RUNNING
     job.scheduler.nudge(job.id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_rl.errors import TrialBusy
-from hpc_rl.schedulers import record
+from hpc_rl.records import newest_job
 from hpc_rl.schedulers.base import JobSpec
 from hpc_rl.schedulers.slurm import _beside
 from hpc_rl.status.submitted_jobs import read_jobs
@@ -57,7 +57,7 @@ def test_it_depends_on_the_end_of_the_one_before_and_knows_what_it_goes_on_with(
     assert call(trial, slurm) == "200"
     spec = slurm.jobs["200"]
     assert (spec.after, spec.arguments, spec.tag) == ("100", ("100", "1"), "hpc-rl:exp/one:100.1")
-    assert record.current(trial, "100") == "200"
+    assert newest_job(trial, "100") == "200"
     assert call(trial, slurm, restart=2, after="200") == "201"
     assert slurm.jobs["201"].after == "200"
     [job] = read_jobs(trial)
@@ -84,7 +84,7 @@ def test_a_crash_between_submission_and_record_submits_no_second_one(trial):
     call(trial, slurm)
     trial.successor("100", 1).unlink()
     assert call(trial, slurm) == "200"
-    assert len(slurm.jobs) == 1 and record.current(trial, "100") == "200"
+    assert len(slurm.jobs) == 1 and newest_job(trial, "100") == "200"
 
 
 def test_of_two_that_submit_at_once_one_job_stays(trial):
