@@ -87,7 +87,7 @@ def http_url(address: str, port: int) -> str:
 
 
 def bind(host: str = "") -> socket.socket:
-    """Return a TCP socket that listens on a port chosen by the system: of `host`, or of all IPv4 and IPv6 addresses."""
+    """Return a TCP socket that listens on a free port of `host`, or of all IPv4 and IPv6 addresses."""
     if not host and socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # of a host where IPv6 is switched off
             return socket.create_server(("", 0), family=socket.AF_INET6, backlog=512, dualstack_ipv6=True)
@@ -107,7 +107,7 @@ def _address_of_interface(wanted: str) -> str:
 
 
 def _address_toward(hosts: Iterable[str]) -> str | None:
-    """Return this host's address on the route to the first of these hosts that has one which others can reach."""
+    """Return this host's address on the route to the first host for which others can reach that address."""
     for host in hosts:
         try:
             resolved = socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM)

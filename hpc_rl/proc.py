@@ -1,4 +1,4 @@
-"""Processes of this host: resource limits, telling a reused pid from the old process, ending processes by pid.
+"""Processes of this host: resource limits, and processes that are known by pid and start time.
 
 A process is known by pid and kernel start time together, never by name or command line.
 """

@@ -1,4 +1,4 @@
-"""`hpc-rl doctor`: checks this machine, the cluster and the directory of the trials; with --allocation the nodes of a job too."""
+"""`hpc-rl doctor`: check this machine, Slurm, the directory of trials, and with --allocation the nodes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ from hpc_rl.schedulers import pick
 
 FAILED = 1  # exit code where a check failed
 ANY_TRIAL = ["experiment_name=any", "trial_name=any", "actor.path=any", "train_dataset.path=any"]
-EPILOG = """With --config (and options of the configuration behind it) what that trial asks for is checked; without, what
-any trial needs. Within a Slurm job, or with --allocation, one short step visits the nodes: they see each other's files,
-clocks and addresses. Exit code: 0 where nothing failed (warnings do not count), 1 where something did."""
+EPILOG = """With --config (and options of the configuration) what that trial asks for is checked; without,
+what any trial needs. Within a Slurm job, or with --allocation, one short step visits the nodes: they check
+each other's files, clocks and addresses. Exit code: 0 where nothing failed (warnings do not count), 1
+where something did."""
 
 
 def run(args: Namespace) -> int:
@@ -87,10 +88,10 @@ def parser() -> ArgumentParser:
 
 
 def requirements_of(args: Namespace) -> tuple[Requirements, SlurmLauncherConfig, list[Finding]]:
-    """Return what is asked of a machine and of Slurm, and which files the configuration lacks. Raises ConfigError."""
+    """Return what a machine must have, and which files the configuration lacks. Raises ConfigError."""
     if args.overrides and not args.config:
         raise ConfigError(
-            f"{args.overrides[0]!r}: options of a configuration need one: --config FILE. Allowed without: see --help."
+            f"{args.overrides[0]!r}: configuration overrides require --config FILE (see --help)."
         )
     findings: list[Finding] = []
     if args.config:
@@ -173,8 +174,8 @@ def srun_options(needs: Requirements, options: SlurmLauncherConfig) -> list[str]
     if not needs.mem_mb and options.mem == DERIVED:
         options = replace(options, mem=None)  # nothing was planned
     asked = Ask(
-        n_nodes=needs.num_nodes, cpus_per_node=max(1, needs.cpus), mem_mb_per_node=needs.mem_mb, n_gpus_per_node=needs.gpus,
-        job_name="", tag="", workdir="", output="", requeue=False,
+        n_nodes=needs.num_nodes, cpus_per_node=max(1, needs.cpus), mem_mb_per_node=needs.mem_mb,
+        n_gpus_per_node=needs.gpus, job_name="", tag="", workdir="", output="", requeue=False,
     )  # fmt: skip
     ours = ("nodes", "ntasks-per-node", "time")
     machines = [(name, value) for name, value in resources(options, asked) if name not in ours]

@@ -1,1 +1,1 @@
-"""`hpc-rl doctor`: facts of a machine and of a directory are gathered here, and judged by pure functions, each with its fix."""
+"""The checks of `hpc-rl doctor`: functions that look and judge, each with its fix."""

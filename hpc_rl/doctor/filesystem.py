@@ -1,7 +1,7 @@
 """Checks of the directory of the trials, in a process of its own: a mount that hangs costs a time limit.
 
-`python -m hpc_rl.doctor.filesystem DIR [--on_slurm]` prints the findings as JSON. What several nodes must see of each other
-is checked by node.py.
+`python -m hpc_rl.doctor.filesystem DIR [--on_slurm]` prints the findings as JSON. What several nodes must
+see of each other is checked by node.py.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SLOW_SYNC_S = 1.0
 MAX_CLOCK_SKEW_S = 5.0
 # Types of mounts that all nodes share, and that each node has of its own.
 SHARED = (
-    "nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "wekafs", "ceph", "fuse.cephfs", "panfs", "pvfs2", "orangefs",
-    "cifs", "afs",
+    "nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "wekafs", "ceph", "fuse.cephfs", "panfs", "pvfs2",
+    "orangefs", "cifs", "afs",
 )  # fmt: skip
 VOLATILE = ("tmpfs", "ramfs", "overlay", "squashfs", "devtmpfs")
 BAD_OPTIONS = ("nolock", "localflock", "local_lock=all", "local_lock=flock", "nocto")

@@ -1,4 +1,4 @@
-"""What a check of the doctor returns, and what it is given: one function per check, which looks and judges."""
+"""What a check of the doctor gets and returns; a check is one function, which looks and judges."""
 
 from __future__ import annotations
 

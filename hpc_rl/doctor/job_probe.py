@@ -1,4 +1,4 @@
-"""The doctor's visit to the nodes: one srun, in this job or in a short one of its own, and checks across all nodes."""
+"""The doctor's visit to the nodes: one srun, in this job or a short one, and checks across all nodes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _run_step(
 
 
 def srun(num_nodes: int, is_inside: bool, options: Sequence[str]) -> list[str]:
-    """Return the srun of the visit: one task on each node, sharing the nodes where the allocation is ours already."""
+    """Return the srun of the visit: one task per node, beside the other steps of this job if any."""
     flags = ["--job-name=hpc-rl.doctor", f"--nodes={num_nodes}", f"--ntasks={num_nodes}"]
     flags += ["--ntasks-per-node=1", "--export=ALL", "--kill-on-bad-exit=0", "--mpi=none"]
     return ["srun", *flags, "--overlap", "--mem=0"] if is_inside else ["srun", *flags, "--time=10", *options]
@@ -128,7 +128,7 @@ def check_reported(result: VisitResult) -> Finding:
     found = f"{len(there)} of {result.num_nodes}"
     if len(there) < result.num_nodes:
         found += f"; srun: {result.complaint}" if result.complaint else ""
-        fix = "check that the nodes can read cluster.fileroot and launcher.python: `srun -N1 ls FILEROOT`; exclude others."
+        fix = "exclude nodes that can't read cluster.fileroot and launcher.python (`srun -N1 ls FILEROOT`)."
         return fail("nodes reported", found, fix)
     return ok("nodes reported", f"{found}: {result.names(sorted(there))}")
 
@@ -187,7 +187,7 @@ def check_one_winner(result: VisitResult) -> Finding:
 def check_lock_scope(result: VisitResult) -> Finding:
     got = [report.seen.rank for report in result.reports if report.seen.lock]
     if got:
-        fix = "hpc-rl takes none there; keep HF_HOME, TRITON_CACHE_DIR and the like on a local disk of the node."
+        fix = "hpc-rl takes none there; keep HF_HOME, TRITON_CACHE_DIR and the like on a local disk."
         return warn("lock scope", f"flock of one node does not keep out {result.names(got)}", fix)
     if all(report.seen.lock is None for report in result.reports):
         return ok("lock scope", "no locks on this file system, and none are needed")

@@ -119,7 +119,7 @@ def check_cpus(needs: Requirements) -> Finding:
     usable = len(os.sched_getaffinity(0))
     found = f"{usable} usable" + (f", {needs.cpus} required" if needs.cpus else "")
     if usable < needs.cpus:
-        fix = "ask for more CPUs per node or lower launcher.*_cpus*; fewer than asked for means wrong CPU binding."
+        fix = "ask for more CPUs per node or lower launcher.*_cpus*; fewer than requested: wrong CPU binding."
         return fail("cpus", found, fix)
     return ok("cpus", found)
 
@@ -157,13 +157,13 @@ def check_memory(needs: Requirements) -> Finding:
     found = f"{_gb(usable)} usable" + (" (control group)" if limit is not None else "")
     found += f", {_gb(needs.mem_mb << 20)} required" if needs.mem_mb else ""
     if usable < needs.mem_mb << 20:
-        fix = "ask for more (launcher.slurm.mem) or lower launcher.*_mem*: the kernel kills what exceeds its limit."
+        fix = "ask for more (launcher.slurm.mem) or lower launcher.*_mem*: the kernel kills what exceeds it."
         return fail("memory", found, fix)
     return ok("memory", found)
 
 
 def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Return the smallest memory limit of this process's control groups, version 2 or 1; None where there is none."""
+    """Return the smallest memory limit of this process's control groups (version 2 or 1), or None."""
     limits = []
     try:
         lines = own.read_text().splitlines()
@@ -232,7 +232,7 @@ def check_locked_memory(needs: Requirements) -> Finding:
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found = f"at most {_limit(hard)}"
     if needs.gpus and needs.num_nodes > 1 and hard != resource.RLIM_INFINITY:
-        fix = "InfiniBand needs it unlimited: LimitMEMLOCK=infinity of slurmd, PropagateResourceLimitsExcept=MEMLOCK."
+        fix = "InfiniBand needs more: LimitMEMLOCK=infinity of slurmd, PropagateResourceLimitsExcept=MEMLOCK."
         return warn("locked memory", found, fix)
     return ok("locked memory", found)
 
@@ -258,7 +258,9 @@ def check_address(needs: Requirements) -> Finding:
     try:
         return ok("address", f"peers reach {address_for(needs)}")
     except ConfigError as error:
-        fix = "set cluster.interface, or HPC_RL_INTERFACE in the job, to the interface that leads to the other nodes."
+        fix = (
+            "set cluster.interface (or HPC_RL_INTERFACE in the job) to the one that leads to the other nodes."
+        )
         return fail("address", str(error), fix)
 
 
@@ -283,7 +285,7 @@ def check_proxies(needs: Requirements) -> Finding:
         name for name in os.environ if name.lower() in ("http_proxy", "all_proxy") and os.environ[name]
     ]
     if set_here and "*" not in (os.environ.get("no_proxy"), os.environ.get("NO_PROXY")):
-        fix = "set no_proxy to the cluster's nodes (or `*`), or unset them: libraries may ask the proxy for nodes."
+        fix = "set no_proxy to the cluster's nodes (or `*`), or unset them: libraries would use the proxy."
         return warn("proxy", f"set: {', '.join(sorted(set_here))}", fix)
     return ok("proxy", "none")
 

@@ -1,7 +1,7 @@
-"""One node's part of the doctor's visit: `python -m hpc_rl.doctor.node --dir D --count N`, as task SLURM_PROCID of one step.
+"""One node's part of the doctor's visit: `python -m hpc_rl.doctor.node`, as task SLURM_PROCID of a step.
 
-The nodes meet in D, on the file system that is examined: each writes files of its own there, and measures by its own clock
-how long it takes until it sees what the others wrote. Nothing waits longer than --patience_s.
+The nodes meet in --dir, on the file system that is examined: each writes files of its own there, and
+measures by its own clock how long it takes until it sees what the others wrote, for at most --patience_s.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class NodeObservations:
         rank: Number of the node in the step.
         missing: Ranks that it never saw.
         name_s: Seconds from rank 0's signal until it showed in a listing, there and back; None for never.
-        stale_name_s: Seconds for which `exists` denied a name that a listing had shown; None for more than STALE_NAME_S.
-        stale_content_s: Seconds for which a replaced file read as the old one; None for longer than the patience.
+        stale_name_s: Seconds for which `exists` denied a listed name; None for more than STALE_NAME_S.
+        stale_content_s: Seconds for which a replaced file read as the old one; None for ever.
         won: Which exclusive creations it won: `open`, `link`, `mkdir`.
         lock: Whether it got a lock that rank 0 held; None where there are no locks.
         unreachable: Addresses of peers that did not answer.
@@ -62,7 +62,7 @@ class NodeObservations:
 
 @dataclass
 class NodeReport:
-    """What one node reports: its name, the software that must be alike, its own findings, and what it saw of the others."""
+    """What one node reports: name, software that must be alike, own findings, observations of the others."""
 
     node: str
     software: str

@@ -1,4 +1,4 @@
-"""Checks of Slurm from a login node: programs, version, controller, accounting, and whether the request fits the cluster."""
+"""Checks of Slurm from a login node: programs, version, controller, accounting, capacity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the roles of a trial find each other: records and leases under slash-separated keys. No daemon, no torch."""
+"""How the roles of a trial find each other: records and leases under slash-separated keys. No daemon."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def open_names(where: Trial | str | Path, config: Any = None) -> NameResolve:
 
     Args:
         where: The trial, or its directory.
-        config: The trial's configuration; its `cluster.name_resolve.nfs_record_root` puts the records elsewhere.
+        config: The trial's configuration, for `cluster.name_resolve.nfs_record_root`.
     """
     return SharedFsNames(names_dir(where if isinstance(where, Trial) else Trial(Path(where)), config))
 

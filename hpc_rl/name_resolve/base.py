@@ -1,4 +1,4 @@
-"""NameResolve: small records under slash-separated keys, and leases. Two implementations: shared_fs.py and memory.py."""
+"""NameResolve: small records under slash-separated keys, and leases; see shared_fs.py and memory.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAST_POLL_S = 1.0
 
 @dataclass(frozen=True)
 class LeaseView:
-    """A lease as a reader judges it: alive while the owner's counter moved within `ttl_s` of the reader's own clock."""
+    """A lease as a reader judges it: alive while its counter moved within `ttl_s` of the reader's clock."""
 
     key: str
     value: dict[str, Any]
@@ -33,7 +33,7 @@ class Lease(Protocol):
     epoch: int
 
     def renew(self, value: dict[str, Any] | None = None) -> None:
-        """Move the counter, and replace the value where one is given. Raises Stale once a higher epoch exists."""
+        """Move the counter, with another value if given. Raises Stale once a higher epoch exists."""
 
     def release(self) -> None:
         """Give the key up; readers no longer see it."""
@@ -43,7 +43,7 @@ class NameResolve(Protocol):
     """Keys are `a/b/c` of safe components (ConfigError otherwise); values are JSON objects."""
 
     def add(self, key: str, value: dict[str, Any], replace: bool = False) -> None:
-        """Add a record. Raises FileExistsError if it exists and may not be replaced; of concurrent adders one wins."""
+        """Add a record; of concurrent adders one wins. Raises FileExistsError where one exists."""
 
     def get(self, key: str) -> dict[str, Any] | None: ...
 
@@ -62,17 +62,17 @@ class NameResolve(Protocol):
         """Take the key over with the next epoch."""
 
     def leases(self, prefix: str) -> dict[str, LeaseView]:
-        """Return the leases under prefix, by key; repeated calls of one object judge by the counters it remembers."""
+        """Return the leases under prefix, by key, judged by the counters that earlier calls saw."""
 
 
 def components(key: str) -> list[str]:
-    """Return the parts of a key, each safe as a file name and unlike what leases and records append. Raises ConfigError."""
+    """Return the parts of a key, each safe as a file name. Raises ConfigError."""
     parts = key.split("/")
     for part in parts:
         if not COMPONENT.fullmatch(part) or ".." in part or part.endswith(".json") or ".epoch-" in part:
             raise ConfigError(
-                f"name-resolve key {key!r} can't be used because of {part!r}: each part has 1 to 128 letters, digits and "
-                ". _ + = @ -, starts with a letter or digit, and has no '..', '.epoch-' or '.json' at its end"
+                f"name-resolve key {key!r}: {part!r} can't be a part: 1 to 128 letters, digits and "
+                ". _ + = @ -, a letter or digit first, without '..', '.epoch-' and a final '.json'"
             )
     return parts
 

@@ -1,14 +1,16 @@
-"""NameResolve in a directory that every node shares: one JSON file per record, one per epoch of a lease, no locks.
+"""NameResolve in a shared directory: one JSON file per record, one per epoch of a lease, no locks.
 
-Layout: record `a/b/c` is `<root>/a/b/c.json`; epoch N of the lease on `a/b` is `<root>/a/b.epoch-N`. A file has one writer;
-of several processes that create a file exactly one wins (link). Names with a leading dot are incomplete: readers skip them.
+Layout: record `a/b/c` is `<root>/a/b/c.json`; epoch N of the lease on `a/b` is `<root>/a/b.epoch-N`. A file
+has one writer; of several processes that create it exactly one wins (link). Names with a leading dot are
+incomplete: readers skip them.
 
-Durability: every write is fsynced before it gets its name (on NFS close costs that anyway); directories are not fsynced,
-because records that a crash of the file server loses are written again by the processes that live.
+Durability: every write is fsynced before it gets its name; directories are not fsynced, because records that
+a crash of the file server loses are written again by the processes that live.
 
-Caches: NFS remembers that a name was absent for up to a minute, but opening the parent directory revalidates it. So a name
-that was absent is looked up by listing its directory, and content is polled by open and read, never by mtime. Files of older
-epochs stay, so that a process with an old listing fails to create them instead of reusing their number.
+Caches: NFS remembers that a name was absent for up to a minute, but opening the parent directory revalidates
+it. So a name that was absent is looked up by listing its directory, and content is polled by open and read,
+never by mtime. Files of older epochs stay, so that a process with an old listing fails to create them instead
+of reusing their number.
 """
 
 from __future__ import annotations
@@ -194,7 +196,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return the content, None where it is absent or stays unreadable; stale and partial content is read again."""
+    """Return the content, None where it is absent or stays unreadable after some tries."""
     for attempt in range(READ_TRIES):
         if attempt:
             time.sleep(READ_PAUSE_S * attempt)

@@ -98,7 +98,7 @@ def make_plan(
 
 
 def with_threads_per_core(plan: Plan, threads_per_core: int) -> Plan:
-    """Return the plan with the CPUs and memory that it asks for on nodes of this number of threads per core."""
+    """Return the plan with the CPUs that it asks for on nodes with this number of threads per core."""
     cpus, mem_mb = _largest_node(plan.units, range(plan.n_nodes), threads_per_core)
     groups = []
     for group in plan.groups:
@@ -387,7 +387,7 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
 
 
 def _largest_node(units: list[Unit], nodes: Sequence[int], threads_per_core: int) -> tuple[int, int]:
-    """Return the most CPUs and the most memory (MB) that any of these nodes needs: all nodes of a job are given the same."""
+    """Return the most CPUs and the most memory (MB) that any of these nodes needs."""
     cpus = {node: SUPERVISOR_CPUS if node == 0 else 0 for node in nodes}
     mem_mb = {node: SUPERVISOR_MEM_MB if node == 0 else 0 for node in nodes}
     for unit in units:

@@ -18,7 +18,7 @@ SCHEDULERS: dict[str, Callable[[Trial], Scheduler]] = {
 
 
 def pick(kind: str) -> str:
-    """Return the scheduler's name for `launcher.type`: `auto` is Slurm where sbatch is on the PATH, else this machine."""
+    """Return the scheduler's name for `launcher.type`: `auto` is Slurm where sbatch is on the PATH."""
     if kind == "auto":
         return "slurm" if shutil.which("sbatch") else "local"
     return kind

@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class State(enum.StrEnum):
-    """What a job does, as far as a trial is concerned. A state that no table has is UNKNOWN, never an exception."""
+    """What a job does, as far as a trial is concerned; UNKNOWN for a state that no table has."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -39,7 +39,7 @@ class JobSpec:
         after: Job that must have ended, in any way, before this one starts; empty for none.
         array: Tasks of the array instead of those in the script; empty keeps the script's.
         exclude: Nodes to avoid instead of those in the script, empty for none; None keeps the script's.
-        known_as: Whether the script has this `tag`; otherwise an option passes it, which replaces the comment.
+        known_as: Whether the script has this `tag`; otherwise it is passed as an option.
         comment: The user's comment, which follows a tag that is passed as an option.
     """
 
@@ -56,7 +56,7 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class JobState:
-    """The scheduler's answer about a job. `native` is its own name of the state; times are Unix seconds or None."""
+    """The scheduler's answer about a job. `native` is its own name of the state; times are Unix seconds."""
 
     job_id: str
     state: State

@@ -10,7 +10,7 @@ MAX_NAMES = 2
 
 
 def expand(nodes: str) -> list[str]:
-    """Return the names of `a[1-3,07-09]b,c` in Slurm's order; a part that is not understood stays as it is."""
+    """Return the names of `a[1-3,07-09]b,c` in Slurm's order; other texts stay as they are."""
     names: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
         expanded = [""]
@@ -22,7 +22,7 @@ def expand(nodes: str) -> list[str]:
 
 
 def peer_hosts(environ: Mapping[str, str]) -> list[str]:
-    """Return some other hosts of the job that surrounds this process; last the address that srun called from."""
+    """Return some other hosts of this process's job; last the address that srun was called from."""
     components = int(environ.get("SLURM_HET_SIZE", 0))
     variables = ["SLURM_JOB_NODELIST", *(f"SLURM_JOB_NODELIST_HET_GROUP_{n}" for n in range(components))]
     names = [name for variable in variables for name in expand(environ.get(variable, ""))]

@@ -1,4 +1,4 @@
-"""This machine as a scheduler: a detached rendered runner in a session of its own, whose files give the states."""
+"""This machine as a scheduler: the rendered runner, detached, whose files give the states."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class LocalScheduler:
         return {job_id: self._state(job_id) for job_id in job_ids}
 
     def cancel(self, job_id: str) -> None:
-        """Send TERM to the runner, which forwards it; a detached helper kills what is left after the grace."""
+        """Send TERM to the runner, which forwards it; a detached helper sends KILL after the grace."""
         found = self._process(job_id)
         if found is not None:
             pid, ticks = found
@@ -87,7 +87,7 @@ class LocalScheduler:
 
     def requeue(self, job_id: str) -> None:
         raise SchedulerError(
-            "the local runner restarts a stopped trial by itself; to start one that has ended, submit it again."
+            "the local runner restarts a stopped trial by itself; to start an ended one, submit it again."
         )
 
     def end_time(self, job_id: str) -> float | None:
@@ -164,7 +164,7 @@ def _signal(pid: int, number: signal.Signals) -> bool:
 
 
 def _detached(argv: list[str], output: int) -> None:
-    """Start a process without parent or terminal, in its own session. Raises OSError, subprocess.SubprocessError."""
+    """Start a process in a session of its own. Raises OSError, subprocess.SubprocessError."""
     subprocess.run(
         ["setsid", "--fork", *argv],
         stdin=subprocess.DEVNULL,

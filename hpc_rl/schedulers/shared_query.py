@@ -1,9 +1,10 @@
-"""Queries of a scheduler that many users share: one for all jobs of an account, kept in a file that every command reads.
+"""Shared queries of a scheduler: one for all jobs of an account, kept in a file that every command reads.
 
-All commands of an account together, on all login nodes with the same home directory, ask at most CALLS_PER_MINUTE times a
-minute, and every PERIOD_S seconds while one of them watches. There is no lock: the next query belongs to the process that
-creates its claim file, whose name follows from the last answer; a process that dies before it answers loses its claim after
-RETRY_S. Where the state directory can't be written, each process keeps to these limits by itself.
+All commands of an account together, on all login nodes with the same home directory, ask at most
+CALLS_PER_MINUTE times a minute, and every PERIOD_S seconds while one of them watches. There is no lock: the
+next query belongs to the process that creates its claim file, whose name follows from the last answer; a
+process that dies before it answers loses its claim after RETRY_S. Where the state directory can't be written,
+each process keeps to these limits by itself.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class AccountQueries(Protocol):
 
 @dataclass(frozen=True)
 class QueryResult:
-    """What is known of some jobs. `asked_at` is Unix seconds, 0 for never; `complaint` is the error of the last query."""
+    """What is known of some jobs. `asked_at`: Unix seconds, 0 for never; `complaint`: the last error."""
 
     states: dict[str, JobState]
     asked_at: float = 0.0
@@ -253,7 +254,7 @@ CONF_PLACES = ("/etc/slurm", "/run/slurm/conf", "/etc/slurm-llnl", "/opt/slurm/e
 
 
 def cluster_key() -> str:
-    """Return a file name for the cluster that commands talk to: two may share a home directory and number jobs alike."""
+    """Return a file name for the cluster that commands talk to; several may share a home directory."""
     where = cluster_name() or socket.gethostname()
     conf = os.environ.get("SLURM_CONF") or f"{CONF_PLACES[0]}/slurm.conf"
     return f"{re.sub(r'[^A-Za-z0-9._-]', '_', where)[:40]}-{hashlib.sha256(conf.encode()).hexdigest()[:8]}"

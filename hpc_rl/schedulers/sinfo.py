@@ -1,6 +1,7 @@
-"""Whether a request can ever run on a cluster, from one `sinfo`: which limit stands against it, and the nearest that fits.
+"""Whether a request can ever run on a cluster, from one `sinfo`: the limits against it, and what would fit.
 
-Pure. When it would start is not judged: busy, drained and powered-down nodes count. Accounts and QoS are left to Slurm.
+Pure. When it would start is not judged: busy, drained and powered-down nodes count. Accounts and QoS are left
+to Slurm.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ UNKNOWN_THREADS_PER_CORE = 2
 
 @dataclass(frozen=True)
 class Node:
-    """One node in one partition, as sinfo shows it. Memory in MB; GPUs by type, "" for those without a type."""
+    """One node in one partition. Memory in MB; GPUs by type, "" for those without a type."""
 
     partition: str
     name: str
@@ -100,7 +101,7 @@ def read_sinfo(text: str) -> list[Node]:
 
 
 def judge(request: JobRequest, nodes: Sequence[Node]) -> list[CapacityLimit]:
-    """Return the limits against a request, empty where it can run; of several partitions one that takes it is enough."""
+    """Return the limits against a request, empty where it can run in one of its partitions."""
     known = list(dict.fromkeys(node.partition for node in nodes))
     wanted = _partitions_of(request, nodes)
     if not wanted:
@@ -125,7 +126,7 @@ def judge(request: JobRequest, nodes: Sequence[Node]) -> list[CapacityLimit]:
 
 
 def threads_per_core(request: JobRequest, nodes: Sequence[Node]) -> int:
-    """Return the threads of a core on the nodes that may be given to a request; the largest number where they differ."""
+    """Return the largest number of threads of a core on the nodes that may be given to a request."""
     wanted = _partitions_of(request, nodes)
     found = [node.threads_per_core for node in nodes if node.partition in wanted]
     return max(found, default=UNKNOWN_THREADS_PER_CORE)
@@ -187,12 +188,11 @@ def _eligible(request: JobRequest, nodes: list[Node]) -> tuple[list[Node], list[
         if len(left) < n_nodes <= len(nodes):
             known = ", ".join(sorted(set().union(*(node.features for node in nodes)))) or "none"
             message = (
-                f"{len(left)} of {len(nodes)} nodes of partition {name} have the features {request.constraint!r}; "
+                f"{len(left)} of {len(nodes)} nodes of partition {name} have {request.constraint!r}; "
                 f"{n_nodes} were requested; its features: {known}."
             )
-            return left, [
-                CapacityLimit("constraint", message, _fewer_nodes(left, "launcher.slurm.constraint=null"))
-            ]
+            nearest = _fewer_nodes(left, "launcher.slurm.constraint=null")
+            return left, [CapacityLimit("constraint", message, nearest)]
         nodes = left
     return nodes, []
 
@@ -229,22 +229,18 @@ def _dimensions(request: JobRequest) -> list[_Dimension]:
     def gpus(node: Node) -> int:
         return node.gpus.get(request.gpu_type, 0) if request.gpu_type else sum(node.gpus.values())
 
+    def cpus(node: Node) -> int:
+        return node.cpus
+
+    def mem_mb(node: Node) -> int:
+        return node.mem_mb
+
+    cpus_unit = f"CPUs per node{cpus_from}"
+    mem_unit = f"MB of memory per node{mem_from}"
     return [
         _Dimension("gpus", request.gpus or 0, gpus, f"{kind} per node", "cluster.n_gpus_per_node={}"),
-        _Dimension(
-            "cpus",
-            request.cpus or 0,
-            lambda node: node.cpus,
-            f"CPUs per node{cpus_from}",
-            "at most {} CPUs per node",
-        ),
-        _Dimension(
-            "memory",
-            request.mem_mb or 0,
-            lambda node: node.mem_mb,
-            f"MB of memory per node{mem_from}",
-            "at most {} MB per node",
-        ),
+        _Dimension("cpus", request.cpus or 0, cpus, cpus_unit, "at most {} CPUs per node"),
+        _Dimension("memory", request.mem_mb or 0, mem_mb, mem_unit, "at most {} MB per node"),
     ]
 
 
@@ -261,18 +257,18 @@ def _sizes(request: JobRequest, name: str, nodes: list[Node]) -> list[CapacityLi
         if enough >= n_nodes:
             continue
         most = sorted((one.has(node) for node in nodes), reverse=True)[n_nodes - 1]
-        who = (
-            f"{enough} of {len(nodes)} nodes of partition {name} have"
-            if enough
-            else f"no node of partition {name} has"
+        message = (
+            f"{enough} of {len(nodes)} nodes of partition {name} have {one.wanted} {one.unit}; "
+            f"the most on {n_nodes} node(s) is {most}."
         )
-        message = f"{who} {one.wanted} {one.unit}; on {n_nodes} node{'s' if n_nodes > 1 else ''} the most is {most}."
         ways = [f"--n_nodes {enough}"] if enough else []
         ways += [one.change.format(most)] if most else []
         limits.append(CapacityLimit(one.limit, message, " or ".join(ways)))
     fitting = [node for node in nodes if all(one.has(node) >= one.wanted for one in dimensions)]
     if not limits and len(fitting) < n_nodes:
-        message = f"{len(fitting)} of {len(nodes)} nodes of partition {name} have all that was requested; {n_nodes} are needed."
+        message = (
+            f"{len(fitting)} of {len(nodes)} nodes of partition {name} have all; {n_nodes} were requested."
+        )
         limits.append(CapacityLimit("nodes", message, _fewer_nodes(fitting, "")))
     return limits
 

@@ -1,4 +1,4 @@
-"""Slurm by its own commands (sbatch, squeue, sacct, scancel, scontrol, sinfo), each call with a time limit."""
+"""Slurm by its own commands (sbatch, squeue, sacct, scancel, scontrol, sinfo), with time limits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SlurmScheduler:
         self.retry_wait_s = retry_wait_s
 
     def submit(self, spec: JobSpec) -> str:
-        """Submit by one sbatch; where its answer is lost, the job is looked up by its tag before another one."""
+        """Submit by one sbatch; where its answer is lost, look the job up by its tag before another one."""
         ignored = sorted(name for name in os.environ if name.startswith("SBATCH_"))
         if ignored:
             logger.warning("ignored: %s; set launcher.slurm.* instead", ", ".join(ignored))
@@ -88,7 +88,7 @@ class SlurmScheduler:
         return "", problem, any(words in problem.lower() for words in TRANSIENT)
 
     def _look_up(self, spec: JobSpec, problem: str) -> str:
-        """Return the job of an sbatch whose answer was lost, "" where there is none. Raises SchedulerError."""
+        """Return the job of an sbatch whose answer was lost, or "". Raises SchedulerError."""
         time.sleep(self.retry_wait_s)
         try:
             return self.find(spec) or ""
@@ -97,7 +97,7 @@ class SlurmScheduler:
             raise SchedulerError(f"{problem}; Slurm may have accepted the job: {error}. {check}") from error
 
     def states(self, job_ids: list[str]) -> dict[str, JobState]:
-        """Ask by one squeue, and by one sacct for the jobs that squeue has forgotten. Works without accounting."""
+        """Ask by one squeue, and by one sacct for the jobs that squeue has forgotten."""
         found = self._squeue(job_ids) if job_ids else {}
         forgotten = [job_id for job_id in job_ids if job_id not in found]
         if forgotten:
@@ -105,11 +105,11 @@ class SlurmScheduler:
         return {job_id: found.get(job_id, JobState(job_id, State.UNKNOWN)) for job_id in job_ids}
 
     def survey(self, uid: int) -> dict[str, JobState]:
-        """Return every job of an account that Slurm remembers, by squeue's own ids: `7`, `7_3`, `7_[4-9]`, `7+0`."""
+        """Return all jobs of an account by squeue's ids: `7`, `7_3`, `7_[4-9]`, `7+0`."""
         return self._listed(["-u", str(uid)])
 
     def past(self, job_ids: list[str]) -> dict[str, JobState]:
-        """Return what accounting knows of jobs that squeue has forgotten; empty where there is no accounting."""
+        """Return what accounting knows of jobs that squeue has forgotten; empty without accounting."""
         return self._sacct(job_ids)
 
     def cancel(self, job_id: str) -> None:
@@ -141,7 +141,7 @@ class SlurmScheduler:
         return done.returncode == 0, said
 
     def find(self, spec: JobSpec) -> str | None:
-        """Return the job with this tag, where Slurm knows one. Raises SchedulerError where it does not answer."""
+        """Return the job with this tag, None where there is none. Raises SchedulerError."""
         for attempt in range(1, TRIES):
             try:
                 return self._find(spec)
@@ -182,7 +182,7 @@ class SlurmScheduler:
 
 
 def _parsed(text: str) -> list[JobState]:
-    """Read lines `id|state|reason|end|nodes|start`; of the records of a requeued job the newest comes last."""
+    """Read lines `id|state|reason|end|nodes|start`; of a requeued job the newest record is last."""
     found: dict[str, JobState] = {}
     for line in text.splitlines():
         fields = line.split("|")
@@ -214,7 +214,7 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def show_config() -> str:
-    """Return the configuration that the controller uses, as `scontrol show config` prints it. Raises SchedulerError."""
+    """Return the output of `scontrol show config`. Raises SchedulerError."""
     done = call(["scontrol", "show", "config"])
     if done.returncode != 0:
         raise SchedulerError(f"scontrol: {_message(done)}")

@@ -1,8 +1,8 @@
-"""Slurm's names for what a job does: every base state, every flag that hides one, every reason of waiting that matters.
+"""Slurm's names for what a job does: base states, flags that hide one, reasons of waiting.
 
-The names are those of Slurm 22.05 to 25.11 (job_state_string, job_state_string_compact and the flags of slurm.h), which the
-tests compare with Slurm's own library. Jobs that Slurm lists in parts (tasks of an array `12_0` or `12_[1-3%2]`, components
-of a heterogeneous job `12+0`) are summed up here too.
+The names are those of Slurm 22.05 to 25.11 (job_state_string, job_state_string_compact and the flags of
+slurm.h), which the tests compare with Slurm's own library. Jobs that Slurm lists in parts (tasks of an array
+`12_0` or `12_[1-3%2]`, components of a heterogeneous job `12+0`) are summed up here too.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ REASONS: dict[str, tuple[FailureClass | None, str]] = {
 def find_state(native: str) -> SlurmState | None:
     """Return the state that Slurm printed, None for an unknown name.
 
-    Reads `CANCELLED by 1000`, `OUT_OF_ME+` (cut by a column) and `RUNNING,COMPLETING` too; of several names a flag counts
-    before the base state, as Slurm itself prints them.
+    Reads `CANCELLED by 1000`, `OUT_OF_ME+` (cut by a column) and `RUNNING,COMPLETING` too; of several names a
+    flag counts before the base state, as Slurm itself prints them.
     """
     parts = [part for part in re.split(r"[\s,|]+", native.split(" by ")[0].strip().upper()) if part]
     found = [known for part in parts if (known := _by_name(part)) is not None]
@@ -138,7 +138,7 @@ def to_state(native: str) -> State:
 
 
 def why_pending(reason: str) -> tuple[FailureClass | None, str]:
-    """Return class (None: it only waits) and meaning of the reason of a waiting job; limits keep their own names."""
+    """Return class (None: it only waits) and meaning of the reason of a waiting job."""
     name = reason.strip("() ").partition(",")[0].split(" ")[0]
     if name in REASONS:
         return REASONS[name]

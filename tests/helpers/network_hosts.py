@@ -1,4 +1,7 @@
-"""Hosts of a network of their own, as network and mount namespaces of this machine. Needs root and iproute2."""
+"""Hosts of a network of their own, as network and mount namespaces of this machine.
+
+Needs root and iproute2.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ class NetworkHost:
 def two_hosts(
     folder: Path, networks: dict[str, tuple[str, str]], names: str = ""
 ) -> Iterator[list[NetworkHost]]:
-    """Start two hosts that are joined by networks, with no other route; skipped without root, unless it is required.
+    """Start two hosts that are joined by networks, with no other route; skipped without root, unless it is
+    required.
 
     Args:
         folder: Where the hosts' /etc/hosts is written.

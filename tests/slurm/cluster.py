@@ -1,11 +1,13 @@
-"""A private Slurm cluster of several nodes on this one host, without root, systemd or cgroups. For tests and for trying things.
+"""A private Slurm cluster of several nodes on this one host, without root, systemd or cgroups. For tests and
+for trying things.
 
     python tests/slurm/cluster.py up [--nodes 4] [--dir D]     prints the `export` lines that clients need
-    python tests/slurm/cluster.py kill n3 [--dir D]            power loss of one node; `up` again brings it back
-    python tests/slurm/cluster.py down [--dir D]
+    python tests/slurm/cluster.py kill n3 [--dir D]            power loss of one node; `up` again brings it
+    back python tests/slurm/cluster.py down [--dir D]
 
-One slurmd per node (n1, n2, …), each on a port of its own; nodes claim 64 CPUs, 256 GB and 8 GPUs (links to /dev/null).
-What all nodes share: host name, /tmp, port space. Only processes that hold files below the cluster's directory are ever ended.
+One slurmd per node (n1, n2, …), each on a port of its own; nodes claim 64 CPUs, 256 GB and 8 GPUs (links to
+/dev/null). What all nodes share: host name, /tmp, port space. Only processes that hold files below the
+cluster's directory are ever ended.
 """
 
 from __future__ import annotations
@@ -164,7 +166,9 @@ class Cluster:
         return 0
 
     def _program(self, name: str) -> str:
-        """Under its real name: Slurm derives what it is from argv[0], and as `slurmd-wlm` the nodes lose their GPUs."""
+        """Under its real name: Slurm derives what it is from argv[0], and as `slurmd-wlm` the nodes lose
+        their GPUs.
+        """
         if self.slurm.root is None:
             return shutil.which(name, path=self.slurm.env["PATH"]) or name
         link = self.dir / "bin" / name
@@ -221,7 +225,9 @@ class Cluster:
                         yield target
 
     def _steps(self, node: str | None = None) -> list[int]:
-        """The slurmstepds of a node (or of all) and every process below them; a stepd holds its node's slurmd log open."""
+        """The slurmstepds of a node (or of all) and every process below them; a stepd holds its node's slurmd
+        log open.
+        """
         logs = {f"{self.dir}/log/slurmd.{name}.log" for name in ([node] if node else self.nodes)}
         stepds = [pid for pid in _pids() if _comm(pid) == "slurmstepd" and logs & set(self._held(pid))]
         return [pid for stepd in stepds for pid in (stepd, *_below(stepd))]

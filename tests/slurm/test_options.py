@@ -159,7 +159,7 @@ def test_a_node_that_fails_its_check_ends_the_job_by_name(shell, cluster, tmp_pa
         ),
         (
             ["launcher.slurm.mem=900G"],
-            "no node of partition main has 921600 MB of memory per node (from launcher.slurm.mem)",
+            "0 of 4 nodes of partition main have 921600 MB of memory per node (from launcher.slurm.mem)",
         ),
         (
             ["--partition", "short", "--time", "31"],

@@ -1,4 +1,6 @@
-"""How many calls of Slurm's commands it costs to watch many trials: counted by wrappers on the PATH, on the real Slurm."""
+"""How many calls of Slurm's commands it costs to watch many trials: counted by wrappers on the PATH, on the
+real Slurm.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The Slurm scheduler and the rendered batch script against a real Slurm; the supervisor is a script of few lines."""
+"""The Slurm scheduler and the rendered batch script against a real Slurm; the supervisor is a script of few
+lines.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,10 @@ class _WithActs:
 
 
 def rerun(cluster, job: Job, until) -> None:
-    """Slurm makes a requeued job wait for two minutes; the test does not. Returns when the job has started again."""
+    """Slurm makes a requeued job wait for two minutes; the test does not.
+
+    Returns when the job has started again.
+    """
 
     def again() -> bool:
         cluster.hurry(job.id)

@@ -1,4 +1,6 @@
-"""A task of a server array on a real Slurm speaks for itself alone; its supervisor is a script that waits for its end."""
+"""A task of a server array on a real Slurm speaks for itself alone; its supervisor is a script that waits for
+its end.
+"""
 
 from __future__ import annotations
 

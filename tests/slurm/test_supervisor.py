@@ -1,4 +1,6 @@
-"""The supervisor with one srun per unit on a real Slurm: roles of the supervisor's fault tests, spread over nodes."""
+"""The supervisor with one srun per unit on a real Slurm: roles of the supervisor's fault tests, spread over
+nodes.
+"""
 
 from __future__ import annotations
 

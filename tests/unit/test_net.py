@@ -1,4 +1,6 @@
-"""Which address a role publishes, on real networks in namespaces of this machine, and what its sockets listen on."""
+"""Which address a role publishes, on real networks in namespaces of this machine, and what its sockets listen
+on.
+"""
 
 from __future__ import annotations
 

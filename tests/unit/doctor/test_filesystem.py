@@ -1,4 +1,6 @@
-"""The checks of a directory: for real on a good one, and shown to fail where the file system does not do what trials need."""
+"""The checks of a directory: for real on a good one, and shown to fail where the file system does not do what
+trials need.
+"""
 
 from __future__ import annotations
 

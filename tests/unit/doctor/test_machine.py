@@ -1,4 +1,6 @@
-"""Every check of a machine: passed by a good one, and shown to fail (or to warn), with its fix, where something is wrong."""
+"""Every check of a machine: passed by a good one, and shown to fail (or to warn), with its fix, where
+something is wrong.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +185,9 @@ def test_an_interpreter_that_is_none():
 
 
 def test_a_process_whose_supervisor_has_ended_is_found_and_no_other(tmp_path):
-    """`proc` is made by hand: 10 is held by a supervisor, 11 by 10, 12 by a step daemon, 13 and 15 by none, 14 is not ours."""
+    """`proc` is made by hand: 10 is held by a supervisor, 11 by 10, 12 by a step daemon, 13 and 15 by none,
+    14 is not ours.
+    """
 
     def process(pid: int, parent: int, command: str, comm: str = "python", ours: bool = True) -> None:
         folder = tmp_path / str(pid)

@@ -1,4 +1,6 @@
-"""A request against what sinfo shows: the limit that stands against it by name, and a nearest request that does fit."""
+"""A request against what sinfo shows: the limit that stands against it by name, and a nearest request that
+does fit.
+"""
 
 from __future__ import annotations
 
@@ -58,19 +60,19 @@ def test_sinfo_is_read():
         (
             {"n_nodes": 1, "gpus": 16},
             "gpus",
-            "no node of partition gpu has 16 GPUs",
+            "0 of 3 nodes of partition gpu have 16 GPUs",
             "cluster.n_gpus_per_node=8",
         ),
         (
             {"n_nodes": 1, "gpus": 8, "gpu_type": "h100"},
             "gpus",
-            "has 8 h100 GPUs per node; on 1 node the most is 0",
+            "have 8 h100 GPUs per node; the most on 1 node(s) is 0",
             "",
         ),
         (
             {"n_nodes": 1, "cpus": 65},
             "cpus",
-            "no node of partition gpu has 65 CPUs",
+            "0 of 3 nodes of partition gpu have 65 CPUs",
             "at most 64 CPUs per node",
         ),
         (
@@ -84,7 +86,7 @@ def test_sinfo_is_read():
         (
             {"n_nodes": 3, "constraint": "ib"},
             "constraint",
-            "2 of 3 nodes of partition gpu have the features 'ib'",
+            "2 of 3 nodes of partition gpu have 'ib'",
             "--n_nodes 2",
         ),
         (

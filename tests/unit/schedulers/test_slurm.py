@@ -1,4 +1,6 @@
-"""The Slurm scheduler against programs that only speak like Slurm: states, lost answers, accounting, environment."""
+"""The Slurm scheduler against programs that only speak like Slurm: states, lost answers, accounting,
+environment.
+"""
 
 from __future__ import annotations
 

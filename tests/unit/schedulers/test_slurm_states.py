@@ -1,4 +1,6 @@
-"""Every word of Slurm's has a meaning and a class, whatever form it comes in; any other word is unknown, never an exception."""
+"""Every word of Slurm's has a meaning and a class, whatever form it comes in; any other word is unknown,
+never an exception.
+"""
 
 from __future__ import annotations
 
