@@ -1,10 +1,10 @@
-"""CPU seconds of importing and parsing a whole GRPO configuration, in a fresh interpreter each time.
+"""CPU seconds of command lines, each in a fresh interpreter.
 
     python benchmarks/config_load.py [--runs 9] [--out benchmarks/results/config_load.json]
 
-`load` is import, read, interpolate, check the rules and make the plan of an AReaL-shaped file; `show` is the whole command
-`hpc-rl config show`; `python` is an interpreter that does nothing. User plus system time of the process; the median counts,
-and the goal of issue 3 is `load` at most 1 s.
+`python` is an interpreter that does nothing, `library` the import of jsonargparse, `dry_run` a whole `hpc-rl submit FILE --dry_run`
+without the scheduler, `areal` an AReaL file with references (`config show`), the others are commands about trials. User plus system
+time of the process; the median counts. Goals: at most 1.0 s for a submit, 0.4 s for a command about a trial.
 """
 
 from __future__ import annotations
@@ -16,30 +16,40 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 from hpc_rl import __version__
+from hpc_rl.trial import account
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE = ROOT / "tests" / "unit" / "config" / "areal" / "gsm8k_grpo.yaml"
-LOAD = """
-import sys
-from hpc_rl.config.rules.check import check
-from hpc_rl.config.loading.load import load
-from hpc_rl.plan.plan import make_plan
-loaded = check(load(sys.argv[1:2], sys.argv[2:]), files=False)
-make_plan(loaded.config, loaded.explicit, interpreter=sys.executable, scheduler="slurm")
-assert "torch" not in sys.modules
-"""
+AREAL = ROOT / "tests" / "unit" / "config" / "areal" / "gsm8k_grpo.yaml"
 
 
-def cpu_seconds(argv: list[str]) -> float:
-    process = subprocess.Popen([sys.executable, *argv], stdout=subprocess.DEVNULL)
+def cpu_seconds(argv: list[str], folder: str) -> float:
+    env = {**os.environ, "XDG_STATE_HOME": folder}
+    process = subprocess.Popen([sys.executable, *argv], cwd=folder, env=env, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{argv} ended with {process.returncode}")
     return usage.ru_utime + usage.ru_stime
+
+
+def write_trial(folder: Path) -> None:
+    """Write a model that is never loaded, a dataset, and a configuration for this machine."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (folder / "grpo.yaml").write_text(
+        "experiment_name: sums\ntrial_name: small\ntotal_train_steps: 10\n"
+        "cluster: {fileroot: runs, n_gpus_per_node: 0}\ntrain_dataset: {path: train.jsonl}\nactor: {path: model}\n"
+        "gconfig: {n_samples: 4, max_new_tokens: 4}\nlauncher: {type: local}\n"
+    )
 
 
 def main() -> None:
@@ -49,23 +59,38 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    words = [str(FILE)]
+    trial = f"runs/{account()}/sums/small"
+    hpc_rl = ["-m", "hpc_rl.cli"]
     commands = {
         "python": ["-c", "pass"],
-        "load": ["-c", LOAD, *words],
-        "show": ["-m", "hpc_rl.cli", "config", "show", "--config", *words],
+        "library": ["-c", "import jsonargparse"],
+        "dry_run": [*hpc_rl, "submit", "grpo.yaml", "--dry_run", "--no_check"],
+        "areal": [*hpc_rl, "config", "show", str(AREAL)],
+        "render": [*hpc_rl, "render", "grpo.yaml"],
+        "status": [*hpc_rl, "status", trial, "--offline"],
+        "logs": [*hpc_rl, "logs", trial, "--list"],
+        "list": [*hpc_rl, "list", "--offline"],
+        "cancel": [*hpc_rl, "cancel", trial],
+        "submit_help": [*hpc_rl, "submit", "--help"],
     }
     seconds: dict[str, list[float]] = {name: [] for name in commands}
-    for _ in range(args.runs):  # interleaved, so that a busy moment hits all of them
-        for name, argv in commands.items():
-            seconds[name].append(cpu_seconds(argv))
+    with tempfile.TemporaryDirectory() as folder:
+        write_trial(Path(folder))
+        for _ in range(args.runs):  # interleaved, so that a busy moment hits all of them
+            for name, argv in commands.items():
+                seconds[name].append(cpu_seconds(argv, folder))
     result = {
         "cpu_s": {
-            name: {"median": statistics.median(all_s), "max": max(all_s)} for name, all_s in seconds.items()
+            name: {"median": statistics.median(all_s), "min": min(all_s), "max": max(all_s)}
+            for name, all_s in seconds.items()
         },
         "runs": args.runs,
-        "versions": {"hpc_rl": __version__, "python": platform.python_version()},
-        "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
+        "versions": {
+            "hpc_rl": __version__,
+            "python": platform.python_version(),
+            "jsonargparse": version("jsonargparse"),
+        },
+        "machine": {"system": platform.platform(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]},
     }
     text = json.dumps(result, indent=2)
     print(text)

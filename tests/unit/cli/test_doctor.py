@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from hpc_rl.cli.__main__ import main
-from hpc_rl.cli.doctor import srun_options
+from hpc_rl.cli.__main__ import build_parsers, main
+from hpc_rl.cli.doctor import srun_options, requirements_of
+from hpc_rl.cli.options import arranged
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.doctor.finding import Requirements
 
@@ -62,3 +63,24 @@ def test_an_unknown_profile_of_a_cluster_is_refused(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("trial_name: t\n")
     assert main(["doctor", "--config", str(tmp_path / "config.yaml"), "--cluster", "nope"]) == 64
     assert "nope" in capsys.readouterr().err
+
+
+def parsed(*argv: str):
+    parser = build_parsers(["doctor"])[("doctor",)]
+    return parser.parse_args(arranged(parser, list(argv)))
+
+
+def test_the_profile_of_a_cluster_is_examined(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPC_RL_SITE_DIR", str(tmp_path))
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "big.yaml").write_text(
+        "cluster: {fileroot: /shared/big}\nlauncher: {type: slurm, slurm: {partition: gpu, account: lab}}\n"
+    )
+    wanted, options, findings = requirements_of(parsed("--cluster", "big"))
+    assert (wanted.fileroot, wanted.partition, wanted.on_slurm) == ("/shared/big", "gpu", True)
+    assert options.account == "lab" and not findings
+    (tmp_path / "a.yaml").write_text(
+        "experiment_name: e\ntrial_name: t\nactor: {path: /m}\ntrain_dataset: {path: /d}\n"
+    )
+    wanted, *_ = requirements_of(parsed(str(tmp_path / "a.yaml"), "--cluster", "big", "--partition", "cpu"))
+    assert (wanted.fileroot, wanted.partition) == ("/shared/big", "cpu")
