@@ -79,13 +79,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _command(argv: list[str]) -> int:
-    if not argv:
-        print(build_parsers(())[()].format_help(), file=sys.stderr)
-        return ExitCode.USAGE
-    if argv[0] == "help":
+    if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help", *argv[2:]]
-    if argv[0] == "-V":
-        argv = ["--version"]
+    if not argv or argv[0] in ("-h", "--help"):
+        print(build_parsers(())[()].format_help(), end="", file=sys.stdout if argv else sys.stderr)
+        return ExitCode.DONE if argv else ExitCode.USAGE
+    if argv[0] in ("-V", "--version"):
+        print(f"hpc-rl {__version__}")
+        return ExitCode.DONE
     if argv[0] not in COMMANDS and not argv[0].startswith("-"):
         return _unknown(argv[0])
     return _guarded(argv)
@@ -100,7 +101,6 @@ def build_parsers(wanted: Collection[str]) -> Parsers:
         "Reinforcement-learning post-training of language models on Slurm, or on this machine.",
         EPILOG,
         prog="hpc-rl",
-        version=f"hpc-rl {__version__}",
     )
     found: Parsers = {(): top}
     lines = {name: help_line for name, (_, help_line) in COMMANDS.items()}
@@ -118,7 +118,7 @@ def _add_commands(
     found: Parsers, above: tuple[str, ...], made: dict[str, ArgumentParser], lines: dict[str, str]
 ) -> None:
     commands = found[above].add_subcommands(
-        dest=f"command_{len(above)}", title="commands", metavar="<command>"
+        dest="action" if above else "command", title="commands", metavar="<command>"
     )
     for name, parser in made.items():
         commands.add_subcommand(name, parser, help=lines[name])
@@ -148,7 +148,8 @@ def _guarded(argv: list[str]) -> int:
         return int(_run(argv) or 0)
     except ArgumentError as error:
         print(f"hpc-rl: {' '.join(error.message.split())}", file=sys.stderr)
-        print(f"        `hpc-rl {argv[0]} --help` shows the options.", file=sys.stderr)
+        command = f"hpc-rl {argv[0]}" if argv[0] in COMMANDS else "hpc-rl"
+        print(f"        `{command} --help` shows the options.", file=sys.stderr)
         return ExitCode.USAGE
     except HpcRlError as error:
         print(f"hpc-rl: {error}", file=sys.stderr)
@@ -165,12 +166,9 @@ def _guarded(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> int:
     parsers = build_parsers([name for name in argv[:1] if name in COMMANDS])
-    path = tuple(argv[:2]) if tuple(argv[:2]) in parsers else tuple(argv[:1])
-    if path not in parsers:  # an option of hpc-rl itself
-        parsers[()].parse_args(argv)
-        return ExitCode.USAGE
+    path = next(tuple(argv[:length]) for length in (2, 1, 0) if tuple(argv[:length]) in parsers)
     own = argv[len(path) :]
-    if options.print_section_help(parsers[path], own):
+    if options.print_help(parsers[path], own):
         return ExitCode.DONE
     args = parsers[()].parse_args([*path, *options.arranged(parsers[path], own)])
     for name in path:

@@ -13,6 +13,8 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeFloat as Seconds
 from jsonargparse.typing import NonNegativeInt as Count
 
+from hpc_rl.errors import ConfigError
+
 __all__ = ["ArgumentParser", "Count", "Namespace", "Seconds"]
 CONFIG_FILES = (".yaml", ".yml", ".json")
 OVERRIDES = "overrides"  # destination of the options of a configuration, as they were typed
@@ -141,22 +143,29 @@ def _override(own: dict[str, argparse.Action], token: str, rest: Iterator[str]) 
     if letter is not None and not token.startswith("--"):
         value = [token[2:].removeprefix("=")] if len(token) > 2 else _next(rest)
         return [letter.option_strings[-1], *value]
-    return [token] if "=" in token or token == "--" else [token, *_next(rest)]
+    if token == "--":
+        raise ConfigError("argument '--' is not understood: an option is set with --a.b VALUE or a.b=VALUE.")
+    return [token] if "=" in token else [token, *_next(rest)]
 
 
 def _next(rest: Iterator[str]) -> list[str]:
     return [value for value in [next(rest, None)] if value is not None]
 
 
-def print_section_help(parser: ArgumentParser, argv: list[str]) -> bool:
-    """Print what `--help SECTION`, `--help OPTION` or `--help all` asks for; return whether anything was asked for.
+def print_help(parser: ArgumentParser, argv: list[str]) -> bool:
+    """Print what `--help`, `--help SECTION`, `--help OPTION` or `--help all` asks for; return whether help was asked for.
 
     Raises ConfigError for a name that no configuration has.
     """
-    asked = [number for number, token in enumerate(argv) if token in ("-h", "--help")]
-    topic = argv[asked[0] + 1] if asked and asked[0] + 1 < len(argv) else "-"
-    if topic.startswith("-") or f"--{OVERRIDES}" not in parser._option_string_actions:
+    before_command = argv[: argv.index("--")] if "--" in argv else argv
+    asked = [number for number, token in enumerate(before_command) if token in ("-h", "--help")]
+    if not asked:
         return False
+    topic = "".join(before_command[asked[0] + 1 : asked[0] + 2])
+    if not topic or topic.startswith("-") or f"--{OVERRIDES}" not in parser._option_string_actions:
+        # argparse's own --help ignores that the output can't be written
+        print(parser.format_help(), end="")
+        return True
     from hpc_rl.config.reference import section_help
 
     print(section_help(topic.replace("-", "_")), end="")

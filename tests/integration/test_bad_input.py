@@ -74,7 +74,7 @@ def test_the_configuration_itself_is_good(shell):
         ),
         (["allocation_mode=embedded:d999999999+fsdp:d1"], ["at most 100000 are allowed"]),
         (["allocation_mode=embedded:d" + "9" * 5000], ["5000 digits"]),
-        (["--n_nodes", "4"], ["launcher.type local is this one machine"]),
+        (["--n_nodes", "4"], ["launcher.type local, which is this machine"]),
         (["trial_name=a/b"], ["trial_name 'a/b' can't be used"]),
         (["trial_name=.."], ["trial_name '..' can't be used"]),
         (["trial_name=../../x"], ["trial_name '../../x' can't be used"]),
@@ -133,7 +133,7 @@ def test_usage(shell):
     assert "did you mean" in shell.refused(2, "sumbit").lower()
     assert shell.run("submit", "--config").returncode == 2
     assert shell.run("status").returncode == 2
-    assert "--config FILE" in shell.refused(64, "submit")
+    assert "hpc-rl submit FILE" in shell.refused(64, "submit")
 
 
 # -- files
@@ -248,7 +248,7 @@ def test_a_trial_that_has_state(shell, tmp_path):
     for mode in ("disabled", "fault"):
         message = shell.refused(75, *SUBMIT, f"recover.mode={mode}")
         assert "trial sums/small has state already" in message
-        assert "Go on from it with recover.mode=auto" in message  # a recover has nothing to go on from
+        assert "recover.mode=auto" in message  # a recover has nothing to go on from
 
 
 def test_nothing_to_resume(shell):
@@ -320,7 +320,7 @@ def test_an_ambiguous_trial_name(shell, tmp_path, monkeypatch):
         trial_index.record(trial)
     for command in ("status", "logs", "cancel", "recover"):
         message = shell.refused(64, command, "small")
-        assert "'small' is the name of 2 trials" in message
+        assert "2 trials match 'small'" in message
         for experiment in ("sums", "maths"):
             assert f"{experiment}/small" in message
             assert str(Trial.of(tmp_path / "runs", account(), experiment, "small").dir) in message

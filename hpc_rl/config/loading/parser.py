@@ -189,10 +189,12 @@ def _parsed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_misplaced(hint: Any, value: Any) -> bool:
-    """Return whether a value is null or a truth value where the library would let it pass as unset or as a number."""
+    """Return whether the library would accept a value that an option must not have, or fail on it."""
     if value is None:
         return not is_optional(hint)
-    return isinstance(value, bool) and bool not in alternatives(hint)
+    if isinstance(value, bool):
+        return bool not in alternatives(hint)
+    return isinstance(value, int) and abs(value) > LARGEST_INT
 
 
 def as_written(hint: Any, item: SourceValue) -> Any:
@@ -200,9 +202,9 @@ def as_written(hint: Any, item: SourceValue) -> Any:
     kinds = [base_of(kind) for kind in alternatives(hint)]
     value = item.value
     if isinstance(value, list | dict):
-        inner = next(
-            (typing.get_args(kind)[-1] for kind in kinds if typing.get_origin(kind) is type(value)), str
-        )
+        inner = _inner(kinds, type(value))
+        if inner is None:  # `a: b` on the command line is text where an option is
+            return item.text if item.is_argument and str in kinds else item.plain()
         if isinstance(value, list):
             return [as_written(inner, part) for part in value]
         return {key: as_written(inner, part) for key, part in value.items()}
@@ -214,7 +216,15 @@ def as_written(hint: Any, item: SourceValue) -> Any:
     return item.text if is_text and (item.is_argument or not isinstance(value, bool)) else value
 
 
+def _inner(kinds: list[Any], container: type) -> Any:
+    """Return the type of the members of a list or mapping; None where an option takes none."""
+    found = [typing.get_args(kind)[-1] for kind in kinds if typing.get_origin(kind) is container]
+    return found[0] if found else None
+
+
 def _type_reason(hint: Any, item: SourceValue) -> str:
+    if isinstance(item.value, int) and abs(item.value) > LARGEST_INT:
+        return f"Numbers end at {LARGEST_INT}."
     if isinstance(item.value, dict):
         for key, part in item.value.items():
             if isinstance(part.value, dict | list | bool | None):
@@ -232,16 +242,14 @@ def _type_reason(hint: Any, item: SourceValue) -> str:
 def _limit_reason(hint: Any, value: Any, item: SourceValue) -> str | None:
     """Return why a value of the right type is refused, which may be empty; None where it is allowed."""
     if isinstance(value, list | dict):
+        inner = _inner(list(alternatives(hint)), type(value))
         parts = item.value.items() if isinstance(value, dict) else enumerate(item.value)
-        kinds = [kind for kind in alternatives(hint) if typing.get_origin(kind) is type(value)]
-        reasons = (_limit_reason(typing.get_args(kinds[0])[-1], value[key], part) for key, part in parts)
+        reasons = (_limit_reason(inner, value[key], part) for key, part in parts)
         return next((reason for reason in reasons if reason is not None), None)
     if isinstance(value, str) and ("\0" in value or any("\ud800" <= char <= "\udfff" for char in value)):
         return "It must be text without NUL, in UTF-8."
     if isinstance(value, int | float) and not math.isfinite(value):
         return "It must be finite."
-    if isinstance(item.value, int) and abs(item.value) > LARGEST_INT:
-        return f"Numbers end at {LARGEST_INT}."
     for extra in (extra for kind in alternatives(hint) if _is_a(value, kind) for extra in extras_of(kind)):
         if not _allows(extra, value, item):
             return extra.refusal(value) if isinstance(extra, Place) else ""

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpc_rl.cli.__main__ import build_parsers, main
-from hpc_rl.cli.doctor import srun_options, requirements_of
+from hpc_rl.cli.doctor import requirements_of, srun_options
 from hpc_rl.cli.options import arranged
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.doctor.finding import Requirements
@@ -80,7 +80,7 @@ def test_the_profile_of_a_cluster_is_examined(tmp_path, monkeypatch):
     assert (wanted.fileroot, wanted.partition, wanted.on_slurm) == ("/shared/big", "gpu", True)
     assert options.account == "lab" and not findings
     (tmp_path / "a.yaml").write_text(
-        "experiment_name: e\ntrial_name: t\nactor: {path: /m}\ntrain_dataset: {path: /d}\n"
+        "experiment_name: e\ntrial_name: t\nactor: {path: /m}\ntrain_dataset: {path: /d, batch_size: 64}\n"
     )
     wanted, *_ = requirements_of(parsed(str(tmp_path / "a.yaml"), "--cluster", "big", "--partition", "cpu"))
     assert (wanted.fileroot, wanted.partition) == ("/shared/big", "cpu")

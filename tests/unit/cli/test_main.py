@@ -37,9 +37,7 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_lists_every_command_and_nothing_that_is_not_built(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--help"])
-    assert ended.value.code == 0
+    assert cli.main(["--help"]) == 0
     listed = re.findall(r"^    ([a-z]+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
     assert listed == list(cli.COMMANDS)
 
@@ -77,15 +75,12 @@ def test_synonyms_name_commands_that_exist():
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_has_help(command, capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.main([command, "--help"])
-    assert caught.value.code == 0
+    assert cli.main([command, "--help"]) == 0
     assert f"usage: hpc-rl {command}" in capsys.readouterr().out
 
 
 def help_of(capsys, *argv: str) -> str:
-    with pytest.raises(SystemExit):
-        cli.main([*argv, "--help"])
+    assert cli.main([*argv, "--help"]) == 0
     return capsys.readouterr().out
 
 
@@ -128,7 +123,7 @@ def test_help_of_a_section_that_does_not_exist(capsys):
         ("submit", ["--config", "a", "b.yml"], ["--config", "a", "--config=b.yml"]),
         ("submit", ["-N", "4", "-pgpu"], ["n_nodes 4", "partition gpu"]),
         ("submit", ["--n-nodes=4", "a.b=1", "--a.b", "-1"], ["--overrides=--n-nodes=4", "a.b=1", "a.b -1"]),
-        ("submit", ["--preset", "cpu", "hello", "--"], ["--preset", "cpu", "hello", "--"]),
+        ("submit", ["--preset", "cpu", "hello"], ["--preset", "cpu", "hello"]),
         ("recover", ["first", "--from", "4", "--lr", "1"], ["first", "--from", "4", "lr 1"]),
         ("attach", ["t", "--exec", "--", "ls", "-l"], ["t", "--exec", "--run=ls", "--run=-l"]),
         ("logs", ["t", "-n", "5"], ["t", "-n", "5"]),
@@ -141,7 +136,7 @@ def test_options_of_a_configuration_are_told_from_those_of_a_command(command, ar
         name, space, value = one.partition(" ")
         if space:
             wanted += [f"--overrides=--{name}", f"--overrides={value}"]
-        elif command == "submit" and one in ("a.b=1", "hello", "--"):
+        elif command == "submit" and one in ("a.b=1", "hello"):
             wanted.append(f"--overrides={one}")
         else:
             wanted.append(one)
