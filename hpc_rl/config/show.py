@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_rl.config.loading.fields import default_of, hints, section_of
-from hpc_rl.config.loading.load import Loaded
 from hpc_rl.config.loading.source import literal
+from hpc_rl.config.loading.stored import Loaded
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
 
 REDACTED = "***"

@@ -24,10 +24,9 @@ from typing import Any
 import yaml
 
 import hpc_rl
-from hpc_rl.config.loading.load import Loaded
 from hpc_rl.config.loading.profiles import site_dirs
 from hpc_rl.config.loading.source import literal
-from hpc_rl.config.loading.stored import to_dict, trainer_of
+from hpc_rl.config.loading.stored import Loaded, to_dict, trainer_of
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.config.tables.changes import Change
 from hpc_rl.errors import CannotWrite, ConfigError, SchedulerError, TrialBusy

@@ -11,7 +11,6 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,8 @@ from hpc_rl.config.loading.source import (
     read_yaml,
     with_origin,
 )
-from hpc_rl.config.loading.stored import trainer_of
-from hpc_rl.config.sections.experiment import CONFIGS, Config
+from hpc_rl.config.loading.stored import Loaded, trainer_of
+from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.sections.limits import Place
 from hpc_rl.config.tables import atlas
 from hpc_rl.errors import ConfigError
@@ -76,19 +75,6 @@ ANSWERS = {  # names that other toolkits have -> what to do here
     "loss_type": "see actor.loss_aggregation and actor.eps_clip_higher.",
     "reward_funcs": "a trial has one reward function: rollout.reward_fn.",
 }
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A configuration, where each explicit value came from (dotted name -> `file:line` or argument), what to tell the user."""
-
-    config: Config
-    origins: dict[str, str]
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def explicit(self) -> frozenset[str]:
-        return frozenset(self.origins)
 
 
 def load(

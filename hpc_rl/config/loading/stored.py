@@ -5,11 +5,25 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpc_rl.config.loading.fields import hints, section_of
 from hpc_rl.config.sections.experiment import CONFIGS, Config, RWConfig, SFTConfig
 from hpc_rl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration, the origin of each explicit value (dotted name -> `file:line` or argument), and notes for the user."""
+
+    config: Config
+    origins: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        return frozenset(self.origins)
 
 
 def trainer_of(config: Config) -> Literal["grpo", "sft", "rw"]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from hpc_rl.config.loading.load import Loaded
+from hpc_rl.config.loading.stored import Loaded
 from hpc_rl.config.rules import (
     consistency,
     container_rules,
