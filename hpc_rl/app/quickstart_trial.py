@@ -19,7 +19,7 @@ from typing import Any
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, HpcRlError, RoleFailed
 from hpc_rl.examples import toy
 from hpc_rl.examples.curve import learning_curve
-from hpc_rl.render.roots import template_root
+from hpc_rl.render.jinja_environment import template_root
 from hpc_rl.stats import read
 from hpc_rl.status.follow import follow
 from hpc_rl.status.formatting import program_name, shell_path

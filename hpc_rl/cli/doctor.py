@@ -31,7 +31,7 @@ from hpc_rl.doctor.machine import MACHINE_CHECKS
 from hpc_rl.doctor.node import NodeReport
 from hpc_rl.doctor.slurm_checks import check_slurm
 from hpc_rl.errors import ConfigError, HpcRlError
-from hpc_rl.render.directives import Ask, resources
+from hpc_rl.render.directives import SbatchRequest, directives
 from hpc_rl.schedulers import pick
 
 FAILED = 1  # exit code where a check failed
@@ -173,12 +173,15 @@ def srun_options(needs: Requirements, options: SlurmLauncherConfig) -> list[str]
     """Return the options of a short job that asks for what the trial asks for."""
     if not needs.mem_mb and options.mem == DERIVED:
         options = replace(options, mem=None)  # nothing was planned
-    asked = Ask(
-        n_nodes=needs.num_nodes, cpus_per_node=max(1, needs.cpus), mem_mb_per_node=needs.mem_mb,
-        n_gpus_per_node=needs.gpus, job_name="", tag="", workdir="", output="", requeue=False,
-    )  # fmt: skip
+    asked = SbatchRequest(
+        n_nodes=needs.num_nodes,
+        cpus_per_node=max(1, needs.cpus),
+        mem_mb_per_node=needs.mem_mb,
+        n_gpus_per_node=needs.gpus,
+    )
     ours = ("nodes", "ntasks-per-node", "time")
-    machines = [(name, value) for name, value in resources(options, asked) if name not in ours]
+    resources = directives(options, asked).resources
+    machines = [(name, value) for name, value in resources if value is not None and name not in ours]
     names = {name: getattr(options, name) for name in ("partition", "account", "qos", "reservation")}
     account = [(name, value) for name, value in names.items() if value is not None]
     return [f"--{name}={value}" if value != "" else f"--{name}" for name, value in (*machines, *account)]

@@ -37,6 +37,6 @@ def run(args: Namespace) -> int:
 def refuse(overrides: list[str]) -> None:
     """What the GRPO trial would refuse after the preparation is refused before it. Raises ConfigError."""
     from hpc_rl.config.loading.load import load
-    from hpc_rl.render.roots import template_root
+    from hpc_rl.render.jinja_environment import template_root
 
     load([template_root() / "configs" / "quickstart" / "grpo.yaml"], overrides)

@@ -3,21 +3,51 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hpc_rl.cli.options import Action, ArgumentParser, Namespace, add_json, new_parser, print_json
+from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.profiles import known_profiles, profile_dirs, site_dirs
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode
-from hpc_rl.render import lint, overrides, sample
-from hpc_rl.render.hooks import EVENTS
-from hpc_rl.render.hooks import FOLDER as HOOKS
+from hpc_rl.plan.plan import make_plan
+from hpc_rl.render import lint, overrides
+from hpc_rl.render.hooks import EVENTS, FOLDER
+from hpc_rl.render.scripts import Stamp, render
+from hpc_rl.trial import Trial
 
 HELP = {
-    "list": "templates and their blocks, who overrides them; cluster profiles and hooks of the site",
+    "list": "show templates, their blocks and overrides; cluster profiles and hooks of the site",
     "eject": "write an override of some blocks, to be edited",
-    "diff": "what the overrides change in a sample of every script",
-    "check": "render a sample through the overrides; bash -n, shellcheck, directives, blocks that do not exist",
+    "diff": "show what the overrides change in a sample of every script",
+    "check": "render a sample of every script through the overrides; bash -n, shellcheck, directives, block names",
+}
+
+# A small trial of every kind, in which every template and every branch of it is rendered.
+SAMPLE = [
+    "experiment_name=sample",
+    "trial_name=sample",
+    "cluster.fileroot=/fileroot",
+    "cluster.n_gpus_per_node=2",
+    "train_dataset.path=/data.jsonl",
+    "train_dataset.batch_size=64",
+    "actor.path=/model",
+    "recover.mode=auto",
+]
+WITH_SERVERS = ["cluster.n_nodes=3", "allocation_mode=sglang:d4+fsdp:d2"]
+IMAGES = ["launcher.slurm.trainer_image=/images/t.sif", "launcher.slurm.inference_server_image=/images/s.sif"]
+HOOKS = [f"launcher.hooks.{event}='#!/bin/bash'" for event in ("pre_job", "post_job", "on_preempt")]
+KINDS: dict[str, tuple[Literal["slurm", "local"], list[str]]] = {
+    "local": ("local", ["cluster.n_gpus_per_node=0"]),
+    "one node without GPUs": ("slurm", ["cluster.n_gpus_per_node=0"]),
+    "servers, pyxis": ("slurm", [*WITH_SERVERS, *IMAGES, "launcher.slurm.container_type=pyxis"]),
+    "servers, apptainer, hooks": ("slurm", [*WITH_SERVERS, *IMAGES, *HOOKS]),
+    "hetjob": ("slurm", [*WITH_SERVERS, "launcher.slurm.layout=hetjob"]),
+    "jobs": ("slurm", [*WITH_SERVERS, "launcher.slurm.layout=jobs", "launcher.slurm.extra_args=[--hold]"]),
+    "submitit": ("slurm", ["launcher.slurm.backend=submitit", "launcher.slurm.time=1-0"]),
+    "successor": ("slurm", ["launcher.slurm.continue_by=successor"]),
+    "disabled": ("slurm", ["recover.mode=disabled"]),
 }
 
 
@@ -49,7 +79,7 @@ def _list(args: Namespace) -> int:
     layers = _layers(args)
     found = overrides.overrides(layers)
     hooks = {
-        event: [str(path) for folder in reversed(layers) if (path := folder / HOOKS / event).exists()]
+        event: [str(path) for folder in reversed(layers) if (path := folder / FOLDER / event).exists()]
         for event in EVENTS
     }
     profiles = {name: str(path) for name, path in known_profiles(profile_dirs()).items()}
@@ -91,13 +121,13 @@ def _list(args: Namespace) -> int:
 
 
 def _eject_parser() -> ArgumentParser:
-    made = _parser("eject", "Example: hpc-rl templates eject trial --block site --to /etc/hpc-rl")
-    made.add_argument("template", help="as sbatch/trial.sbatch.j2, or trial")
+    made = _parser("eject", "Example: hpc-rl templates eject site --to /etc/hpc-rl")
+    made.add_argument("template", help="as templates/site.sh.j2, or site")
     made.add_argument(
         "--block",
         action="append",
         metavar="NAME",
-        help="a block to override, several times for several (site)",
+        help="a block to override, several times for several",
     )
     made.add_argument(
         "--to", metavar="DIR", help="site directory to write into (the first of the search path); - prints it"
@@ -108,7 +138,7 @@ def _eject_parser() -> ArgumentParser:
 
 def _eject(args: Namespace) -> int:
     template = overrides.known(args.template)
-    text = overrides.ejected(template, args.block or ["site"])
+    text = overrides.ejected(template, args.block or [])
     if args.to == "-":
         print(text, end="")
         return 0
@@ -133,7 +163,9 @@ def _diff_parser() -> ArgumentParser:
 
 
 def _diff(args: Namespace) -> int:
-    ours, theirs = sample.samples([]), sample.samples(_layers(args))
+    layers = _layers(args)
+    overrides.refuse_overrides(layers)
+    ours, theirs = samples([]), samples(layers)
     lines = [
         line
         for name in ours
@@ -160,8 +192,8 @@ def _check_parser() -> ArgumentParser:
 def _check(args: Namespace) -> int:
     layers = _layers(args)
     wrong = overrides.problems(layers)
-    texts = sample.samples(layers)
-    wrong += [f"{name}: {problem}" for name, text in texts.items() for problem in lint.problems(text)]
+    texts = {} if overrides.unknown_blocks(layers) else samples(layers)
+    wrong += lint.problems({name: text for name, text in texts.items() if not name.endswith(".json")})
     missing = (
         []
         if lint.shellcheck()
@@ -189,6 +221,28 @@ def _check(args: Namespace) -> int:
             )
         )
     return ExitCode.REFUSED if wrong else 0
+
+
+def samples(layers: Sequence[Path]) -> dict[str, str]:
+    """Return `kind: file` -> text, without hooks. Raises ConfigError for templates that do not render."""
+    found = {}
+    for kind, (scheduler, options) in KINDS.items():
+        loaded = load([], [*SAMPLE, *options], profiles=[])
+        plan = make_plan(loaded.config, loaded.explicit, interpreter="/python", scheduler=scheduler)
+        trial = Trial.of("/fileroot", "user", "sample", "sample")
+        stamp = Stamp(
+            version="VERSION",
+            config_sha256="SHA256",
+            command=["hpc-rl", "render"],
+            tag="hpc-rl:TAG",
+            wheel="hpc_rl.zip",
+            workdir=Path("/workdir"),
+            start_mode="auto",
+        )
+        for name, text in render(loaded.config, plan, trial, stamp, scheduler, layers).items():
+            if not name.startswith("hook."):
+                found[f"{kind}: {name}"] = text
+    return found
 
 
 def parser() -> ArgumentParser:

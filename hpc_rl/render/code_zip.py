@@ -16,7 +16,7 @@ _LONG_AGO = (1980, 1, 1, 0, 0, 0)
 
 
 def build() -> tuple[str, bytes]:
-    """File name (with version and content hash) and content; the same sources give the same bytes. Raises OSError."""
+    """Return file name (version, content hash) and content; equal sources give equal bytes. Raises OSError."""
     sources = _sources(Path(hpc_rl.__file__).parent)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -30,7 +30,8 @@ def build() -> tuple[str, bytes]:
 
 
 def _sources(package: Path) -> dict[str, bytes]:
-    if not package.is_dir():  # this process itself runs from such a zip: package is <zip>/hpc_rl
+    if not package.is_dir():
+        # This process itself runs from such a zip: package is <zip>/hpc_rl.
         with zipfile.ZipFile(package.parent) as archive:
             return {name: archive.read(name) for name in archive.namelist()}
     paths = (path for path in package.rglob("*.py") if "_data" not in path.parts)

@@ -1,21 +1,20 @@
 """The command line and environment of a unit in its container. Pure: apptainer wraps the program, pyxis is options of srun.
 
-The supervisor stays outside, and starts, stops and ends a role in a container as it does any other:
+The supervisor stays outside, and starts and stops a role in a container as it does any other:
 
-- the role's standard input is the supervisor's pipe. `apptainer exec` and pyxis (without an entry point) hand it on as it is, so
-  a stop is read from it and its end, when the supervisor dies, ends the role;
-- `apptainer exec` keeps process ids, process group and host name of the node (config/rules/container_rules.py refuses the options that
-  would not), so killing the group, and the pids that the roles put on record, reach the processes inside;
+- the role's standard input is the supervisor's pipe. `apptainer exec` and pyxis (without an entry point) hand it on as it
+  is, so a stop is read from it and its end, when the supervisor dies, ends the role;
+- `apptainer exec` keeps process ids, process group and host name of the node (config/rules/container_rules.py refuses
+  the options that would not), so killing the group, and the pids on record, reach the processes inside;
 - the exit code is the role's own.
 
-The environment is inherited; nothing of it is in an argument list, where every user of the node could read it. What must hold
-whatever the image says travels as APPTAINERENV_<name>, taken literally (APPTAINER_NO_EVAL, from Apptainer 1.1 and
+The environment is inherited; nothing of it is in an argument list, where every user of the node could read it. What must
+hold whatever the image says travels as APPTAINERENV_<name>, taken literally (APPTAINER_NO_EVAL, from Apptainer 1.1 and
 SingularityCE 3.10 on), and for pyxis by name in `--container-env`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -29,16 +28,30 @@ _PYTHON = {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "
 
 
 @dataclass(frozen=True)
-class Wrapped:
-    """What to start in place of a role's own command; `srun_args` go to its srun."""
+class Command:
+    """What to start in place of a role's interpreter.
 
-    argv: list[str]
-    env: dict[str, str]
-    srun_args: list[str] = field(default_factory=list)
+    Args:
+        program: The interpreter, in its container if it has one; words by lines.
+        srun_options: For its srun; words by lines.
+    """
+
+    program: list[list[str]]
+    srun_options: list[list[str]] = field(default_factory=list)
+
+
+def common_env(unit: Unit, kind: str) -> dict[str, str]:
+    """Return what every process of a unit finds in its environment, in addition to what the supervisor has."""
+    return {
+        "HPC_RL_STEPS": kind,
+        "HPC_RL_NUM_RANKS": str(unit.num_tasks),
+        "OMP_NUM_THREADS": str(unit.cpus_per_task),
+        **unit.env,
+    }
 
 
 def check_places(plan: Plan, trial_dir: Path, workdir: Path) -> None:
-    """Raises ConfigError for a directory that can't be bound, where a unit of the plan has a container."""
+    """Raise ConfigError for a directory that can't be bound, where a unit of the plan has a container."""
     for what, path in (("the directory of the trial", trial_dir), ("the working directory", workdir)):
         if set(str(path)) & set(SEPARATORS) and any(unit.container for unit in plan.units):
             raise ConfigError(
@@ -46,38 +59,61 @@ def check_places(plan: Plan, trial_dir: Path, workdir: Path) -> None:
             )
 
 
-def wrap(
-    unit: Unit, argv: list[str], env: dict[str, str], own: Collection[str], trial_dir: Path, workdir: Path
-) -> Wrapped:
-    """Put a unit's command into its container, if it has one.
+def command_of(unit: Unit, python: str, trial_dir: Path, workdir: Path) -> Command:
+    """Return how the interpreter of a unit is started, by the interpreter of nodes, or that of its image."""
+    container = unit.container
+    if container is None:
+        return Command([[python]])
+    mounts = _mounts(container, trial_dir, workdir)
+    if container.type == "pyxis":
+        names = sorted({*common_env(unit, "srun"), *_PYTHON, "PYTHONPATH"})
+        options = [
+            f"--container-image={container.image}",
+            f"--container-mounts={','.join(mounts)}",
+            f"--container-workdir={workdir}",
+            f"--container-env={','.join(names)}",
+            "--no-container-entrypoint",
+            *container.args,
+        ]
+        return Command([[container.python]], [[option] for option in options])
+    exec_ = [container.program, "exec", *(["--nv"] if unit.gpus_per_task else [])]
+    binds = [["--bind", mount] for mount in mounts]
+    last = [[*container.args, container.image], [container.python]]
+    return Command([exec_, *binds, ["--pwd", str(workdir)], *last])
+
+
+def container_env(
+    unit: Unit, env: dict[str, str], kind: str, trial_dir: Path, workdir: Path
+) -> dict[str, str]:
+    """Return the environment to start a unit with.
 
     Args:
         unit: The unit.
-        argv: Its command; the first word, the interpreter, gives way to the image's.
-        env: Environment to start it with.
-        own: Names in `env` that hold whatever the image says.
-        trial_dir: Directory of the trial, which is bound.
+        env: What is inherited.
+        kind: How its processes are started: `srun` or `process`.
+        trial_dir: Directory of the trial, which is bound into its container.
         workdir: Where the command starts; bound too.
     """
     container = unit.container
     if container is None:
-        return Wrapped(argv, env)
-    mounts = with_paths(container.mounts, [str(trial_dir), str(workdir)])
-    env = _environment(env, mounts, unit.env)
-    names = sorted({*own, *_PYTHON, "PYTHONPATH", *unit.env} & env.keys())
-    command = [container.python, *argv[1:]]
+        return env
+    env = _within(env, _mounts(container, trial_dir, workdir), unit.env)
     if container.type == "pyxis":
-        return Wrapped(command, env, _pyxis(container, mounts, names, workdir))
-    nv = ["--nv"] if unit.gpus_per_task else []
-    binds = [word for mount in mounts for word in ("--bind", mount)]
-    prefix = [container.program, "exec", *nv, *binds, "--pwd", str(workdir), *container.args, container.image]
-    return Wrapped([*prefix, *command], env | _literal(container, {name: env[name] for name in names}))
+        return env
+    names = {*common_env(unit, kind), *_PYTHON, "PYTHONPATH"} & env.keys()
+    kind = "SINGULARITY" if PurePosixPath(container.program).name == "singularity" else "APPTAINER"
+    return env | {f"{kind}ENV_{name}": env[name] for name in sorted(names)} | {f"{kind}_NO_EVAL": "1"}
 
 
-def _environment(env: dict[str, str], mounts: list[str], own: dict[str, str]) -> dict[str, str]:
-    """Without what names places that are not in the container."""
+def _mounts(container: Container, trial_dir: Path, workdir: Path) -> list[str]:
+    return with_paths(container.mounts, [str(trial_dir), str(workdir)])
+
+
+def _within(env: dict[str, str], mounts: list[str], own: dict[str, str]) -> dict[str, str]:
+    """Return the environment without what names places that are not in the container."""
     targets = [mount.split(":")[1] for mount in mounts]
-    within = own.get("PYTHONPATH", "").split(":")  # the user's own may be of the image
+    # A PYTHONPATH of the user's own may be of the image.
+    within = own.get("PYTHONPATH", "").split(":")
     path = [
         entry
         for entry in env.get("PYTHONPATH", "").split(":")
@@ -91,19 +127,3 @@ def _environment(env: dict[str, str], mounts: list[str], own: dict[str, str]) ->
 
 def _below(path: str, directories: list[str]) -> bool:
     return any(PurePosixPath(path).is_relative_to(directory) for directory in directories)
-
-
-def _literal(container: Container, values: dict[str, str]) -> dict[str, str]:
-    kind = "SINGULARITY" if PurePosixPath(container.program).name == "singularity" else "APPTAINER"
-    return {f"{kind}ENV_{name}": value for name, value in values.items()} | {f"{kind}_NO_EVAL": "1"}
-
-
-def _pyxis(container: Container, mounts: list[str], names: list[str], workdir: Path) -> list[str]:
-    return [
-        f"--container-image={container.image}",
-        f"--container-mounts={','.join(mounts)}",
-        f"--container-workdir={workdir}",
-        f"--container-env={','.join(names)}",
-        "--no-container-entrypoint",
-        *container.args,
-    ]

@@ -1,22 +1,55 @@
-"""What one job, or one component of it, asks of sbatch: options in their order, by group. Pure; the template only writes them."""
+"""Directives: what one job, or one component of it, asks of sbatch: options in their order, by group. Pure."""
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 from hpc_rl import slurm_time
 from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
-from hpc_rl.render.templates import LINE_BREAK
+from hpc_rl.render.jinja_environment import LINE_BREAK
 
-Option = tuple[str, str]  # name without dashes; value, empty for an option that has none
+Option = tuple[
+    str, str | None
+]  # name without dashes; value: empty for an option that has none, None for one not used
+GroupName = Literal["resources", "accounting", "output", "ending"]
+
+
+# Every option, in its order, under its heading. The value is that of the key of `launcher.slurm` with the same name,
+# or what `_values` makes of it.
+SLURM_OPTIONS: dict[GroupName, tuple[str, ...]] = {
+    "resources": (
+        *(
+            "nodes",
+            "ntasks-per-node",
+            "cpus-per-task",
+            "mem",
+            "mem-per-cpu",
+            "mem-per-gpu",
+            "gpus-per-node",
+            "gres",
+        ),
+        *("time", "constraint", "nodelist", "exclude", "tmp", "switches", "exclusive", "array"),
+    ),
+    "accounting": (
+        *("job-name", "comment", "partition", "account", "qos", "reservation", "licenses", "wckey"),
+        *("mail-type", "mail-user"),
+    ),
+    "output": ("chdir", "output", "open-mode"),
+    "ending": ("no-kill", "requeue", "no-requeue", "signal", "dependency"),
+}
+# Those that no line stands for where they are not used.
+_UNSHOWN = ("array", "no-kill", "requeue", "no-requeue")
+# Those of its accounting that the second component of a heterogeneous job states itself.
+_OF_COMPONENT = ("partition", "account", "qos", "reservation")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
-    """What the plan wants of one job or component; the section `launcher.slurm` says how it is put.
+class SbatchRequest:
+    """What the plan needs of one job or component; the section `launcher.slurm` says how it is asked for.
 
     Args:
         n_nodes: Nodes.
@@ -26,137 +59,120 @@ class Ask:
         job_name: Name.
         tag: Unique word of the submission, which begins the comment.
         workdir: Where the script starts.
-        output: sbatch's file name pattern for the script's own words; a literal % is %%.
+        output: sbatch's file name pattern for the output of the script; a literal % is %%.
         requeue: Whether Slurm may start the script again.
         signal: Value of --signal; empty for none.
-        more: Further options of this kind of job, as `("array", "0-7")`.
+        array: Value of --array; empty for none.
     """
 
     n_nodes: int
     cpus_per_node: int
     mem_mb_per_node: int
     n_gpus_per_node: int
-    job_name: str
-    tag: str
-    workdir: str
-    output: str
-    requeue: bool
+    job_name: str = ""
+    tag: str = ""
+    workdir: str = ""
+    output: str = ""
+    requeue: bool = False
     signal: str = ""
-    more: list[Option] = field(default_factory=list)
+    array: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Directives:
-    """Options of one job or component, by what a person looks for."""
+    """Options of one job or component, by their headings."""
 
     resources: list[Option]
     accounting: list[Option]
     output: list[Option]
-    policy: list[Option]
+    ending: list[Option]
     extra: list[list[str]]
 
-
-def directives(slurm: SlurmLauncherConfig, ask: Ask) -> Directives:
-    """Every option of a job. What is null in the configuration is not there. Raises ConfigError."""
-    return Directives(
-        resources=resources(slurm, ask),
-        accounting=accounting(slurm, ask),
-        output=_present(("chdir", ask.workdir), ("output", ask.output), ("open-mode", "append")),
-        policy=policy(slurm, ask),
-        extra=[split_extra(argument) for argument in slurm.extra_args],
-    )
+    @property
+    def options(self) -> list[tuple[str, str]]:
+        """Those that are used, without the extra arguments."""
+        every = (*self.resources, *self.accounting, *self.output, *self.ending)
+        return [(name, value) for name, value in every if value is not None]
 
 
-def resources(slurm: SlurmLauncherConfig, ask: Ask) -> list[Option]:
-    """What machines. The only group that differs between the components of one heterogeneous job."""
-    exclusive: list[Option] = []
-    if slurm.exclusive:
-        exclusive = [("exclusive", "" if slurm.exclusive is True else slurm.exclusive)]
-    return [
-        ("nodes", str(ask.n_nodes)),
-        *_present(
-            ("ntasks-per-node", slurm.ntasks_per_node and str(slurm.ntasks_per_node)),
-            (
-                "cpus-per-task",
-                str(ask.cpus_per_node) if slurm.cpus_per_task == DERIVED else slurm.cpus_per_task,
-            ),
-            *_memory(slurm, ask),
-            *_gpus(slurm, ask),
-            ("time", slurm.time),
-            ("constraint", slurm.constraint),
-            ("nodelist", slurm.nodelist),
-            ("exclude", slurm.exclude),
-            ("tmp", slurm.tmp),
-            ("switches", slurm.switches),
-        ),
-        *exclusive,
-        *ask.more,
+def directives(slurm: SlurmLauncherConfig, request: SbatchRequest) -> Directives:
+    """Return every option of a job. Raises ConfigError."""
+    values = _values(slurm, request)
+    groups = {
+        group: [(name, values[name]) for name in names if values[name] is not None or name not in _UNSHOWN]
+        for group, names in SLURM_OPTIONS.items()
+    }
+    return Directives(**groups, extra=[split_extra(argument) for argument in slurm.extra_args])
+
+
+def of_component(whole: Directives) -> Directives:
+    """Return what the second component of a heterogeneous job states itself; the rest is the whole job's."""
+    resources = [option for option in whole.resources if option[1] is not None]
+    accounting = [
+        option for option in whole.accounting if option[1] is not None and option[0] in _OF_COMPONENT
     ]
+    return Directives(resources=resources, accounting=accounting, output=[], ending=[], extra=whole.extra)
 
 
-def accounting(slurm: SlurmLauncherConfig, ask: Ask) -> list[Option]:
-    """Under whose name, and who is told."""
-    return _present(
-        ("job-name", ask.job_name),
-        ("comment", f"{ask.tag} {slurm.comment}" if slurm.comment else ask.tag),
-        ("partition", slurm.partition),
-        ("account", slurm.account),
-        ("qos", slurm.qos),
-        ("reservation", slurm.reservation),
-        ("licenses", slurm.licenses),
-        ("wckey", slurm.wckey),
-        ("mail-type", slurm.mail_type),
-        ("mail-user", slurm.mail_user),
-    )
+def _values(slurm: SlurmLauncherConfig, request: SbatchRequest) -> dict[str, str | None]:
+    """Return the value of every option: the section's own, or what follows from the plan."""
+    names = (name for group in SLURM_OPTIONS.values() for name in group)
+    values = {name: getattr(slurm, name.replace("-", "_"), None) for name in names}
+    values |= {
+        "nodes": str(request.n_nodes),
+        "ntasks-per-node": slurm.ntasks_per_node and str(slurm.ntasks_per_node),
+        "array": request.array or None,
+        "job-name": request.job_name,
+        "comment": f"{request.tag} {slurm.comment}" if slurm.comment else request.tag,
+        "chdir": request.workdir,
+        "output": request.output,
+        "open-mode": "append",
+        "no-kill": "",
+        "requeue": "" if request.requeue else None,
+        "no-requeue": None if request.requeue else "",
+        "signal": request.signal or None,
+    }
+    if slurm.cpus_per_task == DERIVED:
+        values["cpus-per-task"] = str(request.cpus_per_node)
+    if slurm.mem == DERIVED:
+        # sbatch refuses two of the three: --mem-per-… replaces the derived --mem.
+        derived = f"{request.mem_mb_per_node}M"
+        values["mem"] = None if slurm.mem_per_cpu or slurm.mem_per_gpu else derived
+    if isinstance(slurm.exclusive, bool):
+        values["exclusive"] = "" if slurm.exclusive else None
+    return values | _gpus(slurm, request)
 
 
-def policy(slurm: SlurmLauncherConfig, ask: Ask) -> list[Option]:
-    """What happens when something ends."""
-    return [
-        ("no-kill", ""),
-        ("requeue" if ask.requeue else "no-requeue", ""),
-        *_present(("signal", ask.signal or None), ("dependency", slurm.dependency)),
-    ]
-
-
-def _memory(slurm: SlurmLauncherConfig, ask: Ask) -> list[tuple[str, str | None]]:
-    """One of the three; sbatch refuses two. A given --mem-per-… replaces the derived --mem."""
-    per = [("mem-per-cpu", slurm.mem_per_cpu), ("mem-per-gpu", slurm.mem_per_gpu)]
-    derived = None if slurm.mem_per_cpu or slurm.mem_per_gpu else f"{ask.mem_mb_per_node}M"
-    return [("mem", derived if slurm.mem == DERIVED else slurm.mem), *per]
-
-
-def _gpus(slurm: SlurmLauncherConfig, ask: Ask) -> list[tuple[str, str | None]]:
-    """GPUs by one option only: Slurm takes --gres=gpu and --gpus-per-node together without a word, and one of them counts."""
-    wanted = None
-    if ask.n_gpus_per_node and slurm.gpus_by and not asks_for_gpus(slurm.gres):
-        wanted = f"{slurm.gpu_type}:{ask.n_gpus_per_node}" if slurm.gpu_type else str(ask.n_gpus_per_node)
-    if wanted and slurm.gpus_by == "gres":
-        return [("gres", ",".join(filter(None, [f"gpu:{wanted}", slurm.gres])))]
-    return [("gpus-per-node", wanted), ("gres", slurm.gres)]
+def _gpus(slurm: SlurmLauncherConfig, request: SbatchRequest) -> dict[str, str | None]:
+    """Return how GPUs are asked for: Slurm accepts --gres=gpu and --gpus-per-node together, and uses only one of them."""
+    needed = None
+    if request.n_gpus_per_node and slurm.gpus_by and not asks_for_gpus(slurm.gres):
+        count = str(request.n_gpus_per_node)
+        needed = f"{slurm.gpu_type}:{count}" if slurm.gpu_type else count
+    if needed and slurm.gpus_by == "gres":
+        return {"gpus-per-node": None, "gres": ",".join(filter(None, [f"gpu:{needed}", slurm.gres]))}
+    return {"gpus-per-node": needed, "gres": slurm.gres}
 
 
 def split_extra(argument: str) -> list[str]:
-    """The words of one of `launcher.slurm.extra_args`, in sbatch's quoting. Raises ConfigError."""
+    """Return the words of one of `launcher.slurm.extra_args`, in sbatch's quoting. Raises ConfigError."""
     try:
         words = shlex.split(argument, posix=True)
     except ValueError as error:
         raise ConfigError(f"launcher.slurm.extra_args: {argument!r} can't be read: {error}.") from error
     if not words or LINE_BREAK.search(argument):
         raise ConfigError(
-            f"launcher.slurm.extra_args: {argument!r} is no sbatch option; write one per item, as --licenses=a:1."
+            f"launcher.slurm.extra_args: {argument!r} is not a valid sbatch option; "
+            "write one per item, as --licenses=a:1."
         )
     return words
 
 
-def _present(*options: tuple[str, str | None]) -> list[Option]:
-    return [(name, value) for name, value in options if value is not None]
-
-
 def signal_lead_s(time_limit: str | None) -> int:
-    """Return how long before the end of the job the batch script is signalled, in seconds."""
+    """Return how many seconds before the end of the job Slurm signals the batch script."""
+    # Slurm may be a minute early and acts every half minute; the rest is for a training step and a save.
+    # A short job must not be signalled at its start.
     if not time_limit:
         return 180
     limit_s = slurm_time.to_seconds(time_limit)
-    # Slurm may be a minute early and acts every half minute; the rest is for a step and a save.
     return 300 if limit_s is None else max(1, min(300, limit_s // 5))

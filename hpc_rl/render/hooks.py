@@ -1,4 +1,4 @@
-"""The hooks of a submission: which scripts run at which moment. Copies travel with the trial; the job runs those."""
+"""The hooks of a submission: which scripts run at which moment. The job runs copies that travel with the trial."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDER = "hooks.d"
 
 @dataclass(frozen=True)
 class Hook:
-    """One script: its file name below scripts/, its text, where that came from."""
+    """One script: its file name below scripts/, its text, and the file or option that it came from."""
 
     event: str
     name: str
@@ -25,10 +25,8 @@ class Hook:
 
 
 def gather(hooks: HooksConfig, site: Sequence[Path]) -> list[Hook]:
-    """All of them in the order in which they run: the site's come first at the beginning, and last at the end.
-
-    Raises ConfigError for a script that can't be read.
-    """
+    """Return them in the order in which they run. Raises ConfigError for a script that can't be read."""
+    # The site's come first before an attempt, and last after it.
     found = []
     for event in EVENTS:
         scripts = list(_scripts(event, hooks, site))
@@ -43,7 +41,7 @@ def gather(hooks: HooksConfig, site: Sequence[Path]) -> list[Hook]:
 
 
 def _scripts(event: str, hooks: HooksConfig, site: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """(origin, text): the machine's before the person's, those before the trial's."""
+    """Yield (origin, text): the machine's before the user's, those before the trial's."""
     folders = [folder / FOLDER for folder in reversed(site)]
     if hooks.dir:
         if not Path(hooks.dir).is_dir():
@@ -66,9 +64,9 @@ def _read(path: Path, what: str) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no script in UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "it is not a script in UTF-8"
         hint = "; a script given as text has several lines, or begins with #!" if what != str(path) else ""
         raise ConfigError(f"{what}: {str(path)!r} can't be read: {reason}{hint}.") from error
     if "\0" in text:
-        raise ConfigError(f"{what}: {str(path)!r} is no script: it holds NUL bytes.")
+        raise ConfigError(f"{what}: {str(path)!r} is not a script: it holds NUL bytes.")
     return text

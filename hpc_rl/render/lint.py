@@ -1,4 +1,4 @@
-"""What can be said against a rendered script without a scheduler: its directives, `bash -n`, shellcheck where there is one."""
+"""Checks of a rendered script that need no scheduler: its directives, `bash -n`, shellcheck where it is installed."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 TIMEOUT_S = 60.0
 
 
-def problems(text: str) -> list[str]:
-    """Everything of the three; empty where there is nothing. shellcheck is left out where it is not installed."""
-    return [*directive_problems(text), *bash_problems(text), *(shellcheck_problems(text) or [])]
+def problems(texts: Mapping[str, str]) -> list[str]:
+    """Return what is wrong with scripts, by name; equal texts are checked once, and shellcheck where it is installed."""
+    first: dict[str, str] = {}
+    for name, text in texts.items():
+        first.setdefault(text, name)
+    checks = (directive_problems, bash_problems, shellcheck_problems)
+    return [
+        f"{name}: {problem}"
+        for text, name in first.items()
+        for check in checks
+        for problem in check(text) or []
+    ]
 
 
 def directive_problems(text: str) -> list[str]:
-    """#SBATCH lines that sbatch would ignore or that contradict each other; nothing of a script that has none."""
+    """Return #SBATCH lines that sbatch would ignore or that contradict each other."""
     lines = text.splitlines()
     first = next(
         (number for number, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines)
@@ -48,14 +58,14 @@ def directive_problems(text: str) -> list[str]:
     if options and not {"--requeue", "--no-requeue"} & set(options):
         found.append("neither --requeue nor --no-requeue: what happens when a node dies is left to the site")
     if options and "--open-mode" not in options:
-        found.append("no --open-mode=append: a requeue would wipe the script's own words")
+        found.append("no --open-mode=append: a requeue would truncate the script's output")
     if any(line.startswith("#SBATCH") and not line.startswith("#SBATCH ") for line in lines):
         found.append("#SBATCH without a blank after it is a comment")
     return found
 
 
 def _with_variables(lines: list[str]) -> list[str]:
-    """Not --chdir and --output, whose paths may hold a dollar sign that is meant."""
+    """Return lines with a shell variable, except those whose value may hold a dollar sign that is meant."""
     ours = ("--chdir", "--output", "--comment", "--job-name")
     variable = re.compile(r"\$\{?[A-Za-z_]")
     return [
@@ -71,13 +81,14 @@ def bash_problems(text: str) -> list[str]:
 
 
 def shellcheck() -> str | None:
-    """The program, beside this Python or on the PATH."""
+    """Return the program: beside this Python, or on the PATH; None where there is none."""
     beside = Path(sys.executable).parent / "shellcheck"
     return str(beside) if beside.is_file() else shutil.which("shellcheck")
 
 
 def shellcheck_problems(text: str) -> list[str] | None:
-    """Errors and warnings; None where shellcheck is not installed. Mere advice would refuse a path with a dollar sign in it."""
+    """Return errors and warnings; None where shellcheck is not installed."""
+    # Mere advice would refuse a path with a dollar sign in it.
     program = shellcheck()
     if program is None:
         return None

@@ -1,7 +1,8 @@
-"""What a site changes of our templates: which blocks there are, who overrides them, how an override looks, what is wrong."""
+"""What a site changes of our templates: which blocks there are, what overrides them, how an override looks, what is wrong."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +12,15 @@ import jinja2
 from jinja2 import nodes
 
 from hpc_rl.errors import ConfigError
-from hpc_rl.render.roots import template_root
-from hpc_rl.render.templates import environment
+from hpc_rl.render.jinja_environment import environment, template_root
 
 FOLDERS = ("sbatch", "templates")
-_COMMENT = {"site": "what this machine or cluster needs: module load …; it runs with `set +u`"}
+# Blocks that were elsewhere in earlier versions -> where they are now.
+MOVED = {
+    "site": "all scripts of a trial share it: move it to templates/site.sh.j2 (hpc-rl templates eject site)",
+}
+# Templates with one block that is meant to be ejected.
+MAIN_BLOCK = {"templates/site.sh.j2": "site", "templates/steps.sh.j2": "trainer"}
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,9 @@ class Override:
     extends: str  # empty: it replaces the whole file
 
 
+@functools.cache
 def shipped() -> dict[str, list[str]]:
-    """Templates with blocks that may be overridden -> their blocks, in their order."""
+    """Return the templates with blocks that may be overridden -> their blocks, in their order."""
     found = {}
     for folder in FOLDERS:
         for path in sorted((template_root() / folder).glob("*.j2")):
@@ -40,7 +46,7 @@ def shipped() -> dict[str, list[str]]:
 
 
 def blocks_of(path: Path) -> list[str]:
-    """Raises ConfigError for a file that Jinja can't read."""
+    """Return the blocks of a file. Raises ConfigError for one that Jinja can't read."""
     return [node.name for node in _parsed(path).find_all(nodes.Block)]
 
 
@@ -54,19 +60,16 @@ def _parsed(path: Path) -> nodes.Template:
 
 
 def known(template: str) -> str:
-    """The full name of one of our templates, `trial.sbatch.j2` and `trial` included. Raises ConfigError."""
-    names = [
-        name
-        for name in shipped()
-        if template in (name, name.partition("/")[2], name.partition("/")[2].split(".")[0])
-    ]
-    if not names:
-        raise ConfigError(f"there is no template {template!r}; known: {', '.join(shipped())}.")
-    return names[0]
+    """Return the full name of one of our templates, `trial.sbatch.j2` and `trial` included. Raises ConfigError."""
+    for name in shipped():
+        file = name.partition("/")[2]
+        if template in (name, file, file.split(".")[0]):
+            return name
+    raise ConfigError(f"there is no template {template!r}; known: {', '.join(shipped())}.")
 
 
 def overrides(layers: Sequence[Path]) -> list[Override]:
-    """Everything in these directories that has a say, highest precedence first. Raises ConfigError."""
+    """Return everything in these directories that changes a template, highest precedence first. Raises ConfigError."""
     found = []
     for template in shipped():
         for folder in layers:
@@ -81,27 +84,39 @@ def overrides(layers: Sequence[Path]) -> list[Override]:
     return found
 
 
-def problems(layers: Sequence[Path]) -> list[str]:
-    """What can't be meant: blocks that ours does not have, whole files instead of blocks, files that nothing reads."""
-    found = []
+def unknown_blocks(layers: Sequence[Path]) -> list[str]:
+    """Return what is wrong with overrides of blocks that ours does not have: Jinja would drop them silently."""
     ours = shipped()
+    return [
+        f"{override.path}: {override.template} has no block {block!r}: "
+        + MOVED.get(block, f"it has {', '.join(ours[override.template])}")
+        + "."
+        for override in overrides(layers)
+        for block in override.blocks
+        if override.extends and block not in ours[override.template]
+    ]
+
+
+def refuse_overrides(layers: Sequence[Path]) -> None:
+    """Raise ConfigError for overrides of blocks that ours does not have."""
+    if wrong := unknown_blocks(layers):
+        raise ConfigError(" ".join(wrong))
+
+
+def problems(layers: Sequence[Path]) -> list[str]:
+    """Return what can't be meant: unknown blocks, whole files instead of blocks, files that no template uses."""
+    found = unknown_blocks(layers)
     for override in overrides(layers):
-        where = f"{override.path}"
-        for block in override.blocks:
-            if block not in ours[override.template] and override.extends:
-                has = ", ".join(ours[override.template])
-                found.append(
-                    f"{where}: {override.template} has no block {block!r}, so it has no effect; it has {has}."
-                )
         if not override.extends:
-            whole = "it replaces the whole file and will miss what a new version changes"
-            found.append(f"{where}: {whole}; begin it with {_extends(override.template)}")
+            found.append(
+                f"{override.path}: it replaces the whole file and will miss what a new version changes; "
+                f"begin it with {_extends(override.template)}"
+            )
+    ours = shipped()
     for folder in layers:
         for path in sorted(path for name in FOLDERS for path in (folder / name).glob("*") if path.is_file()):
             if f"{path.parent.name}/{path.name}" not in ours:
-                found.append(
-                    f"{path}: nothing reads it; templates that can be overridden: {', '.join(ours)}."
-                )
+                found.append(f"{path}: not used; templates that can be overridden: {', '.join(ours)}.")
     return found
 
 
@@ -110,25 +125,20 @@ def _extends(template: str) -> str:
 
 
 def ejected(template: str, blocks: Sequence[str]) -> str:
-    """An override of some blocks as they are in ours, to be edited. Raises ConfigError for a block that is not there."""
+    """Return an override of some blocks as they are in ours, to be edited. Raises ConfigError for unknown blocks."""
     source = (template_root() / template).read_text(encoding="utf-8")
     texts = [
         _extends(template),
-        "{# `below` is what lies beneath this file: another site's override, or ours. {{ super() }} keeps its text. #}",
+        "{# `below` is what this file changes: another site's override, or ours. {{ super() }} keeps its text;",
+        '   {{ super() | without("--mem") }} drops an #SBATCH line. #}',
     ]
-    for block in blocks:
-        match = re.search(rf"{{%-? block {re.escape(block)} %}}\n?(.*?){{%-? endblock %}}", source, re.DOTALL)
+    for block in blocks or [MAIN_BLOCK.get(template, shipped()[template][0])]:
+        match = re.search(
+            rf"{{%-? block {re.escape(block)} %}}\n?(.*?)({{%-? endblock %}})", source, re.DOTALL
+        )
         if match is None:
-            raise ConfigError(f"{template} has no block {block!r}; it has {', '.join(shipped()[template])}.")
-        body = match[1]
-        # Macros and imports of ours are not visible in a block of another file.
-        body = body if body.strip() and "lines(" not in body else "{{ super() }}"
-        note = f"# {_COMMENT[block]}\n" if block in _COMMENT else ""
-        texts += [
-            "",
-            f"{{% block {block} %}}",
-            *([note.rstrip()] if note else []),
-            body.strip("\n"),
-            "{% endblock %}",
-        ]
+            moved = MOVED.get(block, f"it has {', '.join(shipped()[template])}")
+            raise ConfigError(f"{template} has no block {block!r}: {moved}.")
+        body = match[1].rstrip("\n") if match[1].strip() else "{{ super() }}"
+        texts += ["", f"{{% block {block} %}}", body, match[2]]
     return "\n".join(texts) + "\n"

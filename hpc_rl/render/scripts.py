@@ -1,4 +1,4 @@
-"""Plan -> text of the scripts. Pure: reads templates, writes nothing, asks no scheduler and no clock."""
+"""Scripts: plan -> {file name: text}. Pure: reads templates, writes nothing, asks no scheduler and no clock."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from typing import Any
 import jinja2
 
 from hpc_rl.config.sections.experiment import Config
-from hpc_rl.errors import ConfigError
+from hpc_rl.errors import AFTER_EXIT, AFTER_OTHER_EXIT, AFTER_SIGNAL, AFTER_STOP, ConfigError
 from hpc_rl.name_resolve import keys, names_dir
 from hpc_rl.plan.schema import Plan
-from hpc_rl.render import container_command, layouts, submitit_script
+from hpc_rl.render import container_command, layouts, steps
 from hpc_rl.render.hooks import EVENTS, Hook, gather
-from hpc_rl.render.layers import Layers
-from hpc_rl.render.templates import LINE_BREAK, environment
+from hpc_rl.render.jinja_environment import LINE_BREAK, LayeredEnvironment, environment, template_root
+from hpc_rl.render.overrides import refuse_overrides
 from hpc_rl.schedulers.submitit import PARAMETERS
 from hpc_rl.trial import Trial
 
-SERVERS = ("sbatch/servers.sbatch.j2", "servers.sbatch")  # of layout jobs, beside the trial's own
-TEMPLATES = {
-    "slurm": ("sbatch/trial.sbatch.j2", "trial.sbatch"),
-    "local": ("templates/local.sh.j2", "local.sh"),
-}
+TRIAL = ("sbatch/trial.sbatch.j2", "trial.sbatch")
+SERVERS = ("sbatch/servers.sbatch.j2", "servers.sbatch")  # of layout jobs, in addition to the trial's own
+LOCAL = ("templates/local.sh.j2", "local.sh")
+SITE = ("templates/site.sh.j2", "site.sh")
+STEPS = ("templates/steps.sh.j2", "steps.sh")
+EXITS = ("templates/exit_policy.sh.j2", "exit_policy.sh")
+POLICY = "job_policy.sh"  # the same text for every trial
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """What a rendered file says of its origin, and what is not the plan's to decide.
+    """The origin of rendered files, and what the plan does not decide.
 
     Args:
         version: Version of hpc-rl.
@@ -40,7 +42,7 @@ class Stamp:
         wheel: File name of the code in scripts/.
         workdir: Directory of the submission; the processes start there.
         start_mode: Recover mode of the first start: the stored one, or `resume` for `hpc-rl recover`.
-        from_step: The generation of the first start, where a person named it.
+        from_step: The checkpoint of the first start, where the user named it.
         new_batches: The first start sets later batches aside.
         avoid: Nodes that failed the trial lately.
     """
@@ -62,57 +64,75 @@ def job_name(trial: Trial) -> str:
 
 
 def script_name(scheduler: str) -> str:
-    """File name below scripts/ of what the scheduler is handed."""
-    return TEMPLATES[scheduler][1]
+    """Return the file name below scripts/ of what the scheduler gets."""
+    return LOCAL[1] if scheduler == "local" else TRIAL[1]
 
 
 def render(
     config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: str, site: Sequence[Path] = ()
 ) -> dict[str, str]:
-    """File name below `scripts/` -> text. Raises ConfigError, also for a template of the site's that does not render.
+    """Return file name below `scripts/` -> text. Raises ConfigError, also for an override that does not hold.
 
     Args:
         config: The checked configuration.
         plan: What was planned from it.
         trial: Whose scripts they are.
-        stamp: What they say of their origin.
+        stamp: What they state of their origin.
         scheduler: `slurm` or `local`.
         site: The site's directories, highest precedence first.
     """
-    wanted: list[tuple[str, str, dict[str, Any]]] = [(*TEMPLATES[scheduler], {})]
-    if scheduler == "slurm":
-        asks = layouts.Asks(
-            config.launcher.slurm,
-            plan,
-            job_name(trial),
-            stamp.tag,
-            str(stamp.workdir),
-            trial.jobs,
-            stamp.avoid,
-        )
-        wanted = [(*TEMPLATES[scheduler], layouts.trial_values(asks))]
-        wanted += [(*SERVERS, layouts.server_values(asks))] if plan.layout == "jobs" else []
+    folders = template_layers(config, site)
+    refuse_overrides(folders)
     hooks = gather(config.launcher.hooks, site)
-    jinja = environment(template_layers(config, site))
-    common = _common(plan, trial, stamp) | _hook_values(config, hooks)
-    common["owner_lease"] = str(names_dir(trial, config) / keys.OWNER)
     layouts.refuse_hooks(plan, {hook.event for hook in hooks})
+    jinja = environment(folders)
+    common = _common(plan, trial, stamp, scheduler) | _hook_values(config, hooks)
+    common["owner_lease"] = str(names_dir(trial, config) / keys.OWNER)
     texts = {hook.name: hook.text for hook in hooks}
-    texts |= {
-        name: _text(
-            jinja, template, common | {"script_path": str(trial.scripts / name), "script_name": name} | values
-        )
-        for template, name, values in wanted
-    }
-    if scheduler == "slurm" and config.launcher.slurm.backend == "submitit":
-        texts[PARAMETERS] = submitit_script.text(layouts.submitit_values(asks))
+    texts[POLICY] = (template_root() / "templates" / POLICY).read_text(encoding="utf-8")
+    for script in (SITE, EXITS):
+        texts[script[1]] = _text(jinja, script, trial, common)
+    if scheduler == "local":
+        texts[LOCAL[1]] = _text(jinja, LOCAL, trial, common | {"n_nodes": 1, "layout": "allocation"})
+        return texts
+    requests = layouts.SbatchRequests(
+        slurm=config.launcher.slurm,
+        plan=plan,
+        job_name=job_name(trial),
+        tag=stamp.tag,
+        workdir=str(stamp.workdir),
+        jobs=trial.jobs,
+        avoid=stamp.avoid,
+    )
+    texts[STEPS[1]] = render_steps(plan, trial, stamp.workdir, folders)
+    texts[TRIAL[1]] = _text(jinja, TRIAL, trial, common | requests.trial())
+    if plan.layout == "jobs":
+        texts[SERVERS[1]] = _text(jinja, SERVERS, trial, common | requests.servers())
+    if config.launcher.slurm.backend == "submitit":
+        texts[PARAMETERS] = requests.submitit()
     return texts
 
 
-def _text(jinja: jinja2.Environment, template: str, values: dict[str, Any]) -> str:
-    overrides = jinja.loader.overrides(template) if isinstance(jinja.loader, Layers) else []
+def render_steps(plan: Plan, trial: Trial, workdir: Path, folders: Sequence[Path] = ()) -> str:
+    """Return steps.sh: the launch line of each role. Raises ConfigError."""
+    launch = steps.launch_lines(plan, trial.dir, workdir)
+    roles = [role for role, line in launch.items() if line is not None]
+    values = launch | {"roles": roles, "layout": plan.layout}
+    return _text(environment(folders), STEPS, trial, values)
+
+
+def _text(jinja: LayeredEnvironment, script: tuple[str, str], trial: Trial, values: dict[str, Any]) -> str:
+    template, name = script
+    overrides = jinja.loader.overrides(template)
+    submit = ["bash" if name == LOCAL[1] else "sbatch", str(trial.scripts / name)]
+    own = {
+        "template": template,
+        "script_name": name,
+        "overrides": [str(path) for path in overrides],
+        "submit_command": shlex.join(submit),
+    }
     try:
-        return jinja.get_template(template).render(values | {"overrides": [str(path) for path in overrides]})
+        return jinja.get_template(template).render(values | own)
     except jinja2.TemplateError as error:
         changed = f" (changed by {', '.join(map(str, overrides))})" if overrides else ""
         raise ConfigError(
@@ -125,39 +145,49 @@ def _text(jinja: jinja2.Environment, template: str, values: dict[str, Any]) -> s
 
 
 def _hook_values(config: Config, hooks: list[Hook]) -> dict[str, Any]:
-    """Scripts and time limits by moment; no hooks, no word of them in the script."""
-    limits_s = dict.fromkeys(EVENTS, config.launcher.hooks.timeout_s)
-    limits_s["on_preempt"] = config.launcher.hooks.on_preempt_timeout_s
-    by_event = {event: [hook.name for hook in hooks if hook.event == event] for event in EVENTS}
-    return {"hooks": by_event if hooks else {}, "hook_limits_s": limits_s}
+    """Return the scripts of each event, and the time limits."""
+    return {
+        "hooks": {event: [hook.name for hook in hooks if hook.event == event] for event in EVENTS},
+        "hook_limit_s": config.launcher.hooks.timeout_s,
+        "on_preempt_limit_s": config.launcher.hooks.on_preempt_timeout_s,
+    }
 
 
 def template_layers(config: Config, site: Sequence[Path]) -> list[Path]:
-    """Directories that may override templates, highest precedence first. Raises ConfigError."""
+    """Return the directories that may override templates, highest precedence first. Raises ConfigError."""
     own = config.launcher.templates_dir
     if own and not Path(own).is_dir():
         raise ConfigError(f"launcher.templates_dir: {own!r} is not a directory.")
     return [*([Path(own)] if own else []), *(folder for folder in site if folder.is_dir())]
 
 
-def _common(plan: Plan, trial: Trial, stamp: Stamp) -> dict[str, Any]:
+def _common(plan: Plan, trial: Trial, stamp: Stamp, scheduler: str) -> dict[str, Any]:
     for what, path in (("cluster.fileroot", trial.dir), ("the working directory", stamp.workdir)):
         if ":" in str(path) or LINE_BREAK.search(str(path)):
             raise ConfigError(
-                f"{what}: {str(path)!r} can't be used: PYTHONPATH and #SBATCH lines hold no colons and no line breaks."
+                f"{what}: {str(path)!r} can't be used: PYTHONPATH and #SBATCH lines hold no colons and no line "
+                "breaks."
             )
     container_command.check_places(plan, trial.dir, stamp.workdir)
     return {
         "version": stamp.version,
+        "scheduler": scheduler,
         "trial_dir": str(trial.dir),
         "attempts": "attempts",
         "config_sha256": stamp.config_sha256,
         "command": shlex.join(stamp.command),
+        "recover_command": shlex.join(["hpc-rl", "recover", str(trial.dir)]),
         "workdir": str(stamp.workdir),
         "python": plan.python,
         "wheel": stamp.wheel,
         "mode": plan.recover_mode,
         "start_mode": stamp.start_mode,
-        "from_step": stamp.from_step,
+        "from_step": "" if stamp.from_step is None else stamp.from_step,
         "new_batches": stamp.new_batches,
+        "allocation": plan.allocation,
+        "plan_lines": steps.plan_lines(plan),
+        "knows_gpus": steps.knows_gpus(plan),
+        "after_stop": AFTER_STOP,
+        "after_exit": {int(code): rule for code, rule in AFTER_EXIT.items()}
+        | {"signal": AFTER_SIGNAL, "other": AFTER_OTHER_EXIT},
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -23,7 +24,7 @@ from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.files import last_lines
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.proc import start_ticks
-from hpc_rl.render.container_command import wrap
+from hpc_rl.render.container_command import command_of, common_env, container_env
 from hpc_rl.trial import Attempt, read_json
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ AFTER_FAILURE_S = 5.0  # enough for peers to put their own failure on record
 KILL_STEP_S = 10.0  # for srun to end its step, before the client itself is killed
 STOP, STACKS = "stop", "stacks"  # what the pipe says; see app/control.py
 CLEAN = (0, 75)
+STEPS_SCRIPT = "steps.sh"  # below scripts/ of the trial
 _WAITS = re.compile(r"step creation (?:temporarily|still) disabled, retrying")  # srun's words
 
 
@@ -74,16 +76,6 @@ class Steps(Protocol):
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle: ...
 
 
-def common_env(unit: Unit, kind: str) -> dict[str, str]:
-    """What every process of a unit finds in its environment, besides what the supervisor has."""
-    return {
-        "HPC_RL_STEPS": kind,
-        "HPC_RL_NUM_RANKS": str(unit.num_tasks),
-        "OMP_NUM_THREADS": str(unit.cpus_per_task),
-        **unit.env,
-    }
-
-
 def _search_path(environ: dict[str, str], unit: Unit) -> dict[str, str]:
     """A PYTHONPATH of the unit's comes after that of the code of the submission, which must not get lost by it."""
     paths = [path for path in (environ.get("PYTHONPATH"), unit.env.get("PYTHONPATH")) if path]
@@ -109,12 +101,15 @@ class ProcessSteps:
             "OMP_NUM_THREADS": str(min(unit.cpus_per_task, os.cpu_count() or 1)),
         }
         env = self.environ | common_env(unit, "process") | own | unit.env | _search_path(self.environ, unit)
-        wrapped = wrap(unit, argv, env, common_env(unit, "process"), attempt.trial.dir, Path.cwd())
+        env = container_env(unit, env, "process", attempt.trial.dir, Path.cwd())
+        interpreter, *arguments = argv
+        program = command_of(unit, interpreter, attempt.trial.dir, Path.cwd()).program
+        argv = [*(word for line in program for word in line), *arguments]
         handle = ProcessHandle()
         for rank in range(unit.num_tasks):
             log = attempt.log(unit.role, unit.index, incarnation, rank if unit.num_tasks > 1 else None)
             try:
-                handle.add(wrapped.argv, {**wrapped.env, "HPC_RL_RANK": str(rank)}, log, rank)
+                handle.add(argv, {**env, "HPC_RL_RANK": str(rank)}, log, rank)
             except OSError:
                 handle.kill()
                 handle.poll()
@@ -205,101 +200,42 @@ def _kill_group(pid: int) -> None:
 
 # --- srun --------------------------------------------------------------------------------------------------------------
 
-# Inherited, they would speak for a step that says everything itself, or make srun refuse (memory given twice).
-UNWANTED = (
-    *(
-        "SLURM_NTASKS",
-        "SLURM_NPROCS",
-        "SLURM_NTASKS_PER_NODE",
-        "SLURM_CPUS_PER_TASK",
-        "SRUN_CPUS_PER_TASK",
-        "SLURM_DISTRIBUTION",
-    ),
-    *(
-        "SLURM_MEM_PER_NODE",
-        "SLURM_MEM_PER_CPU",
-        "SLURM_MEM_PER_GPU",
-        "SLURM_GPUS",
-        "SLURM_GPUS_PER_NODE",
-        "SLURM_GPUS_PER_TASK",
-    ),
-    *(
-        "SLURM_EXPORT_ENV",
-        "SLURM_NO_KILL",
-        "SLURM_KILL_BAD_EXIT",
-        "SLURM_WAIT",
-        "SLURM_OVERLAP",
-        "SLURM_WHOLE",
-        "SLURM_OPEN_MODE",
-    ),
-    *("SLURM_LABELIO", "SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_STDERRMODE", "SLURM_UNBUFFEREDIO"),
-)
-
 
 @dataclass
 class SrunSteps:
-    """One srun per unit.
+    """One srun per unit, by the launch line of its role in the trial's steps.sh.
 
     Args:
         hosts: Node names of the job, in Slurm's order.
-        with_gpus: Whether the job has GPUs; only then may a step speak of them.
         environ: Environment to start from.
-        components: Of which component of a heterogeneous job each host is; None for a job of one kind.
+        components: Which component of a heterogeneous job each host is in; None for a job of one kind.
     """
 
     hosts: list[str]
-    with_gpus: bool
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     components: list[int] | None = None
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> SrunHandle:
-        own_log = attempt.log(unit.role, unit.index, incarnation)
-        env = {name: value for name, value in self.environ.items() if name not in UNWANTED} | common_env(
-            unit, "srun"
-        )
-        env |= _search_path(self.environ, unit)
-        component = None if self.components is None else self.components[unit.nodes[0]]
-        wrapped = wrap(unit, argv, env, common_env(unit, "srun"), attempt.trial.dir, Path.cwd())
-        step = srun_argv(unit, self.hosts, self.with_gpus, own_log, incarnation, component)
-        command = [*step, *wrapped.srun_args, *wrapped.argv]
+        log = attempt.log(unit.role, unit.index, incarnation)
+        env = self.environ | common_env(unit, "srun") | _search_path(self.environ, unit)
+        env = container_env(unit, env, "srun", attempt.trial.dir, Path.cwd())
+        script = attempt.trial.scripts / STEPS_SCRIPT
+        if not script.is_file():
+            raise FileNotFoundError(f"{script} does not exist")
+        if shutil.which("srun", path=env.get("PATH")) is None:
+            raise FileNotFoundError("srun is not on the PATH")
+        component = "" if self.components is None else str(self.components[unit.nodes[0]])
+        step = [
+            unit.role,
+            f"{unit.role}-{unit.index}.{incarnation}",
+            ",".join(self.hosts[index] for index in unit.nodes),
+            str(log.parent).replace("%", "%%") + f"/{log.stem}-rank%t.log",
+            component,
+        ]
+        # The interpreter is in the launch line; bash gives way to srun, so that the handle's process is srun.
+        command = ["bash", str(script), *step, *argv[1:]]
         logger.info("%s %d.%d: %s", unit.role, unit.index, incarnation, " ".join(command))
-        return SrunHandle(command, wrapped.env, own_log, attempt.processes)
-
-
-def srun_argv(
-    unit: Unit, hosts: list[str], with_gpus: bool, log: Path, incarnation: int, component: int | None = None
-) -> list[str]:
-    """The srun of a unit, up to its program.
-
-    `--exact` with stated CPUs and GPUs gives steps of one node disjoint parts of it, so that none waits for
-    another; `--mem=0` lets each use the job's memory. A task that ends takes the others with it after
-    `--wait` seconds, which leaves them time for their exit records; `--kill-on-bad-exit` would not. The step,
-    unlike the job, ends with a node of its own.
-    """
-    nodes = [hosts[index] for index in unit.nodes]
-    flags = [
-        *([f"--het-group={component}"] if component is not None else []),
-        f"--job-name={unit.role}-{unit.index}.{incarnation}",
-        f"--nodes={len(nodes)}",
-        f"--nodelist={','.join(nodes)}",
-        f"--ntasks={unit.num_tasks}",
-        f"--ntasks-per-node={unit.tasks_per_node}",
-        "--distribution=block",
-        f"--cpus-per-task={unit.cpus_per_task}",
-        "--exact",
-        "--mem=0",
-        *([f"--gpus-per-node={unit.gpus_per_task * unit.tasks_per_node}"] if with_gpus else []),
-        "--kill-on-bad-exit=0",
-        f"--wait={AFTER_CLEAN_S:.0f}",
-        "--no-kill=off",
-        "--export=ALL",
-        "--mpi=none",
-        "--input=all",
-    ]
-    if unit.num_tasks > 1:
-        pattern = str(log.parent).replace("%", "%%") + f"/{log.stem}-rank%t.log"
-        flags.append(f"--output={pattern}")
-    return ["srun", *flags, *unit.srun_args]
+        return SrunHandle(command, env, log, attempt.processes)
 
 
 class SrunHandle:
@@ -368,14 +304,13 @@ def open_steps(kind: str, plan: Plan) -> Steps:
     """`srun` within a Slurm job, `process` on this machine. Raises SchedulerError."""
     if kind == "process":
         return ProcessSteps()
-    with_gpus = plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
     if plan.layout != "hetjob":
-        return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]), with_gpus)
+        return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]))
     parts = [
         job_hosts(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]) for number in range(len(plan.groups))
     ]
     components = [number for number, hosts in enumerate(parts) for _ in hosts]
-    return SrunSteps([host for hosts in parts for host in hosts], with_gpus, components=components)
+    return SrunSteps([host for hosts in parts for host in hosts], components=components)
 
 
 def unplaced_reason(unit: Unit, plan: Plan, said: str) -> str:

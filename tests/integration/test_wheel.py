@@ -133,8 +133,9 @@ def test_it_renders_from_the_root_directory(installed, tmp_path, name, scheduler
         *options,
         XDG_STATE_HOME=str(tmp_path / "state"),
     )
-    (script,) = (path for path in (out / "scripts").iterdir() if path.suffix != ".zip")
-    assert script.name == {"local": "local.sh", "slurm": "trial.sbatch"}[scheduler]
+    script = out / "scripts" / {"local": "local.sh", "slurm": "trial.sbatch"}[scheduler]
+    policy = (script.parent / "job_policy.sh").read_text()
+    assert policy == (ROOT / "templates" / "job_policy.sh").read_text()
     call("bash", "-n", script)
     assert str(installed / "python") in script.read_text()
     (code,) = (out / "scripts").glob("*.zip")

@@ -213,7 +213,7 @@ def test_cancel_saves_first_where_submitit_submitted(cluster, tmp_path, monkeypa
     until(lambda: not job.state.alive, 60)
     assert [row["code"] for row in job.events("exited") if row["role"] == "trainer"] == [75], job.said()
     last = JsonLines(job.trial.job_state(job.id)).poll()[-1]
-    assert (last["event"], last["reason"]) == ("ended", "cancelled by a person")
+    assert (last["event"], last["reason"]) == ("ended", "cancelled by the user")
     assert "Restarts=0" in job.shown() and job.story.state == "cancelled"
 
 

@@ -222,7 +222,7 @@ def test_a_cancelled_trial_stays_dead(start, until):
     job.trial.cancel_intent(job.id).write_text("{}")
     job.scheduler.nudge(job.id)
     until(lambda: not job.state.alive)
-    assert job.end["reason"] == "cancelled by a person" and job.end["code"] == 75 and len(job.starts) == 1
+    assert job.end["reason"] == "cancelled by the user" and job.end["code"] == 75 and len(job.starts) == 1
 
 
 def test_scancel_stays_dead(cluster, start, until):

@@ -33,6 +33,7 @@ SMALL = {
     "name_resolve/keys.py": "every key once",
     "net.py": "imported by every server",
     "proc.py": "imported by supervisor, schedulers and status",
+    "render/code_zip.py": "imported by submit and doctor",
     "rollout/staleness.py": "a theory of its own",
     "schedulers/hostlist.py": "imported by sinfo, every role and doctor",
     "servers/base.py": "a protocol with several implementations",
@@ -45,9 +46,8 @@ SMALL = {
 # What is still to be mended; each list only shrinks.
 KNOWN_SMALL = {
     "config/tables/departures.py",
-    "render/code_zip.py", "render/roots.py", "render/sample.py",
 }  # fmt: skip
-KNOWN_FILE_NAMES = {"templates.py"}
+KNOWN_FILE_NAMES: set[str] = set()
 KNOWN_CLASS_NAMES = {
     "Driver", "Engine", "Job", "Place",
     "Rows", "Start", "State",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from hpc_rl.cli.__main__ import main
+from hpc_rl.cli.templates import KINDS, samples
 from hpc_rl.config.loading.profiles import site_dirs
+from hpc_rl.render.jinja_environment import template_root
+from hpc_rl.render.overrides import shipped
 
-TRIAL = "sbatch/trial.sbatch.j2"
+TRIAL, SITE = "sbatch/trial.sbatch.j2", "templates/site.sh.j2"
 
 
 @pytest.fixture
@@ -18,41 +22,115 @@ def site(tmp_path, monkeypatch):
     return tmp_path
 
 
+def override(folder, text, template=TRIAL):
+    path = folder / template
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
 def test_list_names_templates_blocks_profiles_and_hooks(site, capsys):
     (site / "etc" / "hooks.d").mkdir(parents=True)
     (site / "etc" / "hooks.d" / "pre_node").write_text("true\n")
     (site / "etc" / "cluster").mkdir()
     (site / "etc" / "cluster" / "ours.yaml").write_text("{}")
-    assert main(["templates", "eject", "trial", "--to", str(site / "etc")]) == 0
+    assert main(["templates", "eject", "site", "--to", str(site / "etc")]) == 0
     capsys.readouterr()
     assert main(["templates", "list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = {row["template"]: row for row in found["templates"]}
-    assert {"site", "resources", "environment", "teardown"} <= set(rows[TRIAL]["blocks"])
-    assert rows[TRIAL]["overrides"] == [{"path": str(site / "etc" / TRIAL), "blocks": ["site"]}]
+    assert {"resources", "accounting", "environment", "teardown"} <= set(rows[TRIAL]["blocks"])
+    assert rows["templates/steps.sh.j2"]["blocks"] == ["server", "rollout", "trainer"]
+    assert rows[SITE]["overrides"] == [{"path": str(site / "etc" / SITE), "blocks": ["site"]}]
     assert found["hooks"]["pre_node"] == [str(site / "etc" / "hooks.d" / "pre_node")]
-    assert (
-        found["profiles"]["ours"] == str(site / "etc" / "cluster" / "ours.yaml")
-        and "whole-nodes" in found["profiles"]
-    )
+    assert found["profiles"]["ours"] == str(site / "etc" / "cluster" / "ours.yaml")
+    assert "whole-nodes" in found["profiles"]
     assert main(["templates", "list"]) == 0
     said = capsys.readouterr().out
-    assert f"site by {site / 'etc' / TRIAL}" in said and "--cluster ours" in said
+    assert f"site by {site / 'etc' / SITE}" in said and "--cluster ours" in said
 
 
 def test_eject_edit_diff_check(site, capsys):
     assert main(["templates", "diff"]) == 0 and capsys.readouterr().out == ""
-    assert main(["templates", "eject", "trial", "--block", "site", "--block", "accounting"]) == 0
-    path = site_dirs()[0] / TRIAL
+    assert main(["templates", "eject", "site"]) == 0
+    path = site_dirs()[0] / SITE
     assert str(path) in capsys.readouterr().out
-    assert main(["templates", "eject", "trial"]) == 64, "what somebody wrote is not overwritten"
-    path.write_text(path.read_text().replace("# what this machine", "module load cuda\n# what this machine"))
+    assert main(["templates", "eject", "site"]) == 64, "an existing override is kept"
+    path.write_text(path.read_text().replace("{{ super() }}", "{{ super() }}module load cuda"))
     capsys.readouterr()
     assert main(["templates", "diff"]) == 1
     said = capsys.readouterr().out
-    assert said.count("+module load cuda") == 2 and "-#SBATCH" not in said
+    assert said.count("+module load cuda") == len(KINDS) and "-#SBATCH" not in said
     assert main(["templates", "check"]) == 0
     assert str(path) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("template", shipped())
+def test_an_ejected_block_is_what_ours_contains_and_changes_nothing(site, capsys, template):
+    blocks = [word for block in shipped()[template] for word in ("--block", block)]
+    assert main(["templates", "eject", template, *blocks]) == 0
+    text = (site_dirs()[0] / template).read_text()
+    if "resources" in blocks:
+        assert "{{ directives.resources | sbatch }}" in text
+    if "server" in blocks:
+        assert "exec srun --job-name" in text
+    capsys.readouterr()
+    main(["templates", "diff"])
+    changed = [line for line in capsys.readouterr().out.splitlines() if line[:1] in "+-" and line[3:4] != " "]
+    assert not [
+        line for line in changed if not line.startswith(("+# changed by ", "+++", "---")) and line[1:]
+    ]
+
+
+def test_every_template_and_branch_is_in_the_samples():
+    """Each line of a template that a sample can show is shown by one of them."""
+    shown = "\n".join(samples([]).values())
+    for line in BRANCHES:
+        assert re.search(line, shown, re.MULTILINE), line
+    for path in [*(template_root() / "sbatch").glob("*"), *(template_root() / "templates").glob("*.sh.j2")]:
+        assert path.name.removesuffix(".j2") in {name.rpartition(" ")[2] for name in samples([])}
+
+
+BRANCHES = (
+    *(
+        "^#SBATCH hetjob$",
+        "^#SBATCH --array=",
+        "^#SBATCH --hold$",
+        "^#SBATCH --no-requeue$",
+        "^#SBATCH --requeue$",
+    ),
+    *('--het-group="\\$component"', "--container-image=", "^    apptainer exec", '--output="\\$output"'),
+    *(
+        "--gpus-per-node=0",
+        "backend=submitit",
+        "continue_by=successor",
+        "layout=jobs",
+        "recover_mode=disabled",
+    ),
+    *(r"pre_job_hooks=\(hook", "scheduler=local", "knows_gpus=0", "knows_gpus=1"),
+)
+
+
+@pytest.mark.parametrize("template", ["sbatch/servers.sbatch.j2", TRIAL, "templates/steps.sh.j2", SITE])
+def test_check_renders_every_script(site, capsys, template):
+    """An override of any of them that bash can't read is wrong."""
+    block = {SITE: "site", "templates/steps.sh.j2": "rollout"}.get(template, "teardown")
+    override(
+        site_dirs()[1],
+        f'{{% extends "below/{template}" %}}{{% block {block} %}}\nif\n{{% endblock %}}',
+        template,
+    )
+    assert main(["templates", "check", "--json"]) == 64
+    wrong = json.loads(capsys.readouterr().out)["wrong"]
+    assert any("bash -n: " in one and template.split("/")[1].removesuffix(".j2") in one for one in wrong)
+
+
+def test_an_undefined_variable_in_the_block_of_the_second_component_is_refused(site, capsys):
+    block = "{% block resources_of_servers %}{{ nothing }}{% endblock %}"
+    override(site_dirs()[1], f'{{% extends "below/{TRIAL}" %}}{block}')
+    for action in ("check", "diff"):
+        assert main(["templates", action]) == 64
+        assert "'nothing' is undefined" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -62,7 +140,8 @@ def test_eject_edit_diff_check(site, capsys):
             '{% extends "below/sbatch/trial.sbatch.j2" %}{% block sight %}x{% endblock %}',
             "has no block 'sight'",
         ),
-        ('{% extends "below/sbatch/trial.sbatch.j2" %}{% block site %}\nif\n{% endblock %}', "bash -n: "),
+        ('{% extends "below/sbatch/trial.sbatch.j2" %}{% block site %}x{% endblock %}', "eject site"),
+        ('{% extends "below/sbatch/trial.sbatch.j2" %}{% block teardown %}\nif\n{% endblock %}', "bash -n: "),
         ("#!/bin/bash\ntrue\n", "replaces the whole file"),
         (
             '{% extends "below/sbatch/trial.sbatch.j2" %}{% block environment %}\n#SBATCH --mem=1\n{% endblock %}',
@@ -71,9 +150,7 @@ def test_eject_edit_diff_check(site, capsys):
     ],
 )
 def test_check_finds_what_can_not_be_meant(site, capsys, text, words):
-    path = site_dirs()[1] / TRIAL
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
+    override(site_dirs()[1], text)
     assert main(["templates", "check", "--json"]) == 64
     assert any(words in wrong for wrong in json.loads(capsys.readouterr().out)["wrong"])
 
@@ -81,7 +158,7 @@ def test_check_finds_what_can_not_be_meant(site, capsys, text, words):
 def test_a_broken_template_is_told_with_its_line(site, capsys):
     path = site_dirs()[0] / TRIAL
     path.parent.mkdir(parents=True)
-    path.write_text('{% extends "below/sbatch/trial.sbatch.j2" %}\n{% block site %}\n')
+    path.write_text('{% extends "below/sbatch/trial.sbatch.j2" %}\n{% block teardown %}\n')
     assert main(["templates", "check"]) == 64
     assert f"{path}:" in capsys.readouterr().err
 
@@ -90,7 +167,7 @@ def test_a_file_that_nothing_reads_is_told(site, capsys):
     (site / "etc" / "sbatch").mkdir(parents=True)
     (site / "etc" / "sbatch" / "trail.sbatch.j2").write_text("")
     assert main(["templates", "check"]) == 64
-    assert "trail.sbatch.j2: nothing reads it" in capsys.readouterr().out
+    assert "trail.sbatch.j2: not used" in capsys.readouterr().out
 
 
 def test_unknown_names_are_refused(site, capsys):

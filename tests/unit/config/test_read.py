@@ -21,6 +21,7 @@ from hpc_rl.config.sections.experiment import CONFIGS, last_step
 from hpc_rl.config.tables.areal import UNAVAILABLE
 from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS
 from hpc_rl.plan.containers import PYTHONS
+from hpc_rl.render.directives import SLURM_OPTIONS
 from hpc_rl.render.hooks import EVENTS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -59,6 +60,7 @@ ONLY_RULES = {  # pattern -> why no role reads it: a rule holds it to the one va
 }
 BY_NAME = {  # pattern -> a dict of the product that has each such option's name as a key or value, for getattr
     r"launcher\.hooks\.(\w+)": EVENTS,
+    r"launcher\.slurm\.(\w+)": {name.replace("-", "_") for names in SLURM_OPTIONS.values() for name in names},
     r"launcher\.slurm\.(\w+_image)": OPTION.values(),
     r"launcher\.slurm\.(\w+_image_python)": PYTHONS.values(),
 }

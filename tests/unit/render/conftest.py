@@ -9,17 +9,17 @@ import pytest
 from toy_plans import sft_plan
 
 from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.render.scripts import Stamp, render
+from hpc_rl.plan.schema import Unit
+from hpc_rl.render.scripts import Stamp, render, script_name
 from hpc_rl.trial import Trial
 
 
 @pytest.fixture
 def script(scripts):
-    """`script("slurm", root=…, mode=…, **options of launcher.slurm)` -> text of the one script."""
+    """`script("slurm", root=…, mode=…, **options of launcher.slurm)` -> text of what the scheduler gets."""
 
     def make(scheduler: str, **options) -> str:
-        [text] = scripts(scheduler, **options).values()
-        return text
+        return scripts(scheduler, **options)[script_name(scheduler)]
 
     return make
 
@@ -40,6 +40,8 @@ def scripts(tmp_path):
         workdir: Path = Path("/work"),
         wheel: str = "w.zip",
         hooks: dict | None = None,
+        units: Sequence[Unit] = (),
+        n_gpus_per_node: int = 0,
         **slurm,
     ) -> dict[str, str]:
         config = from_dict(
@@ -52,7 +54,9 @@ def scripts(tmp_path):
                 "launcher": {"templates_dir": str(own) if own else "", "slurm": slurm, "hooks": hooks or {}},
             }
         )
-        plan = sft_plan([], python, n_nodes=n_nodes, recover_mode=mode)
+        plan = sft_plan(
+            list(units), python, n_nodes=n_nodes, recover_mode=mode, n_gpus_per_node=n_gpus_per_node
+        )
         stamp = Stamp(
             version="1",
             config_sha256="0",

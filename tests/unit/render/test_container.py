@@ -13,7 +13,7 @@ from hpc_rl.errors import ConfigError
 from hpc_rl.plan.containers import with_paths
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Container, Plan, Unit
-from hpc_rl.render.container_command import check_places, wrap
+from hpc_rl.render.container_command import check_places, command_of, common_env, container_env
 
 BASE = [
     "experiment_name=e",
@@ -32,7 +32,15 @@ ENV = {
     "HPC_RL_STEPS": "srun",
 }
 TRIAL, WORKDIR = Path("/shared/runs/u/e/t"), Path("/home/me/code")
-ARGV = ["/host/python", "-m", "hpc_rl.app.server", "--index", "0"]
+
+
+def argv(made: Unit, trial: Path = TRIAL) -> list[str]:
+    """What starts a unit's interpreter."""
+    return [word for line in command_of(made, "/host/python", trial, WORKDIR).program for word in line]
+
+
+def environ(made: Unit, env: dict[str, str]) -> dict[str, str]:
+    return container_env(made, env, "srun", TRIAL, WORKDIR)
 
 
 def loaded(*overrides: str):
@@ -82,48 +90,48 @@ def test_each_role_has_its_image_and_interpreter_and_the_supervisor_none():
 
 def test_apptainer_wraps_the_command():
     made = unit(*IMAGES, "launcher.slurm.container_args=[--no-home]", "launcher.slurm.mount=/a:/b:ro,/c")
-    wrapped = wrap(made, ARGV, ENV, {"HPC_RL_STEPS"}, TRIAL, WORKDIR)
     paths = ["/shared/runs", "/models/warm", "/data/sums", "/home/me/code"]
     binds = ["/a:/b:ro", "/c:/c", *(f"{path}:{path}" for path in paths)]
-    assert wrapped.argv == [
+    assert argv(made) == [
         *("apptainer", "exec", "--nv"),
         *(word for bind in binds for word in ("--bind", bind)),
         *("--pwd", "/home/me/code", "--no-home", "/images/s.sif"),
-        *("python3", "-m", "hpc_rl.app.server", "--index", "0"),
+        "python3",
     ]
-    assert wrapped.srun_args == []
+    assert command_of(made, "/host/python", TRIAL, WORKDIR).srun_options == []
 
 
 def test_gpus_are_asked_for_only_where_they_are_planned():
     for role, wanted in (("trainer", True), ("rollout", False)):
-        assert ("--nv" in wrap(unit(*IMAGES, role=role), ARGV, ENV, (), TRIAL, WORKDIR).argv) is wanted
-    assert "--nv" not in wrap(unit(*IMAGES, "cluster.n_gpus_per_node=0"), ARGV, ENV, (), TRIAL, WORKDIR).argv
+        assert ("--nv" in argv(unit(*IMAGES, role=role))) is wanted
+    assert "--nv" not in argv(unit(*IMAGES, "cluster.n_gpus_per_node=0"))
 
 
 def test_what_must_hold_within_is_told_in_the_environment_and_never_in_the_arguments():
     made = unit(*IMAGES, "launcher.trainer_env_vars={KEY: 'a b,$(id)=\"'}", role="trainer")
-    wrapped = wrap(made, ARGV, ENV | {"KEY": 'a b,$(id)="'}, {"HPC_RL_STEPS"}, TRIAL, WORKDIR)
-    inside = {name: value for name, value in wrapped.env.items() if name.startswith("APPTAINER")}
-    assert inside == {
+    env = environ(made, ENV | common_env(made, "srun"))
+    assert {name: value for name, value in env.items() if name.startswith("APPTAINER")} == {
         "APPTAINER_NO_EVAL": "1",
         "APPTAINERENV_HPC_RL_STEPS": "srun",
+        "APPTAINERENV_HPC_RL_NUM_RANKS": "4",
+        "APPTAINERENV_OMP_NUM_THREADS": "4",
         "APPTAINERENV_KEY": 'a b,$(id)="',
         "APPTAINERENV_PYTHONPATH": "/shared/runs/u/e/t/scripts/w.zip:/home/me/code",
         "APPTAINERENV_PYTHONNOUSERSITE": "1",
         "APPTAINERENV_PYTHONSAFEPATH": "1",
         "APPTAINERENV_PYTHONUNBUFFERED": "1",
     }
-    assert not any("$(id)" in word for word in wrapped.argv)
-    assert "TMPDIR" not in wrapped.env  # it is not bound
+    assert not any("$(id)" in word for word in argv(made))
+    assert "TMPDIR" not in env  # it is not bound
     made = unit(*IMAGES, "launcher.trainer_env_vars={PYTHONPATH: /in/the/image}", role="trainer")
     env = ENV | {"PYTHONPATH": ENV["PYTHONPATH"] + ":/in/the/image"}
     path = "/shared/runs/u/e/t/scripts/w.zip:/home/me/code:/in/the/image"
-    assert wrap(made, ARGV, env, (), TRIAL, WORKDIR).env["APPTAINERENV_PYTHONPATH"] == path
-    assert wrap(made, ARGV, ENV | {"TMPDIR": "/tmp/7"}, (), TRIAL, WORKDIR).env["TMPDIR"] == "/tmp/7"
+    assert environ(made, env)["APPTAINERENV_PYTHONPATH"] == path
+    assert environ(made, ENV | {"TMPDIR": "/tmp/7"})["TMPDIR"] == "/tmp/7"
     made = unit(*IMAGES, "launcher.slurm.container_program=/usr/bin/singularity")
-    wrapped = wrap(made, ARGV, ENV, {"HPC_RL_STEPS"}, TRIAL, WORKDIR)
-    assert wrapped.argv[:2] == ["/usr/bin/singularity", "exec"]
-    assert wrapped.env["SINGULARITYENV_HPC_RL_STEPS"] == "srun" and wrapped.env["SINGULARITY_NO_EVAL"] == "1"
+    assert argv(made)[:2] == ["/usr/bin/singularity", "exec"]
+    env = environ(made, ENV)
+    assert env["SINGULARITYENV_HPC_RL_STEPS"] == "srun" and env["SINGULARITY_NO_EVAL"] == "1"
 
 
 def test_pyxis_is_options_of_srun():
@@ -132,23 +140,24 @@ def test_pyxis_is_options_of_srun():
         "launcher.slurm.inference_server_image=/i/s.sqsh",
         "launcher.slurm.container_args=[--no-container-mount-home]",
     )
-    wrapped = wrap(made, ARGV, ENV, {"HPC_RL_STEPS"}, TRIAL, WORKDIR)
-    assert wrapped.argv == ["python3", *ARGV[1:]]
-    assert wrapped.srun_args == [
+    assert argv(made) == ["python3"]
+    options = command_of(made, "/host/python", TRIAL, WORKDIR).srun_options
+    assert [word for line in options for word in line] == [
         "--container-image=/i/s.sqsh",
         "--container-mounts=/shared/runs:/shared/runs,/models/warm:/models/warm,/data/sums:/data/sums,/home/me/code:/home/me/code",
         "--container-workdir=/home/me/code",
-        "--container-env=HPC_RL_STEPS,PYTHONNOUSERSITE,PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED",
+        "--container-env=HPC_RL_NUM_RANKS,HPC_RL_STEPS,OMP_NUM_THREADS,PYTHONNOUSERSITE,PYTHONPATH,PYTHONSAFEPATH,"
+        "PYTHONUNBUFFERED",
         "--no-container-entrypoint",
         "--no-container-mount-home",
     ]
-    assert wrapped.env["PYTHONPATH"] == "/shared/runs/u/e/t/scripts/w.zip:/home/me/code"
-    assert not any(name.startswith("APPTAINER") for name in wrapped.env)
+    env = environ(made, ENV)
+    assert env["PYTHONPATH"] == "/shared/runs/u/e/t/scripts/w.zip:/home/me/code"
+    assert not any(name.startswith("APPTAINER") for name in env)
 
 
 def test_without_a_container_nothing_changes():
-    wrapped = wrap(unit(), ARGV, ENV, {"HPC_RL_STEPS"}, TRIAL, WORKDIR)
-    assert (wrapped.argv, wrapped.env, wrapped.srun_args) == (ARGV, ENV, [])
+    assert (argv(unit()), environ(unit(), ENV)) == (["/host/python"], ENV)
 
 
 def test_binds_hold_each_path_once_and_a_snapshot_of_a_hub_with_what_it_links_to():
@@ -183,12 +192,8 @@ def test_strange_characters_stay_one_word(text):
             args=[],
         ),
     )
-    wrapped = wrap(made, ARGV, {}, (), TRIAL / text, WORKDIR)
-    assert (
-        image in wrapped.argv
-        and f"/{text}:/x" in wrapped.argv
-        and f"{TRIAL / text}:{TRIAL / text}" in wrapped.argv
-    )
+    words = argv(made, TRIAL / text)
+    assert {image, f"/{text}:/x", f"{TRIAL / text}:{TRIAL / text}"} <= set(words)
 
 
 @pytest.mark.parametrize(
@@ -196,14 +201,14 @@ def test_strange_characters_stay_one_word(text):
     [
         (
             ["launcher.slurm.trainer_image=docker://x/y:1"],
-            "is not a file: run `apptainer pull",
+            "is no file: pull it once, to where every node sees it, as with `apptainer pull",
         ),
         ([PYXIS, "launcher.slurm.trainer_image=docker://x/y:1"], "`enroot import -o FILE.sqsh docker://…`"),
         (
             ["launcher.slurm.rollout_image=r.sif"],
-            "rollout_image r.sif is not a path: use /…/r.sif or ./r.sif",
+            "rollout_image r.sif is no path: write /…/r.sif, or ./r.sif",
         ),
-        (["launcher.slurm.trainer_image=/a:b.sif"], "the path of an image can't contain a colon"),
+        (["launcher.slurm.trainer_image=/a:b.sif"], "the path of an image holds no colons"),
         (
             ["launcher.slurm.container_type=none", IMAGES[0]],
             "trainer_image contradicts launcher.slurm.container_type none",
@@ -217,8 +222,8 @@ def test_strange_characters_stay_one_word(text):
             [IMAGES[1], "launcher.slurm.trainer_image_python=/p"],
             "trainer_image_python has no effect without launcher.slurm.trainer_image",
         ),
-        ([*IMAGES, "launcher.slurm.mount=a:/b"], "'a:/b' is not a bind; use /source:/target"),
-        ([*IMAGES, "launcher.slurm.mount=/a\\,b:/c"], "is not a bind"),
+        ([*IMAGES, "launcher.slurm.mount=a:/b"], "'a:/b' is no bind: /source:/target"),
+        ([*IMAGES, "launcher.slurm.mount=/a\\,b:/c"], "is no bind"),
         (
             [*IMAGES, "cluster.fileroot='/shared/a,b'"],
             "cluster.fileroot /shared/a,b can't be bound into a container",
@@ -226,28 +231,25 @@ def test_strange_characters_stay_one_word(text):
         ([*IMAGES, "actor.path='/m\"x'"], "can't be bound into a container"),
         (
             [*IMAGES, "launcher.slurm.container_args=[--pid]"],
-            "--pid can't be given: the supervisor stops roles by their process ids",
+            "--pid can't be given: the supervisor ends the roles by their process ids",
         ),
         ([*IMAGES, "launcher.slurm.container_args=[-C]"], "-C can't be given: it implies --pid"),
-        (
-            [*IMAGES, "launcher.slurm.container_args=[--cleanenv]"],
-            "ranks read their number from the environment",
-        ),
+        ([*IMAGES, "launcher.slurm.container_args=[--cleanenv]"], "ranks are told by the environment"),
         ([*IMAGES, "launcher.slurm.container_args=['--bind=/a']"], "use launcher.slurm.mount"),
         (
             [*IMAGES, "launcher.slurm.container_args=['--bind /a']"],
-            "use an equals sign: --bind=…",
+            "write the value behind an equals sign: --bind=…",
         ),
-        ([*IMAGES, "launcher.slurm.container_args=[-B/a]"], "use the long form"),
-        ([*IMAGES, "launcher.slurm.container_args=[image.sif]"], "is not an option"),
+        ([*IMAGES, "launcher.slurm.container_args=[-B/a]"], "write the long form"),
+        ([*IMAGES, "launcher.slurm.container_args=[image.sif]"], "is no option"),
         (
             [PYXIS, *IMAGES, "launcher.slurm.container_args=[--container-mounts=/a:/b]"],
             "use launcher.slurm.mount",
         ),
-        ([PYXIS, *IMAGES, "launcher.slurm.container_args=[--comment=x]"], "is not an option of pyxis"),
+        ([PYXIS, *IMAGES, "launcher.slurm.container_args=[--comment=x]"], "is no option of pyxis"),
         (
             ["launcher.slurm.srun_additional_args=--container-image=x"],
-            "use launcher.slurm.trainer_image",
+            "name images in launcher.slurm.trainer_image",
         ),
     ],
 )
@@ -256,9 +258,7 @@ def test_refusals(overrides, words):
 
 
 def test_pyxis_needs_slurm():
-    with pytest.raises(
-        ConfigError, match=r"container_type pyxis needs srun, which launcher.type local does not use"
-    ):
+    with pytest.raises(ConfigError, match=r"launcher\.slurm\.container_type pyxis needs srun"):
         plan(PYXIS, *IMAGES, scheduler="local")
     plan(PYXIS, scheduler="local")  # no image: nothing to start with it
 
@@ -282,8 +282,10 @@ def test_an_image_that_is_missing_where_this_node_looks_is_refused(tmp_path):
     )
     assert refused(there) == []
     [words] = refused(there, missing)
-    assert words.startswith(f"launcher.slurm.inference_server_image {tmp_path}/x/t.sif does not exist; ")
-    assert "a .sif file or the directory of an unpacked image" in words
+    assert words == (
+        f"launcher.slurm.inference_server_image {tmp_path}/x/t.sif does not exist; "
+        "it must be a .sif file or an unpacked image's directory, where every node sees it."
+    )
     assert (
         refused("launcher.slurm.trainer_image=/on-the-nodes-only/t.sif") == []
     )  # nothing of that path is here

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_rl.errors import ConfigError
-from hpc_rl.render.templates import comment, directive, environment, sh
+from hpc_rl.render.jinja_environment import comment, directive, environment, sh
 
 
 @pytest.mark.parametrize("source", ["{{ x }}", "{{ x | sh }}", "{{ x | directive }}", "{{ x | comment }}"])

@@ -188,7 +188,7 @@ def test_told_to_end_ends_a_hook_too(runner):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143 and runner.noted() == []
-    assert runner.ended()["reason"] == "told to end by a signal"
+    assert runner.ended()["reason"] == "stopped by a signal"
 
 
 def test_a_script_is_a_path_or_a_text(tmp_path):

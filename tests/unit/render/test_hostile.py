@@ -21,9 +21,9 @@ from hpc_rl.config.sections.cluster import HooksConfig
 from hpc_rl.config.sections.experiment import SFTConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
+from hpc_rl.render.jinja_environment import LINE_BREAK
 from hpc_rl.render.lint import bash_problems, directive_problems
-from hpc_rl.render.scripts import Stamp, render
-from hpc_rl.render.templates import LINE_BREAK
+from hpc_rl.render.scripts import Stamp, render, script_name
 from hpc_rl.trial import Trial
 
 BASE = [
@@ -162,8 +162,9 @@ def _execute(texts: dict[str, str], trial: Trial, root: Path, here: Path, schedu
     for name, script in texts.items():
         (trial.scripts / name).write_text(script)
         (trial.scripts / name).chmod(0o755)
-    [main] = [name for name in texts if not name.startswith("hook.")]
-    assert bash_problems(texts[main]) == []
+    main = script_name(scheduler)
+    for name in (main, "site.sh", "exit_policy.sh", *(["steps.sh"] if scheduler == "slurm" else [])):
+        assert bash_problems(texts[name]) == [], name
     assert [problem for problem in directive_problems(texts[main]) if "variable" not in problem] == []
     first = next(i for i, line in enumerate(texts[main].split("\n")) if line and not line.startswith("#"))
     assert texts[main].split("\n")[first] == "set -euo pipefail", "a text became a line of the script"
@@ -186,6 +187,18 @@ def _execute(texts: dict[str, str], trial: Trial, root: Path, here: Path, schedu
     said = (here / "argv").read_bytes().decode().split("\0")
     assert said[:4] == ["-m", "hpc_rl.app.supervisor", "--trial_dir", str(trial.dir)]
     assert said[8].startswith(f"{trial.dir}/scripts/w.zip:{root}")
+    if scheduler == "slurm":
+        # The launch line of a role: the words of a container and of the user's own options stay words.
+        step = ["trainer", "trainer-0.0", "n1", "%t.log", "", "-m", "the_role"]
+        (bin_ / "srun").write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
+        done = subprocess.run(
+            ["bash", str(trial.scripts / "steps.sh"), *step],
+            cwd=root,
+            env=env,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0 and done.stdout.split("\0")[-3:] == ["-m", "the_role", ""], done.stderr
     assert not list(here.rglob("pwned")) and not Path("pwned").exists()
 
 

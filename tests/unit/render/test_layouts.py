@@ -43,7 +43,7 @@ def scripts(*options: str, avoid: tuple[str, ...] = ()) -> dict[str, str]:
 
 def directives(text: str) -> list[list[str]]:
     """Lines of each component."""
-    lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+    lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
     at = lines.index("hetjob") if "hetjob" in lines else len(lines)
     return [lines[:at], lines[at + 1 :]]
 
@@ -93,6 +93,10 @@ def test_a_component_says_only_what_is_its_own():
     )
     assert {"--nodes=1", "--partition=normal", "--mail-type=END"} <= set(first)
     assert {"--nodes=2", "--partition=spare", "--qos=preemptible", "--account=lab"} <= set(second)
+    first, second = directives(scripts("layout=hetjob", "extra_args=[--hint=nomultithread]")["trial.sbatch"])
+    assert "--hint=nomultithread" in first and "--hint=nomultithread" in second, (
+        "sbatch reads them by component"
+    )
     assert not [
         line
         for line in second
@@ -100,14 +104,11 @@ def test_a_component_says_only_what_is_its_own():
     ]
 
 
-@pytest.mark.parametrize(
-    ("how", "line", "calls"), [("requeue", "--requeue", 1), ("successor", "--no-requeue", 0)]
-)
-def test_where_requeue_is_refused_nothing_asks_for_it(how, line, calls):
-    for text in scripts("layout=jobs", f"continue_by={how}").values():
-        assert line in directives(text)[0]
-        assert text.count('scontrol requeue "$slurm_job"') == calls
-        assert "hpc_rl.app.submit_successor" in text
+@pytest.mark.parametrize(("how", "line"), [("requeue", "--requeue"), ("successor", "--no-requeue")])
+def test_where_requeue_is_refused_nothing_asks_for_it(how, line):
+    texts = scripts("layout=jobs", f"continue_by={how}")
+    for name in ("trial.sbatch", "servers.sbatch"):
+        assert line in directives(texts[name])[0] and f" continue_by={how} " in texts[name]
 
 
 def test_both_parts_are_compared_with_the_cluster():
@@ -145,7 +146,7 @@ def test_what_submitit_is_told():
     assert told["setup"] == ["trap '' USR1"], (
         "the nudge of a cancel does not kill the batch shell, which is submitit's"
     )
-    assert "submitit requeues" in texts["trial.sbatch"] and 'scontrol requeue "$' not in texts["trial.sbatch"]
+    assert "\nbackend=submitit " in texts["trial.sbatch"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a requeued job is told to avoid: the part of the script that asks Slurm, under bash with programs that only note."""
+"""What a requeued job is told to avoid: functions of job_policy.sh, under bash with programs that only note their calls."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.render.jinja_environment import template_root
+
+POLICY = template_root() / "templates" / "job_policy.sh"
 SCONTROL = """#!/bin/bash
 if [[ $1 == show ]]; then tr , '\\n' <<<"$3"; else echo "${0##*/} $*" >>"$CALLS"; fi
 """
@@ -24,13 +27,13 @@ if [[ $1 == show ]]; then tr , '\\n' <<<"$3"; else echo "${0##*/} $*" >>"$CALLS"
         ("n1,n2,n3,n4", "n9", ["scontrol update jobid=7 ExcNodeList=n9"]),  # too few would be left
     ],
 )
-def test_a_requeue_says_which_nodes_are_bad_and_takes_back_those_whose_time_is_over(
-    script, tmp_path, told, own, calls
-):
-    assert asked(script("slurm", root=tmp_path, n_nodes=2, exclude=own), tmp_path, told) == [
-        "scontrol requeue 7",
-        *calls,
-    ]
+def test_a_requeue_names_bad_nodes_and_takes_back_those_whose_time_is_over(tmp_path, told, own, calls):
+    assert asked(tmp_path, told, exclude=own) == ["scontrol requeue 7", *calls]
+
+
+def test_both_components_of_a_heterogeneous_job_get_them(tmp_path):
+    updates = [f"scontrol update jobid={job} ExcNodeList=n2" for job in ("7", "7+1")]
+    assert asked(tmp_path, "n2", layout="hetjob") == ["scontrol requeue 7", *updates]
 
 
 @pytest.mark.parametrize(
@@ -42,18 +45,29 @@ def test_a_requeue_says_which_nodes_are_bad_and_takes_back_those_whose_time_is_o
         ("", None, " --exclude "),
     ],
 )
-def test_a_successor_is_told_the_same(script, tmp_path, told, own, flags):
-    [call] = asked(
-        script("slurm", root=tmp_path, n_nodes=2, exclude=own, continue_by="successor"), tmp_path, told
-    )
+def test_a_successor_is_told_the_same(tmp_path, told, own, flags):
+    [call] = asked(tmp_path, told, exclude=own, continue_by="successor")
     assert call.startswith("python -m hpc_rl.app.submit_successor ") and f"--after 7{flags} --name" in call
 
 
-def asked(text: str, tmp_path: Path, told: str | None) -> list[str]:
-    """What is called when a job that stopped asks to go on, with this list of bad nodes."""
-    asking = text[text.index("\nask_again() {") : text.index("\nstart_again() {")]
-    here = tmp_path / "exp" / "one"
-    (here / "jobs").mkdir(parents=True)
+def test_a_successor_of_a_server_task_continues_that_task_alone(tmp_path):
+    [call] = asked(tmp_path, None, continue_by="successor", script_name="servers.sbatch")
+    assert call.endswith(" --script servers.sbatch --array 3 100")
+
+
+def test_submitit_requeues_what_is_recorded(tmp_path):
+    assert asked(tmp_path, None, backend="submitit") == []
+    assert '"event": "requeued"' in (tmp_path / "trial" / "jobs" / "7.state").read_text()
+
+
+def asked(tmp_path: Path, told: str | None, **given: str | None) -> list[str]:
+    """What is called when a job that stopped asks to continue, with this list of bad nodes."""
+    here = tmp_path / "trial"
+    for folder in ("jobs", "scripts"):
+        (here / folder).mkdir(parents=True)
+    (here / "scripts" / "exit_policy.sh").write_text(
+        "declare -A after_stop after_exit exit_reason stop_reason\n"
+    )
     if told is not None:
         (here / "jobs" / "7.exclude").write_text(told + "\n")
     for name, content in (
@@ -63,14 +77,34 @@ def asked(text: str, tmp_path: Path, told: str | None) -> list[str]:
     ):
         (tmp_path / name).write_text(content)
         (tmp_path / name).chmod(0o755)
-    stubs = f"set -euo pipefail\nsay() {{ :; }}\nrecord() {{ :; }}\ntrial_dir={here} job_id=7 slurm_job=7 restart=0\n"
-    stubs += "told_to_end=0 interrupted=0 time_limit='' cancel_intent=/none python=python\n"
+    values = {
+        "trial_dir": here,
+        "python": "python",
+        "scheduler": "slurm",
+        "backend": "sbatch",
+        "layout": "allocation",
+        "continue_by": "requeue",
+        "exclude": "",
+        "job_name": "name",
+        "script_name": "trial.sbatch",
+        **{name: value for name, value in given.items() if value is not None},
+    }
+    settings = " ".join(f"{name}='{value}'" for name, value in values.items())
     env = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "CALLS": str(tmp_path / "calls"),
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_PARTITION": "main",
         "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_ARRAY_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": "3",
     }
-    subprocess.run(["bash", "-c", f'{stubs}{asking}\nask_again "more"'], env=env, check=True)
-    return (tmp_path / "calls").read_text().splitlines()
+    for number in (0, 1):
+        env |= {
+            f"SLURM_JOB_PARTITION_HET_GROUP_{number}": "main",
+            f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}": "1",
+        }
+    calls = f"set -euo pipefail; {settings}; source '{POLICY}'; name_job '' 0 100; ask_again '\"code\": 75'"
+    subprocess.run(["bash", "-c", calls], env=env, check=True)
+    noted = tmp_path / "calls"
+    return noted.read_text().splitlines() if noted.exists() else []

@@ -1,4 +1,4 @@
-"""What the scripts say; their behaviour is tested with bash and Slurm elsewhere."""
+"""The text of the scripts; their behaviour is tested with bash and Slurm elsewhere."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import pytest
 
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
-from hpc_rl.render.directives import Ask, resources, signal_lead_s
+from hpc_rl.plan.schema import Unit
+from hpc_rl.render.directives import SbatchRequest, directives, signal_lead_s
+from hpc_rl.render.jinja_environment import template_root
 
 
 def test_options_that_are_not_set_are_not_there(script):
     text = script("slurm")
-    for option in ("partition", "account", "qos", "gres", "gpus-per-node", "constraint", "None"):
-        assert option not in text
+    for option in ("partition", "account", "qos", "gres", "gpus-per-node", "constraint"):
+        assert f"\n#SBATCH --{option}" not in text and f"\n##SBATCH --{option}=\n" in text
+    assert "None" not in text
     assert "#SBATCH --mem=500M\n" in text and "#SBATCH --requeue\n" in text
 
 
@@ -33,13 +36,13 @@ def test_options_that_are_set_are_there(script):
 
 def test_disabled_is_not_requeued_and_gets_no_warning(script):
     text = script("slurm", mode="disabled")
-    assert "--no-requeue" in text and "--signal" not in text
+    assert "\n#SBATCH --no-requeue\n" in text and "\n#SBATCH --signal" not in text
 
 
 @pytest.mark.parametrize("name", ["mem", "ntasks-per-node", "cpus-per-task"])
 def test_what_the_plan_derives_can_be_left_out(script, name):
     assert f"#SBATCH --{name}=" in script("slurm")
-    assert f"#SBATCH --{name}" not in script("slurm", **{name.replace("-", "_"): None})
+    assert f"\n#SBATCH --{name}" not in script("slurm", **{name.replace("-", "_"): None})
 
 
 ALL = {  # every option of the section that is a directive -> its line
@@ -75,7 +78,7 @@ def test_every_option_becomes_its_line_and_null_is_not_there(script, name):
     value, line = ALL[name]
     assert f"#SBATCH {line}\n" in script("slurm", **{name: value})
     if name not in ("comment", "extra_args"):
-        assert f"#SBATCH --{name.replace('_', '-')}" not in script("slurm", **{name: None})
+        assert f"\n#SBATCH --{name.replace('_', '-')}" not in script("slurm", **{name: None})
 
 
 def test_no_option_of_the_section_is_without_a_test():
@@ -107,23 +110,14 @@ def test_no_option_of_the_section_is_without_a_test():
     ],
 )
 def test_gpus_are_asked_for_by_one_option(options, lines):
-    ask = Ask(
-        n_nodes=1,
-        cpus_per_node=1,
-        mem_mb_per_node=1,
-        n_gpus_per_node=8,
-        job_name="j",
-        tag="t",
-        workdir="/",
-        output="/o",
-        requeue=True,
-    )
-    found = [f"--{name}={value}" for name, value in resources(SlurmLauncherConfig(**options), ask)]
+    request = SbatchRequest(n_nodes=1, cpus_per_node=1, mem_mb_per_node=1, n_gpus_per_node=8)
+    asked = directives(SlurmLauncherConfig(**options), request)
+    found = [f"--{name}={value}" for name, value in asked.options]
     assert [line for line in found if "gpu" in line or "gres" in line] == lines
 
 
 def test_mem_per_cpu_replaces_the_derived_mem(script):
-    assert "--mem=" not in script("slurm", mem_per_cpu="4G")
+    assert "\n#SBATCH --mem=" not in script("slurm", mem_per_cpu="4G")
 
 
 @pytest.mark.parametrize("root", ["/a:b", "/a\nb"])
@@ -136,6 +130,11 @@ def test_a_percent_sign_in_the_path_is_no_pattern(script):
     assert "#SBATCH --output=/a%%j/exp/one/jobs/%j.out\n" in script("slurm", root=Path("/a%j"))
 
 
+def unit(role: str = "trainer", nodes: tuple[int, ...] = (0,), **values) -> Unit:
+    usual = {"index": 0, "tasks_per_node": 1, "cpus_per_task": 2, "mem_mb_per_task": 100, "gpus_per_task": 0}
+    return Unit(role=role, nodes=list(nodes), module="m", **{**usual, **values})
+
+
 def override(folder: Path, text: str, name: str = "sbatch/trial.sbatch.j2") -> Path:
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text)
@@ -143,35 +142,75 @@ def override(folder: Path, text: str, name: str = "sbatch/trial.sbatch.j2") -> P
 
 
 EXTENDS = '{% extends "below/sbatch/trial.sbatch.j2" %}\n'
+SITE = '{% extends "below/templates/site.sh.j2" %}\n'
+STEPS = '{% extends "below/templates/steps.sh.j2" %}\n'
 
 
-def test_a_site_overrides_a_block_and_keeps_the_rest(script, tmp_path):
+def site_override(folder: Path, text: str) -> Path:
+    return override(folder, SITE + text, "templates/site.sh.j2")
+
+
+def test_a_site_overrides_a_block_and_keeps_the_rest(scripts, tmp_path):
     block = "{% block site %}\nmodule load cuda/12.4\n{% endblock %}\n"
     for number, base in enumerate(("builtin", "below")):
-        site = override(tmp_path / f"site{number}", EXTENDS.replace("below", base) + block)
-        ours, theirs = script("slurm"), script("slurm", site=site)
-        assert (
-            "module load cuda/12.4\n" in theirs and f"# changed by {site}/sbatch/trial.sbatch.j2\n" in theirs
+        site = override(
+            tmp_path / f"site{number}", SITE.replace("below", base) + block, "templates/site.sh.j2"
         )
-        assert [
-            line for line in theirs.splitlines() if "cuda" not in line and "changed by" not in line
-        ] == ours.splitlines()
+        ours, theirs = scripts("slurm"), scripts("slurm", site=site)
+        changed = theirs.pop("site.sh")
+        assert f"# changed by {site}/templates/site.sh.j2\n" in changed
+        own = [line for line in changed.splitlines() if "cuda" not in line and "changed by" not in line]
+        assert "module load cuda/12.4\n" in changed and own == ours.pop("site.sh").splitlines()
+        assert theirs == ours
 
 
-def test_layers_add_up_and_the_nearest_wins(script, tmp_path):
-    system = (
-        "{% block site %}\nmodule load base\n{% endblock %}{% block teardown %}\necho system\n{% endblock %}"
-    )
+def test_layers_add_up_and_the_nearest_wins(scripts, tmp_path):
+    system = "{% block site %}\nmodule load base\n{% endblock %}"
     person = "{% block site %}\n{{ super() }}module load mine\n{% endblock %}"
-    trial = "{% block teardown %}\necho trial\n{% endblock %}"
-    text = script(
-        "slurm",
-        own=override(tmp_path / "trial", EXTENDS + trial),
-        site=[override(tmp_path / "person", EXTENDS + person), override(tmp_path / "etc", EXTENDS + system)],
+    folders = [site_override(tmp_path / "person", person), site_override(tmp_path / "etc", system)]
+    override(tmp_path / "etc", EXTENDS + "{% block teardown %}\necho system\n{% endblock %}")
+    trial = override(tmp_path / "trial", EXTENDS + "{% block teardown %}\necho trial\n{% endblock %}")
+    texts = scripts("slurm", own=trial, site=folders)
+    site = texts["site.sh"]
+    assert site.index("module load base\n") < site.index("module load mine\n")
+    assert site.count("# changed by ") == texts["trial.sbatch"].count("# changed by ") == 2
+    assert "echo trial\n" in texts["trial.sbatch"] and "echo system" not in texts["trial.sbatch"]
+
+
+def test_single_directives_can_be_dropped_and_replaced(script, tmp_path):
+    block = '{% block resources %}\n{{ super() | without("--mem", "--time") }}#SBATCH --mem=0\n{% endblock %}'
+    site = override(tmp_path, EXTENDS + block)
+    lines = script("slurm", site=site, time="1:00:00").splitlines()
+    assert [line for line in lines if "--mem=" in line or "--time" in line] == ["#SBATCH --mem=0"]
+    assert "#SBATCH --cpus-per-task=2" in lines
+    with pytest.raises(ConfigError, match="long options of sbatch, as --mem, not 'mem'"):
+        script("slurm", site=override(tmp_path, EXTENDS + block.replace('"--mem"', '"mem"')))
+
+
+def test_a_launch_line_can_be_changed(scripts, tmp_path):
+    block = (
+        "{% block trainer %}\n"
+        '{{ super() | replace("--distribution=block", "--distribution=block:block") }}{% endblock %}'
     )
-    assert text.index("module load base\n") < text.index("module load mine\n")
-    assert "echo trial\n" in text and "echo system" not in text
-    assert text.count("# changed by ") == 3
+    site = override(tmp_path, STEPS + block, "templates/steps.sh.j2")
+    text = scripts("slurm", site=site, units=[unit()])["steps.sh"]
+    assert "--distribution=block:block" in text and f"# changed by {site}/templates/steps.sh.j2\n" in text
+
+
+@pytest.mark.parametrize(
+    "name", ["sbatch/trial.sbatch.j2", "sbatch/servers.sbatch.j2", "templates/local.sh.j2"]
+)
+def test_a_site_block_at_its_old_place_is_refused_with_the_new_one(script, tmp_path, name):
+    text = f'{{% extends "below/{name}" %}}{{% block site %}}\nmodule load cuda\n{{% endblock %}}'
+    site = override(tmp_path, text, name)
+    with pytest.raises(ConfigError, match=r"has no block 'site': .* templates/site\.sh\.j2"):
+        script("slurm", site=site)
+
+
+def test_a_block_that_does_not_exist_is_refused(script, tmp_path):
+    site = override(tmp_path, EXTENDS + "{% block sight %}x{% endblock %}")
+    with pytest.raises(ConfigError, match=r"has no block 'sight': it has resources, accounting"):
+        script("slurm", site=site)
 
 
 def test_a_template_that_extends_itself_is_told(script, tmp_path):
@@ -188,6 +227,15 @@ def test_a_broken_site_template_is_told(script, tmp_path):
 def test_a_missing_templates_dir_is_refused(script, tmp_path):
     with pytest.raises(ConfigError, match="templates_dir"):
         script("slurm", own=tmp_path / "nowhere")
+
+
+def test_the_policy_is_the_same_for_every_trial(scripts):
+    texts = {
+        scripts(*how, mode=mode)["job_policy.sh"]
+        for how in (["local"], ["slurm"])
+        for mode in ("auto", "fault")
+    }
+    assert texts == {(template_root() / "templates" / "job_policy.sh").read_text()}
 
 
 def test_a_short_job_is_not_told_at_its_start():

@@ -1,5 +1,5 @@
-"""How the batch script goes on, under a real bash: Slurm's programs and the supervisor are scripts that note their calls, and
-wait where the test says so. A cancel must count whenever it comes."""
+"""How the batch script continues, under a real bash: Slurm's programs and the supervisor are scripts that note their
+calls, and wait where the test says so. A cancel must count whenever it comes."""
 
 from __future__ import annotations
 
@@ -59,16 +59,17 @@ class Script:
             (self.here / "waits").write_text(f"*{waits}*")
         self.trial.make_dirs()
         (self.trial.jobs / "7.exclude").write_text("n9")
-        (self.here / "trial.sbatch").write_text(
-            self.texts("slurm", python=str(programs / "python"), workdir=self.here, **slurm)
-        )
+        texts = self.texts("slurm", python=str(programs / "python"), workdir=self.here, **slurm)
+        self.trial.scripts.mkdir(exist_ok=True)
+        for name, text in texts.items():
+            (self.trial.scripts / name).write_text(text)
         env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         env |= {"HERE": str(self.here), "PATH": f"{programs}:{os.environ['PATH']}"}
         env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_PARTITION": "main"}
         with (self.here / "said").open("wb") as said:
             self.processes.append(
                 subprocess.Popen(
-                    ["bash", str(self.here / "trial.sbatch")],
+                    ["bash", str(self.trial.scripts / "trial.sbatch")],
                     env=env,
                     stdin=subprocess.DEVNULL,
                     stdout=said,
@@ -103,8 +104,8 @@ class Script:
 
 
 @pytest.fixture
-def job(script, tmp_path) -> Iterator[Script]:
-    made = Script(tmp_path, Trial(tmp_path / "exp" / "one"), script)
+def job(scripts, tmp_path) -> Iterator[Script]:
+    made = Script(tmp_path, Trial(tmp_path / "exp" / "one"), scripts)
     yield made
     (tmp_path / "go").touch()
     for process in made.processes:
@@ -117,7 +118,7 @@ def test_a_cancel_while_the_nodes_are_counted_ends_it(job):
     assert not job.called("scontrol requeue") and not job.called("app.submit_successor"), job.said()
     assert (job.last()["event"], job.last()["reason"], job.last()["cancelled"]) == (
         "ended",
-        "told to end by a signal",
+        "stopped by a signal",
         True,
     )
 
@@ -134,7 +135,7 @@ def test_a_cancel_while_the_successor_is_submitted_takes_it_back(job):
         job.start(waits="app.submit_successor", continue_by="successor"), "app.submit_successor"
     )
     assert job.called("scancel") == ["scancel 8"], job.said()
-    assert (job.last()["event"], job.last()["reason"]) == ("ended", "told to end by a signal")
+    assert (job.last()["event"], job.last()["reason"]) == ("ended", "stopped by a signal")
 
 
 def test_a_wish_to_cancel_that_came_meanwhile_is_obeyed(job):
@@ -143,7 +144,7 @@ def test_a_wish_to_cancel_that_came_meanwhile_is_obeyed(job):
     job.trial.cancel_intent("7").write_text("{}")
     (job.here / "go").touch()
     process.wait(60)
-    assert not job.called("scontrol requeue") and job.last()["reason"] == "cancelled by a person", job.said()
+    assert not job.called("scontrol requeue") and job.last()["reason"] == "cancelled by the user", job.said()
 
 
 def test_the_term_of_its_own_requeue_disturbs_nothing(job):

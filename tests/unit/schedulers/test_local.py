@@ -16,7 +16,7 @@ from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.errors import SchedulerError
 from hpc_rl.files import JsonLines
 from hpc_rl.proc import start_ticks
-from hpc_rl.render.scripts import Stamp, render
+from hpc_rl.render.scripts import Stamp, render, script_name
 from hpc_rl.schedulers import make_scheduler
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.local import LocalScheduler
@@ -75,8 +75,9 @@ class Job:
             workdir=root,
             start_mode=mode,
         )
-        [(name, text)] = render(config, plan, self.trial, stamp, "local").items()
-        (self.trial.scripts / name).write_text(text)
+        for name, text in render(config, plan, self.trial, stamp, "local").items():
+            (self.trial.scripts / name).write_text(text)
+        name = script_name("local")
         self.scheduler = LocalScheduler(self.trial, grace_s)
         self.id = self.scheduler.submit(JobSpec("job", self.trial.scripts / name, "t"))
 
@@ -190,7 +191,7 @@ def test_a_nudge_with_a_cancel_intent_stays_dead(start):
     assert (
         job.state is State.CANCELLED
         and ["SIGUSR1"] in job.log
-        and job.end["reason"] == "cancelled by a person"
+        and job.end["reason"] == "cancelled by the user"
     )
 
 

@@ -134,7 +134,7 @@ def test_all_checks():
     ],
 )
 def test_the_linter(text, words):
-    assert any(words in problem for problem in lint.problems(text))
+    assert any(words in problem for problem in lint.problems({"x.sh": text}))
     assert lint.directive_problems(GOOD) == [] and lint.bash_problems(GOOD) == []
 
 

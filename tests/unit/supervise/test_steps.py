@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launch_lines import write_steps
 from toy_plans import toy_plan
 
 from hpc_rl.errors import ConfigError, SchedulerError
@@ -19,7 +18,7 @@ from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import end_processes, is_alive, start_ticks
 from hpc_rl.supervise import processes
 from hpc_rl.supervise.ownership import kill_leftovers, next_incarnations, write_client_records
-from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, job_hosts, srun_argv, unplaced_reason
+from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, job_hosts, unplaced_reason
 from hpc_rl.trial import Attempt, Trial, read_json, write_json
 
 UNTIL_EOF = "import os, sys; print('up', flush=True)\nwhile d := os.read(0, 99): print(d.decode(), flush=True); sys.exit(75)"
@@ -154,38 +153,6 @@ def test_a_program_that_is_not_there_is_an_error_and_leaves_nothing_open(attempt
 # --- srun ----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_srun_line(tmp_path):
-    argv = srun_argv(
-        unit(tasks=2, nodes=(1, 2), gpus=2),
-        ["a1", "a2", "b7"],
-        True,
-        tmp_path / "100%" / "trainer-0.3.log",
-        3,
-    )
-    text = shlex.join(argv)
-    for flag in (
-        "--nodes=2 --nodelist=a2,b7 --ntasks=4 --ntasks-per-node=2 --distribution=block --cpus-per-task=3 --exact --mem=0",
-        "--gpus-per-node=4",
-        "--job-name=trainer-0.3",
-        "--no-kill=off",
-        "--export=ALL",
-        "--input=all",
-    ):
-        assert flag in text
-    assert argv[-1] == f"--output={tmp_path}/100%%/trainer-0.3-rank%t.log"
-
-
-def test_the_users_srun_options_come_last(tmp_path):
-    own = dataclasses.replace(unit(), srun_args=["--mpi=pmix", "--comment=a b"])
-    assert srun_argv(own, ["a"], False, tmp_path / "x.log", 0)[-2:] == ["--mpi=pmix", "--comment=a b"]
-
-
-def test_a_step_speaks_of_gpus_only_in_a_job_that_has_some(tmp_path):
-    log = tmp_path / "x.log"
-    assert not any("gpu" in flag for flag in srun_argv(unit(), ["a"], False, log, 0))
-    assert "--gpus-per-node=0" in srun_argv(unit(), ["a"], True, log, 0)
-
-
 FAKE_SRUN = """#!/bin/bash
 printf '%s\\n' "$@" > "$OUT/argv"; env > "$OUT/env"; echo $$ > "$OUT/pid"
 trap 'echo killed-step >> "$OUT/argv"; exit 137' TERM
@@ -204,7 +171,7 @@ def fake_srun(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def srun_start(attempt, out: Path, **env: str):
+def srun_start(attempt, out: Path, own: Unit | None = None, components: list[int] | None = None, **env: str):
     environ = {
         **os.environ,
         "OUT": str(out),
@@ -213,7 +180,10 @@ def srun_start(attempt, out: Path, **env: str):
         "SLURM_JOB_ID": "7",
         **env,
     }
-    handle = SrunSteps(["a"], False, environ).start(unit(), ["python", "-m", "m"], attempt, 0)
+    own = own or unit()
+    write_steps(attempt.trial, own, layout="hetjob" if components else "allocation")
+    steps = SrunSteps(["a1", "a2", "b7"], environ, components)
+    handle = steps.start(own, ["python", "-m", "m"], attempt, 3)
     deadline = time.monotonic() + 5
     while not (out / "pid").exists():
         assert time.monotonic() < deadline
@@ -232,16 +202,39 @@ def test_one_srun_is_asked_by_its_pipe_and_killed_by_term(attempt, fake_srun):
     env = dict(line.split("=", 1) for line in (fake_srun / "env").read_text().splitlines() if "=" in line)
     assert env["HPC_RL_STEPS"] == "srun" and env["SLURM_JOB_ID"] == "7" and env["OMP_NUM_THREADS"] == "3"
     assert "SLURM_MEM_PER_NODE" not in env and "SLURM_CPUS_PER_TASK" not in env
+    own = int((fake_srun / "pid").read_text())
+    assert [child.pid for child in handle.children] == [own], "signals of the handle go to srun itself"
+
+
+def test_a_step_has_its_name_its_nodes_its_logs_and_its_component(attempt, fake_srun):
+    handle = srun_start(attempt, fake_srun, unit(tasks=2, nodes=(1, 2)), [0, 1, 1])
+    argv = (fake_srun / "argv").read_text().splitlines()
+    log = f"{attempt.dir}/logs/trainer-0.3-rank%t.log"
+    assert {"--job-name=trainer-0.3", "--nodelist=a2,b7", f"--output={log}", "--het-group=1"} <= set(argv)
+    handle.kill()
+    wait(handle)
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"), [("steps.sh", "does not exist"), ("srun", "is not on the PATH")]
+)
+def test_a_step_that_lacks_its_script_or_srun_is_an_error(attempt, fake_srun, missing, words):
+    if missing == "srun":
+        write_steps(attempt.trial, unit())
+        (fake_srun / "srun").unlink()
+    environ = {**os.environ, "PATH": str(fake_srun)}
+    with pytest.raises(FileNotFoundError, match=f"{missing} {words}"):
+        SrunSteps(["a"], environ).start(unit(), ["python", "-m", "m"], attempt, 0)
 
 
 def test_a_step_that_slurm_does_not_make_says_so_until_a_process_runs(attempt, fake_srun):
     handle = srun_start(attempt, fake_srun)
     assert handle.unplaced() == "", "nothing was said"
     said = "srun: Job 7 step creation still disabled, retrying (Requested nodes are busy)"
-    with attempt.log("trainer", 0, 0).open("a") as log:
+    with attempt.log("trainer", 0, 3).open("a") as log:
         log.write(f"{said}\n")
     assert handle.unplaced() == said
-    write_json(attempt.processes / "trainer-0.0-rank0.json", {"pid": 1})
+    write_json(attempt.processes / "trainer-0.3-rank0.json", {"pid": 1})
     assert handle.unplaced() == ""
     handle.kill()
     wait(handle)
@@ -323,11 +316,3 @@ def test_incarnations_go_on_from_every_trace(attempt):
     attempt.exit_record("rollout", 0, 0).touch()
     write_json(attempt.processes / "client-server-1.5-rank0.json", {})
     assert next_incarnations(attempt) == {("trainer", 0): 3, ("server", 1): 6, ("rollout", 0): 1}
-
-
-def test_a_step_of_a_heterogeneous_job_names_its_component(tmp_path):
-    argv = srun_argv(unit(nodes=(2,)), ["a1", "a2", "b7"], True, tmp_path / "x.log", 0, 1)
-    assert "--het-group=1" in argv and "--nodelist=b7" in argv
-    assert not any(
-        flag.startswith("--het-group") for flag in srun_argv(unit(), ["a"], True, tmp_path / "x.log", 0)
-    )

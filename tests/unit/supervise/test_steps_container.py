@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launch_lines import write_steps
 
 from hpc_rl.plan.schema import Container, Unit
 from hpc_rl.proc import start_ticks
@@ -190,7 +191,8 @@ def test_pyxis_is_handed_to_srun_behind_the_users_own_options(attempt, monkeypat
         srun_args=["--comment=x"],
         container=container,
     )
-    handle = SrunSteps(["a"], False, dict(os.environ)).start(unit, ["/host/python", "-m", "m"], attempt, 0)
+    write_steps(attempt.trial, unit)
+    handle = SrunSteps(["a"], dict(os.environ)).start(unit, ["/host/python", "-m", "m"], attempt, 0)
     assert wait(handle) == 0
     lines = attempt.log("server", 0, 0).read_text().splitlines()
     at = lines.index("--comment=x")

@@ -1,0 +1,177 @@
+"""Templates: where they are, how a site's layers override blocks of ours, and the filters that keep values inert.
+
+Layers are directories: a trial's own, the site's, ours. An override begins with
+`{% extends "below/sbatch/trial.sbatch.j2" %}`: `below` is the next layer that has the file, so that a user's override
+and the site's add up. `builtin/<name>` is ours, whatever overrides it.
+
+Every value passes a filter for its place: `sh` (a shell word), `lines` (lines of shell words), `directive` (an `#SBATCH`
+value), `comment` (one line of a comment). None of them takes None, and neither does a bare `{{ value }}`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.loaders import split_template_path
+
+from hpc_rl.errors import ConfigError
+
+BELOW, BUILTIN = "below/", "builtin/"
+PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
+LINE_BREAK = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]+")
+
+
+def template_root() -> Path:
+    """Return the folder that holds our `templates/` and `sbatch/`: in the wheel, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    packaged = package / "_data"
+    return packaged if packaged.is_dir() else package.parent
+
+
+# -- filters
+
+
+def sh(value: Any) -> str:
+    """Return one shell word. Raises jinja2.UndefinedError for None, ConfigError for a NUL byte."""
+    text = str(_present(value))
+    if "\0" in text:
+        raise ConfigError(f"{text!r} holds a NUL byte, which no shell word can.")
+    return shlex.quote(text)
+
+
+def lines(groups: Iterable[Iterable[str]]) -> str:
+    """Return groups of shell words, each with a line of its own in a command that continues after them."""
+    return "".join(f"{' '.join(sh(word) for word in group)} \\\n    " for group in groups if group)
+
+
+def directive(value: Any) -> str:
+    """Return the value of an `#SBATCH` option in sbatch's own quoting: a backslash escapes, also inside quotes.
+
+    Raises ConfigError for line breaks: the rest of the value would become a line of the script.
+    """
+    text = str(_present(value))
+    if LINE_BREAK.search(text):
+        raise ConfigError(
+            f"{text!r} can't be given to sbatch: an #SBATCH line holds no line breaks or control characters."
+        )
+    if PLAIN.fullmatch(text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def sbatch(options: Iterable[tuple[str, str | None]]) -> str:
+    """Return the `#SBATCH` lines of (name, value): an empty value is an option without one, None one that is not used."""
+    text = ""
+    for name, value in options:
+        if value is None:
+            text += f"##SBATCH --{name}=\n"
+        else:
+            text += f"#SBATCH --{name}={directive(value)}\n" if value else f"#SBATCH --{name}\n"
+    return text
+
+
+def sbatch_words(arguments: Iterable[Sequence[str]]) -> str:
+    """Return an `#SBATCH` line for each list of words."""
+    return "".join(f"#SBATCH {' '.join(directive(word) for word in words)}\n" for words in arguments)
+
+
+def without(text: str, *names: str) -> str:
+    """Return `#SBATCH` lines without these options, as `{{ super() | without("--mem") }}` in an override."""
+    if wrong := [name for name in names if not name.startswith("--")]:
+        raise ConfigError(f"the filter without takes long options of sbatch, as --mem, not {wrong[0]!r}.")
+    dropped = re.compile(rf"(?m)^##?SBATCH ({'|'.join(map(re.escape, names))})(=.*)?\n")
+    return dropped.sub("", text)
+
+
+def comment(value: Any) -> str:
+    """Return text that stays within one comment line."""
+    return LINE_BREAK.sub(" ", str(_present(value)))
+
+
+FILTERS = (sh, lines, directive, sbatch, sbatch_words, without, comment)
+
+
+def _present(value: Any) -> Any:
+    if value is None:
+        raise jinja2.UndefinedError("None reached a template: test for it there, or give a value")
+    if isinstance(value, jinja2.Undefined):
+        str(value)  # StrictUndefined raises, with the name
+    return value
+
+
+# -- layers
+
+
+class Layers(jinja2.BaseLoader):
+    """A loader over directories.
+
+    Args:
+        folders: Directories, highest precedence first; the last one is ours.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = list(folders)
+
+    def find(self, name: str) -> tuple[int, Path] | None:
+        """Return the layer that has a template, and its file. `@2/<name>` searches from layer 2 on."""
+        first = 0
+        if name.startswith(BUILTIN):
+            first, name = len(self.folders) - 1, name.removeprefix(BUILTIN)
+        elif name.startswith("@"):
+            number, _, name = name[1:].partition("/")
+            first = int(number)
+        parts = split_template_path(name)  # refuses what would lead out of the folder
+        for layer, folder in list(enumerate(self.folders))[first:]:
+            path = folder.joinpath(*parts)
+            if path.is_file():
+                return layer, path
+        return None
+
+    def overrides(self, name: str) -> list[Path]:
+        """Return the files above ours that change a template, highest first."""
+        return [path for folder in self.folders[:-1] if (path := folder / name).is_file()]
+
+    def get_source(
+        self, environment: jinja2.Environment, template: str
+    ) -> tuple[str, str | None, Callable[[], bool] | None]:
+        found = self.find(template)
+        if found is None:
+            raise jinja2.TemplateNotFound(template)
+        return found[1].read_text(encoding="utf-8"), str(found[1]), None
+
+    def below(self, template: str, parent: str) -> str:
+        """Return what `below/…` means in `parent`."""
+        name = template.removeprefix(BELOW)
+        found = self.find(parent)
+        if found is None or found[0] + 1 >= len(self.folders):
+            raise jinja2.TemplateNotFound(template, f"there is no layer below {parent}")
+        return f"@{found[0] + 1}/{name}"
+
+
+class LayeredEnvironment(jinja2.Environment):
+    """An environment whose templates may name what is below them."""
+
+    loader: Layers
+
+    def join_path(self, template: str, parent: str) -> str:
+        return self.loader.below(template, parent) if template.startswith(BELOW) else template
+
+
+def environment(folders: Sequence[Path] = ()) -> LayeredEnvironment:
+    """Return the environment over these directories, highest first, and ours below them."""
+    jinja = LayeredEnvironment(
+        loader=Layers([*folders, template_root()]),
+        undefined=jinja2.StrictUndefined,
+        finalize=_present,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    jinja.filters |= {made.__name__: made for made in FILTERS}
+    return jinja

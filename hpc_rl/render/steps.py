@@ -1,0 +1,146 @@
+"""Steps: the values of each role's launch line in steps.sh, and the plan in words for a job script. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from hpc_rl.errors import ConfigError
+from hpc_rl.plan.plan import SUPERVISOR_CPUS, SUPERVISOR_MEM_MB
+from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.render.container_command import command_of
+
+ROLES = ("server", "rollout", "trainer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchLine:
+    """What the srun of a role's units states.
+
+    Args:
+        n_nodes: Nodes of a unit.
+        n_tasks: Processes of a unit.
+        tasks_per_node: Processes on each node.
+        cpus_per_task: CPUs of each.
+        gpus: The option for GPUs with a blank after it; empty in a job without.
+        words: What it starts, in words.
+        srun_options: Further options of srun, by lines: the user's own, then those of pyxis.
+        program: The interpreter, in its container if it has one, by lines.
+    """
+
+    n_nodes: int
+    n_tasks: int
+    tasks_per_node: int
+    cpus_per_task: int
+    gpus: str
+    words: str
+    srun_options: list[list[str]]
+    program: list[list[str]]
+
+
+def launch_lines(plan: Plan, trial_dir: Path, workdir: Path) -> dict[str, LaunchLine | None]:
+    """Return the launch line of each role, None for a role that the plan has not. Raises ConfigError."""
+    return {role: _launch_line(plan, role, trial_dir, workdir) for role in ROLES}
+
+
+def _launch_line(plan: Plan, role: str, trial_dir: Path, workdir: Path) -> LaunchLine | None:
+    units = [unit for unit in plan.units if unit.role == role]
+    if not units:
+        return None
+    lines = [
+        LaunchLine(
+            n_nodes=len(unit.nodes),
+            n_tasks=unit.num_tasks,
+            tasks_per_node=unit.tasks_per_node,
+            cpus_per_task=unit.cpus_per_task,
+            gpus=_gpus(plan, unit),
+            words=f"{_count(len(units), 'unit')}, {_size(unit)}",
+            srun_options=[*([option] for option in unit.srun_args), *command.srun_options],
+            program=command.program,
+        )
+        for unit in units
+        for command in [command_of(unit, plan.python, trial_dir, workdir)]
+    ]
+    if any(line != lines[0] for line in lines):
+        raise ConfigError(f"the units of role {role} differ, but steps.sh has one launch line for each role.")
+    return lines[0]
+
+
+def _gpus(plan: Plan, unit: Unit) -> str:
+    """Return the option for GPUs: a step states them only in a job that has some, and then also that it needs none."""
+    job = plan.units
+    if plan.layout == "jobs" and unit.role != "server":
+        job = plan.units_on(plan.groups[0].nodes)
+    if not plan.slurm_knows_gpus or not any(one.gpus_per_task for one in job):
+        return ""
+    return f"--gpus-per-node={unit.gpus_per_task * unit.tasks_per_node} "
+
+
+def knows_gpus(plan: Plan) -> bool:
+    """Return whether the trial asks Slurm for GPUs."""
+    return plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """Return which role runs on which nodes, and what each of its processes has."""
+    rows = [("node 0", "supervisor", f"1 process, {_count(SUPERVISOR_CPUS, 'CPU')}, {SUPERVISOR_MEM_MB} MB")]
+    for role in reversed(ROLES):
+        units = [unit for unit in plan.units if unit.role == role]
+        rows += _server_rows(units) if role == "server" else [_row(unit) for unit in units]
+    if plan.layout == "jobs":
+        servers = {index for group in plan.groups if group.name == "servers" for index in group.nodes}
+        text = f"servers.sbatch starts one task, with a supervisor, for each of these {len(servers)} nodes"
+        rows.append((_nodes(sorted(servers)), "array", text))
+    width = max(len(nodes) for nodes, _, _ in rows)
+    return [f"{nodes:<{width}}  {role:<10}  {text}" for nodes, role, text in rows]
+
+
+def _row(unit: Unit) -> tuple[str, str, str]:
+    return _nodes(unit.nodes), unit.role, _size(unit)
+
+
+def _server_rows(units: Sequence[Unit]) -> list[tuple[str, str, str]]:
+    """Return one row for adjacent nodes that hold the same number of replicas."""
+    on_node: dict[tuple[int, ...], list[Unit]] = {}
+    for unit in units:
+        on_node.setdefault(tuple(unit.nodes), []).append(unit)
+    rows = []
+    for number, same in groupby(on_node.items(), key=lambda item: len(item[1])):
+        places = list(same)
+        nodes = [node for place, _ in places for node in place]
+        indexes = sorted(unit.index for _, replicas in places for unit in replicas)
+        which = f"server {_range(indexes)}"
+        each = f"{_count(number, 'replica')} on each node, " if len(places) > 1 else ""
+        rows.append((_nodes(nodes), "server", f"{which}: {each}{_size(places[0][1][0])}"))
+    return rows
+
+
+def _size(unit: Unit) -> str:
+    """Return the processes of a unit and what each has."""
+    where = " on each node" if len(unit.nodes) > 1 else ""
+    each = " each" if unit.num_tasks > 1 else ""
+    have = [
+        _count(unit.cpus_per_task, "CPU"),
+        _count(unit.gpus_per_task, "GPU"),
+        f"{unit.mem_mb_per_task} MB",
+    ]
+    return f"{_count(unit.tasks_per_node, 'process')}{where},{each} {', '.join(have)}"
+
+
+def _count(number: int, what: str) -> str:
+    many = f"{what}es" if what.endswith("s") else f"{what}s"
+    return f"{number} {what if number == 1 else many}"
+
+
+def _nodes(nodes: Sequence[int]) -> str:
+    return f"{'node' if len(nodes) == 1 else 'nodes'} {_range(nodes)}"
+
+
+def _range(numbers: Sequence[int]) -> str:
+    """Return `0-3` or `0,2,5`, for ascending numbers."""
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) > 1 and last - first == len(numbers) - 1:
+        return f"{first}-{last}"
+    return ",".join(map(str, numbers))

@@ -1,0 +1,70 @@
+#!/bin/bash
+# The srun line of each role. The supervisor runs: bash steps.sh ROLE NAME NODES OUTPUT COMPONENT ARGUMENT...
+# To change a line, override the block of its role (hpc-rl templates eject steps --block trainer) and resubmit.
+#
+# --exact with stated CPUs and GPUs gives the steps of a node disjoint parts of it, so that none waits for
+# another. --mem=0 lets each use the memory of the job. A task that exits ends the others after --wait seconds,
+# which leaves them time for their exit records; --kill-on-bad-exit would not. A step, unlike the job, ends with
+# its node.
+#
+# shellcheck disable=SC2034 # not every role uses every argument
+set -euo pipefail
+role=$1 name=$2 nodes=$3 output=$4 component=$5
+shift 5
+
+# Inherited, these would override what a step states, or make srun refuse (memory given twice).
+unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
+unset SLURM_MEM_PER_NODE SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_TRES_PER_TASK SLURM_DISTRIBUTION
+unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_EXPORT_ENV SLURM_OVERLAP SLURM_WHOLE
+unset SLURM_NO_KILL SLURM_KILL_BAD_EXIT SLURM_WAIT SLURM_OPEN_MODE SLURM_LABELIO SLURM_UNBUFFEREDIO
+unset SLURM_STDINMODE SLURM_STDOUTMODE SLURM_STDERRMODE
+
+server() { # 16 units, 1 process, 4 CPUs, 1 GPU, 65536 MB
+  exec srun --job-name="$name" --nodelist="$nodes" \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --cpus-per-task=4 --gpus-per-node=1 --mem=0 --exact --distribution=block \
+    --kill-on-bad-exit=0 --wait=30 --no-kill=off --export=ALL --mpi=none --input=all \
+    '--container-image=/storage/images/sglang 0.5.sqsh' \
+    --container-mounts=/storage:/storage,/shared/hpc-rl:/shared/hpc-rl,/shared/models/Qwen2.5-1.5B-Instruct:/shared/models/Qwen2.5-1.5B-Instruct,/shared/data/maths:/shared/data/maths,/WORKDIR:/WORKDIR \
+    --container-workdir=/WORKDIR \
+    --container-env=HPC_RL_NUM_RANKS,HPC_RL_STEPS,OMP_NUM_THREADS,PYTHONNOUSERSITE,PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED \
+    --no-container-entrypoint \
+    --no-container-mount-home \
+    python3 \
+    "$@"
+}
+
+rollout() { # 1 unit, 1 process, 4 CPUs, 0 GPUs, 16384 MB
+  exec srun --job-name="$name" --nodelist="$nodes" \
+    --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+    --cpus-per-task=4 --gpus-per-node=0 --mem=0 --exact --distribution=block \
+    --kill-on-bad-exit=0 --wait=30 --no-kill=off --export=ALL --mpi=none --input=all \
+    --container-image=/storage/images/trainer.sqsh \
+    --container-mounts=/storage:/storage,/shared/hpc-rl:/shared/hpc-rl,/shared/models/Qwen2.5-1.5B-Instruct:/shared/models/Qwen2.5-1.5B-Instruct,/shared/data/maths:/shared/data/maths,/WORKDIR:/WORKDIR \
+    --container-workdir=/WORKDIR \
+    --container-env=HPC_RL_NUM_RANKS,HPC_RL_STEPS,OMP_NUM_THREADS,PYTHONNOUSERSITE,PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED \
+    --no-container-entrypoint \
+    --no-container-mount-home \
+    python3 \
+    "$@"
+}
+
+trainer() { # 1 unit, 8 processes on each node, each 4 CPUs, 1 GPU, 65536 MB
+  exec srun --job-name="$name" --nodelist="$nodes" \
+    --nodes=2 --ntasks=16 --ntasks-per-node=8 \
+    --cpus-per-task=4 --gpus-per-node=8 --mem=0 --exact --distribution=block \
+    --kill-on-bad-exit=0 --wait=30 --no-kill=off --export=ALL --mpi=none --input=all --output="$output" \
+    --container-image=/storage/images/trainer.sqsh \
+    --container-mounts=/storage:/storage,/shared/hpc-rl:/shared/hpc-rl,/shared/models/Qwen2.5-1.5B-Instruct:/shared/models/Qwen2.5-1.5B-Instruct,/shared/data/maths:/shared/data/maths,/WORKDIR:/WORKDIR \
+    --container-workdir=/WORKDIR \
+    --container-env=HPC_RL_NUM_RANKS,HPC_RL_STEPS,NCCL_DEBUG,NOTE,OMP_NUM_THREADS,PYTHONNOUSERSITE,PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED \
+    --no-container-entrypoint \
+    --no-container-mount-home \
+    python3 \
+    "$@"
+}
+
+case $role in
+server | rollout | trainer) "$role" "$@" ;;
+*) echo "steps.sh: this trial has no role $role" >&2 && exit 78 ;;
+esac

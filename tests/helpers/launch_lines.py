@@ -1,0 +1,20 @@
+"""steps.sh of a trial that was never submitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from toy_plans import toy_plan
+
+from hpc_rl.plan.schema import Unit
+from hpc_rl.render.scripts import render_steps
+from hpc_rl.trial import Trial
+
+
+def write_steps(trial: Trial, *units: Unit, python: str = "python", **plan: Any) -> Path:
+    """Write the launch lines of these units below scripts/ of the trial; `plan` replaces fields of the plan."""
+    path = trial.scripts / "steps.sh"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render_steps(toy_plan(list(units), python, **plan), trial, Path.cwd()))
+    return path

@@ -1,0 +1,100 @@
+"""The launch line of each role, as an srun that only notes its arguments gets it; and the plan in words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from launch_lines import write_steps
+from toy_plans import toy_plan
+
+from hpc_rl.errors import ConfigError
+from hpc_rl.plan.schema import Group, Unit
+from hpc_rl.render.lint import problems
+from hpc_rl.render.steps import plan_lines
+from hpc_rl.trial import Trial
+
+GPUS = {"n_gpus_per_node": 8}
+
+
+def unit(role: str = "trainer", tasks: int = 1, nodes: tuple[int, ...] = (0,), gpus: int = 0, **more) -> Unit:
+    values = {"index": 0, "cpus_per_task": 3, "mem_mb_per_task": 10, "module": "m", **more}
+    return Unit(role=role, nodes=list(nodes), tasks_per_node=tasks, gpus_per_task=gpus, **values)
+
+
+def srun(tmp_path: Path, *units: Unit, role: str = "trainer", component: str = "", **plan) -> list[str]:
+    """The arguments of the srun of a role, the program's last."""
+    script = write_steps(Trial(tmp_path / "it's a $(trial)"), *units, **plan)
+    assert problems({"steps.sh": script.read_text()}) == []
+    (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    step = [role, f"{role}-0.3", "a2,b7", "/l%%/rank%t.log", component, "-m", "a module"]
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", script, *step], env=env, capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+def test_the_srun_line_of_a_unit_on_two_nodes(tmp_path):
+    argv = srun(tmp_path, unit(tasks=2, nodes=(1, 2), gpus=2), **GPUS)
+    assert argv == [
+        *("--job-name=trainer-0.3", "--nodelist=a2,b7", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2"),
+        *("--cpus-per-task=3", "--gpus-per-node=4", "--mem=0", "--exact", "--distribution=block"),
+        *("--kill-on-bad-exit=0", "--wait=30", "--no-kill=off", "--export=ALL", "--mpi=none", "--input=all"),
+        *("--output=/l%%/rank%t.log", "python", "-m", "a module"),
+    ]
+
+
+def test_the_users_srun_options_come_last(tmp_path):
+    argv = srun(tmp_path, unit(srun_args=["--mpi=pmix", "--comment=a b"]))
+    assert argv[-5:] == ["--mpi=pmix", "--comment=a b", "python", "-m", "a module"]
+
+
+def test_a_step_states_gpus_only_in_a_job_that_has_some(tmp_path):
+    both = (unit(gpus=1), unit(role="rollout"))
+    assert "--gpus-per-node=0" in srun(tmp_path, *both, role="rollout", **GPUS)
+    for plan in ({}, {**GPUS, "slurm_knows_gpus": False}):
+        units = both if plan else (unit(), unit(role="rollout"))
+        assert not any("gpu" in flag for flag in srun(tmp_path, *units, **plan))
+    # In layout jobs the trainer's job may have none though the servers' has.
+    groups = [
+        Group(name=name, nodes=[node], cpus_per_node=1, mem_mb_per_node=1) for node, name in enumerate(NAMES)
+    ]
+    units = (unit(), unit(role="server", nodes=(1,), gpus=1))
+    assert not any("gpu" in flag for flag in srun(tmp_path, *units, layout="jobs", groups=groups, **GPUS))
+    argv = srun(tmp_path, *units, role="server", layout="jobs", groups=groups, **GPUS)
+    assert "--gpus-per-node=1" in argv
+
+
+NAMES = ("trial", "servers")
+
+
+def test_a_step_of_a_heterogeneous_job_names_its_component(tmp_path):
+    assert "--het-group=1" in srun(tmp_path, unit(), component="1", layout="hetjob")
+    assert not any(flag.startswith("--het-group") for flag in srun(tmp_path, unit()))
+
+
+def test_units_of_a_role_that_differ_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="units of role server differ"):
+        srun(tmp_path, unit(role="server"), unit(role="server", index=1, cpus_per_task=4))
+
+
+def test_a_role_that_the_trial_has_not_is_an_error(tmp_path):
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        srun(tmp_path, unit(), role="server")
+    assert caught.value.returncode == 78 and "no role server" in caught.value.stderr
+
+
+def test_the_plan_in_words():
+    servers = [
+        unit(role="server", index=index, nodes=(node,), gpus=1) for index, node in enumerate((1, 2, 2, 3, 3))
+    ]
+    units = [*servers, unit(role="rollout"), unit(tasks=8, nodes=(0, 1), gpus=1)]
+    assert plan_lines(toy_plan(units, "python", n_nodes=4)) == [
+        "node 0     supervisor  1 process, 1 CPU, 1024 MB",
+        "nodes 0-1  trainer     8 processes on each node, each 3 CPUs, 1 GPU, 10 MB",
+        "node 0     rollout     1 process, 3 CPUs, 0 GPUs, 10 MB",
+        "node 1     server      server 0: 1 process, 3 CPUs, 1 GPU, 10 MB",
+        "nodes 2-3  server      server 1-4: 2 replicas on each node, 1 process, 3 CPUs, 1 GPU, 10 MB",
+    ]
