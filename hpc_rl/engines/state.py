@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -101,15 +101,11 @@ def take(
         "shards": {shard.name: {"shape": shard.global_shape, "offset": shard.offset} for shard in shards},
         "rng": _python_rng(),
     }
-    tensors = (
-        buffer.copy(list(named.values()))
-        if buffer
-        else [tensor.cpu().contiguous() for tensor in named.values()]
-    )
-    header = _header(named, {"state": json.dumps(state)})
-    return ShardSnapshot(
-        file_name(rank), [memoryview(header), *(_bytes_of(t).data for t in tensors if t.numel())]
-    )
+    live = list(named.values())
+    tensors = buffer.copy(live) if buffer else [tensor.cpu().contiguous() for tensor in live]
+    parts = [_bytes_of(tensor).data for tensor in tensors if tensor.numel()]
+    header = memoryview(_header(named, {"state": json.dumps(state)}))
+    return ShardSnapshot(file_name(rank), [header, *parts])
 
 
 def size_bytes(shards: list[Shard], optimizer: Optimizer) -> int:
@@ -133,23 +129,13 @@ def load(
     or changed; OSError; ValueError for the state of another model.
     """
     targets = {
-        f"{kind}/{shard.name}": (_rows(tensor), shard)
+        f"{kind}/{shard.name}": Target(_rows(tensor), shard.name, shard.offset)
         for shard in shards
         for kind, tensor in zip(KINDS, (shard.local, *optimizer.moments[shard.name]), strict=True)
     }
-    missing = {name: len(tensor) for name, (tensor, _) in targets.items()}
-    counters: dict[str, Any] = {}
-    for saved_rank in range(saved_num_ranks):
-        with _open(folder / file_name(saved_rank), files) as reader:
-            header = Header.read(reader, saved_rank, saved_num_ranks)
-            header.check_shapes({shard.name: list(shard.global_shape) for shard in shards}, folder)
-            counters = header.state["counters"]
-            if saved_rank == rank and saved_num_ranks == num_ranks:
-                _restore_rng(reader, header)
-            _fill(reader, header, targets, missing)
-    lacking = [name for name, rows in missing.items() if rows]
-    if lacking:
-        raise Damaged(f"{folder.name} lacks rows of {', '.join(lacking[:5])}")
+    shapes = {shard.name: list(shard.global_shape) for shard in shards}
+    own_rank = rank if saved_num_ranks == num_ranks else None
+    counters = _load(folder, saved_num_ranks, targets, shapes, files, own_rank)
     optimizer.set_num_steps(counters["adam_steps"])
     return counters
 
@@ -161,20 +147,41 @@ def load_model(
     files: Mapping[str, FileRecord] | None = None,
 ) -> None:
     """Fill whole tensors on the CPU, by Hugging Face names, from a saved state. Raises as `load` does."""
-    # no parameter: nothing is trained here
-    shards = {
-        name: Shard(name, None, tensor, tuple(tensor.shape), 0)  # type: ignore[arg-type]
-        for name, tensor in tensors.items()
-    }
-    targets = {f"model/{name}": (_rows(tensor), shards[name]) for name, tensor in tensors.items()}
-    missing = {name: len(tensor) for name, (tensor, _) in targets.items()}
+    targets = {f"model/{name}": Target(_rows(tensor), name, 0) for name, tensor in tensors.items()}
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    _load(folder, saved_num_ranks, targets, shapes, files)
+
+
+class Target(NamedTuple):
+    """Memory for rows of a tensor: those of parameter `name` from row `offset` on."""
+
+    rows: torch.Tensor
+    name: str
+    offset: int
+
+
+def _load(
+    folder: Path,
+    saved_num_ranks: int,
+    targets: Mapping[str, Target],
+    shapes: dict[str, list[int]],
+    files: Mapping[str, FileRecord] | None,
+    own_rank: int | None = None,
+) -> dict[str, Any]:
+    """Fill the targets from all files, and restore the random states of `own_rank`'s; return the counters."""
+    missing = {name: len(target.rows) for name, target in targets.items()}
+    counters: dict[str, Any] = {}
     for saved_rank in range(saved_num_ranks):
         with _open(folder / file_name(saved_rank), files) as reader:
             header = Header.read(reader, saved_rank, saved_num_ranks)
-            header.check_shapes({name: list(tensor.shape) for name, tensor in tensors.items()}, folder)
+            header.check_shapes(shapes, folder)
+            counters = header.state["counters"]
+            if saved_rank == own_rank:
+                _restore_rng(reader, header)
             _fill(reader, header, targets, missing)
-    if any(missing.values()):
-        raise Damaged(f"{folder.name} lacks rows of {next(name for name, rows in missing.items() if rows)}")
+    if lacking := [name for name, rows in missing.items() if rows]:
+        raise Damaged(f"{folder.name} lacks rows of {', '.join(lacking[:5])}")
+    return counters
 
 
 def _open(path: Path, files: Mapping[str, FileRecord] | None) -> CheckedReader:
@@ -219,7 +226,7 @@ class Header:
                 f"the model's is {ours.get(odd)}"
             )
 
-    def rows(self, name: str, first: int, last: int) -> tuple[int, torch.dtype]:
+    def rows(self, name: str, first: int) -> tuple[int, torch.dtype]:
         """Return the offset in the file of row `first` of a tensor, and its type."""
         tensor = self.tensors[name]
         start, end = tensor["data_offsets"]
@@ -228,22 +235,19 @@ class Header:
 
 
 def _fill(
-    reader: CheckedReader,
-    header: Header,
-    targets: Mapping[str, tuple[torch.Tensor, Shard]],
-    missing: dict[str, int],
+    reader: CheckedReader, header: Header, targets: Mapping[str, Target], missing: dict[str, int]
 ) -> None:
     """Copy the rows of the targets that one file has, and count them off in `missing`."""
     wanted: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-    for name, (target, shard) in targets.items():
-        saved_offset = header.state["shards"][shard.name]["offset"]
-        start = max(saved_offset, shard.offset)
-        end = min(saved_offset + _num_rows(header.tensors[name]), shard.offset + len(target))
+    for name, target in targets.items():
+        saved_offset = header.state["shards"][target.name]["offset"]
+        start = max(saved_offset, target.offset)
+        end = min(saved_offset + _num_rows(header.tensors[name]), target.offset + len(target.rows))
         if end <= start:
             continue
         missing[name] -= end - start
-        at, dtype = header.rows(name, start - saved_offset, end - saved_offset)
-        rows = target.detach()[start - shard.offset : end - shard.offset]
+        at, dtype = header.rows(name, start - saved_offset)
+        rows = target.rows.detach()[start - target.offset : end - target.offset]
         direct = rows.device.type == "cpu" and rows.is_contiguous() and rows.dtype == dtype
         wanted.append((at, rows, rows if direct else torch.empty(rows.shape, dtype=dtype)))
     for group in _grouped(wanted):
@@ -322,7 +326,7 @@ def _restore_rng(reader: CheckedReader, header: Header) -> None:
     states = {}
     for kind in ("cpu", "cuda"):
         if f"rng/{kind}" in header.tensors:
-            at, _ = header.rows(f"rng/{kind}", 0, 0)
+            at, _ = header.rows(f"rng/{kind}", 0)
             size = header.tensors[f"rng/{kind}"]["shape"][0]
             states[kind] = torch.frombuffer(bytearray(reader.read(at, at + size)), dtype=torch.uint8)
     torch.set_rng_state(states["cpu"])

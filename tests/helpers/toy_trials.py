@@ -1,4 +1,7 @@
-"""Toy trials by the command line, as a user would start them. Shared by the integration, Slurm and SGLang tests."""
+"""Toy trials by the command line, as a user would start them.
+
+Shared by the integration, Slurm and SGLang tests.
+"""
 
 from __future__ import annotations
 

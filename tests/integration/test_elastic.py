@@ -1,4 +1,4 @@
-"""Recover with fewer and with more ranks: the batches are the same ones, and the losses those of a run that was never stopped."""
+"""Recover with fewer and with more ranks: the same batches, and the losses of an unbroken run."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ def toy(tmp_path_factory) -> Path:
 
 
 def run(toy: Path, name: str, parts: list[tuple[int, int]], again_from: int | None = None) -> Trial:
-    """Train with so many ranks up to about this step, and so on; each part is a job that recovers from the one before.
+    """Train with so many ranks up to about this step, and so on; each part is a job that recovers from the
+    one before.
 
-    Then, with `again_from`, one rank trains to the end from that generation, as after `hpc-rl recover --from`.
+    Then, with `again_from`, one rank trains to the end from that generation, as after `hpc-rl recover
+    --from`.
     """
     trial = make_trial(toy, name, "grpo", OPTIONS)
     write_plan(trial, "grpo", parts[0][0])
@@ -65,7 +67,7 @@ def run(toy: Path, name: str, parts: list[tuple[int, int]], again_from: int | No
     return trial
 
 
-def test_four_then_two_then_three_ranks_then_one_from_the_oldest_generation_train_as_one_unbroken_run(toy):
+def test_any_number_of_ranks_after_a_restart_trains_as_one_unbroken_run(toy):
     whole = run(toy, "whole", [(1, NUM_STEPS)])
     elastic = run(toy, "elastic", [(4, 2), (2, 4), (3, NUM_STEPS)], again_from=1)
     lines = read_lineages(elastic)
@@ -111,7 +113,10 @@ def compare(whole: Trial, elastic: Trial, stopped: list[dict]) -> None:
 
 
 def check_versions(seals: dict[int, Seal], trial: Trial) -> None:
-    """Synchronous: batch k is made by version k-1. After a recover the servers have that one before the first new token."""
+    """Synchronous: batch k is made by version k-1.
+
+    After a recover the servers have that one before the first new token.
+    """
     starts = {line.lineage: line.from_step for line in read_lineages(trial)}
     for step, seal in seals.items():
         for group in read_groups(trial.rollout, seal):

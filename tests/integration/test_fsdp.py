@@ -1,4 +1,4 @@
-"""The FSDP2 engine on 2 and 3 gloo ranks against one process: training, refusals, recover state at other numbers of ranks."""
+"""The FSDP2 engine on 2 and 3 gloo ranks against one process: training, refusals, recover state."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_state_moves_from_two_ranks_to_one_to_three(folder: Path) -> None:
     assert_close(folder / "resumed-3", folder / "uninterrupted", atol=2e-5)
 
 
-def test_damage_that_one_rank_meets_while_it_loads_makes_all_ranks_take_the_generation_before(folder):
+def test_damage_met_by_one_rank_makes_all_ranks_load_the_one_before(folder):
     run_ranks("walk_back", 2, folder)
     answers = [json.loads((folder / f"walk_back-{rank}.json").read_text()) for rank in (0, 1)]
     assert answers == [{"step": 1, "same": True, "updates": 1}] * 2

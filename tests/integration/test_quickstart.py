@@ -1,4 +1,4 @@
-"""The quickstart as a user types it: short in every run of the tests, whole and with three seeds in the soak."""
+"""The quickstart as a user types it: short in every test run, whole and with three seeds in the soak."""
 
 from __future__ import annotations
 

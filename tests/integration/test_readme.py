@@ -1,4 +1,4 @@
-"""What README.md says can be typed is typed here, in its order; what it says about codes and commands is so."""
+"""The commands of README.md are run here, in its order, and its lists of codes and paths are checked."""
 
 from __future__ import annotations
 

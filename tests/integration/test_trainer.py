@@ -1,4 +1,4 @@
-"""The trainer as real processes on a tiny model: it learns, and what is killed and resumed equals what never was."""
+"""The trainer as real processes on a tiny model: it learns, and a resumed run equals an unbroken one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def newest(trial: Trial) -> int:
     return next(found.step for found in map(verify, scan(trial)) if not found.problem)
 
 
-def test_sft_learns_and_killed_and_resumed_it_equals_the_unbroken_run_bit_for_bit(toy):
+def test_sft_learns_and_resumed_after_a_kill_equals_the_unbroken_run(toy):
     data = f"valid_dataset.path={toy / 'task' / 'sft.jsonl'}"
     whole = make_trial(toy, "whole", "sft", [*SFT_OPTIONS, data, "recover.mode=disabled"])
     write_plan(whole, "sft", 1)
@@ -171,7 +171,9 @@ def toy_batch() -> Batch:
 
 
 def damage(trial: Trial) -> int:
-    """Break all generations but the oldest, each in another file and way; returns the step of the one that is whole."""
+    """Break all generations but the oldest, each in another file and way; returns the step of the one that is
+    whole.
+    """
     *newer, oldest = scan(trial)
     flipped, cut = newer[0].path / "rank-00001.safetensors", newer[1].path / "rank-00000.safetensors"
     content = bytearray(flipped.read_bytes())
@@ -181,7 +183,7 @@ def damage(trial: Trial) -> int:
     return oldest.step
 
 
-def test_grpo_killed_walks_back_to_the_oldest_generation_and_gets_the_same_batches_again_under_a_new_lineage(
+def test_grpo_walks_back_after_a_kill_and_gets_the_same_batches_again(
     toy,
 ):
     data = f"valid_dataset.path={toy / 'task' / 'heldout.jsonl'}"
@@ -235,7 +237,7 @@ def test_grpo_killed_walks_back_to_the_oldest_generation_and_gets_the_same_batch
     assert sorted(path.name for path in trial.weights.iterdir() if path.is_dir())[-2:] == ["1.11", "1.12"]
 
 
-def test_a_reward_model_learns_to_tell_right_sums_from_wrong_ones_and_goes_on_after_a_kill(toy):
+def test_a_reward_model_learns_and_continues_after_a_kill(toy):
     options = [
         "total_train_steps=60",
         "train_dataset.batch_size=32",

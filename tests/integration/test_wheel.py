@@ -1,4 +1,4 @@
-"""The wheel alone: built from the sources and by the sdist, installed into an empty environment without torch, used from `/`."""
+"""The wheel alone: built, installed into an empty environment without torch, used from `/`."""
 
 from __future__ import annotations
 

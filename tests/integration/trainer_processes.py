@@ -1,4 +1,4 @@
-"""Trial directories of the toy, and the roles of a trial started as processes without a supervisor: for tests of the trainer."""
+"""Trials of the toy, and the roles of a trial as processes without a supervisor: for tests of the trainer."""
 
 from __future__ import annotations
 
@@ -120,7 +120,9 @@ class Roles:
         return [self.start("trainer", rank, num_ranks) for rank in range(num_ranks)]
 
     def ended(self, processes: list[subprocess.Popen], timeout_s: float = 60.0) -> list[int]:
-        """Exit codes, with the supervisor's record of them; the next start of the trainer is a new incarnation."""
+        """Exit codes, with the supervisor's record of them; the next start of the trainer is a new
+        incarnation.
+        """
         codes = [process.wait(timeout_s) for process in processes]
         incarnation = self.incarnations["trainer"]
         row = {"event": "exited", "role": "trainer", "incarnation": incarnation, "code": codes[0]}

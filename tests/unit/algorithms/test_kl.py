@@ -13,7 +13,7 @@ from hpc_rl.algorithms.kl import k3, kl_rewards
 from hpc_rl.algorithms.normalization import Levels
 
 
-def test_k1_is_a_reward_at_each_token_of_the_model_and_flows_backward_through_the_advantages() -> None:
+def test_k1_is_a_reward_at_each_token_and_flows_back_through_advantages() -> None:
     mask = torch.tensor([[False, True, True]])
     behav, ref = torch.tensor([[9.0, -1.0, -2.0]]), torch.tensor([[0.0, -1.5, -1.0]])
     rewards = kl_rewards(behav, ref, mask, 0.1)

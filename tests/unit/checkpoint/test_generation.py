@@ -63,7 +63,7 @@ POINTS = ["mkdir", "engine", "first_ok", "second_ok", "gather", "manifest", "ren
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_stage_leaves_the_old_generations_or_those_and_the_new_one(trial, monkeypatch, point):
+def test_a_kill_at_any_stage_leaves_the_old_generations_or_also_the_new(trial, monkeypatch, point):
     save(trial, 3)
 
     def cut(*_args, **_kwargs):
@@ -151,7 +151,7 @@ def test_what_is_of_the_wrong_kind_is_passed_over_and_never_waited_for(trial):
 
 
 @pytest.mark.parametrize("kind", ["file", "loop", "dangling"])
-def test_a_place_of_generations_that_is_no_folder_is_told_and_nothing_starts_without_it(trial, kind):
+def test_nothing_starts_if_the_place_of_generations_is_not_a_folder(trial, kind):
     trial.recover.rmdir()
     if kind == "file":
         trial.recover.write_text("")
@@ -233,7 +233,7 @@ def test_set_aside_twice_keeps_both(trial):
     assert scan(trial) == []
 
 
-def test_retention_keeps_the_newest_and_never_touches_what_is_damaged_or_loaded(trial):
+def test_retention_keeps_the_newest_and_what_is_damaged_or_loaded(trial):
     for step in range(1, 7):
         save(trial, step)
     (trial.generation(5) / "manifest.json").unlink()

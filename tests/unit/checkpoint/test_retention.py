@@ -1,4 +1,4 @@
-"""Which generations retention keeps: by its rule, and because a reader holds one; a dead reader holds nothing."""
+"""What retention keeps: by its rule, and because a living reader holds it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_generation_that_is_gone_is_told(trial, monkeypatch):
     assert not [name for name in os.listdir(trial.recover) if name.startswith(".")]
 
 
-def test_a_hold_counts_as_long_as_its_count_changes_by_the_readers_own_clock(trial):
+def test_a_hold_is_valid_while_its_count_changes_by_the_readers_clock(trial):
     now = [1000.0]
     holds = Holds(trial, lambda: now[0])
     path = trial.recover / ".hold-00000002.abc.json"

@@ -168,7 +168,7 @@ def test_padding_to_the_maximum_changes_the_shapes_and_not_the_result(model_dir,
     assert layout == "padded" or shapes[1] == {64}
 
 
-def test_optimizer_state_in_cpu_memory_gives_the_same_bits_also_after_a_restart(model_dir, tmp_path) -> None:
+def test_optimizer_in_cpu_memory_gives_the_same_bits_after_a_restart(model_dir, tmp_path) -> None:
     engines = [engine_of(model_dir, optimizer=optimizer_of(offload=offload)) for offload in (False, True)]
     for engine in engines:
         engine.train_batch(some_rows(), supervised, 60.0, 1.0)

@@ -126,7 +126,7 @@ def test_keys_count_as_soon_as_they_are_read(ours):
         assert words in str(refusal.value)
 
 
-def test_tensors_without_a_place_are_refused_unless_the_trials_model_has_them_too(ours):
+def test_unused_tensors_are_refused_unless_the_trials_model_has_them_too(ours):
     odd = variant(ours)
     tensors = load_file(odd / "model.safetensors")
     tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(48, 32)
@@ -174,7 +174,7 @@ def test_a_file_that_was_not_copied_whole_is_named_and_not_tried_again(ours, nam
         ({"hidden_act": "nope"}, "does not describe a model that can be built: KeyError: 'nope'"),
     ],
 )
-def test_a_config_json_that_contradicts_itself_is_named_and_not_tried_again(ours, keys, words):
+def test_a_contradictory_config_json_is_named_and_not_tried_again(ours, keys, words):
     """As a checkpoint to import, as the model of the trial that it is imported into, and as one that a
     trainer starts from.
     """

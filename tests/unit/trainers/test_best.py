@@ -82,9 +82,7 @@ def test_a_restart_remembers_the_best(tmp_path):
     assert (record(start, "best")["step"], model(start, "final")) == (4, 10)
 
 
-def test_told_to_stop_while_the_best_waits_for_room_it_is_measured_and_kept_by_the_next_start(
-    tmp_path, monkeypatch
-):
+def test_a_stop_while_the_best_waits_for_space_leaves_it_to_the_next_start(tmp_path, monkeypatch):
     monkeypatch.setattr("hpc_rl.files.PAUSE_S", (0.001, 0.001))
     start = starter(tmp_path)
     start.config.saver.freq_steps = None

@@ -62,7 +62,7 @@ def test_on_a_full_disk_the_final_export_waits_for_room(starter, full_disk, capl
     )
 
 
-def test_told_to_stop_while_the_final_export_waits_the_next_start_writes_it(starter, full_disk):
+def test_a_stop_while_the_final_export_waits_leaves_it_to_the_next_start(starter, full_disk):
     full_disk.room, full_disk.at = False, {2: lambda: starter.last.stopping.set()}
     assert starter(4)[0] == ExitCode.STOPPED
     assert list(starter.trial.exports.iterdir()) == []
@@ -83,9 +83,7 @@ def test_a_periodic_export_that_finds_no_room_is_left_out_loudly(starter, full_d
 
 
 @pytest.mark.parametrize("cut", range(1, 8))
-def test_whatever_instant_an_export_is_killed_at_a_whole_one_lies_there_after_the_next_start(
-    starter, monkeypatch, cut
-):
+def test_an_export_killed_at_any_instant_is_whole_after_the_next_start(starter, monkeypatch, cut):
     """The final export of a longer training takes the place of the one before; it is killed before its n-th
     change of names.
     """

@@ -38,7 +38,8 @@ def test_what_happens_when(tmp_path):
     starter = Starter(tmp_path, evaluator=EvaluatorConfig(freq_steps=2), saver=SaverConfig(freq_steps=4))
     code, recipe = starter(5)
     assert code == ExitCode.DONE
-    expected = "publish 0, evaluate 0, update 1, publish 1, update 2, publish 2, evaluate 2, update 3, publish 3, retain 3, "
+    expected = "publish 0, evaluate 0, update 1, publish 1, update 2, publish 2, evaluate 2, "
+    expected += "update 3, publish 3, retain 3, "
     expected += "update 4, publish 4, evaluate 4, update 5, publish 5, evaluate 5, retain 3"
     assert recipe.calls == expected.split(", ")
     assert starter.generations() == [5, 3]
@@ -80,7 +81,7 @@ def test_told_to_stop_while_it_waits_for_a_batch_it_saves_what_it_has(starter):
     assert starter.generations() == [4, 3]
 
 
-def test_told_to_stop_before_the_first_step_it_saves_nothing_and_starts_afresh_the_next_time(starter):
+def test_a_stop_before_the_first_step_saves_nothing(starter):
     code, _ = starter(2, {1: stop(lambda: starter.last, waits=True)})
     assert (code, starter.generations()) == (ExitCode.STOPPED, [])
     starter.end(75)
@@ -187,7 +188,7 @@ def test_killed_before_the_final_export_it_makes_up_for_it(starter, monkeypatch)
 
 
 def test_the_export_of_a_lost_lineage_is_not_taken_for_the_end(starter, monkeypatch):
-    """A finished trial is taken back to an earlier generation, trained again, and killed before its export."""
+    """A finished trial is set back to an earlier generation, trained again, killed before its export."""
     starter(4)
     shutil.rmtree(starter.trial.generation(4))
     starter.end(137)
@@ -229,7 +230,7 @@ def test_mode_disabled_never_saves(tmp_path):
     assert starter.generations() == []
 
 
-def test_mode_disabled_trims_the_batch_log_too_but_not_below_a_generation_of_before(tmp_path):
+def test_mode_disabled_trims_the_batch_log_but_not_below_a_generation(tmp_path):
     starter = Starter(tmp_path, recover=RecoverConfig(mode="disabled"))
     _, recipe = starter(25)
     assert [call for call in recipe.calls if call.startswith("retain")] == ["retain 10", "retain 20"]
@@ -249,7 +250,7 @@ def test_a_drain_saves_although_no_frequency_is_set(tmp_path):
     assert starter.generations() == [2]
 
 
-def test_resume_without_a_generation_and_a_fresh_mode_over_state_are_refused(tmp_path):
+def test_resume_without_a_generation_or_fresh_over_state_is_refused(tmp_path):
     starter = Starter(tmp_path, recover=RecoverConfig(mode="resume"))
     with pytest.raises(NothingToResume):
         starter(3)
@@ -287,8 +288,8 @@ def test_a_full_disk_fails_the_save_loudly_and_training_goes_on(starter, monkeyp
         starter(12, {11: kill})
     assert starter.generations() == [9, 3]
     assert (
-        "SAVE FAILED: generation 6 could not be saved: [Errno 28] No space left on device; generation 3 is the newest"
-        in caplog.text
+        "SAVE FAILED: generation 6 could not be saved: [Errno 28] No space left on device; "
+        "generation 3 is the newest" in caplog.text
     )
     assert not [path for path in starter.trial.recover.iterdir() if path.name.startswith(".")]
     rows = {row["step"]: row for row in starter.rows()}
@@ -306,9 +307,7 @@ def test_a_stop_whose_save_fails_does_not_say_that_the_state_is_saved(starter, m
     assert starter.generations() == []
 
 
-def test_a_last_save_that_fails_is_tried_again_after_the_export_and_on_record_where_it_fails(
-    starter, monkeypatch, caplog
-):
+def test_a_failed_last_save_is_tried_again_after_the_export_and_recorded(starter, monkeypatch, caplog):
     saved, states = FakeSnapshot.write, {3: FakeSnapshot.write, 4: full}
     monkeypatch.setattr(
         FakeSnapshot,
@@ -355,7 +354,7 @@ class TestAsynchronous:
         monkeypatch.setattr(FakeEngine, "snapshot", snapshot)
         return taken
 
-    def test_training_goes_on_while_one_is_written_and_the_next_follows_after_it(self, starter, slow):
+    def test_training_continues_while_one_is_written_and_the_next_follows_it(self, starter, slow):
         seen = []
 
         def look() -> None:
@@ -461,7 +460,7 @@ def test_total_steps(tmp_path):
         total_steps(make_config(tmp_path), 1)
 
 
-def test_sequences_and_the_rest_of_the_last_pass_count_in_the_end_of_a_trial(tmp_path):
+def test_total_steps_by_sequences_and_with_a_filled_last_batch(tmp_path):
     config = make_config(tmp_path)
     config.total_train_n_seqs = 7
     assert total_steps(config, 11) == -(

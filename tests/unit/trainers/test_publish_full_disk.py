@@ -86,7 +86,7 @@ def test_what_else_is_wrong_with_the_disk_is_raised(recipe, monkeypatch):
         recipe.publish(1)
 
 
-def test_what_safetensors_says_of_a_full_disk_is_an_error_of_the_file_system(tmp_path, monkeypatch):
+def test_a_full_disk_reported_by_safetensors_is_an_os_error(tmp_path, monkeypatch):
     def full(*_args: object, **_more: object) -> None:  # its words for a write to a full tmpfs
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 

@@ -83,7 +83,7 @@ def grpo_recipe(tmp_path, reference: RecordingEngine | None = None, **actor) -> 
     return GRPO(run, FakeRollout(), transport, num_prompts=10, reference=reference)
 
 
-def test_a_batch_is_asked_for_in_rounds_until_it_is_there_or_a_rank_is_told_to_stop(tmp_path):
+def test_a_batch_is_requested_in_rounds_until_it_arrives_or_a_rank_stops(tmp_path):
     recipe = grpo_recipe(tmp_path)
     recipe.rollout = FakeRollout(b"", b"", encode(batch_of([1.0, 0.0])))
     assert recipe.batch(6).step == 6 and not recipe.rollout.answers
@@ -149,7 +149,7 @@ def test_recomputed_and_decoupled_log_probabilities(tmp_path):
         assert rows.columns["prox"][0][-1] == prox and rows.columns["behav"][0][-1] == behav
 
 
-def test_the_kl_reward_is_taken_from_the_behaviour_policy_and_every_row_counts(tmp_path):
+def test_the_kl_reward_is_of_the_behaviour_policy_and_every_row_counts(tmp_path):
     recipe = grpo_recipe(tmp_path, RecordingEngine(-3.0), kl_ctl=0.5)
     recipe.update(6, batch_of([1.0, 0.0], [1.0, 1.0]))
     rows = recipe.run.engine.updates[0][0]
@@ -185,9 +185,7 @@ def test_dynamic_sampling_drops_groups_before_anything_is_normalized(tmp_path):
     assert numbers["groups_dropped"] == 1 and numbers["reward"] == 2.75  # rewards are reported of all
 
 
-def test_where_dynamic_sampling_drops_all_groups_there_is_no_update_and_the_schedule_goes_on(
-    tmp_path, caplog
-):
+def test_without_any_group_there_is_no_update_and_the_schedule_advances(tmp_path, caplog):
     recipe = grpo_recipe(tmp_path, dynamic_sampling=True, ppo_n_minibatches=2)
     recipe.update(6, batch_of([1.0, 1.0], [0.0, 0.0]))
     assert recipe.run.engine.updates == [] and recipe.run.engine.passed == 2
@@ -196,7 +194,7 @@ def test_where_dynamic_sampling_drops_all_groups_there_is_no_update_and_the_sche
     assert "no row is left to train on" in caplog.text
 
 
-def test_fewer_minibatches_than_planned_still_move_the_schedule_by_a_whole_step(tmp_path):
+def test_fewer_minibatches_than_planned_advance_the_schedule_by_a_step(tmp_path):
     recipe = grpo_recipe(tmp_path, dynamic_sampling=True, ppo_n_minibatches=4)
     recipe.update(6, batch_of([1.0, 1.0], [1.0, 0.0]))
     assert len(recipe.run.engine.updates) == 2 and recipe.run.engine.passed == 2
@@ -207,7 +205,7 @@ def cut_off(batch: Batch, group: int, row: int) -> Batch:
     return batch
 
 
-def test_truncated_completions_are_left_out_of_the_loss_and_stay_in_the_baseline(tmp_path):
+def test_truncated_completions_leave_the_loss_and_stay_in_the_baseline(tmp_path):
     recipe = grpo_recipe(tmp_path, mask_no_eos_with_zero=True)
     recipe.update(6, cut_off(batch_of([1.0, 0.0], [1.0, 0.0]), 1, 1))
     ((rows, weight, _),) = recipe.run.engine.updates
@@ -216,7 +214,7 @@ def test_truncated_completions_are_left_out_of_the_loss_and_stay_in_the_baseline
     assert recipe.run.stats.take()["rows_masked"] == 1
 
 
-def test_the_longest_row_that_ended_by_itself_is_not_truncated_but_for_areal(tmp_path):
+def test_the_longest_row_that_is_complete_is_truncated_for_areal_only(tmp_path):
     batch = batch_of([1.0, 0.0], [1.0, 0.0])  # four rows of the same length
     recipe = grpo_recipe(tmp_path, mask_no_eos_with_zero=True)
     recipe.update(6, batch)
@@ -236,7 +234,7 @@ def test_areal_rewards_improbable_tokens_where_there_is_no_reference_model(tmp_p
     )  # 0.1 * 2 a token
 
 
-def test_overlong_completions_lose_reward_up_to_the_factor_and_for_areal_beyond(tmp_path):
+def test_overlong_completions_lose_at_most_the_factor_except_for_areal(tmp_path):
     options = {
         "overlong_reward_penalty": True,
         "overlong_tokens": 4,
@@ -275,7 +273,7 @@ def test_the_loss_by_sequence_and_by_constant_length(tmp_path):
         assert recipe.run.stats.take()["loss"] == pytest.approx(loss), aggregation
 
 
-def test_agent_stats_are_logged_by_name_and_a_name_that_no_trajectory_has_is_told_once(tmp_path, caplog):
+def test_agent_stats_are_logged_and_a_missing_name_is_reported_once(tmp_path, caplog):
     recipe = grpo_recipe(tmp_path, log_agent_stats=True, log_agent_stats_keys=["num_turns", "num_trns"])
     batch = batch_of([1.0, 0.0], [1.0, 0.0])
     for i, group in enumerate(batch.groups):
@@ -400,7 +398,7 @@ def test_evaluation_is_logged_as_a_line_of_its_own(tmp_path):
     assert recipe.evaluate(3) == {}
 
 
-def test_after_another_number_of_mini_batches_the_schedule_stands_at_the_same_share(tmp_path):
+def test_another_number_of_mini_batches_keeps_the_share_of_the_schedule(tmp_path):
     """Loaded: step 5 of 10 with 4 updates each. Now a step has 2."""
     config = GRPOConfig(
         experiment_name="e", trial_name="t", train_dataset=DatasetConfig(path="rows.jsonl", batch_size=4),

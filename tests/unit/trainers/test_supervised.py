@@ -25,7 +25,7 @@ def sft_recipe(tmp_path, num_rows: int = 7, batch_size: int = 3, held_out=None) 
     return SupervisedRecipe(make_run(tmp_path, config), SFT, rows, held_out)
 
 
-def test_sft_batches_are_a_function_of_the_step_and_visit_each_row_once_an_epoch(tmp_path):
+def test_sft_batches_follow_from_the_step_and_visit_each_row_once_an_epoch(tmp_path):
     recipe, again = sft_recipe(tmp_path), sft_recipe(tmp_path)
     seen = [int(ids[0]) for step in range(1, 8) for ids, _ in recipe.batch(step)]
     assert sorted(seen[:7]) == sorted(seen[7:14]) == list(range(7)) and seen[:7] != seen[7:14]

@@ -62,7 +62,7 @@ def test_a_restored_timer_goes_on_as_if_nothing_had_happened(epochs, cut, freq_s
     assert found + [second.check(ended) for ended in epochs[cut:]] == expected
 
 
-def test_time_while_nothing_ran_does_not_count_and_frequencies_come_from_the_configuration():
+def test_pauses_do_not_count_and_frequencies_are_those_in_force():
     clock = Clock()
     timer = Timer(FrequencyConfig(freq_secs=60), clock)
     clock.now += 50
