@@ -26,11 +26,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "faults"), str(ROOT / "tests" / "slurm")]
+sys.path[:0] = [
+    str(ROOT),
+    str(ROOT / "tests" / "faults"),
+    str(ROOT / "tests" / "slurm"),
+    str(ROOT / "tests" / "helpers"),
+]
 
 import torch  # noqa: E402
 from cluster import Cluster  # noqa: E402
-from kill_anything import IN_ORDER, Killed, make_toy  # noqa: E402
+from kill_anything import IN_ORDER, Killed, make_workplace  # noqa: E402
 from packages import find_or_fetch  # noqa: E402
 
 from hpc_rl.stats.read import JsonLines  # noqa: E402
@@ -95,7 +100,7 @@ def marks_of(attempt: Attempt, incarnation: int) -> dict[str, float]:
 
 def measure(folder: Path, scheduler: str, kills: int) -> list[dict[str, float]]:
     luck = random.Random(0)
-    one = Killed(make_toy(folder), "recovery", OPTIONS, scheduler=scheduler, total_steps=10_000)
+    one = Killed(make_workplace(folder), "recovery", OPTIONS, scheduler=scheduler, total_steps=10_000)
     if scheduler == "slurm":
         one.options = {**one.options, "cluster.n_nodes": 4}
     rows = []
