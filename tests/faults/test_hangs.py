@@ -81,7 +81,7 @@ def test_a_drain_survives_the_death_of_the_supervisor(fake):
     assert "SIGUSR1" in read_json(fake.attempt.ended)["reason"]
 
 
-def test_the_wish_of_the_batch_script_is_found_by_a_supervisor_that_starts_later(fake):
+def test_a_drain_intent_is_found_by_a_later_supervisor(fake):
     fake.write({"trainer": ["deaf"]})
     write_json(fake.trial.drain_intent(f"{JOB}.0"), {"reason": "SIGUSR1"})
     assert fake.run() == 75, fake.story()

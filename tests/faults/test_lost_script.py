@@ -39,7 +39,7 @@ def test_a_supervisor_without_its_script_saves_and_ends(tmp_path):
     assert not fake.alive()
 
 
-def test_a_script_that_died_before_its_supervisor_could_look_is_missed_all_the_same(tmp_path):
+def test_a_script_that_died_first_is_missed(tmp_path):
     fake = Fake(tmp_path)
     fake.write({"trainer": ["serve"]})
     script = subprocess.Popen(["true"])

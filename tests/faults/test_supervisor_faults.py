@@ -78,7 +78,7 @@ def test_a_trainer_that_dies_is_started_again_as_a_whole(fake):
     assert [row["incarnation"] for row in fake.events("started", "trainer")] == [0, 1, 2]
 
 
-def test_failures_without_progress_use_up_the_retries_also_across_supervisors(fake):
+def test_retries_are_counted_across_supervisors(fake):
     fake.write({"trainer": ["exit 70", "exit 70", "deaf", "exit 70"]}, retries=2)
     supervisor = fake.start()
     fake.until(lambda: len(fake.events("started", "trainer")) == 3)
@@ -137,7 +137,7 @@ def test_peers_of_a_failed_rank_do_not_hang(fake):
 
 
 @pytest.mark.parametrize("wish", ["TERM", "TERM twice", "USR1", "cancel"])
-def test_a_wish_to_stop_lets_the_trainer_save_first(fake, wish):
+def test_a_request_to_stop_lets_the_trainer_save_first(fake, wish):
     fake.write({"trainer": ["serve"]})
     supervisor = fake.start()
     fake.until(lambda: len(fake.alive()) >= 3 and (fake.trial.dir / "writes.log").exists())
@@ -192,7 +192,7 @@ def test_a_supervisor_that_lost_the_trial_kills_and_leaves(fake):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_kill_9_at_random_instants_leaves_one_writer_and_goes_on(fake, seed):
+def test_kill_9_at_random_instants_leaves_one_writer(fake, seed):
     """Nobody of an older start is alive when somebody of the next one writes, and the trial comes to its end."""
     fake.write(
         {"trainer": ["train"], "total": 25},

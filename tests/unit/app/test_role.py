@@ -34,7 +34,7 @@ UNIT = Unit(
 )
 
 
-def test_a_role_that_finds_the_disk_full_says_so_and_costs_no_retry(tmp_path: Path):
+def test_a_full_disk_is_recorded_and_costs_no_retry(tmp_path: Path):
     trial = Trial(tmp_path / "u" / "e" / "t")
     trial.make_dirs()
     attempt = trial.attempt("7.0")

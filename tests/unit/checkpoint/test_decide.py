@@ -158,7 +158,7 @@ def test_the_guard_names_its_evidence():
     assert "trainer 0 of attempt job-2.0 failed (because)" in reason and "ran into its time limit" in reason
 
 
-def test_a_named_generation_that_is_not_there_is_refused_with_those_that_are():
+def test_a_missing_generation_is_refused_with_those_that_exist():
     assert "there are 3, 5" in decide(situation("auto", "first", STATES["ours"], wanted=4)).reason
     assert "set aside: 5" in decide(situation("auto", "first", STATES["ours"], wanted=3)).reason
 

@@ -85,7 +85,7 @@ def test_numbers_count_up_and_name_where_they_come_from(trial):
     assert read_lineages(trial) == [first, second]
 
 
-def test_records_of_the_wrong_kind_are_passed_over_and_their_numbers_stay_theirs(trial):
+def test_unsound_records_are_skipped_and_keep_their_numbers(trial):
     first = next_lineage(trial, attempt(trial, "7.0"), 0, FRESH)
     os.mkfifo(trial.lineages / "0001.json")
     (trial.lineages / "0002.json").symlink_to("0002.json")
@@ -116,7 +116,7 @@ def test_a_pipe_in_place_of_a_record_keeps_nobody_waiting(trial):
         os.close(writer)
 
 
-def test_a_number_is_never_used_again_although_the_records_are_lost(trial):
+def test_a_number_is_never_reused_though_records_are_lost(trial):
     commit(trial, 3, "7.0", lineage=4)
     one = attempt(trial, "8.0")
     assert next_lineage(trial, one, 0, FRESH).lineage == 5
@@ -166,7 +166,7 @@ def test_ancestry_follows_the_lineages_and_nothing_else(trial):
 
 
 @pytest.mark.parametrize("known_by", ["manifest", "job", "nothing"])
-def test_a_lost_record_of_the_parent_does_not_make_mode_fault_start_afresh(trial, known_by):
+def test_a_lost_parent_record_keeps_mode_fault_from_a_fresh_start(trial, known_by):
     next_lineage(trial, attempt(trial, "1.0"), 0, FRESH)
     commit(trial, 3, "1.0", lineage=0)
     if known_by != "manifest":  # the parent made nothing that is left

@@ -35,7 +35,7 @@ def test_a_torn_or_foreign_file_is_no_file(tmp_path):
     assert "n1" in trial.bad_nodes.read_text() and not bad_nodes.current(trial, 0)
 
 
-def test_once_their_time_is_over_the_script_is_told_so(tmp_path):
+def test_the_exclude_file_is_emptied_once_their_time_is_over(tmp_path):
     trial = Trial(tmp_path / "u" / "e" / "t")
     trial.make_dirs()
     bad_nodes.write_exclude_file(trial, "7", 0)
@@ -46,7 +46,7 @@ def test_once_their_time_is_over_the_script_is_told_so(tmp_path):
     assert trial.exclude("7").read_text() == "\n"
 
 
-def test_a_task_of_servers_tells_of_its_nodes_in_a_file_of_its_own(tmp_path):
+def test_a_server_task_has_a_bad_nodes_file_of_its_own(tmp_path):
     trial = Trial(tmp_path / "u" / "e" / "t")
     trial.make_dirs()
     trial.attempt("150_1.0").make_dirs()

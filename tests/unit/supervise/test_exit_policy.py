@@ -109,7 +109,7 @@ def test_ends_on_purpose_and_recorded_classes_are_left_alone():
     assert combine_ranks([record], 70).failure is F.OUT_OF_MEMORY
 
 
-def test_a_step_that_was_killed_for_memory_says_so_though_its_job_does_not(tmp_path):
+def test_a_step_killed_for_memory_is_known_by_its_log(tmp_path):
     """jobacct_gather's kill: the step ends with 137, the job never says OUT_OF_MEMORY."""
     attempt = Trial(tmp_path / "u" / "e" / "t").attempt("7.0")
     attempt.make_dirs()
@@ -166,7 +166,7 @@ def test_attempts_that_bring_nothing_are_counted_until_one_does():
     assert fruitless_attempts([killed, by_user, killed]) == 2
 
 
-def test_a_trial_that_ends_before_its_first_generation_is_not_only_told_to_recover():
+def test_every_advice_names_recover_and_submit():
     for failure, policy in POLICIES.items():
         assert ("`hpc-rl recover`" in policy.advice) == (
             "`hpc-rl submit` to begin where there is none" in policy.advice

@@ -38,20 +38,20 @@ def test_a_trainer_that_does_nothing_hangs(life):
     assert not blamed(life, 300, 20)
 
 
-def test_a_trainer_that_waits_blames_the_rollout_role_where_there_is_one(life):
+def test_a_waiting_trainer_blames_the_rollout_role(life):
     life.observe(TRAINER, "a", 10, "wait")
     assert blamed(life, 300, 1) == [ROLLOUT]
     assert blamed(life, 300, 1, running=[TRAINER]) == [TRAINER]
 
 
-def test_a_rollout_role_that_is_started_gives_the_trainer_that_waits_for_it_new_time(life):
+def test_a_restarted_rollout_role_gets_new_time(life):
     life.observe(TRAINER, "a", 10, "wait")
     life.started(ROLLOUT, 300)
     assert not blamed(life, 399, 1)
     assert blamed(life, 401, 1) == [ROLLOUT]
 
 
-def test_a_rollout_role_that_waits_for_room_on_a_full_disk_is_not_blamed(life):
+def test_a_rollout_role_on_a_full_disk_is_not_blamed(life):
     life.observe(TRAINER, "a", 10, "wait")
     for now in range(15, 900, 5):
         lease = LeaseView("rollout/0", {"attempt": "9.0", "waits_for_room": now < 600}, 0, True, 0.0)
@@ -59,7 +59,7 @@ def test_a_rollout_role_that_waits_for_room_on_a_full_disk_is_not_blamed(life):
         assert blamed(life, now, 1) == ([ROLLOUT] if now - 595 > 100 else []), now
 
 
-def test_a_trainer_is_not_blamed_while_the_rollout_role_that_hung_starts_again(life):
+def test_a_trainer_is_not_blamed_while_the_rollout_role_restarts(life):
     life.observe(TRAINER, "a", 10, "wait")
     assert blamed(life, 300, 1) == [ROLLOUT]
     life.exited(ROLLOUT)
@@ -70,7 +70,7 @@ def test_a_trainer_is_not_blamed_while_the_rollout_role_that_hung_starts_again(l
 
 
 @pytest.mark.parametrize(("doing", "to_blame"), [("train", TRAINER), ("wait", ROLLOUT)])
-def test_a_server_that_comes_and_goes_hides_no_hang_of_others(life, doing, to_blame):
+def test_a_server_that_comes_and_goes_hides_no_hang(life, doing, to_blame):
     life.observe(TRAINER, "a", 10, doing)
     for now in range(15, 111, 5):
         life.started(SERVER, now)
@@ -91,7 +91,7 @@ def servers(**states: int) -> dict[str, LeaseView]:
 
 @pytest.mark.parametrize("doing", ["wait", "evaluate", "publish"])
 @pytest.mark.parametrize("away", [{}, {"dead": 2}, {"loading": 1, "waiting": 1}])
-def test_while_no_server_serves_nobody_is_blamed_for_waiting(doing, away):
+def test_no_unit_is_blamed_for_waiting_while_no_server_serves(doing, away):
     life = HangDetector(factor=10, min_s=100, max_s=1000, away_s=3600)
     for key in (TRAINER, ROLLOUT):
         life.started(key, 0)
@@ -106,7 +106,7 @@ def test_while_no_server_serves_nobody_is_blamed_for_waiting(doing, away):
     assert blamed(life, 3711, 1) == [TRAINER if doing == "publish" else ROLLOUT]
 
 
-def test_servers_that_stay_away_too_long_are_a_hang_and_so_is_work_that_needs_none():
+def test_servers_that_stay_away_too_long_are_a_hang():
     for doing, until in (("wait", 500), ("train", 0)):
         life = HangDetector(factor=10, min_s=100, max_s=1000, away_s=500)
         life.started(TRAINER, 0)
@@ -132,13 +132,13 @@ def test_a_server_hangs_once_its_lease_has_rested(life):
     )
 
 
-def test_nobody_is_blamed_for_the_time_that_the_watcher_itself_was_stopped(life):
+def test_no_unit_is_blamed_for_a_suspended_job(life):
     life.observe(TRAINER, "a", 10, "train")
     life.skip(5000)
     assert not blamed(life, 5050, 1)
 
 
-def test_who_never_showed_that_it_runs_is_asked_for(life):
+def test_units_without_a_sign_of_life_are_found(life):
     life.observe(TRAINER, "a", 10, "train")
     assert life.unseen(PLACED_S) == [] and life.unseen(PLACED_S + 1) == [ROLLOUT, SERVER]
     life.exited(SERVER)

@@ -100,7 +100,7 @@ def test_the_trainer_may_wait_as_long_as_no_server_serves(make, state, to_blame)
     assert (runner.machine.slots[SERVER].served_at is not None) is (state == "serving")
 
 
-def test_a_unit_that_slurm_starts_nowhere_is_ended_for_other_nodes(make):
+def test_a_unit_that_slurm_starts_nowhere_needs_other_nodes(make):
     runner = make()
     trainer, _ = runner.handles[TRAINER]
     trainer.message = "srun: Job 7 step creation still disabled, retrying (Requested nodes are busy)"
@@ -116,7 +116,7 @@ def test_a_unit_that_slurm_starts_nowhere_is_ended_for_other_nodes(make):
     assert runner.machine.phase is Phase.ENDING, "the job is requeued"
 
 
-def test_how_long_servers_may_be_away_is_what_the_configuration_says(tmp_path, monkeypatch):
+def test_setup_timeout_is_how_long_servers_may_be_away(tmp_path, monkeypatch):
     trial = Trial(tmp_path / "e" / "t")
     trial.make_dirs()
     trial.make_secret()
@@ -142,7 +142,7 @@ def test_how_long_servers_may_be_away_is_what_the_configuration_says(tmp_path, m
     assert seen == [7200.0]
 
 
-def test_a_signal_while_the_file_system_fails_is_obeyed_all_the_same(make, monkeypatch):
+def test_a_signal_is_obeyed_while_the_file_system_fails(make, monkeypatch):
     runner = make()
 
     def fails(path):

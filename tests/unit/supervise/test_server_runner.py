@@ -197,7 +197,7 @@ def test_near_its_end_it_stops_to_be_started_again(trial, monkeypatch):
     assert running.ended() == (75, "the job's time is nearly over")
 
 
-def test_a_replica_that_can_not_be_launched_gives_its_node_back_and_names_it(trial):
+def test_a_replica_that_can_not_be_launched_names_its_node(trial):
     running = started(Running(trial))
     trial.attempt("150_0.0").log("server", 1, 0).write_text(
         "srun: error: launch of step 150.0 failed on node n3: no\n"
@@ -240,7 +240,7 @@ class FakeSlurm:
         ({}, "301"),
     ],
 )
-def test_a_trainer_job_that_finds_no_servers_asks_for_them_again(trial, states, made):
+def test_a_trainer_job_without_servers_submits_them_again(trial, states, made):
     write_json(trial.job("150"), {"kind": "servers", "serves": "100", "num_tasks": 2, "time": 1.0})
     write_json(trial.job("140"), {"kind": "servers", "serves": "99", "num_tasks": 2, "time": 0.0})
     trial.successor("150_1", 1).write_text('{"job_id": "160"}')
@@ -250,7 +250,7 @@ def test_a_trainer_job_that_finds_no_servers_asks_for_them_again(trial, states, 
     assert [array.job_id for array in read_arrays(trial)] == ["140", "150", *([made] if made else [])]
 
 
-def test_a_trainer_job_that_starts_at_once_leaves_its_servers_to_whoever_submits_them(trial, monkeypatch):
+def test_a_trainer_job_waits_for_the_submitter_of_its_servers(trial, monkeypatch):
     monkeypatch.setattr(server_array, "POLL_S", 0.01)
     trial.submitting.touch()
     slurm, made = FakeSlurm({"150": State.PENDING}), []
@@ -265,7 +265,7 @@ def test_a_trainer_job_that_starts_at_once_leaves_its_servers_to_whoever_submits
     assert made == [""] and slurm.specs == []
 
 
-def test_of_a_submitter_that_died_the_trainer_job_takes_over_and_its_array_can_be_found(trial, monkeypatch):
+def test_a_trainer_job_submits_for_a_submitter_that_died(trial, monkeypatch):
     monkeypatch.setattr(server_array, "SUBMITTING_S", 0.1)
     trial.submitting.touch()
     slurm = FakeSlurm({})

@@ -132,7 +132,7 @@ def test_final_ends_of_the_trainer(world, code, verdict):
     assert world.finish.code == verdict
 
 
-def test_a_failed_trainer_starts_again_after_a_pause_while_the_others_go_on(world):
+def test_a_failed_trainer_starts_again_after_a_pause(world):
     world.end(TRAINER, 137)
     assert TRAINER not in world.running and not world.asked
     world.pass_time(0.4)
@@ -218,7 +218,7 @@ def test_a_long_life_makes_earlier_ends_forgotten(world):
     assert world.running[ROLLOUT] == 10
 
 
-def test_a_server_that_loads_for_long_and_never_serves_for_long_is_in_a_crash_loop(world):
+def test_a_server_that_only_loads_is_in_a_crash_loop(world):
     for _ in range(5):
         assert SERVER_0 in world.running
         world.pass_time(300)
@@ -231,7 +231,7 @@ def test_a_server_that_loads_for_long_and_never_serves_for_long_is_in_a_crash_lo
     assert world.machine.slots[SERVER_0].state is SlotState.GAVE_UP
 
 
-def test_progress_shows_that_a_helper_without_a_peer_is_in_no_crash_loop(world):
+def test_progress_ends_the_crash_loop_of_a_helper_without_a_peer(world):
     for _ in range(4):
         world.end(ROLLOUT, 137)
         world.pass_time(30)
@@ -245,7 +245,7 @@ def test_progress_shows_that_a_helper_without_a_peer_is_in_no_crash_loop(world):
 
 
 @pytest.mark.parametrize("lost", [[ROLLOUT], [SERVER_0, SERVER_1]])
-def test_without_rollout_or_without_any_server_the_trainer_saves_and_it_is_over(world, lost):
+def test_without_rollout_or_servers_the_trainer_saves_and_stops(world, lost):
     for key in lost:
         for _ in range(5):
             world.end(key, 1)
@@ -256,7 +256,7 @@ def test_without_rollout_or_without_any_server_the_trainer_saves_and_it_is_over(
     assert world.finish.code == 70 and "5 times in a row" in world.finish.reason
 
 
-def test_bad_config_of_a_helper_ends_all_after_the_trainer_has_saved(world):
+def test_bad_config_of_a_helper_lets_the_trainer_save_first(world):
     world.end(SERVER_1, 78, reason="no such flag")
     assert world.asked == [TRAINER]
     world.end(TRAINER, 75)
@@ -278,7 +278,7 @@ def test_a_stop_lets_the_trainer_end_first(world, end, code):
     assert world.finish.code == code
 
 
-def test_a_trainer_that_keeps_failing_while_it_stops_uses_up_the_retries():
+def test_failures_while_stopping_use_up_the_retries():
     world = World(retries=0).begin()
     world.stop()
     world.end(TRAINER, 70, reason="disk full")
@@ -286,7 +286,7 @@ def test_a_trainer_that_keeps_failing_while_it_stops_uses_up_the_retries():
     assert world.finish.code == 70 and "disk full" in world.finish.reason
 
 
-def test_nobody_is_started_again_while_the_trainer_stops(world):
+def test_no_unit_is_started_again_while_the_trainer_stops(world):
     world.end(SERVER_0, 1)
     world.stop()
     world.end(ROLLOUT, 1)
@@ -305,7 +305,7 @@ def test_a_stop_while_the_trainer_pauses_or_before_any_start():
     assert early.finish.code == 75 and not early.running
 
 
-def test_a_trainer_that_does_not_stop_is_killed_and_then_left_behind(world):
+def test_a_trainer_that_does_not_stop_is_killed_then_left_behind(world):
     world.stop()
     world.pass_time(DRAIN_GRACE_S - 1)
     assert not world.killed
@@ -329,14 +329,14 @@ def test_helpers_that_do_not_end_are_killed(world):
     assert world.finish.code == 0
 
 
-def test_who_lost_the_trial_kills_without_saving(world):
+def test_a_supervisor_that_lost_the_trial_kills_without_saving(world):
     world.do(world.machine.abandon(world.now, 70, "another supervisor"))
     assert not world.asked and len(world.killed) == 4
     world.all_end(137)
     assert world.finish.code == 70
 
 
-def test_who_hangs_is_killed_once_everybody_has_written_down_where_it_is(world):
+def test_a_hung_unit_is_killed_once_all_have_dumped_stacks(world):
     world.do(world.machine.hung(world.now, TRAINER, "nothing moved for 300 s"))
     assert dict(world.dumped) == {SERVER_0: False, SERVER_1: False, ROLLOUT: False, TRAINER: True}
     assert not world.killed
@@ -386,7 +386,7 @@ def test_servers_go_on_without_one_that_gets_no_place(world):
 
 
 @pytest.mark.parametrize("key", [TRAINER, ROLLOUT])
-def test_hangs_without_progress_use_up_the_retries_whoever_hangs(key):
+def test_hangs_without_progress_use_up_the_retries(key):
     world = World(retries=2).begin()
     for _ in range(2):
         world.hang(key)
@@ -413,7 +413,7 @@ def test_a_trainer_that_lost_its_node_needs_other_nodes(world):
     assert world.finish.code == 75 and "other nodes are needed" in world.finish.reason
 
 
-def test_a_lost_node_costs_a_replica_and_all_of_them_cost_the_attempt(world):
+def test_lost_nodes_cost_replicas_and_the_last_the_attempt(world):
     world.end(SERVER_0, 143, reason="lost its node", failure=FailureClass.NODE, nodes=("n3",))
     world.pass_time(60)
     assert SERVER_0 not in world.running and TRAINER in world.running and world.avoided == ["n3"]
@@ -424,7 +424,7 @@ def test_a_lost_node_costs_a_replica_and_all_of_them_cost_the_attempt(world):
     assert world.finish.code == 75 and world.avoided == ["n3", "n4"]
 
 
-def test_unusable_data_of_the_rollout_role_ends_all_after_the_trainer_has_saved(world):
+def test_unusable_data_lets_the_trainer_save_first(world):
     world.end(ROLLOUT, 70, reason="all prompts rejected", failure=FailureClass.DATA)
     assert world.asked == [TRAINER]
     world.end(TRAINER, 75)
@@ -432,7 +432,7 @@ def test_unusable_data_of_the_rollout_role_ends_all_after_the_trainer_has_saved(
     assert world.finish.code == 70 and "check the data" in world.finish.reason
 
 
-def test_a_trainer_that_finds_no_more_work_before_the_end_of_the_job_stopped_for_that(world):
+def test_a_trainer_without_work_near_the_end_stopped_for_time(world):
     world.machine.announce_end(StopCause.TIME_LIMIT)
     world.end(TRAINER, 75)
     world.all_end()

@@ -52,7 +52,7 @@ def call(trial: Trial, slurm: FakeSlurm, restart: int = 1, after: str = "100", *
     )
 
 
-def test_it_depends_on_the_end_of_the_one_before_and_knows_what_it_goes_on_with(trial):
+def test_a_successor_depends_on_the_job_that_it_continues(trial):
     slurm = FakeSlurm()
     assert call(trial, slurm) == "200"
     spec = slurm.jobs["200"]
