@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from importlib import import_module
 from pathlib import Path
 
+from hpc_rl.allocation import SERVER_BACKENDS
 from hpc_rl.app import role
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.name_resolve import open_names
-from hpc_rl.servers.base import Backend
+from hpc_rl.servers.base import Backend, ReplicaPlace
 from hpc_rl.servers.replica import Identity, Replica
 
 
@@ -23,28 +25,18 @@ def body(context: role.Context) -> int:
 async def _serve(context: role.Context, config: GRPOConfig) -> int:
     names = open_names(context.trial, config)
     who = Identity(context.index, context.attempt.id, context.incarnation)
-    backend = _backend(context, config)
-    wait = config.actor.init_from_scratch and context.plan.server_backend == "sglang"
+    name = context.plan.server_backend or ""
+    unit = next(unit for unit in context.plan.units if unit.role == "server" and unit.index == context.index)
+    log = context.attempt.log(name, context.index, context.incarnation)
+    secret = context.attempt.dir / f"{name}-{context.index}.{context.incarnation}.yaml"
+    place = ReplicaPlace(context.index, context.plan.device, unit.gpus_per_task, log, secret)
+    # the module of the one that is used: torch is not there in front of SGLang
+    module, _, cls = SERVER_BACKENDS[name].implementation.partition(":")
+    backend: Backend = getattr(import_module(module), cls).create(config, place)
+    wait = config.actor.init_from_scratch and name == "sglang"
     base_path = "" if wait else str(Path(config.actor.path).expanduser().absolute())
     replica = Replica(backend, context.trial, names, context.tokens, who, base_path, context.address)
     return await replica.run(context.stopping)
-
-
-def _backend(context: role.Context, config: GRPOConfig) -> Backend:
-    tokenizer_path = config.tokenizer_path or config.actor.path
-    if context.plan.server_backend == "embedded":
-        from hpc_rl.servers.embedded.backend import (
-            EmbeddedBackend,
-        )  # torch, which a role in front of SGLang does without
-
-        return EmbeddedBackend(config.embedded, config.seed, tokenizer_path, config.actor.init_from_scratch)
-    from hpc_rl.servers.sglang import SGLangBackend, launch_of
-
-    unit = next(unit for unit in context.plan.units if unit.role == "server" and unit.index == context.index)
-    launch = launch_of(config, context.plan.device, unit.gpus_per_task, context.index, tokenizer_path)
-    log = context.attempt.log("sglang", context.index, context.incarnation)
-    secret = context.attempt.dir / f"sglang-{context.index}.{context.incarnation}.yaml"
-    return SGLangBackend(launch, log, secret, config.rollout.setup_timeout)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Tokenizer: a Hugging Face tokenizer folder through the `tokenizers` library, and its chat template in a Jinja sandbox.
 
-Only fast tokenizers (tokenizer.json). No torch, no transformers: the rollout role and its workers start fast and stay small.
+The only one of the rollout role, its workers, the datasets and the embedded servers. Only fast tokenizers (tokenizer.json).
+No torch, no transformers: processes start fast and stay small.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any, NoReturn
 
 import jinja2
 import tokenizers
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpc_rl.errors import ConfigError
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Tokenizer:
@@ -37,8 +40,10 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._config = self._json("tokenizer_config.json")
-        self.bos_token = _content(self._config.get("bos_token"))
-        self.eos_token = _content(self._config.get("eos_token"))
+        found = {name: _content(self._config.get(name)) for name in SPECIAL_TOKENS}
+        # templates ask whether a token is defined; bos and eos they take for granted
+        self._special = {name: token for name, token in found.items() if token}
+        self._special = {"bos_token": "", "eos_token": "", **self._special}
         self.eos_token_ids = self._eos_token_ids()
         self._template: jinja2.Template | None = None
 
@@ -50,47 +55,43 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
-
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def chat(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The text that the chat template makes of messages; encode it without special tokens. Raises ConfigError."""
-        if self._template is None:
-            self._template = self._compile_template()
-        tokens = {"bos_token": self.bos_token, "eos_token": self.eos_token}
+        """Return the text that the chat template makes of messages; encode it without special tokens.
+
+        Raises ConfigError where there is no template, where it is wrong, or where it refuses the messages.
+        """
         try:
+            if self._template is None:
+                self._template = _environment().from_string(self._template_source())
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **tokens, **variables
+                messages=messages, add_generation_prompt=add_generation_prompt, **self._special, **variables
             )
-        except jinja2.TemplateError as error:
+        except jinja2.TemplateSyntaxError as error:
+            message = f"chat template of {self.folder} is not valid: {error.message}, line {error.lineno}"
+            raise ConfigError(message) from None
+        # a template is a program: it may also compare, index and add what does not fit
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, OverflowError) as error:
             raise ConfigError(f"chat template of {self.folder} refuses the messages: {error}") from None
 
-    def _compile_template(self) -> jinja2.Template:
+    def _template_source(self) -> str:
         path = self.folder / "chat_template.jinja"
         source = path.read_text() if path.exists() else self._config.get("chat_template")
-        if isinstance(source, list):  # several by name
+        # several by name
+        if isinstance(source, list):
             source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
         if not isinstance(source, str):
             hint = "rows with `messages` need one, rows with `prompt` don't"
             raise ConfigError(f"tokenizer {self.folder} has no chat template: {hint}.")
-        # the switches and globals that published templates are written for
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.globals.update(raise_exception=_raise, strftime_now=lambda form: time.strftime(form))
-        environment.filters["tojson"] = lambda value, **options: json.dumps(
-            value, ensure_ascii=False, **options
-        )
-        return environment.from_string(source)
+        return source
 
     def _eos_token_ids(self) -> list[int]:
-        found = [] if not self.eos_token else [self._tokenizer.token_to_id(self.eos_token)]
+        eos = self._special["eos_token"]
+        found = [self._tokenizer.token_to_id(eos)] if eos else []
         for name in ("generation_config.json", "config.json"):
             value = self._json(name).get("eos_token_id")
             found += value if isinstance(value, list) else [value]
@@ -103,7 +104,27 @@ class Tokenizer:
         except FileNotFoundError:
             return {}
         except ValueError as error:
-            raise ConfigError(f"{path} is no JSON: {error}") from None
+            raise ConfigError(f"{path} is not valid JSON: {error}") from None
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}`, which marks the assistant's text for trainers; here it does nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own form)
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return the switches, filters and globals that published templates are written for."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
+    environment.globals.update(raise_exception=_raise, strftime_now=lambda form: time.strftime(form))
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    return environment
 
 
 def _content(token: Any) -> str:

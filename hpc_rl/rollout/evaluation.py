@@ -11,7 +11,7 @@ from typing import Protocol
 
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.errors import RoleFailed, Stale
-from hpc_rl.rollout.pipes import Outcome, Run, Scored
+from hpc_rl.rollout.pipes import Outcome, PromptScored, RunPrompt
 from hpc_rl.types import EvalResult, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class Runner(Protocol):
 
     restarts: int
 
-    def run(self, frame: Run) -> None: ...
+    def run(self, frame: RunPrompt) -> None: ...
 
     def cancel(self, ticket: int) -> None: ...
 
@@ -97,7 +97,7 @@ class Evaluation:
         self,
         version: WeightVersion,
         prompts: Prompts,
-        run: Callable[[Run], None],
+        run: Callable[[RunPrompt], None],
         limit: int,
         retries: int,
         tickets: itertools.count,
@@ -140,7 +140,7 @@ class Evaluation:
             self._left_out[frame["reason"] if frame["op"] == "rejected" else "exception"] += 1
         self._pump()
 
-    def _scored(self, position: int, frame: Scored) -> None:
+    def _scored(self, position: int, frame: PromptScored) -> None:
         versions = [WeightVersion.parse(label) for label in frame["versions"]]
         newer = [version for version in versions if version > self.version]
         if newer and not self.result.done():
@@ -162,7 +162,7 @@ class Evaluation:
             ticket = next(self._tickets)
             self._asked[ticket] = position
             self._run(
-                Run(
+                RunPrompt(
                     op="run",
                     ticket=ticket,
                     index=position,

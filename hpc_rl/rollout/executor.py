@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from hpc_rl.errors import ConfigError, ExitCode, RoleFailed
 from hpc_rl.rollout import pipes
-from hpc_rl.rollout.pipes import Cancel, Outcome, Request, Run
+from hpc_rl.rollout.pipes import CancelPrompt, Outcome, Request, RunPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Executor:
         self._on_lost = on_lost
         self._seats = [_Seat(number) for number in range(num_workers)]
         self._owner: dict[int, _Seat] = {}
-        self._queue: list[Run] = []  # while no worker is ready
+        self._queue: list[RunPrompt] = []  # while no worker is ready
         self._keepers: list[asyncio.Task[None]] = []
         self.restarts = 0
 
@@ -69,7 +69,7 @@ class Executor:
         """Raise ConfigError or RoleFailed once a worker can't be started again; returns never."""
         await asyncio.gather(*self._keepers)
 
-    def run(self, frame: Run) -> None:
+    def run(self, frame: RunPrompt) -> None:
         """Hand a prompt to the worker with the least to do."""
         live = [seat for seat in self._seats if seat.ready]
         if not live:
@@ -86,7 +86,7 @@ class Executor:
         seat = self._owner.pop(ticket, None)
         if seat is not None:
             seat.tickets.discard(ticket)
-            self._write(seat, Cancel(op="cancel", ticket=ticket))
+            self._write(seat, CancelPrompt(op="cancel", ticket=ticket))
 
     async def close(self) -> None:
         """Kill the workers; their unfinished prompts are issued again by the next incarnation."""

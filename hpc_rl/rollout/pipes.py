@@ -1,7 +1,8 @@
 """Messages between parent and child over pipes: a 4-byte big-endian length, then `types.encode` of one of the dicts below.
 
-The rollout role sends Run and Cancel to an executor worker, which answers Ready (or Ends), then for each ticket one of Group,
-Scored, Rejected and Failed.
+The rollout role sends RunPrompt and CancelPrompt to an executor worker. The worker answers WorkerReady (or WorkerEnds), then
+for each ticket one of GroupMade,
+PromptScored, PromptRejected and PromptFailed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO, Literal, TypedDict
 from hpc_rl.types import decode, encode
 
 
-class Run(TypedDict):
+class RunPrompt(TypedDict):
     """Run the workflow on a prompt."""
 
     op: Literal["run"]
@@ -33,25 +34,25 @@ class Run(TypedDict):
     evaluate: bool
 
 
-class Cancel(TypedDict):
+class CancelPrompt(TypedDict):
     """The answer to this ticket is not wanted any more."""
 
     op: Literal["cancel"]
     ticket: int
 
 
-class Ready(TypedDict):
+class WorkerReady(TypedDict):
     op: Literal["ready"]
 
 
-class Ends(TypedDict):
+class WorkerEnds(TypedDict):
     """The worker can't work."""
 
     op: Literal["ends"]
     error: str
 
 
-class Group(TypedDict):
+class GroupMade(TypedDict):
     """A finished group, encoded, and its numbers for the ledger."""
 
     op: Literal["group"]
@@ -65,7 +66,7 @@ class Group(TypedDict):
     group: bytes
 
 
-class Scored(TypedDict):
+class PromptScored(TypedDict):
     """The result of one prompt of an evaluation."""
 
     op: Literal["scored"]
@@ -75,7 +76,7 @@ class Scored(TypedDict):
     versions: list[str]  # of the weights that made its tokens
 
 
-class Rejected(TypedDict):
+class PromptRejected(TypedDict):
     """The prompt's own fate: it is not tried again."""
 
     op: Literal["rejected"]
@@ -84,7 +85,7 @@ class Rejected(TypedDict):
     error: str
 
 
-class Failed(TypedDict):
+class PromptFailed(TypedDict):
     """An exception: the prompt is tried again a few times."""
 
     op: Literal["failed"]
@@ -92,8 +93,8 @@ class Failed(TypedDict):
     error: str
 
 
-Request = Run | Cancel
-Outcome = Group | Scored | Rejected | Failed
+Request = RunPrompt | CancelPrompt
+Outcome = GroupMade | PromptScored | PromptRejected | PromptFailed
 
 _LENGTH = struct.Struct(">I")
 PR_SET_PDEATHSIG = 1

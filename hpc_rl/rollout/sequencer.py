@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from hpc_rl.errors import Stale
-from hpc_rl.rollout.batch_log.ledger import GroupRecord, Place, RejectReason
+from hpc_rl.rollout.batch_log.ledger import GroupRecord, RecordPlace, RejectReason
 from hpc_rl.rollout.batch_log.replay import State
 from hpc_rl.rollout.batch_log.seals import Seal
 from hpc_rl.rollout.staleness import capacity, leaves_room, staleness
@@ -58,13 +58,13 @@ class Issue:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadyGroup:
     """A group that waits for its batch."""
 
     begun: int
     oldest_step: int
     oldest_lineage: int
-    place: Place
+    place: RecordPlace
     arrival: int
 
 
@@ -95,7 +95,9 @@ class Sequencer:
         self.consumed = state.consumed
         self.renewal = state.renewal
         self.ready = {
-            index: Ready(record.begun, record.oldest_step, record.oldest_lineage, place, next(self._arrivals))
+            index: ReadyGroup(
+                record.begun, record.oldest_step, record.oldest_lineage, place, next(self._arrivals)
+            )
             for index, (record, place) in state.ready.items()
         }
         settled = {
@@ -182,12 +184,12 @@ class Sequencer:
             issues.append(issue)
         return issues
 
-    def finished(self, ticket: int, record: GroupRecord, place: Place) -> None:
+    def finished(self, ticket: int, record: GroupRecord, place: RecordPlace) -> None:
         """The group of a running ticket is in the ledger."""
         del self.running[ticket]
         self._failures.pop(record.index, None)
         self.rejected_in_a_row = 0
-        self.ready[record.index] = Ready(
+        self.ready[record.index] = ReadyGroup(
             record.begun, record.oldest_step, record.oldest_lineage, place, next(self._arrivals)
         )
 
@@ -217,7 +219,7 @@ class Sequencer:
         self.rejected_in_a_row += reason != RejectReason.STALE
 
     def too_old(self, step: int) -> list[int]:
-        """Ready groups that may not go into batch `step`: the shell rejects them as stale before it cuts."""
+        """ReadyGroup groups that may not go into batch `step`: the shell rejects them as stale before it cuts."""
         if self.rules.bound == "soft":
             return []
         return [

@@ -20,7 +20,7 @@ from hpc_rl.rollout.batch_log.replay import Renewal, State, check_data, read_sta
 from hpc_rl.rollout.batch_log.seals import Batches
 from hpc_rl.rollout.evaluation import Evaluations, Runner
 from hpc_rl.rollout.issue_clock import IssueClock
-from hpc_rl.rollout.pipes import Outcome, Run
+from hpc_rl.rollout.pipes import Outcome, RunPrompt
 from hpc_rl.rollout.sequencer import Sequencer
 from hpc_rl.types import EvalResult, WeightVersion
 
@@ -194,7 +194,7 @@ class RolloutService:
             self.clock.begun(issue.ticket)
             prompt = self.prompts.at(issue.index)
             self._runner().run(
-                Run(
+                RunPrompt(
                     op="run",
                     ticket=issue.ticket,
                     index=issue.index,

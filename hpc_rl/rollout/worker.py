@@ -16,7 +16,7 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import InputRefused, RoleFailed, ServerUnavailable
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import RejectReason
-from hpc_rl.rollout.pipes import Failed, Group, Outcome, Rejected, Run, Scored
+from hpc_rl.rollout.pipes import GroupMade, Outcome, PromptFailed, PromptRejected, PromptScored, RunPrompt
 from hpc_rl.rollout.rewards import ErrorLog, Rewarder, RewardFailed, checked
 from hpc_rl.rollout.workflow import (
     WORKFLOWS,
@@ -124,14 +124,14 @@ class Worker:
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Answer until the pipe ends."""
-        self._write(pipes.pack(pipes.Ready(op="ready")))
+        self._write(pipes.pack(pipes.WorkerReady(op="ready")))
         while (request := await pipes.read(reader)) is not None:
             if request["op"] == "run":
                 self._tasks[request["ticket"]] = asyncio.create_task(self.answer(request))
             elif request["ticket"] in self._tasks:
                 self._tasks[request["ticket"]].cancel()
 
-    async def answer(self, prompt: Run) -> None:
+    async def answer(self, prompt: RunPrompt) -> None:
         """Run the workflow and send its outcome."""
         try:
             outcome = await self._outcome(prompt)
@@ -139,12 +139,12 @@ class Worker:
             self._tasks.pop(prompt["ticket"], None)
         self._write(pipes.pack(outcome))
 
-    async def _outcome(self, prompt: Run) -> Outcome:
+    async def _outcome(self, prompt: RunPrompt) -> Outcome:
         ticket, index = prompt["ticket"], prompt["index"]
 
-        def rejected(reason: str, message: str) -> Rejected:
+        def rejected(reason: str, message: str) -> PromptRejected:
             logger.warning("prompt %d is rejected, %s: %s", index, reason, message)
-            return Rejected(op="rejected", ticket=ticket, reason=reason, error=message)
+            return PromptRejected(op="rejected", ticket=ticket, reason=reason, error=message)
 
         try:
             group = await self._run(prompt)
@@ -161,12 +161,12 @@ class Worker:
             # of the user's workflow or of a request: the prompt is issued again, a few times
             message = self._errors.note(error)
             logger.warning("prompt %d failed: %s", index, message)
-            return Failed(op="failed", ticket=ticket, error=message)
+            return PromptFailed(op="failed", ticket=ticket, error=message)
         if group is None:
-            return Rejected(op="rejected", ticket=ticket, reason=RejectReason.WORKFLOW_NONE, error="")
+            return PromptRejected(op="rejected", ticket=ticket, reason=RejectReason.WORKFLOW_NONE, error="")
         return _scored(group, ticket) if prompt["evaluate"] else _finished(group, ticket, index)
 
-    async def _run(self, prompt: Run) -> TrajectoryGroup | None:
+    async def _run(self, prompt: RunPrompt) -> TrajectoryGroup | None:
         """Return the group of a prompt, checked and scored, or None where the workflow makes none."""
         sampler = Sampler(self.settings, prompt)
         group = await self.workflow({**prompt["columns"], "input_ids": prompt["input_ids"]}, sampler)
@@ -181,10 +181,10 @@ class Worker:
         return group if group.trajectories else None
 
 
-def _finished(group: TrajectoryGroup, ticket: int, index: int) -> Group:
+def _finished(group: TrajectoryGroup, ticket: int, index: int) -> GroupMade:
     group.index = index
     lineages = [int(lineage) for t in group.trajectories for lineage in np.unique(t.lineages[t.loss_mask])]
-    return Group(
+    return GroupMade(
         op="group",
         ticket=ticket,
         oldest_step=group.oldest_step(),
@@ -197,14 +197,14 @@ def _finished(group: TrajectoryGroup, ticket: int, index: int) -> Group:
     )
 
 
-def _scored(group: TrajectoryGroup, ticket: int) -> Scored:
+def _scored(group: TrajectoryGroup, ticket: int) -> PromptScored:
     versions = {
         (int(lineage), int(step))
         for t in group.trajectories
         for lineage, step in zip(t.lineages[t.loss_mask], t.steps[t.loss_mask], strict=True)
     }
     rewards = [t.reward for t in group.trajectories]
-    return Scored(
+    return PromptScored(
         op="scored",
         ticket=ticket,
         reward=sum(rewards) / len(rewards),

@@ -18,7 +18,7 @@ from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.datasets.order import sample_seed
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, InputRefused
-from hpc_rl.rollout.pipes import Run
+from hpc_rl.rollout.pipes import RunPrompt
 from hpc_rl.rollout.rewards import Rewarder, import_object
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.types import Trajectory, TrajectoryGroup, Turn, WeightVersion
@@ -66,7 +66,7 @@ class SamplerSettings:
 class Sampler:
     """What a workflow generates and scores with: it knows its prompt's index, seeds and sampling settings."""
 
-    def __init__(self, settings: SamplerSettings, prompt: Run) -> None:
+    def __init__(self, settings: SamplerSettings, prompt: RunPrompt) -> None:
         self.index = prompt["index"]
         self.n_samples = 1 if prompt["evaluate"] else settings.gconfig.n_samples
         self.tokenizer = settings.tokenizer

@@ -1,14 +1,44 @@
-"""Backend: what generates behind the proxy. Implementations: embedded.py (in this process) and sglang.py (a subprocess)."""
+"""Backend: what generates behind the proxy: embedded/ (in this process) or sglang.py (a subprocess).
+
+A new one is a module with such a class and a row in allocation.SERVER_BACKENDS.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
+
+from hpc_rl.config.sections.experiment import GRPOConfig
 
 Answer = tuple[int, Any]  # HTTP status and JSON body
 
 
+@dataclass(frozen=True)
+class ReplicaPlace:
+    """Where one replica runs.
+
+    Args:
+        index: Number of the replica.
+        device: `cpu` or `cuda`.
+        num_gpus: GPUs that it may use.
+        log: File for the output of a subprocess.
+        secret: File for the configuration that holds the API key of a subprocess.
+    """
+
+    index: int
+    device: str
+    num_gpus: int
+    log: Path
+    secret: Path
+
+
 class Backend(Protocol):
     """Requests are those of SGLang's native API; see proxy.py for the paths that arrive here."""
+
+    @classmethod
+    def create(cls, config: GRPOConfig, place: ReplicaPlace) -> Backend:
+        """Return the backend of a replica, not started."""
 
     async def start(self, path: str, version: str) -> None:
         """Load the checkpoint at `path` and be ready to generate. Raises ConfigError, RoleFailed, OSError."""

@@ -26,13 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_older(version: str, minimum: str) -> bool:
-    """Whether label `version` comes before label `minimum`; "" is older than any label."""
+    """Return whether label `version` comes before label `minimum`; "" is older than any label."""
     if not minimum:
         return False
     if not version:
         return True
-    ours, least = WeightVersion.parse(version), WeightVersion.parse(minimum)
-    return (ours.lineage, ours.step) < (least.lineage, least.step)
+    return WeightVersion.parse(version) < WeightVersion.parse(minimum)
 
 
 @dataclass

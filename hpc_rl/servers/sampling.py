@@ -6,7 +6,6 @@ A key that SGLang knows and this engine does not serve is accepted at its neutra
 from __future__ import annotations
 
 import difflib
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -48,6 +47,7 @@ class SamplingParams:
     n: int = 1
 
 
+MAX_NUMBER = 1e6
 KNOWN = tuple(f.name for f in fields(SamplingParams))
 
 
@@ -79,7 +79,7 @@ def _checked(values: dict[str, Any]) -> SamplingParams:
     for key in ("temperature", "top_p"):
         if key in values:
             value = values[key]
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < MAX_NUMBER:
                 raise RequestRefused(f"sampling key {key!r} must be a finite number, got {value!r}")
     stop = values.get("stop_token_ids", ())
     if not isinstance(stop, list | tuple):
@@ -102,6 +102,6 @@ def _checked(values: dict[str, Any]) -> SamplingParams:
 
 
 def _integer(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestRefused(f"sampling key {key!r} must be an integer, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not abs(value) < 1 << 63:
+        raise RequestRefused(f"sampling key {key!r} must be an integer of 64 bits, got {value!r:.80}")
     return value

@@ -1,19 +1,23 @@
 """The SGLang backend: one SGLang server as a subprocess on loopback, requests passed on as they are.
 
-Its API key is made here and reaches it by a 0600 config file. Its environment is its own: neither our PYTHONPATH nor our
-packages. Left out: replicas over several nodes.
+Its flags follow from the table of its version (config/tables/sglang_versions.py). Its API key is made here and reaches it by a
+0600 config file. Its environment is its own: neither our PYTHONPATH nor our packages. Not served: replicas over several nodes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import os
 import secrets
+import signal
+import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +25,96 @@ import aiohttp
 
 from hpc_rl.config.sections.cluster import environment_of
 from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.config.sections.inference import SGLangConfig
+from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS, Flags
 from hpc_rl.errors import ConfigError, RoleFailed
 from hpc_rl.net import bind
-from hpc_rl.servers.base import Answer
+from hpc_rl.servers.base import Answer, ReplicaPlace
 from hpc_rl.servers.client import open_session
-from hpc_rl.servers.sglang_flags import SGLangLaunch, arguments, settings_of, table_for
-from hpc_rl.servers.sglang_process import TiedProcess
 from hpc_rl.trial import write_atomic
 
 logger = logging.getLogger(__name__)
 
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
 _UPDATE_KEYS = ("model_path", "weight_version", "flush_cache")
+
+
+Setting = str | int | float | bool | list[int]
+
+CPU_MAX_TOTAL_TOKENS = 65536  # without a bound SGLang takes a share of the host's memory
+
+
+# options of the section that are no flags: ours, set elsewhere, refused at other values, or dropped by every version we know
+NOT_FLAGS = {
+    "version",
+    "extra_args",
+    "model_path",
+    "dp_size",
+    "enable_dp_attention",
+    *(n for gone in DROPPED.values() for n in gone),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangLaunch:
+    """What one replica is started with, before model and ports are known; `version` is the one that was configured."""
+
+    python: str
+    env: dict[str, str]
+    settings: dict[str, Setting]
+    version: str = ""
+    extra_args: list[str] = field(default_factory=list)
+
+
+def table_for(version: str, configured: str = "") -> tuple[Flags, str]:
+    """The flags of an installed version, and a warning where it is not the configured one, or one that we don't know."""
+    if version in FLAGS:
+        other = f"SGLang is {version}, but sglang.version, by which the options were checked, is {configured}"
+        return FLAGS[version], other if configured and version != configured else ""
+    newest = max(FLAGS, key=_numbers)
+    return FLAGS[
+        newest
+    ], f"SGLang {version} is not in the flag table (known: {', '.join(FLAGS)}): taking the flags of {newest}"
+
+
+def settings_of(
+    config: SGLangConfig, device: str, tensor_parallel_size: int, index: int
+) -> dict[str, Setting]:
+    """What the configuration says, and what a CPU needs besides. Values that are None are left to SGLang."""
+    own = {field.name for field in dataclasses.fields(config)} - NOT_FLAGS
+    settings: dict[str, Setting | None] = {name: getattr(config, name) for name in sorted(own)}
+    settings |= {
+        "host": "127.0.0.1",
+        "random_seed": config.random_seed + index,
+        "tensor_parallel_size": tensor_parallel_size,
+        "sampling_defaults": "openai",  # what a request does not say must not come from the model's generation config
+    }
+    if device == "cpu":
+        backend = config.sampling_backend or "pytorch"
+        settings |= {"device": "cpu", "sampling_backend": backend, "disable_overlap_schedule": True}
+        settings["max_total_tokens"] = config.max_total_tokens or CPU_MAX_TOTAL_TOKENS
+    return {
+        name: value
+        for name, value in settings.items()
+        if value is not None and value is not False and value != ""
+    }
+
+
+def arguments(settings: dict[str, Setting], extra_args: list[str], flags: Flags) -> list[str]:
+    """argv behind the interpreter."""
+    argv = ["-m", "sglang.launch_server"]
+    for name, value in settings.items():
+        flag = flags[name]
+        if value is True:
+            argv += [flag] if isinstance(flag, str) else flag
+        elif value is not False:
+            assert isinstance(flag, str)
+            argv += [flag, *map(str, value if isinstance(value, list) else [value])]
+    return [*argv, *extra_args]
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".") if part.isdigit()]
 
 
 def launch_of(
@@ -69,6 +151,12 @@ class SGLangBackend:
         self._session: aiohttp.ClientSession | None = None
         self._url = ""
         self._headers: dict[str, str] = {}
+
+    @classmethod
+    def create(cls, config: GRPOConfig, place: ReplicaPlace) -> SGLangBackend:
+        tokenizer = config.tokenizer_path or config.actor.path
+        launch = launch_of(config, place.device, place.num_gpus, place.index, tokenizer)
+        return cls(launch, place.log, place.secret, config.rollout.setup_timeout)
 
     async def start(self, path: str, version: str) -> None:
         begin = time.monotonic()
@@ -180,3 +268,60 @@ def _free_port() -> int:
     """A port that is free now: SGLang can't be handed a bound socket; one that loses the race ends and is started again."""
     with bind("127.0.0.1") as sock:
         return sock.getsockname()[1]
+
+
+_TIE = (
+    "import ctypes, os, sys\n"
+    "ctypes.CDLL(None, use_errno=True).prctl(1, 9, 0, 0, 0)\n"  # PR_SET_PDEATHSIG, SIGKILL; exec keeps it
+    "if os.getppid() != int(sys.argv[1]): sys.exit('the parent has gone')\n"  # it died before the tie was set
+    "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])\n"
+)
+
+
+class TiedProcess:
+    """`python arguments…`, which gets SIGKILL when this process dies. Raises OSError where it can't be started.
+
+    Start it from the main thread: the tie is to the thread that starts it.
+    """
+
+    def __init__(self, python: str, arguments: list[str], env: dict[str, str], log: Path) -> None:
+        self.log = log
+        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as output:
+            self._process = subprocess.Popen(
+                [python, "-c", _TIE, str(os.getpid()), *arguments],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_status(self) -> str:
+        """Empty while it runs, else how it ended."""
+        code = self._process.poll()
+        if code is None:
+            return ""
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+    def last_lines(self, count: int = 20) -> str:
+        """The end of its log."""
+        with contextlib.suppress(OSError), self.log.open("rb") as opened:
+            opened.seek(max(0, self.log.stat().st_size - 32768))
+            return "\n".join(opened.read().decode(errors="replace").splitlines()[-count:])
+        return ""
+
+    async def stop(self, grace_s: float = 15.0) -> None:
+        """TERM to the process, then KILL to its session."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    while self._process.poll() is None:
+                        await asyncio.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()

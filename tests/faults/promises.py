@@ -16,7 +16,7 @@ from hpc_rl.files import JsonLines
 from hpc_rl.rollout.batch_log.ledger import (
     GroupRecord,
     LedgerDamaged,
-    Place,
+    RecordPlace,
     group_at,
     read_segment,
     segment_path,
@@ -167,7 +167,7 @@ def read_groups(folder: Path, seal: Seal) -> list[TrajectoryGroup]:
     return [decode(_group(folder, place)) for place in seal.places.values()]
 
 
-def _group(folder: Path, place: Place) -> bytes:
+def _group(folder: Path, place: RecordPlace) -> bytes:
     try:
         fd = os.open(segment_path(folder, place.segment), os.O_RDONLY)
     except OSError as error:

@@ -16,8 +16,11 @@ from conformance import Conformance, ServedReplica, api, make_model  # noqa: E40
 
 from hpc_rl.config.sections.inference import SGLangConfig  # noqa: E402
 from hpc_rl.errors import RoleFailed  # noqa: E402
-from hpc_rl.servers.sglang import SGLangBackend  # noqa: E402
-from hpc_rl.servers.sglang_flags import SGLangLaunch, settings_of  # noqa: E402
+from hpc_rl.servers.sglang import (  # noqa: E402
+    SGLangBackend,
+    SGLangLaunch,
+    settings_of,
+)
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]

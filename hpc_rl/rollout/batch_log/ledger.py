@@ -69,7 +69,7 @@ OF_USER_CODE = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RecordPlace:
     """Where a record lies."""
 
     segment: int
@@ -118,7 +118,7 @@ def segments(folder: Path) -> list[int]:
     return sorted(int(found[1]) for name in names if (found := _SEGMENT.fullmatch(name)))
 
 
-def read_segment(folder: Path, number: int) -> Iterator[tuple[Place, Record]]:
+def read_segment(folder: Path, number: int) -> Iterator[tuple[RecordPlace, Record]]:
     """Records up to the end or the first damaged one. A segment that is gone has none."""
     try:
         file = segment_path(folder, number).open("rb")
@@ -133,7 +133,7 @@ def read_segment(folder: Path, number: int) -> Iterator[tuple[Place, Record]]:
             payload = file.read(length)
             if len(payload) < length or xxhash.xxh3_64_intdigest(payload) != checksum:
                 break
-            yield Place(number, offset), _unpack(payload)
+            yield RecordPlace(number, offset), _unpack(payload)
             offset += FRAME.size + length
         size = os.fstat(file.fileno()).st_size
         if offset < size:
@@ -142,7 +142,7 @@ def read_segment(folder: Path, number: int) -> Iterator[tuple[Place, Record]]:
             )
 
 
-def group_at(fd: int, place: Place) -> bytes:
+def group_at(fd: int, place: RecordPlace) -> bytes:
     """The encoded group of a GROUP record, from its segment's open file. Raises LedgerDamaged."""
     where = f"ledger segment {place.segment} offset {place.offset}"
     try:
@@ -204,7 +204,7 @@ class Ledger:
         self._write_fds: dict[int, int] = {}
         self.segment = self.room.write("the batch log", self._create_segment)
 
-    def append_group(self, record: GroupRecord, encoded: bytes) -> Place:
+    def append_group(self, record: GroupRecord, encoded: bytes) -> RecordPlace:
         r = record
         numbers = (
             r.index,
@@ -217,18 +217,18 @@ class Ledger:
         )
         return self._append(_GROUP.pack(GROUP, *numbers) + encoded)
 
-    def append_reject(self, record: RejectRecord) -> Place:
+    def append_reject(self, record: RejectRecord) -> RecordPlace:
         return self._append(_REJECT.pack(REJECT, record.index, record.version) + record.reason.encode())
 
-    def append_base(self, content: dict[str, Any]) -> Place:
+    def append_base(self, content: dict[str, Any]) -> RecordPlace:
         return self._append(bytes([BASE]) + msgpack.packb(content))
 
-    def _append(self, payload: bytes) -> Place:
+    def _append(self, payload: bytes) -> RecordPlace:
         data = FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
         with self._appending:
             if self._size >= self.segment_bytes:
                 self._next_segment()
-            place = Place(self.segment, self._size)
+            place = RecordPlace(self.segment, self._size)
             self._waiting.append((self.segment, data))
             self._size += len(data)
             self.bytes_written += len(data)
@@ -268,7 +268,7 @@ class Ledger:
             ]:  # a later one may be open by now
                 os.close(self._write_fds.pop(number))
 
-    def read_group(self, place: Place) -> bytes:
+    def read_group(self, place: RecordPlace) -> bytes:
         """The encoded group of a committed GROUP record. Raises LedgerDamaged."""
         try:
             if place.segment not in self._fds:

@@ -17,8 +17,8 @@ from hpc_rl.rollout.batch_log.ledger import (
     BaseRecord,
     GroupRecord,
     LedgerDamaged,
-    Place,
     Record,
+    RecordPlace,
     RejectRecord,
     read_segment,
     segment_path,
@@ -84,7 +84,7 @@ class State:
     """What a batch log amounts to. `consumed` counts groups in batches, trimmed ones included."""
 
     seals: dict[int, Seal] = field(default_factory=dict)
-    ready: dict[int, tuple[GroupRecord, Place]] = field(default_factory=dict)
+    ready: dict[int, tuple[GroupRecord, RecordPlace]] = field(default_factory=dict)
     resolved: IndexSet = field(default_factory=IndexSet)  # in a batch, or rejected
     rejected: dict[int, RejectRecord] = field(default_factory=dict)  # since the last trim
     rejections: Counter[str] = field(default_factory=Counter)  # by reason, trimmed ones included
@@ -145,7 +145,7 @@ def check_replay(folder: Path, step: int) -> None:
             )
 
 
-def tell(records: list[tuple[Place, Record]], seals: dict[int, Seal]) -> State:
+def tell(records: list[tuple[RecordPlace, Record]], seals: dict[int, Seal]) -> State:
     """Return the state that these records and seals amount to. Pure."""
     state = State()
     bases = [record.content for _, record in records if isinstance(record, BaseRecord)]

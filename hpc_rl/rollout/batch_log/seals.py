@@ -18,7 +18,7 @@ from pathlib import Path
 import msgpack
 import xxhash
 
-from hpc_rl.rollout.batch_log.ledger import Ledger, LedgerDamaged, Place, segment_path
+from hpc_rl.rollout.batch_log.ledger import Ledger, LedgerDamaged, RecordPlace, segment_path
 from hpc_rl.trial import create_exclusive, fsync_dir, read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Seal:
 
     step: int
     lineage: int  # of the trainer that first asked for it
-    places: dict[int, Place]
+    places: dict[int, RecordPlace]
     staleness: dict[int, int]  # age -> number of groups
     num_bytes: int
     checksum: str
@@ -77,7 +77,12 @@ class Batches:
         self.ledger = ledger
 
     def seal(
-        self, step: int, lineage: int, places: dict[int, Place], ages: list[int], counters: dict[str, float]
+        self,
+        step: int,
+        lineage: int,
+        places: dict[int, RecordPlace],
+        ages: list[int],
+        counters: dict[str, float],
     ) -> tuple[Seal, bytes, bool]:
         """Commit the ledger, then try to make this the batch of `step`.
 
@@ -186,7 +191,7 @@ def _to_json(seal: Seal) -> str:
 
 
 def _from_json(data: dict) -> Seal:
-    places = {index: Place(segment, offset) for segment, offset, index in data["groups"]}
+    places = {index: RecordPlace(segment, offset) for segment, offset, index in data["groups"]}
     return Seal(
         data["step"],
         data["lineage"],

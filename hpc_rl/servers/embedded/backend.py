@@ -14,12 +14,14 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.sections.inference import EmbeddedConfig
+from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, RequestRefused
-from hpc_rl.servers.base import Answer
-from hpc_rl.servers.chat import ChatTokenizer, to_completion, to_generate
+from hpc_rl.servers.base import Answer, ReplicaPlace
+from hpc_rl.servers.chat import to_completion, to_generate
 from hpc_rl.servers.embedded.decoder import Model
-from hpc_rl.servers.embedded.engine import Engine
+from hpc_rl.servers.embedded.engine import EmbeddedEngine
 from hpc_rl.servers.embedded.lanes import Sequence
 from hpc_rl.servers.sampling import SamplingParams, parse
 
@@ -32,6 +34,7 @@ _SWITCH_INTERVAL_S = (
     0.001  # the engine gives the interpreter away in every tensor operation and wants it back soon
 )
 _MASK_63 = (1 << 63) - 1
+MAX_SEQUENCES = 4096  # of one request
 
 
 class EmbeddedBackend:
@@ -48,13 +51,18 @@ class EmbeddedBackend:
         self, config: EmbeddedConfig, seed: int = 1, tokenizer_path: str = "", scratch: bool = False
     ) -> None:
         self._config, self._seed, self._tokenizer_path, self._scratch = config, seed, tokenizer_path, scratch
-        self._engine: Engine | None = None
+        self._engine: EmbeddedEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tokenizer: ChatTokenizer | None = None
+        self._tokenizer: Tokenizer | None = None
         self._live: set[str] = set()
 
+    @classmethod
+    def create(cls, config: GRPOConfig, place: ReplicaPlace) -> EmbeddedBackend:
+        tokenizer = config.tokenizer_path or config.actor.path
+        return cls(config.embedded, config.seed, tokenizer, config.actor.init_from_scratch)
+
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> EmbeddedEngine:
         assert self._engine is not None, "start() comes first"
         return self._engine
 
@@ -68,7 +76,7 @@ class EmbeddedBackend:
         model = await asyncio.to_thread(Model, path, self._config.dtype, scratch)
         self._tokenizer = _tokenizer(self._tokenizer_path or path)
         max_running, invariant = self._config.max_running_requests, self._config.batch_invariant
-        self._engine = Engine(model, version, max_running, invariant, self._seed, self._deliver)
+        self._engine = EmbeddedEngine(model, version, max_running, invariant, self._seed, self._deliver)
         self._engine.start()
         name = type(model.decoder).__name__
         logger.info("embedded engine: %s with %s in %.1f s", path, name, time.monotonic() - start)
@@ -100,7 +108,11 @@ class EmbeddedBackend:
             raise RequestRefused(
                 f"unknown key {min(unknown)!r}; known are {', '.join(sorted(_GENERATE_KEYS))}"
             )
-        if body.get("stream") or body.get("top_logprobs_num") or (body.get("logprob_start_len") or -1) >= 0:
+        if (
+            body.get("stream")
+            or body.get("top_logprobs_num")
+            or body.get("logprob_start_len") not in (None, -1)
+        ):
             raise RequestRefused(
                 "stream, top_logprobs_num and logprob_start_len are not served by the embedded engine"
             )
@@ -110,6 +122,8 @@ class EmbeddedBackend:
         params = [parse(item) for item in given] if isinstance(given, list) else [parse(given)] * len(inputs)
         if len(params) != len(inputs):
             raise RequestRefused(f"{len(params)} sampling_params for {len(inputs)} inputs")
+        if (total := sum(one.n for one in params)) > MAX_SEQUENCES:
+            raise RequestRefused(f"{total} samples in one request; allowed are {MAX_SEQUENCES}")
         sequences: list[Sequence] = []
         for ids, rid, one in zip(inputs, rids, params, strict=True):
             sequences += self._sequences(ids, rid, one)
@@ -123,7 +137,11 @@ class EmbeddedBackend:
             raise RequestRefused("give either input_ids or text")
         if text is not None:
             batched = isinstance(text, list)
-            return [self._need_tokenizer().encode(one) for one in (text if batched else [text])], batched
+            texts = text if batched else [text]
+            if not texts or not all(isinstance(one, str) for one in texts):
+                raise RequestRefused("text must be a string, or a list of strings, not empty")
+            encode = self._need_tokenizer().encode
+            return [encode(one, add_special_tokens=False) for one in texts], batched
         if not isinstance(ids, list) or not ids:
             raise RequestRefused("input_ids must be a list of integers, or a list of such lists, not empty")
         batched = isinstance(ids[0], list)
@@ -223,7 +241,7 @@ class EmbeddedBackend:
         answers = await self._generate(request)
         return to_completion(body, answers if isinstance(answers, list) else [answers], tokenizer, stops)
 
-    def _need_tokenizer(self) -> ChatTokenizer:
+    def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise RequestRefused("the model has no tokenizer.json: send input_ids")
         return self._tokenizer
@@ -297,9 +315,9 @@ def _error(message: str) -> dict[str, Any]:
     return {"error": {"message": message}}
 
 
-def _tokenizer(path: str) -> ChatTokenizer | None:
+def _tokenizer(path: str) -> Tokenizer | None:
     try:
-        return ChatTokenizer(path)
+        return Tokenizer(path)
     except (OSError, ValueError) as error:
         logger.info("no chat and no text input: %s", error)
         return None

@@ -30,10 +30,10 @@ FUSED_TYPES = ("llama", "qwen2", "qwen3")
 PROBE_TOLERANCE = 1e-3
 
 
-class Rows:
+class CacheRows:
     """KV cache of the rows that are decoded together: row i holds its tokens in columns 0 … length_i - 1, nothing is shifted.
 
-    keys, values: per layer [rows, K, columns, D]. Rows beyond the live ones and columns beyond a row's length are garbage.
+    keys, values: per layer [rows, K, columns, D]. CacheRows beyond the live ones and columns beyond a row's length are garbage.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -98,12 +98,12 @@ class Decoder(Protocol):
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """ids [m, T], padded on the right -> logits [m, V] after each row's last token; keys, values per layer [m, K, T, D]."""
 
-    def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: Rows, columns: int) -> torch.Tensor:
+    def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: CacheRows, columns: int) -> torch.Tensor:
         """Feed ids [N] at positions `lengths` into rows 0 … N - 1, of which `columns` columns count; logits [N, V]."""
 
 
 class _RowsLayer(CacheLayerMixin):
-    """One layer of `Rows` behind transformers' cache protocol, for one decode step."""
+    """One layer of `CacheRows` behind transformers' cache protocol, for one decode step."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, columns: int) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class HFDecoder:
             [layer.values for layer in cache.layers],
         )
 
-    def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: Rows, columns: int) -> torch.Tensor:
+    def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: CacheRows, columns: int) -> torch.Tensor:
         layers: list[Any] = [
             _RowsLayer(k, v, lengths, columns) for k, v in zip(rows.keys, rows.values, strict=True)
         ]
@@ -268,7 +268,7 @@ class FusedDecoder:
         last = torch.arange(m, device=ids.device) * t + lengths - 1
         return self._logits(x[last]), all_keys, all_values
 
-    def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: Rows, columns: int) -> torch.Tensor:
+    def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: CacheRows, columns: int) -> torch.Tensor:
         n, heads, size = len(ids), self.num_key_heads, self.head_size
         capacity = rows.capacity[1]
         cos, sin = self._tables(lengths, columns)
@@ -431,7 +431,7 @@ def _probe(one: Decoder, other: Decoder, num_layers: int, vocab_size: int) -> fl
     results = []
     for decoder in (one, other):
         logits, keys, values = decoder.prefill(ids, lengths)
-        rows = Rows(num_layers)
+        rows = CacheRows(num_layers)
         rows.reserve(2, 8, keys[0], (0, 0), exact=True)
         rows.write(0, keys, values, None)
         results.append((logits, decoder.decode(ids[:, 0].clone(), lengths, rows, 6)))

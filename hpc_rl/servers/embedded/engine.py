@@ -32,13 +32,13 @@ MAX_PREFILL_TOKENS = 8192  # padded, per step: bounds the pause that newcomers c
 MAX_STOP_SETS = 64  # distinct sets of stop tokens that are remembered while nothing runs
 
 
-class Engine:
+class EmbeddedEngine:
     """Start with start(); submit and the commands may be called from any thread.
 
     Args:
         model: The model; the engine thread is the only one that uses it from now on.
         version: Label of the model's weights.
-        max_running: Rows decoded at once.
+        max_running: CacheRows decoded at once.
         batch_invariant: Decode every sequence by itself, in a cache whose shape depends on its own length only.
         seed: Seeds the requests that bring no seed.
         deliver: Gets the sequences that finished in one step, in the engine's thread.

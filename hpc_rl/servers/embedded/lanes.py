@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_rl.servers.embedded.decoder import Model, Rows
+from hpc_rl.servers.embedded.decoder import CacheRows, Model
 from hpc_rl.servers.sampling import SamplingParams
 
 
@@ -51,12 +51,12 @@ _COLUMNS: dict[str, Any] = {
 
 
 class Lane:
-    """Rows decoded together. There is one, or one per sequence in batch-invariant mode."""
+    """CacheRows decoded together. There is one, or one per sequence in batch-invariant mode."""
 
     def __init__(self, model: Model, exact: bool) -> None:
         self.model, self.exact = model, exact
         self.sequences: list[Sequence] = []
-        self.rows = Rows(model.num_layers)
+        self.rows = CacheRows(model.num_layers)
         self.state = {name: np.zeros(0, dtype) for name, dtype in _COLUMNS.items()}
         self.tokens = np.zeros((0, 0), np.int64)
         self.logprobs = np.zeros((0, 0), np.float32)

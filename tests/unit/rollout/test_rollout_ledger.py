@@ -17,7 +17,7 @@ from hpc_rl.rollout.batch_log.ledger import (
     GroupRecord,
     Ledger,
     LedgerDamaged,
-    Place,
+    RecordPlace,
     RejectRecord,
     read_segment,
     segment_path,
@@ -137,7 +137,7 @@ def test_a_damaged_group_is_never_given_out(tmp_path):
     with segment_path(tmp_path, 0).open("r+b") as file:
         file.seek(place.offset + FRAME.size + 40)
         file.write(b"!")
-    for where in (place, Place(0, place.offset + 3), Place(0, 10_000), Place(5, 16)):
+    for where in (place, RecordPlace(0, place.offset + 3), RecordPlace(0, 10_000), RecordPlace(5, 16)):
         with pytest.raises(LedgerDamaged):
             ledger.read_group(where)
     ledger.close()
@@ -176,7 +176,7 @@ def test_a_seal_over_a_segment_that_a_later_owner_deleted_is_refused(tmp_path):
 
 
 def test_a_seal_counts_before_another_owners_rejection_and_the_first_record_before_later_ones():
-    places = [Place(0, i) for i in range(8)]
+    places = [RecordPlace(0, i) for i in range(8)]
     records = [
         (places[0], record(0)),
         (places[1], RejectRecord(0, 5, "stale")),  # a group that got too old

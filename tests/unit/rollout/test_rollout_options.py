@@ -8,7 +8,7 @@ import pytest
 from hpc_rl.app.rollout import rules
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.sections.inference import GenerationHyperparameters
-from hpc_rl.rollout.batch_log.ledger import GroupRecord, Place
+from hpc_rl.rollout.batch_log.ledger import GroupRecord, RecordPlace
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.workflow import BadGroup, check_group, sampling
 from hpc_rl.types import Trajectory, TrajectoryGroup
@@ -72,7 +72,7 @@ def test_the_queue_bounds_what_runs_and_what_waits():
             num_tokens=1,
             reward_sum=0.0,
         )
-        core.finished(issue.ticket, record, Place(0, issue.index))
+        core.finished(issue.ticket, record, RecordPlace(0, issue.index))
     assert core.issue() == []  # two are ready, four run
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_rl.errors import Stale
-from hpc_rl.rollout.batch_log.ledger import BaseRecord, GroupRecord, Place, RejectRecord
+from hpc_rl.rollout.batch_log.ledger import BaseRecord, GroupRecord, RecordPlace, RejectRecord
 from hpc_rl.rollout.batch_log.replay import tell
 from hpc_rl.rollout.batch_log.seals import Seal
 from hpc_rl.rollout.sequencer import Rules, Sequencer
@@ -29,7 +29,7 @@ class World:
         self.committed = 0
         self.seals: dict[int, Seal] = {}
         self.every_seal: dict[int, Seal] = {}
-        self.oldest: dict[Place, int] = {}
+        self.oldest: dict[RecordPlace, int] = {}
         self.lineage, self.version = 0, 0
         self.went_back = False
         self.places = itertools.count()
@@ -53,8 +53,8 @@ class World:
         world.min_seen = {}
         return world
 
-    def append(self, record) -> Place:
-        place = Place(0, next(self.places))
+    def append(self, record) -> RecordPlace:
+        place = RecordPlace(0, next(self.places))
         self.records.append((place, record))
         return place
 
@@ -292,7 +292,7 @@ def test_an_empty_ledger_can_begin_at_any_step():
     core.skip_to(13)
     core.observe(2, 12)
     assert [issue.index for issue in core.issue()] == [48, 49, 50, 51]
-    state = tell([(Place(0, 0), BaseRecord(core.base(12)))], {})
+    state = tell([(RecordPlace(0, 0), BaseRecord(core.base(12)))], {})
     assert (state.top, state.consumed, state.next_index, state.lineage) == (12, 48, 48, 2)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers
 
-from hpc_rl.errors import RequestRefused
-from hpc_rl.servers.chat import ChatTokenizer, to_completion, to_generate
+from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.errors import ConfigError, RequestRefused
+from hpc_rl.servers.chat import to_completion, to_generate
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 
@@ -16,7 +18,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endf
 @pytest.fixture
 def folder(tmp_path):
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *"abcdeu:;"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<pad>", "<eos>"])
@@ -44,16 +46,16 @@ def answer(ids, matched=None):
 
 
 def test_messages_become_ids_by_the_template(folder):
-    tokenizer = ChatTokenizer(folder)
+    tokenizer = Tokenizer(folder)
     messages = [{"role": "user", "content": "ab"}]
-    assert tokenizer.render(messages) == "u:ab;a:"
+    assert tokenizer.chat(messages) == "u:ab;a:"
     request, stops = to_generate({"messages": messages, "max_tokens": 5, "seed": 3, "n": 2}, tokenizer, 64)
     assert tokenizer.decode(request["input_ids"]) == "u:ab;a:"
     assert request["sampling_params"] == {"max_new_tokens": 5, "sampling_seed": 3, "n": 2} and stops == []
 
 
 def test_without_max_tokens_the_context_is_the_bound(folder):
-    request, _ = to_generate({"messages": [{"role": "user", "content": "ab"}]}, ChatTokenizer(folder), 64)
+    request, _ = to_generate({"messages": [{"role": "user", "content": "ab"}]}, Tokenizer(folder), 64)
     assert request["sampling_params"]["max_new_tokens"] == 64 - 7
 
 
@@ -62,17 +64,18 @@ def test_without_max_tokens_the_context_is_the_bound(folder):
     [
         ({"messages": []}, "at least one"),
         ({"messages": ["hi"]}, "list of objects"),
+        ({"messages": [{"role": "user", "content": "a"}], "stop": 5}, "stop must be"),
         ({"messages": [{"role": "user", "content": "a"}], "stream": True}, "stream"),
         ({"messages": [{"role": "user", "content": "a"}], "frobnicate": 1}, "unknown chat key 'frobnicate'"),
     ],
 )
 def test_refusals_name_the_key(folder, body, words):
     with pytest.raises(RequestRefused, match=words):
-        to_generate(body, ChatTokenizer(folder), 64)
+        to_generate(body, Tokenizer(folder), 64)
 
 
 def test_completion_drops_the_stop_token_and_cuts_at_stop_strings(folder):
-    tokenizer = ChatTokenizer(folder)
+    tokenizer = Tokenizer(folder)
     made = [answer([2, 3, 1], matched=1), answer([2, 7, 4])]
     choices = to_completion({}, made, tokenizer, [])["choices"]
     assert [(c["message"]["content"], c["finish_reason"], c["matched_stop"]) for c in choices] == [
@@ -87,13 +90,31 @@ def test_template_file_wins_and_can_refuse(folder):
     (folder / "chat_template.jinja").write_text(
         "{% if messages|length > 1 %}{{ raise_exception('one only') }}{% endif %}x"
     )
-    tokenizer = ChatTokenizer(folder)
-    assert tokenizer.render([{"role": "user", "content": "a"}]) == "x"
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.chat([{"role": "user", "content": "a"}]) == "x"
+    with pytest.raises(ConfigError, match="one only"):
+        tokenizer.chat([{}, {}])
     with pytest.raises(RequestRefused, match="one only"):
-        tokenizer.render([{}, {}])
+        to_generate({"messages": [{}, {}]}, tokenizer, 64)
 
 
-def test_template_can_not_reach_python(folder):
-    (folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(RequestRefused):
-        ChatTokenizer(folder).render([{"role": "user", "content": "a"}])
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "refuses the messages"),  # no way to Python
+        ("{% for m in messages %}", "is not valid.*line 1"),
+        ("{{ messages[0]['content'] + 1 }}", "refuses the messages"),
+    ],
+)
+def test_a_template_that_fails_is_named(folder, template, words):
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(ConfigError, match=words):
+        Tokenizer(folder).chat([{"role": "user", "content": "a"}])
+
+
+def test_a_template_that_marks_the_assistants_text_is_taken(folder):
+    marked = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ eos_token }}"
+    )
+    (folder / "chat_template.jinja").write_text(marked)
+    assert Tokenizer(folder).chat([{"role": "assistant", "content": "a"}]) == "a<eos>"

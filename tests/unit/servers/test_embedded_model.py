@@ -18,7 +18,7 @@ from transformers import (
 
 from hpc_rl.errors import ConfigError
 from hpc_rl.servers.embedded.decoder import FusedDecoder, HFDecoder, Model
-from hpc_rl.servers.embedded.engine import Engine
+from hpc_rl.servers.embedded.engine import EmbeddedEngine
 from hpc_rl.servers.embedded.lanes import Sequence
 from hpc_rl.servers.sampling import SamplingParams
 
@@ -58,7 +58,7 @@ def make(folder, kind="qwen3", seed=0, tie=False, **more):
 def decode_all(model, prompts, num_tokens=12, **options):
     """Greedy continuations with their logprobs, by an engine that is driven to its end."""
     made = []
-    engine = Engine(model, "0.0", deliver=made.extend, **options)
+    engine = EmbeddedEngine(model, "0.0", deliver=made.extend, **options)
     params = SamplingParams(max_new_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     sequences = [Sequence(prompt, params, 0, str(i), lambda _: None) for i, prompt in enumerate(prompts)]
     engine.submit(sequences)
@@ -104,7 +104,7 @@ def test_rows_come_and_go_while_others_run(tmp_path):
     module = make(tmp_path)
     model = Model(str(tmp_path), "float32")
     made = []
-    engine = Engine(model, "0.0", max_running=4, deliver=made.extend)
+    engine = EmbeddedEngine(model, "0.0", max_running=4, deliver=made.extend)
     waves = [
         [
             Sequence(

@@ -10,7 +10,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from hpc_rl.servers.sglang_process import TiedProcess
+from hpc_rl.servers.sglang import TiedProcess
 
 
 def _gone(pid: int) -> bool:
@@ -24,7 +24,7 @@ def test_child_dies_when_the_parent_is_killed(tmp_path):
     code = """
         import sys, time
         from pathlib import Path
-        from hpc_rl.servers.sglang_process import TiedProcess
+        from hpc_rl.servers.sglang import TiedProcess
         child = TiedProcess(sys.executable, ["-c", "import time; time.sleep(600)"], {}, Path(sys.argv[1]) / "log")
         print(child.pid, flush=True)
         time.sleep(600)

@@ -31,6 +31,8 @@ def test_stop_tokens_are_a_sorted_set():
         ({"top_p": 0}, "above 0"),
         ({"top_k": 0}, "-1 for all"),
         ({"n": 0}, "at least 1"),
+        ({"temperature": 10**400}, "finite number"),
+        ({"top_k": 10**30}, "must be an integer"),
         ({"stop_token_ids": 3}, "list of integers"),
         ({"ignore_eos": 1}, "true or false"),
         ({"min_p": 0.1}, "does not serve it"),

@@ -10,7 +10,7 @@ from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.inference import SGLangConfig
 from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS
-from hpc_rl.servers.sglang_flags import NOT_FLAGS, arguments, settings_of, table_for
+from hpc_rl.servers.sglang import NOT_FLAGS, arguments, settings_of, table_for
 
 
 def flags_of(device, config=None, index=0, tensor_parallel_size=1):
