@@ -1,7 +1,7 @@
 """Placement: which replica and which ranks on which node. Pure arithmetic; knows no configuration.
 
 Trainer ranks take the first nodes, the same number on each (node 0 also holds supervisor and rollout);
-servers take the last ones. They share a node only where GPUs would stay idle otherwise; those are packed by index.
+servers take the last ones. They share a node only where GPUs would stay idle otherwise.
 """
 
 from __future__ import annotations

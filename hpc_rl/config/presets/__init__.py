@@ -1,4 +1,4 @@
-"""Presets: named sets of values, as YAML files beside this one. `atlas` lies below every file, `cpu` over every file."""
+"""Presets: named sets of values. `atlas` is overridden by every file, `cpu` overrides every file."""
 
 from __future__ import annotations
 

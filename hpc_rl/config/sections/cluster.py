@@ -1,4 +1,4 @@
-"""Sections `cluster` and `launcher`: which machines, which scheduler, with what around the processes."""
+"""Sections `cluster` and `launcher`: machines, scheduler, and the environment of the processes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from hpc_rl.errors import ConfigError
 
 @dataclass(kw_only=True)
 class NameResolveConfig:
-    """How the roles find each other.
+    """How the processes of a trial find each other.
 
     Args:
-        type: `nfs` is a directory on the shared file system; the only kind that spans processes.
-        nfs_record_root: Where records lie; empty means `names/` in the trial directory.
-        etcd3_addr: Address of etcd, which is never needed here.
-        ray_actor_name: Actor of Ray, which is never needed here.
+        type: `nfs` is a directory on the shared file system; the only type that is supported.
+        nfs_record_root: Directory of the records; empty means `names/` in the trial directory.
+        etcd3_addr: Address of etcd; only the default is accepted, because hpc-rl uses no etcd.
+        ray_actor_name: Name of a Ray actor; only the default is accepted, because hpc-rl uses no Ray.
     """
 
     type: Literal["nfs", "etcd3", "ray"] = "nfs"
@@ -41,17 +41,19 @@ class NameResolveConfig:
 
 @dataclass(kw_only=True)
 class ClusterSpecConfig:
-    """The machines of a trial.
+    """The cluster that a trial runs on.
 
     Args:
-        name_resolve: How the roles find each other.
-        cluster_name: A profile of this name is loaded before every other file; without one it is only a name. It is looked for
-            as `cluster/<name>.yaml` in the site's directories, then among those of configs/cluster; `--cluster NAME` insists.
-        fileroot: Directory on a file system that every node shares; trials live in `{fileroot}/{user}/{experiment}/{trial}`.
+        name_resolve: How the processes of a trial find each other.
+        cluster_name: Profile to load before all other files: `cluster/<name>.yaml` in the site's directories,
+            else one of configs/cluster. If no such profile exists, the value is only a label; `--cluster
+            NAME` requires one.
+        fileroot: Directory on a file system that all nodes share; trials are stored in
+            `{fileroot}/{user}/{experiment}/{trial}`.
         n_nodes: Number of nodes.
-        n_gpus_per_node: GPUs per node; 0 means that allocation units are processes without a GPU.
-        interface: Network interface that the roles publish, by name (`ib0`) or network (`10.1.0.0/16`); empty means that of
-            the environment variable HPC_RL_INTERFACE of the job, else the one on the route to the other nodes.
+        n_gpus_per_node: GPUs per node; with 0, allocation units are processes without a GPU.
+        interface: Network interface that the roles publish, by name (`ib0`) or network (`10.1.0.0/16`); empty
+            means the variable HPC_RL_INTERFACE of the job, else the route to the other nodes.
     """
 
     name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
@@ -64,24 +66,23 @@ class ClusterSpecConfig:
 
 @dataclass(kw_only=True)
 class ServerJobsConfig:
-    """What is asked of Slurm for the nodes of the generation servers, in the layouts that ask for them apart.
-
-    Where it is null, an option is as `launcher.slurm` has it.
+    """Slurm options of the server nodes, in the layouts `hetjob` and `jobs`; null means as in
+    `launcher.slurm`.
 
     Args:
-        partition: Partition; a preemptible one costs the trial nothing but speed.
+        partition: Partition. A preemptible one is safe: losing servers only slows the trial down.
         account: Account to charge.
         qos: Quality of service.
-        time: Time limit of each server node, in Slurm's grammar.
+        time: Time limit of each server node, in Slurm's format.
         constraint: Node features.
         reservation: Reservation.
         nodelist: Nodes to use.
         exclude: Nodes to avoid.
         gpu_type: Type of GPU.
         gres: Generic resources per node.
-        max_running: At most so many server nodes at once, in layout `jobs`; null means all of them.
-        idle_s: Servers end after so many seconds in which no supervisor of their trial ran, in layout `jobs`: they hold their
-            nodes for nothing. A trainer job that starts later submits them again.
+        max_running: Largest number of server nodes at once, in layout `jobs`; null means all of them.
+        idle_s: Seconds without a running supervisor of the trial after which servers stop, in layout `jobs`.
+            The next trainer job submits them again.
     """
 
     partition: str | None = None
@@ -100,56 +101,61 @@ class ServerJobsConfig:
 
 @dataclass(kw_only=True)
 class SlurmLauncherConfig:
-    """What is asked of Slurm. `null` means that the option is not emitted; `derived` that the plan says the number.
+    """Slurm options. `null` omits an option; `derived` takes the number from the plan.
 
     Args:
         partition: Partition.
         account: Account to charge.
         qos: Quality of service.
-        time: Time limit in Slurm's grammar (`24:00:00`, `2-12`, `90` in quotes is minutes).
+        time: Time limit in Slurm's format: `24:00:00`, `2-12` (days-hours), or `'90'` in quotes (minutes).
         constraint: Node features.
         reservation: Reservation.
         nodelist: Nodes to use.
         exclude: Nodes to avoid.
-        ntasks_per_node: `--ntasks-per-node`; null where a site forbids it.
-        cpus_per_task: CPUs per node; null where whole nodes are given.
-        mem: Memory per node; `0` asks for all of it; null where a site forbids `--mem`.
-        mem_per_cpu: Memory per CPU instead of per node.
-        mem_per_gpu: Memory per GPU instead of per node.
-        gpus_by: Option that asks for the plan's GPUs; null where Slurm does not know the GPUs (whole nodes are needed then).
-        gpu_type: Type of GPU, as `a100`.
-        gres: Generic resources per node; where it names GPUs it is what asks for them.
-        exclusive: Whole nodes (true), or not shared with other users' jobs (`user`), accounts (`mcs`), switches (`topo`).
-        tmp: Local disk per node.
-        switches: Most leaf switches and how long to wait for them, as `1@60:00`.
-        licenses: Licenses, as `name:1`.
+        ntasks_per_node: `--ntasks-per-node`; null for sites that forbid it.
+        cpus_per_task: CPUs per node; null for sites that allocate whole nodes.
+        mem: Memory per node; `0` requests all of it; null for sites that forbid `--mem`.
+        mem_per_cpu: Memory per CPU, instead of per node.
+        mem_per_gpu: Memory per GPU, instead of per node.
+        gpus_by: Option that requests the GPUs; null where Slurm does not manage GPUs (this requires whole
+            nodes).
+        gpu_type: GPU type, such as `a100`.
+        gres: Generic resources per node; if it names GPUs, it is what requests them.
+        exclusive: Whole nodes (true), or nodes not shared with other users (`user`), accounts (`mcs`) or
+            switches (`topo`).
+        tmp: Local disk space per node.
+        switches: Largest number of leaf switches, and how long to wait for them, such as `1@60:00`.
+        licenses: Licenses, such as `name:1`.
         wckey: Workload characterisation key.
-        dependency: Jobs to wait for, as `afterany:1234`.
-        mail_type: When to send mail, as `END,FAIL`.
-        mail_user: Whom to send it to; null means the account.
-        comment: Comment of the job, after our own tag.
-        extra_args: Further sbatch options, one per item (`--hint=nomultithread`).
-        srun_additional_args: Further options of the srun of every role, as a shell would split them; variables are not expanded.
-        container_type: What images are started with; without an image a role runs without a container. Also with
-            `launcher.type local`, but for pyxis, which is a part of srun. The supervisor never runs in one.
-        mount: Further binds of the containers, `source:target` separated by commas. The trial, the working directory, models
-            and datasets are bound anyway, each at its own path.
-        trainer_image: Container image of the trainer, a path that every node sees; null means none.
-        rollout_image: Container image of the rollout role; null means that of the trainer, `none` none.
-        inference_server_image: Container image of the generation servers; null means none.
-        trainer_image_python: Interpreter within `trainer_image`.
-        rollout_image_python: Interpreter within the rollout role's image.
-        inference_server_image_python: Interpreter within `inference_server_image`; SGLang has the same one unless
-            `launcher.inference_server_python` names another.
-        container_program: What `container_type apptainer` starts; a path, or `singularity`, works too.
-        container_args: Further options of `apptainer exec` (or of pyxis, `--container-…`), one per item, as they stand.
-        layout: How the trial is laid out as jobs. `allocation`: one job, every role in it. `hetjob`: one heterogeneous job, the
-            nodes of the servers as a component of their own. `jobs`: a trainer job and an array of server nodes, which may be
-            preempted, may come and may go.
-        servers: What is different for the nodes of the servers, in the layouts `hetjob` and `jobs`.
-        continue_by: How a job that stopped with its state saved goes on. `requeue`: by `scontrol requeue`, and where Slurm
-            refuses that by a successor; `successor`: always by a new job that depends on the end of this one (`--no-requeue`).
-        backend: Who calls sbatch: we ourselves (`sbatch`), or `submitit` (the extra of that name), with the same script inside.
+        dependency: Jobs to wait for, such as `afterany:1234`.
+        mail_type: Events to send mail for, such as `END,FAIL`.
+        mail_user: Recipient of mail; null means the submitting user.
+        comment: Comment of the job, appended to hpc-rl's own tag.
+        extra_args: Further sbatch options, one per item, such as `--hint=nomultithread`.
+        srun_additional_args: Further options of every role's srun, split as by a shell; variables are not
+            expanded.
+        container_type: Program that starts the images. A role without an image runs without a container; the
+            supervisor always does. `pyxis` needs Slurm.
+        mount: Further binds of the containers: `source:target`, separated by commas. The trial directory, the
+            working directory, models and datasets are always bound, each at its own path.
+        trainer_image: Container image of the trainer, a path that all nodes see; null means no container.
+        rollout_image: Container image of the rollout role; null means the trainer's, `none` no container.
+        inference_server_image: Container image of the generation servers; null means no container.
+        trainer_image_python: Python interpreter in `trainer_image`.
+        rollout_image_python: Python interpreter in the rollout role's image.
+        inference_server_image_python: Python interpreter in `inference_server_image`; SGLang uses it too,
+            unless `launcher.inference_server_python` names another.
+        container_program: Program for `container_type: apptainer`: a name or a path; `singularity` works too.
+        container_args: Further options of `apptainer exec`, or `--container-…` options of pyxis, one per
+            item.
+        layout: Jobs of a trial. `allocation`: one job for all roles. `hetjob`: one heterogeneous job, with
+            the server nodes as a second component. `jobs`: a trainer job and a job array of server nodes,
+            which may be preempted and may join and leave at any time.
+        servers: Options that differ for the server nodes, in the layouts `hetjob` and `jobs`.
+        continue_by: How a job that stopped with its state saved resumes. `requeue`: `scontrol requeue`, or a
+            successor job if Slurm refuses; `successor`: always a new job that depends on this one
+            (`--no-requeue`).
+        backend: How jobs are submitted: by `sbatch`, or by `submitit` (needs the extra of that name).
     """
 
     partition: str | None = None
@@ -197,18 +203,19 @@ class SlurmLauncherConfig:
 
 @dataclass(kw_only=True)
 class HooksConfig:
-    """Scripts that run at moments of every attempt, after those of the site's `hooks.d`. A script is a path, or a text of
-    several lines (or one that begins with `#!`); what is submitted is a copy.
+    """Scripts that run at fixed moments of every attempt, after those in the site's `hooks.d`. A script is a
+    path or inline text (several lines, or one that begins with `#!`); a copy is submitted.
 
     Args:
-        dir: Directory with scripts that are called as the moments are.
-        pre_job: On the first node, before anything else; its failure ends the job.
-        pre_node: On every node, after pre_job; its failure on any node ends the job, naming the node.
-        post_node: On every node, after the supervisor has ended.
-        post_job: On the first node, at the very end.
-        on_preempt: On the first node, as soon as the job is told to end (preemption, time limit), while the state is saved.
-        timeout_s: Time limit of each script in seconds; one that takes longer counts as failed.
-        on_preempt_timeout_s: Time limit of on_preempt in seconds; Slurm kills what is left soon after.
+        dir: Directory with scripts that are named after the moments below.
+        pre_job: Runs on the first node before anything else; a failure ends the job.
+        pre_node: Runs on every node after pre_job; a failure on any node ends the job and names the node.
+        post_node: Runs on every node after the supervisor has stopped.
+        post_job: Runs on the first node, last of all.
+        on_preempt: Runs on the first node as soon as Slurm asks the job to stop (preemption, time limit),
+            while the state is being saved.
+        timeout_s: Time limit of each script in seconds; a script that exceeds it counts as failed.
+        on_preempt_timeout_s: Time limit of on_preempt in seconds; Slurm kills the job soon after.
     """
 
     dir: PathText = ""
@@ -226,20 +233,23 @@ class LauncherConfig:
     """How processes are started.
 
     Args:
-        type: `auto` takes Slurm where `sbatch` is on the PATH, else this machine.
-        python: Interpreter of the supervisor, and of the roles that have no container; null means the one that submits.
-        inference_server_python: Interpreter of SGLang, which lives in an environment of its own; null means that of its role.
-        templates_dir: Directory searched for templates before the site's and ours; empty means none.
+        type: `auto` uses Slurm if `sbatch` is on the PATH, else this machine.
+        python: Python interpreter of the supervisor and of roles without a container; null means the one that
+            submits.
+        inference_server_python: Python interpreter of SGLang, which has an environment of its own; null means
+            that of its role.
+        templates_dir: Directory of templates that take precedence over the site's and the packaged ones;
+            empty means none.
         inference_server_cpus_per_gpu: CPUs per unit of the generation servers.
         inference_server_mem_per_gpu: Memory per unit of the generation servers, in MB.
         trainer_cpus_per_gpu: CPUs per trainer rank.
         trainer_mem_per_gpu: Memory per trainer rank, in MB.
-        rollout_cpus: CPUs of the rollout role (sequencer and executor workers).
+        rollout_cpus: CPUs of the rollout role.
         rollout_mem_mb: Memory of the rollout role, in MB.
-        inference_server_env_vars: Environment of the generation servers: a mapping, or `A=b,C=d`.
-        trainer_env_vars: Environment of the trainer ranks: a mapping, or `A=b,C=d`.
-        hooks: Scripts of the site and of the trial around every attempt.
-        slurm: What is asked of Slurm.
+        inference_server_env_vars: Environment variables of the generation servers: a mapping, or `A=b,C=d`.
+        trainer_env_vars: Environment variables of the trainer ranks: a mapping, or `A=b,C=d`.
+        hooks: Scripts that run at fixed moments of every attempt.
+        slurm: Slurm options.
     """
 
     type: Literal["auto", "slurm", "local"] = "auto"
@@ -259,7 +269,7 @@ class LauncherConfig:
 
 
 def environment_of(option: str, value: dict[str, str] | str) -> dict[str, str]:
-    """Environment variables of a mapping, or of `A=b,C=d` where no value holds a comma. Raises ConfigError."""
+    """Return the variables of a mapping, or of `A=b,C=d` if no value contains a comma. Raises ConfigError."""
     pairs = (
         value
         if isinstance(value, dict)
@@ -268,7 +278,7 @@ def environment_of(option: str, value: dict[str, str] | str) -> dict[str, str]:
     for name in pairs:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(
-                f"{option}: {name!r} is no name of an environment variable: letters, digits and _ only."
+                f"{option}: {name!r} is not a valid name of an environment variable; use letters, digits, _."
             )
     return dict(pairs)
 
@@ -276,7 +286,5 @@ def environment_of(option: str, value: dict[str, str] | str) -> dict[str, str]:
 def _pair(option: str, part: str) -> tuple[str, str]:
     name, equals, value = part.partition("=")
     if not equals:
-        raise ConfigError(
-            f"{option}: {part!r} is no NAME=value; write a mapping where a value holds a comma."
-        )
+        raise ConfigError(f"{option}: {part!r} is not NAME=value; use a mapping if a value contains a comma.")
     return name.strip(), value

@@ -10,18 +10,21 @@ from hpc_rl.config.sections.limits import NonNegativeInt, PathText, PositiveInt
 
 @dataclass(kw_only=True)
 class DatasetConfig:
-    """Rows with a `prompt` (text, or a list of chat messages under `messages`) and whatever columns the reward wants.
+    """A dataset: rows with a `prompt` (text, or a list of chat messages under `messages`) and any columns
+    that the reward function uses.
 
     Args:
         path: A .jsonl or .parquet file, or a directory with a saved Hugging Face dataset.
-        type: `rl` rows have a prompt, `sft` rows a prompt and a completion, `rw` rows `chosen` and
-            `rejected`, with a prompt or without; the default is what the trainer wants.
+        type: `rl` rows have a prompt, `sft` rows a prompt and a completion, `rw` rows `chosen` and `rejected`
+            (a prompt is optional). The default follows the trainer.
         batch_size: Prompts (rl), sequences (sft) or pairs (rw) per train batch.
-        shuffle: A new order each epoch, from `seed`.
-        pin_memory: Page-locked memory for what goes to a GPU.
-        num_workers: Threads that tokenize rows when the dataset is read; 0 means the main one only.
-        drop_last: Leave out the last batch of the trial if the rows don't fill it; false fills it up from one more pass.
-        max_length: Rows whose prompt (rl) or sequence (sft, rw: either one) has more tokens are left out; null means no bound.
+        shuffle: Shuffle the rows in every epoch, by `seed`.
+        pin_memory: Use page-locked memory for transfers to the GPU.
+        num_workers: Threads that tokenize the rows when the dataset is read; 0 means the main thread only.
+        drop_last: Drop the last batch of the trial if the rows don't fill it; false fills it with rows of
+            another pass.
+        max_length: Largest number of tokens of a prompt (rl) or sequence (sft, rw); longer rows are dropped.
+            null means no limit.
     """
 
     path: PathText

@@ -1,4 +1,4 @@
-"""The whole configuration of a trial: `GRPOConfig`, `SFTConfig` or `RWConfig`, by trainer. Its length, and dotted access."""
+"""The configuration of a trial, one class for each trainer; its length in steps, and dotted access."""
 
 from __future__ import annotations
 
@@ -28,31 +28,32 @@ from hpc_rl.errors import ConfigError
 
 @dataclass(kw_only=True)
 class BaseExperimentConfig:
-    """What every trial has.
+    """Options of every trial.
 
     Args:
-        experiment_name: The question.
-        trial_name: One configuration, run to its end.
-        trainer: Which trainer; null means by section: `actor` is grpo, `model` is rw with
-            train_dataset.type rw, else sft.
-        seed: Seed of everything.
-        allocation_mode: Who gets how many units, as `sglang:d4+fsdp:d4` or `embedded:d1+fsdp:d1`; empty means derived.
-        total_train_epochs: Passes over the training data; null, the default where one of the next two is set, means as many as
-            that takes.
-        total_train_steps: Stop after so many steps; null means by epochs.
-        total_train_n_seqs: Stop after so many sequences (prompts times samples for grpo); of all ends that are set the
-            earliest counts.
+        experiment_name: Name of the experiment; groups related trials.
+        trial_name: Name of the trial; unique within the experiment.
+        trainer: Trainer; null derives it from the sections: `actor` means grpo; `model` means rw if
+            train_dataset.type is rw, else sft.
+        seed: Random seed.
+        allocation_mode: How devices are divided between generation servers and the trainer, such as
+            `sglang:d4+fsdp:d4` or `embedded:d1+fsdp:d1`; empty means derived.
+        total_train_epochs: Number of passes over the training data. Defaults to null (as many as needed) when
+            either of the next two options is set.
+        total_train_steps: Stop after N steps; null means no such limit.
+        total_train_n_seqs: Stop after N sequences (prompts times samples for grpo). Of several limits the
+            earliest applies.
         tokenizer_path: Directory of the tokenizer; empty means the model's.
-        cluster: The machines.
+        cluster: The cluster that the trial runs on.
         train_dataset: Training data.
         valid_dataset: Held-out data.
-        saver: Exports for people.
+        saver: Exports in Hugging Face format.
         evaluator: When to evaluate.
-        stats_logger: Where numbers go.
-        recover: Generations of recover state.
-        sglang: SGLang servers, where the allocation names them.
+        stats_logger: Where metrics go.
+        recover: Checkpoints.
+        sglang: SGLang servers, if the allocation has them.
         launcher: How processes are started.
-        scheduler: AReaL's scheduler service, which does not exist here.
+        scheduler: AReaL's scheduler service, which hpc-rl does not have.
     """
 
     experiment_name: str
@@ -81,12 +82,14 @@ class GRPOConfig(BaseExperimentConfig):
     """A GRPO trial.
 
     Args:
-        async_training: Generate while training; false means one version, one batch.
-        gconfig: How completions are sampled.
+        async_training: Generate while training; false alternates the two: each batch is made by the newest
+            weights.
+        gconfig: Sampling of completions.
         rollout: The rollout role.
         actor: The policy.
-        ref: The reference model of actor.kl_ctl and actor.beta, frozen, in the trainer's ranks; null means none.
-        embedded: Embedded servers, where the allocation names them.
+        ref: The frozen reference model for actor.kl_ctl and actor.beta, in the trainer's ranks; null means
+            none.
+        embedded: Embedded servers, if the allocation has them.
     """
 
     async_training: bool = True
@@ -110,10 +113,10 @@ class SFTConfig(BaseExperimentConfig):
 
 @dataclass(kw_only=True)
 class RWConfig(BaseExperimentConfig):
-    """A reward-model trial: rows with a chosen and a rejected text.
+    """A reward-model trial, on rows with a chosen and a rejected text.
 
     Args:
-        model: The model; its head is replaced by one number.
+        model: The model; its head is replaced by a scalar one.
     """
 
     model: TrainEngineConfig
@@ -134,8 +137,8 @@ def total_steps(config: Config, num_rows: int) -> int:
     if steps < 1:
         size = config.train_dataset.batch_size
         raise ConfigError(
-            f"train_dataset.batch_size {size}: {config.total_train_epochs} epoch(s) of {num_rows} rows make no "
-            "whole batch. Lower it, raise total_train_epochs, or set total_train_steps."
+            f"train_dataset.batch_size {size}: {config.total_train_epochs} epoch(s) of {num_rows} rows make "
+            "no whole batch. Lower it, raise total_train_epochs, or set total_train_steps."
         )
     return steps
 

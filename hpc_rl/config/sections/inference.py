@@ -1,4 +1,4 @@
-"""Sections `gconfig`, `rollout`, `sglang` and `embedded`: how trajectories are made."""
+"""Sections `gconfig`, `rollout`, `sglang` and `embedded`: how trajectories are generated."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ from hpc_rl.config.sections.limits import (
 
 @dataclass(kw_only=True)
 class GenerationHyperparameters:
-    """How one completion is sampled.
+    """Sampling of completions.
 
     Args:
         n_samples: Trajectories per prompt.
-        max_new_tokens: Largest number of tokens of a completion.
-        min_new_tokens: Smallest number of tokens of a completion.
-        max_tokens: Largest number of tokens of prompt and completion.
-        greedy: Take the likeliest token; temperature 0.
-        top_p: Nucleus; 1 means all.
-        top_k: Number of likeliest tokens to sample from; 100000000 means all.
+        max_new_tokens: Largest number of tokens in a completion.
+        min_new_tokens: Smallest number of tokens in a completion.
+        max_tokens: Largest number of tokens in prompt and completion together.
+        greedy: Always take the most likely token (temperature 0).
+        top_p: Nucleus sampling: probability mass to sample from; 1 means all.
+        top_k: Number of most likely tokens to sample from; 100000000 means all.
         temperature: Sampling temperature.
-        min_p: Leaves out tokens less likely than this share of the likeliest; 0 means none (ours).
-        repetition_penalty: Above 1 makes tokens that occurred less likely; 1 means none (ours).
+        min_p: Drop tokens less likely than this share of the most likely one; 0 disables it. hpc-rl
+            extension.
+        repetition_penalty: Values above 1 make tokens that already occurred less likely; 1 disables it.
+            hpc-rl extension.
         stop: Texts that end a completion; null means none. Needs sglang servers.
-        frequency_penalty: Above 0 makes tokens less likely the more often they occurred. Needs sglang servers.
-        stop_token_ids: Tokens that end a completion, besides the tokenizer's end-of-sequence token.
+        frequency_penalty: Values above 0 make tokens less likely the more often they occurred. Needs sglang
+            servers.
+        stop_token_ids: Tokens that end a completion, in addition to the tokenizer's end-of-sequence token.
     """
 
     n_samples: PositiveInt = 1
@@ -55,29 +58,35 @@ class GenerationHyperparameters:
 
 @dataclass(kw_only=True)
 class InferenceEngineConfig:
-    """The rollout role. `workflow`, `reward_fn`, `staleness_bound`, `batch_order`, `num_workers` and the retry numbers are ours.
+    """The rollout role.
 
     Args:
         experiment_name: The root's `experiment_name`; null follows it.
         trial_name: The root's `trial_name`; null follows it.
-        queue_size: Prompts in flight and finished groups that wait for their batch, together; null leaves that to staleness.
-        consumer_batch_size: The same as `train_dataset.batch_size`; null follows it.
+        queue_size: Largest number of prompts in flight plus finished groups not yet in a batch; null leaves
+            it to the staleness bound.
+        consumer_batch_size: Must equal `train_dataset.batch_size`; null follows it.
         enable_rollout_tracing: Log every generation request when it is sent and when it is answered.
-        check_trajectory_format: Also reject groups with a trajectory without tokens of the model, or with a positive log-probability.
-            Array types, equal lengths, finite log-probabilities and rewards are always checked.
-        schedule_policy: Which server gets a request: the one with the fewest of ours, or one after the other.
-        max_concurrent_rollouts: Prompts in flight; null means twice the batch size.
-        max_head_offpolicyness: How many versions the data may lag behind the trainer.
-        staleness_bound: `soft` counts prompts (AReaL's rule), `hard` bounds every trajectory, `drop` rejects what is too old.
-        batch_order: `ready` takes finished groups first, `in_order` takes them by prompt index.
-        workflow: `single_turn`, or `package.module:name` of your own.
-        reward_fn: `exact_match`, `contains`, or `package.module:name` of your own.
-        reward_timeout_s: Seconds that one reward call may take; a trajectory whose reward takes longer is a rejected prompt.
-        num_workers: Executor processes.
-        setup_timeout: Seconds to wait for a server while none serves; in layout jobs as long as all of them may be away.
-        request_timeout: Seconds that one generation may take, weight updates included.
-        request_retries: Times that a request is sent again to another server after a failure.
-        prompt_retries: Times that a prompt is issued again after an exception before it is rejected.
+        check_trajectory_format: Check shapes and types of what a workflow returns; a bad trajectory rejects
+            the prompt, with the reason.
+        schedule_policy: Server for a request: the one with the fewest requests of this trial, or one after
+            the other.
+        max_concurrent_rollouts: Largest number of prompts in flight; null means twice the batch size.
+        max_head_offpolicyness: Largest number of weight versions that the data may lag behind the trainer.
+        staleness_bound: `soft` limits the number of prompts issued (AReaL's rule), `hard` every trajectory,
+            `drop` rejects stale trajectories. hpc-rl extension.
+        batch_order: `ready` takes groups as they finish, `in_order` by prompt index. hpc-rl extension.
+        workflow: `single_turn`, or `package.module:name` of your own. hpc-rl extension.
+        reward_fn: `exact_match`, `contains`, or `package.module:name` of your own. hpc-rl extension.
+        reward_timeout_s: Time limit of one reward call in seconds; exceeding it rejects the prompt. hpc-rl
+            extension.
+        num_workers: Number of executor processes. hpc-rl extension.
+        setup_timeout: Seconds to wait while no server is available; in layout `jobs` also the longest time
+            that all servers may be missing.
+        request_timeout: Time limit of one generation request in seconds, weight updates included.
+        request_retries: Times that a failed request is sent again, to another server.
+        prompt_retries: Times that a prompt is issued again after an exception before it is rejected. hpc-rl
+            extension.
     """
 
     experiment_name: str | None = None
@@ -101,11 +110,12 @@ class InferenceEngineConfig:
     prompt_retries: NonNegativeInt = 2
 
 
-# What version 0.5.23 accepts; a further backend, of a plug-in: null here, and its flag in extra_args.
+# The choices of version 0.5.23. For the backend of a plug-in: null here, and its flag in extra_args.
 AttentionBackend = Literal[
-    "aiter", "ascend", "compressed", "cutedsl_mla", "dsa", "dsv4", "fa3", "fa4", "flashinfer", "flashmla", "flex_attention",
-    "hpc_ops", "intel_amx", "intel_xpu", "llada2_cfg_flashinfer", "minicpm_flashattn", "minicpm_flashinfer", "nsa", "qsa",
-    "tokenspeed_mla", "torch_native", "triton", "trtllm_mha", "trtllm_mla", "wave",
+    "aiter", "ascend", "compressed", "cutedsl_mla", "dsa", "dsv4", "fa3", "fa4", "flashinfer", "flashmla",
+    "flex_attention", "hpc_ops", "intel_amx", "intel_xpu", "llada2_cfg_flashinfer", "minicpm_flashattn",
+    "minicpm_flashinfer", "nsa", "qsa", "tokenspeed_mla", "torch_native", "triton", "trtllm_mha",
+    "trtllm_mla", "wave",
 ]  # fmt: skip
 SamplingBackend = Literal["ascend", "flashinfer", "intel_xpu", "pytorch"]
 KVCacheDtype = Literal["auto", "bf16", "bfloat16", "fp4_mx_block16", "fp8_e4m3", "fp8_e5m2", "mxfp8", "nvfp4"]
@@ -117,62 +127,63 @@ LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 @dataclass(kw_only=True)
 class SGLangConfig:
-    """One SGLang server; `config/tables/sglang_versions.py` has the flags by version. What is not here goes into `extra_args`.
+    """Options of each SGLang server; further flags go into `extra_args`.
 
     Args:
-        version: Version of SGLang that the servers have; its table of flags is used (ours).
-        model_path: The policy's path, `actor.path`; empty follows it.
+        version: SGLang version of the servers; selects the table of flags. hpc-rl extension.
+        model_path: Must equal `actor.path`; empty follows it.
         random_seed: Seed of the first server; server i adds i.
-        skip_tokenizer_init: Start without a tokenizer: the rollout role sends and takes token ids.
-        disable_cuda_graph: No CUDA graphs, neither in prefill nor in decode.
-        disable_radix_cache: No prefix cache.
-        disable_cuda_graph_padding: No CUDA graph where the batch would have to be padded.
-        enable_nccl_nvls: NCCL's NVLS for prefill.
-        disable_outlines_disk_cache: No disk cache of grammars.
-        disable_custom_all_reduce: NCCL in place of the custom all-reduce.
+        skip_tokenizer_init: Start without a tokenizer: the rollout role exchanges token ids only.
+        disable_cuda_graph: Use no CUDA graphs, neither in prefill nor in decode.
+        disable_radix_cache: Disable the prefix cache.
+        disable_cuda_graph_padding: Use no CUDA graph when the batch would have to be padded.
+        enable_nccl_nvls: Use NCCL's NVLS for prefill.
+        disable_outlines_disk_cache: Disable the disk cache of grammars.
+        disable_custom_all_reduce: Use NCCL instead of the custom all-reduce.
         disable_overlap_schedule: Do not overlap the scheduler with the model.
         enable_mixed_chunk: Mix prefill and decode in one batch.
         enable_dp_attention: Data-parallel attention; needs dp_size above 1, which is not implemented.
-        enable_ep_moe: Expert-parallel MoE layers of older versions.
+        enable_ep_moe: Expert-parallel MoE layers, in older versions.
         enable_torch_compile: Compile the model.
-        torch_compile_max_bs: Largest batch that is compiled.
-        cuda_graph_max_bs: Largest batch with a CUDA graph (decode); null leaves it to SGLang.
+        torch_compile_max_bs: Largest batch size that is compiled.
+        cuda_graph_max_bs: Largest batch size with a CUDA graph (decode); null leaves it to SGLang.
         cuda_graph_bs: Batch sizes with a CUDA graph (decode); null leaves it to SGLang.
-        torchao_config: Quantization by torchao in older versions.
-        enable_nan_detection: Look for NaN in older versions.
+        torchao_config: Quantization by torchao, in older versions.
+        enable_nan_detection: Detect NaN, in older versions.
         enable_p2p_check: Check peer access between GPUs first.
-        triton_attention_reduce_in_fp32: Triton attention reduces in float32.
-        triton_attention_num_kv_splits: KV splits of Triton's decode kernel.
-        num_continuous_decode_steps: Decode steps between two looks at the queue.
-        enable_memory_saver: Let memory be released and taken again.
-        allow_auto_truncate: Cut inputs that are too long in place of refusing them.
-        attention_backend: Attention kernels; null leaves it to SGLang; the default becomes `torch_native` where the planned
-            device is a CPU.
+        triton_attention_reduce_in_fp32: Reduce in float32 in Triton attention.
+        triton_attention_num_kv_splits: Number of KV splits in Triton's decode kernel.
+        num_continuous_decode_steps: Decode steps between two checks of the queue.
+        enable_memory_saver: Allow memory to be released and taken again.
+        allow_auto_truncate: Truncate inputs that are too long instead of refusing them.
+        attention_backend: Attention kernels; null leaves it to SGLang. Defaults to `torch_native` without
+            GPUs.
         enable_multimodal: Serve the other modalities of a multimodal model.
-        sampling_backend: Sampling kernels; null leaves it to SGLang, `pytorch` on a CPU.
-        context_length: Largest sequence; null means the model's.
-        mem_fraction_static: Share of the device for weights and KV cache; null leaves it to SGLang, and is the default where
-            there is no GPU.
-        max_running_requests: Requests decoded at once; null leaves it to SGLang.
-        max_total_tokens: Tokens of the KV cache; null leaves it to SGLang (ours).
-        chunked_prefill_size: Tokens of a chunk of prefill; -1 means whole prompts, null leaves it to SGLang, and is the
-            default where there is no GPU.
-        max_prefill_tokens: Tokens of one prefill batch; null leaves it to SGLang, and is the default where there is no GPU.
-        schedule_policy: Order of waiting requests within a server.
-        schedule_conservativeness: Above 1 admits fewer requests, so that fewer are put back.
-        cpu_offload_gb: Weights kept in host memory, in GB.
-        dtype: Type of weights and compute; the default becomes float32 where the planned device is a CPU.
-        kv_cache_dtype: Type of the KV cache; `auto` is the model's.
-        dp_size: Replicas within one server; only 1: replicas are servers here, `allocation_mode` says how many.
-        ep_size: Expert-parallel size within a server's GPUs.
+        sampling_backend: Sampling kernels; null leaves it to SGLang, or means `pytorch` without GPUs.
+        context_length: Longest sequence; null means the model's limit.
+        mem_fraction_static: Share of GPU memory for weights and KV cache; null leaves it to SGLang. Defaults
+            to null without GPUs.
+        max_running_requests: Largest number of requests decoded at once; null leaves it to SGLang.
+        max_total_tokens: Tokens in the KV cache; null leaves it to SGLang. hpc-rl extension.
+        chunked_prefill_size: Tokens per prefill chunk; -1 means whole prompts, null leaves it to SGLang.
+            Defaults to null without GPUs.
+        max_prefill_tokens: Tokens per prefill batch; null leaves it to SGLang. Defaults to null without GPUs.
+        schedule_policy: Order of waiting requests in a server.
+        schedule_conservativeness: Values above 1 admit fewer requests, so fewer are retracted.
+        cpu_offload_gb: GB of weights kept in host memory.
+        dtype: Data type of weights and compute. Defaults to float32 without GPUs.
+        kv_cache_dtype: Data type of the KV cache; `auto` means the model's.
+        dp_size: Replicas within one server; only 1 is accepted, because `allocation_mode` sets the number of
+            servers.
+        ep_size: Expert-parallel size within a server.
         log_level: Log level.
         log_level_http: Log level of the HTTP server; null means `log_level`.
         log_requests: Log requests.
         log_requests_level: How much of a request is logged.
         show_time_cost: Log the time of marked sections.
-        enable_metrics: Prometheus metrics.
+        enable_metrics: Serve Prometheus metrics.
         decode_log_interval: Decode batches between two log lines.
-        extra_args: Further flags of `sglang.launch_server`, as they stand (ours).
+        extra_args: Further flags of `sglang.launch_server`, passed as they are. hpc-rl extension.
     """
 
     version: Literal["0.5.23"] = "0.5.23"
@@ -229,12 +240,12 @@ class SGLangConfig:
 
 @dataclass(kw_only=True)
 class EmbeddedConfig:
-    """The engine on transformers that needs no GPU (ours).
+    """The embedded engine, on transformers, which needs no GPU.
 
     Args:
-        max_running_requests: Sequences decoded at once.
-        batch_invariant: Decode every sequence by itself, so that its tokens do not depend on its neighbours; slow.
-        dtype: Type of weights and compute.
+        max_running_requests: Largest number of sequences decoded at once.
+        batch_invariant: Decode each sequence by itself, so that its tokens do not depend on the others; slow.
+        dtype: Data type of weights and compute.
     """
 
     max_running_requests: PositiveInt = 256

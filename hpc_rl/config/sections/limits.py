@@ -1,6 +1,6 @@
-"""What a value must be beyond its type, said beside the type: `n_nodes: PositiveInt`.
+"""Limits of values, declared with their types: `n_nodes: PositiveInt`.
 
-To everybody but the loader these are plain `int`, `float` and `str`.
+Only the loader reads them; for all other code these are plain `int`, `float` and `str`.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ class Limits:
 
 @dataclass(frozen=True)
 class Place:
-    """A path: `~` is expanded and a relative one is taken from the working directory. An empty one stays empty."""
+    """A path: `~` is expanded, a relative path is made absolute, an empty one stays empty."""
 
-    bare_names: bool = False  # a name without a slash is looked up on the PATH, and stays as it is
-    or_script: bool = False  # a text of several lines, or one that begins with #!, is a script and no path
+    bare_names: bool = False  # a name without a slash is looked up on the PATH
+    or_script: bool = False  # a text of several lines, or one that begins with #!, is a script
 
     def is_path(self, text: str) -> bool:
-        """Whether the text names a file that lies somewhere."""
+        """Return whether the text is the path of a file."""
         if self.or_script and ("\n" in text or text.startswith("#!")):
             return False
         return not (self.bare_names and "/" not in text)
 
     def refusal(self, text: str) -> str:
-        """Why no file can be called so; empty where one can."""
+        """Return why the text can't be a path, or an empty text."""
         if self.or_script and not self.is_path(text):
             return ""
         if any(ord(char) < 32 or ord(char) == 127 for char in text):
-            return "A path can't hold line breaks or control characters."
+            return "A path can't contain line breaks or control characters."
         too_long = len(text.encode()) > 3000 or any(len(part.encode()) > 255 for part in text.split("/"))
         return "It is too long for a path." if too_long else ""
 
@@ -76,7 +76,7 @@ ScriptOrPath = Annotated[str, Place(or_script=True)]
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text must look like. A bare YAML number is refused where `quoted`: nobody can tell what unit was meant."""
+    """The format of a text. If `quoted`, a bare YAML number is refused, because its unit is ambiguous."""
 
     pattern: str
     words: str
@@ -92,10 +92,10 @@ SlurmTime = Annotated[
         slurm_time.PATTERN, "24:00:00 (hours), 2-12 (days-hours), or '90' in quotes (minutes)", quoted=True
     ),
 ]
-_MEMORY_WORDS = "a number with an optional unit K, M, G or T, as 200G"
+_MEMORY_WORDS = "a number with an optional unit K, M, G or T, such as 200G"
 SlurmMemory = Annotated[str, Grammar(r"[0-9]+[KMGT]?", _MEMORY_WORDS)]
 SlurmMemoryOrDerived = Annotated[
     str, Grammar(r"derived|[0-9]+[KMGT]?", f"derived, or {_MEMORY_WORDS}, or 0 for the whole node")
 ]
 SlurmCountOrDerived = Annotated[str, Grammar(r"derived|[1-9][0-9]{0,5}", "derived, or a number")]
-GpuType = Annotated[str, Grammar(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", "a name, as a100")]
+GpuType = Annotated[str, Grammar(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", "a name, such as a100")]

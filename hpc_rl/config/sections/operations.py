@@ -1,4 +1,4 @@
-"""Sections `saver`, `evaluator`, `recover` and `stats_logger`: what happens every so often."""
+"""Sections `saver`, `evaluator`, `recover` and `stats_logger`: what happens from time to time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hpc_rl.config.sections.limits import AboveOne, NonNegativeInt, PathText, Po
 
 @dataclass(kw_only=True)
 class FrequencyConfig:
-    """How often: any of the three that is set. All null means never.
+    """How often: whenever one of the three periods that are set has passed. All null means never.
 
     Args:
-        freq_epochs: Every so many epochs.
-        freq_steps: Every so many steps.
-        freq_secs: Every so many seconds.
+        freq_epochs: Every N epochs.
+        freq_steps: Every N steps.
+        freq_secs: Every N seconds.
     """
 
     freq_epochs: PositiveInt | None = None
@@ -25,12 +25,13 @@ class FrequencyConfig:
 
 @dataclass(kw_only=True)
 class IdentityConfig:
-    """AReaL repeats the trial's identity in many sections. There is one identity here: other values are refused.
+    """The identity of the trial, which AReaL files repeat in many sections; only the trial's own values are
+    accepted.
 
     Args:
-        experiment_name: The root's `experiment_name`; null follows it.
-        trial_name: The root's `trial_name`; null follows it.
-        fileroot: The same as `cluster.fileroot`; null follows it.
+        experiment_name: Must equal the trial's `experiment_name`; null follows it.
+        trial_name: Must equal the trial's `trial_name`; null follows it.
+        fileroot: Must equal `cluster.fileroot`; null follows it.
     """
 
     experiment_name: str | None = None
@@ -40,13 +41,13 @@ class IdentityConfig:
 
 @dataclass(kw_only=True)
 class KeepBestConfig:
-    """The best model by its evaluations, as `exports/best`.
+    """Keep the best model by evaluation, as `exports/best`.
 
     Args:
-        metric: Number of an evaluation: `eval_reward` (grpo), `eval_loss` (sft, rw), `eval_accuracy` (rw); null means the
-            first of these that the trainer has.
+        metric: Metric of an evaluation: `eval_reward` (grpo), `eval_loss` (sft, rw) or `eval_accuracy` (rw);
+            null means the first of these that the trainer has.
         mode: Whether larger or smaller is better; null means `min` for a loss, else `max`.
-        as_final: `exports/final` is the best model in place of the last step's.
+        as_final: Make `exports/final` the best model instead of the last one.
     """
 
     metric: Literal["eval_reward", "eval_loss", "eval_accuracy"] | None = None
@@ -56,11 +57,12 @@ class KeepBestConfig:
 
 @dataclass(kw_only=True)
 class SaverConfig(FrequencyConfig, IdentityConfig):
-    """Exports for people, in Hugging Face format, into `exports/`; one is always written at the end.
+    """Exports in Hugging Face format, in `exports/`; one is always written at the end.
 
     Args:
-        keep_last: Exports kept, the final and the best one not counted; null means all (ours).
-        keep_best: The best model by its evaluations; null means that it is not kept (ours).
+        keep_last: Number of most recent exports to keep, in addition to the final and the best one; null
+            keeps all. hpc-rl extension.
+        keep_best: Keep the best model by evaluation; null disables it. hpc-rl extension.
     """
 
     keep_last: PositiveInt | None = None
@@ -69,28 +71,33 @@ class SaverConfig(FrequencyConfig, IdentityConfig):
 
 @dataclass(kw_only=True)
 class EvaluatorConfig(FrequencyConfig, IdentityConfig):
-    """Evaluation on `valid_dataset`; one always runs after the last step if there is such a dataset, and before the
-    first one of a grpo trial."""
+    """Evaluation on `valid_dataset`. With such a dataset one always runs after the last step, and in a GRPO
+    trial also before the first."""
 
 
 @dataclass(kw_only=True)
 class RecoverConfig(FrequencyConfig, IdentityConfig):
-    """Generations of recover state, and what a start does with them.
+    """Checkpoints, and what a start does with them.
 
     Args:
-        mode: `disabled` never saves nor loads; `auto` loads the newest valid generation if there is one; `fault` loads only
-            what this submission wrote; `resume` loads or ends with exit code 3.
-        retries: Restarts in a row without a new generation before the trial gives up.
-        keep: Generations kept: the newest so many.
-        keep_every_steps: Besides, each generation whose step is a multiple of this is kept; null means none (ours).
-        keep_best: Besides, so many generations with the best number of `saver.keep_best`, or where that is null of the
-            trainer's own evaluation: reward, accuracy or loss (ours).
-        async_save: Write generations while training goes on, from a copy of the state in memory; false stands still (ours).
-        hang_factor: Nothing may move for so many times the 95th percentile of a step; then stacks are written down, and what
-            hangs is started again.
-        hang_min_s: The least time that nothing may move before that, in seconds.
-        hang_max_s: The most, in seconds; also how long a start and the first step may take.
-        avoid_hours: A node that failed is avoided for so many hours by requeues and later submissions; 0 for not at all.
+        mode: `disabled` neither saves nor loads checkpoints; `auto` loads the newest valid checkpoint, if
+            any; `fault` only one of the same submission; `resume` loads one or exits with code 3.
+        retries: Restarts in a row without a new checkpoint before the trial gives up.
+        keep: Number of most recent checkpoints to keep. hpc-rl extension.
+        keep_every_steps: Additionally keep every checkpoint whose step is a multiple of this; null disables
+            it. hpc-rl extension.
+        keep_best: Additionally keep the N checkpoints with the best evaluation, by the metric of
+            `saver.keep_best` or, if that is null, the trainer's own (reward, accuracy or loss). hpc-rl
+            extension.
+        async_save: Write checkpoints while training continues, from a copy in memory; false pauses training.
+            hpc-rl extension.
+        hang_factor: Treat the trial as hung after hang_factor × the 95th percentile of the step time without
+            progress: dump stacks and restart the hung role. hpc-rl extension.
+        hang_min_s: Shortest time without progress that counts as a hang, in seconds. hpc-rl extension.
+        hang_max_s: Longest time without progress before it counts as a hang, in seconds; it also applies to
+            start-up and the first step. hpc-rl extension.
+        avoid_hours: Hours for which requeues and later submissions avoid a node that failed; 0 disables it.
+            hpc-rl extension.
     """
 
     mode: Literal["disabled", "auto", "fault", "resume"] = "disabled"
@@ -110,7 +117,7 @@ class TensorBoardConfig:
     """TensorBoard files.
 
     Args:
-        path: Directory; null means `tensorboard/` in the attempt's directory, which also holds `metrics.jsonl`, always written.
+        path: Directory; null means `tensorboard/` in the attempt's directory.
     """
 
     path: PathText | None = None
@@ -118,21 +125,24 @@ class TensorBoardConfig:
 
 @dataclass(kw_only=True)
 class WandBConfig:
-    """Weights & Biases, beside the files that are always written. A key is never in a configuration: see `wandb_api_key`.
+    """Weights & Biases, in addition to the files that are always written. Its API key is never part of a
+    configuration: see `wandb_api_key`.
 
     Args:
-        mode: `online` sends, `offline` writes files for `wandb sync`, `disabled` does neither.
-        wandb_base_url: Server; empty means the public one.
-        wandb_api_key: Refused: many may read this file. `wandb login`, or WANDB_API_KEY in the environment that submits.
+        mode: `online` sends metrics, `offline` writes files for `wandb sync`, `disabled` does neither.
+        wandb_base_url: URL of the server; empty means the public one.
+        wandb_api_key: Refused, because others may read the file. Run `wandb login`, or export WANDB_API_KEY
+            before submitting.
         entity: Team or user; null means your default.
-        project: Project; null means the experiment's name.
-        name: Name of the run; null means the trial's.
+        project: Project; null means the experiment name.
+        name: Name of the run; null means the trial name.
         job_type: Job type.
-        group: Group; null means experiment and trial, so that the attempts of a trial stand together.
-        notes: Free text beside the run.
-        tags: Words to find the run by.
-        config: What is stored as the run's configuration; null means the whole configuration, secrets redacted.
-        id_suffix: End of the run's id, which is made of experiment and trial: a restart goes on in the same run.
+        group: Group; null means experiment and trial, which groups the attempts of a trial.
+        notes: Notes of the run.
+        tags: Tags of the run.
+        config: Configuration stored with the run; null means the whole configuration, secrets redacted.
+        id_suffix: Suffix of the run id, which consists of experiment and trial; a restart resumes the same
+            run.
     """
 
     mode: Literal["online", "offline", "disabled"] = "disabled"
@@ -151,15 +161,16 @@ class WandBConfig:
 
 @dataclass(kw_only=True)
 class SwanlabConfig:
-    """SwanLab, beside the files that are always written.
+    """SwanLab, in addition to the files that are always written.
 
     Args:
-        mode: `cloud` sends, `local` and `offline` write files, `disabled` does neither.
-        project: Project; null means the experiment's name.
-        name: Name of the run; null means the trial's.
-        config: What is stored as the run's configuration; null means the whole configuration, secrets redacted.
-        logdir: Where its files go; null means the attempt's directory.
-        api_key: Refused: many may read this file. `swanlab login`, or SWANLAB_API_KEY in the environment that submits.
+        mode: `cloud` sends metrics, `local` and `offline` write files, `disabled` does neither.
+        project: Project; null means the experiment name.
+        name: Name of the run; null means the trial name.
+        config: Configuration stored with the run; null means the whole configuration, secrets redacted.
+        logdir: Directory of its files; null means the attempt's directory.
+        api_key: Refused, because others may read the file. Run `swanlab login`, or export SWANLAB_API_KEY
+            before submitting.
     """
 
     mode: Literal["cloud", "local", "offline", "disabled"] = "disabled"
@@ -172,7 +183,7 @@ class SwanlabConfig:
 
 @dataclass(kw_only=True)
 class StatsLoggerConfig(IdentityConfig):
-    """Where numbers go: JSON lines and TensorBoard files always, others where they are asked for.
+    """Where metrics go. JSON lines and TensorBoard files are always written.
 
     Args:
         wandb: Weights & Biases.
@@ -187,14 +198,16 @@ class StatsLoggerConfig(IdentityConfig):
 
 @dataclass(kw_only=True)
 class SchedulerConfig:
-    """AReaL's scheduler service, which does not exist here: Slurm places the roles, rewards run in the rollout role.
+    """AReaL's scheduler service, which hpc-rl does not have: Slurm places the roles, and rewards run in the
+    rollout role.
 
     Args:
         endpoint: Address of the service; only the default is accepted.
-        deploy_mode: How AReaL deploys; only `separation` is accepted.
-        functioncall_service_domain: Address of a reward service; only the default is accepted, see `rollout.reward_fn`.
-        reward_functioncall_config: Settings of a reward service; only an empty mapping is accepted.
-        reward_model_path: A reward model behind a service; only empty is accepted.
+        deploy_mode: Deployment of AReaL; only `separation` is accepted.
+        functioncall_service_domain: Address of a reward service; only the default is accepted. Use
+            `rollout.reward_fn`.
+        reward_functioncall_config: Options of a reward service; only an empty mapping is accepted.
+        reward_model_path: Reward model of a service; only the empty default is accepted.
         reward_model_service_url: Address of a reward model; only the default is accepted.
     """
 

@@ -1,4 +1,4 @@
-"""Sections `actor` and `ref` (GRPO) and `model` (SFT): the train engine, its optimizer, and the policy-gradient settings."""
+"""Sections `actor`, `ref` and `model`: train engine, optimizer, and the options of the policy loss."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class OptimizerConfig:
     """AdamW and its learning-rate schedule.
 
     Args:
-        type: `empty` means none, for a model that is not trained (`ref`).
+        type: `adam`, or `empty` for a model that is not trained (`ref`).
         lr: Peak learning rate.
         weight_decay: Decoupled weight decay.
-        beta1: First moment decay.
-        beta2: Second moment decay.
-        eps: Denominator term.
-        min_lr_ratio: Share of the peak rate at which the schedule ends.
-        lr_scheduler_type: Shape after the warm-up.
+        beta1: Decay rate of the first moment.
+        beta2: Decay rate of the second moment.
+        eps: Term added to the denominator.
+        min_lr_ratio: Final learning rate as a share of the peak.
+        lr_scheduler_type: Shape of the schedule after the warm-up.
         warmup_steps_proportion: Share of all steps spent on a linear warm-up.
         gradient_clipping: Largest gradient norm.
-        offload: Moments and a second copy of the parameters live in CPU memory, where the update is computed.
-        initial_loss_scale: With dtype float16: what the loss is multiplied with at the start.
-        min_loss_scale: With dtype float16: where halving the scale ends.
-        loss_scale_window: With dtype float16: the scale doubles after so many updates in a row without an overflow.
-        hysteresis: With dtype float16: so many overflows are put up with before each halving.
+        offload: Keep moments and a second copy of the parameters in CPU memory, and update them there.
+        initial_loss_scale: Initial loss scale (float16).
+        min_loss_scale: Smallest loss scale (float16).
+        loss_scale_window: Updates in a row without overflow before the loss scale is doubled (float16).
+        hysteresis: Overflows tolerated before the loss scale is halved (float16).
     """
 
     type: Literal["adam", "empty"] = "adam"
@@ -58,12 +58,13 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True)
 class MicroBatchSpec:
-    """How a train batch is cut into micro-batches; the result does not depend on it.
+    """How a train batch is divided into micro-batches. The result does not depend on it.
 
     Args:
         n_mbs: Smallest number of micro-batches; null means 1.
-        granularity: So many neighbouring sequences stay in one micro-batch; a reward model needs 2 (chosen and rejected).
-        max_tokens_per_mb: Largest number of tokens of one micro-batch; null means no bound.
+        granularity: Number of neighbouring sequences that stay in one micro-batch; a reward model needs 2
+            (chosen and rejected).
+        max_tokens_per_mb: Largest number of tokens in a micro-batch; null means no limit.
     """
 
     n_mbs: PositiveInt | None = 1
@@ -73,10 +74,10 @@ class MicroBatchSpec:
 
 @dataclass(kw_only=True)
 class FSDPWrapPolicy:
-    """Which modules are sharded one by one.
+    """Which modules are sharded individually.
 
     Args:
-        transformer_layer_cls_to_wrap: Class names of modules; null means the layers that the model itself names.
+        transformer_layer_cls_to_wrap: Class names of modules; null means the layers that the model declares.
     """
 
     transformer_layer_cls_to_wrap: list[str] | None = None
@@ -84,11 +85,11 @@ class FSDPWrapPolicy:
 
 @dataclass(kw_only=True)
 class FSDPEngineConfig:
-    """Settings of the fsdp backend.
+    """Options of the fsdp backend.
 
     Args:
-        wrap_policy: Which modules are sharded one by one; null means the model's layers.
-        offload_params: Not implemented: parameters in CPU memory.
+        wrap_policy: Which modules are sharded individually; null means the model's layers.
+        offload_params: Keep parameters in CPU memory; not implemented.
     """
 
     wrap_policy: FSDPWrapPolicy | None = None
@@ -97,10 +98,10 @@ class FSDPEngineConfig:
 
 @dataclass(kw_only=True)
 class DeepSpeedAutoTPEngineConfig:
-    """Settings of AReaL's DeepSpeed backend, which is not implemented.
+    """Options of AReaL's DeepSpeed backend, which is not implemented.
 
     Args:
-        autotp_size: Tensor-parallel size; only 1 is possible.
+        autotp_size: Tensor-parallel size; only 1 is accepted.
     """
 
     autotp_size: PositiveInt = 1
@@ -108,25 +109,26 @@ class DeepSpeedAutoTPEngineConfig:
 
 @dataclass(kw_only=True)
 class TrainEngineConfig:
-    """A model under training.
+    """A model in the trainer.
 
     Args:
-        experiment_name: As AReaL files repeat it: must equal the trial's; null means the trial's.
-        trial_name: The same for the trial's name.
+        experiment_name: Must equal the trial's `experiment_name`; null follows it.
+        trial_name: Must equal the trial's `trial_name`; null follows it.
         path: Directory of a Hugging Face checkpoint.
-        init_from_scratch: Random weights, from the architecture at `path`.
-        attn_impl: Attention of transformers; the default becomes `sdpa` where the planned device is a CPU.
-        is_critic: The model ends in one number, not in a vocabulary: true for a reward model, and only there.
-        pad_to_maximum: Every micro-batch has `mb_spec.max_tokens_per_mb` tokens: no fragmented memory, but more to compute.
-        dtype: Type of parameters and compute; the default becomes float32 where the planned device is a CPU.
-        grad_reduce_dtype: Type in which gradients are summed over ranks.
-        backend: `fsdp`; empty means fsdp. `megatron` is planned and rendered, but not implemented: submit refuses it.
-        fsdp: Settings of the fsdp backend.
-        ds_auto_tp: Settings of a backend that is not implemented.
+        init_from_scratch: Start from random weights, with the architecture at `path`.
+        attn_impl: Attention implementation of transformers. Defaults to `sdpa` without GPUs.
+        is_critic: Whether the model has a scalar head: true for a reward model, and only there.
+        pad_to_maximum: Pad every micro-batch to `mb_spec.max_tokens_per_mb` tokens: no memory fragmentation,
+            but more compute.
+        dtype: Data type of parameters and compute. Defaults to float32 without GPUs.
+        grad_reduce_dtype: Data type in which gradients are summed over ranks.
+        backend: Train engine; empty means fsdp. `megatron` can be planned and rendered, but not started.
+        fsdp: Options of the fsdp backend.
+        ds_auto_tp: Options of a backend that is not implemented.
         gradient_checkpointing: Recompute activations in the backward pass.
         disable_dropout: Set all dropout probabilities to 0.
-        mb_spec: How a train batch is cut.
-        optimizer: Optimizer and schedule; null only where nothing is trained (`ref`).
+        mb_spec: How a train batch is divided into micro-batches.
+        optimizer: Optimizer and schedule; null only for a model that is not trained (`ref`).
     """
 
     experiment_name: str | None = None
@@ -152,12 +154,12 @@ class NormConfig:
     """Normalization of rewards or advantages.
 
     Args:
-        mean_level: Over what the mean is taken; null leaves the mean.
-        std_level: Over what the deviation is taken; null leaves the scale.
-        group_size: Trajectories of a group; null means `gconfig.n_samples`, another value is refused.
-        mean_leave1out: The mean of an entry is that of the others.
-        std_unbiased: The deviation divides by the count less one.
-        eps: Added to the deviation.
+        mean_level: Scope of the mean that is subtracted; null subtracts none.
+        std_level: Scope of the standard deviation to divide by; null divides by none.
+        group_size: Trajectories per group; null means `gconfig.n_samples`, which it must equal.
+        mean_leave1out: Leave an entry out of its own mean.
+        std_unbiased: Use the unbiased standard deviation.
+        eps: Term added to the standard deviation.
     """
 
     mean_level: Literal["batch", "group"] | None = "batch"
@@ -173,39 +175,45 @@ class PPOActorConfig(TrainEngineConfig):
     """The policy of GRPO and PPO.
 
     Args:
-        group_size: Trajectories per prompt; null means `gconfig.n_samples`, another value is refused.
+        group_size: Trajectories per prompt; null means `gconfig.n_samples`, which it must equal.
         ppo_n_minibatches: Optimizer updates per train batch.
-        eps_clip: The ratio is clipped to [1 - eps_clip, 1 + eps_clip].
-        eps_clip_higher: Upper clip where it differs.
-        c_clip: Dual clip for negative advantages, above 1; null means none.
-        temperature: Sampling temperature of the behaviour policy; null means `gconfig.temperature`.
+        eps_clip: Clip range of the probability ratio: [1 - eps_clip, 1 + eps_clip].
+        eps_clip_higher: Upper clip range, if it differs.
+        c_clip: Dual clip for negative advantages, above 1; null disables it.
+        temperature: Sampling temperature of the behavior policy; null means `gconfig.temperature`, which it
+            must equal.
         reward_norm: Normalization of rewards; null means none.
-        reward_scaling: Factor on the reward.
-        reward_bias: Added to the reward before the factor.
-        reward_clip: Rewards are clipped to plus and minus this.
-        overlong_reward_penalty: Completions that enter the last `overlong_tokens` of `gconfig.max_new_tokens` lose reward:
-            nothing at the start of that tail, `overlong_penalty_factor` at its end.
-        overlong_tokens: Tokens of that tail.
-        overlong_penalty_factor: Largest loss of reward.
-        max_new_tokens: Budget of a completion; null means `gconfig.max_new_tokens`, another value is refused.
-        mask_no_eos_with_zero: Completions that were cut off (finish_reason length) are left out of the loss; in the baseline of
-            their group they count.
-        dynamic_sampling: Groups whose rewards are all equal are dropped before anything is normalized, so batches differ in size.
-            Where that drops all of them, the step makes no update.
-        loss_aggregation: `token_mean`: each token of a minibatch counts the same; `sequence_mean`: each completion does;
-            `constant_length`: the sum over a completion divided by `gconfig.max_new_tokens` (Dr.GRPO, with std_level null).
-        compat: `areal` computes rewards, advantages and dynamic sampling as AReaL v0.3 did, mistakes included.
-        log_agent_stats: Log the numbers of `Trajectory.stats` that `log_agent_stats_keys` names.
-        log_agent_stats_keys: Names of numbers that the workflow puts into `Trajectory.stats`.
+        reward_scaling: Factor applied to rewards.
+        reward_bias: Added to rewards before scaling.
+        reward_clip: Rewards are clipped to plus and minus this value.
+        overlong_reward_penalty: Reduce the reward of completions that reach into the last `overlong_tokens`
+            tokens of `gconfig.max_new_tokens`, linearly up to `overlong_penalty_factor` at the end.
+        overlong_tokens: Number of tokens at the end of `gconfig.max_new_tokens` that are penalized.
+        overlong_penalty_factor: Largest penalty.
+        max_new_tokens: Largest number of tokens in a completion; null means `gconfig.max_new_tokens`, which
+            it must equal.
+        mask_no_eos_with_zero: Leave truncated completions (finish_reason length) out of the loss; they still
+            count in the baseline of their group.
+        dynamic_sampling: Drop groups whose rewards are all equal before normalization, so batches differ in
+            size. A step whose groups are all dropped makes no update.
+        loss_aggregation: `token_mean`: every token of a minibatch has the same weight; `sequence_mean`: every
+            completion has; `constant_length`: the sum over a completion divided by `gconfig.max_new_tokens`
+            (Dr.GRPO, with std_level null). hpc-rl extension.
+        compat: `areal` computes rewards, advantages and dynamic sampling exactly as AReaL v0.3 did, mistakes
+            included. hpc-rl extension.
+        log_agent_stats: Log the entries of `Trajectory.stats` that `log_agent_stats_keys` names.
+        log_agent_stats_keys: Keys of `Trajectory.stats`, which the workflow fills.
         adv_norm: Normalization of advantages; null means none.
-        recompute_logprob: Old log-probabilities come from the trainer at the start of the step.
-        use_decoupled_loss: Clip around the recomputed (proximal) policy, weigh by proximal over behaviour.
-        behav_imp_weight_cap: Tokens with a larger behaviour weight are left out; above 1.
-        discount: Discount of later rewards.
-        gae_lambda: GAE's lambda.
-        kl_ctl: Coefficient of the divergence from the reference model as a reward at each token (k1); without a section `ref`
-            the default becomes 0.
-        beta: Coefficient of the divergence from the reference model in the loss (k3); needs a section `ref`.
+        recompute_logprob: Recompute the old log-probabilities with the trainer at the start of the step.
+        use_decoupled_loss: Clip around the recomputed (proximal) policy, and weight by proximal over behavior
+            probabilities.
+        behav_imp_weight_cap: Leave out tokens whose behavior weight exceeds this, above 1; null disables it.
+        discount: Discount factor of later rewards.
+        gae_lambda: Lambda of generalized advantage estimation.
+        kl_ctl: Coefficient of the KL divergence from the reference model as a reward per token (k1). Defaults
+            to 0 without a section `ref`.
+        beta: Coefficient of the KL divergence from the reference model in the loss (k3); needs a section
+            `ref`. ATLAS name; hpc-rl extension.
     """
 
     group_size: PositiveInt | None = None

@@ -1,6 +1,6 @@
-"""ATLAS names: what each becomes here, what has no effect (and says so), what is refused. They stand at the top level.
+"""ATLAS names of the top level: the option that each stands for, or why it is refused or has no effect.
 
-`{model}` is `actor` for grpo and `model` for sft. A value may be translated; a value that can't be is refused in words.
+`{model}` is `actor` for grpo and `model` for sft. Some values are translated.
 """
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ from typing import Any
 from hpc_rl.config.loading.source import SourceValue
 
 _NOT_BUILT_VLLM = "vLLM servers are not implemented; use sglang servers: allocation_mode sglang:dN+fsdp:dM"
-_NOT_BUILT_TEACHER = "the adaptive teacher is not implemented; leave it out"
+_NOT_BUILT_TEACHER = "the adaptive teacher is not implemented; omit it"
 _QUESTIONS = (
-    "train_dataset.batch_size counts questions: set it to per_device_train_batch_size * gradient_accumulation_steps * trainer "
-    "ranks / num_generations, and bound memory with {model}.mb_spec.max_tokens_per_mb"
+    "train_dataset.batch_size counts questions: set it to per_device_train_batch_size * "
+    "gradient_accumulation_steps * trainer ranks / num_generations, and limit memory with "
+    "{model}.mb_spec.max_tokens_per_mb"
 )
 
 
 @dataclass(frozen=True)
 class Alias:
-    """Args:
-    to: Our option; empty where there is none.
-    translate: Our value from theirs; raises ValueError with words.
-    accepts: Without `to`: the values that are accepted, with no effect.
-    unless: With `to`: the values that have no effect.
-    why: Why no effect (said as a note), and what to use.
-    note: With `to`: what is different, said as a note.
+    """What an ATLAS name stands for.
+
+    Args:
+        to: The option; empty where there is none.
+        translate: Return the option's value for ATLAS's; raises ValueError with the reason.
+        accepts: Without `to`: values that are accepted and have no effect.
+        unless: With `to`: values that have no effect.
+        why: Why there is no effect, and what to use.
+        note: With `to`: what differs.
+        any_value: Accept every value, without effect.
     """
 
     to: str = ""
@@ -37,19 +41,15 @@ class Alias:
     unless: tuple[Any, ...] = ()
     why: str = ""
     note: str = ""
-    any_value: bool = False  # every value is accepted with no effect
+    any_value: bool = False
 
     def describe(self) -> str:
         if self.to:
             return f"{self.to}{'; ' + self.note if self.note else ''}"
         if self.any_value:
             return f"no effect: {self.why}"
-        only = (
-            f"only {', '.join(str(value).lower().replace('none', 'null') for value in self.accepts)}: "
-            if self.accepts
-            else ""
-        )
-        return f"refused: {only}{self.why}"
+        accepted = ", ".join(str(value).lower().replace("none", "null") for value in self.accepts)
+        return f"refused: only {accepted}: {self.why}" if accepted else f"refused: {self.why}"
 
 
 def _all_if_null(value: Any) -> Any:
@@ -71,9 +71,9 @@ def _report_to(value: Any) -> Any:
 
 
 def _metric(value: Any) -> Any:
-    """Hugging Face's names: with `eval_` or without; ATLAS's own log writes eval/reward."""
+    # Hugging Face accepts names with `eval_` or without; ATLAS's own log has eval/reward.
     if not isinstance(value, str):
-        raise ValueError("it must be the name of a number, as eval_reward")
+        raise ValueError("it must be the name of a metric, such as eval_reward")
     return f"eval_{value.replace('eval/', 'eval_').removeprefix('eval_')}"
 
 
@@ -96,10 +96,10 @@ ALIASES: dict[str, Alias] = {
     "temperature": Alias("gconfig.temperature"),
     "num_generations": Alias("gconfig.n_samples"),
     "max_completion_length": Alias("gconfig.max_new_tokens"),
-    "max_prompt_length": Alias("train_dataset.max_length", note="longer prompts are left out, not truncated"),
+    "max_prompt_length": Alias("train_dataset.max_length", note="longer prompts are dropped, not truncated"),
     "reward_weights": Alias(
         accepts=(None,),
-        why="a trial has one reward function: weigh inside it, as rollout.reward_fn my_package.rewards:weighed",
+        why="a trial has one reward function: weigh inside it, with rollout.reward_fn package.module:name",
     ),
     "top_k": Alias("gconfig.top_k", _all_if_null),
     "top_p": Alias("gconfig.top_p"),
@@ -117,18 +117,18 @@ ALIASES: dict[str, Alias] = {
     "vllm_port": Alias(accepts=(None,), why=_NOT_BUILT_VLLM),
     "num_vllm_clients": Alias(accepts=(1,), why=_NOT_BUILT_VLLM),
     "offload_untrained_models": Alias(
-        accepts=(False,), why="offloading the reference model is not implemented; leave it out"
+        accepts=(False,), why="offloading the reference model is not implemented; omit it"
     ),
     "ds3_gather_for_generation": Alias(
         accepts=(True,),
-        why="weights are always published whole; servers generate, not the trainer; leave it out",
+        why="weights are always published whole; servers generate, not the trainer; omit it",
     ),
     "backprop_accumulation_steps": Alias("{model}.mb_spec.n_mbs", _neutral_if_null(1)),
     "backprop_accumulation_micro_batch_size": Alias(
-        accepts=(None,), why="micro-batches are cut by tokens: use {model}.mb_spec.max_tokens_per_mb"
+        accepts=(None,), why="micro-batches are cut by tokens; use {model}.mb_spec.max_tokens_per_mb"
     ),
     "remove_unused_columns": Alias(
-        accepts=(False,), why="the reward function gets every column of a row; leave it out"
+        accepts=(False,), why="the reward function gets every column of a row; omit it"
     ),
     "max_probe_tokens": Alias(why=_NOT_BUILT_TEACHER),
     "student_diagnostic_template": Alias(accepts=(None,), why=_NOT_BUILT_TEACHER),
@@ -149,11 +149,11 @@ ALIASES: dict[str, Alias] = {
         "saver.keep_best.metric",
         _metric,
         unless=(None,),
-        why="it is the trainer's own",
+        why="the trainer's own is used",
         note="exports/best is the best model",
     ),
     "greater_is_better": Alias(
-        "saver.keep_best.mode", _mode, unless=(None,), why="a loss is to be small, all else large"
+        "saver.keep_best.mode", _mode, unless=(None,), why="smaller is better for a loss only"
     ),
     "report_to": Alias(
         "stats_logger.wandb.mode", _report_to, note="JSON lines and TensorBoard files are always written"
@@ -163,7 +163,7 @@ ALIASES: dict[str, Alias] = {
 
 @dataclass
 class Translated:
-    """Sources with our names in place of theirs, and what to tell the user about it."""
+    """Sources with our names in place of ATLAS's, with notes and refusals."""
 
     sources: list[SourceValue]
     notes: list[str]
@@ -173,7 +173,7 @@ class Translated:
 def translate(sources: Sequence[SourceValue], model: str, known: Mapping[str, Any]) -> Translated:
     """Replace ATLAS names at the top level of each source.
 
-    One thing given by both names with different values is refused, in files as in arguments; arguments lie over files.
+    An option that has different values by its two names is refused; arguments take precedence over files.
     """
     done = Translated([], [], [])
     by_alias: dict[tuple[bool, str], tuple[str, SourceValue]] = {}
@@ -218,7 +218,7 @@ def _one(
     target = alias.to.replace("{model}", model)
     if target not in known:
         done.refusals.append(
-            f"{name} ({item.origin}) stands for {target}, which this trainer does not have; leave it out."
+            f"{name} ({item.origin}) stands for {target}, which this trainer does not have; omit it."
         )
         return None
     done.notes.append(f"{name} ({item.origin}) is {target}{'; ' + alias.note if alias.note else ''}.")
@@ -236,13 +236,13 @@ def _one(
 
 def _twice(name: str, item: SourceValue, other: str, native: SourceValue) -> str:
     return (
-        f"{name} ({item.origin}) {item.plain()} and {other} ({native.origin}) {native.plain()} are the same thing with different "
-        "values: give one of them."
+        f"{name} ({item.origin}) {item.plain()} and {other} ({native.origin}) {native.plain()} are the same "
+        "option with different values; use one of them."
     )
 
 
 def find(source: SourceValue, name: str) -> SourceValue | None:
-    """The value of a dotted option in a source, whether its keys are nested or dotted."""
+    """Return the value of a dotted option in a source, whether its keys are nested or dotted."""
     if name in source.value:
         return source.value[name]
     for key, item in source.value.items():

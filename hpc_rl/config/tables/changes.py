@@ -1,7 +1,8 @@
 """Resuming a trial under another configuration: what changed, and which changes its state allows.
 
-A `safe` change takes effect with the next step. An `unsafe` one contradicts what is on disk (weights, position in
-the data) and needs another trial. Every option is in one of the two tables. Some safe changes need new batches.
+A `safe` change takes effect with the next step. An `unsafe` one contradicts what is on disk (weights,
+position in the data) and needs another trial. Every option is in one of the two tables. Some safe changes need
+new batches.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ SAFE = (  # options and whole sections, except what is in UNSAFE
     "train_dataset.pin_memory", "train_dataset.num_workers", "valid_dataset", "gconfig", "rollout", "model",
     "ref",
 )  # fmt: skip
-# Options and whole sections that change the policy or the data, except those in REPLAYS: earlier batches and groups
-# are set aside. With --replay the changes in NEEDS_NEW_BATCHES are refused.
+# Options and whole sections that change the policy or the data, except those in REPLAYS: earlier batches and
+# groups are set aside. With --replay the changes in NEEDS_NEW_BATCHES are refused.
 RENEWS = ("actor", "gconfig", "rollout.reward_fn", "rollout.workflow")
 REPLAYS = (
     "actor.experiment_name", "actor.trial_name", "actor.pad_to_maximum", "actor.attn_impl",
-    "actor.grad_reduce_dtype", "actor.fsdp", "actor.ds_auto_tp", "actor.gradient_checkpointing", "actor.mb_spec",
-    "actor.optimizer.offload", "actor.log_agent_stats", "actor.log_agent_stats_keys",
+    "actor.grad_reduce_dtype", "actor.fsdp", "actor.ds_auto_tp", "actor.gradient_checkpointing",
+    "actor.mb_spec", "actor.optimizer.offload", "actor.log_agent_stats", "actor.log_agent_stats_keys",
 )  # fmt: skip
 NEEDS_NEW_BATCHES = ("gconfig.n_samples", "gconfig.temperature", "gconfig.greedy", "rollout.workflow")
 REMARKS = {  # what a safe change does not do

@@ -115,7 +115,7 @@ def test_what_has_no_effect_says_so(given):
     ],
 )
 def test_one_thing_given_twice_with_different_values(given):
-    with pytest.raises(ConfigError, match="are the same thing with different values"):
+    with pytest.raises(ConfigError, match="are the same option with different values"):
         load([], [*BASE, *given])
 
 

@@ -154,8 +154,8 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
             ["launcher.trainer_env_vars={HF_TOKEN: '***'}"],
             "HF_TOKEN is ***, a redacted secret",
         ),
-        (["launcher.trainer_env_vars=A"], "'A' is no NAME=value"),
-        (["launcher.trainer_env_vars={A-B: c}"], "'A-B' is no name of an environment variable"),
+        (["launcher.trainer_env_vars=A"], "'A' is not NAME=value"),
+        (["launcher.trainer_env_vars={A-B: c}"], "'A-B' is not a valid name of an environment variable"),
     ],
 )
 def test_refusals(overrides, words):

@@ -54,7 +54,7 @@ def test_help_names_the_options_of_optional_sections():
         "--model.path PATH",
     ):
         assert name in text
-    assert "Share of the peak rate at which the schedule ends. (type: float," in " ".join(text.split())
+    assert "Final learning rate as a share of the peak. (type: float," in " ".join(text.split())
 
 
 @pytest.mark.parametrize("chosen", [["actor.optimizer.lr"], ["ref.dtype", "seed"]])
