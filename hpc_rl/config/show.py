@@ -14,11 +14,9 @@ from typing import Any
 
 from hpc_rl.config.loading.fields import default_of, hints, section_of
 from hpc_rl.config.loading.source import literal
-from hpc_rl.config.loading.stored import Loaded
+from hpc_rl.config.loading.stored import Loaded, redact
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
 
-REDACTED = "***"
-_SECRET = re.compile(r"(^|_)(api_?key|token|secret|password)($|_)", re.IGNORECASE)
 _PLAIN = re.compile(r"[A-Za-z_./~][A-Za-z0-9_./+-]*")
 _UNPRINTABLE = re.compile(
     r"[^\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010fffd]"
@@ -41,7 +39,7 @@ def show(loaded: Loaded, derived: Mapping[str, ResolvedValue] | None = None) -> 
         without = "default" if value == default else "adapted"
         if name == "trainer":
             without = "derived: the section of the model"
-        found[name] = ResolvedValue(_redact(name, value), loaded.origins.get(name, without))
+        found[name] = ResolvedValue(redact(name, value), loaded.origins.get(name, without))
     for name, shown in (derived or {}).items():
         if name in found and found[name].value in (None, ""):
             found[name] = shown
@@ -57,25 +55,6 @@ def _options(section: Any, cls: type, prefix: str) -> Iterator[tuple[str, Any, A
             yield name, value, value
         else:
             yield name, value, default_of(field)
-
-
-def _redact(name: str, value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _redact(key, item) for key, item in value.items()}
-    if isinstance(value, str) and name.endswith("_env_vars"):  # as text: A=b,C=d
-        pairs = [part.partition("=") for part in value.split(",")]
-        return ",".join(f"{key}{equals}{_redact(key.strip(), item)}" for key, equals, item in pairs)
-    return REDACTED if isinstance(value, str) and value and is_secret(name) else value
-
-
-def redacted(data: Any) -> Any:
-    """A configuration as plain data with its secrets starred."""
-    return {name: _redact(name, value) for name, value in data.items()} if isinstance(data, dict) else data
-
-
-def is_secret(name: str) -> bool:
-    """Whether the value of an option, by its name, must not be shown."""
-    return _SECRET.search(name.rpartition(".")[2]) is not None
 
 
 def derived_values(config: Config, allocation: str = "") -> dict[str, ResolvedValue]:

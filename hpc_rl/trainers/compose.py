@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.loading.stored import redacted
 from hpc_rl.config.sections.experiment import GRPOConfig, RWConfig, SFTConfig, total_steps
 from hpc_rl.config.sections.training import TrainEngineConfig
-from hpc_rl.config.show import redacted
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.engines import engine_class

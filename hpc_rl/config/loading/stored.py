@@ -1,9 +1,10 @@
-"""A configuration as plain data and back: what `config.json` holds. Roles in a job read it with this; they parse nothing."""
+"""A configuration as plain data and back: the content of `config.json`. Roles in a job read it with this."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,6 +12,9 @@ from typing import Any, Literal
 from hpc_rl.config.loading.fields import hints, section_of
 from hpc_rl.config.sections.experiment import CONFIGS, Config, RWConfig, SFTConfig
 from hpc_rl.errors import ConfigError
+
+REDACTED = "***"
+_SECRET = re.compile(r"(^|_)(api_?key|token|secret|password)($|_)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -61,3 +65,23 @@ def construct(cls: type, data: Mapping[str, Any], prefix: str = "") -> Any:
         return cls(**values)
     except TypeError as error:
         raise ConfigError(f"config.json: {prefix or 'the top level'}: {error}.") from error
+
+
+def redact(name: str, value: Any) -> Any:
+    """Return the value of an option with its secrets starred."""
+    if isinstance(value, dict):
+        return {key: redact(key, item) for key, item in value.items()}
+    if isinstance(value, str) and name.endswith("_env_vars"):  # as text: A=b,C=d
+        pairs = [part.partition("=") for part in value.split(",")]
+        return ",".join(f"{key}{equals}{redact(key.strip(), item)}" for key, equals, item in pairs)
+    return REDACTED if isinstance(value, str) and value and is_secret(name) else value
+
+
+def redacted(data: Any) -> Any:
+    """Return a configuration as plain data with its secrets starred."""
+    return {name: redact(name, value) for name, value in data.items()} if isinstance(data, dict) else data
+
+
+def is_secret(name: str) -> bool:
+    """Return whether the value of an option must not be shown, by its name."""
+    return _SECRET.search(name.rpartition(".")[2]) is not None

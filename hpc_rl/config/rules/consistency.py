@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from hpc_rl.allocation import SERVER_BACKENDS, usual_server_backend
+from hpc_rl.config.loading.stored import REDACTED, is_secret
 from hpc_rl.config.sections.cluster import environment_of
 from hpc_rl.config.sections.experiment import (
     ABSENT,
@@ -15,7 +16,6 @@ from hpc_rl.config.sections.experiment import (
     value_of,
 )
 from hpc_rl.config.sections.operations import FrequencyConfig
-from hpc_rl.config.show import REDACTED, is_secret
 from hpc_rl.config.tables.areal import UNAVAILABLE
 from hpc_rl.errors import ConfigError
 from hpc_rl.trial import check_name

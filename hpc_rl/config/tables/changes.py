@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hpc_rl.config.loading.stored import REDACTED, is_secret
 from hpc_rl.config.sections.experiment import ABSENT, Config
-from hpc_rl.config.show import REDACTED, is_secret, scalar
+from hpc_rl.config.show import scalar
 from hpc_rl.errors import ConfigError
 
 _MODEL = "the checkpoints hold this model"

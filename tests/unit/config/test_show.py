@@ -17,12 +17,12 @@ from hpc_rl.config.json_schema import schema
 from hpc_rl.config.loading.fields import alternatives, hints, options, section_of
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.source import literal
-from hpc_rl.config.loading.stored import to_dict
+from hpc_rl.config.loading.stored import REDACTED, redacted, to_dict
 from hpc_rl.config.reference import reference
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.sections.limits import Grammar, Limits, Place
-from hpc_rl.config.show import REDACTED, as_yaml, derived_values, diff, redacted, scalar, show
+from hpc_rl.config.show import as_yaml, derived_values, diff, scalar, show
 from hpc_rl.config.tables.atlas import ALIASES
 from hpc_rl.errors import ConfigError
 
