@@ -22,6 +22,17 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ |= {"XDG_STATE_HOME": str(own / "state"), "XDG_CONFIG_HOME": str(own / "config")}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="write the golden files instead of comparing with them"
+    )
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--update-golden", default=False))
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[OWN], ignore_errors=True)
 

@@ -1,6 +1,6 @@
-"""The half of `hpc-rl checkpoint export` and `import` that needs torch; no GPU. Started by the command, never by a trial.
+"""The half of `hpc-rl checkpoint export` and `import` that needs torch; no GPU. Started by the command.
 
-The command holds what is worked on, and its end is the end of this process: standard input is tied to it.
+The command holds the checkpoint, and this process exits with it: its standard input is a pipe of the command.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpc_rl.trial import Trial, fsync_dir, read_json, write_json
 
 
 def export(trial: Trial, step: int, out: Path) -> None:
-    """Write the weights of a generation, which the command holds, into a folder, as a Hugging Face checkpoint.
+    """Write the weights of a checkpoint, which the command holds, into a folder in Hugging Face format.
 
     Raises Damaged, OSError, HpcRlError.
     """
@@ -37,7 +37,7 @@ def export(trial: Trial, step: int, out: Path) -> None:
     folder = trial.generation(step)
     found = generation.verify(generation.check(folder), generation.LIGHT_BYTES)
     if found.problem or found.manifest is None:
-        raise Damaged(f"generation {step}: {found.problem}")
+        raise Damaged(f"checkpoint {step}: {found.problem}")
     config = from_dict(read_json(folder / generation.CONFIG_NAME) or read_json(trial.config_json) or {})
     files = {file.name: FileRecord(file.name, file.size, file.xxh3) for file in found.manifest.files}
     model = config.actor if isinstance(config, GRPOConfig) else config.model
@@ -47,7 +47,7 @@ def export(trial: Trial, step: int, out: Path) -> None:
 
 
 def import_(trial: Trial, step: int, source: Path) -> None:
-    """Commit a generation with the weights of a Hugging Face checkpoint. Raises ConfigError, OSError."""
+    """Commit a checkpoint with the weights of a Hugging Face model. Raises ConfigError, OSError."""
     from hpc_rl.engines.offline import import_weights
 
     config = from_dict(json.loads(trial.config_json.read_bytes()))
@@ -77,7 +77,8 @@ def import_(trial: Trial, step: int, source: Path) -> None:
         raise
 
 
-def _end_with_the_command() -> None:
+def _exit_with_command() -> None:
+    """Exit once the command has closed the pipe."""
     while os.read(0, 4096):
         pass
     os._exit(ExitCode.KILLED_BY_SYSTEM)
@@ -92,7 +93,7 @@ def main() -> int:
     parser.add_argument("--source", type=Path)
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    threading.Thread(target=_end_with_the_command, daemon=True, name="command-pipe").start()
+    threading.Thread(target=_exit_with_command, daemon=True, name="command-pipe").start()
     trial = Trial(args.trial_dir)
     try:
         if args.action == "export":

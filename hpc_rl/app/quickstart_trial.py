@@ -1,7 +1,7 @@
-"""The quickstart: a toy model and task, a short SFT trial, a GRPO trial, and what was learnt. Everything by `hpc-rl submit`.
+"""The quickstart: a toy model and task, a short SFT trial and a GRPO trial, submitted by `hpc-rl submit`.
 
-Started as `hpc-rl quickstart`. Further arguments go to the GRPO trial's `hpc-rl submit` as they stand. An interrupt ends the
-trial that runs, with its state saved.
+Started as `hpc-rl quickstart`. Further arguments are passed to the `hpc-rl submit` of the GRPO trial. An
+interrupt stops the running trial, with its state saved.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ from hpc_rl.submit import trial_index
 from hpc_rl.submit.cancellation import cancel
 from hpc_rl.trial import Trial, read_json, write_json
 
-MADE = ("task", "base", "warm")  # folders that are ours to replace
+MADE = ("task", "base", "warm")  # folders that it makes, and may replace
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="hpc-rl quickstart", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--dir", type=Path, required=True, help="where model, task and trials go")
+    parser.add_argument("--dir", type=Path, required=True, help="directory for model, task and trials")
     parser.add_argument("--seed", type=int, required=True, help="seed of model, task and training")
     parser.add_argument(
         "--only_prepare",
         action="store_true",
-        help="make the model and the task, warm the model up, then stop",
+        help="only make the model and the task, and warm the model up",
     )
     args, overrides = parser.parse_known_args()
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # ends like an interrupt: the trial must not be left behind
+    # A SIGTERM is handled like an interrupt: the trial must not be left behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run(args.dir.absolute(), args.seed, args.only_prepare, overrides)
     except KeyboardInterrupt:
@@ -51,7 +50,7 @@ def main() -> int:
     except HpcRlError as error:
         print(f"hpc-rl quickstart: {error}", file=sys.stderr)
         return error.exit_code
-    except subprocess.CalledProcessError as error:  # it has said why
+    except subprocess.CalledProcessError as error:  # it printed the reason
         return error.returncode
     return 0
 
@@ -72,16 +71,16 @@ def run(here: Path, seed: int, only_prepare: bool, overrides: list[str]) -> None
 
 
 def prepare(here: Path, seed: int) -> None:
-    """Task, base model, and the warm model that an SFT trial makes of it. What an earlier call with this seed made is kept."""
+    """Make the task, the base model and the warm model; keep those of an earlier call with this seed."""
     made = here / "prepared.json"
     found = read_json(made)
     if found == {"seed": seed, "ready": True}:
-        print(f"1/3  model and task are in {here} already\n2/3  the model is warmed up already", flush=True)
+        print(f"1/3  model and task exist in {here}\n2/3  the model is warmed up already", flush=True)
         return
     foreign = [name for name in MADE if (here / name).exists()] if found is None else []
     if foreign:
         raise ConfigError(
-            f"{here / foreign[0]} is there and was not made by quickstart: give another place with --dir."
+            f"{here / foreign[0]} exists and was not made by quickstart: give another directory with --dir."
         )
     try:
         here.mkdir(parents=True, exist_ok=True)
@@ -96,7 +95,7 @@ def prepare(here: Path, seed: int) -> None:
         toy.make_model(here / "base", seed)
     except OSError as error:
         raise CannotWrite(
-            f"{here} can't be written: {error.strerror or error}. Give another place with --dir."
+            f"{here} can't be written: {error.strerror or error}. Give another directory with --dir."
         ) from error
     print("2/3  warming the model up: an SFT trial", flush=True)
     trial = train(here, "sft", seed, ["--launcher.type=local"])
@@ -105,7 +104,7 @@ def prepare(here: Path, seed: int) -> None:
 
 
 def train(here: Path, kind: str, seed: int, overrides: list[str]) -> Trial:
-    """Run `hpc-rl submit` and follow the trial to its end. Raises CalledProcessError, RoleFailed; SystemExit when interrupted."""
+    """Submit a trial and follow it to its end. Raises CalledProcessError, RoleFailed, SystemExit."""
     name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     fixed = [f"trial_name={name}", f"seed={seed}", *settings(here, kind)]
     command = [
@@ -127,21 +126,22 @@ def train(here: Path, kind: str, seed: int, overrides: list[str]) -> Trial:
         code = follow(trial)
     except KeyboardInterrupt:
         cancel(trial)
-        words = "interrupted: the trial saves its state and ends. To go on with it:"
+        note = "interrupted; the trial saves its state and stops. To resume it:"
         print(
-            f"\nhpc-rl quickstart: {words} {program_name()} recover {trial_index.cli_name(trial)}",
+            f"\nhpc-rl quickstart: {note} {program_name()} recover {trial_index.cli_name(trial)}",
             file=sys.stderr,
         )
         raise SystemExit(int(ExitCode.KILLED_BY_PERSON)) from None
     if code:
         raise RoleFailed(
-            f"trial {trial} ended with exit code {code}; see {program_name()} status {trial_index.cli_name(trial)}"
+            f"trial {trial} exited with code {code}; see "
+            f"{program_name()} status {trial_index.cli_name(trial)}"
         )
     return trial
 
 
 def settings(here: Path, kind: str) -> list[str]:
-    """Where things are, as overrides of a configuration."""
+    """Return the paths of model and data, as overrides of a configuration."""
     if kind == "sft":
         paths = {"model.path": "base", "train_dataset.path": "task/sft.jsonl"}
     else:
@@ -158,7 +158,7 @@ def config_of(name: str) -> Path:
 
 
 def submit_line(here: Path) -> str:
-    """The command that trains the toy by the documented configuration, from the working directory."""
+    """Return the command that trains the toy by the documented configuration, from the working directory."""
     edits = (
         []
         if here == Path.cwd() / "quickstart"
@@ -168,7 +168,7 @@ def submit_line(here: Path) -> str:
 
 
 def show(here: Path, trial: Trial, seconds: float) -> None:
-    """The curve, where things are, what to type next, and the two numbers that matter."""
+    """Print the learning curve, the paths, the next commands, and the rewards before and after."""
     history = read.read(trial)
     heldout = [(row["step"], row["eval_reward"]) for row in history.evaluations]
     train_points = [(row["step"], row["reward"]) for row in history.steps]
@@ -179,9 +179,8 @@ def show(here: Path, trial: Trial, seconds: float) -> None:
     print(f"curves           {program_name('tensorboard')} --logdir {shell_path(trial.attempts)}")
     print(f"next             {program_name()} status {name}")
     print(f"                 {submit_line(here)}   # on Slurm: --n_nodes 4")
-    print(
-        f"time             {seconds:.0f} s, of which GRPO {history.steps[-1]['time'] - history.steps[0]['time']:.0f} s"
-    )
+    grpo_s = history.steps[-1]["time"] - history.steps[0]["time"]
+    print(f"time             {seconds:.0f} s, of which GRPO {grpo_s:.0f} s")
     if heldout:
         print(f"held-out reward {heldout[0][1]:.2f} -> {heldout[-1][1]:.2f}")
 

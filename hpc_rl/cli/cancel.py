@@ -1,42 +1,47 @@
-"""`hpc-rl cancel <trial>`: the trial ends, stays dead, and keeps its state for `hpc-rl recover`."""
+"""`hpc-rl cancel <trial>`: stop a trial permanently and keep its state for `hpc-rl recover`."""
 
 from __future__ import annotations
 
 from hpc_rl.cli.options import ArgumentParser, Namespace, Seconds, add_json, add_trial, new_parser, print_json
 from hpc_rl.errors import ExitCode
-from hpc_rl.status.formatting import format_duration, program_name
+from hpc_rl.records import TrialState
+from hpc_rl.status.formatting import format_duration, one_line, program_name
 from hpc_rl.status.trial_state import NOTHING_SAVED
 from hpc_rl.status.trial_status import read_status
 from hpc_rl.submit import trial_index
 from hpc_rl.submit.cancellation import CancelledJob, CancelOutcome, cancel, wait_until_over
 from hpc_rl.trial import Trial
 
-WORDS = {
+OUTCOMES = {
     CancelOutcome.OVER: "is over already ({was})",
-    CancelOutcome.REMOVED: "waited to be started; it is taken out of the queue",
-    CancelOutcome.DRAINING: "finishes its step, saves its state and ends; nothing starts it again",
-    CancelOutcome.KILLED: "is being ended by the scheduler: it saves its state if that fits the scheduler's grace, then it is killed",
-    CancelOutcome.SERVERS: "(servers) is taken away by the scheduler; servers hold no state",
-    CancelOutcome.UNSURE: "is not known to the scheduler; should it still run, it ends as soon as it sees the wish",
+    CancelOutcome.REMOVED: "was pending and has been removed from the queue",
+    CancelOutcome.DRAINING: "finishes its step, saves its state and exits; it is not started again",
+    CancelOutcome.KILLED: "is being terminated by the scheduler; "
+    "it saves its state if the grace period allows",
+    CancelOutcome.SERVERS: "(servers) was cancelled; servers hold no state",
+    CancelOutcome.UNSURE: "is not known to the scheduler; if it is still running, it will stop when it reads "
+    "the cancel request",
 }
-UNSAVED = {
-    CancelOutcome.DRAINING: f"finishes its step and ends; {NOTHING_SAVED}",
-    CancelOutcome.KILLED: f"is being ended by the scheduler; {NOTHING_SAVED}",
+OUTCOMES_UNSAVED = OUTCOMES | {
+    CancelOutcome.DRAINING: f"finishes its step and exits; {NOTHING_SAVED}",
+    CancelOutcome.KILLED: f"is being terminated by the scheduler; {NOTHING_SAVED}",
 }
 
 
 def parser() -> ArgumentParser:
-    made = new_parser("End a trial for good, with its state saved. Doing it again does no harm.")
+    made = new_parser("Stop a trial permanently, with its state saved. Repeating it is harmless.")
     add_trial(made)
     made.add_argument(
-        "--now", action="store_true", help="let the scheduler end it, which grants some seconds only"
+        "--now",
+        action="store_true",
+        help="cancel through the scheduler immediately (only a short grace period to save)",
     )
     made.add_argument(
         "--wait_s",
         type=Seconds,
         default=0.0,
         metavar="SECONDS",
-        help="wait so long for the end (default: 0)",
+        help="seconds to wait for the job to finish (default: 0)",
     )
     add_json(made, "what was done")
     return made
@@ -52,34 +57,43 @@ def run(args: Namespace) -> int:
                 for item in done
             ]
         )
-    elif not done:
-        print(f"{trial} was never submitted: nothing to cancel.")
-    for item in done if not args.json else []:
-        was = item.was.state.value if item.was else "unknown"
-        words = WORDS if item.job.saves else WORDS | UNSAVED
-        print(f"job {item.job.job_id} of {trial} {words[item.outcome].format(was=was)}.")
-    acted = [item for item in done if item.outcome in (CancelOutcome.DRAINING, CancelOutcome.KILLED)]
-    if args.wait_s and acted:
-        return _wait(trial, acted[-1], args.wait_s, quiet=args.json)
-    if acted and not args.json:
+    else:
+        print("\n".join(outcome_lines(trial, done)))
+    stopping = [item for item in done if item.outcome in (CancelOutcome.DRAINING, CancelOutcome.KILLED)]
+    if args.wait_s and stopping:
+        return _wait(trial, stopping[-1], args.wait_s, quiet=args.json)
+    if stopping and not args.json:
         print(f"next  {program_name()} status {trial_index.cli_name(trial)}")
     return 0
 
 
+def outcome_lines(trial: Trial, done: list[CancelledJob]) -> list[str]:
+    """Return what was done about each job."""
+    if not done:
+        return [f"{trial} was never submitted: nothing to cancel."]
+    lines = []
+    for item in done:
+        text = (OUTCOMES if item.job.saves else OUTCOMES_UNSAVED)[item.outcome]
+        was = item.was.state.value if item.was else "unknown"
+        lines.append(f"job {item.job.job_id} of {trial} {text.format(was=was)}.")
+    return lines
+
+
 def _wait(trial: Trial, item: CancelledJob, timeout_s: float, quiet: bool) -> int:
     state = wait_until_over(trial, item.job, timeout_s)
-    if state is None:
-        if not quiet:
-            look = f"{program_name()} status {trial_index.cli_name(trial)}"
-            print(
-                f"job {item.job.job_id} still runs after {format_duration(timeout_s)}; it goes on ending: {look}"
+    program, name = program_name(), trial_index.cli_name(trial)
+    lines = [
+        f"job {item.job.job_id} is still shutting down after {format_duration(timeout_s)}: "
+        f"{program} status {name}"
+    ]
+    if state is not None:
+        status = read_status(trial, state)
+        reason = f", {one_line(status.reason)}" if status.reason else ""
+        lines = [f"job {item.job.job_id} is over: {status.state}{reason}"]
+        if status.generation is not None and status.state is not TrialState.DONE:
+            lines.append(
+                f"newest checkpoint {status.generation}; to resume it later, run: {program} recover {name}"
             )
-        return ExitCode.STOPPED
     if not quiet:
-        story = read_status(trial, state)
-        print(f"job {item.job.job_id} is over: {story.state}" + (f", {story.reason}" if story.reason else ""))
-        if story.generation is not None and story.state != "done":
-            print(
-                f"newest generation {story.generation}; to go on one day: {program_name()} recover {trial_index.cli_name(trial)}"
-            )
-    return 0
+        print("\n".join(lines))
+    return ExitCode.DONE if state is not None else ExitCode.STOPPED

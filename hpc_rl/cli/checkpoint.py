@@ -1,6 +1,6 @@
-"""`hpc-rl checkpoint`: look at the generations of a trial, check them, and turn them into Hugging Face checkpoints or back.
+"""`hpc-rl checkpoint`: list and verify the checkpoints of a trial, convert them from and to Hugging Face.
 
-What needs torch is handed to `python -m hpc_rl.app.convert`.
+What needs torch is run by `python -m hpc_rl.app.convert`.
 """
 
 from __future__ import annotations
@@ -22,35 +22,28 @@ from hpc_rl.checkpoint import generation, manifest
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.retention import best, hold
 from hpc_rl.checkpoint.start_facts import seals_of, trimmed
-from hpc_rl.cli.options import (
-    Action,
-    ArgumentParser,
-    Count,
-    Namespace,
-    add_json,
-    add_trial,
-    new_parser,
-    print_json,
-)
+from hpc_rl.cli import options
+from hpc_rl.cli.options import Action, ArgumentParser, Count, Namespace, add_trial, print_json
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.rules.consistency import METRICS
 from hpc_rl.datasets.rows import fingerprint_in_passing
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, TrialStateError
+from hpc_rl.status.formatting import one_line
 from hpc_rl.submit import submission as submission
 from hpc_rl.submit import trial_index
 from hpc_rl.submit.first_start import check_end, sound_steps
 from hpc_rl.submit.lock import TrialLock
 from hpc_rl.trial import Trial, fsync_dir, read_json
 
-MEANWHILE_S = 60.0  # between signs of life while the half with torch works
+RENEW_EVERY_S = 60.0  # of the lock, while the process with torch works
 HELP = {
-    "list": "the generations of a trial, newest first: step, lineage, size, metric, whether it looks sound",
-    "verify": "read every byte of the generations and name what is not as it was written; exit code 1 if anything is not",
-    "export": "write the weights of a generation in Hugging Face format; needs torch, no GPU",
-    "import": "make a generation of a Hugging Face checkpoint, for a trial to start from; needs torch, no GPU",
+    "list": "the checkpoints of a trial, newest first: step, lineage, size, metric, whether it looks sound",
+    "verify": "read every byte of the checkpoints and report what was damaged; exit code 1 if anything was",
+    "export": "write the weights of a checkpoint in Hugging Face format; needs torch, no GPU",
+    "import": "make a checkpoint of a Hugging Face model, for a trial to start from; needs torch, no GPU",
 }
-EPILOG = """A generation is the state of training after one step, in <trial>/recover: what `hpc-rl recover` goes on from.
-For weights to take away use `export`; the trial's own exports are in <trial>/exports.
+EPILOG = """A checkpoint is the state after one step, in <trial>/recover; `hpc-rl recover` resumes it.
+To get weights for other uses, use `export`; the trial's own exports are in <trial>/exports.
 
   hpc-rl checkpoint list my-trial
   hpc-rl checkpoint verify my-trial --step 120
@@ -59,11 +52,11 @@ For weights to take away use `export`; the trial's own exports are in <trial>/ex
 
 
 @contextlib.contextmanager
-def _tidy_at_sigterm() -> Iterator[None]:
-    """Holds and half an export are removed on the way out, as at a Ctrl-C."""
+def _cleanup_at_sigterm() -> Iterator[None]:
+    """Make a SIGTERM unwind like a Ctrl-C, so that holds and half an export are removed."""
 
     def end(number: int, _frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # the removing is not cut short
+        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the cleanup
         raise SystemExit(ExitCode.KILLED_BY_SYSTEM)
 
     before = signal.signal(signal.SIGTERM, end)
@@ -73,14 +66,16 @@ def _tidy_at_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _list_parser() -> ArgumentParser:
-    made = new_parser(
-        HELP["list"],
-        "Sizes and the manifest are checked; `verify` reads the content as well.",
-    )
+def _parser(action: str, epilog: str) -> ArgumentParser:
+    made = options.new_parser(HELP[action], epilog)
     add_trial(made)
-    made.add_argument("--metric", help="number to show (default: what the trainer evaluates, as eval_reward)")
-    add_json(made, "the list")
+    return made
+
+
+def _list_parser() -> ArgumentParser:
+    made = _parser("list", "Sizes and the manifest are checked; `verify` reads the content as well.")
+    made.add_argument("--metric", help="metric to show (default: what the trainer evaluates, as eval_reward)")
+    options.add_json(made, "the list")
     return made
 
 
@@ -93,10 +88,14 @@ def _list(args: Namespace) -> int:
         return 0
     usual = dict.fromkeys(name for names in METRICS.values() for name in names)
     metric = args.metric or next((name for one in found for name in usual if name in one.metrics), "")
-    print("\n".join(_table(found, metric)) if found else f"{trial} has no generation yet")
-    for name in set_aside:
-        print(f"set aside: {trial.recover / 'set-aside' / name}")
+    lines = _table(found, metric) if found else [_none_yet(trial)]
+    lines += [f"set aside: {trial.recover / 'set-aside' / name}" for name in set_aside]
+    print("\n".join(map(one_line, lines)))
     return 0
+
+
+def _none_yet(trial: Trial) -> str:
+    return f"{trial} has no checkpoint yet"
 
 
 def _row(one: Found) -> dict[str, Any]:
@@ -109,11 +108,15 @@ def _row(one: Found) -> dict[str, Any]:
         "lineage": made.lineage if made else None,
         "submission": made.submission if made else None,
         "num_ranks": made.num_ranks if made else None,
-        "bytes": sum(file.size for file in made.files) if made else None,
+        "bytes": _num_bytes(one),
         "metrics": one.metrics,
         "versions": made.versions if made else {},
         "time": _written_at(one),
     }
+
+
+def _num_bytes(one: Found) -> int | None:
+    return sum(file.size for file in one.manifest.files) if one.manifest else None
 
 
 def _written_at(one: Found) -> float | None:
@@ -126,12 +129,12 @@ def _written_at(one: Found) -> float | None:
 def _table(found: list[Found], metric: str) -> list[str]:
     cells = [["step", "lineage", "ranks", "size", "saved", metric or "metric", "state"]]
     for one in found:
-        made, at = one.manifest, _written_at(one)
-        size = f"{sum(file.size for file in made.files) / 1e6:.1f} MB" if made else ""
+        made, at, num_bytes = one.manifest, _written_at(one), _num_bytes(one)
+        numbers = [str(made.lineage), str(made.num_ranks)] if made else ["", ""]
+        size = "" if num_bytes is None else f"{num_bytes / 1e6:.1f} MB"
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at else ""
         value = f"{one.metrics[metric]:.4g}" if metric in one.metrics else "-"
-        who = [str(made.lineage), str(made.num_ranks)] if made else ["", ""]
-        cells.append([str(one.step), *who, size, when, value, one.problem or "sound"])
+        cells.append([str(one.step), *numbers, size, when, value, one.problem or "sound"])
     widths = [max(len(line[column]) for line in cells) for column in range(6)]
     return [
         "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[6]])
@@ -140,13 +143,9 @@ def _table(found: list[Found], metric: str) -> list[str]:
 
 
 def _verify_parser() -> ArgumentParser:
-    made = new_parser(
-        HELP["verify"],
-        "Reads only: setting aside is what the trainer's next start does.",
-    )
-    add_trial(made)
-    made.add_argument("--step", type=Count, help="only the generation of this step (default: all)")
-    add_json(made, "what was found")
+    made = _parser("verify", "Only reads: damaged checkpoints are set aside by the trainer's next start.")
+    made.add_argument("--step", type=Count, help="only the checkpoint of this step (default: all)")
+    options.add_json(made, "the results")
     return made
 
 
@@ -157,10 +156,7 @@ def _verify(args: Namespace) -> int:
     if args.json:
         print_json(results)
     else:
-        print(
-            "\n".join(line for result in results for line in _verdict(result))
-            or f"{trial} has no generation yet"
-        )
+        print("\n".join(line for result in results for line in _result_lines(result)) or _none_yet(trial))
     return 1 if any(result["problems"] for result in results) else 0
 
 
@@ -174,27 +170,25 @@ def _problems(trial: Trial, one: Found) -> list[str]:
         return [str(error)]
 
 
-def _verdict(result: dict[str, Any]) -> list[str]:
-    if not result["problems"]:
-        return [f"generation {result['step']}: every file is as it was written"]
-    return [f"generation {result['step']}: {problem}" for problem in result["problems"]]
+def _result_lines(result: dict[str, Any]) -> list[str]:
+    name = f"checkpoint {result['step']}"
+    return [f"{name}: {one}" for one in result["problems"]] or [f"{name}: every file is as it was written"]
 
 
 def _export_parser() -> ArgumentParser:
-    made = new_parser(
-        HELP["export"],
-        "The folder is what servers, transformers and `actor.path` read.",
-    )
-    add_trial(made)
+    made = _parser("export", "The folder can be given to servers, to transformers and as `actor.path`.")
     which = made.add_mutually_exclusive_group()
-    which.add_argument("--step", type=Count, help="step of the generation (default: the newest)")
+    which.add_argument("--step", type=Count, help="step of the checkpoint (default: the newest)")
     which.add_argument(
-        "--best", metavar="METRIC", help="the generation with the largest METRIC, as eval_reward"
+        "--best", metavar="METRIC", help="the checkpoint with the largest METRIC, as eval_reward"
     )
     made.add_argument(
-        "--to", type=Path, metavar="FOLDER", help="where to (default: <trial>/exports/generation-<step>)"
+        "--to",
+        type=Path,
+        metavar="FOLDER",
+        help="folder to write (default: <trial>/exports/generation-<step>)",
     )
-    add_json(made, "where it is")
+    options.add_json(made, "its path")
     return made
 
 
@@ -202,57 +196,52 @@ def _export(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     one = _chosen(trial, args.step, args.best)
     if one.problem:
-        raise TrialStateError(f"generation {one.step} of {trial} is damaged: {one.problem}. {_others(trial)}")
+        raise TrialStateError(f"checkpoint {one.step} of {trial} is damaged: {one.problem}. {_others(trial)}")
     there = (args.to or trial.exports / f"generation-{one.step:08d}").expanduser().absolute()
-    with hold(
-        trial, one.step, f"export to {there}"
-    ):  # now: torch takes seconds, in which a fast trial makes many generations
+    # Held from now on: while torch is imported, a fast trial makes and removes many checkpoints.
+    with hold(trial, one.step, f"export to {there}"):
         code = _export_to(there, trial, one.step)
     if code == 0 and args.json:
         print_json({"trial": str(trial), "step": one.step, "path": str(there)})
     elif code == 0:
-        print(f"generation {one.step} of {trial}: weights written to {there}")
+        print(f"checkpoint {one.step} of {trial}: weights written to {there}")
     return code
 
 
 def _export_to(there: Path, trial: Trial, step: int) -> int:
-    """The name comes last: nobody sees half of an export, and of two to one place the first stays. Raises CannotWrite."""
+    """Write an export under a temporary name, then rename it to a new one. Raises CannotWrite."""
     temporary = there.parent / f".{there.name}.{uuid.uuid4().hex[:12]}.tmp"  # `/` has no name
     try:
         if os.path.lexists(there):
             raise FileExistsError
         temporary.mkdir(parents=True)
-        code = _hand_over("export", trial, step, "--to", str(temporary))
+        code = run_converter("export", trial, step, "--to", str(temporary))
         if code == 0:
             os.rename(temporary, there)
             fsync_dir(there.parent)
         return code
     except OSError as error:
+        problem = f"can't be written: {error.strerror or error}; give another folder by --to"
         if os.path.lexists(there):
-            raise CannotWrite(
-                f"{there} exists and is not overwritten: give another folder by --to, or remove it"
-            ) from error
-        raise CannotWrite(
-            f"{there} can't be written: {error.strerror or error}; give another folder by --to"
-        ) from error
+            problem = "exists and is not overwritten: give another folder by --to, or remove it"
+        raise CannotWrite(f"{there} {problem}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _import_parser() -> ArgumentParser:
-    made = new_parser(
-        HELP["import"],
-        "The trial exists and does not run; one that was only rendered (`hpc-rl render`) is named by its path.\n"
-        "The optimizer starts afresh; the schedule is that of --step.\n"
-        "To only start a new trial from such weights, none of this is needed: set actor.path (or model.path) to the folder.",
+    made = _parser(
+        "import",
+        "The trial must exist and must not be running; one from `hpc-rl render` is named by its path.\n"
+        "The optimizer starts afresh, and the schedule at --step.\n"
+        "To start a new trial from such weights, set actor.path (or model.path) to the folder instead.",
     )
-    add_trial(made)
     made.add_argument(
         "folder",
         type=Path,
-        help="Hugging Face checkpoint: config.json and safetensors of the trial's architecture",
+        help="Hugging Face model: config.json and safetensors of the trial's architecture",
     )
-    made.add_argument("--step", type=Count, default=0, help="step that the generation counts as (default: 0)")
+    made.add_argument("--step", type=Count, default=0, help="step of the checkpoint (default: 0)")
     return made
 
 
@@ -260,76 +249,69 @@ def _import(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     source = args.folder.expanduser().absolute()
     if not (source / "config.json").is_file():
-        raise ConfigError(f"{source} is not a Hugging Face checkpoint: config.json is missing")
-    with TrialLock(
-        trial, "given an imported generation"
-    ) as claim:  # until it lies there: a start in between would not count on it
+        raise ConfigError(f"{source} is not a Hugging Face model: config.json is missing")
+    # Locked until it is committed: a start in between would not know of it.
+    with TrialLock(trial, "given an imported checkpoint") as lock:
         submission.check_idle(trial)
         _check_step(trial, args.step)
         _check_end(trial, args.step)
-        code = _hand_over("import", trial, args.step, "--source", str(source), meanwhile=claim.renew)
+        code = run_converter("import", trial, args.step, "--source", str(source), meanwhile=lock.renew)
     if code == 0:
-        print(
-            f"{source} is generation {args.step} of {trial}; to go on from it: hpc-rl recover {trial_index.cli_name(trial)}"
-        )
+        resume = f"hpc-rl recover {trial_index.cli_name(trial)}"
+        print(f"{source} is checkpoint {args.step} of {trial}; to resume it, run: {resume}")
     return code
 
 
 def _check_step(trial: Trial, step: int) -> None:
-    """Raises TrialStateError where a start would not take an imported generation of this step, or could not go on from it."""
-    sound, cut, gone = (
-        sound_steps(trial),
-        seals_of(trial),
-        trimmed(trial),
-    )  # a start passes damaged generations over
+    """Raise TrialStateError where a start would not resume from an imported checkpoint of this step."""
+    sound = sound_steps(trial)  # a start skips damaged ones
+    cut, gone = seals_of(trial), trimmed(trial)
     first = max([gone, *(one + 1 for one in sound)])
     last = max(cut, default=gone or None)
     if first <= step and (last is None or step <= last):
         return
     if last is None:
-        rest = f"Import as step {first} or later, or into another trial."
+        advice = f"Import as step {first} or later, or into another trial."
     elif first <= last:
-        rest = f"Import as a step from {first} to {last}, or into another trial."
+        advice = f"Import as a step from {first} to {last}, or into another trial."
     else:
-        rest = "Import into another trial, or set actor.path of a new one to the folder."
+        advice = "Import into another trial, or set actor.path of a new one to the folder."
     if sound and sound[0] >= step:
         raise TrialStateError(
-            f"{trial} has generation {sound[0]}, which would be taken instead of one of step {step}. {rest}"
+            f"{trial} has checkpoint {sound[0]}, which would be taken instead of one of step {step}. {advice}"
         )
-    assert last is not None  # with no batch cut, nothing but a generation is in the way
-    kept = (
-        f"batches {gone + 1} to {last} are there"
-        if gone < last
-        else f"no batch is there, those up to {gone} were trimmed"
-    )
-    raise TrialStateError(f"{trial} can't go on from step {step}: of the batch log {kept}. {rest}")
+    assert last is not None  # without batches, only a checkpoint can be in the way
+    kept = f"only contains batches {gone + 1} to {last}"
+    if gone >= last:
+        kept = f"contains no batch, those up to {gone} were trimmed"
+    raise TrialStateError(f"{trial} cannot resume from step {step}: the batch log {kept}. {advice}")
 
 
 def _check_end(trial: Trial, step: int) -> None:
-    """Raises ConfigError where the trial ends before this step: `recover` would refuse to go on from it."""
+    """Raise ConfigError where the trial ends before this step: `recover` would refuse it."""
     config = read_json(trial.config_json)
     if not isinstance(config, dict):
         raise ConfigError(
-            f"{trial.config_json} is missing or damaged; `hpc-rl render` of the same configuration writes it again"
+            f"{trial.config_json} is missing or damaged; "
+            "`hpc-rl render` of the same configuration restores it"
         )
     loaded = from_dict(config)
     check_end(step, trial, loaded, fingerprint_in_passing(loaded.train_dataset.path).get("rows"))
 
 
 def _chosen(trial: Trial, step: int | None = None, metric: str | None = None) -> Found:
-    """The generation of a step, the best by a metric, or the newest sound one. Raises NothingToResume."""
+    """Return the checkpoint of a step, the best one, or the newest sound one. Raises NothingToResume."""
     found = generation.scan(trial)
     if metric is not None:
         steps = best([one for one in found if not one.problem], metric)
         if not steps:
-            raise NothingToResume(f"no sound generation of {trial} has a number {metric!r}. {_others(trial)}")
+            raise NothingToResume(f"no sound checkpoint of {trial} has a metric {metric!r}. {_others(trial)}")
         step = steps[0]
     for one in found:
         if one.step == step or (step is None and not one.problem):
             return one
-    raise NothingToResume(
-        f"{trial} has no {'sound generation' if step is None else f'generation {step}'}. {_others(trial)}"
-    )
+    wanted = "sound checkpoint" if step is None else f"checkpoint {step}"
+    raise NothingToResume(f"{trial} has no {wanted}. {_others(trial)}")
 
 
 def _others(trial: Trial) -> str:
@@ -337,31 +319,22 @@ def _others(trial: Trial) -> str:
     return f"Sound ones: {', '.join(sound)}." if sound else "There is no sound one."
 
 
-def _hand_over(
+def run_converter(
     action: str, trial: Trial, step: int, *rest: str, meanwhile: Callable[[], object] = lambda: None
 ) -> int:
-    """Exit code of the half with torch. It ends when this process does: it must not outlive what is held for it here."""
+    """Run the process with torch and return its exit code; it is killed when this process exits."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(
             f"checkpoint {action} reads a model, and torch is not installed: pip install 'hpc-rl[train]'"
         )
-    command = [
-        sys.executable,
-        "-m",
-        "hpc_rl.app.convert",
-        action,
-        "--trial_dir",
-        str(trial.dir),
-        "--step",
-        str(step),
-        *rest,
-    ]
+    where = ["--trial_dir", str(trial.dir), "--step", str(step)]
+    command = [sys.executable, "-m", "hpc_rl.app.convert", action, *where, *rest]
     sys.stdout.flush()
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = process.wait(MEANWHILE_S)
+                    code = process.wait(RENEW_EVERY_S)
                     return code if code >= 0 else ExitCode.FAILED
                 meanwhile()
         finally:  # a Ctrl-C
@@ -371,20 +344,20 @@ def _hand_over(
 
 def parser() -> ArgumentParser:
     """Return the parser of the command; its actions have their own."""
-    return new_parser("The checkpoints of a trial.", EPILOG)
+    return options.new_parser("The checkpoints of a trial.", EPILOG)
 
 
-def _tidy(action: Callable[[Namespace], int]) -> Callable[[Namespace], int]:
+def _with_cleanup(action: Callable[[Namespace], int]) -> Callable[[Namespace], int]:
     def run(args: Namespace) -> int:
-        with _tidy_at_sigterm():
+        with _cleanup_at_sigterm():
             return action(args)
 
     return run
 
 
 ACTIONS = {
-    "list": Action(HELP["list"], _list_parser, _tidy(_list)),
-    "verify": Action(HELP["verify"], _verify_parser, _tidy(_verify)),
-    "export": Action(HELP["export"], _export_parser, _tidy(_export)),
-    "import": Action(HELP["import"], _import_parser, _tidy(_import)),
+    "list": Action(HELP["list"], _list_parser, _with_cleanup(_list)),
+    "verify": Action(HELP["verify"], _verify_parser, _with_cleanup(_verify)),
+    "export": Action(HELP["export"], _export_parser, _with_cleanup(_export)),
+    "import": Action(HELP["import"], _import_parser, _with_cleanup(_import)),
 }

@@ -1,4 +1,4 @@
-"""`hpc-rl list`: the trials of the index, newest first, from their files and at most one question to the scheduler."""
+"""`hpc-rl list`: the trials of the index, newest first, from their files and at most one scheduler query."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import time
 from typing import Any
 
 from hpc_rl.cli.options import ArgumentParser, Namespace, add_json, new_parser, print_json
-from hpc_rl.status.formatting import format_duration
+from hpc_rl.status.formatting import format_duration, one_line
 from hpc_rl.status.scheduler_view import SchedulerAnswer, query_all
 from hpc_rl.status.trial_status import read_status
 from hpc_rl.submit import trial_index
 
+GONE = "gone"
+
 
 def parser() -> ArgumentParser:
-    made = new_parser("The trials that this account submitted, newest first.")
-    made.add_argument("--prune", action="store_true", help="forget the trials whose directory is gone")
-    made.add_argument("--offline", action="store_true", help="do not ask the scheduler")
+    made = new_parser("List the trials that this account submitted, newest first.")
+    made.add_argument(
+        "--prune", action="store_true", help="remove trials whose directory is gone from the list"
+    )
+    made.add_argument("--offline", action="store_true", help="do not query the scheduler")
     add_json(made, "the list")
     return made
 
@@ -29,48 +33,38 @@ def run(args: Namespace) -> int:
         print_json(rows)
         return 0
     for entry in pruned:
-        print(f"forgotten: {entry.trial}  {entry.trial.dir}")
-    print(
-        "\n".join(_table(rows))
-        if rows
-        else "no trials yet: `hpc-rl quickstart`, or `hpc-rl submit --config FILE`"
-    )
-    if any(row["state"] == "gone" for row in rows):
-        print("`hpc-rl list --prune` forgets the trials whose directory is gone.")
+        print(f"removed from the list: {entry.trial}  {entry.trial.dir}")
+    if not rows:
+        print("no trials yet: `hpc-rl quickstart`, or `hpc-rl submit --config FILE`")
+        return 0
+    print("\n".join(map(one_line, _table(rows))))
+    if any(row["state"] == GONE for row in rows):
+        print("`hpc-rl list --prune` removes trials whose directory is gone from the list.")
     return 0
 
 
 def _row(entry: trial_index.IndexEntry, answer: SchedulerAnswer) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "trial": str(entry.trial),
-        "dir": str(entry.trial.dir),
-        "time": entry.time,
-        "job_id": None,
-    }
-    row |= {"step": None, "total_steps": None, "eta_s": None, "reason": ""}
+    row: dict[str, Any] = {"trial": str(entry.trial), "dir": str(entry.trial.dir), "time": entry.time}
+    row |= dict.fromkeys(("job_id", "step", "total_steps", "eta_s")) | {"state": GONE, "reason": ""}
     if entry.gone:
-        return row | {"state": "gone"}
-    story = read_status(entry.trial, answer.newest, answer.asked_at or None)
-    job = {
-        "job_id": story.jobs[-1].job_id if story.jobs else None,
-        "eta_s": story.eta_s if story.live else None,
+        return row
+    status = read_status(entry.trial, answer.newest, answer.asked_at or None)
+    return row | {
+        "job_id": status.jobs[-1].job_id if status.jobs else None,
+        "eta_s": status.eta_s if status.live else None,
+        "state": status.state,
+        "reason": status.reason,
+        "step": status.step,
+        "total_steps": status.total_steps,
     }
-    return (
-        row
-        | job
-        | {"state": story.state, "reason": story.reason, "step": story.step, "total_steps": story.total_steps}
-    )
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     now = time.time()
     cells = [("trial", "state", "job", "step", "left", "submitted", "directory")]
     for row in rows:
-        step = (
-            ""
-            if row["step"] is None
-            else f"{row['step']}" + (f"/{row['total_steps']}" if row["total_steps"] else "")
-        )
+        total = f"/{row['total_steps']}" if row["total_steps"] else ""
+        step = "" if row["step"] is None else f"{row['step']}{total}"
         left = "" if row["eta_s"] is None else format_duration(row["eta_s"])
         age = f"{format_duration(now - row['time'])} ago" if row["time"] else ""
         cells.append((row["trial"], row["state"], row["job_id"] or "", step, left, age, row["dir"]))

@@ -1,4 +1,4 @@
-"""`hpc-rl recover <trial>`: a new submission of the stored configuration whose first start resumes from a generation."""
+"""`hpc-rl recover <trial>`: submit the stored configuration again; its first start resumes a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from hpc_rl.config.tables.changes import Change
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialStateError
 from hpc_rl.records import read_lineages
 from hpc_rl.schedulers import pick, slurm
+from hpc_rl.status.formatting import printable
 from hpc_rl.submit import submission as submission
 from hpc_rl.submit import trial_index
 from hpc_rl.submit.first_start import (
@@ -38,27 +39,27 @@ from hpc_rl.submit.lock import check_unlocked
 from hpc_rl.submit.submission import Recovery
 from hpc_rl.trial import Trial
 
-EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, where the trial's state can take it; what changed is printed:
+EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, where the trial's state allows it:
   hpc-rl recover first total_train_steps=200 actor.optimizer.lr=1e-6
   hpc-rl recover first --n_nodes 2            on fewer nodes, or more
-  hpc-rl recover first --from 400             from an older generation; later ones are set aside, batches too
-  hpc-rl recover first --from 400 --replay    the same, trained on the batches that are there
-  hpc-rl recover first --from 400 --explain   only say what would happen, and why"""
+  hpc-rl recover first --from 400             from an older checkpoint; later ones and batches are set aside
+  hpc-rl recover first --from 400 --replay    the same, trained on the existing batches
+  hpc-rl recover first --from 400 --explain   only show what would happen, and why"""
 
 
 def parser() -> ArgumentParser:
-    made = new_parser("Go on with a trial from a generation of its state, as a new job.", EPILOG)
+    made = new_parser("Resume a trial from a checkpoint, as a new job.", EPILOG)
     add_trial(made)
     made.add_argument(
-        "--from", dest="from_step", type=_step, metavar="STEP", help="this generation; the newest by default"
+        "--from", dest="from_step", type=_step, metavar="STEP", help="checkpoint (default: the newest)"
     )
     made.add_argument(
         "--replay",
         action="store_true",
-        help="train on the batches after that generation as they are, although another policy made them",
+        help="train on the batches after that checkpoint as they are, although another policy made them",
     )
     made.add_argument(
-        "--explain", action="store_true", help="say what a start would do now, and why; do nothing"
+        "--explain", action="store_true", help="show what a start would do now, and why; do nothing"
     )
     add_outcome(made)
     add_overrides(made)
@@ -81,7 +82,7 @@ def run(args: Namespace) -> int:
 
 
 def prepared(trial: Trial, loaded: Loaded, no_check: bool) -> Planned:
-    """What is refused before the state is looked at. Raises TrialBusy, ConfigError, SchedulerError."""
+    """Return the plan, after the checks that need no state. Raises TrialBusy, ConfigError, SchedulerError."""
     submission.check_idle(trial)
     planned = compared(plan_of(loaded), trial, no_check)
     if pick(planned.loaded.config.launcher.type) == "slurm":
@@ -91,16 +92,16 @@ def prepared(trial: Trial, loaded: Loaded, no_check: bool) -> Planned:
 
 def _step(text: str | int) -> int:
     """Return the step of `40` or `gen-00000040`; 0 is an imported checkpoint."""
-    match = re.fullmatch(r"(?:gen-)?([0-9]+)", str(text))  # the library may convert what was converted
+    match = re.fullmatch(r"(?:gen-)?([0-9]+)", str(text))  # jsonargparse may convert what was converted
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a checkpoint: give its step, as 40 or gen-00000040"
+            f"invalid checkpoint {text!r}: expected a step such as 40 or gen-00000040"
         )
     return int(match[1])
 
 
 def stored(trial: Trial, overrides: list[str]) -> Loaded:
-    """The configuration as it was submitted, with the overrides. Raises TrialStateError, ConfigError."""
+    """Return the configuration as submitted, with the overrides. Raises TrialStateError, ConfigError."""
     if not trial.config_yaml.is_file():
         raise TrialStateError(
             f"{trial} has no {trial.config_yaml.name} in {trial.dir}: it was not made by submit or render."
@@ -109,12 +110,12 @@ def stored(trial: Trial, overrides: list[str]) -> Loaded:
 
 
 def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: Namespace) -> int:
-    """Print what the first start of a recover would do now; refusals and the exit code are those of the recover."""
+    """Print what the first start would do now; return the exit code of a recover without --explain."""
     config = check(loaded, files=False).config
-    outlook = predict_start(trial, config, "resume", recovery.from_step)
-    decision = outlook.decision
+    start = predict_start(trial, config, "resume", recovery.from_step)
+    decision = start.decision
     changed: list[Change] = []
-    with contextlib.suppress(ConfigError):  # it is told below, where a recover would come to it
+    with contextlib.suppress(ConfigError):  # reported below, at the same point as by a recover
         changed = option_changes(trial, config, decision)
     try:
         check_unlocked(trial)
@@ -124,53 +125,56 @@ def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: Namespace) -
         )
     except HpcRlError as error:
         decision = Decision("refuse", str(error), exit_code=error.exit_code)
-    renews = needs_new_batches(config, outlook.situation, changed, recovery.replay)
+    renews = needs_new_batches(config, start.situation, changed, recovery.replay)
     renews = renews and decision.action in ("load", "fresh")
     batches = batches_after(trial, decision.step) if renews else []
     if args.json:
-        said: dict[str, Any] = {
-            "action": decision.action,
-            "step": decision.step,
-            "lineage": decision.lineage,
-            "reason": decision.reason,
-        }
-        said |= {"exit_code": int(decision.exit_code), "set_aside": decision.set_aside}
-        said |= {"read_while_loading": outlook.unread if decision.action == "load" else []}
-        said |= {"new_batches": renews, "set_aside_batches": batches}
-        said |= {"generations": [dataclasses.asdict(one) for one in outlook.situation.generations]}
-        print_json(said | {"changes": [dataclasses.asdict(change) for change in changed]})
+        batch_facts = {"new_batches": renews, "set_aside_batches": batches}
+        print_json(as_json(start, decision, changed) | batch_facts)
     else:
-        lines = explanation(trial, outlook.situation, decision)
-        if decision.action == "load" and outlook.unread:
-            lines.append(not_read(trial, outlook))
+        lines = explanation(trial, start.situation, decision)
+        if decision.action == "load" and start.unread:
+            lines.append(unread_line(trial, start))
         lines += new_batches_lines(batches) if renews else []
-        print("\n".join([*lines, *changed_lines(changed)]))
+        print(printable("\n".join([*lines, *changed_lines(changed)])))
     return ExitCode(decision.exit_code)
 
 
-def not_read(trial: Trial, outlook: FirstStart) -> str:
-    """Which files of the generation to load only the start reads, and what it does where one is damaged."""
-    step, names = outlook.decision.step, ", ".join(outlook.unread)
-    then = "so a start checks it while it loads, and takes the generation before where it is damaged"
-    if outlook.situation.wanted is not None:
-        then = "so the start reads it before it sets later ones aside, and ends where it is damaged"
-    return f"not read     {names}: large, {then}. Read it now: hpc-rl checkpoint verify {trial_index.cli_name(trial)} --step {step}"
+def as_json(start: FirstStart, decision: Decision, changed: list[Change]) -> dict[str, Any]:
+    return {
+        "action": decision.action,
+        "step": decision.step,
+        "lineage": decision.lineage,
+        "reason": decision.reason,
+        "exit_code": int(decision.exit_code),
+        "set_aside": decision.set_aside,
+        "read_while_loading": start.unread if decision.action == "load" else [],
+        "generations": [dataclasses.asdict(one) for one in start.situation.generations],
+        "changes": [dataclasses.asdict(change) for change in changed],
+    }
+
+
+def unread_line(trial: Trial, start: FirstStart) -> str:
+    """Return which files of the checkpoint only the start reads, and what it does where one is damaged."""
+    then = "the start checks them while it loads, and takes the checkpoint before where one is damaged"
+    if start.situation.wanted is not None:
+        then = "the start reads them before it sets later checkpoints aside, and stops where one is damaged"
+    verify = f"hpc-rl checkpoint verify {trial_index.cli_name(trial)} --step {start.decision.step}"
+    return f"not read     {', '.join(start.unread)}: large; {then}. To read them now: {verify}"
 
 
 def explanation(trial: Trial, situation: Situation, decision: Decision) -> list[str]:
-    """What was found and what would be done, for a person."""
+    """Return what was found and what a start would do."""
     lines = [
         f"trial        {trial}",
         f"recover.mode {situation.mode} (this first start counts as {situation.start_mode})",
     ]
     for one in situation.generations:
-        verdict = one.problem or ("valid" if one.read else "looks sound; its content was not read")
-        lines.append(
-            f"generation   {one.step}, of lineage {one.lineage}, job {one.submission or 'unknown'}: {verdict}"
-        )
+        state = one.problem or ("valid" if one.read else "looks sound; its content was not read")
+        origin = f"lineage {one.lineage}, job {one.submission or 'unknown'}"
+        lines.append(f"checkpoint   {one.step}, {origin}: {state}")
     if situation.trimmed:
         lines.append(f"batch log    from batch {situation.trimmed + 1}")
-    act = {"load": f"load generation {decision.step}", "fresh": "start from step 0"}.get(
-        decision.action, decision.action
-    )
-    return [*lines, f"decision     {act}", f"reason       {decision.reason}"]
+    actions = {"load": f"load checkpoint {decision.step}", "fresh": "start from step 0"}
+    action = actions.get(decision.action, decision.action)
+    return [*lines, f"decision     {action}", f"reason       {decision.reason}"]

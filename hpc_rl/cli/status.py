@@ -1,4 +1,4 @@
-"""`hpc-rl status <trial>`: the story of a trial, from its files and at most one question to the scheduler."""
+"""`hpc-rl status <trial>`: what a trial does and what happened to it; at most one scheduler query."""
 
 from __future__ import annotations
 
@@ -11,38 +11,49 @@ from hpc_rl.checkpoint.decide import PastStart
 from hpc_rl.checkpoint.start_facts import fruitless_starts
 from hpc_rl.cli.options import ArgumentParser, Namespace, add_json, add_trial, new_parser, print_json
 from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
-from hpc_rl.records import LineageRecord
-from hpc_rl.status.attempts import RoleStatus
-from hpc_rl.status.formatting import (
-    exit_text,
-    format_duration,
-    format_number,
-    format_rate,
-    format_time,
-    program_name,
-)
+from hpc_rl.records import LineageRecord, TrialState
+from hpc_rl.status import formatting
+from hpc_rl.status.attempts import AttemptStatus, RoleStatus
+from hpc_rl.status.formatting import format_duration, format_number, format_time, one_line, printable
 from hpc_rl.status.rollout_report import problems, summary
 from hpc_rl.status.scheduler_view import SchedulerAnswer, query
-from hpc_rl.status.trial_status import AttemptStatus, TrialStatus, read_status
+from hpc_rl.status.trial_status import TrialStatus, read_status
 from hpc_rl.submit import trial_index
 from hpc_rl.supervise.server_array import array_line
 from hpc_rl.trial import Trial
 
 WIDTH = 12  # of the first column
-FRESH = "the start"
+FROM_START = "the start"
 SHOWN_ATTEMPTS = 5  # without --all
-OLD_S = 60.0  # an answer of the scheduler that is older is called so
+OLD_ANSWER_S = 60.0  # age from which the scheduler's answer is called old
+DESCRIPTION = """Show what a trial does and what happened to it. Reads files, and queries the scheduler
+rarely: all commands of an account share one query for all of its jobs, at most 4 a minute."""
+EPILOG = f"""--json prints one object; null and "" mean that a value is not known, times are Unix seconds:
+  state, reason         {", ".join(TrialState)}; and why
+  step, total_steps, steps_per_second, eta_s
+                        last trained step, length, rate, time left
+  since, ends_at, last_sign
+                        start of this state, time limit of the job, newest change of a file
+  generation, exports   step of the newest checkpoint, names of the exports
+  metrics, evaluations, rollout
+                        metrics of the newest step, all evaluations, counters of the rollout role
+  jobs, servers         submissions, and server arrays of layout jobs
+  attempts, lineages    starts by the scheduler with their roles, starts of training
+  fruitless_starts, last_end
+                        starts in a row without a new checkpoint, why the last attempt ended
+  scheduler_error, scheduler_asked_at
+                        error message and time of the scheduler query"""
 
 
 def parser() -> ArgumentParser:
-    made = new_parser(DESCRIPTION)
+    made = new_parser(DESCRIPTION, EPILOG)
     add_trial(made)
-    made.add_argument("--offline", action="store_true", help="do not ask the scheduler")
+    made.add_argument("--offline", action="store_true", help="do not query the scheduler")
     made.add_argument(
-        "--all", action="store_true", help=f"every attempt, not only the newest {SHOWN_ATTEMPTS}"
+        "--all", action="store_true", help=f"show every attempt, not only the newest {SHOWN_ATTEMPTS}"
     )
     made.add_argument(
-        "-f", "--follow", action="store_true", help="a live view until the trial is over; exits with its code"
+        "-f", "--follow", action="store_true", help="live view until the trial is over; exits with its code"
     )
     add_json(made, "everything")
     return made
@@ -53,223 +64,196 @@ def run(args: Namespace) -> int:
     if args.follow:
         return _follow(trial, args.json)
     answer = SchedulerAnswer() if args.offline else query(trial)
-    story = read_status(trial, answer.newest, answer.asked_at or None)
-    past = fruitless(story)
+    status = read_status(trial, answer.newest, answer.asked_at or None)
+    past = fruitless(status)
     if args.json:
         asked = {"scheduler_error": answer.complaint, "scheduler_asked_at": answer.asked_at or None}
-        print_json(story.to_json() | asked | {"fruitless_starts": [asdict(one) for one in past]})
+        print_json(status.to_json() | asked | {"fruitless_starts": [asdict(one) for one in past]})
         return 0
-    print("\n".join(text(story, SHOWN_ATTEMPTS if not args.all else None, past)))
+    print(printable("\n".join(text(status, None if args.all else SHOWN_ATTEMPTS, past))))
     if answer.complaint:
-        known = f"what it said {format_duration(answer.age_s)} ago" if answer.asked_at else "files alone"
-        print(
-            f"hpc-rl: the scheduler did not answer, so this is from {known}: {answer.complaint}",
-            file=sys.stderr,
-        )
-    elif answer.asked_at and answer.age_s > OLD_S:
-        print(
-            f"hpc-rl: the scheduler was asked {format_duration(answer.age_s)} ago; it is asked rarely",
-            file=sys.stderr,
-        )
+        source = f"its answer of {format_duration(answer.age_s)} ago" if answer.asked_at else "files only"
+        _warn(f"could not query the scheduler; showing data from {source}: {answer.complaint}")
+    elif answer.asked_at and answer.age_s > OLD_ANSWER_S:
+        _warn(f"scheduler state is {format_duration(answer.age_s)} old (queries are rate-limited)")
     return 0
 
 
-DESCRIPTION = """What a trial does, and what happened to it. Reads files, and asks the scheduler rarely:
-all commands of an account share one query for all of its jobs, at most 4 a minute."""
+def _warn(line: str) -> None:
+    print(printable(f"hpc-rl: {line}"), file=sys.stderr)
 
 
 def _follow(trial: Trial, as_json: bool) -> int:
     if as_json:
-        raise ConfigError("--json is for one look; --follow is a live view. Give one of them.")
-    from hpc_rl.status.follow import follow  # rich takes its time to import
+        raise ConfigError("--json cannot be combined with --follow.")
+    from hpc_rl.status.follow import follow  # importing rich takes time
 
     try:
         return follow(trial)
     except KeyboardInterrupt:
-        print("\nhpc-rl: interrupted; the trial goes on", file=sys.stderr)
+        print("\nhpc-rl: interrupted; the trial continues", file=sys.stderr)
         return ExitCode.KILLED_BY_PERSON
 
 
-def fruitless(story: TrialStatus) -> tuple[PastStart, ...]:
-    """What the loop guard counts: starts of the newest job since the newest generation; none once the trial is done."""
-    if story.state in ("done", "rendered") or not story.attempts:
+def fruitless(status: TrialStatus) -> tuple[PastStart, ...]:
+    """Return the starts of the newest job since the newest checkpoint, which the loop guard counts."""
+    if status.state in (TrialState.DONE, TrialState.RENDERED) or not status.attempts:
         return ()
-    newest = story.attempts[-1]
+    newest = status.attempts[-1]
     try:
-        return fruitless_starts(story.trial, newest.job_id, newest.id if story.live else "")
-    except TrialStateError as error:  # recover/ or lineages/ is no folder: the rest can be told all the same
-        print(f"hpc-rl: {error}", file=sys.stderr)
+        return fruitless_starts(status.trial, newest.job_id, newest.id if status.live else "")
+    except TrialStateError as error:  # recover/ or lineages/ is not a folder: the rest can be shown
+        _warn(str(error))
         return ()
 
 
-def text(story: TrialStatus, max_attempts: int | None = None, past: tuple[PastStart, ...] = ()) -> list[str]:
-    """The lines of `hpc-rl status`."""
-    lines = [headline(story), *time_lines(story), row("directory", str(story.trial.dir))]
-    if story.plan:
-        lines.append(row("plan", plan_line(story.plan)))
-    if story.jobs:
-        lines.append(row("job", job_line(story)))
-    lines += [row("servers", array_line(array)) for array in story.servers[-1:]]
-    if story.attempts:
-        shown = story.attempts[-max_attempts:] if max_attempts else story.attempts
-        earlier = len(story.attempts) - len(shown)
-        more = [f"  and {earlier} earlier: --all shows them"] if earlier else []
-        lines += [
-            "",
-            "attempts",
-            *more,
-            *(one_line(line) for attempt in shown for line in attempt_lines(attempt, story)),
-        ]
+def text(status: TrialStatus, max_attempts: int | None = None, past: tuple[PastStart, ...] = ()) -> list[str]:
+    """Return the lines of `hpc-rl status`."""
+    lines = [headline(status), *time_lines(status), row("directory", str(status.trial.dir))]
+    if status.plan:
+        lines.append(row("plan", plan_line(status.plan)))
+    if status.jobs:
+        lines.append(row("job", job_line(status)))
+    lines += [row("servers", array_line(array)) for array in status.servers[-1:]]
+    if status.attempts:
+        shown = status.attempts[-max_attempts:] if max_attempts else status.attempts
+        earlier = len(status.attempts) - len(shown)
+        lines += ["", "attempts", *([f"  and {earlier} earlier: --all shows them"] if earlier else [])]
+        lines += [one_line(line) for attempt in shown for line in attempt_lines(attempt, status)]
     if past:
-        lines += ["", *guard_lines(story, past)]
-    if story.live is not None:
-        lines += ["", "roles", *(f"  {role_line(role)}" for role in story.live.roles)]
-    if story.rollout is not None and story.state != "done":
-        lines += [
-            "",
-            row("rollout", summary(story.rollout, story.live is not None)),
-            *(row("", line) for line in problems(story.rollout, story.live is not None)),
-        ]
-    if story.history.steps or story.history.evaluations:
-        lines += ["", *metric_lines(story)]
-    return [*lines, "", *next_lines(story)]
+        lines += ["", *guard_lines(status, past)]
+    if status.live is not None:
+        lines += ["", "roles", *(f"  {role_line(role)}" for role in status.live.roles)]
+    if status.rollout is not None and status.state is not TrialState.DONE:
+        live = status.live is not None
+        lines += ["", row("rollout", summary(status.rollout, live))]
+        lines += [row("", one_line(line)) for line in problems(status.rollout, live)]
+    if status.history.steps or status.history.evaluations:
+        lines += ["", *metric_lines(status)]
+    return [*lines, "", *next_lines(status)]
 
 
-def one_line(words: str) -> str:
-    """An exception may have several lines; each entry here has one."""
-    return " ".join(words.split("\n"))
+def row(name: str, value: str) -> str:
+    return f"{name:<{WIDTH}}{value}"
 
 
-def row(name: str, words: str) -> str:
-    return f"{name:<{WIDTH}}{words}"
+def counted(number: int, noun: str) -> str:
+    """Return `1 start`, `2 starts`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def headline(story: TrialStatus) -> str:
-    parts = [str(story.trial), story.state]
-    if story.step or story.total_steps:
-        parts.append(progress(story))
-    if story.state == "running" and story.rate:
-        parts.append(
-            format_rate(story.rate)
-            + (f", done in about {format_duration(story.eta_s)}" if story.eta_s is not None else "")
-        )
-    lines = "   ".join(parts)
-    return f"{lines}\n{row('', one_line(story.reason))}" if story.reason else lines
+def headline(status: TrialStatus) -> str:
+    parts = [str(status.trial), str(status.state)]
+    if status.step or status.total_steps:
+        parts.append(progress(status))
+    if status.state is TrialState.RUNNING and status.rate:
+        left = "" if status.eta_s is None else f", done in about {format_duration(status.eta_s)}"
+        parts.append(formatting.format_rate(status.rate) + left)
+    line = "   ".join(parts)
+    return f"{line}\n{row('', one_line(status.reason))}" if status.reason else line
 
 
-def time_lines(story: TrialStatus) -> list[str]:
-    """Since when, until when, and when the last sign of life was."""
-    parts = (
-        [f"since {format_time(story.since)}"]
-        if story.since and story.state in ("running", "stopping")
-        else []
-    )
-    if story.ends_at:
-        left_s = story.ends_at - time.time()
-        parts.append(
-            f"the scheduler ends the job {format_time(story.ends_at)}"
-            + (f", in {format_duration(left_s)}" if left_s > 0 else "")
-        )
-        if story.eta_s is not None and story.eta_s > left_s > 0:
-            parts.append("training goes on in a later attempt")
-    if story.state == "unknown" and story.last_sign:
-        parts.append(f"last sign of life {format_time(story.last_sign)}")
+def time_lines(status: TrialStatus) -> list[str]:
+    """Return since when the trial has been in its state, until when it can be, and its last sign of life."""
+    parts = []
+    if status.since and status.state in (TrialState.RUNNING, TrialState.STOPPING):
+        parts.append(f"since {format_time(status.since)}")
+    if status.ends_at:
+        left_s = status.ends_at - time.time()
+        left = f", in {format_duration(left_s)}" if left_s > 0 else ""
+        parts.append(f"the scheduler ends the job {format_time(status.ends_at)}{left}")
+        if status.eta_s is not None and status.eta_s > left_s > 0:
+            parts.append("training continues in a later attempt")
+    if status.state is TrialState.UNKNOWN and status.last_sign:
+        parts.append(f"last sign of life {format_time(status.last_sign)}")
     return [row("time", "; ".join(parts))] if parts else []
 
 
-def progress(story: TrialStatus) -> str:
-    total = story.total_steps
-    return f"step {story.step}" + (f" of {total} ({100 * story.step // total} %)" if total else "")
+def progress(status: TrialStatus) -> str:
+    total = status.total_steps
+    return f"step {status.step}" + (f" of {total} ({100 * status.step // total} %)" if total else "")
 
 
 def plan_line(plan: dict[str, Any]) -> str:
     nodes = plan.get("n_nodes")
-    where = f"{nodes} node{'' if nodes == 1 else 's'}" if nodes else ""
+    where = counted(nodes, "node") if nodes else ""
     parts = (plan.get("trainer"), plan.get("allocation"), where, f"recover.mode {plan.get('recover_mode')}")
     return ", ".join(str(part) for part in parts if part)
 
 
-def job_line(story: TrialStatus) -> str:
-    job = story.jobs[-1]
-    words = f"{job.job_id}" + (f" ({job.scheduler})" if job.scheduler else "")
-    words += f", goes on as job {job.native_id}" if job.native_id not in ("", job.job_id) else ""
-    return words + (f", submitted {format_time(job.time)}" if job.time else "")
+def job_line(status: TrialStatus) -> str:
+    job = status.jobs[-1]
+    line = job.job_id + (f" ({job.scheduler})" if job.scheduler else "")
+    if job.native_id not in ("", job.job_id):
+        line += f", continued as job {job.native_id}"
+    return line + (f", submitted {format_time(job.time)}" if job.time else "")
 
 
-def attempt_lines(attempt: AttemptStatus, story: TrialStatus) -> list[str]:
+def attempt_lines(attempt: AttemptStatus, status: TrialStatus) -> list[str]:
+    indent = f"  {'':<{WIDTH}}  "
     start = f"started {format_time(attempt.started)}" if attempt.started else "started"
-    took = (
-        f" after {format_duration(attempt.ended - attempt.started)}"
-        if attempt.ended and attempt.started
-        else ""
-    )
-    lines = [f"  {attempt.id:<{WIDTH}}  {attempt.state}{took}   {start}, {span_of_steps(attempt)}"]
-    if (
-        attempt.cause
-        and attempt.cause != attempt.state
-        and not (attempt is story.attempts[-1] and story.reason == attempt.cause)
-    ):
-        lines.append(f"  {'':<{WIDTH}}  {attempt.cause}")
-    for line in (
-        attempt.lineages[1:]
-        if attempt.lineages and origin(attempt.lineages[0]) == FRESH
-        else attempt.lineages
-    ):
-        why = f": {line.reason}" if line.reason else ""
-        lines.append(f"  {'':<{WIDTH}}  lineage {line.lineage} from {origin(line)}{why}")
-    return lines + [f"  {'':<{WIDTH}}  {words}" for role in attempt.roles if (words := restarts(role))]
+    took = ""
+    if attempt.ended and attempt.started:
+        took = f" after {format_duration(attempt.ended - attempt.started)}"
+    lines = [f"  {attempt.id:<{WIDTH}}  {attempt.state}{took}   {start}, {steps_text(attempt)}"]
+    in_headline = attempt is status.attempts[-1] and status.reason == attempt.cause
+    if attempt.cause and not in_headline:
+        lines.append(indent + attempt.cause)
+    fresh = bool(attempt.lineages) and origin(attempt.lineages[0]) == FROM_START
+    for lineage in attempt.lineages[1:] if fresh else attempt.lineages:
+        why = f": {lineage.reason}" if lineage.reason else ""
+        lines.append(f"{indent}lineage {lineage.lineage} from {origin(lineage)}{why}")
+    return lines + [indent + line for line in map(restart_text, attempt.roles) if line]
 
 
-def restarts(role: RoleStatus) -> str:
-    """Why a role was started again, the last time; empty where it was not."""
+def restart_text(role: RoleStatus) -> str:
+    """Return why a role was last started again; empty where it was not."""
     before = [end for end in role.ends if end.incarnation < role.incarnation]
     if not before:
         return ""
     last = max(before, key=lambda end: end.incarnation)
     again = (
-        f"after incarnation {last.incarnation}" if len(before) == 1 else f"{len(before)} times, the last time"
+        f"{len(before)} times, the last time" if len(before) > 1 else f"after incarnation {last.incarnation}"
     )
-    return f"{role.name} started again {again}: {exit_text(last.code, last.reason)}"
+    return f"{role.name} started again {again}: {formatting.exit_text(last.code, last.reason)}"
 
 
-def guard_lines(story: TrialStatus, past: tuple[PastStart, ...]) -> list[str]:
-    """How near the trial is to being given up, and what happened."""
-    allowed = story.plan.get("recover_retries")
-    limit = f" (recover.retries allows {allowed} at fault)" if isinstance(allowed, int) else ""
-    since = "" if story.generation is None else f" since generation {story.generation}"
-    words = (
-        f"{len(past)} start{'' if len(past) == 1 else 's'} in a row without a new generation{since}{limit}"
-    )
-    return [row("no progress", words), *(one_line(f"  {one}") for one in past)]
+def guard_lines(status: TrialStatus, past: tuple[PastStart, ...]) -> list[str]:
+    """Return what the loop guard counts, and its limit."""
+    allowed = status.plan.get("recover_retries")
+    limit = "" if allowed is None else f" (recover.retries allows {allowed} at fault)"
+    since = "" if status.generation is None else f" since checkpoint {status.generation}"
+    line = f"{counted(len(past), 'start')} in a row without a new checkpoint{since}{limit}"
+    return [row("no progress", line), *(one_line(f"  {one}") for one in past)]
 
 
-def origin(line: LineageRecord) -> str:
-    return f"generation {line.from_step}" if line.from_step or line.from_lineage is not None else FRESH
+def origin(lineage: LineageRecord) -> str:
+    fresh = not lineage.from_step and lineage.from_lineage is None
+    return FROM_START if fresh else f"checkpoint {lineage.from_step}"
 
 
-def span_of_steps(attempt: AttemptStatus) -> str:
-    first = origin(attempt.lineages[0]) if attempt.lineages else None
-    reached = "" if attempt.last_step is None else f", reached step {attempt.last_step}"
-    if first is None:
-        return f"training had not begun{reached}" if not reached else reached.removeprefix(", ")
-    return ("fresh" if first == FRESH else f"from {first}") + reached
+def steps_text(attempt: AttemptStatus) -> str:
+    """Return from where to where an attempt trained."""
+    reached = "" if attempt.last_step is None else f"reached step {attempt.last_step}"
+    if not attempt.lineages:
+        return reached or "training had not begun"
+    first = origin(attempt.lineages[0])
+    start = "fresh" if first == FROM_START else f"from {first}"
+    return f"{start}, {reached}" if reached else start
 
 
 def role_line(role: RoleStatus) -> str:
-    state = "running" if role.running else "ended"
+    state = f"{'running' if role.running else 'exited'}, incarnation {role.incarnation}"
     if role.gave_up:
-        return f"{role.name:<{WIDTH}}given up: {role.gave_up}"
-    if not role.running and role.restarting:
-        return f"{role.name:<{WIDTH}}about to be started again: {role.restarting}"
-    restarts = (
-        f", started again {role.num_restarts} time{'s' if role.num_restarts != 1 else ''}"
-        if role.num_restarts
-        else ""
-    )
-    return f"{role.name:<{WIDTH}}{state}, incarnation {role.incarnation}{restarts}"
+        state = f"not started again: {role.gave_up}"
+    elif role.restarting and not role.running:
+        state = f"about to be started again: {role.restarting}"
+    elif role.incarnation:
+        state += f", started again {counted(role.incarnation, 'time')}"
+    return one_line(row(role.name, state))
 
 
-SHOWN = (  # what a person looks at first, in this order
+METRICS = (  # key, label; in the order shown
     ("reward", "reward"),
     ("loss", "loss"),
     ("grad_norm", "gradient norm"),
@@ -281,65 +265,56 @@ SHOWN = (  # what a person looks at first, in this order
     ("step_s", "seconds per step"),
     ("wait_s", "of them waiting"),
 )
-
 ONLY_IF_ANY = ("older_lineage",)
 
 
-def metric_lines(story: TrialStatus) -> list[str]:
+def metric_lines(status: TrialStatus) -> list[str]:
     lines = []
-    if story.history.steps:
-        last = story.history.steps[-1]
+    if status.history.steps:
+        last = status.history.steps[-1]
         if (
-            last.get("save_error") and story.state != "done"
-        ):  # of the last save of all there is a word of its own
+            last.get("save_error") and status.state is not TrialState.DONE
+        ):  # the reason of a done trial has it
             failed = last.get("save_failed")
-            lines.append(
-                row(
-                    "saving",
-                    f"FAILED {'once' if failed == 1 else f'{failed} times in a row'}: {last['save_error']}",
-                )
-            )
-        there = [(key, words) for key, words in SHOWN if isinstance(last.get(key), (int, float))]
+            times = "once" if failed == 1 else f"{failed} times in a row"
+            lines.append(row("saving", one_line(f"FAILED {times}: {last['save_error']}")))
+        known = [(key, label) for key, label in METRICS if isinstance(last.get(key), (int, float))]
         shown = [
-            f"{words} {format_number(last[key])}"
-            for key, words in there
-            if key not in ONLY_IF_ANY or last[key]
+            f"{label} {format_number(last[key])}"
+            for key, label in known
+            if last[key] or key not in ONLY_IF_ANY
         ]
         lines.append(row("metrics", f"step {last['step']}: " + ", ".join(shown)))
-    name, values = story.history.held_out
+    name, values = status.history.held_out
     if values:
         ends = values[:1] if len(values) == 1 else [values[0], values[-1]]
-        lines.append(
-            row(
-                "held-out",
-                f"{name} " + " -> ".join(f"{format_number(value)} (step {step})" for step, value in ends),
-            )
-        )
+        curve = " -> ".join(f"{format_number(value)} (step {step})" for step, value in ends)
+        lines.append(row("held-out", f"{name} {curve}"))
     return lines
 
 
-def next_lines(story: TrialStatus) -> list[str]:
+def next_lines(status: TrialStatus) -> list[str]:
     lines = []
-    if story.attempts:
-        lines.append(
-            row("generation", "none yet" if story.generation is None else f"newest {story.generation}")
-        )
-    if story.exports:
-        lines.append(row("exports", ", ".join(story.exports[-3:]) + f"  in {story.trial.exports}"))
-    for number_, command in enumerate(suggestions(story)):
-        lines.append(row("next" if number_ == 0 else "", command))
+    if status.attempts:
+        newest = "none yet" if status.generation is None else f"newest {status.generation}"
+        lines.append(row("checkpoint", newest))
+    if status.exports:
+        lines.append(row("exports", f"{', '.join(status.exports[-3:])}  in {status.trial.exports}"))
+    for number, command in enumerate(suggestions(status)):
+        lines.append(row("next" if number == 0 else "", command))
     return lines
 
 
-def suggestions(story: TrialStatus) -> list[str]:
-    """What to type next."""
-    name, program = trial_index.cli_name(story.trial), program_name()
-    if story.state in ("running", "pending", "stopping"):
-        commands = [f"{program} logs {name} --follow"]
-        return commands if story.state == "stopping" else [*commands, f"{program} cancel {name}"]
-    if story.state == "done":
-        return [f"{program} logs {name}"]
-    if story.state == "rendered":
-        return [f"ls {story.trial.scripts}"]
+def suggestions(status: TrialStatus) -> list[str]:
+    """Return the commands that may be useful next."""
+    name, program = trial_index.cli_name(status.trial), formatting.program_name()
+    if status.state in (TrialState.RUNNING, TrialState.PENDING):
+        return [f"{program} logs {name} --follow", f"{program} cancel {name}"]
+    if status.state is TrialState.STOPPING:
+        return [f"{program} logs {name} --follow"]
+    if status.state is TrialState.RENDERED:
+        return [f"ls {status.trial.scripts}"]
     commands = [f"{program} logs {name}"]
-    return [*commands, f"{program} recover {name}"] if story.generation is not None else commands
+    if status.state is not TrialState.DONE and status.generation is not None:
+        commands.append(f"{program} recover {name}")
+    return commands

@@ -6,7 +6,7 @@ from __future__ import annotations
 def learning_curve(
     train: list[tuple[int, float]], heldout: list[tuple[int, float]], width: int = 72, height: int = 14
 ) -> str:
-    """Text plot of reward over steps: `train` as a line, `heldout` as points. Pairs are (step, reward)."""
+    """Return a text plot of (step, reward) pairs: `train` as a line, `heldout` as points."""
     import plotext
 
     plotext.clear_figure()

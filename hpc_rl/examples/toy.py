@@ -1,7 +1,7 @@
 """The toy of the quickstart: the sum of three digits, and a model small enough to learn it on one CPU thread.
 
-1,000 distinct prompts `a+b+c=`; 200 are held out, so what is shown is generalization, not memory. The tokenizer has one
-token per character. Bigger models and tasks are the user's to bring; nothing else in the package knows about this one.
+1,000 distinct prompts `a+b+c=`; 200 are held out, so that the curve shows generalization, not memory. The
+tokenizer has one token per character. Nothing else in the package depends on this toy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ NUM_HELDOUT = 200
 def make_task(folder: Path, seed: int = 0) -> None:
     """Write train.jsonl (800 prompts) and heldout.jsonl (200, disjoint) with columns prompt, answer.
 
-    Of the same prompts as train.jsonl: sft.jsonl with columns prompt, completion; and preferences.jsonl with columns prompt,
-    chosen, rejected (a right and a wrong sum), of those of heldout.jsonl preferences-heldout.jsonl.
+    Additionally sft.jsonl (prompt, completion) and preferences.jsonl (prompt, chosen, rejected: a right and a
+    wrong sum) with the prompts of train.jsonl, and preferences-heldout.jsonl with those of heldout.jsonl.
     """
     rows = [(f"{a}+{b}+{c}=", str(a + b + c)) for a in range(10) for b in range(10) for c in range(10)]
     random.Random(seed).shuffle(rows)
@@ -41,12 +41,12 @@ def make_task(folder: Path, seed: int = 0) -> None:
 
 
 def _wrong(answer: str, draw: random.Random) -> str:
-    """Another sum that three digits can have."""
+    """Return another sum that three digits can have."""
     return str((int(answer) + draw.randrange(1, 28)) % 28)
 
 
 def make_model(folder: Path, seed: int = 0) -> None:
-    """Write a random Qwen3 of 131k parameters with its tokenizer as a Hugging Face checkpoint. Imports torch."""
+    """Write a random Qwen3 of 131k parameters with its tokenizer, in Hugging Face format. Imports torch."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
@@ -63,7 +63,7 @@ def make_model(folder: Path, seed: int = 0) -> None:
         head_dim=16,
         max_position_embeddings=64,
         tie_word_embeddings=True,
-        initializer_range=0.1,  # with the usual 0.02 the little network collapses at the learning rates it needs
+        initializer_range=0.1,  # with the usual 0.02 so small a network collapses at these learning rates
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -77,7 +77,7 @@ def make_model(folder: Path, seed: int = 0) -> None:
 
 
 def make_tokenizer():
-    """One token per character: pad 0, eos 1, unk 2, then the alphabet; padded to 16 tokens."""
+    """Return a tokenizer with one token per character: pad 0, eos 1, unk 2, then the alphabet; 16 tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

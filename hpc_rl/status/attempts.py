@@ -41,10 +41,6 @@ class RoleStatus:
     def name(self) -> str:
         return f"{self.role}-{self.index}"
 
-    @property
-    def num_restarts(self) -> int:
-        return self.incarnation
-
 
 @dataclass
 class AttemptStatus:
@@ -61,10 +57,6 @@ class AttemptStatus:
     last_step: int | None  # newest logged step, whether or not a later lineage replaced it
     roles: list[RoleStatus]
     stopping: str = ""  # why it is about to stop
-
-    @property
-    def num_restarts(self) -> int:
-        return sum(role.num_restarts for role in self.roles)
 
 
 def roles_of(attempt: Attempt, events: Sequence[Event]) -> list[RoleStatus]:

@@ -1,4 +1,4 @@
-"""A live view of a trial until it is over: events as lines, progress as a bar on a terminal, else as more lines.
+"""A live view of a trial until it is over: events as lines, progress as a bar (on a terminal) or as lines.
 
 Reads files, and queries the scheduler rarely. Interrupting the view leaves the trial alone.
 """
@@ -200,7 +200,7 @@ STYLES = {
 
 def role_text(role: RoleStatus) -> str:
     """Return a role in the foot of a terminal view."""
-    restarts = f" (started again {role.num_restarts}x)" if role.num_restarts else ""
+    restarts = f" (started again {role.incarnation}x)" if role.incarnation else ""
     return f"{role.name} {'running' if role.running else 'exited'}{restarts}"
 
 

@@ -1,4 +1,4 @@
-"""What the rollout role of an attempt last reported (rollout/report.py), and what in it deserves attention."""
+"""The last report of the rollout role (rollout/report.py), and what in it deserves attention."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def scheduler_of(trial: Trial, job: TrialJob) -> Scheduler:
 
 
 def query(trial: Trial, newer_than: float = 0.0, patience_s: float = WAIT_FOR_OTHERS_S) -> SchedulerAnswer:
-    """Return what the scheduler knows of a trial's jobs: at most one query, none where the last one is recent.
+    """Return what the scheduler knows of a trial's jobs, by at most one query.
 
     Args:
         trial: The trial.

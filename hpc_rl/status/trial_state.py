@@ -141,7 +141,7 @@ def _has_started_since(own: AttemptStatus | None, asked_at: float | None) -> boo
 
 
 def _after_end(job: TrialJob | None, own: AttemptStatus, dead: bool) -> tuple[TrialState, str]:
-    """Return what follows from an attempt that recorded its end. `dead`: the scheduler knows that the job is over."""
+    """Return what follows from a recorded end. `dead`: the scheduler knows that the job is over."""
     ended = job is not None and job.ended
     if own.state is TrialState.DONE:
         return TrialState.DONE, ""

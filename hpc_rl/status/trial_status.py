@@ -1,4 +1,4 @@
-"""What happened to a trial, from the files of its directory alone: state, attempts, roles, steps, checkpoints.
+"""What happened to a trial, from the files of its directory: state, attempts, roles, steps, checkpoints.
 
 Missing, stale and partial files are tolerated: what can't be known is left out. A caller that queried the
 scheduler passes its answer in; it only tells a running job from one that was killed without recording an end.
@@ -162,7 +162,7 @@ class StatusReader:
         return log.poll()
 
     def _trains(self, attempts: list[AttemptStatus], lines: list[LineageRecord]) -> bool:
-        """Return whether the trainer that made the newest steps is still at work; true of an attempt that is over."""
+        """Return whether the trainer of the newest steps is at work; True for an attempt that is over."""
         if not attempts or attempts[-1].last_step is None:
             return False
         newest = attempts[-1]
@@ -182,7 +182,7 @@ class StatusReader:
         return not lines or (lines[-1].attempt, lines[-1].incarnation) == (newest.id, trainer.incarnation)
 
     def _ends_at(self, attempts: list[AttemptStatus], job_state: JobState | None) -> float | None:
-        """Return when the job ends: by the scheduler where it was queried, else as the supervisor recorded it."""
+        """Return when the job ends: by the scheduler's answer, else as the supervisor recorded it."""
         if job_state is not None and job_state.end_time is not None:
             return job_state.end_time
         events = self._event_rows(attempts[-1].id) if attempts else []
@@ -323,8 +323,8 @@ def _total_steps(
 ) -> int | None:
     """Return the length by the trainer's own metrics, else by the configuration.
 
-    Epochs alone don't tell it without the data. What an earlier submission's trainer logged does not count where a
-    later submission asked for another length.
+    Epochs alone don't tell it without the data. What an earlier submission's trainer logged does not count
+    where a later submission asked for another length.
     """
     lineage = history.steps[-1].get("lineage") if history.steps else None
     logged_by = next((line.submission for line in reversed(lines) if line.lineage == lineage), "")

@@ -1,4 +1,4 @@
-"""Where the processes of a trial run, by the records that they leave, and the command that opens a shell there."""
+"""Where the processes of a trial run, by their records, and the command that opens a shell there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RoleProcess:
 
 
 def role_processes(status: TrialStatus) -> list[RoleProcess]:
-    """Return the processes of the live attempt and of its server jobs, newest incarnations only, trainer first."""
+    """Return the newest processes of the live attempt and of its server jobs, trainer first."""
     names = [status.live.id] if status.live else []
     for task in status.servers[-1].tasks if status.servers else []:
         names += attempts_of(status.trial, task.id)[-1:] if task.state == "running" else []

@@ -66,7 +66,7 @@ def cancel(trial: Trial, now: bool = False) -> list[CancelledJob]:
 
 
 def _cancel_servers(trial: Trial, cluster: str) -> list[CancelledJob]:
-    """Cancel the server arrays, those of earlier submissions too; they hold no state. Raises SchedulerError."""
+    """Cancel the server arrays of all submissions; they hold no state. Raises SchedulerError."""
     done = []
     for array in read_arrays(trial):
         job = TrialJob(array.job_id, native_id=array.job_id, scheduler="slurm", cluster=cluster)

@@ -1,6 +1,7 @@
-"""What the first start of a submission would do now, and why it may be refused. Reads files of the trial only.
+"""What the first start of a submission would do now, and why it may be refused. Only reads files.
 
-The decision is the trainer's own (checkpoint/decide.py). What takes longer than a moment to read is left to the start.
+The decision is the trainer's own (checkpoint/decide.py). What takes longer than a moment to read is left to
+the start.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LOCATION_OPTIONS = ("cluster.fileroot", "experiment_name", "trial_name")
 
 @dataclass(frozen=True)
 class FirstStart:
-    """What a first start would find and do. `unread`: files of its checkpoint that only the start itself reads."""
+    """What a first start would find and do. `unread`: files of its checkpoint that only the start reads."""
 
     situation: Situation
     decision: Decision
@@ -40,7 +41,7 @@ class FirstStart:
 
 
 def predict_start(trial: Trial, config: Config, start_mode: str, from_step: int | None = None) -> FirstStart:
-    """Return what a first start in `start_mode` would do now, from checkpoint `from_step` where one is named."""
+    """Return what a first start in `start_mode` would do now, from checkpoint `from_step` if given."""
     mode, retries = config.recover.mode, config.recover.retries
     if not os.path.isdir(trial.dir):
         situation = Situation(mode, start_mode, first_start=True, wanted=from_step)
@@ -108,7 +109,7 @@ def _ways_to_resume(trial: Trial, situation: Situation) -> str:
 
 
 def advice_on(trial: Trial, situation: Situation) -> str:
-    """Return what to do where there is nothing to start from as requested, without what would be refused too."""
+    """Return what to do where there is nothing to start from as requested."""
     if situation.wanted is not None and (steps := sound_steps(trial, situation.trimmed)):
         return f"Allowed: {', '.join(map(str, steps))}."
     if situation.start_mode != "resume":
@@ -122,7 +123,7 @@ def advice_on(trial: Trial, situation: Situation) -> str:
 
 
 def sound_steps(trial: Trial, first: int = 0) -> list[int]:
-    """Return the steps of checkpoints from `first` on that look sound without reading large files, newest first."""
+    """Return the steps of checkpoints from `first` on, newest first, of which no small file is damaged."""
     found = [one for one in generation.scan(trial) if one.step >= first]
     return [one.step for one in found if not generation.verify(one, generation.LIGHT_BYTES).problem]
 
@@ -146,7 +147,7 @@ def check_end(step: int, trial: Trial, config: Config, num_rows: int | None = No
 
 
 def _data_of(trial: Trial, step: int | None) -> dict[str, Any]:
-    """Return the fingerprint of the rows behind the state to start from; {} where none was taken, as of an import."""
+    """Return the fingerprint of the rows behind the state to start from; {} where none was taken."""
     manifest = generation.check(trial.generation(step)).manifest if step is not None else None
     return (manifest.data if manifest else {}) or (rows_of(trial.rollout) if _has_batches(trial) else {})
 
@@ -159,7 +160,7 @@ def _check_rows(trial: Trial, config: Config, decision: Decision) -> None:
 
 
 def _check_batches(trial: Trial, step: int) -> None:
-    """Raise NothingToResume where the batch log can't be replayed from `step`; a large one is left to the start."""
+    """Raise NothingToResume where a batch log, unless it is large, can't be replayed from `step`."""
     if not _has_batches(trial):
         return
     size = sum(entry.stat().st_size for entry in entries(trial.rollout) if entry.is_file())
@@ -175,10 +176,10 @@ def _check_batches(trial: Trial, step: int) -> None:
 
 
 def option_changes(trial: Trial, config: Config, decision: Decision) -> list[Change]:
-    """Return what differs from the configuration behind the trial's state; nothing where there is no such state.
+    """Return what differs from the configuration behind the trial's state, if it has any.
 
-    That is the configuration of the checkpoint to be loaded, which has nothing of what was submitted since; where
-    there are only batches, the trial's own file. Raises ConfigError where neither is readable.
+    That is the configuration of the checkpoint to be loaded, which has nothing of what was submitted since;
+    where there are only batches, the trial's own file. Raises ConfigError where neither is readable.
     """
     if not has_progress(trial):
         return []
@@ -196,8 +197,9 @@ def option_changes(trial: Trial, config: Config, decision: Decision) -> list[Cha
                     f"{path}, from which trial {trial} would resume, is of another version: {error}"
                 ) from error
     raise ConfigError(
-        f"{trial.config_json} is lost or damaged, and no sound checkpoint has a copy: cannot verify that the state "
-        f"of trial {trial} is compatible with these options. Put the file back, or give another trial_name."
+        f"{trial.config_json} is lost or damaged, and no sound checkpoint has a copy: cannot verify that the "
+        f"state of trial {trial} is compatible with these options. Put the file back, or give another "
+        "trial_name."
     )
 
 
@@ -225,8 +227,9 @@ def _has_batches(trial: Trial) -> bool:
 def stale_leftovers(trial: Trial, config: Config) -> list[Path]:
     """Return files of earlier starts that no start may use, because other options or rows made them.
 
-    Only of a trial without checkpoints and batches: groups and rejections that are in no batch, and the pointer to the
-    weights that servers begin with. Where user code rejected a prompt they go as well: it may be other code now.
+    Only of a trial without checkpoints and batches: groups and rejections that are in no batch, and the
+    pointer to the weights that servers begin with.
+    Where user code rejected a prompt they are stale as well: it may be other code now.
     """
     if has_progress(trial):
         return []

@@ -1,4 +1,4 @@
-"""A trial directory while it is being prepared: one preparer at a time, and all changes are undone on failure."""
+"""A trial directory while it is prepared: by one process at a time, and undone on failure."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class LockOwner(JsonRecord):
 class TrialLock:
     """Context manager: exclusive use of a trial directory.
 
-    Leaving it by an exception undoes what was written through it: files get their old content, new ones vanish, and
-    so does a directory that did not exist before.
+    Leaving it by an exception undoes what was written through it: files get their old content, new ones
+    vanish, and so does a directory that did not exist before.
 
     Raises TrialBusy where another process has the lock, CannotWrite where the directory can't be made.
 

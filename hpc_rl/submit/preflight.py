@@ -1,7 +1,8 @@
 """Checks before a submission, while nothing has been written yet.
 
-`quick_check` is the cheap part, one sinfo, that every submission does. `full_check` is `render --check`: the scripts
-through bash, shellcheck and our linter, the request against sinfo, and Slurm's own check by `sbatch --test-only`.
+`quick_check` is the cheap part, one sinfo, that every submission does. `full_check` is `render --check`: the
+scripts through bash, shellcheck and our linter, the request against sinfo, and Slurm's own check by `sbatch
+--test-only`.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def check_capacity(config: Config, plan: Plan, nodes: list[Node]) -> list[Prefli
 
 
 def job_requests(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
-    """Return what is requested together: the trial, or in layouts with server nodes each of the two groups."""
+    """Return the requests of a trial: one, or one for each group of nodes."""
     if not plan.groups:
         return [(config, plan)]
     found = []
@@ -174,7 +175,7 @@ def _capacity_check(finding: CapacityLimit) -> PreflightCheck:
 
 @dataclass(frozen=True)
 class CapacityCheck:
-    """The notes for a submission, the plan for the nodes of the cluster, and the failed nodes that it avoids."""
+    """The notes for a submission, its plan for this cluster, and the failed nodes that it avoids."""
 
     notes: list[str]
     plan: Plan
@@ -184,7 +185,7 @@ class CapacityCheck:
 def quick_check(
     config: Config, plan: Plan, cluster: ClusterQueries, bad: Sequence[str] = ()
 ) -> CapacityCheck:
-    """Compare the request with one sinfo; where that fails, sbatch decides. Raises ConfigError for what can't run.
+    """Compare the request with one sinfo; where that fails, sbatch decides. Raises ConfigError.
 
     Args:
         config: The checked configuration.

@@ -1,6 +1,6 @@
-"""Submission: a checked configuration and its plan become a trial directory and one job; a refusal leaves no files.
+"""Submission: a checked configuration and its plan become a trial directory and one job.
 
-`render_to` stops before the scheduler.
+A refusal leaves no files. `render_to` stops before the scheduler.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def submit(
         scheduler: Where to submit; by default as `launcher.type` says.
         avoid: Additional nodes to avoid; by default those that failed the trial recently.
 
-    Raises TrialBusy, NothingToResume, CannotWrite, SchedulerError or ConfigError; a directory that did not exist before
-    is removed again then.
+    Raises TrialBusy, NothingToResume, CannotWrite, SchedulerError or ConfigError; a directory that did not
+    exist before is removed again then.
     """
     trial = trial or trial_of(loaded.config)
     scheduler = scheduler or make_scheduler(loaded.config.launcher.type, trial)
@@ -147,13 +147,13 @@ def submit(
         new_batches = needs_new_batches(loaded.config, start.situation, changed, replay)
         set_aside = batches_after(trial, start.decision.step) if new_batches else []
         request = dataclasses.replace(_StartRequest.of(plan, recovery), new_batches=new_batches)
-        made = _prepare(lock, loaded, plan, list(command), request, scheduler.name, avoid)
+        script, tag = _prepare(lock, loaded, plan, list(command), request, scheduler.name, avoid)
         for path in (trial.done, *dropped):  # a trial that was done continues
             lock.remove(path)
-        job_id = scheduler.submit(JobSpec(job_name(trial), made.script, made.tag))
+        job_id = scheduler.submit(JobSpec(job_name(trial), script, tag))
         servers = ""
         if plan.layout == "jobs":
-            servers = _submit_servers(trial, plan, job_id, made.tag, scheduler)
+            servers = _submit_servers(trial, plan, job_id, tag, scheduler)
         lock.keep()
         record = JobRecord(
             job_id=job_id,
@@ -161,7 +161,7 @@ def submit(
             cluster=cluster_name() if scheduler.name == "slurm" else "",
             time=time.time(),
             command=tuple(command),
-            tag=made.tag,
+            tag=tag,
             start_mode=request.mode,
             from_step=request.from_step,
             new_batches=new_batches,
@@ -172,7 +172,7 @@ def submit(
     trial_index.record(trial)
     return Submission(
         trial,
-        made.script,
+        script,
         scheduler.name,
         job_id,
         trial.jobs / f"{job_id}.out",
@@ -213,13 +213,11 @@ def render_to(
         dropped = stale_leftovers(trial, loaded.config)
         new_batches = needs_new_batches(loaded.config, start.situation, changed)
         request = _StartRequest(plan.recover_mode, new_batches=new_batches)
-        made = _prepare(lock, loaded, plan, list(command), request, name)
+        script, _ = _prepare(lock, loaded, plan, list(command), request, name)
         for path in dropped:
             lock.remove(path)
     changes = tuple(changed)
-    return Submission(
-        trial, made.script, name, changes=changes, step=start.decision.step, dropped=tuple(dropped)
-    )
+    return Submission(trial, script, name, changes=changes, step=start.decision.step, dropped=tuple(dropped))
 
 
 def check_submittable(
@@ -227,7 +225,8 @@ def check_submittable(
 ) -> tuple[FirstStart, list[Change]]:
     """Return what the first start of a submission would do now, and the options that change.
 
-    Reads files, queries the scheduler at most once. Raises TrialBusy, NothingToResume, ConfigError, SchedulerError.
+    Reads files, queries the scheduler at most once. Raises TrialBusy, NothingToResume, ConfigError,
+    SchedulerError.
     """
     plan.refuse_unbuilt()
     check_idle(trial)
@@ -255,7 +254,7 @@ def check_programs(plan: Plan, loaded: Loaded) -> None:
 
 
 def check_idle(trial: Trial) -> None:
-    """Raise TrialBusy while a job of the trial is pending or runs; SchedulerError where another cluster has it."""
+    """Raise TrialBusy while a job of the trial is alive; SchedulerError where another cluster has it."""
     jobs: dict[tuple[str, str], list[TrialJob]] = {}
     for job in read_jobs(trial):
         if not job.over:
@@ -270,12 +269,6 @@ def check_idle(trial: Trial) -> None:
                 )
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    script: Path
-    tag: str
-
-
 def _prepare(
     lock: TrialLock,
     loaded: Loaded,
@@ -284,8 +277,8 @@ def _prepare(
     request: _StartRequest,
     scheduler: str,
     avoid: Sequence[str] | None = None,
-) -> _Prepared:
-    """Write everything that the job reads."""
+) -> tuple[Path, str]:
+    """Write everything that the job reads; return the path of its script and its tag."""
     trial, config = lock.trial, loaded.config
     config_json = _json(to_dict(config))
     zip_name, zip_bytes = code_zip.build()
@@ -311,7 +304,7 @@ def _prepare(
     lock.write(trial.scripts / zip_name, zip_bytes)
     for name, text in scripts.items():
         lock.write(trial.scripts / name, text, mode=0o755)
-    return _Prepared(trial.scripts / script_name(scheduler), stamp.tag)
+    return trial.scripts / script_name(scheduler), stamp.tag
 
 
 def _stamp(trial: Trial, config_json: str, zip_name: str, request: _StartRequest) -> Stamp:
@@ -329,14 +322,14 @@ def _stamp(trial: Trial, config_json: str, zip_name: str, request: _StartRequest
 
 
 def render_scripts(loaded: Loaded, plan: Plan, trial: Trial, scheduler: str) -> dict[str, str]:
-    """Return the scripts of a submission by their names below scripts/. Writes nothing. Raises ConfigError."""
+    """Return the scripts of a submission by their names below scripts/. Raises ConfigError."""
     config_json = _json(to_dict(loaded.config))
     stamp = _stamp(trial, config_json, code_zip.build()[0], _StartRequest(plan.recover_mode))
     return render(loaded.config, plan, trial, stamp, scheduler, site_dirs())
 
 
 def explicit_options(loaded: Loaded) -> dict[str, Any]:
-    """Return what was given explicitly, as one file: it loads to the same configuration, with defaults adapted anew."""
+    """Return the options that were given explicitly, as a tree that loads to the same configuration."""
     tree: dict[str, Any] = {"trainer": trainer_of(loaded.config)}
     for name in sorted(loaded.origins):
         *path, last = name.split(".")

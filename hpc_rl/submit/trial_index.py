@@ -1,7 +1,7 @@
-"""The trial index: one small file per trial in the user's state directory, so that `<trial>` may be a mere name.
+"""The trial index: one file per trial in the user's state directory, so that `<trial>` may be a mere name.
 
-The index is a convenience: trials are found by path without it, entries of removed trials are shown as gone, and a
-state directory that can't be written costs a log line, not a submission.
+The index is a convenience: trials are found by path without it, entries of removed trials are shown as gone,
+and a state directory that can't be written costs a log line, not a submission.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def is_trial(path: Path) -> bool:
 def resolve(text: str) -> Trial:
     """Return the trial with a path, an `experiment/trial`, or a trial name that only one trial has.
 
-    Raises TrialNameError that lists the candidates, or near names where there is none; also for a trial that this
-    account can't read.
+    Raises TrialNameError that lists the candidates, or near names where there is none; also for a trial that
+    this account can't read.
     """
     trial = _resolve(text)
     check_readable(trial)
@@ -144,7 +144,7 @@ def check_readable(trial: Trial) -> None:
 
 
 def cli_name(trial: Trial) -> str:
-    """Return what to type for a trial: experiment/trial where only that trial matches, else its quoted path."""
+    """Return what to type for a trial: experiment/trial where that is unique, else its quoted path."""
     try:
         if _real(_resolve(str(trial)).dir) == _real(trial.dir):
             return str(trial)

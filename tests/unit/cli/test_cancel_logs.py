@@ -28,8 +28,8 @@ def trial(fake_trial, scheduler):
     ("more", "was", "call", "words"),
     [
         ([], State.RUNNING, ("nudge", "7"), "saves its state"),
-        (["--now"], State.RUNNING, ("cancel", "7"), "saves its state if that fits"),
-        ([], State.PENDING, ("cancel", "7"), "out of the queue"),
+        (["--now"], State.RUNNING, ("cancel", "7"), "saves its state if"),
+        ([], State.PENDING, ("cancel", "7"), "from the queue"),
     ],
 )
 def test_the_wish_is_written_before_the_scheduler_is_told(trial, scheduler, capsys, more, was, call, words):
@@ -102,7 +102,7 @@ def test_a_finished_job_gets_no_wish(trial, fake_trial, scheduler):
 
 def test_waiting_is_bounded_and_tells(trial, scheduler, capsys):
     assert main(["cancel", "t1", "--wait_s", "0.1"]) == 75
-    assert "still runs" in capsys.readouterr().out
+    assert "still shutting down" in capsys.readouterr().out
     scheduler.on_call = lambda: scheduler.answers.update({"7": State.CANCELLED})
     assert main(["cancel", "t1", "--wait_s", "5"]) == 0
     assert "is over" in capsys.readouterr().out

@@ -149,11 +149,11 @@ def test_the_generation_asked_for_is_read_whole_where_that_is_quick(trial, capsy
     assert main(["recover", "small", "--from", "6", "--explain"]) == 0
     said = capsys.readouterr().out
     assert "not read     " not in said
-    assert "generation   9, of lineage 0, job job-1: looks sound; its content was not read\n" in said
-    assert "generation   6, of lineage 0, job job-1: valid\n" in said
+    assert "checkpoint   9, lineage 0, job job-1: looks sound; its content was not read\n" in said
+    assert "checkpoint   6, lineage 0, job job-1: valid\n" in said
     monkeypatch.setattr(start_facts, "IN_PASSING_BYTES", 8)
     assert main(["recover", "small", "--from", "6", "--explain"]) == 0
-    assert "so the start reads it before it sets later ones aside" in capsys.readouterr().out
+    assert "the start reads them before it sets" in capsys.readouterr().out
     (trial.generation(6) / "state").write_text("tornx of 6")
     assert main(["recover", "small", "--from", "6", "--explain"]) == 0
 
@@ -277,7 +277,7 @@ def test_what_can_not_start_over_is_not_told_to(trial, scheduler, config, capsys
 
 def test_an_imported_generation_of_step_0_can_be_named(trial, capsys, make_generation):
     assert main(["recover", "small", "--from", "0", "--explain"]) == 3
-    assert "from generation 0 as asked: it does not exist; there are 3, 6, 9" in capsys.readouterr().out
+    assert "it does not exist; there are 3, 6, 9" in capsys.readouterr().out
     make_generation(trial, 0)
     assert main(["recover", "small", "--from", "gen-00000000"]) == 0
     assert begin(start(trial, "job-2"))["step"] == 0
@@ -287,16 +287,16 @@ def test_an_imported_generation_of_step_0_can_be_named(trial, capsys, make_gener
 @pytest.mark.parametrize(
     ("seals", "step", "words"),
     [
-        ((), 9, r"generation 9, which would be taken instead of one of step 9\. Import as step 10 or later"),
+        ((), 9, r"checkpoint 9, which would be taken instead of one of step 9\. Import as step 10 or later"),
         (
             (8, 9, 10, 11),
             12,
-            r"can't go on from step 12: of the batch log batches 8 to 11 are there\. Import as a step from 10 to 11",
+            r"from step 12: the batch log only contains batches 8 to 11\. Import as a step from 10 to 11",
         ),
         (
             (8, 9),
             10,
-            r"can't go on from step 10: .*Import into another trial, or set actor\.path of a new one",
+            r"from step 10: .*Import into another trial, or set actor\.path of a new one",
         ),
     ],
 )

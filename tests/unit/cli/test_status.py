@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import time
 
@@ -11,6 +13,7 @@ import pytest
 from hpc_rl.cli.__main__ import main
 from hpc_rl.schedulers.base import State
 from hpc_rl.submit import trial_index
+from hpc_rl.trial import write_json
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -24,9 +27,9 @@ job         8 (local), submitted 2026-09-21 14:21
 attempts
   7.0           cancelled after 1 min 9 s   started 2026-09-21 14:13, fresh, reached step 57
                 cancelled by the user, state saved
-  8.0           running   started 2026-09-21 14:21, from generation 57, reached step 80
-                lineage 1 from generation 57: loading generation 57
-                lineage 2 from generation 70: loading generation 70
+  8.0           running   started 2026-09-21 14:21, from checkpoint 57, reached step 80
+                lineage 1 from checkpoint 57: loading checkpoint 57
+                lineage 2 from checkpoint 70: loading checkpoint 70
                 trainer-0 started again after incarnation 0: ended by SIGKILL
 
 roles
@@ -37,7 +40,7 @@ roles
 metrics     step 80: reward 0.8, staleness 0.5, seconds per step 1
 held-out    reward 0.31 (step 0) -> 0.55 (step 60)
 
-generation  newest 70
+checkpoint  newest 70
 next        hpc-rl logs exp/t1 --follow
             hpc-rl cancel exp/t1
 """
@@ -54,14 +57,14 @@ def trial(fake_trial, scheduler, monkeypatch):
     fake_trial.job("8", at=500, start_mode="resume")
     for role in ("server", "rollout", "trainer"):
         fake_trial.started("8.0", role, at=501)
-    fake_trial.lineage(1, 57, "8.0", reason="loading generation 57")
+    fake_trial.lineage(1, 57, "8.0", reason="loading checkpoint 57")
     fake_trial.steps("8.0", 58, 72, lineage=1, at=510)
     fake_trial.evaluation("8.0", 60, 0.55)
     fake_trial.event("8.0", "progress", at=525, step=70)
     fake_trial.exited("8.0", "trainer", 137, "ended by SIGKILL", at=530)
     fake_trial.started("8.0", "trainer", incarnation=1, at=531)
     fake_trial.generation(70)
-    fake_trial.lineage(2, 70, "8.0", incarnation=1, reason="loading generation 70")
+    fake_trial.lineage(2, 70, "8.0", incarnation=1, reason="loading checkpoint 70")
     fake_trial.steps("8.0", 71, 80, lineage=2, incarnation=1, at=540)
     trial_index.record(fake_trial.trial)
     scheduler.answers["8"] = State.RUNNING
@@ -113,7 +116,7 @@ def test_starts_that_led_nowhere_are_shown_with_what_ended_each(fake_trial, sche
     trial_index.record(fake_trial.trial)
     assert main(["status", "t1"]) == 0
     out = capsys.readouterr().out
-    assert "no progress 2 starts in a row without a new generation" in out
+    assert "no progress 2 starts in a row without a new checkpoint" in out
     assert "  trainer 0 of attempt 7.0 failed (boom)\n" in out
     assert "  trainer 0 of attempt 7.1 ran into its time limit (the job's time is nearly over)\n" in out
     main(["status", "t1", "--json"])
@@ -150,11 +153,7 @@ def test_a_trial_that_goes_on_from_an_imported_generation_0_is_not_called_fresh(
     trial_index.record(fake_trial.trial)
     main(["status", "t1"])
     out = capsys.readouterr().out
-    assert (
-        "from generation 0" in out
-        and "lineage 0 from generation 0: loading generation 0" in out
-        and "fresh" not in out
-    )
+    assert "from checkpoint 0" in out and "lineage 0 from checkpoint 0: " in out and "fresh" not in out
 
 
 def test_a_place_of_generations_that_is_no_folder_does_not_keep_status_from_the_rest(
@@ -192,7 +191,7 @@ def test_list_shows_every_trial_newest_first(trial, make_fake_trial, tmp_path, c
     main(["list", "--json"])
     assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["gone", "running"]
     main(["list", "--prune"])
-    assert "forgotten: exp/t2" in capsys.readouterr().out
+    assert "exp/t2" in capsys.readouterr().out
     assert len(trial_index.entries()) == 1
 
 
@@ -232,3 +231,57 @@ def test_many_attempts_fit_one_screen(fake_trial, scheduler, capsys):
 def test_list_of_nothing_says_what_to_type(capsys):
     assert main(["list"]) == 0
     assert "hpc-rl quickstart" in capsys.readouterr().out
+
+
+def test_control_characters_of_user_code_never_reach_the_terminal(fake_trial, scheduler, capsys):
+    fake_trial.run_to(3)
+    attempt = fake_trial.trial.attempt("7.0")
+    write_json(attempt.rollout_report(0), {"last_error": "\x1b[31mred\x07\nforged line", "time": time.time()})
+    attempt.log("trainer", 0, 0).write_text("\x1b]0;title\x07text\n")
+    fake_trial.exited("7.0", "server", 1, "\x1b[2Jcleared")
+    fake_trial.event("7.0", "gave_up", role="server", index=0, reason="\x9b31m")
+    fake_trial.ended("7.0", 70, "\x1bcreset")
+    for command in (["status"], ["status", "--follow"], ["logs"]):
+        main([command[0], str(fake_trial.trial.dir), *command[1:]])
+    said = capsys.readouterr()
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", said.out + said.err)
+    assert "\\x1b[31mred\\x07 forged line" in said.out and "\\x1b]0;title\\x07text" in said.out
+
+
+@pytest.fixture
+def as_other_account(fake_trial):
+    """Runs commands as an account that may not read the trial."""
+    directory = str(fake_trial.trial.dir)
+    fake_trial.run_to(3)
+    for command in COMMANDS_OF_A_TRIAL:
+        main([*command, directory])  # imports what a command needs, which this account may read
+
+    def run(*command: str) -> int:
+        fake_trial.trial.dir.chmod(0)
+        os.seteuid(12345) if os.getuid() == 0 else None
+        try:
+            return main([*command, directory])
+        finally:
+            os.seteuid(os.getuid())
+            fake_trial.trial.dir.chmod(0o700)
+
+    return run
+
+
+COMMANDS_OF_A_TRIAL = (
+    ["status"],
+    ["logs"],
+    ["attach", "--list"],
+    ["checkpoint", "list"],
+    ["recover", "--explain"],
+    ["cancel"],
+)
+
+
+def test_the_trial_of_another_account_is_refused_in_a_sentence(as_other_account, scheduler, capsys):
+    capsys.readouterr()
+    for command in COMMANDS_OF_A_TRIAL:
+        code = as_other_account(*command)
+        said = capsys.readouterr()
+        assert code == 64, (command, said)
+        assert "another account" in said.err and "internal error" not in said.err

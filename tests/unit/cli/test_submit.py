@@ -367,7 +367,7 @@ def test_explain_shows_the_decision_and_does_nothing(stopped, scheduler, capsys)
     assert main(["recover", "small", "--explain", "actor.eps_clip=0.3"]) == 3
     out = capsys.readouterr().out
     assert "changed    actor.eps_clip: 0.2 -> 0.3  (safe)" in out
-    assert "generation   5" in out
+    assert "checkpoint   5" in out
     assert "no valid generation to resume from" in out
     assert scheduler.calls == [("submit", "job-1")]
     assert main(["recover", "small", "--explain", "--json"]) == 3

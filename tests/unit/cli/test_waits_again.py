@@ -52,7 +52,7 @@ def test_cancel_takes_it_out_of_the_queue(trial, scheduler, fake_trial, capsys):
     assert main(["cancel", "t1"]) == 0
     assert scheduler.calls == [("cancel", "7"), ("nudge", "8")]
     assert trial.cancel_intent("7").exists()
-    assert "job 7 of exp/t1 waited to be started; it is taken out of the queue" in capsys.readouterr().out
+    assert "job 7 of exp/t1 was pending and has been removed from the queue" in capsys.readouterr().out
 
 
 def test_a_job_of_another_cluster_hides_none_from_a_cancel_and_starts_no_second(

@@ -402,3 +402,33 @@ def test_no_damaged_file_keeps_status_from_the_rest(fake_trial, damage, name):
     status = read_status(fake_trial.trial)
     assert status.step == 5
     assert text(status)[0].startswith("exp/t1")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"),
+    [(None, "no checkpoint was saved"), (3, "steps after checkpoint 3 were not saved"), (5, "state saved")],
+)
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_stop_is_called_saved_only_where_its_last_step_was(fake_trial, checkpoint, expected, cancelled):
+    fake_trial.run_to(5)
+    if cancelled:
+        fake_trial.cancel_wish("7")
+    if checkpoint is not None:
+        fake_trial.generation(checkpoint)
+    fake_trial.ended("7.0", 75, "no space left")
+    fake_trial.script_said("7", "ended", code=75, cancelled=cancelled)
+    reason = read_status(fake_trial.trial).reason
+    assert expected in reason and "no space left" in reason
+    assert ("state saved" in reason) is (checkpoint == 5)
+
+
+@pytest.mark.parametrize("cause", ["cancelled", None])
+def test_the_reason_of_a_cancel_is_given_once(fake_trial, cause):
+    fake_trial.run_to(5)
+    fake_trial.cancel_wish("7")
+    fake_trial.generation(5)
+    record = {"exit_code": 75, "reason": "cancelled by the user", "cause": cause}
+    write_json(fake_trial.trial.attempt("7.0").ended, record)
+    fake_trial.script_said("7", "ended", code=75)
+    told = read_status(fake_trial.trial).attempts[0].cause
+    assert told == "cancelled by the user, state saved" + ("" if cause else ": cancelled by the user")
