@@ -20,7 +20,7 @@ from hpc_rl.types import TrajectoryGroup, decode
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def make_toy(folder: Path, *models: str, seed: int = 1) -> Path:
+def make_toy(folder: Path, *models: str, seed: int = 0) -> Path:
     """Make the toy's task, and a random model of each name, in a folder; return the folder."""
     toy.make_task(folder / "task", seed)
     for name in models:
