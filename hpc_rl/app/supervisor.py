@@ -19,6 +19,7 @@ from hpc_rl.files import Room
 from hpc_rl.name_resolve import open_names
 from hpc_rl.name_resolve.base import NameResolve
 from hpc_rl.plan.schema import Plan
+from hpc_rl.proc import raise_limits
 from hpc_rl.records import EndedRecord
 from hpc_rl.supervise.deadline import JobEndTime
 from hpc_rl.supervise.processes import open_steps
@@ -38,6 +39,7 @@ def main() -> int:
         "--steps", required=True, choices=("srun", "process"), help="how processes are started"
     )
     args = parser.parse_args()
+    raise_limits()
     trial = Trial(args.trial_dir)
     attempt = trial.attempt(args.attempt)
     log.setup("supervisor", secrets=list(trial.tokens().values()))

@@ -37,6 +37,7 @@ BAD_OPTIONS = ("nolock", "localflock", "local_lock=all", "local_lock=flock", "no
 LOCAL_CACHES = (
     "hpc-rl takes no locks there, but libraries may: keep HF_HOME, TRITON_CACHE_DIR on a local disk."
 )
+NOT_WRITABLE = "name a directory that can be written as cluster.fileroot, or ask the administrators."
 NOT_FOR_TRIALS = "this file system can't hold trials: choose another one as cluster.fileroot."
 
 
@@ -54,16 +55,15 @@ def check_directory(path: Path, on_slurm: bool, timeout_s: float = TIMEOUT_S) ->
     """Return the findings about a directory, from a child process."""
     argv = [sys.executable, "-m", "hpc_rl.doctor.filesystem", str(path)]
     argv += ["--on_slurm"] if on_slurm else []
-    fix = "name a directory that can be written as cluster.fileroot, or ask the administrators."
     try:
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
         )
         return [Finding.from_json(row) for row in json.loads(done.stdout)]
     except subprocess.TimeoutExpired:
-        return [fail("fileroot", f"{path} gave no answer within {timeout_s:g} s", fix)]
+        return [fail("fileroot", f"{path} gave no answer within {timeout_s:g} s", NOT_WRITABLE)]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        return [fail("fileroot", f"the probe of {path} failed: {error}", fix)]
+        return [fail("fileroot", f"the probe of {path} failed: {error}", NOT_WRITABLE)]
 
 
 def probe(path: Path, on_slurm: bool) -> list[Finding]:
@@ -71,18 +71,20 @@ def probe(path: Path, on_slurm: bool) -> list[Finding]:
     base = next(parent for parent in (path, *path.parents) if parent.exists())
     kind, options = mount_of(base)
     findings = [check_shared(path, kind, on_slurm), check_mount_options(options)]
-    fix = "name a directory that can be written as cluster.fileroot, or ask the administrators."
     try:
         folder = Path(tempfile.mkdtemp(prefix=".hpc-rl-doctor-", dir=base))
     except OSError as error:
-        return [fail("fileroot", f"{base} can't be written: {error.strerror or error}", fix), *findings]
+        return [
+            fail("fileroot", f"{base} can't be written: {error.strerror or error}", NOT_WRITABLE),
+            *findings,
+        ]
     here = DirectoryProbe(path, base, folder, on_slurm)
     writable = ok("fileroot", str(path) + ("" if path.is_dir() else " (made at the first submit)"))
     try:
         return [writable, *findings, *(check(here) for check in DIRECTORY_CHECKS)]
     except OSError as error:
         reason = f"{error.strerror or error} ({error.filename or folder})"
-        return [fail("fileroot", reason, fix), *findings]
+        return [fail("fileroot", reason, NOT_WRITABLE), *findings]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_rl.errors import SchedulerError
+
+SLURM_FIX = "check SLURM_CONF and that munge is running; otherwise contact your administrators."
+
 
 class Status(enum.StrEnum):
     OK = "ok"
@@ -87,14 +91,18 @@ Check = Callable[[Requirements], Finding]
 
 
 def run_checks(checks: Iterable[Check], needs: Requirements) -> list[Finding]:
-    """Run checks in their order; one that the machine does not allow is a warning."""
+    """Run checks in their order; one that the machine does not allow is a warning, one without Slurm fails."""
     findings = []
     for check in checks:
         try:
             findings.append(check(needs))
+        except SchedulerError as error:
+            findings.append(fail(_name(check), str(error), SLURM_FIX))
         except OSError as error:
-            name = check.__name__.removeprefix("check_").replace("_", " ")
-            findings.append(
-                warn(name, f"could not be checked: {error}", "run the command by hand as this user.")
-            )
+            found = f"could not be checked: {error}"
+            findings.append(warn(_name(check), found, "try it by hand as this user."))
     return findings
+
+
+def _name(check: Check) -> str:
+    return check.__name__.removeprefix("check_").replace("_", " ")

@@ -18,7 +18,6 @@ from hpc_rl.render import code_zip
 from hpc_rl.schedulers.slurm import clean_environment
 from hpc_rl.trial import read_json, write_json
 
-PATIENCE_S = 90.0
 SLOW_S = 5.0
 STALE_S = 1.0
 MAX_CLOCK_SKEW_S = 2.0
@@ -57,37 +56,21 @@ def visit(needs: Requirements, options: Sequence[str], wait_s: float) -> VisitRe
         write_json(folder / "needs.json", asdict(replace(needs, num_nodes=num_nodes)))
     except OSError as error:
         raise CannotWrite(f"{folder} can't be written: {error.strerror or error}") from error
+    program = [needs.python, "-m", "hpc_rl.doctor.node", "--dir", str(folder / "meet")]
+    program += ["--needs", str(folder / "needs.json"), "--count", str(num_nodes)]
+    environ = {**clean_environment(os.environ), "PYTHONPATH": str(folder / name)}
+    if is_inside:  # srun must know the job, and nothing else of what surrounds it
+        environ["SLURM_JOB_ID"] = os.environ["SLURM_JOB_ID"]
     try:
-        complaint = _run_step(folder, folder / name, needs.python, num_nodes, is_inside, options, wait_s)
+        complaint = _run([*srun(num_nodes, is_inside, options), *program], environ, wait_s)
         return VisitResult(read_reports(folder / "meet"), num_nodes, complaint)
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(folder)
 
 
-def _run_step(
-    folder: Path,
-    code: Path,
-    python: str,
-    num_nodes: int,
-    is_inside: bool,
-    options: Sequence[str],
-    wait_s: float,
-) -> str:
+def _run(argv: list[str], environ: dict[str, str], wait_s: float) -> str:
     """Run the nodes' program; return srun's error."""
-    program = [python, "-m", "hpc_rl.doctor.node", "--dir", str(folder / "meet")]
-    program += [
-        "--needs",
-        str(folder / "needs.json"),
-        "--count",
-        str(num_nodes),
-        "--patience_s",
-        str(PATIENCE_S),
-    ]
-    environ = {**clean_environment(os.environ), "PYTHONPATH": str(code)}
-    if is_inside:  # srun must know the job, and nothing else of what surrounds it
-        environ["SLURM_JOB_ID"] = os.environ["SLURM_JOB_ID"]
-    argv = [*srun(num_nodes, is_inside, options), *program]
     try:
         done = subprocess.run(
             argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=wait_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -54,8 +55,7 @@ def check_python(needs: Requirements) -> Finding:
 
 def check_torch(needs: Requirements) -> Finding:
     found = versions(needs.python or sys.executable)
-    python = needs.python or "launcher.python"
-    fix = f"`pip install 'torch>={_dots(MIN_TORCH)}' transformers safetensors` into {python}."
+    fix = f"`pip install 'torch>={_dots(MIN_TORCH)}' transformers safetensors` into launcher.python."
     if isinstance(found, str):
         return fail("torch", found, "set launcher.python to the interpreter that has torch.")
     missing = [name for name in ("torch", "transformers", "safetensors") if not found.get(name)]
@@ -139,13 +139,9 @@ def visible_gpus() -> tuple[int, str]:
     if named is not None:
         return len([one for one in named.split(",") if one.strip() not in ("", "-1")]), "CUDA_VISIBLE_DEVICES"
     if shutil.which("nvidia-smi"):
-        try:
-            done = subprocess.run(
-                ["nvidia-smi", "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30
-            )
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
             return sum(line.startswith("GPU ") for line in done.stdout.splitlines()), "nvidia-smi"
-        except (OSError, subprocess.TimeoutExpired):
-            pass
     devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]
     return len(devices), "/dev/nvidia*"
 
@@ -306,13 +302,10 @@ def check_leftovers(needs: Requirements) -> Finding:
     found = leftovers()
     if not found:
         return ok("leftovers", "no process of an earlier trial")
-    named = "; ".join(
-        f"{one.pid}" + (f" of job {one.job_id}" if one.job_id else "") + f" {one.command[:60]}"
-        for one in found[:3]
-    )
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    named = [f"{one.pid} of job {one.job_id or '?'} {one.command[:60]}" for one in found[:3]]
+    named += [f"{len(found) - 3} more"] if len(found) > 3 else []
     fix = f"their supervisor has ended; stop them: kill {' '.join(str(one.pid) for one in found)}"
-    return warn("leftovers", f"{named}{more}", fix)
+    return warn("leftovers", "; ".join(named), fix)
 
 
 def leftovers(proc: Path = Path("/proc")) -> list[LeftoverProcess]:

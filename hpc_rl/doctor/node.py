@@ -128,13 +128,12 @@ class Visit:
 
     def _exclusive(self) -> None:
         """Create the same names as all others at once; each kind must have one winner."""
-        for kind, attempt in (
-            ("open", lambda path: os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))),
-            ("mkdir", os.mkdir),
-        ):
-            with contextlib.suppress(FileExistsError):
-                attempt(self.folder / f"won.{kind}")
-                self.seen.won.append(kind)
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self.folder / "won.open", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            self.seen.won.append("open")
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.folder / "won.mkdir")
+            self.seen.won.append("mkdir")
         if create_exclusive(self.folder / "won.link", f"{self.rank}\n"):
             self.seen.won.append("link")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 
-from hpc_rl.doctor.finding import Check, Finding, Requirements, fail, ok, run_checks, warn
-from hpc_rl.errors import SchedulerError
+from hpc_rl.doctor.finding import SLURM_FIX, Check, Finding, Requirements, fail, ok, run_checks, warn
 from hpc_rl.schedulers import sinfo, slurm
 from hpc_rl.schedulers.slurm import SlurmScheduler
 
@@ -44,8 +43,7 @@ def check_controller(needs: Requirements) -> Finding:
     lines = done.stdout.splitlines()
     if done.returncode != 0 and not any("UP" in line for line in lines):
         said = " ".join((done.stderr or done.stdout).split())[-MAX_MESSAGE:]
-        fix = "check SLURM_CONF and that munge is running; otherwise contact your administrators."
-        return fail("slurm controller", said or "no answer", fix)
+        return fail("slurm controller", said or "no answer", SLURM_FIX)
     down = [line for line in lines if "DOWN" in line]
     if down:
         return warn("slurm controller", "; ".join(down), "a backup answers; tell your administrators.")
@@ -89,12 +87,4 @@ def check_slurm(needs: Requirements) -> list[Finding]:
     first = check_programs(needs)
     if shutil.which("sinfo") is None or shutil.which("scontrol") is None:
         return [first]
-    findings = [first]
-    for check in SLURM_CHECKS:
-        try:
-            findings += run_checks([check], needs)
-        except SchedulerError as error:
-            name = "slurm " + check.__name__.removeprefix("check_")
-            fix = "check SLURM_CONF and that munge is running; otherwise contact your administrators."
-            findings.append(fail(name, str(error), fix))
-    return findings
+    return [first, *run_checks(SLURM_CHECKS, needs)]

@@ -22,6 +22,10 @@ class _Held:
     moved_at: float
     released: bool = False
 
+    def view(self, key: str, now: float) -> LeaseView:
+        age_s = now - self.moved_at
+        return LeaseView(key, copy.deepcopy(self.value), self.epoch, age_s <= self.ttl_s, age_s)
+
 
 class MemoryNames(PollingNames):
     """Share the object between threads. `clock` gives seconds; leases are judged by it."""
@@ -68,13 +72,7 @@ class MemoryNames(PollingNames):
         with self._lock:
             now = self._clock()
             return {
-                key: LeaseView(
-                    key,
-                    copy.deepcopy(held.value),
-                    held.epoch,
-                    now - held.moved_at <= held.ttl_s,
-                    now - held.moved_at,
-                )
+                key: held.view(key, now)
                 for key, held in sorted(self._held.items())
                 if _under(prefix, key) and not held.released
             }

@@ -116,8 +116,7 @@ class SharedFsNames(PollingNames):
             *folders, name = components(prefix)
             folder = self.root.joinpath(*folders)
             for entry in _scan(folder):
-                is_own = entry == name + RECORD or (entry.startswith(name + EPOCH))
-                if is_own:
+                if entry == name + RECORD or entry.startswith(name + EPOCH):
                     yield folder / entry
             yield from _walk(folder / name)
         else:
@@ -152,9 +151,8 @@ class SharedFsLease:
     def renew(self, value: dict[str, Any] | None = None) -> None:
         highest = _highest_epoch(self._base)
         if highest > self.epoch or self._released:
-            raise Stale(
-                f"lease {self.key!r}: epoch {self.epoch} was released or is older than epoch {highest}"
-            )
+            reason = f"epoch {self.epoch} was released or is older than epoch {highest}"
+            raise Stale(f"lease {self.key!r}: {reason}")
         self._value = self._value if value is None else value
         self._counter += 1
         self._write()
@@ -178,11 +176,8 @@ class SharedFsLease:
 
 
 def _highest_epoch(base: Path) -> int:
-    marks = [
-        name.removeprefix(base.name + EPOCH)
-        for name in _scan(base.parent)
-        if name.startswith(base.name + EPOCH)
-    ]
+    prefix = base.name + EPOCH
+    marks = [name.removeprefix(prefix) for name in _scan(base.parent) if name.startswith(prefix)]
     return max((int(mark) for mark in marks if mark.isdecimal()), default=0)
 
 
