@@ -87,8 +87,7 @@ class Commit:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def commit(self, manifest: Manifest) -> Manifest:
-        """Check the ranks' files, add the configuration in force, seal and rename; return the manifest with
-        its files.
+        """Check the ranks' files, add the configuration in force, seal, rename; return the manifest.
 
         Raises RoleFailed if the files are not as the ranks recorded them, OSError.
         """
@@ -151,8 +150,7 @@ class Found:
 
 
 def scan(trial: Trial) -> list[Found]:
-    """Return all generations, newest first, checked by manifest and listing only (`verify` reads the
-    content).
+    """Return all generations, newest first, checked by manifest and listing; `verify` reads their content.
 
     Raises TrialStateError if `recover/` is not a folder: its content is unknown, so nothing may start.
     """

@@ -12,7 +12,7 @@ from hpc_rl.config.loading.fields import options, section_of
 from hpc_rl.config.loading.load import ALIASES
 from hpc_rl.config.loading.parser import config_parser, describe_options, sections
 from hpc_rl.config.sections.experiment import CONFIGS
-from hpc_rl.config.tables.areal import DEPARTURES, UNAVAILABLE
+from hpc_rl.config.tables.areal_options import DEPARTURES, UNAVAILABLE
 from hpc_rl.config.tables.atlas import ALIASES as ATLAS
 from hpc_rl.errors import ConfigError
 

@@ -36,9 +36,11 @@ RECORD = ".json"
 
 
 class SharedFsNames(PollingNames):
-    """Args:
-    root: The trial's own directory for names; made when the first record is written.
-    clock: Seconds of this reader; leases are judged by it alone.
+    """Records as files below one directory.
+
+    Args:
+        root: The trial's own directory for names; made when the first record is written.
+        clock: Seconds of this reader; leases are judged by it alone.
     """
 
     def __init__(self, root: str | Path, clock: Callable[[], float] = time.monotonic) -> None:

@@ -224,8 +224,7 @@ class Run:
         self._line_at = now
 
     def save(self, recipe: Any, step: int, last: bool = False) -> None:
-        """Save a generation, unless the mode forbids it or it exists; then remove what retention does not
-        keep.
+        """Save a generation, unless the mode forbids it or it exists; then apply retention.
 
         The last one is waited for. With `recover.async_save` the others are written while training continues;
         one that is due while another is in flight follows it.

@@ -77,9 +77,9 @@ class Saving:
         self._holds = Holds(self.trial)
 
     def start(self, step: int, manifest: Callable[[], Manifest], copied: bool, last: bool = False) -> None:
-        """Begin to save the state after `step`; `settle` finishes it. Collective. No other save may be in
-        flight.
+        """Begin to save the state after `step`; `settle` finishes it. Collective.
 
+        No other save may be in flight.
         If not `copied`, the live tensors are written: settle before the next update. `last`: no step follows.
         """
         assert self._job is None, "one save at a time"

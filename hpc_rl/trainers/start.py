@@ -101,8 +101,7 @@ def begin(start: TrainerContext) -> dict[str, Any]:
 
 
 def load_state(start: TrainerContext, begun: dict[str, Any], engine: Engine) -> dict[str, Any]:
-    """Load what `begin` chose; set aside a generation with a damaged file, and load what is chosen then.
-    Collective.
+    """Load what `begin` chose; set aside a damaged generation, and load what is chosen then. Collective.
 
     Returns what training begins from, in the form of `begin`. The engine is made anew if a damaged generation
     may have been loaded in part and the start is fresh.

@@ -82,8 +82,7 @@ class Publisher:
     def publish(
         self, version: WeightVersion, path: Path, stopping: threading.Event | None = None
     ) -> Published:
-        """Bring the weights at `path` into the servers; return once one has them, or after `stopping` was
-        set.
+        """Bring the weights at `path` into the servers; return once one has them, or `stopping` is set.
 
         Raises RoleFailed if no server took them within setup_timeout_s.
         """

@@ -16,7 +16,7 @@ _ONLY_GRPO = ("sglang", "launcher.rollout_", "launcher.inference_server_")
 
 
 def read_preset(name: str) -> SourceValue:
-    """Raises ConfigError for a name that is not known."""
+    """Return a preset. Raises ConfigError for an unknown name."""
     if name not in (*BELOW, *OVER):
         near = difflib.get_close_matches(name, [*BELOW, *OVER], n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
@@ -34,8 +34,10 @@ def _named(item: SourceValue, origin: str) -> SourceValue:
 def fit(
     preset: SourceValue, known: Mapping[str, Any], present: Collection[str], prefix: str = ""
 ) -> SourceValue:
-    """What of a preset this trainer has; `actor` stands for `model` too, and an optional section that it does not make
-    must be there already."""
+    """Return the part of a preset that a trainer has; `actor` includes `model`.
+
+    An optional section that the preset does not complete is left out unless it is in `present`.
+    """
     tree: dict[str, SourceValue] = {}
     for key, item in preset.value.items():
         own = "model" if not prefix and key == "actor" and "actor" not in known else key

@@ -16,7 +16,7 @@ from hpc_rl.config.sections.experiment import (
     value_of,
 )
 from hpc_rl.config.sections.operations import FrequencyConfig
-from hpc_rl.config.tables.areal import UNAVAILABLE
+from hpc_rl.config.tables.areal_options import UNAVAILABLE
 from hpc_rl.errors import ConfigError
 from hpc_rl.trial import check_name
 

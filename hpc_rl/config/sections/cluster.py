@@ -66,8 +66,7 @@ class ClusterSpecConfig:
 
 @dataclass(kw_only=True)
 class ServerJobsConfig:
-    """Slurm options of the server nodes, in the layouts `hetjob` and `jobs`; null means as in
-    `launcher.slurm`.
+    """Slurm options of the server nodes (layouts `hetjob` and `jobs`); null means as in `launcher.slurm`.
 
     Args:
         partition: Partition. A preemptible one is safe: losing servers only slows the trial down.
@@ -203,8 +202,10 @@ class SlurmLauncherConfig:
 
 @dataclass(kw_only=True)
 class HooksConfig:
-    """Scripts that run at fixed moments of every attempt, after those in the site's `hooks.d`. A script is a
-    path or inline text (several lines, or one that begins with `#!`); a copy is submitted.
+    """Scripts that run at fixed moments of every attempt.
+
+    They run after those in the site's `hooks.d`. A script is a path or inline text (several lines, or one that begins
+    with `#!`); a copy is submitted.
 
     Args:
         dir: Directory with scripts that are named after the moments below.

@@ -25,8 +25,7 @@ class FrequencyConfig:
 
 @dataclass(kw_only=True)
 class IdentityConfig:
-    """The identity of the trial, which AReaL files repeat in many sections; only the trial's own values are
-    accepted.
+    """The trial's identity, which AReaL files repeat in many sections; other values are refused.
 
     Args:
         experiment_name: Must equal the trial's `experiment_name`; null follows it.
@@ -71,8 +70,10 @@ class SaverConfig(FrequencyConfig, IdentityConfig):
 
 @dataclass(kw_only=True)
 class EvaluatorConfig(FrequencyConfig, IdentityConfig):
-    """Evaluation on `valid_dataset`. With such a dataset one always runs after the last step, and in a GRPO
-    trial also before the first."""
+    """Evaluation on `valid_dataset`.
+
+    With such a dataset one always runs after the last step, and in a GRPO trial also before the first.
+    """
 
 
 @dataclass(kw_only=True)
@@ -125,8 +126,7 @@ class TensorBoardConfig:
 
 @dataclass(kw_only=True)
 class WandBConfig:
-    """Weights & Biases, in addition to the files that are always written. Its API key is never part of a
-    configuration: see `wandb_api_key`.
+    """Weights & Biases, in addition to the files that are always written.
 
     Args:
         mode: `online` sends metrics, `offline` writes files for `wandb sync`, `disabled` does neither.
@@ -198,8 +198,9 @@ class StatsLoggerConfig(IdentityConfig):
 
 @dataclass(kw_only=True)
 class SchedulerConfig:
-    """AReaL's scheduler service, which hpc-rl does not have: Slurm places the roles, and rewards run in the
-    rollout role.
+    """AReaL's scheduler service, which hpc-rl does not have.
+
+    Slurm places the roles, and rewards run in the rollout role.
 
     Args:
         endpoint: Address of the service; only the default is accepted.

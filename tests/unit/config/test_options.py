@@ -8,7 +8,7 @@ import pytest
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.profiles import site_dirs
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.tables.areal import UNAVAILABLE
+from hpc_rl.config.tables.areal_options import UNAVAILABLE
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 

@@ -20,7 +20,7 @@ from hpc_rl.config.loading.fields import default_of, hints, options, section_of
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.experiment import CONFIGS
-from hpc_rl.config.tables.areal import DEPARTURES
+from hpc_rl.config.tables.areal_options import DEPARTURES
 from hpc_rl.config.tables.atlas import ALIASES
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan

@@ -18,7 +18,7 @@ import pytest
 from hpc_rl.config.loading.fields import hints, options, section_of
 from hpc_rl.config.rules.container_rules import OPTION
 from hpc_rl.config.sections.experiment import CONFIGS, last_step
-from hpc_rl.config.tables.areal import UNAVAILABLE
+from hpc_rl.config.tables.areal_options import UNAVAILABLE
 from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS
 from hpc_rl.plan.containers import PYTHONS
 from hpc_rl.render.directives import SLURM_OPTIONS
