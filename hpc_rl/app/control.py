@@ -102,9 +102,9 @@ def listen(stopping: threading.Event, deadline: Deadline, stacks: Stacks) -> Non
     os._exit(ExitCode.KILLED_BY_SYSTEM)
 
 
-def obey(words: list[str], stopping: threading.Event, deadline: Deadline, stacks: Stacks) -> None:
+def obey(line: list[str], stopping: threading.Event, deadline: Deadline, stacks: Stacks) -> None:
     """Obey one line."""
-    match words:
+    match line:
         case ["stop"]:
             stopping.set()
         case ["stacks"]:
@@ -114,4 +114,4 @@ def obey(words: list[str], stopping: threading.Event, deadline: Deadline, stacks
         case ["ends_in", seconds]:
             deadline.at = time.monotonic() + float(seconds)
         case _:
-            logger.warning("unknown control message from the supervisor: %s", words)
+            logger.warning("unknown control message from the supervisor: %s", line)

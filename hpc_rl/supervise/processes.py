@@ -1,8 +1,8 @@
-"""Steps: starts the processes of a unit and holds them as one handle. Two ways: children of this process, or one srun.
+"""Starts the processes of a unit, as children of this process or by one srun, and holds them as one handle.
 
 Every process has a pipe from the supervisor as standard input. The supervisor alone holds the other end, so
-that its death, of whatever kind, ends them all; what it writes there asks them to stop. A pipe and not a
-signal, because srun brings signals to every process of the step, children of the role included.
+that its death, of whatever kind, ends them all; what it writes there asks them to stop. Not by signals: srun
+sends those to every process of the step, children of the role included.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.files import last_lines
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.proc import start_ticks
+from hpc_rl.records import ProcessRecord
 from hpc_rl.render.container_command import command_of, common_env, container_env
-from hpc_rl.trial import Attempt, read_json
+from hpc_rl.trial import Attempt
 
 logger = logging.getLogger(__name__)
-AFTER_CLEAN_S = 30.0  # for the other tasks, once one has ended with 0 or 75
+AFTER_CLEAN_S = 30.0  # for the other tasks, once one has exited with 0 or 75
 AFTER_FAILURE_S = 5.0  # enough for peers to put their own failure on record
 KILL_STEP_S = 10.0  # for srun to end its step, before the client itself is killed
-STOP, STACKS = "stop", "stacks"  # what the pipe says; see app/control.py
+STOP, STACKS = "stop", "stacks"  # lines of the pipe; see app/control.py
 CLEAN = (0, 75)
 STEPS_SCRIPT = "steps.sh"  # below scripts/ of the trial
-_WAITS = re.compile(r"step creation (?:temporarily|still) disabled, retrying")  # srun's words
+_WAITING = re.compile(r"step creation (?:temporarily|still) disabled, retrying")  # srun's message
 
 
 @dataclass(frozen=True)
@@ -52,37 +53,38 @@ class Handle(Protocol):
     children: list[Child]
 
     def poll(self) -> int | None:
-        """None while anything of it runs; then the launcher's code. To be called often: it ends stragglers."""
+        """Return the launcher's code, None while a process runs. To be called often: it kills stragglers."""
 
     def ask_to_stop(self) -> None:
-        """Every process saves and ends when it can."""
+        """Ask every process to save and exit."""
 
-    def tell(self, words: str) -> None:
-        """A line to every process of it."""
+    def send(self, line: str) -> None:
+        """Send a line to every process."""
 
     def unplaced(self) -> str:
-        """What the scheduler says while it starts no process of it; empty where it does, or is not asked."""
+        """Return the scheduler's message while it starts no process; "" where it does, or there is none."""
 
     def dump_stacks(self) -> None:
-        """Every process writes down where it is, though it may neither listen nor run."""
+        """Have every process dump its stacks, although it may neither listen nor run."""
 
     def kill(self) -> None:
-        """End everything of it by force; poll says when that has happened."""
+        """Kill all processes; poll returns once that has happened."""
 
 
 class Steps(Protocol):
-    """Raises OSError when a unit can't be started at all."""
+    """How processes are started."""
 
-    def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle: ...
+    def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle:
+        """Start an incarnation of a unit. Raises OSError."""
 
 
 def _search_path(environ: dict[str, str], unit: Unit) -> dict[str, str]:
-    """A PYTHONPATH of the unit's comes after that of the code of the submission, which must not get lost by it."""
+    """Return the PYTHONPATH of a unit: its own comes after the code of the submission."""
     paths = [path for path in (environ.get("PYTHONPATH"), unit.env.get("PYTHONPATH")) if path]
     return {"PYTHONPATH": ":".join(paths)} if paths else {}
 
 
-# --- processes ---------------------------------------------------------------------------------------------------------
+# --- processes -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -122,22 +124,22 @@ class ProcessSteps:
         if visible and unit.gpu_offset + count > len(visible):
             wanted = f"GPUs {unit.gpu_offset} to {unit.gpu_offset + count - 1} of this machine"
             raise ConfigError(
-                f"the plan gives {unit.role} {unit.index} the {wanted}, but CUDA_VISIBLE_DEVICES shows {len(visible)}: "
-                "lower cluster.n_gpus_per_node, or show more."
+                f"the plan gives {unit.role} {unit.index} the {wanted}, but CUDA_VISIBLE_DEVICES has "
+                f"{len(visible)}: lower cluster.n_gpus_per_node, or make more GPUs visible."
             )
         ids = visible or [str(number) for number in range(unit.gpu_offset + count)]
         return ",".join(ids[unit.gpu_offset : unit.gpu_offset + count])
 
 
 class ProcessHandle:
-    """Child processes, ended together."""
+    """Child processes that are stopped and killed together."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.children: list[Child] = []
         self._clock = clock
         self._tasks: list[subprocess.Popen[bytes]] = []
         self._pipes: list[int] = []
-        self._codes: dict[int, int] = {}  # by rank, in the order of the ends
+        self._codes: dict[int, int] = {}  # by rank, in the order of the exits
         self._deadline = float("inf")
 
     def add(self, argv: list[str], env: dict[str, str], log: Path, rank: int) -> None:
@@ -161,16 +163,16 @@ class ProcessHandle:
         return None
 
     def ask_to_stop(self) -> None:
-        self.tell(STOP)
+        self.send(STOP)
 
-    def tell(self, words: str) -> None:
-        _write(self._pipes, words)
+    def send(self, line: str) -> None:
+        _write(self._pipes, line)
 
     def unplaced(self) -> str:
         return ""
 
     def dump_stacks(self) -> None:
-        """The tasks alone, not their children, which may not expect the signal; one that was stopped runs on to obey it."""
+        # Only the tasks: their children may not expect the signal. A stopped task must run to obey it.
         for rank, task in enumerate(self._tasks):
             if rank not in self._codes:
                 for number in (signal.SIGUSR1, signal.SIGCONT):
@@ -184,7 +186,8 @@ class ProcessHandle:
 
 
 def _reap(task: subprocess.Popen[bytes]) -> int | None:
-    """The code of an ended child. What it left in its group is killed while the zombie still keeps the group's number."""
+    """Return the code of a child that has exited, or None, and kill what it left in its group."""
+    # While the zombie is there its number can't be that of another group.
     if task.returncode is not None:
         return task.returncode
     if os.waitid(os.P_PID, task.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -198,7 +201,7 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-# --- srun --------------------------------------------------------------------------------------------------------------
+# --- srun ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -265,18 +268,18 @@ class SrunHandle:
         return code
 
     def ask_to_stop(self) -> None:
-        self.tell(STOP)
+        self.send(STOP)
 
-    def tell(self, words: str) -> None:
-        _write(self._pipes, words)
+    def send(self, line: str) -> None:
+        _write(self._pipes, line)
 
     def unplaced(self) -> str:
-        """A job that has lost a node may wait for ever: Slurm does not take back what its earlier steps held (22.05)."""
+        # A job that lost a node may wait for ever: Slurm 22.05 does not free what its earlier steps held.
         last = "".join(last_lines(self._log, 1)).strip()
-        return last if _WAITS.search(last) and not any(self._processes.glob(self._records)) else ""
+        return last if _WAITING.search(last) and not any(self._processes.glob(self._records)) else ""
 
     def dump_stacks(self) -> None:
-        """srun brings USR1 to its tasks. Those that were stopped need a CONT, which srun keeps to itself."""
+        # srun forwards USR1 to its tasks, but not the CONT that stopped ones need.
         if self._client.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._client.pid, signal.SIGUSR1)
@@ -284,16 +287,12 @@ class SrunHandle:
             self._scancel = subprocess.Popen(["scancel", "--signal=CONT", step], stdin=subprocess.DEVNULL)
 
     def _step_of(self, record: Path) -> str:
-        """`<job>.<step>` by what a task left on record; Slurm says it to the tasks alone."""
-        number = (read_json(record) or {}).get("step", "")
-        return (
-            f"{os.environ['SLURM_JOB_ID']}.{number}"
-            if str(number).isdigit() and "SLURM_JOB_ID" in os.environ
-            else ""
-        )
+        """Return `<job>.<step>` by the record of a task; Slurm tells it to the tasks alone."""
+        process, job_id = ProcessRecord.read(record), os.environ.get("SLURM_JOB_ID")
+        return f"{job_id}.{process.step}" if process and process.step.isdigit() and job_id else ""
 
     def kill(self) -> None:
-        """TERM makes srun kill its step; a client that does not manage is killed itself, and its tasks lose their pipe."""
+        """Have srun kill its step; a client that does not manage is killed later, which closes the pipe."""
         if self._client.returncode is None and self._kill_client_at == float("inf"):
             self._kill_client_at = self._clock() + KILL_STEP_S
             with suppress(ProcessLookupError):
@@ -314,16 +313,17 @@ def open_steps(kind: str, plan: Plan) -> Steps:
 
 
 def unplaced_reason(unit: Unit, plan: Plan, said: str) -> str:
-    """Return why a step may have no place on its nodes: each step is given whole cores of what the job asked for."""
+    """Return why a step may have no place on its nodes: each step gets whole cores of its job."""
     return (
         f"Slurm starts no step of {unit.role} {unit.index} on its nodes ({said}): it asks each for "
-        f"{unit.tasks_per_node * unit.cpus_per_task} CPUs in whole cores, of {plan.threads_per_core} threads per core "
-        f"as the plan has it (scontrol show node: ThreadsPerCore); the plan asks for {plan.cpus_per_node} CPUs per node"
+        f"{unit.tasks_per_node * unit.cpus_per_task} CPUs in whole cores, of {plan.threads_per_core} threads "
+        "per core as the plan has it (scontrol show node: ThreadsPerCore); the plan asks for "
+        f"{plan.cpus_per_node} CPUs per node"
     )
 
 
 def job_hosts(nodelist: str) -> list[str]:
-    """Node names of a job in Slurm's order. Local: scontrol asks nobody for this. Raises SchedulerError."""
+    """Return the node names of a job in Slurm's order, without the controller. Raises SchedulerError."""
     try:
         done = subprocess.run(
             ["scontrol", "show", "hostnames", nodelist],
@@ -341,11 +341,11 @@ def job_hosts(nodelist: str) -> list[str]:
     return done.stdout.split()
 
 
-# --- both --------------------------------------------------------------------------------------------------------------
+# --- both ------------------------------------------------------------------------------------------------
 
 
 def _spawn(argv: list[str], env: dict[str, str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """A child in a session of its own, and the writing end of its standard input. Raises OSError."""
+    """Start a child in a session of its own; return it with the writing end of its input. Raises OSError."""
     read_end, write_end = os.pipe()  # neither is inherited, but for the child's own standard input
     try:
         with log.open("ab") as output:
@@ -361,12 +361,11 @@ def _spawn(argv: list[str], env: dict[str, str], log: Path) -> tuple[subprocess.
     return task, write_end
 
 
-def _write(pipes: list[int], words: str) -> None:
+def _write(pipes: list[int], line: str) -> None:
     for pipe in pipes:
-        with suppress(
-            BrokenPipeError, BlockingIOError
-        ):  # a process that reads nothing is found out by what it does not do
-            os.write(pipe, f"{words}\n".encode())
+        # A process that does not read is noticed when it does not stop.
+        with suppress(BrokenPipeError, BlockingIOError):
+            os.write(pipe, f"{line}\n".encode())
 
 
 def _close(pipes: list[int]) -> None:

@@ -218,7 +218,7 @@ class TrialRunner(UnitLoop):
             self.machine.announce_end(StopCause.TIME_LIMIT)
         for (role, _), (handle, _) in self.handles.items():
             if role == "rollout":
-                handle.tell(f"ends_in {max(0.0, self.deadline.until_drain_s):.1f}")
+                handle.send(f"ends_in {max(0.0, self.deadline.until_drain_s):.1f}")
 
     def look_for_hangs(self, now: float) -> None:
         """Kill what hangs, and what the scheduler starts on no node. Raises OSError."""

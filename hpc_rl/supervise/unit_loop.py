@@ -277,7 +277,7 @@ class UnitLoop(ABC):
             if hangs:
                 handle.dump_stacks()
             else:
-                handle.tell(STACKS)
+                handle.send(STACKS)
 
     def _avoid(self, nodes: Sequence[str], reason: str) -> None:
         # Where that can't be written the next start may get these nodes, and will report them again.

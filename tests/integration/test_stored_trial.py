@@ -1,4 +1,4 @@
-"""Trials of an earlier version: status tells what happened, recover continues them, a queued job is requeued."""
+"""Trials of an earlier version: status tells their story, recover continues them, a queued job requeues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rounds of a trial's supervisor, without processes: leases, requests, and a file system that fails for a moment."""
+"""The rounds of a trial's supervisor, without processes: leases, requests, a file system that fails."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FakeHandle:
     def ask_to_stop(self) -> None:
         self.lines.append("stop")
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         self.lines.append(line)
 
     def dump_stacks(self) -> None:

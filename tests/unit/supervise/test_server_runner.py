@@ -1,4 +1,4 @@
-"""The supervisor of a server node: it keeps its replica alive, and ends in bounded time once nobody needs it."""
+"""The supervisor of a server node: keeps its replica alive, and stops soon once it is not needed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FakeHandle:
     def kill(self) -> None:
         self.code = -9
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         pass
 
     def dump_stacks(self) -> None:
