@@ -20,9 +20,8 @@ from hpc_rl.errors import Damaged
 
 SCHEMA = 2
 NAME = "manifest.json"
-IMPORTED = (
-    "import"  # in place of an attempt and a submission, of a generation that a person made of other weights
-)
+# attempt and submission of a generation that the user made of other weights
+IMPORTED = "import"
 IMPORTED_LINEAGE = -1
 
 
