@@ -1,7 +1,8 @@
-"""What a request must pass: its token and its body are checked here, for the rollout service and the servers' proxies.
+"""Checks that a request must pass, for the rollout service and the servers' proxies: its token and its body.
 
-A trial has two tokens: `control` (batches, publish, shutdown) and `data` (generation, counters). A token travels as
-`Authorization: Bearer <token>`; the data token also as a path prefix, `/t/<data token>/...`, for clients without headers.
+A trial has two tokens: `control` (batches, publish, shutdown) and `data` (generation, counters). A token
+travels as `Authorization: Bearer <token>`; the data token also as a path prefix, `/t/<data token>/...`, for
+clients without headers.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def _bytes(given: str) -> bytes:
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object that a request's body holds. Raises ValueError for anything else, and for deep nesting."""
+    """Return the JSON object that a request's body holds.
+
+    Raises ValueError for anything else, and for deep nesting.
+    """
     if _depth(body) > MAX_DEPTH:
         raise ValueError(f"the body is nested deeper than {MAX_DEPTH} levels")
     try:

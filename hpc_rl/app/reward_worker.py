@@ -1,4 +1,6 @@
-"""The user's reward function in its own process, started by an executor worker with `package.module:name` as its argument."""
+"""The user's reward function in its own process, started by an executor worker with `package.module:name` as
+its argument.
+"""
 
 from __future__ import annotations
 

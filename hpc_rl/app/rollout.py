@@ -32,7 +32,7 @@ LEASE_TTL_S = 10.0
 
 
 def body(context: role.Context) -> int:
-    """Serve until told to stop."""
+    """Serve until asked to stop."""
     if not isinstance(context.config, GRPOConfig):
         raise ConfigError("this trial has no rollout section: an sft trial has no rollout role")
     return asyncio.run(serve(context, context.config))
@@ -123,7 +123,8 @@ async def _renew(lease: Lease, record: dict, service: RolloutService) -> None:
         await asyncio.sleep(1.0)
         try:
             await asyncio.to_thread(lease.renew, {**record, keys.WAITS_FOR_ROOM: service.ledger.room.waiting})
-        except OSError as error:  # a shared file system may fail for a while; the ledger's own writes decide whether we live
+        # a shared file system may fail for a while; the ledger's own writes decide whether we live
+        except OSError as error:
             logger.warning("can't renew the lease: %s", error)
 
 

@@ -1,4 +1,6 @@
-"""An executor worker of the rollout role: started by it, talks to it over standard input and output, ends with it."""
+"""An executor worker of the rollout role: started by it, talks to it over standard input and output, ends
+with it.
+"""
 
 from __future__ import annotations
 

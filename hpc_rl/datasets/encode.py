@@ -31,7 +31,7 @@ def encode_prompt(tokenizer: Tokenizer, row: dict[str, Any]) -> list[int]:
 
 
 def encode_sequence(tokenizer: Tokenizer, row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int32 [L], loss_mask bool [L]) of prompt, completion and the end-of-sequence token; true from the completion on."""
+    """Return ids [L] of prompt, completion and end of sequence, and loss_mask [L], false for the prompt."""
     completion = row.get("completion")
     if not isinstance(completion, str):
         raise ConfigError(
@@ -108,7 +108,7 @@ class Prompts:
 def encode_all(
     encode: Callable[[dict[str, Any]], T], rows: list[dict[str, Any]], num_workers: int
 ) -> list[T]:
-    """`encode` of every row, in order, by so many threads: the tokenizer works outside of Python's lock."""
+    """Return `encode` of each row, in order, by threads: the tokenizer releases Python's lock."""
     if not num_workers:
         return [encode(row) for row in rows]
     with ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize") as pool:
@@ -116,7 +116,10 @@ def encode_all(
 
 
 def load_sequences(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[tuple[np.ndarray, np.ndarray]]:
-    """encode_sequence of every row with at most `max_length` tokens, in file order. Raises ConfigError if none is left."""
+    """encode_sequence of every row with at most `max_length` tokens, in file order.
+
+    Raises ConfigError if none is left.
+    """
     read = load_rows(dataset.path)
     rows = encode_all(lambda row: encode_sequence(tokenizer, row), read, dataset.num_workers)
     if dataset.max_length is not None:
@@ -131,7 +134,8 @@ def load_sequences(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[tuple[n
 def encode_pair(tokenizer: Tokenizer, row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """(ids of chosen, ids of rejected), int32, each with the end-of-sequence token.
 
-    `chosen` and `rejected` are completions of `prompt` (or of `messages`), or, without one, whole texts or lists of messages.
+    `chosen` and `rejected` are completions of `prompt` (or of `messages`), or, without one, whole texts or
+    lists of messages.
     """
     chosen, rejected = (_scored(tokenizer, row, row.get(column)) for column in ("chosen", "rejected"))
     return chosen, rejected
@@ -148,7 +152,8 @@ def _scored(tokenizer: Tokenizer, row: dict[str, Any], text: Any) -> np.ndarray:
     else:
         has = ", ".join(map(repr, row)) or "nothing"
         raise ConfigError(
-            f"an rw row needs `chosen` and `rejected` (text, or without a prompt lists of messages); this one has {has}."
+            "an rw row needs `chosen` and `rejected` (text, or without a prompt lists of messages); "
+            f"this one has {has}."
         )
     if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(tokenizer.eos_token_id)
@@ -158,7 +163,10 @@ def _scored(tokenizer: Tokenizer, row: dict[str, Any], text: Any) -> np.ndarray:
 
 
 def load_pairs(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[tuple[np.ndarray, np.ndarray]]:
-    """encode_pair of every row without those above `max_length` tokens, in file order. Raises ConfigError if none is left."""
+    """encode_pair of every row without those above `max_length` tokens, in file order.
+
+    Raises ConfigError if none is left.
+    """
     read = load_rows(dataset.path)
     pairs = encode_all(lambda row: encode_pair(tokenizer, row), read, dataset.num_workers)
     if dataset.max_length is not None:

@@ -1,7 +1,8 @@
-"""Order: in which order rows are visited, as a pure function of (seed, epoch, number of rows); and the cursor.
+"""The order in which rows are visited: a pure function of (seed, epoch, number of rows); and the cursor.
 
-The cursor is one integer, the index that counts visited rows over all epochs from 0: nothing else needs saving.
-Built on the raw stream of a bit generator, which NumPy promises to keep, so the order is the same on every version.
+The cursor is one integer, the index that counts visited rows over all epochs from 0: nothing else needs
+saving. Built on the raw stream of a bit generator, which NumPy promises to keep, so the order is the same on
+every version.
 """
 
 from __future__ import annotations
@@ -28,5 +29,5 @@ def locate(index: int, seed: int, num_rows: int, shuffle: bool = True) -> tuple[
 
 
 def sample_seed(seed: int, epoch: int | str, row: int, sample: int | str) -> int:
-    """The sampling seed of one sample, 63 bits: the same for the same sample, whenever and wherever it is made."""
+    """Return the sampling seed of one sample, 63 bits: the same wherever and whenever it is made."""
     return xxhash.xxh64_intdigest(f"sample/{seed}/{epoch}/{row}/{sample}".encode()) >> 1

@@ -1,7 +1,8 @@
-"""Rows of a dataset: dicts from a .jsonl or .parquet file or from a directory with a saved Hugging Face dataset.
+"""Rows of a dataset: dicts from a .jsonl or .parquet file, or from a saved Hugging Face dataset.
 
-Whole in memory; streaming is left out. What the columns mean is encode.py's business. A fingerprint is taken while they are
-read: which row comes when follows from their number and order, so a trial goes on with the very same ones.
+Whole in memory; streaming is left out. What the columns mean is encode.py's business. A fingerprint is taken
+while they are read: which row comes when follows from their number and order, so a trial continues with the
+very same ones.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ IN_PASSING_BYTES = (
 
 
 class Rows(list[T]):
-    """Rows, or what was made of them, and the fingerprint of all rows as they were read: {"rows": number, "xxh3": hex digits}."""
+    """Rows, or what was made of them, and their fingerprint: {"rows": number, "xxh3": hex digits}."""
 
     def __init__(self, rows: Iterable[T], fingerprint: Mapping[str, Any]) -> None:
         super().__init__(rows)
@@ -36,16 +37,17 @@ def check_same_rows(path: str | Path, before: Mapping[str, Any], now: Mapping[st
         return
     there = f"{now['rows']} rows" if before["rows"] != now["rows"] else "as many with other content"
     raise ConfigError(
-        f"train_dataset.path {path} had {before['rows']} rows when {when}, and has {there} now: some would be trained on twice, "
-        "others never. Put the former rows back; to train on these, give another trial_name (`hpc-rl checkpoint export` makes a "
+        f"train_dataset.path {path} had {before['rows']} rows when {when}, and has {there} now: "
+        "some would be trained on twice, others never. Put the former rows back; to train on these, "
+        "give another trial_name (`hpc-rl checkpoint export` makes a "
         "model of this trial's state, for actor.path or model.path)."
     )
 
 
 def fingerprint_in_passing(path: str | Path) -> dict[str, Any]:
-    """The fingerprint that `load_rows` would take, where it is had in a moment: of a .jsonl file of up to IN_PASSING_BYTES.
+    """Return the fingerprint that `load_rows` would take, of a .jsonl file of up to IN_PASSING_BYTES.
 
-    {} for any other, and for what can't be read: whoever trains on it will say why.
+    {} for any other, and for what can't be read: the process that trains on it reports why.
     """
     path = Path(path).expanduser()
     try:
@@ -61,7 +63,8 @@ def load_rows(path: str | Path) -> Rows[dict[str, Any]]:
     path = Path(path).expanduser()
     if not path.exists():
         raise ConfigError(
-            f"dataset {path} does not exist. Give a .jsonl or .parquet file, or a directory with a saved dataset."
+            f"dataset {path} does not exist. "
+            "Give a .jsonl or .parquet file, or a directory with a saved dataset."
         )
     if path.is_dir():
         rows = _saved(path)
@@ -89,7 +92,7 @@ def _parsed(path: Path, rows: list[dict[str, Any]]) -> Iterator[bytes]:
         try:
             row = json.loads(line.decode())
         except ValueError as error:
-            raise ConfigError(f"dataset {path} line {number} is no JSON: {error}") from None
+            raise ConfigError(f"dataset {path} line {number} is not valid JSON: {error}") from None
         if not isinstance(row, dict):
             raise ConfigError(
                 f"dataset {path} line {number} must be a JSON object, got {type(row).__name__}."

@@ -1,7 +1,7 @@
-"""Tokenizer: a Hugging Face tokenizer folder through the `tokenizers` library, and its chat template in a Jinja sandbox.
+"""Tokenizer: a Hugging Face tokenizer folder through `tokenizers`, and its chat template in a Jinja sandbox.
 
-The only one of the rollout role, its workers, the datasets and the embedded servers. Only fast tokenizers (tokenizer.json).
-No torch, no transformers: processes start fast and stay small.
+The only one of the rollout role, its workers, the datasets and the embedded servers. Only fast tokenizers
+(tokenizer.json). No torch, no transformers: processes start fast and stay small.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Tokenizer:
     """Text to ids and back.
 
     Args:
-        folder: Holds tokenizer.json, and beside it tokenizer_config.json, chat_template.jinja, generation_config.json.
+        folder: Holds tokenizer.json, and beside it tokenizer_config.json, chat_template.jinja,
+            generation_config.json.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -34,7 +35,8 @@ class Tokenizer:
         path = self.folder / "tokenizer.json"
         if not path.exists():
             raise ConfigError(
-                f"tokenizer {self.folder} has no tokenizer.json. Give the folder of a model with a fast tokenizer."
+                f"tokenizer {self.folder} has no tokenizer.json. "
+                "Give the folder of a model with a fast tokenizer."
             )
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()

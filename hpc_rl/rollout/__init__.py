@@ -1,1 +1,1 @@
-"""Rollout: prompts in, scored trajectory groups out; the ledger and the batch log; the role's HTTP service and its client."""
+"""Prompts in, scored trajectory groups out; the batch log; the role's HTTP service and its client."""

@@ -1,7 +1,8 @@
 """RolloutClient: how the trainer asks the rollout role, synchronously, for batches and evaluations.
 
-It finds the role by its lease and survives the role's restarts: as long as the role comes back within `deadline_s` the
-caller notices nothing but the wait. What the role has answered for a step it answers again, so asking twice is harmless.
+It finds the role by its lease and survives the role's restarts: as long as the role comes back within
+`deadline_s` the caller notices nothing but the wait. What the role has answered for a step it answers again,
+so asking twice is harmless.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ NOT_YET = (0, 425, 503)  # away; does not see the record of our lineage yet; end
 
 
 class RolloutClient:
-    """Rank 0's: a batch goes on to the other ranks by their own network; not for several threads at once.
+    """Rank 0's: a batch is passed to the other ranks by their own network; not for several threads at once.
 
     Args:
         names: Where the lease of the rollout role lies.
         tokens: The trial's two tokens, `{"control": …, "data": …}`.
         deadline_s: The role may be away this long before RoleFailed.
-        poll_s: How long the role holds a request that it can't answer yet; also how late `stopping` may be seen.
+        poll_s: How long the role holds a request that it can't answer yet; also how late `stopping` may be
+            seen.
     """
 
     def __init__(
@@ -47,9 +49,10 @@ class RolloutClient:
         self._away_since: float | None = None
 
     def batch(self, step: int, lineage: int, stopping: threading.Event | None = None) -> Batch | None:
-        """Batch `step`, for a trainer at version step-1 of `lineage`; None if `stopping` was set first or no time is left.
+        """Return batch `step` for a trainer at version step-1 of `lineage`; None when stopped or out of time.
 
-        Raises Stale where a trainer of a later lineage has asked before, RoleFailed where the role stays away or can't answer.
+        Raises Stale where a trainer of a later lineage has asked before, RoleFailed where the role stays away
+        or can't answer.
         """
         body = self.batch_bytes(step, lineage, stopping)
         return None if body is None else decode(body)
@@ -57,22 +60,31 @@ class RolloutClient:
     def batch_bytes(
         self, step: int, lineage: int, stopping: threading.Event | None = None, within_s: float = math.inf
     ) -> bytes | None:
-        """As batch, still encoded. Raises TimeoutError where it is not there within_s: asking again goes on waiting."""
+        """As batch, still encoded.
+
+        Raises TimeoutError where it is not there within_s: asking again continues to wait.
+        """
         path = f"/batch?step={step}&lineage={lineage}&wait_s={self.poll_s}"
         return self._until_answered("GET", path, None, stopping, within_s)
 
     def evaluate(self, label: str, stopping: threading.Event | None = None) -> EvalResult | None:
-        """Mean reward over the held-out prompts under the weights `label`; None if `stopping` was set. Raises as batch does."""
+        """Mean reward over the held-out prompts under the weights `label`; None if `stopping` was set.
+
+        Raises as batch does.
+        """
         payload = {"version": label, "wait_s": self.poll_s}
         body = self._until_answered("POST", "/evaluate", payload, stopping)
         return None if body is None else decode(body)
 
     def retain(self, step: int) -> None:
-        """Say that batches up to `step` are not needed any more. A role that is away for now is told the next time."""
+        """Report that batches up to `step` are not needed any more.
+
+        A role that is away is notified the next time.
+        """
         try:
             self._request("POST", "/retain", {"step": step}, "control")
         except (OSError, http.client.HTTPException, LookupError) as error:
-            logger.info("retain %d was not heard: %s", step, error)
+            logger.info("could not send retain(%d) to the rollout service: %s", step, error)
 
     def status(self) -> dict[str, Any]:
         """The role's counters. Raises OSError, LookupError while it is away."""

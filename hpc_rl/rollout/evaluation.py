@@ -1,4 +1,4 @@
-"""Evaluations: every held-out prompt once, made by the weights of one version; outside the batch log and its capacity."""
+"""Evaluations: every held-out prompt once, made by the weights of one version; outside the batch log."""
 
 from __future__ import annotations
 

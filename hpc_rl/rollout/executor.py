@@ -1,6 +1,9 @@
-"""Executor: the rollout service's side of its worker processes. Starts them, hands out prompts, notices deaths at once.
+"""Executor: the rollout service's side of its worker processes.
 
-It knows tickets and messages (pipes.py), not what a prompt is worth: the tickets of a dead worker are reported as lost.
+Starts them, hands out prompts, notices deaths at once.
+
+It knows tickets and messages (pipes.py), not what a prompt is worth: the tickets of a dead worker are
+reported as lost.
 """
 
 from __future__ import annotations
@@ -131,8 +134,8 @@ class Executor:
             seat.short_lives = 0 if time.monotonic() - began > LONG_LIFE_S else seat.short_lives + 1
             if seat.short_lives >= MAX_SHORT_LIVES:
                 raise RoleFailed(
-                    f"executor worker {seat.number} exited {seat.short_lives} times in a row, last with code {code}"
-                    + (f": {seat.error}" if seat.error else "")
+                    f"executor worker {seat.number} exited {seat.short_lives} times in a row, "
+                    f"last with code {code}" + (f": {seat.error}" if seat.error else "")
                 )
             pause_s = min(MAX_BACKOFF_S, 0.1 * 4 ** (seat.short_lives - 1)) if seat.short_lives else 0.0
             logger.warning(

@@ -1,4 +1,4 @@
-"""How long prompts take, and whether one that is issued now can still be finished before the trainer is stopped.
+"""How long prompts take, and whether one issued now can be finished before the trainer is stopped.
 
 What is cut off is lost work, not lost data: its prompt would be issued again by the next attempt.
 """

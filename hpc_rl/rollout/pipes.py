@@ -1,8 +1,7 @@
-"""Messages between parent and child over pipes: a 4-byte big-endian length, then `types.encode` of one of the dicts below.
+"""Messages between parent and child over pipes: a 4-byte big-endian length, then the encoded dict.
 
-The rollout role sends RunPrompt and CancelPrompt to an executor worker. The worker answers WorkerReady (or WorkerEnds), then
-for each ticket one of GroupMade,
-PromptScored, PromptRejected and PromptFailed.
+The rollout role sends RunPrompt and CancelPrompt to an executor worker. The worker answers WorkerReady (or
+WorkerEnds), then for each ticket one of GroupMade, PromptScored, PromptRejected and PromptFailed.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ def read_blocking(file: BinaryIO) -> dict[str, Any] | None:
 
 
 def take_stdout() -> int:
-    """Keep standard output for frames: returns its descriptor; what user code prints goes to standard error from now on."""
+    """Return a copy of standard output for messages; from now on user code prints to standard error."""
     own = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
@@ -134,7 +133,10 @@ def take_stdout() -> int:
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent dies, even in the middle of user code that never looks at its pipe. Linux only."""
+    """Be killed when the parent dies, even in the middle of user code that never looks at its pipe.
+
+    Linux only.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -150,7 +152,7 @@ async def exit_code(process: asyncio.subprocess.Process) -> int:
 
 
 def kill(process: asyncio.subprocess.Process) -> None:
-    """Not by `process.kill()`: that polls first, and takes the exit code away from the event loop, which then reports 255."""
+    """Kill without `process.kill()`, which polls first and takes the exit code away from the event loop."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)

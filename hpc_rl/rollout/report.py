@@ -1,4 +1,4 @@
-"""What the rollout role reports of itself: counters on request, and a file in its attempt, for `hpc-rl status`."""
+"""What the rollout role reports: counters on request, and a file in its attempt for `hpc-rl status`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def keep_reporting(
     slow: Callable[[], dict[str, Any]] = dict,
     every_s: float = EVERY_S,
 ) -> None:
-    """Write `status()`, and what `slow()` finds in a thread, to the file whenever it has changed; returns never.
+    """Write `status()` and, from a thread, `slow()` to the file whenever they have changed; returns never.
 
     A file system that fails costs a log line.
     """

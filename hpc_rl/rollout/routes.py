@@ -52,8 +52,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def routes(service: RolloutService, num_servers: Callable[[], int] = lambda: 0) -> list[web.RouteDef]:
     """Return the routes of batches, evaluations, counters and trimming.
 
-    The control token is the trainer's: only its requests cut a batch, begin a lineage or start an evaluation. A request with
-    the data token reads what is there.
+    The control token is the trainer's: only its requests cut a batch, begin a lineage or start an evaluation.
+    A request with the data token reads what is there.
     """
 
     async def batch(request: web.Request) -> web.Response:
@@ -134,7 +134,7 @@ def needs_control(handler: Handler) -> Handler:
 
 
 def application(defs: Iterable[web.RouteDef], tokens: dict[str, str]) -> web.Application:
-    """Return an application with all routes, with and without the token prefix, behind the check of tokens."""
+    """Return an application with all routes, also below the token prefix, behind the check of tokens."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:

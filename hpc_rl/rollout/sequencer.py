@@ -1,8 +1,11 @@
-"""Sequencer: which prompt is issued next, which groups make the next batch. A state machine without I/O or time.
+"""Sequencer: which prompt is issued next, which groups make the next batch.
 
-Every prompt index is in exactly one place: running (issued, under a ticket), waiting (to be issued again), ready (a group in
-the ledger), or resolved (in a sealed batch, or rejected). A result counts only under the ticket that its index runs under:
-what a worker that was given up sends later is ignored. The shell (service.py) does the I/O in between.
+A state machine without I/O or time.
+
+Every prompt index is in exactly one place: running (issued, under a ticket), waiting (to be issued again),
+ready (a group in the ledger), or resolved (in a sealed batch, or rejected). A result counts only under the
+ticket that its index runs under: what a worker that was given up sends later is ignored. The shell
+(service.py) does the I/O in between.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class Rules:
 
     @property
     def bounds_age(self) -> bool:
-        """Whether each group's age counts: synchronous training has no use for older weights, whatever the bound."""
+        """Whether each group's age counts; it does in synchronous training, whatever the bound."""
         return self.bound != "soft" or self.eta == 0
 
 
@@ -84,7 +87,7 @@ class Sequencer:
         self.restore(State())
 
     def restore(self, state: State) -> None:
-        """Take over what is on disk; what runs goes on unless it was resolved there."""
+        """Take over what is on disk; what runs continues unless it was resolved there."""
         self.seals = dict(state.seals)
         self.trimmed = state.trimmed
         self.top = state.top
@@ -125,10 +128,13 @@ class Sequencer:
         return self.top == 0 and self.next_index == 0
 
     def observe(self, lineage: int, version: int) -> list[int]:
-        """The trainer is at this version of this lineage; returns tickets that are given up. Raises Stale for an old lineage.
+        """The trainer is at this version of this lineage; returns tickets that are given up.
 
-        A trainer that went back makes the weights older than what runs was begun at. Where age is bounded, that is issued again;
-        where training is synchronous, so is what a new lineage's publish has cut in two, for bits depend on it.
+        Raises Stale for an old lineage.
+
+        A trainer that went back makes the weights older than what runs was begun at. Where age is bounded,
+        that is issued again; where training is synchronous, so is what a new lineage's publish has cut in
+        two, for bits depend on it.
         """
         if lineage < self.lineage:
             raise Stale(f"lineage {lineage} asks, but lineage {self.lineage} has begun")
@@ -146,7 +152,7 @@ class Sequencer:
         return given_up
 
     def overtaken(self, ticket: int, newest_lineage: int) -> bool:
-        """Whether a finished group is given up: it has tokens of a trainer that went back, published, and has not asked yet.
+        """Give a finished group up if it has tokens of a trainer that went back and has not asked yet.
 
         Nothing is issued then before that trainer shows where it is, for it would fare the same.
         """
@@ -194,7 +200,7 @@ class Sequencer:
         )
 
     def failed(self, ticket: int) -> bool:
-        """A running ticket ended with an exception: true if its prompt is to be issued again, else reject it."""
+        """Return whether the prompt of a ticket that ended with an exception is issued again, or rejected."""
         index = self.running[ticket].index
         self._failures[index] += 1
         if self._failures[index] > self.rules.prompt_retries:
@@ -219,7 +225,7 @@ class Sequencer:
         self.rejected_in_a_row += reason != RejectReason.STALE
 
     def too_old(self, step: int) -> list[int]:
-        """ReadyGroup groups that may not go into batch `step`: the shell rejects them as stale before it cuts."""
+        """Return ready groups that are too old for batch `step`: the service rejects them before it cuts."""
         if self.rules.bound == "soft":
             return []
         return [
@@ -229,7 +235,10 @@ class Sequencer:
         ]
 
     def cut(self, step: int) -> list[int] | None:
-        """The groups of batch `step`, by index, or None while it can't be cut. Changes nothing; see sealed."""
+        """The groups of batch `step`, by index, or None while it can't be cut.
+
+        Changes nothing; see sealed.
+        """
         rules = self.rules
         if step != self.top + 1 or len(self.ready) < rules.batch_size:
             return None
@@ -282,7 +291,7 @@ class Sequencer:
         self.staleness.update(seal.staleness)
 
     def base(self, step: int) -> dict[str, Any]:
-        """What must be kept of everything that may be deleted once batches up to `step` are not needed (batch_log/replay.py reads it)."""
+        """Return what must be kept once batches up to `step` are deleted (batch_log/replay.py reads it)."""
         later = [seal for seal in self.seals.values() if seal.step > step]
         ages = self.staleness.copy()
         for seal in later:

@@ -1,4 +1,6 @@
-"""RolloutService: the sequencer's shell. Carries results into the ledger, issues prompts to workers, seals batches, answers callers.
+"""RolloutService: the sequencer's shell.
+
+Carries results into the ledger, issues prompts to workers, seals batches, answers callers.
 
 One event loop; only fsync and seals leave it for a thread. Whatever it answers is durable before it answers.
 """
@@ -33,7 +35,7 @@ MAX_ERROR_CHARS = 500
 
 
 class Trimmed(HpcRlError):
-    """The batch was trimmed: nobody should need it."""
+    """The batch was trimmed, because it is not needed any more."""
 
 
 class OutOfTime(HpcRlError):
@@ -65,7 +67,8 @@ class RolloutService:
         prompts: Training prompts.
         held_out: Held-out prompts, or None.
         lineages: Returns the highest lineage that the trial directory knows, and the records of lineages.
-        left_s: Seconds until the trainer is stopped, None where that is not known: no prompt is issued that takes longer.
+        left_s: Seconds until the trainer is stopped, None where that is not known: no prompt is issued that
+            takes longer.
     """
 
     def __init__(
@@ -235,10 +238,10 @@ class RolloutService:
             raise Stale(f"lineage {lineage} asks, but lineage {self.sequencer.lineage} has begun")
 
     async def _renew(self, record: LineageRecord) -> None:
-        """Give up the batches after `from_step`, and all that is not in a batch: their prompts are issued again.
+        """Give up the batches after `from_step` and what is in no batch: their prompts are issued again.
 
-        The new base is durable before anything is moved, and tells which seals are given up: after a kill the next
-        incarnation moves the rest.
+        The new base is durable before anything is moved, and tells which seals are given up: after a kill the
+        next incarnation moves the rest.
         """
         given_up = list(self.sequencer.running)
         self.sequencer.lost(given_up)
@@ -256,7 +259,7 @@ class RolloutService:
         self.sequencer.restore(state)
         self._renewed = record.lineage
         logger.info(
-            "lineage %d begins after batch %d: %d later batches are set aside, their prompts are issued again",
+            "lineage %d begins after batch %d: %d batches are set aside, their prompts issued again",
             record.lineage, record.from_step, len(state.given_up),
         )  # fmt: skip
 
@@ -302,7 +305,9 @@ class RolloutService:
                 return None
 
     async def sealed_batch(self, step: int, lineage: int, wait_s: float) -> bytes | None:
-        """Return the bytes of batch `step` for a reader, or None if it is not cut within wait_s. Changes nothing.
+        """Return the bytes of batch `step` for a reader, or None if it is not cut within wait_s.
+
+        Changes nothing.
 
         Raises NotTheTrainer, Stale, Trimmed, OutOfStep, OSError.
         """
@@ -387,7 +392,7 @@ class RolloutService:
             await asyncio.to_thread(self.ledger.commit)
 
     async def retain(self, step: int) -> None:
-        """Batches up to `step` are not needed any more: delete their seals, and segments that nothing else needs."""
+        """Delete the seals of batches up to `step`, and segments that nothing else needs."""
         step = min(step, self.sequencer.top)
         if step <= self.sequencer.trimmed:
             return
@@ -412,7 +417,7 @@ class RolloutService:
 
     @contextlib.asynccontextmanager
     async def _or_end(self) -> AsyncIterator[None]:
-        """After a write that failed nobody knows what the ledger has: the role ends, and the next one reads it from disk.
+        """End the role after a write that failed, for what the ledger has is unknown: the next role reads it.
 
         Raises RoleEnds.
         """
@@ -424,7 +429,9 @@ class RolloutService:
             raise RoleEnds(f"the rollout role ends: {error}") from error
 
     async def evaluate(self, version: WeightVersion, wait_s: float | None) -> EvalResult | None:
-        """Return the evaluation of these weights, begun now if it was not; None while it takes longer. The trainer's.
+        """Return the evaluation of these weights, begun now if it was not; None while it takes longer.
+
+        The trainer's.
 
         Raises Stale, UnknownLineage, RoleFailed.
         """
@@ -434,7 +441,10 @@ class RolloutService:
         return await self.evaluations.result(version, wait_s)
 
     async def begun_evaluation(self, version: WeightVersion, wait_s: float | None) -> EvalResult | None:
-        """Return an evaluation that the trainer has begun, for a reader. Raises NotTheTrainer, Stale, RoleFailed."""
+        """Return an evaluation that the trainer has begun, for a reader.
+
+        Raises NotTheTrainer, Stale, RoleFailed.
+        """
         if version not in self.evaluations:
             raise NotTheTrainer(f"version {version} is not evaluated; the trainer begins an evaluation")
         return await self.evaluations.result(version, wait_s)

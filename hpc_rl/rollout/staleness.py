@@ -3,11 +3,14 @@
 Staleness of a trajectory in batch k is the trainer's version then, k-1, minus the oldest version in it. With
 B = prompts per batch and eta = `max_head_offpolicyness`:
 
-soft   AReaL's count: at version v at most (eta + v + 1) * B prompts are consumed, ready or running. One straggler may still
+soft   AReaL's count: at version v at most (eta + v + 1) * B prompts are consumed, ready or running. One
+straggler may still
        get older than eta, for batches go on without it.
-hard   The same count, and each batch leaves enough room for what is old. A group begun at version v is due in batch
-       v + eta + 1 at the latest. Batch k may be cut when, for every j >= k, what is left then and due by j fits into the
-       batches k+1 … j. The count guarantees that such a cut exists once the running ones have finished.
+hard   The same count, and each batch leaves enough room for what is old. A group begun at version v is due in
+batch
+       v + eta + 1 at the latest. Batch k may be cut when, for every j >= k, what is left then and due by j
+       fits into the batches k+1 … j. The count guarantees that such a cut exists once the running ones have
+       finished.
 drop   As soft, and what is too old at the cut is rejected.
 """
 
@@ -20,12 +23,18 @@ from collections.abc import Iterable, Sequence
 def capacity(
     max_concurrent: int, batch_size: int, eta: int, version: int, accepted: int, running: int
 ) -> int:
-    """How many more prompts may be issued now; not positive means none. `accepted` counts consumed and ready groups."""
+    """How many more prompts may be issued now; not positive means none.
+
+    `accepted` counts consumed and ready groups.
+    """
     return min(max_concurrent - running, (eta + version + 1) * batch_size - (accepted + running))
 
 
 def staleness(step: int, oldest_step: int) -> int:
-    """Age of a trajectory in batch `step`. Tokens of a lost lineage may be newer than the trainer: never below 0."""
+    """Age of a trajectory in batch `step`.
+
+    Tokens of a lost lineage may be newer than the trainer: never below 0.
+    """
     return max(0, step - 1 - oldest_step)
 
 
@@ -35,10 +44,11 @@ def due(begun: int, eta: int) -> int:
 
 
 def leaves_room(step: int, batch_size: int, eta: int, chosen: Sequence[int], left: Iterable[int]) -> bool:
-    """Whether batch `step` may be cut from groups begun at the versions `chosen` while those begun at `left` stay behind.
+    """Return whether batch `step` may be cut from groups begun at `chosen` while those begun at `left` stay.
 
-    Example: B = 1, eta = 1, step = 3. Two groups begun at version 1 are due in batch 3: one of them can't wait, so
-    leaves_room(3, 1, 1, [1], [1]) is false; with the second begun at version 2 it is due in batch 4, and it is true.
+    Example: B = 1, eta = 1, step = 3. Two groups begun at version 1 are due in batch 3: one of them can't
+    wait, so leaves_room(3, 1, 1, [1], [1]) is false; with the second begun at version 2 it is due in batch 4,
+    and it is true.
     """
     if len(chosen) != batch_size:
         return False

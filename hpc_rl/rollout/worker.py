@@ -1,4 +1,4 @@
-"""The inside of an executor worker: runs workflows for the rollout service, which talks to it over pipes (pipes.py)."""
+"""The inside of an executor worker: runs workflows for the rollout service (pipes.py)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ class PatientClient:
         return f"{self._prefix}{next(self._rids):016x}"
 
     async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
-        """Return the turns of requests of one prompt. Raises ServerUnavailable after a few rounds, RequestRefused."""
+        """Return the turns of requests of one prompt.
+
+        Raises ServerUnavailable after a few rounds, RequestRefused.
+        """
         if self._trace:
             for request in requests:
                 sizes = (len(request.input_ids), request.sampling["max_new_tokens"])

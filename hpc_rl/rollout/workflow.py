@@ -1,7 +1,10 @@
-"""Workflow: from one prompt to a group of scored trajectories. `single_turn`, and the user's own by import path.
+"""Workflow: from one prompt to a group of scored trajectories.
 
-A workflow is `async run(prompt, generate) -> TrajectoryGroup | None`: an object with that method, a class that makes one
-without arguments, or such a function. `prompt` is the row as a dict, plus `input_ids`. None rejects the prompt.
+`single_turn`, and the user's own by import path.
+
+A workflow is `async run(prompt, generate) -> TrajectoryGroup | None`: an object with that method, a class
+that makes one without arguments, or such a function. `prompt` is the row as a dict, plus `input_ids`. None
+rejects the prompt.
 """
 
 from __future__ import annotations
@@ -87,7 +90,10 @@ class Sampler:
             self._limited_by = f"the model's context is {self._limit}"
 
     async def __call__(self, input_ids: Sequence[int], sample: int = 0) -> Turn:
-        """Return one generation. `sample` is the trajectory that it is for: each has its own seed, and each turn of it."""
+        """Return one generation.
+
+        `sample` is the trajectory that it is for: each has its own seed, and each turn of it.
+        """
         return (await self._settings.client.generate_many([self._request(list(input_ids), sample)]))[0]
 
     async def samples(self, input_ids: Sequence[int]) -> list[Turn]:
@@ -97,7 +103,10 @@ class Sampler:
         return await self._settings.client.generate_many(requests)
 
     async def reward(self, prompt: dict[str, Any], completion: str) -> float:
-        """Return what the configured reward function returns. Raises RewardFailed, which rejects the prompt."""
+        """Return what the configured reward function returns.
+
+        Raises RewardFailed, which rejects the prompt.
+        """
         columns = {name: value for name, value in prompt.items() if name not in ("prompt", "input_ids")}
         question = prompt.get("prompt", prompt.get("messages"))
         return await self._settings.rewarder.reward(question, completion, columns)

@@ -44,7 +44,10 @@ class Backend(Protocol):
         """Load the checkpoint at `path` and be ready to generate. Raises ConfigError, RoleFailed, OSError."""
 
     async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
-        """POST `body` to `path`, or GET it where body is None. Never raises for what a client did wrong: that is a status."""
+        """POST `body` to `path`, or GET it where body is None.
+
+        Never raises for what a client did wrong: that is a status.
+        """
 
     def alive(self) -> str:
         """Empty while it lives, else why it does not."""

@@ -1,4 +1,7 @@
-"""OpenAI chat requests as native ones, and the answers back. Not served: tools, images, streaming. No torch."""
+"""OpenAI chat requests as native ones, and the answers back.
+
+Not served: tools, images, streaming. No torch.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The client of one generation server: SGLang's native schema over HTTP, as the proxy of every backend speaks it.
+"""The client of one generation server: SGLang's native schema over HTTP, as every proxy speaks it.
 
-`generate` hides interruptions: a request that comes back as `abort` is sent again with what it has made so far, so that
-the caller sees one Turn whose version spans say which weights made which token. Choosing among servers, and what to do
-when one is gone, is router.py.
+`generate` hides interruptions: a request that comes back as `abort` is sent again with what it has made so
+far, so that the caller sees one Turn whose version spans say which weights made which token. Choosing among
+servers, and what to do when one is gone, is router.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ CONTROL_TIMEOUT_S = 600.0
 class GenerateRequest:
     """One sample to make.
 
-    `sampling` has SGLang's names (max_new_tokens, temperature, top_p, top_k, stop_token_ids, ignore_eos, sampling_seed …).
-    `rid` is of fixed length within a trial: servers match aborts by prefix. `min_version` is a label, "" for any.
+    `sampling` has SGLang's names (max_new_tokens, temperature, top_p, top_k, stop_token_ids, ignore_eos,
+    sampling_seed …). `rid` is of fixed length within a trial: servers match aborts by prefix. `min_version`
+    is a label, "" for any.
     """
 
     input_ids: list[int]
@@ -38,7 +39,7 @@ class GenerationClient(Protocol):
     """What makes turns: a server, a router in front of several, or a fake."""
 
     async def generate(self, request: GenerateRequest) -> Turn:
-        """Raises ServerUnavailable (ask another server), ServerStale (its weights are too old), RequestRefused (our bug)."""
+        """Raise ServerUnavailable or ServerStale (ask another server), RequestRefused (a bug)."""
 
     async def pause(self, mode: str = "retract") -> None: ...
 
@@ -50,7 +51,7 @@ class GenerationClient(Protocol):
 
 
 def open_session() -> aiohttp.ClientSession:
-    """A session without a bound on connections: aiohttp's default of 100 would queue requests that a server could batch."""
+    """Return a session without a bound on connections: 100 would queue what a server could batch."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60))
 
 
@@ -141,7 +142,7 @@ class HttpServerClient:
         return (await self.generate_many([request]))[0]
 
     async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
-        """Turns of several requests in one call, once all are done: what the samples of one prompt are made with.
+        """Return the turns of several requests in one call, once all are done: the samples of one prompt.
 
         All have the same min_version. Raises what generate raises, for all of them together.
         """

@@ -1,9 +1,9 @@
 """Proxy: the authenticated face of one server replica, in front of whatever backend generates.
 
-Data token (as bearer, or as path prefix `/t/<token>`): POST /generate, /v1/chat/completions; GET /model_info, /health.
-Control token (bearer only): POST /pause_generation, /continue_generation, /abort_request, /update_weights_from_disk,
-/flush_cache, /shutdown. It adds what a backend does not know: epoch, attempt, the labels' order, refusal while stale.
-Leases, reloading and the end of the process are replica.py's.
+Data token (as bearer, or as path prefix `/t/<token>`): POST /generate, /v1/chat/completions; GET /model_info,
+/health. Control token (bearer only): POST /pause_generation, /continue_generation, /abort_request,
+/update_weights_from_disk, /flush_cache, /shutdown. It adds what a backend does not know: epoch, attempt, the
+labels' order, refusal while stale. Leases, reloading and the end of the process are replica.py's.
 """
 
 from __future__ import annotations
@@ -168,7 +168,10 @@ class Proxy:
         return _json(*await asyncio.shield(asyncio.ensure_future(self.control(path, body))))
 
     async def control(self, path: str, body: dict[str, Any]) -> Answer:
-        """A control call, by whoever holds the control token or by the replica itself. Updates run one at a time."""
+        """Answer a control call of a client with the control token, or of the replica itself.
+
+        Updates run one at a time.
+        """
         if self.lifecycle not in UP:
             return 503, {"error": {"message": f"the server is {self.lifecycle}"}, "state": self.lifecycle}
         if path == "/update_weights_from_disk":
@@ -196,7 +199,8 @@ class Proxy:
             return _not_updated(str(error))
         if self.pause_mode == "in_place" and body.get("flush_cache", True):
             return _not_updated(
-                "requests that are paused in place hold their cache: send flush_cache false, or pause with retract"
+                "requests that are paused in place hold their cache: "
+                "send flush_cache false, or pause with retract"
             )
         if label == self.version:
             return 200, {"success": True, "message": f"{label} is served already", "num_paused_requests": 0}

@@ -1,7 +1,10 @@
-"""Replica: the life of one server. Start, load the newest published weights, hold the lease, watch for newer ones, drain.
+"""Replica: the life of one server.
 
-The order matters: the port is bound first, then the lease is taken (state `starting`), then the backend loads, and only
-with published weights does the lease say `serving`. A replica that missed a publish loads it by itself after a while.
+Start, load the newest published weights, hold the lease, watch for newer ones, drain.
+
+The order matters: the port is bound first, then the lease is taken (state `starting`), then the backend
+loads, and only with published weights does the lease say `serving`. A replica that missed a publish loads it
+by itself after a while.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class Identity:
 
 
 class Replica:
-    """Runs one backend behind its proxy until told to stop.
+    """Runs one backend behind its proxy until asked to stop.
 
     Args:
         backend: What generates.
@@ -52,7 +55,8 @@ class Replica:
         names: Where the lease goes.
         tokens: The trial's two tokens.
         identity: Who this is.
-        base_path: Checkpoint to start from before anything is published; "" waits for the first publish instead.
+        base_path: Checkpoint to start from before anything is published; "" waits for the first publish
+            instead.
         address: Address of this host to publish.
     """
 
@@ -76,7 +80,8 @@ class Replica:
         self._address = address
         self._shutdown = threading.Event()
         self._changed = asyncio.Event()
-        self._loading = ""  # label of the weights that are being loaded: the lease keeps their directory from being deleted
+        # label of the weights that are being loaded: the lease keeps their directory from being deleted
+        self._loading = ""
         self.proxy = Proxy(
             backend, tokens, identity.attempt, identity.incarnation, self._changed.set, self._shutdown.set
         )
@@ -85,7 +90,10 @@ class Replica:
         self._newer: tuple[str, float] = ("", 0.0)  # label of newer weights and when they were seen first
 
     async def run(self, stopping: threading.Event) -> int:
-        """Until `stopping` or POST /shutdown: ExitCode.STOPPED. Raises RoleFailed when backend or lease is lost, ConfigError."""
+        """Until `stopping` or POST /shutdown: ExitCode.STOPPED.
+
+        Raises RoleFailed when backend or lease is lost, ConfigError.
+        """
         sock = bind()
         self._url = http_url(self._address, sock.getsockname()[1])
         await self.proxy.serve(sock)
@@ -198,7 +206,7 @@ class Replica:
         return read_json(self._trial.current_weights)
 
     async def _follow(self) -> None:
-        """Load what was published and did not arrive; end a pause that nobody ends."""
+        """Load what was published and did not arrive; end a pause that no process ends."""
         current = await asyncio.to_thread(self._current)
         proxy, now = self.proxy, time.monotonic()
         if current and is_older(proxy.version, current["label"]):
@@ -208,7 +216,9 @@ class Replica:
                 await self._load(current)
         elif proxy.pause_mode and now - proxy.last_control_at > PAUSE_LIMIT_S:
             logger.warning(
-                "paused for %.0f s without a word: going on with weights %s", PAUSE_LIMIT_S, proxy.version
+                "paused for %.0f s without a control call: resuming with weights %s",
+                PAUSE_LIMIT_S,
+                proxy.version,
             )
             await proxy.control("/continue_generation", {})
 

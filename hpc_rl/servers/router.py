@@ -1,7 +1,8 @@
 """Router: the live generation servers, as their leases tell, and the choice of one for each request.
 
-It picks the server with the fewest requests of its own, forgets one that can't be reached until that server has a new
-epoch or answers /health again, and waits, saying for what, when there is none. It knows nothing of what the requests mean.
+It picks the server with the fewest requests of its own, forgets one that can't be reached until that server
+has a new epoch or answers /health again, and waits, saying for what, when there is none. It knows nothing of
+what the requests mean.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Router:
         request_timeout_s: Seconds that one generation may take.
         request_retries: Times that a request is sent again after a failure.
         policy: Which server gets a request: the one with the fewest of ours, or one after the other.
-        poll_s: Seconds between two looks at the leases.
+        poll_s: Seconds between reads of the leases.
         session: Shared HTTP session; None opens one of its own.
     """
 
@@ -110,7 +111,8 @@ class Router:
     async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
         """Turns of several requests with one `min_version`, all from one server, in one call.
 
-        Raises RequestRefused (a bug of a request), ServerUnavailable (every try failed), RoleFailed (no server came up).
+        Raises RequestRefused (a bug of a request), ServerUnavailable (every try failed), RoleFailed (no
+        server came up).
         """
         deadline = time.monotonic() + self.request_timeout_s
         failures, stale_s = 0, 0.05

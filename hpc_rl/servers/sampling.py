@@ -1,6 +1,9 @@
-"""Sampling parameters in SGLang's names: what the embedded engine takes, and what it refuses in words. No torch.
+"""Sampling parameters in SGLang's names: what the embedded engine takes, and what it refuses with the reason.
 
-A key that SGLang knows and this engine does not serve is accepted at its neutral value only; any other key is unknown.
+No torch.
+
+A key that SGLang knows and this engine does not serve is accepted at its neutral value only; any other key is
+unknown.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ _TEXT_ONLY = (
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled. `top_k` -1 means all; `sampling_seed` None means a seed of the server's choice."""
+    """How one request is sampled.
+
+    `top_k` -1 means all; `sampling_seed` None means a seed of the server's choice.
+    """
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0

@@ -1,7 +1,8 @@
 """The SGLang backend: one SGLang server as a subprocess on loopback, requests passed on as they are.
 
-Its flags follow from the table of its version (config/tables/sglang_versions.py). Its API key is made here and reaches it by a
-0600 config file. Its environment is its own: neither our PYTHONPATH nor our packages. Not served: replicas over several nodes.
+Its flags follow from the table of its version (config/tables/sglang_versions.py). Its API key is made here
+and reaches it by a 0600 config file. Its environment is its own: neither our PYTHONPATH nor our packages. Not
+served: replicas over several nodes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ Setting = str | int | float | bool | list[int]
 CPU_MAX_TOTAL_TOKENS = 65536  # without a bound SGLang takes a share of the host's memory
 
 
-# options of the section that are no flags: ours, set elsewhere, refused at other values, or dropped by every version we know
+# options of the section that are no flags: ours, set elsewhere, refused at other values, or dropped by every
+# version we know
 NOT_FLAGS = {
     "version",
     "extra_args",
@@ -57,7 +59,7 @@ NOT_FLAGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangLaunch:
-    """What one replica is started with, before model and ports are known; `version` is the one that was configured."""
+    """What one replica is started with, before model and ports are known; `version` is the configured one."""
 
     python: str
     env: dict[str, str]
@@ -67,7 +69,7 @@ class SGLangLaunch:
 
 
 def table_for(version: str, configured: str = "") -> tuple[Flags, str]:
-    """The flags of an installed version, and a warning where it is not the configured one, or one that we don't know."""
+    """Return the flags of an installed version; warn where it is unknown or not the configured one."""
     if version in FLAGS:
         other = f"SGLang is {version}, but sglang.version, by which the options were checked, is {configured}"
         return FLAGS[version], other if configured and version != configured else ""
@@ -80,14 +82,18 @@ def table_for(version: str, configured: str = "") -> tuple[Flags, str]:
 def settings_of(
     config: SGLangConfig, device: str, tensor_parallel_size: int, index: int
 ) -> dict[str, Setting]:
-    """What the configuration says, and what a CPU needs besides. Values that are None are left to SGLang."""
+    """Return what the configuration says, and what a CPU needs additionally.
+
+    Values that are None are left to SGLang.
+    """
     own = {field.name for field in dataclasses.fields(config)} - NOT_FLAGS
     settings: dict[str, Setting | None] = {name: getattr(config, name) for name in sorted(own)}
     settings |= {
         "host": "127.0.0.1",
         "random_seed": config.random_seed + index,
         "tensor_parallel_size": tensor_parallel_size,
-        "sampling_defaults": "openai",  # what a request does not say must not come from the model's generation config
+        # what a request does not say must not come from the model's generation config
+        "sampling_defaults": "openai",
     }
     if device == "cpu":
         backend = config.sampling_backend or "pytorch"
@@ -120,7 +126,7 @@ def _numbers(version: str) -> list[int]:
 def launch_of(
     config: GRPOConfig, device: str, num_gpus: int, index: int, tokenizer_path: str
 ) -> SGLangLaunch:
-    """How replica `index` is started on a device, with so many GPUs. Raises ConfigError."""
+    """Return how replica `index` is started on a device with `num_gpus` GPUs. Raises ConfigError."""
     python = config.launcher.inference_server_python or sys.executable
     env = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -204,19 +210,24 @@ class SGLangBackend:
         return output.decode().strip()
 
     async def _ready(self, deadline: float) -> None:
-        """Until /health answers 200: the first generation has worked then. Raises RoleFailed with the log's last lines."""
+        """Until /health answers 200: the first generation has worked then.
+
+        Raises RoleFailed with the log's last lines.
+        """
         assert self._process is not None and self._session is not None
         timeout = aiohttp.ClientTimeout(total=30)
         while True:
             status = self._process.exit_status()
             if status:
                 raise RoleFailed(
-                    f"SGLang ended while starting ({status}); the end of {self._log}:\n{self._process.last_lines()}"
+                    f"SGLang ended while starting ({status}); "
+                    f"the end of {self._log}:\n{self._process.last_lines()}"
                 )
             if time.monotonic() > deadline:
                 lines = self._process.last_lines()
                 raise RoleFailed(
-                    f"SGLang was not ready within {self._ready_timeout_s:.0f} s; the end of {self._log}:\n{lines}"
+                    f"SGLang was not ready within {self._ready_timeout_s:.0f} s; "
+                    f"the end of {self._log}:\n{lines}"
                 )
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 async with self._session.get(
@@ -265,7 +276,7 @@ def _json_or_text(raw: bytes) -> Any:
 
 
 def _free_port() -> int:
-    """A port that is free now: SGLang can't be handed a bound socket; one that loses the race ends and is started again."""
+    """Return a port that is free now; a SGLang that loses the race for it is restarted."""
     with bind("127.0.0.1") as sock:
         return sock.getsockname()[1]
 
@@ -279,7 +290,9 @@ _TIE = (
 
 
 class TiedProcess:
-    """`python arguments…`, which gets SIGKILL when this process dies. Raises OSError where it can't be started.
+    """`python arguments…`, which gets SIGKILL when this process dies.
+
+    Raises OSError where it can't be started.
 
     Start it from the main thread: the tie is to the thread that starts it.
     """

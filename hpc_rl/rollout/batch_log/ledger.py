@@ -1,15 +1,15 @@
-"""Ledger: what happened to each prompt, append-only, binary, checksummed; the only memory of the rollout role.
+"""Ledger: what happened to each prompt, append-only, binary, checksummed; the rollout role's only memory.
 
-A segment file `segment-<NNNN>.ledger` has one writer, the incarnation that created its number; it takes another number when
-a segment is full. Segment: 16 bytes of magic, then records. Record: `<IQ` length and xxh3-64 of the payload, then the
-payload: one byte of kind, then
+A segment file `segment-<NNNN>.ledger` has one writer, the incarnation that created its number; it takes
+another number when a segment is full. Segment: 16 bytes of magic, then records. Record: `<IQ` length and
+xxh3-64 of the payload, then the payload: one byte of kind, then
 
-    GROUP   `<QiiiIId` index, begun, oldest step, oldest lineage, trajectories, tokens, sum of rewards; then the encoded group
-    REJECT  `<Qi` index, version; then the reason in UTF-8
-    BASE    msgpack: what had become of the prompts whose records were trimmed
+    GROUP   `<QiiiIId` index, begun, oldest step, oldest lineage, trajectories, tokens, sum of rewards; then
+    the encoded group REJECT  `<Qi` index, version; then the reason in UTF-8 BASE    msgpack: what had become
+    of the prompts whose records were trimmed
 
-A reader stops at the first record that is short or does not match its checksum: the torn tail of a writer that was killed.
-Nothing is ever cut out of a file that another process may be writing.
+A reader stops at the first record that is short or does not match its checksum: the torn tail of a writer
+that was killed. Nothing is ever cut out of a file that another process may be writing.
 """
 
 from __future__ import annotations
@@ -167,9 +167,10 @@ def _unpack(payload: bytes) -> Record:
 
 
 def _write_durably(fd: int, data: bytes) -> None:
-    """All of it behind what is there, or, as far as the file's own position goes, nothing: then it can be called again.
+    """Append all of it, or, as far as the file's position goes, nothing: then it can be called again.
 
-    A network file system may tell only at the fsync that there is no room, and forget the bytes: they are written once more then.
+    A network file system may tell only at the fsync that there is no room, and forget the bytes: they are
+    written once more then.
     """
     start, view = os.lseek(fd, 0, os.SEEK_CUR), memoryview(data)
     try:
@@ -184,8 +185,8 @@ def _write_durably(fd: int, data: bytes) -> None:
 class Ledger:
     """One incarnation's writer, and the reader of all segments.
 
-    `append_*` only buffer; `commit` writes and fsyncs all that was appended before it. Append from one thread, commit from any.
-    On a full disk a commit waits for room until `close` is called.
+    `append_*` only buffer; `commit` writes and fsyncs all that was appended before it. Append from one
+    thread, commit from any. On a full disk a commit waits for room until `close` is called.
 
     Args:
         folder: The trial's `rollout/`.
@@ -255,7 +256,10 @@ class Ledger:
         return bool(self._waiting)
 
     def commit(self) -> None:
-        """Make all that was appended durable. Raises OSError, after which the ledger must not be used any more."""
+        """Make all that was appended durable.
+
+        Raises OSError, after which the ledger must not be used any more.
+        """
         with self._committing:
             with self._appending:
                 waiting, self._waiting = self._waiting, []
@@ -278,7 +282,7 @@ class Ledger:
         return group_at(self._fds[place.segment], place)
 
     def check_owned(self, numbers: set[int]) -> None:
-        """Raises LedgerDamaged if one of these segments was deleted, which a later owner of the ledger may have done."""
+        """Raise LedgerDamaged if one of these segments was deleted, as by a later owner of the ledger."""
         gone = [number for number in sorted(numbers) if not segment_path(self.folder, number).exists()]
         if gone:
             raise LedgerDamaged(f"ledger segments {gone} were deleted by another incarnation")

@@ -1,7 +1,8 @@
-"""What a trial's ledger and seals say, read as a whole: how a new incarnation starts, and how anybody audits the promises.
+"""The ledger and the seals of a trial, read as a whole, as an incarnation does when it starts.
 
-Of several records for one prompt index: a seal counts before everything, then the first group or rejection; a rejection
-after the group (it got too old) replaces it. So two services that both wrote come to the same story for every reader.
+Of several records for one prompt index: a seal counts before everything, then the first group or rejection; a
+rejection after the group (it got too old) replaces it. So two services that both wrote come to the same story
+for every reader.
 """
 
 from __future__ import annotations
@@ -114,7 +115,10 @@ def read_state(folder: Path) -> State:
 
 
 def check_data(folder: Path, state: State, path: str, now: dict[str, Any]) -> None:
-    """Keep a log to the rows that it was begun with: a prompt is known by its index alone. Raises ConfigError, OSError."""
+    """Keep a log to the rows that it was begun with: a prompt is known by its index alone.
+
+    Raises ConfigError, OSError.
+    """
     if state.next_index:  # then it stays as it is: a start that is refused must not set a new measure
         check_same_rows(path, rows_of(folder), now, "its batch log was begun")
     elif now and rows_of(folder) != now:
@@ -129,7 +133,7 @@ def rows_of(folder: Path) -> dict[str, Any]:
 
 
 def check_replay(folder: Path, step: int) -> None:
-    """Raises LedgerDamaged where a batch that was cut after `step` can't be given out again, or nobody can tell which were cut.
+    """Raise LedgerDamaged where a batch cut after `step` can't be made again, or where they can't be read.
 
     Reads every segment that such a batch has groups in.
     """
@@ -185,10 +189,10 @@ def _apply_reject(state: State, record: RejectRecord) -> None:
 
 
 def renewed_base(state: State, renewal: Renewal) -> dict[str, Any]:
-    """Return the content of the base record with which `renewal` begins: what of `state` goes on counting.
+    """Return the content of the base record with which `renewal` begins: what of `state` still counts.
 
-    Open again are the prompts of batches that are given up, those that were rejected after the step that the lineage
-    starts from, and those that were rejected for what user code did, which may be other code now.
+    Open again are the prompts of batches that are given up, those that were rejected after the step that the
+    lineage starts from, and those that were rejected for what user code did, which may be other code now.
     """
     again = {
         index: record

@@ -1,7 +1,7 @@
 """Sealed batches: which groups batch k consists of, once and for ever; and the bytes that the trainer gets.
 
-A seal is `batches/<step>.seal`, made by link, so that of two services one wins and the other reads what won. It names the
-place of each group in the ledger and the checksum of the batch's bytes.
+A seal is `batches/<step>.seal`, made by link, so that of two services one wins and the other reads what won.
+It names the place of each group in the ledger and the checksum of the batch's bytes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Batches:
     """The seals of a trial.
 
     Args:
-        folder: The trial's `rollout/`; seals lie in `batches/` below it.
+        folder: The trial's `rollout/`; seals are in `batches/` below it.
         ledger: Where the groups are read from.
     """
 
@@ -118,7 +118,10 @@ class Batches:
         self._path(step).unlink(missing_ok=True)
 
     def note_trimmed(self, step: int) -> None:
-        """For checkpoint/start_facts.py, which does not read the log: what it can replay. Seals tell only while one is left."""
+        """For checkpoint/start_facts.py, which does not read the log: what it can replay.
+
+        Seals tell only while one is left.
+        """
         path = self.folder.parent / TRIMMED
         self.ledger.room.write(TRIMMED, lambda: write_json(path, {"step": step}))
 
@@ -136,7 +139,7 @@ class Batches:
                 (self.folder / name).unlink(missing_ok=True)
 
     def set_aside(self, seals: Collection[Seal], lineage: int) -> None:
-        """Move seals that a lineage gave up to `set-aside/<lineage>/`, with a link to each segment that they need.
+        """Move seals that a lineage gave up to `set-aside/<lineage>/`, with links to the segments they need.
 
         That folder has the form of `rollout/`.
         """

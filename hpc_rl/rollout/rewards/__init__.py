@@ -1,7 +1,8 @@
-"""Rewards: `reward(prompt, completion, **columns) -> float`, sync or async; built-ins by name, the user's by import path.
+"""Rewards: `reward(prompt, completion, **columns) -> float`, sync or async; built-in, or by import path.
 
-`prompt` is the row's text (or its messages), `completion` the decoded text, `columns` the row's other columns.
-Built-ins run in the executor worker; the user's code runs in a process of its own with a time limit (process.py).
+`prompt` is the row's text (or its messages), `completion` the decoded text, `columns` the row's other
+columns. Built-ins run in the executor worker; the user's code runs in a process of its own with a time limit
+(process.py).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ErrorLog:
         self._logged: set[tuple[str, str]] = set()
 
     def note(self, error: BaseException) -> str:
-        """Return the exception in one line with the place that raised it; log its traceback if it is a new one."""
+        """Return the exception in one line, with the place that raised it; log a new one's traceback."""
         frames = traceback.extract_tb(error.__traceback__)
         where = (
             f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
@@ -90,7 +91,10 @@ BUILTINS: dict[str, Callable[..., float]] = {"exact_match": exact_match, "contai
 
 
 def import_object(key: str, path: str) -> Any:
-    """What `package.module:name` names. `key` is the configuration key, for the message. Raises ConfigError."""
+    """What `package.module:name` names.
+
+    `key` is the configuration key, for the message. Raises ConfigError.
+    """
     module, _, name = path.partition(":")
     if not name:
         raise ConfigError(f"{key}: {path!r} is neither built in nor of the form package.module:name.")

@@ -1,8 +1,8 @@
 """The user's reward function in a process of its own, with a time limit: both ends of the pipe.
 
-Sync functions run one after the other, async ones together. The clock of a call starts when the call starts, which the
-process reports. A call over its limit costs the process: it is killed, a new one is started, and the other calls that were
-waiting for it are asked again.
+Sync functions run one after the other, async ones together. The clock of a call starts when the call starts,
+which the process reports. A call over its limit costs the process: it is killed, a new one is started, and
+the other calls that were waiting for it are asked again.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class RewardProcess:
         self._idle_timer: asyncio.TimerHandle | None = None  # set while calls are open and none runs
 
     async def start(self) -> None:
-        """Raises ConfigError for a path that can't be imported, RoleFailed where the process does not come up."""
+        """Raise ConfigError for a path that can't be imported, RoleFailed if the process does not start."""
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(*self._argv, stdin=pipe, stdout=pipe)
         assert self._process.stdout
-        first, said = None, f"no word from it within {START_TIMEOUT_S:.0f} s"
+        first, said = None, f"no answer within {START_TIMEOUT_S:.0f} s"
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 first = await pipes.read(self._process.stdout)
@@ -131,7 +131,7 @@ class RewardProcess:
         await self._restart(process)
 
     def _watch(self) -> None:
-        """Start the clock of calls that were sent while none runs: user code may have taken the pipe away, as by a fork."""
+        """Bound the wait of calls while none runs: user code may read the pipe, as after a fork."""
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         self._idle_timer = None
@@ -196,7 +196,10 @@ class RewardProcess:
 
 
 def serve(path: str) -> None:
-    """The process's end: answers calls until its input ends. Raises ConfigError for a path that can't be imported."""
+    """The process's end: answers calls until its input ends.
+
+    Raises ConfigError for a path that can't be imported.
+    """
     out = pipes.take_stdout()
     loop = asyncio.new_event_loop()
     writing = threading.Lock()

@@ -1,7 +1,7 @@
-"""The embedded backend: SGLang's native requests in front of the engine thread, in the server role's own process.
+"""The embedded backend: SGLang's native requests in front of an engine thread in the server role's process.
 
-Parsing and answers are here and cost the event loop's thread; the engine's thread sees sequences only. A step's finished
-sequences cross over in one call.
+Parsing and answers are here and cost the event loop's thread; the engine's thread sees sequences only. A
+step's finished sequences cross over in one call.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ class EmbeddedBackend:
         total = len(ids) + params.max_new_tokens
         if len(ids) >= model.context_length or total > model.context_length:
             raise RequestRefused(
-                f"{len(ids)} input tokens and max_new_tokens {params.max_new_tokens} exceed the model's {model.context_length}"
+                f"{len(ids)} input tokens and max_new_tokens {params.max_new_tokens} exceed "
+                f"the model's {model.context_length}"
             )
         rid = rid or uuid.uuid4().hex
         sequences = []

@@ -1,11 +1,12 @@
 """The model of the embedded engine: a Hugging Face causal LM with a KV cache in rows, and its weights.
 
-Two decoders do the same work. `HFDecoder` calls the module through transformers' Cache API and serves any causal LM with
-full attention. `FusedDecoder` runs the layers of Llama, Qwen2 and Qwen3 itself, with q/k/v and gate/up in one product
-each; it is taken only where it agrees with the module on a probe. Left out: sliding-window and recurrent layers, which
-are refused, and more than one device.
+Two decoders do the same work. `HFDecoder` calls the module through transformers' Cache API and serves any
+causal LM with full attention. `FusedDecoder` runs the layers of Llama, Qwen2 and Qwen3 itself, with q/k/v and
+gate/up in one product each; it is taken only where it agrees with the module on a probe. Left out:
+sliding-window and recurrent layers, which are refused, and more than one device.
 
-Shapes: N rows, T tokens of a prompt, S tokens of cache, H heads, K key heads, G = H / K, D head size, V vocabulary.
+Shapes: N rows, T tokens of a prompt, S tokens of cache, H heads, K key heads, G = H / K, D head size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ PROBE_TOLERANCE = 1e-3
 
 
 class CacheRows:
-    """KV cache of the rows that are decoded together: row i holds its tokens in columns 0 … length_i - 1, nothing is shifted.
+    """KV cache of rows decoded together: row i holds its tokens in columns 0 … length_i - 1, unshifted.
 
-    keys, values: per layer [rows, K, columns, D]. CacheRows beyond the live ones and columns beyond a row's length are garbage.
+    keys, values: per layer [rows, K, columns, D]. CacheRows beyond the live ones and columns beyond a row's
+    length are garbage.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -48,7 +50,7 @@ class CacheRows:
     def reserve(
         self, rows: int, columns: int, like: torch.Tensor, live: tuple[int, int], exact: bool
     ) -> None:
-        """Make room for `rows` x `columns`, keeping the `live` part; capacity grows by doubling unless `exact`."""
+        """Make room for `rows` x `columns`, keeping the `live` part; doubles the capacity unless `exact`."""
         have_rows, have_columns = self.capacity
         if rows <= have_rows and columns <= have_columns:
             return
@@ -74,7 +76,7 @@ class CacheRows:
     def write(
         self, first: int, keys: list[torch.Tensor], values: list[torch.Tensor], pick: torch.Tensor | None
     ) -> None:
-        """Put prefilled rows [m, K, T, D] at `first`; `pick` says which of them go there, in order (None: all)."""
+        """Put prefilled rows [m, K, T, D] at `first`: those in `pick`, in order, or all for None."""
         num_rows, columns = keys[0].shape[0] if pick is None else len(pick), keys[0].shape[2]
         for store, new in ((self.keys, keys), (self.values, values)):
             for layer in range(self.num_layers):
@@ -96,10 +98,12 @@ class Decoder(Protocol):
     def prefill(
         self, ids: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """ids [m, T], padded on the right -> logits [m, V] after each row's last token; keys, values per layer [m, K, T, D]."""
+        """ids [m, T], padded on the right -> logits [m, V] after each row's last token; keys, values per
+        layer [m, K, T, D].
+        """
 
     def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: CacheRows, columns: int) -> torch.Tensor:
-        """Feed ids [N] at positions `lengths` into rows 0 … N - 1, of which `columns` columns count; logits [N, V]."""
+        """Return logits [N, V] of ids [N] at positions `lengths` in rows 0 … N - 1 of `columns` columns."""
 
 
 class _RowsLayer(CacheLayerMixin):
@@ -174,7 +178,10 @@ class HFDecoder:
 
 
 class FusedDecoder:
-    """The layers of Llama, Qwen2 and Qwen3. The module's own weights become views of the fused ones, so they are held once."""
+    """The layers of Llama, Qwen2 and Qwen3.
+
+    The module's own weights become views of the fused ones, so they are held once.
+    """
 
     def __init__(self, model: Any) -> None:
         config, base = model.config, model.model
@@ -316,7 +323,8 @@ class Model:
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise ConfigError(
-                f"the embedded engine can't serve {config.model_type}: layers of kind {sorted(kinds)}; use sglang"
+                f"the embedded engine can't serve {config.model_type}: "
+                f"layers of kind {sorted(kinds)}; use sglang"
             )
         self.module = module.eval().requires_grad_(False)
         self.num_layers = config.num_hidden_layers
@@ -425,7 +433,7 @@ def _eos_ids(module: Any) -> tuple[int, ...]:
 
 @torch.inference_mode()
 def _probe(one: Decoder, other: Decoder, num_layers: int, vocab_size: int) -> float:
-    """Largest difference of logits between two decoders, over a prefill of uneven rows and one decode step."""
+    """Return the largest difference of logits of two decoders, over an uneven prefill and a decode step."""
     ids = torch.randint(0, vocab_size, (2, 5), generator=torch.Generator().manual_seed(0))
     lengths = torch.tensor([5, 3])
     results = []

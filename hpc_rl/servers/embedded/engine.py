@@ -1,8 +1,9 @@
 """The embedded engine: continuous batching in one thread.
 
-Waiting sequences are prefilled together and join the rows that are decoded; finished rows leave and the last rows take
-their places, so that a step costs what the live rows cost. Samples of one prompt share its prefill. Commands (pause,
-update, abort) run between steps. HTTP and its vocabulary are in embedded.py, tensors in embedded_model.py.
+Waiting sequences are prefilled together and join the rows that are decoded; finished rows leave and the last
+rows take their places, so that a step costs what the live rows cost. Samples of one prompt share its prefill.
+Commands (pause, update, abort) run between steps. HTTP and its vocabulary are in embedded.py, tensors in
+embedded_model.py.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class EmbeddedEngine:
         model: The model; the engine thread is the only one that uses it from now on.
         version: Label of the model's weights.
         max_running: CacheRows decoded at once.
-        batch_invariant: Decode every sequence by itself, in a cache whose shape depends on its own length only.
+        batch_invariant: Decode every sequence by itself, in a cache whose shape depends on its own length
+            only.
         seed: Seeds the requests that bring no seed.
         deliver: Gets the sequences that finished in one step, in the engine's thread.
     """
@@ -106,7 +108,7 @@ class EmbeddedEngine:
         return self._command(self._resume)
 
     def update(self, path: str, version: str | None, keep_cache: bool) -> Future[None]:
-        """The future raises OSError or ValueError, and the old weights stay, where the new ones can't be loaded."""
+        """Load weights; the future raises OSError or ValueError if the old ones stay."""
         return self._command(lambda: self._update(path, version, keep_cache))
 
     def abort(self, match: Callable[[Sequence], bool], message: str) -> Future[int]:
@@ -281,7 +283,7 @@ class EmbeddedEngine:
                 self._prefill(self._lanes[0], bucket)
 
     def _share(self, lane: Lane, sequences: list[Sequence]) -> None:
-        """Copy the prompts' cache from running samples of them, less the last token, which the next decode step feeds."""
+        """Copy the prompts' cache from running samples, less the last token, which the next step feeds."""
         first, donors = len(lane), [self._donors[sequence.prompt_key].row for sequence in sequences]
         lengths = [len(sequence.prompt_key) // 4 for sequence in sequences]
         lane.reserve(first + len(sequences), max(lengths), 1)

@@ -1,6 +1,6 @@
-"""Sequences, and the rows in which they are decoded together: bookkeeping of the embedded engine, one NumPy column per fact.
+"""Sequences and the rows in which they are decoded: bookkeeping of the embedded engine, a column per fact.
 
-What a row made lies in arrays until it leaves, so that a step costs no Python per row.
+What a row made stays in arrays until it leaves, so that a step costs no Python per row.
 """
 
 from __future__ import annotations

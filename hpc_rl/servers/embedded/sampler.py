@@ -1,8 +1,9 @@
 """Sampling of one token for each row of a batch: logits in, tokens and log-probabilities out.
 
-A row's random number is a hash of (seed, position), and the token is found by inverting the cumulative distribution, so
-that equal logits give equal tokens whatever else is in the batch. The log-probabilities are those of the softmax at the
-sampling temperature, before top_k and top_p, as SGLang reports them; temperature 0 takes the likeliest token at T = 1.
+A row's random number is a hash of (seed, position), and the token is found by inverting the cumulative
+distribution, so that equal logits give equal tokens whatever else is in the batch. The log-probabilities are
+those of the softmax at the sampling temperature, before top_k and top_p, as SGLang reports them; temperature
+0 takes the likeliest token at T = 1.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ def sample(
     top_p: np.ndarray,
     uniform: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int64 [N] and log-probabilities float32 [N]. `top_k` 0 and `top_p` 1 mean all; temperature 0 means greedy."""
+    """Tokens int64 [N] and log-probabilities float32 [N].
+
+    `top_k` 0 and `top_p` 1 mean all; temperature 0 means greedy.
+    """
     device = logits_NV.device
     greedy = temperature == 0.0
     scale = np.where(greedy, 1.0, temperature)

@@ -121,9 +121,9 @@ def test_damaged_tables_are_refused_in_words(tmp_path, kept_bytes):
         ("gone.jsonl", None, "does not exist"),
         ("a.csv", "x", "unknown format '.csv'"),
         ("a.jsonl", "", "has no rows"),
-        ("a.jsonl", '{"a": 1}\n{"a"', "line 2 is no JSON"),
+        ("a.jsonl", '{"a": 1}\n{"a"', "line 2 is not valid JSON"),
         ("a.jsonl", "[1]\n", "line 1 must be a JSON object"),
-        ("a.jsonl", '{"a": "\xff"}\n', "line 1 is no JSON: 'utf-8' codec"),
+        ("a.jsonl", '{"a": "\xff"}\n', "line 1 is not valid JSON: 'utf-8' codec"),
     ],
 )
 def test_what_can_not_be_read_is_refused_in_words(tmp_path, name, content, words):
