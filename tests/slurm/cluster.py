@@ -56,13 +56,16 @@ class Cluster:
     def env(self) -> dict[str, str]:
         """The environment of clients."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith(LEAKS)}
-        return clean | self.slurm.env | {"SLURM_CONF": str(self.conf)}
+        # All nodes are this host, which may have no network at all.
+        return clean | self.slurm.env | {"SLURM_CONF": str(self.conf), "HPC_RL_INTERFACE": "lo"}
 
     @property
     def client_env(self) -> dict[str, str]:
         """Of `env` what makes a process a client of this cluster."""
         return {
-            name: self.env[name] for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH") if name in self.env
+            name: self.env[name]
+            for name in ("SLURM_CONF", "PATH", "LD_LIBRARY_PATH", "HPC_RL_INTERFACE")
+            if name in self.env
         }
 
     @classmethod

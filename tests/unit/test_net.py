@@ -76,6 +76,7 @@ def test_a_default_route_decides_where_no_peer_is_known(tmp_path):
 
 def test_the_only_network_is_published_where_no_route_is_known(tmp_path):
     with two_hosts(tmp_path, {"eth0": TWO_NETWORKS["eth0"]}, NAMES) as (a, _):
+        a.run("ip", "address", "add", "fd77::11/64", "dev", "eth0", "nodad")
         assert ask(a, 2) == "10.77.1.11"
 
 
