@@ -1,1 +1,1 @@
-"""The command line: one module per command, each with `parser()` and `run(...)`; only the invoked one is imported."""
+"""The command line: one module per command with `parser()` and `run(args)`; the invoked one is imported."""

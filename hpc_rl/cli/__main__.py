@@ -1,4 +1,4 @@
-"""`hpc-rl`: builds the parser of the invoked command alone, runs it, and turns errors into one message and an exit code."""
+"""`hpc-rl`: runs the invoked command, and turns errors into one message and an exit code."""
 
 from __future__ import annotations
 
@@ -96,7 +96,10 @@ Parsers = dict[tuple[str, ...], ArgumentParser]
 
 
 def build_parsers(wanted: Collection[str]) -> Parsers:
-    """Return the parser of `hpc-rl`, under (), with those of its commands and their actions; unwanted commands are only names."""
+    """Return the parser of `hpc-rl`, under (), with those of its commands and their actions.
+
+    Commands that are not wanted have names and one line of help only.
+    """
     top = options.new_parser(
         "Reinforcement-learning post-training of language models on Slurm, or on this machine.",
         EPILOG,

@@ -1,4 +1,4 @@
-"""`hpc-rl config`: show a resolved configuration, compare two, and print schema, reference page and completion scripts."""
+"""`hpc-rl config`: show a resolved configuration, compare two; print schema, reference, completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands share: their jsonargparse parsers, common options, and how options of a configuration are told apart."""
+"""What the commands share: jsonargparse parsers, and options of a configuration among the arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMMON = (  # letters as sbatch has them, option, metavar, help
     (None, "--name", "NAME", "trial_name"),
     (None, "--fileroot", "DIR", "directory of all trials (cluster.fileroot)"),
 )
-OF_A_CONFIGURATION = """Any option of the configuration may follow, as --a.b VALUE or a.b=VALUE, and wins over the files.
+OF_A_CONFIGURATION = """Any option of the configuration may follow, as --a.b VALUE or a.b=VALUE; it wins over files.
 `--help SECTION` explains the options of a section, `--help all` every one."""
 
 
@@ -106,8 +106,10 @@ def add_json(parser: Any, what: str) -> None:
 
 
 def arranged(parser: ArgumentParser, argv: list[str]) -> list[str]:
-    """Return the arguments as the parser of a command takes them: `-` as `_` in flags, and where the command has a configuration,
-    files behind --config and its options, as they were typed, behind --overrides."""
+    """Return the arguments as the parser of a command takes them: `-` is `_` in flags.
+
+    Where the command has a configuration, files go behind --config and options, as typed, behind --overrides.
+    """
     own = parser._option_string_actions  # argparse has no public list of a parser's options
     with_config = f"--{OVERRIDES}" in own
     positional = any(not action.option_strings for action in parser._actions)
@@ -153,7 +155,7 @@ def _next(rest: Iterator[str]) -> list[str]:
 
 
 def print_help(parser: ArgumentParser, argv: list[str]) -> bool:
-    """Print what `--help`, `--help SECTION`, `--help OPTION` or `--help all` asks for; return whether help was asked for.
+    """Print what `--help [SECTION | OPTION | all]` asks for; return whether it was given.
 
     Raises ConfigError for a name that no configuration has.
     """

@@ -1,4 +1,4 @@
-"""`hpc-rl quickstart`: hands over to `python -m hpc_rl.app.quickstart_trial`, whose trials need torch, which nothing here imports."""
+"""`hpc-rl quickstart`: hands over to `python -m hpc_rl.app.quickstart_trial`, which needs torch."""
 
 from __future__ import annotations
 

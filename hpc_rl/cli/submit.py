@@ -59,7 +59,7 @@ def run(args: Namespace) -> int:
 
 
 def parser() -> ArgumentParser:
-    made = new_parser("Check a configuration, plan it, and hand it in as a job. Returns at once.", EPILOG)
+    made = new_parser("Check a configuration, plan it, and submit it as a job. Returns at once.", EPILOG)
     add_config_and_print(made)
     made.add_argument(
         "--dry_run",
@@ -184,7 +184,8 @@ def announce(made: Submission, planned: Planned, args: Namespace) -> int:
     except KeyboardInterrupt:
         name, program = trial_index.cli_name(made.trial), program_name()
         print(
-            f"\nhpc-rl: interrupted; the trial goes on. End it with: {program} cancel {name}", file=sys.stderr
+            f"\nhpc-rl: interrupted; the trial continues. Stop it with: {program} cancel {name}",
+            file=sys.stderr,
         )
         return ExitCode.KILLED_BY_PERSON
 
@@ -194,7 +195,7 @@ def notes(planned: Planned) -> list[str]:
 
 
 def changed_lines(changes: Sequence[Change]) -> list[str]:
-    """What the trial goes on with that it was not started with."""
+    """Return one line for each option that differs from what the trial was started with."""
     return [f"changed    {change}" for change in changes]
 
 
@@ -306,8 +307,9 @@ def exit_code_of(report: preflight.PreflightReport) -> int:
 
 
 def unit_line(unit: Unit) -> str:
-    """One unit of the plan in words."""
+    """Return one line about a unit of the plan."""
     nodes = f"node {unit.nodes[0]}" if len(unit.nodes) == 1 else f"nodes {unit.nodes[0]}-{unit.nodes[-1]}"
     gpus = f", {unit.gpus_per_task} GPUs" if unit.gpus_per_task else ""
     each = f"{unit.cpus_per_task} CPUs, {unit.mem_mb_per_task} MB{gpus}"
-    return f"{unit.role}-{unit.index}: {unit.num_tasks} process{'es' if unit.num_tasks > 1 else ''} on {nodes}, each {each}"
+    processes = f"{unit.num_tasks} process{'es' if unit.num_tasks > 1 else ''}"
+    return f"{unit.role}-{unit.index}: {processes} on {nodes}, each {each}"

@@ -1,6 +1,6 @@
 """JSON Schema (draft 2020-12) of a configuration file, for editors that complete and check YAML.
 
-The library writes it; added are limits, references (`${a.b}`), ATLAS names and keys by their whole dotted names.
+The library writes it; added are limits, references (`${a.b}`), ATLAS names and dotted keys.
 """
 
 from __future__ import annotations

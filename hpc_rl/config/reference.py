@@ -20,10 +20,11 @@ _HEAD = """# Configuration
 
 Made by `hpc-rl config reference > docs/configuration.md`; do not edit.
 
-A configuration is one or more YAML files (`--config FILE`, laid over each other from left to right) and options on the command
-line (`--a.b VALUE`, `--a.b=VALUE` or `a.b=VALUE`), which win. `${a.b}` stands for another option's value. A section merges by
-key; a list or a mapping of free keys is replaced. No key is accepted and then ignored: what can't be done is refused.
-`hpc-rl config show` prints every value with where it came from, `hpc-rl config schema` a JSON Schema for editors.
+A configuration is one or more YAML files (`hpc-rl submit FILE`, laid over each other from left to right)
+and options on the command line (`--a.b VALUE`, `--a.b=VALUE` or `a.b=VALUE`), which win. `${a.b}` is another
+option's value. A section merges by key; a list or a mapping of free keys is replaced. No key is accepted and
+then ignored: what can't be done is refused. `hpc-rl config show` prints every value with its origin,
+`hpc-rl submit --help SECTION` the options of a section, `hpc-rl config schema` a JSON Schema for editors.
 """
 
 
@@ -67,7 +68,8 @@ def _sections() -> Iterator[str]:
             owners.setdefault(prefix, []).append(trainer)
             known = shown.setdefault(prefix, (section, text, []))[2]
             for option in describe_options(section):
-                row = f"| `{option.name}` | {_cell(option.type)} | {_cell(option.default)} | {_cell(option.text)} |"
+                cells = (_cell(text) for text in (option.type, option.default, option.text))
+                row = f"| `{option.name}` | {' | '.join(cells)} |"
                 if row not in known and not any(other.startswith(f"| `{option.name}` ") for other in known):
                     known.append(row)
     for prefix, (_, text, rows) in shown.items():
@@ -89,14 +91,16 @@ def _short_names() -> Iterator[str]:
     yield ""
     yield "| short | option |"
     yield "|---|---|"
-    yield from (f"| `--{short}` | `{full}` |" for short, full in ALIASES.items())
+    names = {short: full.replace("{model}", "actor") for short, full in ALIASES.items()}
+    yield from (f"| `--{short}` | `{full}` |" for short, full in names.items())
     yield ""
 
 
 def _atlas() -> Iterator[str]:
     yield "## ATLAS names"
     yield ""
-    yield "Accepted at the top level of a file and on the command line. A name and its alias with different values are an error."
+    yield "Accepted at the top level of a file and on the command line."
+    yield "A name and its alias with different values are an error."
     yield ""
     yield "| ATLAS | here |"
     yield "|---|---|"

@@ -1,6 +1,6 @@
-"""A resolved configuration as people read it: every option with where its value came from, as YAML that loads again; and diffs.
+"""A resolved configuration for the user: every option with its origin, as YAML that loads again; and diffs.
 
-What follows from other options (`derived_values`) is filled in here, in one place, for the eye: the roles derive it themselves.
+What follows from other options (`derived_values`) is filled in to be shown: the roles derive it themselves.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _WORDS = {"true", "false", "null", "~", ".nan", ".inf"}
 
 @dataclass(frozen=True)
 class ResolvedValue:
-    """A value and where it came from: `file:line`, an argument, `preset: …`, `default`, `adapted: …` or `derived: …`."""
+    """A value and its origin: `file:line`, an argument, a preset, `default`, `adapted` or `derived: …`."""
 
     value: Any
     origin: str
 
 
 def show(loaded: Loaded, derived: Mapping[str, ResolvedValue] | None = None) -> dict[str, ResolvedValue]:
-    """Dotted name -> value and origin of every option; a section that is null stands under its own name."""
+    """Return value and origin of every option by dotted name; a section that is null has its own name."""
     found: dict[str, ResolvedValue] = {}
     for name, value, default in _options(loaded.config, type(loaded.config), ""):
         without = "default" if value == default else "adapted"
@@ -58,7 +58,7 @@ def _options(section: Any, cls: type, prefix: str) -> Iterator[tuple[str, Any, A
 
 
 def derived_values(config: Config, allocation: str = "") -> dict[str, ResolvedValue]:
-    """What an option that is left out follows from."""
+    """Return what follows for options that are left out."""
     model = config.actor if isinstance(config, GRPOConfig) else config.model
     section = "actor" if isinstance(config, GRPOConfig) else "model"
     found = {"tokenizer_path": ResolvedValue(model.path, f"derived: {section}.path")}
@@ -90,7 +90,7 @@ def derived_values(config: Config, allocation: str = "") -> dict[str, ResolvedVa
 
 
 def as_yaml(shown: Mapping[str, ResolvedValue]) -> str:
-    """YAML that loads to the same configuration; each line ends with its value's origin."""
+    """Return YAML that loads to the same configuration; each line ends with the origin of its value."""
     rows: list[tuple[str, str]] = []
     above: list[str] = []
     for name, item in shown.items():
@@ -113,7 +113,7 @@ def _line(text: str) -> str:
 
 
 def scalar(value: Any) -> str:
-    """A value as one line of YAML 1.2: JSON, but words that can't be anything else go without quotes."""
+    """Return a value as one line of YAML 1.2: JSON, with text unquoted where it can only be text."""
     if (
         isinstance(value, str)
         and _PLAIN.fullmatch(value)
@@ -132,7 +132,7 @@ def as_json(shown: Mapping[str, ResolvedValue]) -> dict[str, dict[str, Any]]:
 def diff(
     a: Mapping[str, ResolvedValue], b: Mapping[str, ResolvedValue]
 ) -> dict[str, tuple[ResolvedValue | None, ResolvedValue | None]]:
-    """Options whose values differ, in the order of the first; None where one of the two has no such option."""
+    """Return the options whose values differ, in the order of `a`; None where one has no such option."""
     names = [*a, *(name for name in b if name not in a)]
     pairs = {name: (a.get(name), b.get(name)) for name in names}
     return {

@@ -1,8 +1,8 @@
-"""Loading: files, overrides and interpolation to a Config, and a Config to plain data and back.
+"""Loading a configuration: files, overrides, ATLAS names and references, to dataclasses.
 
-Order: defaults, a preset below files, the cluster's profile, the files from left to right, a preset over files, the overrides
-from left to right. Sections merge by key; lists and mappings of free keys are replaced. ATLAS names are translated (atlas.py).
-What can't hold together is check.py's to refuse.
+Order: defaults, a preset below files, the cluster's profile, the files from left to right, a preset over
+files, the overrides from left to right. Sections merge by key; lists and mappings of free keys are replaced.
+Rules across sections are those of rules/check.py.
 """
 
 from __future__ import annotations
@@ -85,28 +85,28 @@ def load(
     profiles: Sequence[Path] | None = None,
     cluster: str | None = None,
 ) -> Loaded:
-    """Read files, then overrides (`a.b=c`, `--a.b=c`, `--a.b c`). Relative paths are made absolute. Raises ConfigError.
+    """Return the configuration of files and overrides (`a.b=c`, `--a.b=c`, `--a.b c`). Raises ConfigError.
 
-    `cluster` names a profile that must exist; `profiles` are the directories searched, by default those of the site and ours.
+    Relative paths are made absolute. `cluster` names a profile that must exist; `profiles` are the
+    directories searched, by default those of the site and the shipped ones.
     """
     files = [read_yaml(Path(file)) for file in config_files]
     profiles = profile_dirs() if profiles is None else profiles
-    model = _model_section(files, overrides)
-    aliases = {short: full.replace("{model}", model) for short, full in ALIASES.items()}
     if cluster is not None:
         _require_profile(cluster, list(profiles))
         overrides = [f"cluster.cluster_name={cluster}", *overrides]
+    typed = read_overrides(list(overrides))
+    model = _model_section(files, typed)
+    aliases = {short: full.replace("{model}", model) for short, full in ALIASES.items()}
     arguments = [
-        SourceValue({name: item}, item.origin, is_argument=True)
-        for name, item in read_overrides(list(overrides), aliases)
+        SourceValue({aliases.get(name, name): item}, item.origin, is_argument=True) for name, item in typed
     ]
     profile, notes = _profile([*files, *arguments], profiles)
     sources = [*profile, *files, *arguments]
     trainer = pick_trainer(sources, atlas_names="atlas" in presets)
     others = {name: cls for name, cls in CONFIGS.items() if name != trainer}
     merged = MergedSettings(CONFIGS[trainer], others, aliases, atlas.ALIASES, ANSWERS)
-    model = "actor" if "actor" in merged.known else "model"
-    translated = atlas.translate(sources, model, merged.known)
+    translated = atlas.translate(sources, "actor" if "actor" in merged.known else "model", merged.known)
     merged.refusals += translated.refusals
     below, over = _presets(presets, merged, translated.sources)
     num_files = len(profile) + len(files)
@@ -119,20 +119,18 @@ def load(
     return Loaded(_absolute(config), _origins(merged), [*notes, *translated.notes])
 
 
-def _model_section(files: Sequence[SourceValue], overrides: Sequence[str]) -> str:
-    """Return the section that short names of the model stand for."""
-    top = {name.partition(".")[0]: item.plain() for source in files for name, item in source.value.items()}
-    typed = {token.lstrip("-+").partition("=")[0].partition(".")[0] for token in overrides if "." in token}
-    is_supervised = top.get("trainer") in ("sft", "rw") or not {"trainer=sft", "trainer=rw"}.isdisjoint(
-        overrides
-    )
-    return "model" if is_supervised or "model" in top or "model" in typed else "actor"
+def _model_section(files: Sequence[SourceValue], typed: Sequence[tuple[str, SourceValue]]) -> str:
+    """Return the section that short names of the model mean."""
+    values = {name: item.value for file in files for name, item in file.value.items()}
+    values |= {name: item.value for name, item in typed if name not in ALIASES}
+    has_model = any(name.partition(".")[0] == "model" for name in values)
+    return "model" if has_model or values.get("trainer") in ("sft", "rw") else "actor"
 
 
 def _presets(
     names: Sequence[str], merged: MergedSettings, sources: Sequence[SourceValue]
 ) -> tuple[list[SourceValue], list[SourceValue]]:
-    """Those below the files and those over them. Raises ConfigError."""
+    """Return the presets below the files, and those over them. Raises ConfigError."""
     present = {
         key.partition(".")[0]
         for source in sources
@@ -151,18 +149,19 @@ def _require_profile(name: str, folders: list[Path]) -> None:
     if name not in known:
         places = ", ".join(str(folder) for folder in folders if folder.is_dir()) or "no directory that exists"
         raise ConfigError(
-            f"--cluster {name}: there is no such profile; known: {', '.join(sorted(known)) or 'none'} (in {places})."
+            f"--cluster {name}: there is no such profile; known: {', '.join(sorted(known)) or 'none'} "
+            f"(in {places})."
         )
 
 
 def _profile(sources: Sequence[SourceValue], profiles: Sequence[Path]) -> tuple[list[SourceValue], list[str]]:
-    """The file of the cluster that `cluster.cluster_name` names. Raises ConfigError where that file can't be read."""
+    """Return the profile that `cluster.cluster_name` names, with a note. Raises ConfigError if unreadable."""
     found = [item for source in sources if (item := atlas.find(source, "cluster.cluster_name")) is not None]
     name = found[-1].plain() if found else None
     if isinstance(name, str) and is_reference(name):
         raise ConfigError(
-            f"cluster.cluster_name ({found[-1].origin}): {name} can't be used: its profile is read before references are "
-            "resolved; write the name, or give --cluster NAME."
+            f"cluster.cluster_name ({found[-1].origin}): {name} can't be used: its profile is read "
+            "before references are resolved; write the name, or give --cluster NAME."
         )
     if not isinstance(name, str) or name == "local" or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         return [], []
@@ -177,7 +176,7 @@ def _profile(sources: Sequence[SourceValue], profiles: Sequence[Path]) -> tuple[
 
 
 def _origins(merged: MergedSettings) -> dict[str, str]:
-    """Options and null sections that somebody wrote; a section that is there but empty was chosen with all its defaults."""
+    """Return the origins of the options and null sections that were written."""
     found: dict[str, str] = {}
     for name, item in merged.settings.items():
         if item.value is None or not section_of(merged.known[name]):
@@ -188,15 +187,16 @@ def _origins(merged: MergedSettings) -> dict[str, str]:
                 for key in merged.known
                 if key.startswith(f"{name}.") and not section_of(merged.known[key])
             ]
+            # A section that is there but empty was chosen with all its defaults.
             if not any(key in merged.settings for key in inside):
                 found |= dict.fromkeys(inside, item.origin)
     return found
 
 
 def pick_trainer(sources: Sequence[SourceValue], atlas_names: bool = False) -> str:
-    """By the key `trainer`, else by the section that only one trainer has, else grpo for a file in ATLAS names.
+    """Return the trainer: the key `trainer`, else by the section given, else grpo for ATLAS names.
 
-    `atlas_names`: it is said that they are ATLAS names. Raises ConfigError.
+    `atlas_names`: the preset atlas was asked for. Raises ConfigError.
     """
     top = {name: item for source in sources for name, item in source.value.items()}
     named = top.get("trainer")
@@ -214,7 +214,8 @@ def pick_trainer(sources: Sequence[SourceValue], atlas_names: bool = False) -> s
     if found:
         where = " and ".join(item.origin for name, item in top.items() if name.partition(".")[0] in sections)
         raise ConfigError(
-            f"both actor and model are given ({where}): a grpo trial has a section actor, an sft trial a section model."
+            f"both actor and model are given ({where}): a grpo trial has a section actor, "
+            "an sft trial a section model."
         )
     if atlas_names or any(
         alias.to.startswith(("actor.", "gconfig.")) for name, alias in atlas.ALIASES.items() if name in top
@@ -232,7 +233,7 @@ def pick_trainer(sources: Sequence[SourceValue], atlas_names: bool = False) -> s
 
 
 def _unknown_at_top(top: Mapping[str, SourceValue]) -> list[str]:
-    """A refusal for each name that no trainer has; a section that is misspelt is one."""
+    """Return a refusal for each name that no trainer has."""
     known = {name for cls in CONFIGS.values() for name in hints(cls)} | set(atlas.ALIASES)
     lines = []
     for name, item in top.items():
@@ -243,7 +244,7 @@ def _unknown_at_top(top: Mapping[str, SourceValue]) -> list[str]:
 
 
 def _has_pairs(sources: Sequence[SourceValue]) -> bool:
-    """Whether a dataset's type is rw: what tells a reward-model file of AReaL's from a supervised one."""
+    """Return whether a dataset has type rw, as in AReaL's reward-model files."""
     for name in ("train_dataset.type", "valid_dataset.type"):  # the one may refer to the other
         kinds = [item.value for source in sources if (item := atlas.find(source, name)) is not None]
         if kinds and kinds[-1] == "rw":
@@ -264,7 +265,7 @@ def _resolve(merged: MergedSettings, mark: str) -> None:
     wanted = {name: item for name, item in merged.settings.items() if mark in repr(item.plain())}
     if not wanted:
         return
-    import omegaconf  # a tenth of a second that most configurations need not spend
+    import omegaconf  # 0.1 s, and few configurations have references
 
     tree = _defaults(merged.root)
     for name, item in sorted(merged.settings.items()):
@@ -278,7 +279,8 @@ def _resolve(merged: MergedSettings, mark: str) -> None:
         broken = str(error.full_key).partition("[")[0]
         where = f" ({merged.settings[broken].origin})" if broken in merged.settings else ""
         raise ConfigError(
-            f"{error.full_key}{where}: the ${{…}} in it can't be read; a reference is ${{section.option}}{_LITERAL}."
+            f"{error.full_key}{where}: the ${{…}} in it can't be read; "
+            f"a reference is ${{section.option}}{_LITERAL}."
         ) from error
     for name, item in wanted.items():
         try:
@@ -303,7 +305,7 @@ def _resolve(merged: MergedSettings, mark: str) -> None:
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    """Every default as plain data; what has none is left out."""
+    """Return every default as plain data; required options are left out."""
     found: dict[str, Any] = {}
     for item in dataclasses.fields(cls):
         section = section_of(hints(cls)[item.name])
@@ -315,7 +317,7 @@ def _defaults(cls: type) -> dict[str, Any]:
 
 
 def _absolute(section: Any) -> Any:
-    """The same section with absolute paths."""
+    """Return the section with absolute paths."""
     changes: dict[str, Any] = {}
     cls: type = type(section)
     for name, hint in hints(cls).items():

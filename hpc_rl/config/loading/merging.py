@@ -1,4 +1,4 @@
-"""Sources laid over each other: sections merge by key, everything else is replaced; unknown keys are refused."""
+"""Sources laid over each other: sections merge by key, all else is replaced; unknown keys are refused."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ class MergedSettings:
         top_level: Collection[str] = (),
         not_built: Mapping[str, str] | None = None,
     ) -> None:
-        """Further names, for better refusals: `others` (configurations of other trainers), `aliases` (short names of arguments),
-        `top_level` (translated names of the top level), `not_built` (names of other toolkits -> what to use)."""
+        """Take names for better refusals beside the class that is configured.
+
+        `others` are configurations of other trainers, `aliases` short names of arguments,
+        `top_level` translated names of the top level, `not_built` names of other toolkits with what to do instead.
+        """
         self.root = root
         self.others = others or {}
         self.aliases = aliases or {}
@@ -126,7 +129,7 @@ class MergedSettings:
         return [name.rpartition(".")[2] for name, hint in self.known.items() if section_of(hint) is None]
 
     def _same_leaf(self, name: str, leaf: str) -> list[str]:
-        """Return the options of this last name whose whole names are most like the one that was given."""
+        """Return the options of this last name whose whole names are most like the one given."""
         alike = {
             n: difflib.SequenceMatcher(None, name, n).ratio()
             for n in self.known
@@ -135,7 +138,7 @@ class MergedSettings:
         return [n for n, ratio in alike.items() if ratio > max(alike.values()) - 0.1]
 
     def follows_a_default(self, name: str, written: SourceValue) -> bool:
-        """Return whether an option is one reference to an unset option, and equals its own default: it may still adapt."""
+        """Return whether an option refers to an unset one and equals its own default: it may still adapt."""
         reference = re.fullmatch(r"\$\{([\w.]+)\}", written.value) if isinstance(written.value, str) else None
         if reference is None or reference[1] in self.settings:
             return False

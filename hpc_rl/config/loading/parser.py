@@ -1,7 +1,7 @@
-"""The options of a configuration as a jsonargparse parser: names, types, defaults and help come from the dataclasses.
+"""The options of a configuration as a jsonargparse parser, made of the dataclasses.
 
-`parse` makes a configuration of settings whose origin is known. The library judges types; added here are limits, nearest choices,
-and refusals of all values at once, each with its origin.
+`parse` makes a configuration of settings whose origin is known. The library judges types; added here are
+limits, nearest choices, and refusals of all values at once, each with its origin.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ set_loader("as_it_is", lambda text: text)
 
 
 def config_parser(cls: type, chosen: Collection[str] | None = None, **settings: Any) -> ArgumentParser:
-    """Return a parser of the options of a configuration, or of the `chosen` ones; one argument group per section."""
+    """Return a parser of all options of a configuration, or the `chosen` ones; one group per section."""
     parser = ArgumentParser(exit_on_error=False, parser_mode="as_it_is", **settings)
     add_options(parser, cls, chosen)
     return parser
@@ -62,7 +62,7 @@ def add_options(parser: ArgumentParser, cls: type, chosen: Collection[str] | Non
 
 
 def sections(cls: type, prefix: str = "", text: str = "") -> Iterator[tuple[str, type, str]]:
-    """Yield (prefix with its dot, dataclass, help) of the configuration and each of its sections, parents first."""
+    """Yield (prefix with its dot, dataclass, help) of the configuration and its sections, parents first."""
     yield prefix, cls, text
     texts = docstring_texts(cls) if any(section_of(hint) for hint in hints(cls).values()) else {}
     for name, hint in hints(cls).items():
@@ -113,7 +113,7 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def allowed(hint: Any) -> str:
-    """Return what an option accepts, in words."""
+    """Return a description of what an option accepts."""
     return " or ".join(_describe(kind) for kind in alternatives(hint))
 
 
@@ -198,7 +198,7 @@ def _is_misplaced(hint: Any, value: Any) -> bool:
 
 
 def as_written(hint: Any, item: SourceValue) -> Any:
-    """Return plain data in the form that an option has: text as in the source, a whole float for an integer as one."""
+    """Return plain data as the option has it: text as in the source, integers for whole floats."""
     kinds = [base_of(kind) for kind in alternatives(hint)]
     value = item.value
     if isinstance(value, list | dict):

@@ -1,4 +1,4 @@
-"""Where a site keeps what is its own: cluster profiles, template overrides, hooks. Directories, highest precedence first."""
+"""Directories of a site: cluster profiles, template overrides, hooks; highest precedence first."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SHIPPED_PROFILES = (
 
 
 def site_dirs(environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """The directories of a site, whether they exist or not.
+    """Return the directories of a site, whether they exist or not.
 
-    `HPC_RL_SITE_DIR` (several separated by colons; empty for none) is the whole list; without it a person's own
+    `HPC_RL_SITE_DIR` (several separated by colons; empty for none) is the whole list; without it the user's
     `$XDG_CONFIG_HOME/hpc-rl` comes before the machine's /etc/hpc-rl.
     """
     if SITE_DIR in environ:
@@ -30,12 +30,12 @@ def site_dirs(environ: Mapping[str, str] = os.environ) -> list[Path]:
 
 
 def profile_dirs() -> list[Path]:
-    """Directories that may have a profile `<cluster name>.yaml`; the first that has it counts."""
+    """Return the directories that may have a profile `<cluster name>.yaml`; the first that has it counts."""
     return [*(folder / "cluster" for folder in site_dirs()), *SHIPPED_PROFILES]
 
 
 def known_profiles(folders: list[Path]) -> dict[str, Path]:
-    """Profiles by name."""
+    """Return the profiles by name."""
     found: dict[str, Path] = {}
     for folder in folders:
         for path in sorted(folder.glob("*.yaml")):

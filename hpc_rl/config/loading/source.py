@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,9 +103,9 @@ for _tag, _regex, _first in (
 
 
 def read_yaml(path: Path) -> SourceValue:
-    """The mapping in a file; a .json file, as a trial's own, holds no references: `${` is itself there.
+    """Return the mapping in a file. Raises ConfigError: missing, not YAML, a key twice, not a mapping.
 
-    Raises ConfigError: missing, not YAML, a key twice, not a mapping.
+    A .json file, as a trial's own, holds no references: `${` is text there.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -122,7 +121,8 @@ def read_yaml(path: Path) -> SourceValue:
         return SourceValue({}, str(path))
     if not isinstance(tree.value, dict):
         raise ConfigError(
-            f"config file {path} must hold a mapping of options (key: value), not {type(tree.value).__name__}."
+            f"config file {path} must hold a mapping of options (key: value), "
+            f"not {type(tree.value).__name__}."
         )
     return _without_references(tree) if path.suffix == ".json" else tree
 
@@ -138,7 +138,7 @@ def _without_references(tree: SourceValue) -> SourceValue:
 
 
 def literal(value: Any) -> Any:
-    """Plain data as it must be written to be read as itself: `${` would begin a reference."""
+    """Return plain data with each `${` escaped, which would begin a reference."""
     if isinstance(value, dict):
         return {key: literal(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -147,12 +147,12 @@ def literal(value: Any) -> Any:
 
 
 def is_reference(value: str) -> bool:
-    """Whether a `${` in it begins a reference: one that no odd number of backslashes stands before."""
+    """Return whether a `${` in it begins a reference: one without an odd number of backslashes before it."""
     return any(len(found[1]) % 2 == 0 for found in _REFERENCE.finditer(value))
 
 
 def read_argument(text: str, origin: str) -> SourceValue:
-    """The value of one option on the command line: YAML as far as it is YAML, else text."""
+    """Return the value of one argument: YAML where it can be read as that, else text."""
     try:
         value = _parse(text, origin).value
     except ConfigError:
@@ -163,14 +163,14 @@ def read_argument(text: str, origin: str) -> SourceValue:
     return SourceValue(value, origin, value if quoted else text, is_argument=True)
 
 
-def read_overrides(tokens: list[str], aliases: Mapping[str, str]) -> list[tuple[str, SourceValue]]:
-    """`a.b=c`, `--a.b=c` and `--a.b c`, in their order, as (dotted name, value). Raises ConfigError."""
+def read_overrides(tokens: list[str]) -> list[tuple[str, SourceValue]]:
+    """Return (dotted name, value) of `a.b=c`, `--a.b=c` and `--a.b c`, in their order. Raises ConfigError."""
     found: list[tuple[str, SourceValue]] = []
     rest = iter(tokens)
     for token in rest:
         name, equals, value = token.partition("=")
         if token.startswith("--") and len(name) > 2:
-            name = name[2:]
+            name = name[2:].replace("-", "_")
             if not equals:
                 value = next(rest, "--")
                 if value.startswith("--"):
@@ -179,9 +179,7 @@ def read_overrides(tokens: list[str], aliases: Mapping[str, str]) -> list[tuple[
             raise ConfigError(
                 f"argument {token!r} is not understood: an option is set with --a.b VALUE or a.b=VALUE."
             )
-        name = name.lstrip("+")
-        full = aliases.get(name) or aliases.get(name.replace("-", "_")) or name
-        found.append((full, read_argument(value, f"command line: {token.partition('=')[0]}")))
+        found.append((name.lstrip("+"), read_argument(value, f"command line: {token.partition('=')[0]}")))
     return found
 
 
@@ -235,7 +233,7 @@ def _mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[str, Sou
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(f"{name}:{line}: a key must be a plain word.")
+            raise ConfigError(f"{name}:{line}: a key must be a plain scalar.")
         item = _convert(loader, value_node, name)
         if key_node.tag == "tag:yaml.org,2002:merge":
             for part in item.value if isinstance(item.value, list) else [item]:
@@ -248,6 +246,6 @@ def _mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[str, Sou
                 f"{name}:{line}: key {key_node.value} stands twice in one mapping; first at {first}."
             )
         else:
-            # A section's origin is the line of its key, where a person looks for it.
+            # The origin of a section is the line of its key.
             own[key_node.value] = SourceValue(item.value, f"{name}:{line}", item.text)
     return {**merged, **own}

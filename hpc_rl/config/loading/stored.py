@@ -19,7 +19,7 @@ _SECRET = re.compile(r"(^|_)(api_?key|token|secret|password)($|_)", re.IGNORECAS
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration, the origin of each explicit value (dotted name -> `file:line` or argument), and notes for the user."""
+    """A configuration, the origin of each explicit value (`file:line` or argument), notes for the user."""
 
     config: Config
     origins: dict[str, str]
