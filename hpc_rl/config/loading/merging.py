@@ -31,10 +31,10 @@ class MergedSettings:
         top_level: Collection[str] = (),
         not_built: Mapping[str, str] | None = None,
     ) -> None:
-        """Take names for better refusals beside the class that is configured.
+        """Take further names, for better refusals.
 
-        `others` are configurations of other trainers, `aliases` short names of arguments,
-        `top_level` translated names of the top level, `not_built` names of other toolkits with what to do instead.
+        `others` are configurations of other trainers, `aliases` short names of arguments, `top_level`
+        translated names of the top level, `not_built` names of other toolkits with what to do instead.
         """
         self.root = root
         self.others = others or {}
