@@ -84,7 +84,7 @@ def test_help_needs_no_torch(installed):
         installed / "python", "-c", "import importlib.util; assert importlib.util.find_spec('torch') is None"
     )
     assert "quickstart" in call(installed / "hpc-rl", "--help")
-    assert "--actor.optimizer.lr" in call(installed / "hpc-rl", "submit", "--help")
+    assert "--actor.optimizer.lr" in call(installed / "hpc-rl", "submit", "--help", "actor")
 
 
 def test_the_console_script_of_this_environment_imports_no_torch():
