@@ -1,4 +1,6 @@
-"""The allocation grammar: AReaL's vectors, our additions, refusals with a position, and the round trip of the canonical form."""
+"""The allocation grammar: AReaL's vectors, our additions, refusals with a position, and the round trip of the
+canonical form.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The floors: imports go down only, the login half never imports torch, the server role needs few packages."""
+"""The floors: imports go down only, the login half never imports torch, the server role needs few
+packages.
+"""
 
 from __future__ import annotations
 

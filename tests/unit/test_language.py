@@ -1,4 +1,6 @@
-"""Plain English: words of a private dialect in messages, help texts and docstrings are refused, with what to write instead."""
+"""Plain English: words of a private dialect in messages, help texts and docstrings are refused, with what to
+write instead.
+"""
 
 from __future__ import annotations
 
@@ -55,4 +57,5 @@ def dialect(path: Path) -> Iterator[str]:
             where = f"{path.relative_to(ROOT)}:{node.lineno}"
             for match in DIALECT.finditer(node.value):
                 if match[0] not in ALLOWED.get(str(path.relative_to(ROOT)), ""):
-                    yield f"{where}: {match[0]!r} in {node.value[max(match.start() - 30, 0) : match.end() + 30]!r}"
+                    around = node.value[max(match.start() - 30, 0) : match.end() + 30]
+                    yield f"{where}: {match[0]!r} in {around!r}"

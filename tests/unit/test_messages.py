@@ -1,4 +1,5 @@
-"""The most important messages, kept whole in tests/golden/messages.txt: refusals, cancel, recover, status, exit reasons.
+"""The most important messages, kept whole in tests/golden/messages.txt: refusals, cancel, recover, status,
+exit reasons.
 
 Each is made by the code that users meet it through, with fixed inputs. `pytest tests/unit/test_messages.py
 --update-golden` writes the file anew; its diff is what to review.

@@ -1,4 +1,6 @@
-"""The limits of a role, in a process of its own; how processes are told apart and ended is in supervise/test_steps.py."""
+"""The limits of a role, in a process of its own; how processes are told apart and ended is in
+supervise/test_steps.py.
+"""
 
 from __future__ import annotations
 

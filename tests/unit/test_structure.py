@@ -1,4 +1,6 @@
-"""The shape of the package: unique names, small pieces, no import cycle, and no decision taken by reading a message."""
+"""The shape of the package: unique names, small pieces, no import cycle, and no decision taken by reading a
+message.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Files in the shape of AReaL's examples load, check and plan as they are, but for what WAITING names.
 
-WAITING is exact: a key that starts to work must be taken out of it, and nothing may be added without this test saying so.
+WAITING is exact: a key that starts to work must be taken out of it, and nothing may be added without this
+test saying so.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ from hpc_rl.config.loading.load import load
 from hpc_rl.plan.plan import make_plan
 loaded = check(load([{str(FOLDER / "gsm8k_grpo.yaml")!r}], presets=["cpu"]), files=False)
 make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
-print([name for name in ("torch", "transformers", "tokenizers", "sglang", "datasets", "wandb", "numpy") if name in sys.modules])
+heavy = {"torch", "transformers", "tokenizers", "sglang", "datasets", "wandb", "numpy"}
+print(sorted(heavy & sys.modules.keys()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr

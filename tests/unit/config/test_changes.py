@@ -1,4 +1,6 @@
-"""Going on under another configuration: every option is classed, safe changes are told, unsafe ones refused in words."""
+"""Going on under another configuration: every option is classed, safe changes are told, unsafe ones refused
+in words.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,8 @@ def test_unsafe_changes_are_refused_with_the_reason_and_what_to_do():
         "train_dataset.batch_size can't change from 8 to 4 in trial e/t: "
         "the position in the data and the sealed batches depend on it.",
         "actor.path can't change from /m to /other in trial e/t: the checkpoints hold this model.",
-        "To resume e/t, use train_dataset.batch_size=8 actor.path=/m; for the new values submit another trial_name.",
+        "To resume e/t, use train_dataset.batch_size=8 actor.path=/m; "
+        "for the new values submit another trial_name.",
     ]
 
 

@@ -1,4 +1,6 @@
-"""Cross-section rules: what contradicts is refused in words, defaults adapt with a note, explicit values never change."""
+"""Cross-section rules: what contradicts is refused in words, defaults adapt with a note, explicit values
+never change.
+"""
 
 from __future__ import annotations
 

@@ -119,7 +119,8 @@ def test_dotted_keys_lists_and_mappings_in_files(files):
 
 
 def test_anchors_and_merge_keys(files):
-    more = "actor: &a\n  optimizer: {lr: 1.0}\nvalid_dataset:\n  <<: {path: /x, batch_size: 2}\n  batch_size: 3\n"
+    more = "actor: &a\n  optimizer: {lr: 1.0}\n"
+    more += "valid_dataset:\n  <<: {path: /x, batch_size: 2}\n  batch_size: 3\n"
     config = files.load(more=more).config
     assert (config.valid_dataset.path, config.valid_dataset.batch_size) == ("/x", 3)
 
@@ -175,7 +176,8 @@ def test_a_reference_to_a_default_says_nothing_of_its_own(files):
 
 
 def test_a_reward_model_whose_type_is_a_reference(tmp_path):
-    text = "experiment_name: e\ntrial_name: t\nmodel: {path: /m}\ntrain_dataset: {path: /d, type: '${valid_dataset.type}'}\n"
+    text = "experiment_name: e\ntrial_name: t\nmodel: {path: /m}\n"
+    text += "train_dataset: {path: /d, type: '${valid_dataset.type}'}\n"
     (tmp_path / "a.yaml").write_text(text + "valid_dataset: {path: /v, type: rw}\n")
     assert load([tmp_path / "a.yaml"]).config.trainer == "rw"
 

@@ -1,8 +1,10 @@
-"""Every parameter of AReaL and ATLAS, row by row: it works, as a named test shows, or it is refused, in the words given here.
+"""Every parameter of AReaL and ATLAS, row by row: it works, as a named test shows, or it is refused, in the
+words given here.
 
-parameters.tsv is the table of the seeds; parameter_status.tsv says of each row, in the same order, what is true of it here.
-`works`: the option exists with the table's default (departures.py names the exceptions), and the test that is named exists.
-`refused`: the override that is given really is refused, with these words. `todo`: neither yet; NUM_TODO can only shrink.
+parameters.tsv is the table of the seeds; parameter_status.tsv says of each row, in the same order, what is
+true of it here. `works`: the option exists with the table's default (departures.py names the exceptions), and
+the test that is named exists. `refused`: the override that is given really is refused, with these words.
+`todo`: neither yet; NUM_TODO can only shrink.
 """
 
 from __future__ import annotations

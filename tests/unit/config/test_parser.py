@@ -1,4 +1,6 @@
-"""The parser of a configuration: every option with its help, all refusals at once; roles do without the library."""
+"""The parser of a configuration: every option with its help, all refusals at once; roles do without the
+library.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""No option is read nowhere: code outside config/ reads it, a script template does, or it is explained here what becomes of it.
+"""No option is read nowhere: code outside config/ reads it, a script template does, or it is explained here
+what becomes of it.
 
-By names, not by types: an attribute `x.option` counts where its name says enough, else only as `section.option`. A name says
-enough where one section alone has it and no class of the product has an attribute of that name.
+By names, not by types: an attribute `x.option` counts where its name says enough, else only as
+`section.option`. A name says enough where one section alone has it and no class of the product has an
+attribute of that name.
 """
 
 from __future__ import annotations
@@ -45,20 +47,22 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
     "keep_best": {"keep"},
     "": {"config"},
 }
-ONLY_RULES = {  # pattern -> why no role reads it: a rule holds it to the one value that is possible, or loading acts on it
-    r"(.+\.)?(experiment_name|trial_name|fileroot)": "must equal the trial's own (consistency.identity), which is read",
+# pattern -> why no role reads it: a rule holds it to the one value that is possible, or loading acts on it
+ONLY_RULES = {
+    r"(.+\.)?(experiment_name|trial_name|fileroot)": "must equal the trial's own, which is read",
     r"cluster\.cluster_name": "names a profile, which load reads",
     r"(train|valid)_dataset\.type": "must be the trainer's (consistency.datasets)",
-    r"valid_dataset\.(batch_size|shuffle|drop_last|pin_memory)": "a note says that held-out rows are all used once, in order",
+    r"valid_dataset\.(batch_size|shuffle|drop_last|pin_memory)": "noted: held-out rows are used once, in order",
     r"rollout\.consumer_batch_size": "must equal train_dataset.batch_size (generation_rules.rollout)",
-    r"actor\.(group_size|temperature|max_new_tokens)": "must equal what gconfig says (generation_rules, training_rules)",
+    r"actor\.(group_size|temperature|max_new_tokens)": "must equal gconfig's",
     r"actor\.(reward|adv)_norm\.group_size": "must equal gconfig.n_samples (training_rules)",
-    r"actor\.log_agent_stats": "must agree with log_agent_stats_keys, which is read (training_rules)",
-    r"(actor|model|ref)\.(fsdp\.offload_params|ds_auto_tp\.autotp_size)": "refused when set (training_rules)",
-    r"(actor|model|ref)\.backend": "empty or fsdp; with megatron there is a plan, and nothing is started (plan._not_built)",
-    r"(actor|model|ref)\.optimizer\.type": "adam where there is training, empty where there is none (training_rules)",
+    r"actor\.log_agent_stats": "must agree with log_agent_stats_keys",
+    r"(actor|model|ref)\.(fsdp\.offload_params|ds_auto_tp\.autotp_size)": "refused when set",
+    r"(actor|model|ref)\.backend": "megatron is planned, not started (plan._not_built)",
+    r"(actor|model|ref)\.optimizer\.type": "adam, or empty where nothing is trained",
 }
-BY_NAME = {  # pattern -> a dict of the product that has each such option's name as a key or value, for getattr
+# pattern -> a dict of the product that has each such option's name as a key or value, for getattr
+BY_NAME = {
     r"launcher\.hooks\.(\w+)": EVENTS,
     r"launcher\.slurm\.(\w+)": {name.replace("-", "_") for names in SLURM_OPTIONS.values() for name in names},
     r"launcher\.slurm\.(\w+_image)": OPTION.values(),

@@ -1,4 +1,6 @@
-"""Property: one unknown key, wrong type or value out of range is refused with its full dotted name, its file and its line."""
+"""Property: one unknown key, wrong type or value out of range is refused with its full dotted name, its file
+and its line.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from hpc_rl.config.show import scalar
 from hpc_rl.config.tables.atlas import ALIASES as ATLAS
 from hpc_rl.errors import ConfigError
 
-BASE = "experiment_name: e\ntrial_name: t\ntrainer: {trainer}\ntrain_dataset: {{path: /d}}\n{model}: {{path: /m}}\n"
+BASE = "experiment_name: e\ntrial_name: t\ntrainer: {trainer}\n"
+BASE += "train_dataset: {{path: /d}}\n{model}: {{path: /m}}\n"
 BASE += "valid_dataset: {{path: /v}}\n{ref}"
 REF = {"grpo": "ref: {path: /r}\n", "sft": "", "rw": ""}
 MODEL = {"grpo": "actor", "sft": "model", "rw": "model"}
@@ -36,7 +39,9 @@ PROPERTY = settings(
 
 
 def accepts(hint, value) -> bool:
-    """What the types alone say, worked out again: text takes numbers as they were written, true and false are only bool."""
+    """What the types alone say, worked out again: text takes numbers as they were written, true and false are
+    only bool.
+    """
     return any(_accepts(kind, value) for kind in alternatives(hint))
 
 
@@ -81,7 +86,9 @@ OUTSIDE = {t: [(n, v) for n in LEAVES[t] for v in outside(KNOWN[t][n])] for t in
 
 
 def nested(name: str, value, gap: int) -> tuple[str, int]:
-    """A YAML file that says this one thing in block style after some lines of comment; and the line of the value's key."""
+    """A YAML file that says this one thing in block style after some lines of comment; and the line of the
+    value's key.
+    """
     lines = ["# a comment", ""][: 1 + gap % 2] * gap
     *sections, leaf = name.split(".")
     lines += [f"{'  ' * depth}{section}:" for depth, section in enumerate(sections)]

@@ -1,4 +1,6 @@
-"""`config show`, `schema`, `reference`: every value with its origin, and what was shown loads again unchanged."""
+"""`config show`, `schema`, `reference`: every value with its origin, and what was shown loads again
+unchanged.
+"""
 
 from __future__ import annotations
 

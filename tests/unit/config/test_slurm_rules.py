@@ -1,4 +1,6 @@
-"""Options of launcher.slurm that contradict each other or the plan are refused in words, before sbatch sees them."""
+"""Options of launcher.slurm that contradict each other or the plan are refused in words, before sbatch sees
+them.
+"""
 
 from __future__ import annotations
 
