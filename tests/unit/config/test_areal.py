@@ -98,7 +98,7 @@ from hpc_rl.config.loading.load import load
 from hpc_rl.plan.plan import make_plan
 loaded = check(load([{str(FOLDER / "gsm8k_grpo.yaml")!r}], presets=["cpu"]), files=False)
 make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
-heavy = {"torch", "transformers", "tokenizers", "sglang", "datasets", "wandb", "numpy"}
+heavy = {{"torch", "transformers", "tokenizers", "sglang", "datasets", "wandb", "numpy"}}
 print(sorted(heavy & sys.modules.keys()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
