@@ -14,6 +14,7 @@ from hpc_rl.files import JsonLines
 from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import is_alive
 from hpc_rl.records import ProcessRecord
+from hpc_rl.render.scripts import render_steps
 from hpc_rl.trial import Trial, write_json
 
 HERE = Path(__file__).parent
@@ -55,6 +56,7 @@ class Fake:
         units = units or [unit("server"), unit("rollout"), unit("trainer")]
         plan = toy_plan(units, sys.executable, recover_mode=mode, recover_retries=retries)
         write_json(self.trial.plan_json, plan.to_json())
+        (self.trial.scripts / "steps.sh").write_text(render_steps(plan, self.trial, Path.cwd()))
         config = {
             "experiment_name": "e",
             "trial_name": "t",
