@@ -127,12 +127,9 @@ BASE = [
 
 
 def test_it_needs_held_out_data_and_a_number_that_is_measured():
-    with pytest.raises(ConfigError, match=r"saver.keep_best has no effect without valid_dataset"):
+    with pytest.raises(ConfigError, match=r"saver\.keep_best .*valid_dataset"):
         check(load([], [*BASE, "load_best_model_at_end=true"]), files=False)
-    with pytest.raises(
-        ConfigError,
-        match=r"saver.keep_best.metric eval_loss is not measured in a grpo trial; allowed: eval_reward",
-    ):
+    with pytest.raises(ConfigError, match=r"saver\.keep_best\.metric eval_loss .*eval_reward"):
         check(load([], [*BASE, "valid_dataset.path=/v", "metric_for_best_model=loss"]), files=False)
     done = check(load([], [*BASE, "valid_dataset.path=/v", "load_best_model_at_end=true"]), files=False)
-    assert any("only first and last weights are evaluated" in note for note in done.notes)
+    assert any("first and last" in note and "saver.keep_best" in note for note in done.notes)

@@ -64,7 +64,7 @@ def test_it_waits_for_room_and_goes_on(recipe, caplog):
     assert read_json(recipe.trial.current_weights)["label"] == "0.1"
     assert (
         caplog.text.count("DISK FULL: weights 0.1 can't be written") == 1
-        and "there is room again" in caplog.text
+        and "wrote weights 0.1" in caplog.text
     )
     assert len(recipe.waited) == 3  # whoever watches sees that it is alive
     assert not [path for path in recipe.trial.weights.iterdir() if path.name.startswith(".")]
