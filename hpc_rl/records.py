@@ -93,10 +93,14 @@ def _fields(cls: type) -> list[tuple[str, str, Any, bool]]:
     if cls not in _FIELDS:
         hints = typing.get_type_hints(cls)
         _FIELDS[cls] = [
-            (one.name, one.metadata.get("key", one.name), hints[one.name], one.default is dataclasses.MISSING)
+            (one.name, one.metadata.get("key", one.name), hints[one.name], _is_required(one))
             for one in dataclasses.fields(cls)
         ]
     return _FIELDS[cls]
+
+
+def _is_required(one: dataclasses.Field[Any]) -> bool:
+    return one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
 
 
 def _convert(value: Any, hint: Any) -> Any:

@@ -90,7 +90,7 @@ def needs_new_batches(
 ) -> bool:
     """Return whether the batches after the step to start from are set aside, and their prompts issued again.
 
-    They are when the user goes back to a checkpoint, or changes the policy or what is generated: another policy made them.
+    They are when the user goes back to a checkpoint, or changes the policy or what is generated.
     """
     if replay or not isinstance(config, GRPOConfig):
         return False

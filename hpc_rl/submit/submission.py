@@ -93,7 +93,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class _StartRequest:
-    """The mode of the first start, the checkpoint that the user named for it, and whether it sets later batches aside."""
+    """The mode of the first start, the checkpoint named for it, and whether it sets later batches aside."""
 
     mode: str
     from_step: int | None = None
