@@ -130,13 +130,10 @@ def submit(
         scheduler: Where to submit; by default as `launcher.type` says.
         avoid: Additional nodes to avoid; by default those that failed the trial recently.
 
-    Raises TrialBusy, NothingToResume, CannotWrite, SchedulerError or ConfigError; a directory that did not
-    exist before is removed again then.
+    Raises TrialBusy, NothingToResume, CannotWrite, SchedulerError, ConfigError; a new directory is removed then.
     """
     trial = trial or trial_of(loaded.config)
-    scheduler = scheduler or make_scheduler(loaded.config.launcher.type, trial)
-    if loaded.config.launcher.slurm.backend == "submitit" and scheduler.name == "slurm":
-        scheduler = SubmititScheduler()
+    scheduler = _scheduler_for(loaded.config, trial, scheduler)
     check_submittable(trial, loaded, plan, scheduler.name, recovery)
     with TrialLock(trial) as lock:
         # Checked again: another process may have submitted while this one waited for the lock.
@@ -144,16 +141,13 @@ def submit(
         before = read_json(trial.plan_json)
         dropped = stale_leftovers(trial, loaded.config)
         replay = recovery is not None and recovery.replay
-        new_batches = needs_new_batches(loaded.config, start.situation, changed, replay)
-        set_aside = batches_after(trial, start.decision.step) if new_batches else []
-        request = dataclasses.replace(_StartRequest.of(plan, recovery), new_batches=new_batches)
+        renews = needs_new_batches(loaded.config, start.situation, changed, replay)
+        set_aside = batches_after(trial, start.decision.step) if renews else []
+        request = dataclasses.replace(_StartRequest.of(plan, recovery), new_batches=renews)
         script, tag = _prepare(lock, loaded, plan, list(command), request, scheduler.name, avoid)
         for path in (trial.done, *dropped):  # a trial that was done continues
             lock.remove(path)
-        job_id = scheduler.submit(JobSpec(job_name(trial), script, tag))
-        servers = ""
-        if plan.layout == "jobs":
-            servers = _submit_servers(trial, plan, job_id, tag, scheduler)
+        job_id, servers = _submit_jobs(trial, plan, script, tag, scheduler)
         lock.keep()
         record = JobRecord(
             job_id=job_id,
@@ -164,7 +158,7 @@ def submit(
             tag=tag,
             start_mode=request.mode,
             from_step=request.from_step,
-            new_batches=new_batches,
+            new_batches=renews,
             lineage_parent=recovery.parent if recovery else None,
             changed=tuple(map(str, changed)),
         )
@@ -175,22 +169,34 @@ def submit(
         script,
         scheduler.name,
         job_id,
-        trial.jobs / f"{job_id}.out",
-        servers,
+        output=trial.jobs / f"{job_id}.out",
+        server_job_id=servers,
         changes=tuple(changed),
         allocation_was=str(before.get("allocation") or "") if isinstance(before, dict) else "",
         step=start.decision.step,
         unread=start.unread,
-        new_batches=new_batches,
+        new_batches=renews,
         batches_after=tuple(set_aside),
         dropped=tuple(dropped),
     )
 
 
-def _submit_servers(trial: Trial, plan: Plan, job_id: str, tag: str, scheduler: Scheduler) -> str:
-    """Submit the second job of layout `jobs`; where it is refused, cancel the first one too."""
+def _scheduler_for(config: Config, trial: Trial, scheduler: Scheduler | None) -> Scheduler:
+    scheduler = scheduler or make_scheduler(config.launcher.type, trial)
+    by_submitit = config.launcher.slurm.backend == "submitit" and scheduler.name == "slurm"
+    return SubmititScheduler() if by_submitit else scheduler
+
+
+def _submit_jobs(trial: Trial, plan: Plan, script: Path, tag: str, scheduler: Scheduler) -> tuple[str, str]:
+    """Submit the trial's job and, of layout `jobs`, that of its servers; return their ids.
+
+    Where the second one is refused, the first one is cancelled. Raises SchedulerError.
+    """
+    job_id = scheduler.submit(JobSpec(job_name(trial), script, tag))
+    if plan.layout != "jobs":
+        return job_id, ""
     try:
-        return submit_servers(trial, plan, job_id, tag, job_name(trial), scheduler)
+        return job_id, submit_servers(trial, plan, job_id, tag, job_name(trial), scheduler)
     except SchedulerError as error:
         scheduler.cancel(job_id)
         raise SchedulerError(f"the servers' job: {error} The trial's job {job_id} was cancelled.") from error

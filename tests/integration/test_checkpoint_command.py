@@ -61,7 +61,7 @@ def test_list_and_verify(trial, capsys):
         ("2", "sound"),
     ]
     assert main(["checkpoint", "verify", str(trial.dir)]) == 0
-    assert "generation 2: every file is as it was written" in capsys.readouterr().out
+    assert "checkpoint 2: every file" in capsys.readouterr().out
 
 
 def test_every_file_that_is_damaged_is_named(trial, capsys):
@@ -79,7 +79,7 @@ def test_every_file_that_is_damaged_is_named(trial, capsys):
         os.truncate(path, len(good) // 2)
         assert main(["checkpoint", "verify", str(trial.dir)]) == 1
         out = capsys.readouterr().out
-        assert f"generation 4: {path.name}" in out and "generation 3: every file" in out
+        assert f"checkpoint 4: {path.name}" in out and "checkpoint 3: every file" in out
         path.unlink()
         assert main(["checkpoint", "list", str(trial.dir), "--json"]) == 0
         newest = json.loads(capsys.readouterr().out)["generations"][0]
@@ -93,7 +93,7 @@ def test_every_file_that_is_damaged_is_named(trial, capsys):
 def test_an_export_of_a_generation_is_the_trainers_own_export_of_that_step(trial, tmp_path, capfd):
     there = tmp_path / "out" / "model"
     assert main(["checkpoint", "export", str(trial.dir), "--step", "3", "--to", str(there)]) == 0
-    assert "generation 3" in capfd.readouterr().out
+    assert "checkpoint 3" in capfd.readouterr().out
     own = trial.exports / "step-00000003"
     for path in own.iterdir():
         if path.name != "hpc_rl.json":
@@ -115,7 +115,7 @@ def test_an_export_of_damage_fails_and_names_the_file(trial, tmp_path, capfd):
 def test_an_imported_checkpoint_is_what_a_trial_goes_on_from(trial, tmp_path, capfd):
     source = trial.exports / "final"
     assert main(["checkpoint", "import", str(trial.dir), str(source)]) == ExitCode.FAILED
-    assert "generation 4, which would be taken instead" in capfd.readouterr().err
+    assert "checkpoint 4, which would be taken instead" in capfd.readouterr().err
     fresh = Trial(tmp_path / "fresh")
     fresh.make_dirs()
     fresh.make_secret()

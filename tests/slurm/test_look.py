@@ -93,7 +93,8 @@ def test_attach_runs_a_command_on_the_node_of_a_role(cluster, tmp_path, until):
     )
     with attempt.events.open("a") as file:
         file.write("\n")
-    record = {"pid": 1, "host": "x", "rank": 0, "node": last, "job_id": job_id}
+    record = {"pid": 1, "start_ticks": 1, "host": "x", "role": "server", "rank": 0}
+    record |= {"node": last, "job_id": job_id}
     write_json(attempt.processes / "server-0.0-rank0.json", record)
     shown = hpc_rl("attach", trial.dir, "--role", "server", cwd=tmp_path)
     assert (

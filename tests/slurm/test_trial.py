@@ -87,8 +87,8 @@ def test_the_readme_command_trains_on_four_nodes_and_goes_on_after_a_cancel(clus
     wait_for("the job's end", lambda: not cluster.run("squeue", "--noheader", "--format=%i").strip(), trial)
 
     story = hpc_rl("status", "grpo", "--offline", cwd=clone).stdout
-    assert "cancelled by a person" in story
-    assert f"from generation {stopped_at}" in story
+    assert "cancelled by the user" in story
+    assert f"from checkpoint {stopped_at}" in story
     finished = status(clone, "grpo", "--offline")
     assert finished["state"] == "done"
     assert len(finished["attempts"]) == 2
