@@ -91,16 +91,13 @@ _FIELDS: dict[type, list[tuple[str, str, Any, bool]]] = {}
 def _fields(cls: type) -> list[tuple[str, str, Any, bool]]:
     """Return (name, JSON key, type, whether it is required) of each field."""
     if cls not in _FIELDS:
-        hints = typing.get_type_hints(cls)
+        hints, none = typing.get_type_hints(cls), dataclasses.MISSING
         _FIELDS[cls] = [
-            (one.name, one.metadata.get("key", one.name), hints[one.name], _is_required(one))
+            (one.name, one.metadata.get("key", one.name), hints[one.name], required)
             for one in dataclasses.fields(cls)
+            for required in [one.default is none and one.default_factory is none]
         ]
     return _FIELDS[cls]
-
-
-def _is_required(one: dataclasses.Field[Any]) -> bool:
-    return one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
 
 
 def _convert(value: Any, hint: Any) -> Any:

@@ -291,7 +291,7 @@ def test_recover_from_an_older_generation(stopped, scheduler, capsys, make_gener
     for step in (2, 3):
         make_generation(stopped, step)
     assert main(["recover", "small", "--from", "4"]) == 3
-    assert "it does not lie there; there are 2, 3, 5. Allowed: 5, 3, 2." in capsys.readouterr().err
+    assert "it does not exist; there are 2, 3, 5. Allowed: 5, 3, 2." in capsys.readouterr().err
     make_seal(stopped, 4)
     assert main(["recover", "small", "--from", "2"]) == 3
     said = capsys.readouterr().err
