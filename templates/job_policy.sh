@@ -517,5 +517,6 @@ run_job() { # ARGUMENT_OF_THE_SCRIPT...: leaves its exit code in `rc`, or exits 
   done
   say "exits with code $rc: $reason"
   reason=${reason//\\/\\\\} reason=${reason//\"/\\\"}
-  record ended "\"code\": $rc, \"cancelled\": $cancelled, \"reason\": \"$reason\"${cause:+, \"cause\": \"$cause\"}"
+  record ended \
+    "\"code\": $rc, \"cancelled\": $cancelled, \"reason\": \"$reason\"${cause:+, \"cause\": \"$cause\"}"
 }

@@ -1,4 +1,4 @@
-"""`hpc-rl templates`: what the scripts are made of, how a site changes them, and whether what it changed still holds."""
+"""`hpc-rl templates`: what scripts are made of, how a site changes them, whether its changes still hold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELP = {
     "list": "show templates, their blocks and overrides; cluster profiles and hooks of the site",
     "eject": "write an override of some blocks, to be edited",
     "diff": "show what the overrides change in a sample of every script",
-    "check": "render a sample of every script through the overrides; bash -n, shellcheck, directives, block names",
+    "check": "render a sample of every script; bash -n, shellcheck, directives, block names",
 }
 
 # A small trial of every kind, in which every template and every branch of it is rendered.

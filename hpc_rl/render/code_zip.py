@@ -1,4 +1,4 @@
-"""The running hpc_rl as one zip file that Python imports from: a queued trial keeps the code of its submission.
+"""The running hpc_rl as a zip file that Python imports from: a queued trial keeps the code of its submission.
 
 Only `.py` files: a role needs no templates, and compiled files belong to one interpreter.
 """
@@ -16,7 +16,7 @@ _LONG_AGO = (1980, 1, 1, 0, 0, 0)
 
 
 def build() -> tuple[str, bytes]:
-    """Return file name (version, content hash) and content; equal sources give equal bytes. Raises OSError."""
+    """Return file name (version, hash) and content; equal sources give equal bytes. Raises OSError."""
     sources = _sources(Path(hpc_rl.__file__).parent)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:

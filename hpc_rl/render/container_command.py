@@ -1,16 +1,13 @@
-"""The command line and environment of a unit in its container. Pure: apptainer wraps the program, pyxis is options of srun.
+"""A unit in its container. Pure: apptainer wraps the program, pyxis is options of srun.
 
-The supervisor stays outside, and starts and stops a role in a container as it does any other:
+The supervisor stays outside, and starts and stops a role in a container as it does any other. The role's
+standard input is the supervisor's pipe, which both hand on; `apptainer exec` keeps process ids, process group
+and host name of the node (config/rules/container_rules.py refuses the options that would not); the exit code
+is the role's own.
 
-- the role's standard input is the supervisor's pipe. `apptainer exec` and pyxis (without an entry point) hand it on as it
-  is, so a stop is read from it and its end, when the supervisor dies, ends the role;
-- `apptainer exec` keeps process ids, process group and host name of the node (config/rules/container_rules.py refuses
-  the options that would not), so killing the group, and the pids on record, reach the processes inside;
-- the exit code is the role's own.
-
-The environment is inherited; nothing of it is in an argument list, where every user of the node could read it. What must
-hold whatever the image says travels as APPTAINERENV_<name>, taken literally (APPTAINER_NO_EVAL, from Apptainer 1.1 and
-SingularityCE 3.10 on), and for pyxis by name in `--container-env`.
+The environment is inherited; nothing of it is in an argument list, which every user of the node could read.
+What must hold whatever the image says travels as APPTAINERENV_<name>, taken literally (APPTAINER_NO_EVAL,
+from Apptainer 1.1 and SingularityCE 3.10 on), and for pyxis by name in `--container-env`.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ class Command:
 
 
 def common_env(unit: Unit, kind: str) -> dict[str, str]:
-    """Return what every process of a unit finds in its environment, in addition to what the supervisor has."""
+    """Return what every process of a unit has in its environment, in addition to the supervisor's."""
     return {
         "HPC_RL_STEPS": kind,
         "HPC_RL_NUM_RANKS": str(unit.num_tasks),

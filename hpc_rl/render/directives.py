@@ -1,4 +1,4 @@
-"""Directives: what one job, or one component of it, asks of sbatch: options in their order, by group. Pure."""
+"""Directives: what one job, or one component of it, asks of sbatch: options in order, by heading. Pure."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Option = tuple[
 GroupName = Literal["resources", "accounting", "output", "ending"]
 
 
-# Every option, in its order, under its heading. The value is that of the key of `launcher.slurm` with the same name,
-# or what `_values` makes of it.
+# Every option, in order, under its heading. The value is that of the key of `launcher.slurm` with the same
+# name, or what `_values` makes of it.
 SLURM_OPTIONS: dict[GroupName, tuple[str, ...]] = {
     "resources": (
         *(
@@ -144,7 +144,7 @@ def _values(slurm: SlurmLauncherConfig, request: SbatchRequest) -> dict[str, str
 
 
 def _gpus(slurm: SlurmLauncherConfig, request: SbatchRequest) -> dict[str, str | None]:
-    """Return how GPUs are asked for: Slurm accepts --gres=gpu and --gpus-per-node together, and uses only one of them."""
+    """Return the one option for GPUs: given --gres=gpu and --gpus-per-node, Slurm uses only one of them."""
     needed = None
     if request.n_gpus_per_node and slurm.gpus_by and not asks_for_gpus(slurm.gres):
         count = str(request.n_gpus_per_node)

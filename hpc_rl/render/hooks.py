@@ -1,4 +1,4 @@
-"""The hooks of a submission: which scripts run at which moment. The job runs copies that travel with the trial."""
+"""The hooks of a submission: which scripts run at which moment. The job runs copies of them."""
 
 from __future__ import annotations
 

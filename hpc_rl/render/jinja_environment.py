@@ -1,11 +1,12 @@
-"""Templates: where they are, how a site's layers override blocks of ours, and the filters that keep values inert.
+"""Templates: where they are, how layers override blocks of ours, and the filters that keep values inert.
 
-Layers are directories: a trial's own, the site's, ours. An override begins with
-`{% extends "below/sbatch/trial.sbatch.j2" %}`: `below` is the next layer that has the file, so that a user's override
-and the site's add up. `builtin/<name>` is ours, whatever overrides it.
+Layers are directories: a trial's own, the site's, ours. An override begins with `{% extends
+"below/sbatch/trial.sbatch.j2" %}`: `below` is the next layer that has the file, so that a user's override and
+the site's add up. `builtin/<name>` is ours, whatever overrides it.
 
-Every value passes a filter for its place: `sh` (a shell word), `lines` (lines of shell words), `directive` (an `#SBATCH`
-value), `comment` (one line of a comment). None of them takes None, and neither does a bare `{{ value }}`.
+Every value passes a filter for its place: `sh` (a shell word), `lines` (lines of shell words), `directive`
+(an `#SBATCH` value), `comment` (one line of a comment). None of them takes None, and neither does a bare `{{
+value }}`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LINE_BREAK = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]+")
 
 
 def template_root() -> Path:
-    """Return the folder that holds our `templates/` and `sbatch/`: in the wheel, or beside the package in a checkout."""
+    """Return the folder of our `templates/` and `sbatch/`: in the wheel, or beside the package."""
     package = Path(__file__).resolve().parents[1]
     packaged = package / "_data"
     return packaged if packaged.is_dir() else package.parent
@@ -50,7 +51,7 @@ def lines(groups: Iterable[Iterable[str]]) -> str:
 
 
 def directive(value: Any) -> str:
-    """Return the value of an `#SBATCH` option in sbatch's own quoting: a backslash escapes, also inside quotes.
+    """Return the value of an `#SBATCH` option in sbatch's quoting: a backslash escapes, also inside quotes.
 
     Raises ConfigError for line breaks: the rest of the value would become a line of the script.
     """
@@ -65,7 +66,7 @@ def directive(value: Any) -> str:
 
 
 def sbatch(options: Iterable[tuple[str, str | None]]) -> str:
-    """Return the `#SBATCH` lines of (name, value): an empty value is an option without one, None one that is not used."""
+    """Return `#SBATCH` lines of (name, value); an empty value is an option without one, None an unused."""
     text = ""
     for name, value in options:
         if value is None:

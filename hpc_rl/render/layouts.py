@@ -1,4 +1,4 @@
-"""What each layout asks of Slurm: one job, one job of two components, or two jobs; and what submitit gets. Pure."""
+"""What each layout asks of Slurm: one job, one job of two components, two jobs; and submitit's part. Pure."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class SbatchRequests:
         }
 
     def submitit(self) -> str:
-        """Return the parameters of submitit's executor, as JSON. Raises ConfigError for what submitit can't do."""
+        """Return the parameters of submitit's executor, as JSON. Raises ConfigError."""
         with_gpus = any(unit.gpus_per_task for unit in self.plan.units)
         return submitit_parameters(self.slurm, self.trial()["directives"], with_gpus=with_gpus)
 
@@ -157,8 +157,8 @@ def refuse_hooks(plan: Plan, events: Collection[str]) -> None:
     on_nodes = sorted({"pre_node", "post_node"} & set(events))
     if plan.layout == "hetjob" and on_nodes:
         raise ConfigError(
-            f"launcher.hooks.{on_nodes[0]} can't be used with launcher.slurm.layout hetjob: one srun with a script "
-            "on every node spans no components here. Use layout allocation or jobs, or leave the hook out."
+            f"launcher.hooks.{on_nodes[0]} can't be used with launcher.slurm.layout hetjob: one srun with a "
+            "script on every node spans no components here. Use layout allocation or jobs, or omit the hook."
         )
 
 
@@ -181,7 +181,7 @@ def submitit_parameters(slurm: SlurmLauncherConfig, asked: Directives, *, with_g
     """Return the keyword arguments of `SlurmExecutor.update_parameters`, as JSON. Raises ConfigError."""
     if slurm.time is None:
         raise ConfigError(
-            "launcher.slurm.backend submitit needs launcher.slurm.time: submitit asks for 5 minutes by default."
+            "launcher.slurm.backend submitit needs launcher.slurm.time: submitit's default is 5 minutes."
         )
     options: dict[str, Any] = {name: value or True for name, value in asked.options}
     for words in asked.extra:
@@ -192,8 +192,8 @@ def submitit_parameters(slurm: SlurmLauncherConfig, asked: Directives, *, with_g
     # To the steps, where submitit's handler is; without B: the batch shell gets none.
     options["signal"] = f"USR2@{signal_lead_s(slurm.time)}"
     parameters = {
-        # `hpc-rl cancel` sends USR1 to the batch script, which is submitit's and would die of it; the supervisor
-        # sees the request on disk.
+        # `hpc-rl cancel` sends USR1 to the batch script, which is submitit's and would die of it; the
+        # supervisor sees the request on disk.
         "setup": ["trap '' USR1"],
         "job_name": job_name,
         # submitit's own idea of the time limit; the option counts.

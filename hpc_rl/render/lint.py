@@ -1,4 +1,4 @@
-"""Checks of a rendered script that need no scheduler: its directives, `bash -n`, shellcheck where it is installed."""
+"""Checks of a rendered script that need no scheduler: directives, `bash -n`, shellcheck if installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIMEOUT_S = 60.0
 
 
 def problems(texts: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with scripts, by name; equal texts are checked once, and shellcheck where it is installed."""
+    """Return what is wrong with scripts, by name; equal texts are checked once."""
     first: dict[str, str] = {}
     for name, text in texts.items():
         first.setdefault(text, name)

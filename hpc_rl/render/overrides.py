@@ -1,4 +1,4 @@
-"""What a site changes of our templates: which blocks there are, what overrides them, how an override looks, what is wrong."""
+"""What a site changes of our templates: their blocks, overrides of them, and what is wrong with those."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _parsed(path: Path) -> nodes.Template:
 
 
 def known(template: str) -> str:
-    """Return the full name of one of our templates, `trial.sbatch.j2` and `trial` included. Raises ConfigError."""
+    """Return the full name of a template, by `trial.sbatch.j2` or `trial` as well. Raises ConfigError."""
     for name in shipped():
         file = name.partition("/")[2]
         if template in (name, file, file.split(".")[0]):
@@ -69,7 +69,7 @@ def known(template: str) -> str:
 
 
 def overrides(layers: Sequence[Path]) -> list[Override]:
-    """Return everything in these directories that changes a template, highest precedence first. Raises ConfigError."""
+    """Return the files that change a template, highest precedence first. Raises ConfigError."""
     found = []
     for template in shipped():
         for folder in layers:
@@ -85,7 +85,7 @@ def overrides(layers: Sequence[Path]) -> list[Override]:
 
 
 def unknown_blocks(layers: Sequence[Path]) -> list[str]:
-    """Return what is wrong with overrides of blocks that ours does not have: Jinja would drop them silently."""
+    """Return the overrides of blocks that ours does not have: Jinja would drop them silently."""
     ours = shipped()
     return [
         f"{override.path}: {override.template} has no block {block!r}: "
@@ -104,7 +104,7 @@ def refuse_overrides(layers: Sequence[Path]) -> None:
 
 
 def problems(layers: Sequence[Path]) -> list[str]:
-    """Return what can't be meant: unknown blocks, whole files instead of blocks, files that no template uses."""
+    """Return what can't be meant: unknown blocks, whole files instead of blocks, unused files."""
     found = unknown_blocks(layers)
     for override in overrides(layers):
         if not override.extends:
@@ -125,12 +125,12 @@ def _extends(template: str) -> str:
 
 
 def ejected(template: str, blocks: Sequence[str]) -> str:
-    """Return an override of some blocks as they are in ours, to be edited. Raises ConfigError for unknown blocks."""
+    """Return an override of some blocks as they are in ours. Raises ConfigError for unknown blocks."""
     source = (template_root() / template).read_text(encoding="utf-8")
     texts = [
         _extends(template),
-        "{# `below` is what this file changes: another site's override, or ours. {{ super() }} keeps its text;",
-        '   {{ super() | without("--mem") }} drops an #SBATCH line. #}',
+        "{# `below` is what this file changes: another site's override, or ours.",
+        '   {{ super() }} keeps its text; {{ super() | without("--mem") }} drops an #SBATCH line. #}',
     ]
     for block in blocks or [MAIN_BLOCK.get(template, shipped()[template][0])]:
         match = re.search(

@@ -1,4 +1,4 @@
-"""Scripts: plan -> {file name: text}. Pure: reads templates, writes nothing, asks no scheduler and no clock."""
+"""Scripts: plan -> {file name: text}. Pure: reads templates, writes nothing, asks no scheduler or clock."""
 
 from __future__ import annotations
 
@@ -165,8 +165,8 @@ def _common(plan: Plan, trial: Trial, stamp: Stamp, scheduler: str) -> dict[str,
     for what, path in (("cluster.fileroot", trial.dir), ("the working directory", stamp.workdir)):
         if ":" in str(path) or LINE_BREAK.search(str(path)):
             raise ConfigError(
-                f"{what}: {str(path)!r} can't be used: PYTHONPATH and #SBATCH lines hold no colons and no line "
-                "breaks."
+                f"{what}: {str(path)!r} can't be used: PYTHONPATH and #SBATCH lines hold no colons and no "
+                "line breaks."
             )
     container_command.check_places(plan, trial.dir, stamp.workdir)
     return {

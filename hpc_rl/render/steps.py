@@ -69,7 +69,7 @@ def _launch_line(plan: Plan, role: str, trial_dir: Path, workdir: Path) -> Launc
 
 
 def _gpus(plan: Plan, unit: Unit) -> str:
-    """Return the option for GPUs: a step states them only in a job that has some, and then also that it needs none."""
+    """Return the option for GPUs: a step states it only in a job that has some, and then also none."""
     job = plan.units
     if plan.layout == "jobs" and unit.role != "server":
         job = plan.units_on(plan.groups[0].nodes)

@@ -1,7 +1,7 @@
-"""Slurm by way of submitit: its executor writes and submits the batch script; everything else is as with our own sbatch.
+"""Slurm by way of submitit: its executor writes and submits the batch script; the rest is as with sbatch.
 
-submitit's pickle lies in the trial directory, which nobody else can read or write. Its job states are never asked for: they
-need accounting, and the trial's own files say more.
+submitit's pickle is in the trial directory, which only its owner can read or write. Its job states are never
+used: they need accounting, and the trial's own files hold more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SubmititScheduler(SlurmScheduler):
     """A Slurm cluster whose sbatch is called by submitit."""
 
     def submit(self, spec: JobSpec) -> str:
-        """One call of submitit's executor. Raises ConfigError where submitit is missing, SchedulerError."""
+        """Submit by submitit's executor. Raises ConfigError where submitit is missing, SchedulerError."""
         try:
             from submitit import SlurmExecutor
         except ImportError as error:
@@ -36,12 +36,12 @@ class SubmititScheduler(SlurmScheduler):
             folder = spec.script.parent.parent / "submitit"
             folder.mkdir(exist_ok=True, mode=0o700)
             with _clean():
-                # The trial decides how often it goes on, not submitit.
+                # The trial decides how often it is requeued, not submitit.
                 executor = SlurmExecutor(folder=folder, max_num_timeout=1_000_000, python=sys.executable)
                 executor.update_parameters(**parameters)
                 task = TrialTask(str(spec.script), str(spec.script.parent.parent / "jobs"))
                 return str(executor.submit(task).job_id)
-        except Exception as error:  # submitit's own kinds of failure, told in its words
+        except Exception as error:  # submitit has exceptions of its own kinds
             raise SchedulerError(
                 f"submitit could not submit the job: {' '.join(str(error).split())}"
             ) from error
@@ -49,7 +49,7 @@ class SubmititScheduler(SlurmScheduler):
 
 @contextlib.contextmanager
 def _clean() -> Iterator[None]:
-    """submitit gives sbatch the environment of this process: without what a surrounding job left there."""
+    """Hold what a surrounding job left in the environment back: submitit passes the environment to sbatch."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(clean_environment(before))

@@ -1,8 +1,8 @@
-"""What submitit calls in the job: the rendered script, and around it submitit's way of saying stop and start again.
+"""What submitit calls in the job: the rendered script, and around it submitit's way to stop and start again.
 
-submitit's signal does not end anything by itself here. It is passed on to the script, whose supervisor saves and ends with code
-75 as for any other stop; only then submitit's own handler is let through, and requeues. Imports nothing of ours: the pickle of
-a submission names this module, and must be readable wherever submitit is.
+submitit's signal by itself ends nothing here. It is passed to the script, whose supervisor saves and exits
+with code 75 as for any other stop; only then submitit's own handler runs, and requeues. Imports nothing of
+ours: the pickle of a submission names this module, and must be readable wherever submitit is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TrialTask:
 
     Args:
         script: The rendered script.
-        jobs: Folder for its words.
+        jobs: Folder for its output.
     """
 
     def __init__(self, script: str, jobs: str) -> None:
@@ -31,7 +31,7 @@ class TrialTask:
         self.code: int | None = None
 
     def __call__(self) -> int:
-        """Run the script to its end. After code 75 submitit requeues and this never returns. Raises RuntimeError."""
+        """Run the script. After code 75 submitit requeues and this never returns. Raises RuntimeError."""
         from submitit.core.job_environment import JobEnvironment
 
         number = getattr(signal, f"SIG{JobEnvironment.USR_SIG}")
@@ -39,24 +39,24 @@ class TrialTask:
             signal.SIG_BLOCK, {number}
         )  # the handler requeues: not before the state is saved
         self.code = self._run(number)
-        if self._goes_on():
+        if self._is_requeued():
             os.kill(os.getpid(), number)
             signal.pthread_sigmask(
                 signal.SIG_UNBLOCK, {number}
             )  # here the handler runs: checkpoint(), requeue, exit
             time.sleep(60)
         if self.code:
-            raise RuntimeError(f"the trial ended with code {self.code}; `hpc-rl status` says why")
+            raise RuntimeError(f"the trial ended with code {self.code}; see `hpc-rl status`")
         return self.code
 
     def checkpoint(self) -> Any:
-        """submitit's hook: what to start again, or None where nothing was saved or a person wants it dead."""
+        """Return what submitit starts again; None where nothing was saved, or the trial was cancelled."""
         from submitit.helpers import DelayedSubmission
 
-        return DelayedSubmission(TrialTask(self.script, self.jobs)) if self._goes_on() else None
+        return DelayedSubmission(TrialTask(self.script, self.jobs)) if self._is_requeued() else None
 
-    def _goes_on(self) -> bool:
-        """Whether the script, which knows of a person's wish and of recover.mode, left its stop to be started again."""
+    def _is_requeued(self) -> bool:
+        """Return whether the script, which knows of a cancel and of recover.mode, is to be started again."""
         state = Path(self.jobs) / f"{os.environ.get('SLURM_JOB_ID')}.state"
         try:
             last = json.loads(state.read_text().splitlines()[-1])
@@ -81,6 +81,6 @@ class TrialTask:
 
 
 def _ignore(number: int) -> None:
-    """Slurm signals every process of the step, and the script and what it starts here would die of it."""
+    """Ignore a signal: Slurm sends it to every process of the step, and the script would die of it."""
     signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

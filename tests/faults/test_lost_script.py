@@ -1,4 +1,4 @@
-"""The batch script is killed and its supervisor lives: the attempt ends with its state saved, and leaves its story."""
+"""The batch script is killed and its supervisor lives: the attempt ends with its state saved and a record."""
 
 from __future__ import annotations
 

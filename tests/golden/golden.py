@@ -1,6 +1,6 @@
 """Golden files: a few texts whole, every other as what differs from one of them.
 
-`<name>` holds a text whole; `<name>.diff` names its parent in the first line and holds a unified diff without context.
+`<name>` holds a text whole; `<name>.diff` names its parent in the first line, then holds a unified diff.
 `pytest tests/golden --update-golden` rewrites them, and a person reads the diff before it is committed.
 """
 

@@ -1,7 +1,7 @@
-"""Every shipped configuration in every layout that it fits, and files in AReaL's shape: plans and scripts compared.
+"""Every shipped configuration in every layout that it fits, and files in AReaL's shape: plans and scripts.
 
-Eight renderings are stored whole, one for each layout, way to continue and kind of container; of all others only what
-differs from one of them (golden.py). bash -n and shellcheck read each distinct text once.
+A few renderings are stored whole, one for each layout and kind of container; of all others only what differs
+from one of them (golden.py). bash -n and shellcheck read each distinct text once.
 """
 
 from __future__ import annotations

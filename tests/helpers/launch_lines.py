@@ -13,7 +13,7 @@ from hpc_rl.trial import Trial
 
 
 def write_steps(trial: Trial, *units: Unit, python: str = "python", **plan: Any) -> Path:
-    """Write the launch lines of these units below scripts/ of the trial; `plan` replaces fields of the plan."""
+    """Write the launch lines of these units; `plan` replaces fields of the toy plan."""
     path = trial.scripts / "steps.sh"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render_steps(toy_plan(list(units), python, **plan), trial, Path.cwd()))

@@ -1,4 +1,4 @@
-"""Layouts on a real Slurm: servers as an array that is preempted and comes back, one heterogeneous job, successors, submitit."""
+"""Layouts on a real Slurm: an array of servers that is preempted and returns, a heterogeneous job, successors, submitit."""
 
 from __future__ import annotations
 

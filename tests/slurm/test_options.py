@@ -1,4 +1,4 @@
-"""What a real Slurm makes of the section launcher.slurm, of hooks, and what the checks before a submission say of it."""
+"""The section launcher.slurm, hooks and the checks before a submission, on a real Slurm."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ INSTEAD = {
 DIALECT = re.compile("|".join(rf"(?<![\w-])(?:{word})(?![\w-])" for word in INSTEAD), re.IGNORECASE)
 ALLOWED: dict[str, str] = {}  # file -> a text of it that may stand
 TO_MEND = {  # packages and modules that still have some; the list only shrinks
-    "app", "cli", "config", "records.py", "render", "schedulers", "stats", "supervise",
+    "app", "cli", "config", "records.py", "schedulers", "stats", "supervise",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Every row of the tables in errors.py, as the job script follows it under a real bash with a supervisor of one line."""
+"""Every row of the tables in errors.py, as the job script follows it under bash with a supervisor of a few lines."""
 
 from __future__ import annotations
 

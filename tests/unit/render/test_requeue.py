@@ -1,4 +1,4 @@
-"""What a requeued job is told to avoid: functions of job_policy.sh, under bash with programs that only note their calls."""
+"""Which nodes a requeued job avoids: job_policy.sh under bash, with programs that only note their calls."""
 
 from __future__ import annotations
 
