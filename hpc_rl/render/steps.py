@@ -1,4 +1,4 @@
-"""Steps: the values of each role's launch line in steps.sh, and the plan in words for a job script. Pure."""
+"""Steps: the values of each role's launch line in steps.sh, and the plan as comments of a job script. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LaunchLine:
         tasks_per_node: Processes on each node.
         cpus_per_task: CPUs of each.
         gpus: The option for GPUs with a blank after it; empty in a job without.
-        words: What it starts, in words.
+        summary: What it starts, for people.
         srun_options: Further options of srun, by lines: the user's own, then those of pyxis.
         program: The interpreter, in its container if it has one, by lines.
     """
@@ -35,7 +35,7 @@ class LaunchLine:
     tasks_per_node: int
     cpus_per_task: int
     gpus: str
-    words: str
+    summary: str
     srun_options: list[list[str]]
     program: list[list[str]]
 
@@ -56,7 +56,7 @@ def _launch_line(plan: Plan, role: str, trial_dir: Path, workdir: Path) -> Launc
             tasks_per_node=unit.tasks_per_node,
             cpus_per_task=unit.cpus_per_task,
             gpus=_gpus(plan, unit),
-            words=f"{_count(len(units), 'unit')}, {_size(unit)}",
+            summary=f"{_count(len(units), 'unit')}, {_size(unit)}",
             srun_options=[*([option] for option in unit.srun_args), *command.srun_options],
             program=command.program,
         )

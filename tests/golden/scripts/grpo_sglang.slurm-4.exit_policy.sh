@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # What the job script does once its supervisor has exited. A stop that the script knows of comes first (not if
-# the code is 0), then the exit code; `signal` is any code above 128, `other` all the rest. Reasons are recorded.
+# the code is 0), then the exit code: `signal` is any above 128, `other` all the rest. Reasons go on record.
 # Actions: done; start_again (requeue or a successor); restart_supervisor (in place, a few times); end.
 # shellcheck disable=SC1010,SC2034 # job_policy.sh reads them, and `done` is a word here
 declare -A after_stop stop_reason after_exit exit_reason

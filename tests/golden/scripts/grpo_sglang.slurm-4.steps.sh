@@ -3,7 +3,7 @@
 # To change a line, override the block of its role (hpc-rl templates eject steps --block trainer), resubmit.
 #
 # --exact with stated CPUs and GPUs gives the steps of a node disjoint parts of it, so that none waits for
-# another. --mem=0 lets each use the memory of the job. A task that exits ends the others after --wait seconds,
+# another. --mem=0 lets each use the memory of the job. A task that exits ends the others after --wait s,
 # time for their exit records; --kill-on-bad-exit would not. A step, unlike the job, ends with its node.
 #
 # shellcheck disable=SC2034 # not every role uses every argument
