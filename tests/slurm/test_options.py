@@ -186,7 +186,7 @@ def test_the_whole_check_has_slurms_own_words_too(shell, cluster):
     )
     assert "has 4 nodes; 9 were requested. Nearest that fits: --n_nodes 4" in message
     assert (
-        "Slurm says of trial.sbatch: " in message
+        "trial.sbatch: " in message
         and "Requested node configuration is not available" in message
     )
 
