@@ -185,10 +185,7 @@ def test_the_whole_check_has_slurms_own_words_too(shell, cluster):
         "allocation_mode=embedded:d8+fsdp:d1",
     )
     assert "has 4 nodes; 9 were requested. Nearest that fits: --n_nodes 4" in message
-    assert (
-        "trial.sbatch: " in message
-        and "Requested node configuration is not available" in message
-    )
+    assert "trial.sbatch: " in message and "Requested node configuration is not available" in message
 
 
 def test_check_says_what_slurm_thinks_and_submits_nothing(shell, cluster):
