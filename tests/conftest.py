@@ -1,4 +1,5 @@
-"""Which tests share a process where several run at once: all with a Slurm, all with a SGLang, else those of a file.
+"""Which tests share a process where several run at once: all with a Slurm, all with a SGLang, else those of a
+file.
 
 No test sees or changes what the account that runs them keeps: its index of trials, its cluster profiles.
 """

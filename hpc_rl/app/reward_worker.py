@@ -1,6 +1,4 @@
-"""The user's reward function in its own process, started by an executor worker with `package.module:name` as
-its argument.
-"""
+"""The user's reward function in its own process, started by an executor worker with its import path."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""An executor worker of the rollout role: started by it, talks to it over standard input and output, ends
-with it.
-"""
+"""An executor worker of the rollout role, which starts it and talks to it over standard input and output."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Saves that are cut: `python cut_saves.py FOLDER HOW,HOW STRIDE` forks a child for every cut point and prints what is left.
+"""Saves that are cut: `python cut_saves.py FOLDER HOW,HOW STRIDE` forks a child for every cut point and
+prints what is left.
 
-The child saves generation 3 of two ranks over generations 1 and 2, of which retention keeps the newest two. Before its n-th
-call that changes the disk it dies: as it stands (`before`), with half of a write done (`torn`), or with whatever was not
-fsynced gone (`lossy`, as after a power failure): contents of files, and names given by renames of which the folder was not
-fsynced. With `threads` the save of one rank is the trainer's own (saving.py), and its thread is cut. The parent then loads what a
-trainer would load, and saves once more.
+The child saves generation 3 of two ranks over generations 1 and 2, of which retention keeps the newest two.
+Before its n-th call that changes the disk it dies: as it stands (`before`), with half of a write done
+(`torn`), or with whatever was not fsynced gone (`lossy`, as after a power failure): contents of files, and
+names given by renames of which the folder was not fsynced. With `threads` the save of one rank is the
+trainer's own (saving.py), and its thread is cut. The parent then loads what a trainer would load, and saves
+once more.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""A role of a few lines, for the supervisor's tests: it obeys the pipe, leaves its records, and does what the script says.
+"""A role of a few lines, for the supervisor's tests: it obeys the pipe, leaves its records, and does what the
+script says.
 
-The script is a file `script.json` in the trial directory: {"<role>": [what its first start does, what its second does, …]},
-the last entry for all that follow. Words: `serve` (until told to stop, then 75), `save N` (the same, after N seconds),
-`train` (commits a generation every 0.2 s, until `total`, then 0), `die` (kill -9 of itself), `exit N`, `deaf` (never ends by
-itself), `commit exit N`. Every line of `writes.log` says who was alive when. `spin` loops for ever with the interpreter's lock
-held, in rank 1 alone; `eat` takes memory until it is killed.
+The script is a file `script.json` in the trial directory: {"<role>": [what its first start does, what its
+second does, …]}, the last entry for all that follow. Words: `serve` (until told to stop, then 75), `save N`
+(the same, after N seconds), `train` (commits a generation every 0.2 s, until `total`, then 0), `die` (kill -9
+of itself), `exit N`, `deaf` (never ends by itself), `commit exit N`. Every line of `writes.log` says who was
+alive when. `spin` loops for ever with the interpreter's lock held, in rank 1 alone; `eat` takes memory until
+it is killed.
 """
 
 from __future__ import annotations

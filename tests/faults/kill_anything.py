@@ -1,4 +1,6 @@
-"""A real trial of the toy, handed in by `hpc-rl submit`, whose processes are killed one after the other while it trains."""
+"""A real trial of the toy, handed in by `hpc-rl submit`, whose processes are killed one after the other while
+it trains.
+"""
 
 from __future__ import annotations
 
@@ -185,7 +187,8 @@ class Killed:
         return self
 
     def kill_each(self, victims: Sequence[str], luck: random.Random, most_steps: int = 3) -> None:
-        """Kill these, one after the other, each after 1 … most_steps further steps. Stops early where the trial is over.
+        """Kill these, one after the other, each after 1 … most_steps further steps. Stops early where the
+        trial is over.
 
         Args:
             victims: VICTIMS, or several at one instant as `server+trainer`.
@@ -201,7 +204,9 @@ class Killed:
                 return
 
     def kill_at_random(self, count: int, luck: random.Random, longest_pause_s: float) -> None:
-        """Kill any process, `count` times, while roles start, load, save or end, too; every second time it has trained before."""
+        """Kill any process, `count` times, while roles start, load, save or end, too; every second time it
+        has trained before.
+        """
         for _ in range(count):
             rows = self.num_rows() if luck.random() < 0.5 else -1
             self.until(lambda rows=rows: self.num_rows() > rows or self.over)

@@ -1,7 +1,9 @@
-"""The promises of the batch log, checked on what a trial has on disk: while it runs (`look`, again and again), and at its end.
+"""The promises of the batch log, checked on what a trial has on disk: while it runs (`look`, again and
+again), and at its end.
 
-In every order: each batch is sealed once and stays as it was, no prompt index is in two, each has one fate, each step counts
-once. In order: batches are those of a run that was never killed, consecutive indexes less the rejected ones.
+In every order: each batch is sealed once and stays as it was, no prompt index is in two, each has one fate,
+each step counts once. In order: batches are those of a run that was never killed, consecutive indexes less
+the rejected ones.
 """
 
 from __future__ import annotations
@@ -103,7 +105,9 @@ class Promises:
                 )
 
     def _fates(self, state: State) -> None:
-        """Nothing was skipped: what was issued is in a batch, rejected, or among the few that were in the air at the end."""
+        """Nothing was skipped: what was issued is in a batch, rejected, or among the few that were in the air
+        at the end.
+        """
         in_batches = {index for batch in self.batches().values() for index in batch}
         num_resolved = state.resolved.floor + len(state.resolved.above)
         assert state.consumed == self.total_steps * self.batch_size

@@ -1,4 +1,6 @@
-"""A trial whose roles are the fake ones of this folder, and its real supervisor as a process or in a Slurm job."""
+"""A trial whose roles are the fake ones of this folder, and its real supervisor as a process or in a Slurm
+job.
+"""
 
 from __future__ import annotations
 

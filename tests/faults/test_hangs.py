@@ -1,4 +1,6 @@
-"""A rank that hangs (stopped, or in an endless loop) and a supervisor that does: found, written down, started again, bounded."""
+"""A rank that hangs (stopped, or in an endless loop) and a supervisor that does: found, written down, started
+again, bounded.
+"""
 
 from __future__ import annotations
 

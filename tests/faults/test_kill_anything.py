@@ -1,5 +1,6 @@
-"""kill -9 of each process of a real trial on this machine, one after the other at random steps: the trial ends by itself, done,
-and the promises of the batch log hold (DESIGN, section 4)."""
+"""kill -9 of each process of a real trial on this machine, one after the other at random steps: the trial
+ends by itself, done, and the promises of the batch log hold (DESIGN, section 4).
+"""
 
 from __future__ import annotations
 

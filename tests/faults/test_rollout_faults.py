@@ -1,4 +1,6 @@
-"""kill -9 of the sequencer and of its workers at random instants, with real ledger files: the promises of the batch log hold."""
+"""kill -9 of the sequencer and of its workers at random instants, with real ledger files: the promises of the
+batch log hold.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The supervisor as a process, with fake roles: what ends, what restarts, and what a kill -9 at any instant leaves behind."""
+"""The supervisor as a process, with fake roles: what ends, what restarts, and what a kill -9 at any instant
+leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -193,7 +195,9 @@ def test_a_supervisor_that_lost_the_trial_kills_and_leaves(fake):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_kill_9_at_random_instants_leaves_one_writer(fake, seed):
-    """Nobody of an older start is alive when somebody of the next one writes, and the trial comes to its end."""
+    """Nobody of an older start is alive when somebody of the next one writes, and the trial comes to its
+    end.
+    """
     fake.write(
         {"trainer": ["train"], "total": 25},
         retries=20,

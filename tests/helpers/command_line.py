@@ -1,4 +1,6 @@
-"""The installed `hpc-rl` as a person runs it: a subprocess in a directory of its own, with a state directory of its own."""
+"""The installed `hpc-rl` as a person runs it: a subprocess in a directory of its own, with a state directory
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ PROGRAM = Path(sys.executable).with_name("hpc-rl")
 
 @dataclass
 class Shell:
-    """Runs commands in `here`, which may start empty. State, home and fileroot lie beside it, below `root`."""
+    """Runs commands in `here`, which may start empty. State, home and fileroot lie beside it, below
+    `root`.
+    """
 
     root: Path
     env: dict[str, str] = field(default_factory=dict)
@@ -73,7 +77,9 @@ class Shell:
         assert not changed, f"left behind or changed: {sorted(changed)}"
 
     def refused(self, code: int, *args: str | bytes | Path) -> str:
-        """The one message of a command that must end with this code, print no result and leave nothing behind."""
+        """The one message of a command that must end with this code, print no result and leave nothing
+        behind.
+        """
         with self.nothing_left():
             done = self.run(*args)
         assert done.returncode == code, f"exit code {done.returncode}: {done.stderr}"

@@ -1,6 +1,8 @@
-"""One suite for every backend, through the proxy and with our client: what a trainer and a rollout role rely on.
+"""One suite for every backend, through the proxy and with our client: what a trainer and a rollout role rely
+on.
 
-Subclass `Conformance` and give a module-scoped fixture `served` (a ServedReplica). The server lives through the whole class.
+Subclass `Conformance` and give a module-scoped fixture `served` (a ServedReplica). The server lives through
+the whole class.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A trial directory, a generation server that makes its tokens up, and the rollout role as a process: for tests of that role."""
+"""A trial directory, a generation server that makes its tokens up, and the rollout role as a process: for
+tests of that role.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def make_trial(
 
 
 class FakeServer:
-    """Speaks /generate: output is a pure function of (input, sampling_seed); the version is whatever `version` is set to."""
+    """Speaks /generate: output is a pure function of (input, sampling_seed); the version is whatever
+    `version` is set to.
+    """
 
     def __init__(self, trial: Trial, index: int = 0, max_delay_s: float = 0.0, version: str = "0.0") -> None:
         self.version = version

@@ -1,4 +1,6 @@
-"""Files in AReaL's shape run end to end on the toy: only paths, a short length and `--preset cpu` are said beside them."""
+"""Files in AReaL's shape run end to end on the toy: only paths, a short length and `--preset cpu` are said
+beside them.
+"""
 
 from __future__ import annotations
 

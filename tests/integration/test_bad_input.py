@@ -1,4 +1,6 @@
-"""Bad input through the real command line: one clear message, the documented exit code, and nothing left behind."""
+"""Bad input through the real command line: one clear message, the documented exit code, and nothing left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from hpc_rl.trial import Trial, account
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
-    """A good configuration `grpo.yaml` in an otherwise empty directory; its model is there but never loaded."""
+    """A good configuration `grpo.yaml` in an otherwise empty directory; its model is there but never
+    loaded.
+    """
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))

@@ -1,4 +1,6 @@
-"""`hpc-rl checkpoint` on a trial that was trained: list, verify, export to and import from Hugging Face format."""
+"""`hpc-rl checkpoint` on a trial that was trained: list, verify, export to and import from Hugging Face
+format.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ OPTIONS = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Trial:
-    """An SFT trial of two ranks, of whose four steps the last three left generations; step 3 was exported by the trainer."""
+    """An SFT trial of two ranks, of whose four steps the last three left generations; step 3 was exported by
+    the trainer.
+    """
     folder = make_toy(tmp_path_factory.mktemp("toy"), "base")
     held_out = f"valid_dataset.path={folder / 'task' / 'sft.jsonl'}"
     trial = make_trial(

@@ -1,7 +1,7 @@
 """A trial whose roles run in containers on this machine: each in its own image, the supervisor outside.
 
-The containers are those of a stand-in for apptainer (tests/helpers/bin) that gives each role a root of its own, so what is not
-bound is not there.
+The containers are those of a stand-in for apptainer (tests/helpers/bin) that gives each role a root of its
+own, so what is not bound is not there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Finds a real SGLang: the interpreter in HPC_RL_SGLANG_PYTHON, else .venv-sglang, which install.sh makes on first use.
+"""Finds a real SGLang: the interpreter in HPC_RL_SGLANG_PYTHON, else .venv-sglang, which install.sh makes on
+first use.
 
-On a person's machine the tests skip where it can't be installed; under CI=true, and in `make test`, that is a failure.
+On a person's machine the tests skip where it can't be installed; under CI=true, and in `make test`, that is a
+failure.
 """
 
 from __future__ import annotations

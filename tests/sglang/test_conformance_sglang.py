@@ -1,4 +1,6 @@
-"""The conformance suite on a real SGLang on the CPU, and what only a subprocess can do: be killed, fail to start."""
+"""The conformance suite on a real SGLang on the CPU, and what only a subprocess can do: be killed, fail to
+start.
+"""
 
 from __future__ import annotations
 

@@ -79,7 +79,9 @@ def test_tokens_carry_the_version_that_made_them(finished):
 
 
 def test_the_label_stands_for_the_weights_of_that_step(finished):
-    """The log-probabilities of the last batch are those of the weights published before it, and not of the first ones."""
+    """The log-probabilities of the last batch are those of the weights published before it, and not of the
+    first ones.
+    """
     here, trial = finished
     last = [g for g in groups_in_ledger(trial) if g.index // BATCH_SIZE == NUM_STEPS - 1]
     made_by = AutoModelForCausalLM.from_pretrained(trial.published(f"0.{NUM_STEPS - 1}"))

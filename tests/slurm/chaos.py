@@ -1,4 +1,6 @@
-"""What can happen to a trial's job on Slurm, done to one on purpose: killed processes and nodes, preemption, requeue."""
+"""What can happen to a trial's job on Slurm, done to one on purpose: killed processes and nodes, preemption,
+requeue.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ LOOK_EVERY_S = 0.5
 
 @dataclass
 class Chaos(Killed):
-    """A trial as a job of four nodes that things happen to; a requeued job does not wait for Slurm's two minutes.
+    """A trial as a job of four nodes that things happen to; a requeued job does not wait for Slurm's two
+    minutes.
 
     Args:
         cluster: Where it runs.
@@ -71,7 +74,9 @@ class Chaos(Killed):
 
     @property
     def over(self) -> bool:
-        """The script's last word counts once Slurm agrees: after a requeue there is a word of an end, and no end."""
+        """The script's last word counts once Slurm agrees: after a requeue there is a word of an end, and no
+        end.
+        """
         said = JsonLines(self.trial.job_state(self.job_id)).poll()
         if not said or said[-1]["event"] != "ended":
             return False
@@ -107,7 +112,9 @@ class Chaos(Killed):
             self._seen = None
 
     def _when_running(self, act: Callable[[], object]) -> None:
-        """Requeues and preemptions happen to a job that has come to something, not to one that is about to start."""
+        """Requeues and preemptions happen to a job that has come to something, not to one that is about to
+        start.
+        """
 
         def try_it() -> bool:
             if self.over:

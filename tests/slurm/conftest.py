@@ -50,7 +50,9 @@ def running_cluster() -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def guarded(here: Path) -> Iterator[None]:
-    """A process that takes the cluster down if this one is killed, by whatever: it sees our end of its pipe close."""
+    """A process that takes the cluster down if this one is killed, by whatever: it sees our end of its pipe
+    close.
+    """
     command = [
         sys.executable,
         str(Path(__file__).with_name("cluster.py")),

@@ -1,4 +1,6 @@
-"""Slurm without root: the installed one, or the distribution's packages unpacked into a cache folder. Debian and its kin only."""
+"""Slurm without root: the installed one, or the distribution's packages unpacked into a cache folder. Debian
+and its kin only.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Slurm:
 
 
 def find_or_fetch(cache: Path | None = None, debs: Path | None = None) -> Slurm:
-    """An installed Slurm, else one from the cache (default `.cache/slurm` of the checkout), else downloaded. Raises NoSlurm."""
+    """An installed Slurm, else one from the cache (default `.cache/slurm` of the checkout), else downloaded.
+    Raises NoSlurm.
+    """
     if shutil.which("slurmctld", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") and shutil.which(
         "munged"
     ):

@@ -1,5 +1,6 @@
-"""How a job can end, on a real Slurm with the rendered script, the real supervisor and roles of a few lines: each end follows the
-table of failures, and the story of the trial says in words what happened."""
+"""How a job can end, on a real Slurm with the rendered script, the real supervisor and roles of a few lines:
+each end follows the table of failures, and the story of the trial says in words what happened.
+"""
 
 from __future__ import annotations
 
@@ -202,7 +203,9 @@ def test_a_plain_scancel_stays_dead_and_is_told(cluster, start, until):
 
 
 def test_cancel_saves_first_where_submitit_submitted(cluster, tmp_path, monkeypatch, until):
-    """The nudge of `hpc-rl cancel` goes to the batch shell, which is submitit's: it must neither die of it, nor start again."""
+    """The nudge of `hpc-rl cancel` goes to the batch shell, which is submitit's: it must neither die of it,
+    nor start again.
+    """
     pytest.importorskip("submitit")
     slurm = {"backend": "submitit", "time": "0:30:00"}
     job = submit_to(

@@ -1,4 +1,6 @@
-"""What people look at on the real Slurm: doctor on the login node and on nodes, attach, and what a submission says of itself."""
+"""What people look at on the real Slurm: doctor on the login node and on nodes, attach, and what a submission
+says of itself.
+"""
 
 from __future__ import annotations
 

@@ -337,7 +337,9 @@ def test_the_death_of_another_node_leaves_the_job_alone(cluster, start, until):
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_the_time_limit_with_a_supervisor_that_is_stopped_brings_the_job_back(cluster, start, until):
-    """No clean exit at all: the script asks Slurm why the TERM came, and requeues before it is killed itself."""
+    """No clean exit at all: the script asks Slurm why the TERM came, and requeues before it is killed
+    itself.
+    """
     job = start("hang", "0", slurm={"time": "0:01:00"})
     until(lambda: "act hang" in job.log)
     os.kill(json.loads((job.trial.dir / "fake.pid").read_text()), signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""The main job on a real Slurm of four nodes: the README's command, a cancel, a recover, and what was learnt."""
+"""The main job on a real Slurm of four nodes: the README's command, a cancel, a recover, and what was
+learnt.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ NUM_STEPS = 200
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    """A directory with `configs/` and the warm toy model, as it is after `hpc-rl quickstart --only_prepare`."""
+    """A directory with `configs/` and the warm toy model, as it is after `hpc-rl quickstart
+    --only_prepare`.
+    """
     here = tmp_path_factory.mktemp("clone")
     shutil.copytree(ROOT / "configs", here / "configs")
     hpc_rl("quickstart", "--only_prepare", cwd=here, timeout_s=300)

@@ -1,5 +1,7 @@
-"""A real trial on a real Slurm of four nodes, with kills of its processes and nodes, preemptions and requeues at random: it
-ends by itself, done; the promises of the batch log hold, and in the deterministic mode its weights are those of a quiet run."""
+"""A real trial on a real Slurm of four nodes, with kills of its processes and nodes, preemptions and requeues
+at random: it ends by itself, done; the promises of the batch log hold, and in the deterministic mode its
+weights are those of a quiet run.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,9 @@ def check(one: Chaos) -> None:
 
 
 def all_events(luck: random.Random) -> list[str]:
-    """In any order, but a job that lost a node is started again by the next: until then Slurm may give no place to its steps,
-    which takes two minutes to be sure of (a soak test does)."""
+    """In any order, but a job that lost a node is started again by the next: until then Slurm may give no
+    place to its steps, which takes two minutes to be sure of (a soak test does).
+    """
     events = [event for event in luck.sample(EVENTS, len(EVENTS)) if event != "server node"]
     events.insert(events.index(luck.choice(("requeue", "preempt", "first node"))), "server node")
     return events
@@ -111,7 +114,9 @@ def test_the_first_node_dies_after_a_requeue_from_a_dead_node(start):
 
 @pytest.mark.soak
 def test_a_job_that_lost_a_node_and_gives_no_place_to_new_steps_is_exchanged_for_another(start):
-    """Slurm 22.05 does not take back the cores of steps that ran when the job lost a node: they can't be started again."""
+    """Slurm 22.05 does not take back the cores of steps that ran when the job lost a node: they can't be
+    started again.
+    """
     luck = new_luck()
     one = start(READY, NUM_STEPS)
     one.between(luck, 2)

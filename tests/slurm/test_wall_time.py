@@ -1,4 +1,6 @@
-"""A job that is too short for its trial: it stops by itself in time, is requeued, goes on, and no step is lost or repeated."""
+"""A job that is too short for its trial: it stops by itself in time, is requeued, goes on, and no step is
+lost or repeated.
+"""
 
 from __future__ import annotations
 

@@ -122,7 +122,9 @@ def make_fake_trial():
 
 @pytest.fixture
 def make_generation():
-    """`make_generation(trial, step)` commits a generation as the trainer of job-1 does; its one file is `state`."""
+    """`make_generation(trial, step)` commits a generation as the trainer of job-1 does; its one file is
+    `state`.
+    """
 
     def make(trial: Trial, step: int, **more: Any) -> None:
         making = Commit(trial, step, "job-1.0", 0)

@@ -98,8 +98,9 @@ class Decoder(Protocol):
     def prefill(
         self, ids: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """ids [m, T], padded on the right -> logits [m, V] after each row's last token; keys, values per
-        layer [m, K, T, D].
+        """Return logits [m, V] after each row's last token, and keys and values per layer [m, K, T, D].
+
+        `ids` [m, T] are padded on the right.
         """
 
     def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: CacheRows, columns: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Runs in every Python process that has this directory on PYTHONPATH: lets a CUDA build of torchvision load beside a CPU torch.
+"""Runs in every Python process that has this directory on PYTHONPATH: lets a CUDA build of torchvision load
+beside a CPU torch.
 
-Its compiled part can't load there, and its import then fails for two operators that do not exist. Declaring them before
-torchvision is imported is enough; a +cpu build registers them itself.
+Its compiled part can't load there, and its import then fails for two operators that do not exist. Declaring
+them before torchvision is imported is enough; a +cpu build registers them itself.
 """
 
 import importlib.metadata

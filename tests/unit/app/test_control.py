@@ -1,4 +1,6 @@
-"""What a role obeys: lines of the pipe, TERM once and again, and the question where it is, whatever it is stuck in."""
+"""What a role obeys: lines of the pipe, TERM once and again, and the question where it is, whatever it is
+stuck in.
+"""
 
 from __future__ import annotations
 

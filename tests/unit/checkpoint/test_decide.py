@@ -1,4 +1,6 @@
-"""Every cell of the table of decide.py: each combination of what a decision depends on, against rules written from the design."""
+"""Every cell of the table of decide.py: each combination of what a decision depends on, against rules written
+from the design.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""cancel: the wish is on disk before the scheduler hears of it. logs: the right file, or the list of which there are."""
+"""cancel: the wish is on disk before the scheduler hears of it. logs: the right file, or the list of which
+there are.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +169,9 @@ def test_what_is_asked_for(trial, fake_trial, capsys, more, text):
 
 @pytest.fixture
 def with_servers(trial, fake_trial):
-    """Two tasks of a server array, one started twice; the trial goes on as job 30, the second task as task 1 of array 31."""
+    """Two tasks of a server array, one started twice; the trial goes on as job 30, the second task as task 1
+    of array 31.
+    """
     write_json(trial.job("8"), {"job_id": "8", "kind": "servers", "serves": "7", "num_tasks": 2, "time": 1.0})
     for attempt, number in (("8_0.0", 3), ("8_1.0", 4), ("8_1.1", 4)):
         fake_trial.started(attempt, "server", index=number)

@@ -1,4 +1,6 @@
-"""The light half of `hpc-rl checkpoint`: what it refuses, what it leaves, and what the half with torch may rely on."""
+"""The light half of `hpc-rl checkpoint`: what it refuses, what it leaves, and what the half with torch may
+rely on.
+"""
 
 from __future__ import annotations
 

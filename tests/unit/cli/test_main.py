@@ -1,4 +1,6 @@
-"""The door: what is listed, what a wrong word gets, which exit code a mistake ends with, and how little is imported."""
+"""The door: what is listed, what a wrong word gets, which exit code a mistake ends with, and how little is
+imported.
+"""
 
 from __future__ import annotations
 

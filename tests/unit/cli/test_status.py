@@ -1,4 +1,6 @@
-"""status and list: the whole text of a trial's story, the same as JSON, and at most one question to the scheduler."""
+"""status and list: the whole text of a trial's story, the same as JSON, and at most one question to the
+scheduler.
+"""
 
 from __future__ import annotations
 

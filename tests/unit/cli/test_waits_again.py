@@ -1,4 +1,6 @@
-"""A trial that Slurm took off its nodes and starts again waits meanwhile: its script could only say that a signal ended it."""
+"""A trial that Slurm took off its nodes and starts again waits meanwhile: its script could only say that a
+signal ended it.
+"""
 
 from __future__ import annotations
 

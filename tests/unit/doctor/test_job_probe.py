@@ -1,4 +1,6 @@
-"""What several nodes see of each other: for real in one folder, and every check across nodes shown to fail."""
+"""What several nodes see of each other: for real in one folder, and every check across nodes shown to
+fail.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A unit's command in its container: what is bound, what reaches the process, and what is refused before it could go wrong."""
+"""A unit's command in its container: what is bound, what reaches the process, and what is refused before it
+could go wrong.
+"""
 
 from __future__ import annotations
 

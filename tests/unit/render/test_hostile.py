@@ -1,4 +1,6 @@
-"""Texts that a shell would act on, in every option that reaches a script: refused in words, or inert under bash."""
+"""Texts that a shell would act on, in every option that reaches a script: refused in words, or inert under
+bash.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ STUB = '#!/bin/bash\nprintf "%s\\0" "$@" "$PYTHONPATH" "$PWD" >>"$HERE/argv"\n'
 
 @functools.cache
 def accepted(text: str) -> tuple[list[str], list[str]]:
-    """The options that take the text, and those that refuse it, by what the loader and the rules say of each alone."""
+    """The options that take the text, and those that refuse it, by what the loader and the rules say of each
+    alone.
+    """
     fine, refused = [], []
     for name in TEXTS:
         try:
@@ -101,7 +105,8 @@ def _said(name: str, text: str) -> str:
 
 
 def run_with(text: str, here: Path) -> int:
-    """Every script with the text wherever it is taken, under bash; the supervisor is a stub that notes what it was given.
+    """Every script with the text wherever it is taken, under bash; the supervisor is a stub that notes what
+    it was given.
 
     Returns how many scripts were run.
     """
@@ -134,7 +139,9 @@ def run_with(text: str, here: Path) -> int:
 
 
 def _together(text: str) -> Loaded:
-    """Every option that takes the text; without images where they exclude a path that a bind can't hold. Raises ConfigError."""
+    """Every option that takes the text; without images where they exclude a path that a bind can't hold.
+    Raises ConfigError.
+    """
     fine, _ = accepted(text)
     without = [
         name for name in fine if "image" not in name and not name.endswith(("mount", "nfs_record_root"))

@@ -1,4 +1,6 @@
-"""What ends an executor worker ends the rollout role in the worker's own words: they are the reason that `status` shows."""
+"""What ends an executor worker ends the rollout role in the worker's own words: they are the reason that
+`status` shows.
+"""
 
 from __future__ import annotations
 

@@ -106,7 +106,9 @@ def test_a_segment_that_is_begun_while_another_is_synced_can_still_be_written(tm
 
 
 def test_what_a_sync_finds_no_room_for_is_written_once_more_and_only_once(tmp_path, monkeypatch):
-    """As network file systems have it: the bytes seem to be written, the sync tells of the quota, and forgets them."""
+    """As network file systems have it: the bytes seem to be written, the sync tells of the quota, and forgets
+    them.
+    """
     monkeypatch.setattr("hpc_rl.files.PAUSE_S", (0.01, 0.01))
     ledger = Ledger(tmp_path)
     ledger.append_group(record(0), b"before")

@@ -1,4 +1,6 @@
-"""The sequencer's promises, on a made-up world: random completions, rejections, kills, replays, trainers that go back."""
+"""The sequencer's promises, on a made-up world: random completions, rejections, kills, replays, trainers that
+go back.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ ACTIONS = ["fail", "lose", "kill", "go_back", "trim", "commit", "ask", "finish"]
 
 
 class World:
-    """Ledger, seals, servers and a trainer, as far as the sequencer can tell. A prompt in `hopeless` never gives a group."""
+    """Ledger, seals, servers and a trainer, as far as the sequencer can tell. A prompt in `hopeless` never
+    gives a group.
+    """
 
     def __init__(self, rules: Rules, hopeless: frozenset[int] = frozenset()) -> None:
         self.rules = rules
@@ -132,7 +136,9 @@ class World:
         return True
 
     def go_back(self, pick: int) -> None:
-        """The trainer dies and recovers from an older generation; running requests get tokens of its weights."""
+        """The trainer dies and recovers from an older generation; running requests get tokens of its
+        weights.
+        """
         self.went_back = True
         self.lineage += 1
         self.version -= pick % (self.version - self.core.trimmed + 1)
@@ -144,7 +150,9 @@ class World:
         self.issue()
 
     def trim(self, pick: int) -> None:
-        """What is deleted is what the sequencer says is not needed; one segment here, so records of sealed groups go."""
+        """What is deleted is what the sequencer says is not needed; one segment here, so records of sealed
+        groups go.
+        """
         step = self.core.trimmed + pick % (min(self.version, self.core.top) - self.core.trimmed + 1)
         if step == self.core.trimmed:
             return

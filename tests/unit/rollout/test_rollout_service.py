@@ -1,4 +1,6 @@
-"""The service with an executor that answers at once: replay, two owners of one ledger, trimming, evaluation, hopeless runs."""
+"""The service with an executor that answers at once: replay, two owners of one ledger, trimming, evaluation,
+hopeless runs.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Prompts:
 
 
 class Instant:
-    """Answers each prompt in the next turn of the loop; `fate` may make something else of a frame, None for no answer."""
+    """Answers each prompt in the next turn of the loop; `fate` may make something else of a frame, None for
+    no answer.
+    """
 
     restarts = 0
 
@@ -153,7 +157,9 @@ async def test_requests_at_the_same_time_get_the_same_batch(tmp_path):
 
 
 async def test_synchronous_no_group_is_made_by_weights_of_a_trainer_that_went_back_further(tmp_path):
-    """It published 1.1 before it asked: what ran meanwhile is not the data of batch 4, and the server has nothing better yet."""
+    """It published 1.1 before it asked: what ran meanwhile is not the data of batch 4, and the server has
+    nothing better yet.
+    """
     runs: list[str] = []
     service = make(
         tmp_path, fate=lambda frame: runs.append(frame["version"]) or "group", eta=0, order="in_order"

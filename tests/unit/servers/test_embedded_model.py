@@ -1,4 +1,6 @@
-"""The embedded engine's model: both decoders against plain forward passes, and weights replaced all or nothing."""
+"""The embedded engine's model: both decoders against plain forward passes, and weights replaced all or
+nothing.
+"""
 
 from __future__ import annotations
 

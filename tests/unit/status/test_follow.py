@@ -1,4 +1,6 @@
-"""Following a trial: each fact once, an end with its reason and the failing role's last lines, the trial's exit code."""
+"""Following a trial: each fact once, an end with its reason and the failing role's last lines, the trial's
+exit code.
+"""
 
 from __future__ import annotations
 

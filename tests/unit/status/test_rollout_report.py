@@ -1,4 +1,6 @@
-"""What the rollout role leaves of itself, and what a person reads of it: rejections with reasons, exceptions, hangs."""
+"""What the rollout role leaves of itself, and what a person reads of it: rejections with reasons, exceptions,
+hangs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What status knows of a trial: from files alone, with the scheduler's word, and with half of the files missing."""
+"""What status knows of a trial: from files alone, with the scheduler's word, and with half of the files
+missing.
+"""
 
 from __future__ import annotations
 

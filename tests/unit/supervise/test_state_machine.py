@@ -495,7 +495,8 @@ def test_whatever_happens_it_ends_once_and_starts_nothing_twice(data):
     assert world.machine.phase is Phase.OVER
 
 
-# --- rules ---------------------------------------------------------------------------------------------------------------
+# --- rules
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def said(code: int, reason: str = "") -> ExitRecord:

@@ -148,7 +148,8 @@ def test_a_program_that_is_not_there_is_an_error_and_leaves_nothing_open(attempt
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# --- srun ----------------------------------------------------------------------------------------------------------------
+# --- srun
+# ----------------------------------------------------------------------------------------------------------------
 
 
 FAKE_SRUN = """#!/bin/bash
@@ -267,7 +268,8 @@ def test_hosts_come_from_scontrol_in_its_order(tmp_path, monkeypatch):
         job_hosts("c")
 
 
-# --- leftovers -----------------------------------------------------------------------------------------------------------
+# --- leftovers
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_leftovers_are_asked_then_killed_and_only_the_very_processes(attempt, monkeypatch):

@@ -1,4 +1,6 @@
-"""Roles in containers, started and ended as any other: with a stand-in for apptainer that checks its arguments, in a new root."""
+"""Roles in containers, started and ended as any other: with a stand-in for apptainer that checks its
+arguments, in a new root.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A successor is submitted once, whatever dies in between, and never for a submission that a person wants dead."""
+"""A successor is submitted once, whatever dies in between, and never for a submission that a person wants
+dead.
+"""
 
 from __future__ import annotations
 

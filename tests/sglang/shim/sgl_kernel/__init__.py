@@ -1,6 +1,8 @@
-"""Stand-in for the CPU build of sgl-kernel, which is not published as a wheel: what SGLang calls on every CPU, in PyTorch.
+"""Stand-in for the CPU build of sgl-kernel, which is not published as a wheel: what SGLang calls on every
+CPU, in PyTorch.
 
-`convert_weight_packed` is not registered, on purpose: SGLang then finds no AMX support and takes its native layers.
+`convert_weight_packed` is not registered, on purpose: SGLang then finds no AMX support and takes its native
+layers.
 """
 
 import torch
@@ -36,7 +38,9 @@ def _rotate(x, bits):
 
 
 def _murmur_hash32(seed, positions, columns):
-    """MurmurHash3 (32 bits) of seed low, seed high, position and column; the hash behind per-request seeds."""
+    """MurmurHash3 (32 bits) of seed low, seed high, position and column; the hash behind per-request
+    seeds.
+    """
     seed = seed.to(torch.int64)
     blocks = (
         seed & _MASK,

@@ -1,7 +1,7 @@
 """Import-only stand-in for triton, which has no CPU wheel: kernels can be declared, never launched.
 
-Any name below `triton` exists: lower-case names are modules that can also be called as decorators, capitalised names are
-classes. Only what SGLang inspects is spelt out.
+Any name below `triton` exists: lower-case names are modules that can also be called as decorators,
+capitalised names are classes. Only what SGLang inspects is spelt out.
 """
 
 import importlib
