@@ -15,6 +15,7 @@ import logging
 import os
 import random
 import re
+import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -268,11 +269,14 @@ def cluster_name() -> str:
             if name := _cluster_name_in(path.read_text(errors="replace")):
                 return name
     # A job's own environment; and of a login node without files, where slurmctld hands out the configuration.
-    return os.environ.get("SLURM_CLUSTER_NAME", "").lower() or _asked_cluster_name()
+    return os.environ.get("SLURM_CLUSTER_NAME", "").lower() or _asked_cluster_name(shutil.which("scontrol"))
 
 
 @cache
-def _asked_cluster_name() -> str:
+def _asked_cluster_name(scontrol: str | None) -> str:
+    """Return what slurmctld calls its cluster, asked once per process; empty where it can't be asked."""
+    if scontrol is None:
+        return ""
     try:
         return _cluster_name_in(slurm.show_config())
     except SchedulerError:

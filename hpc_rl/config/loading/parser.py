@@ -163,11 +163,14 @@ def typed(cls: type, written: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the right type, by dotted name; the others are left out."""
     hint_of = options(cls)
     fitting = {name: value for name, value in written.items() if not _is_misplaced(hint_of[name], value)}
+    # Text is what it is: the library would make null of the text 'null' where null is allowed.
+    text = {name: value for name, value in fitting.items() if _is_text(hint_of[name], value)}
+    judged = {name: value for name, value in fitting.items() if name not in text}
     try:
-        found = _parsed(cls, fitting)
+        found = text | _parsed(cls, judged)
     except ArgumentError:  # the library stops at the first: ask for each value
-        found = {}
-        for name, value in fitting.items():
+        found = dict(text)
+        for name, value in judged.items():
             try:
                 found |= _parsed(cls, {name: value})
             except ArgumentError:
@@ -178,6 +181,10 @@ def typed(cls: type, written: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in found.items()
         if isinstance(value, str) or not isinstance(written[name], str)
     }
+
+
+def _is_text(hint: Any, value: Any) -> bool:
+    return isinstance(value, str) and str in [base_of(kind) for kind in alternatives(hint)]
 
 
 def _parsed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:

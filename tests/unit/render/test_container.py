@@ -203,14 +203,14 @@ def test_strange_characters_stay_one_word(text):
     [
         (
             ["launcher.slurm.trainer_image=docker://x/y:1"],
-            "is no file: pull it once, to where every node sees it, as with `apptainer pull",
+            "is not a file: run `apptainer pull",
         ),
         ([PYXIS, "launcher.slurm.trainer_image=docker://x/y:1"], "`enroot import -o FILE.sqsh docker://…`"),
         (
             ["launcher.slurm.rollout_image=r.sif"],
-            "rollout_image r.sif is no path: write /…/r.sif, or ./r.sif",
+            "rollout_image r.sif is not a path: use /…/r.sif or ./r.sif",
         ),
-        (["launcher.slurm.trainer_image=/a:b.sif"], "the path of an image holds no colons"),
+        (["launcher.slurm.trainer_image=/a:b.sif"], "the path of an image can't contain a colon"),
         (
             ["launcher.slurm.container_type=none", IMAGES[0]],
             "trainer_image contradicts launcher.slurm.container_type none",
@@ -224,8 +224,8 @@ def test_strange_characters_stay_one_word(text):
             [IMAGES[1], "launcher.slurm.trainer_image_python=/p"],
             "trainer_image_python has no effect without launcher.slurm.trainer_image",
         ),
-        ([*IMAGES, "launcher.slurm.mount=a:/b"], "'a:/b' is no bind: /source:/target"),
-        ([*IMAGES, "launcher.slurm.mount=/a\\,b:/c"], "is no bind"),
+        ([*IMAGES, "launcher.slurm.mount=a:/b"], "'a:/b' is not a bind; use /source:/target"),
+        ([*IMAGES, "launcher.slurm.mount=/a\\,b:/c"], "'b:/c' is not a bind"),
         (
             [*IMAGES, "cluster.fileroot='/shared/a,b'"],
             "cluster.fileroot /shared/a,b can't be bound into a container",
@@ -233,25 +233,31 @@ def test_strange_characters_stay_one_word(text):
         ([*IMAGES, "actor.path='/m\"x'"], "can't be bound into a container"),
         (
             [*IMAGES, "launcher.slurm.container_args=[--pid]"],
-            "--pid can't be given: the supervisor ends the roles by their process ids",
+            "--pid can't be given: the supervisor stops roles by their process ids",
         ),
         ([*IMAGES, "launcher.slurm.container_args=[-C]"], "-C can't be given: it implies --pid"),
-        ([*IMAGES, "launcher.slurm.container_args=[--cleanenv]"], "ranks are told by the environment"),
+        (
+            [*IMAGES, "launcher.slurm.container_args=[--cleanenv]"],
+            "--cleanenv can't be given: ranks read their number from the environment",
+        ),
         ([*IMAGES, "launcher.slurm.container_args=['--bind=/a']"], "use launcher.slurm.mount"),
         (
             [*IMAGES, "launcher.slurm.container_args=['--bind /a']"],
-            "write the value behind an equals sign: --bind=…",
+            "use an equals sign: --bind=…",
         ),
-        ([*IMAGES, "launcher.slurm.container_args=[-B/a]"], "write the long form"),
-        ([*IMAGES, "launcher.slurm.container_args=[image.sif]"], "is no option"),
+        ([*IMAGES, "launcher.slurm.container_args=[-B/a]"], "use the long form, --name=value"),
+        ([*IMAGES, "launcher.slurm.container_args=[image.sif]"], "'image.sif' is not an option"),
         (
             [PYXIS, *IMAGES, "launcher.slurm.container_args=[--container-mounts=/a:/b]"],
             "use launcher.slurm.mount",
         ),
-        ([PYXIS, *IMAGES, "launcher.slurm.container_args=[--comment=x]"], "is no option of pyxis"),
+        (
+            [PYXIS, *IMAGES, "launcher.slurm.container_args=[--comment=x]"],
+            "--comment is not an option of pyxis",
+        ),
         (
             ["launcher.slurm.srun_additional_args=--container-image=x"],
-            "name images in launcher.slurm.trainer_image",
+            "use launcher.slurm.trainer_image",
         ),
     ],
 )
@@ -286,7 +292,7 @@ def test_an_image_that_is_missing_where_this_node_looks_is_refused(tmp_path):
     [words] = refused(there, missing)
     assert words == (
         f"launcher.slurm.inference_server_image {tmp_path}/x/t.sif does not exist; "
-        "it must be a .sif file or an unpacked image's directory, where every node sees it."
+        "it must be a .sif file or the directory of an unpacked image that all nodes see."
     )
     assert (
         refused("launcher.slurm.trainer_image=/on-the-nodes-only/t.sif") == []
