@@ -1,15 +1,16 @@
-"""Saving and loading a state of 1 GB against torch.distributed.checkpoint and safetensors, interleaved, on one rank.
+"""Saving and loading a state of 1 GB against torch.distributed.checkpoint and safetensors, interleaved, on
+one rank.
 
     python benchmarks/checkpoint.py [--pairs 5] [--gb 1.0] [--dir DIR] [--out benchmarks/results/checkpoint.json]
 
-Save: until the state is durable. Ours is a whole generation (space reserved, shards hashed, fsynced, manifest, rename, read
-back by retention's scan); DCP fsyncs its files itself; safetensors' file is fsynced by us. Load: cold (the page cache of the
-files is dropped before, some seconds after the saves: a disk goes on writing after an fsync), into the tensors that exist; ours
-checks every block on the way, the peers check nothing.
-Stall: how long an asynchronous save holds the training thread up, against a plain copy of the state into a buffer that is
-used again, and against DCP's async_save. A ratio is ours / peer of rates (stall: of seconds), taken within a round;
-the median over the rounds counts. Torch has as many threads as torchrun gives a rank, on all sides: one. The disk of a virtual
-machine varies threefold: read the ranges too.
+Save: until the state is durable. Ours is a whole generation (space reserved, shards hashed, fsynced,
+manifest, rename, read back by retention's scan); DCP fsyncs its files itself; safetensors' file is fsynced by
+us. Load: cold (the page cache of the files is dropped before, some seconds after the saves: a disk goes on
+writing after an fsync), into the tensors that exist; ours checks every block on the way, the peers check
+nothing. Stall: how long an asynchronous save holds the training thread up, against a plain copy of the state
+into a buffer that is used again, and against DCP's async_save. A ratio is ours / peer of rates (stall: of
+seconds), taken within a round; the median over the rounds counts. Torch has as many threads as torchrun gives
+a rank, on all sides: one. The disk of a virtual machine varies threefold: read the ranges too.
 """
 
 from __future__ import annotations

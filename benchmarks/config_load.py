@@ -2,9 +2,10 @@
 
     python benchmarks/config_load.py [--runs 9] [--out benchmarks/results/config_load.json]
 
-`python` is an interpreter that does nothing, `library` the import of jsonargparse, `dry_run` a whole `hpc-rl submit FILE --dry_run`
-without the scheduler, `areal` an AReaL file with references (`config show`), the others are commands about trials. User plus system
-time of the process; the median counts. Goals: at most 1.0 s for a submit, 0.4 s for a command about a trial.
+`python` is an interpreter that does nothing, `library` the import of jsonargparse, `dry_run` a whole `hpc-rl
+submit FILE --dry_run` without the scheduler, `areal` an AReaL file with references (`config show`), the
+others are commands about trials. User plus system time of the process; the median counts. Goals: at most 1.0
+s for a submit, 0.4 s for a command about a trial.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Tokens per second of the embedded engine against `model.generate` of transformers, batch 64, interleaved pairs.
+"""Tokens per second of the embedded engine against `model.generate` of transformers, batch 64, interleaved
+pairs.
 
     python benchmarks/embedded.py [--pairs 7] [--out benchmarks/results/embedded.json]
 
-Both sides run in this process, on the same weights, prompts and lengths, sampling at temperature 1. Ours answers through
-its backend's request call, one for each group as the rollout role sends them, with log-probabilities; the peer returns
-tokens only. A ratio is ours / peer, of wall-clock
-and of CPU seconds; the median of the pairs counts. Two shapes: `batch` (32 tokens in, 128 out, 64 rows) is the one that
-issue 2 names, `toy` is the quickstart's (6 in, 6 out, 256 rows in groups of 8).
+Both sides run in this process, on the same weights, prompts and lengths, sampling at temperature 1. Ours
+answers through its backend's request call, one for each group as the rollout role sends them, with
+log-probabilities; the peer returns tokens only. A ratio is ours / peer, of wall-clock and of CPU seconds; the
+median of the pairs counts. Two shapes: `batch` (32 tokens in, 128 out, 64 rows) is the one of the stated
+goal, `toy` is the quickstart's (6 in, 6 out, 256 rows in groups of 8).
 """
 
 from __future__ import annotations

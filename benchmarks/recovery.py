@@ -1,12 +1,14 @@
-"""From kill -9 of the trainer to its next optimizer step, and where the time goes: the toy on a private Slurm of four nodes.
+"""From kill -9 of the trainer to its next optimizer step, and where the time goes: the toy on a private Slurm
+of four nodes.
 
     python benchmarks/recovery.py [--kills 7] [--scheduler slurm|local] [--out benchmarks/results/recovery.json]
 
-One trial (`embedded:d2+fsdp:d2`, a generation every 5 steps) whose trainer's rank 0 is killed again and again. The parts, by
-the supervisor's events, the log of rank 0 and the files that it leaves: `notice` until the supervisor records the end,
-`restart` until the new rank 0 has put itself on record (the pause, srun and Python), `import` (torch and transformers), `join`
-of the ranks, `load` (decide, build the model, read the generation), `publish` to the servers, `step` (the batch, which lies in
-the batch log, and the update). The rollout role and the servers keep running.
+One trial (`embedded:d2+fsdp:d2`, a generation every 5 steps) whose trainer's rank 0 is killed again and
+again. The parts, by the supervisor's events, the log of rank 0 and the files that it leaves: `notice` until
+the supervisor records the end, `restart` until the new rank 0 has put itself on record (the pause, srun and
+Python), `import` (torch and transformers), `join` of the ranks, `load` (decide, build the model, read the
+generation), `publish` to the servers, `step` (the batch, which lies in the batch log, and the update). The
+rollout role and the servers keep running.
 """
 
 from __future__ import annotations

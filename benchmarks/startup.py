@@ -2,10 +2,10 @@
 
     python benchmarks/startup.py [--cluster] [--scheduler slurm|local] [--runs 3] [--out benchmarks/results/startup.json]
 
-Submits toy GRPO trials one after the other and reads, for each, when the job started (jobs/<id>.state), when the server's log
-says that it is up and that it serves, when the trainer had its first batch, when its first step was logged, all by the
-clock of this one host. The toy's model loads in no time: what is seen is the start of processes, imports and
-rendezvous. `--cluster` starts the tests' private Slurm.
+Submits toy GRPO trials one after the other and reads, for each, when the job started (jobs/<id>.state), when
+the server's log says that it is up and that it serves, when the trainer had its first batch, when its first
+step was logged, all by the clock of this one host. The toy's model loads in no time: what is seen is the
+start of processes, imports and rendezvous. `--cluster` starts the tests' private Slurm.
 """
 
 from __future__ import annotations

@@ -430,7 +430,7 @@ _PROCESS_FILE = re.compile(
 
 
 # --- compatibility -------------------------------------------------------------------------------------
-# Up to 34bf276 a cause was told by its English message alone. This is the only place that reads a message.
+# Early versions recorded a cause as its English message. This is the only place that reads a message.
 
 _PROSE = (
     ("the job's time is nearly over", StopCause.TIME_LIMIT),

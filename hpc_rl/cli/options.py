@@ -30,7 +30,7 @@ COMMON = (  # letters as sbatch has them, option, metavar, help
     (None, "--name", "NAME", "trial_name"),
     (None, "--fileroot", "DIR", "directory of all trials (cluster.fileroot)"),
 )
-OF_A_CONFIGURATION = """Options of the configuration may follow, as --a.b VALUE or a.b=VALUE, and win over files.
+OF_A_CONFIGURATION = """Options of the configuration may follow, as --a.b VALUE or a.b=VALUE.
 `--help SECTION` explains the options of a section, `--help all` every one."""
 
 

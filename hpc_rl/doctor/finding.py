@@ -91,7 +91,7 @@ Check = Callable[[Requirements], Finding]
 
 
 def run_checks(checks: Iterable[Check], needs: Requirements) -> list[Finding]:
-    """Run checks in their order; one that the machine does not allow is a warning, one without Slurm fails."""
+    """Run checks in order: what the machine forbids is a warning, a lack of Slurm a failure."""
     findings = []
     for check in checks:
         try:

@@ -1,4 +1,4 @@
-"""Steps: the values of each role's launch line in steps.sh, and the plan as comments of a job script. Pure."""
+"""The values of each role's launch line in steps.sh, and the plan as comments of a job script. Pure."""
 
 from __future__ import annotations
 

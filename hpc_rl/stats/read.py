@@ -51,8 +51,8 @@ def is_evaluation(row: Row) -> bool:
 def merge(parts: list[tuple[int, list[Row]]]) -> History:
     """Join `(from_step, rows)` of successive lineages: each cuts what came before at its from_step.
 
-    Lineage 0 made steps 1 to 17, lineage 1 continued from 12 and made 13: steps 1 to 12 of the first, 13 of the
-    second.
+    Where lineage 0 made steps 1 to 17 and lineage 1 continued from 12 and made 13, the result is steps 1 to
+    12 of the first and 13 of the second.
     """
     steps: dict[int, Row] = {}
     evaluations: dict[int, Row] = {}

@@ -130,7 +130,7 @@ def submit(
         scheduler: Where to submit; by default as `launcher.type` says.
         avoid: Additional nodes to avoid; by default those that failed the trial recently.
 
-    Raises TrialBusy, NothingToResume, CannotWrite, SchedulerError, ConfigError; a new directory is removed then.
+    Raises TrialBusy, NothingToResume, CannotWrite, SchedulerError or ConfigError; no new directory is left.
     """
     trial = trial or trial_of(loaded.config)
     scheduler = _scheduler_for(loaded.config, trial, scheduler)

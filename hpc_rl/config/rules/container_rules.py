@@ -86,7 +86,7 @@ def images(config: Config, explicit: Collection[str]) -> Iterator[str]:
 def _image(name: str, image: str, kind: str) -> Iterator[str]:
     if re.search(r"[a-z]+:/", image):
         pull = "enroot import -o FILE.sqsh" if kind == "pyxis" else "apptainer pull FILE.sif"
-        yield f"{name} {image} is not a file: run `{pull} docker://…` once and use its path, seen by all nodes."
+        yield f"{name} {image} is not a file: run `{pull} docker://…` once, and use its path."
     elif "/" not in image:
         yield f"{name} {image} is not a path: use /…/{image} or ./{image}; none means no container."
     elif ":" in image:

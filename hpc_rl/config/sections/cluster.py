@@ -204,8 +204,8 @@ class SlurmLauncherConfig:
 class HooksConfig:
     """Scripts that run at fixed moments of every attempt.
 
-    They run after those in the site's `hooks.d`. A script is a path or inline text (several lines, or one that begins
-    with `#!`); a copy is submitted.
+    They run after those in the site's `hooks.d`. A script is a path or inline text (several lines, or one
+    that begins with `#!`); a copy is submitted.
 
     Args:
         dir: Directory with scripts that are named after the moments below.

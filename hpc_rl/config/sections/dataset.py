@@ -12,8 +12,8 @@ from hpc_rl.config.sections.limits import NonNegativeInt, PathText, PositiveInt
 class DatasetConfig:
     """A dataset.
 
-    Its rows have a `prompt` (text, or a list of chat messages under `messages`) and any columns that the reward
-    function uses.
+    Its rows have a `prompt` (text, or a list of chat messages under `messages`) and any columns that the
+    reward function uses.
 
     Args:
         path: A .jsonl or .parquet file, or a directory with a saved Hugging Face dataset.

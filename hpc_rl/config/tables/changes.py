@@ -1,8 +1,8 @@
 """Resuming a trial under another configuration: what changed, and which changes its state allows.
 
 A `safe` change takes effect with the next step. An `unsafe` one contradicts what is on disk (weights,
-position in the data) and needs another trial. Every option is in one of the two tables. Some safe changes need
-new batches.
+position in the data) and needs another trial. Every option is in one of the two tables. Some safe
+changes need new batches.
 """
 
 from __future__ import annotations
