@@ -7,10 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The tests pin PyTorch's CPU build; on a GPU machine: make TORCH='torch>=2.9'
 TORCH ?= torch==2.13.0
-# processes that run tests; those with a Slurm share one of them, so that it is started once, and so do those with a SGLang
+# processes that run tests; those with a Slurm share two of them, those with a SGLang one (tests/conftest.py)
 WORKERS ?= 2
 # the same, of tests that mostly wait: for Slurm, for servers, for processes of a trial
-WAITING_WORKERS ?= 3
+WAITING_WORKERS ?= 4
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1

@@ -1,5 +1,5 @@
-"""Which tests share a process where several run at once: all with a Slurm, all with a SGLang, else those of a
-file.
+"""Which tests share a process where several run at once: those with a SGLang, two halves of those with a Slurm,
+else those of a file.
 
 No test sees or changes what the account that runs them keeps: its index of trials, its cluster profiles.
 """
@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 STARTED_ONCE = ("slurm", "sglang")
+# The tests with a Slurm mostly wait. These take half of the time, and run beside the others on a cluster of their own.
+SECOND_SLURM = ("test_trial.py", "test_layouts.py", "test_endings.py", "test_options.py", "test_polling.py")
 OWN = pytest.StashKey[Path]()
 
 
@@ -53,4 +55,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def process_of(nodeid: str) -> str:
     """Tests with the same answer run in one process."""
     path = Path(nodeid.partition("::")[0])
+    if "slurm" in path.parts and path.name in SECOND_SLURM:
+        return "slurm-2"
     return next((kind for kind in STARTED_ONCE if kind in path.parts), str(path))

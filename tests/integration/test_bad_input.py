@@ -306,7 +306,7 @@ def test_an_interrupt_of_follow_leaves_the_trial_and_says_so(shell, sleeper):
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=30)
         assert process.returncode == 130
-        assert said == "\nhpc-rl: interrupted; the trial goes on. End it with: hpc-rl cancel sums/small\n"
+        assert said == "\nhpc-rl: interrupted; the trial continues. Stop it with: hpc-rl cancel sums/small\n"
         assert "running" in shell.state("small")
     finally:
         assert shell.run("cancel", "small", "--now", "--wait_s", "30").returncode == 0

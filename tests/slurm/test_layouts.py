@@ -153,7 +153,7 @@ def test_where_requeue_is_refused_a_successor_goes_on(trials, cluster, until):
     )
     one.until(lambda: one.trial.attempt(f"{one.job_id}.1").events.exists(), 120)
     said = hpc_rl("status", one.trial.dir, cwd=trials.folder).stdout
-    assert f"{one.job_id} (slurm), goes on as job {successor}" in said
+    assert f"{one.job_id} (slurm), continued as job {successor}" in said
     one.finish().promises.check()
     assert sorted(path.name for path in one.trial.attempts.iterdir()) == [
         f"{one.job_id}.0",
