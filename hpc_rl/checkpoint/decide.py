@@ -147,7 +147,7 @@ def guard(history: tuple[PastStart, ...], retries: int) -> str:
 
 
 def _in_a_row(count: int) -> str:
-    return f"{count} start{'' if count == 1 else 's'} in a row without a new generation"
+    return f"{count} start{'' if count == 1 else 's'} in a row without a new checkpoint"
 
 
 def _named(history: list[PastStart]) -> str:
@@ -177,7 +177,7 @@ def _first_start(situation: Situation) -> Decision:
 
 def _from(situation: Situation, step: int) -> Decision:
     """Return the decision where the user named the generation."""
-    when = f"first start, from generation {step} as asked"
+    when = f"first start, from checkpoint {step} as asked"
     found = max(
         (one for one in situation.generations if one.step == step),
         key=lambda one: (one.valid, one.lineage),
@@ -191,7 +191,7 @@ def _from(situation: Situation, step: int) -> Decision:
             exit_code=ExitCode.NOTHING_TO_RESUME,
         )
     if not found.valid:
-        reason = f"{when}: generation {step} {found.problem or 'is not valid'}"
+        reason = f"{when}: checkpoint {step} {found.problem or 'is not valid'}"
         return Decision("refuse", reason, exit_code=ExitCode.NOTHING_TO_RESUME)
     if trimmed := _trimmed(situation, step):
         return Decision("refuse", f"{when}: {trimmed}", exit_code=ExitCode.NOTHING_TO_RESUME)
@@ -246,7 +246,7 @@ def _newest(
     usable = [one for one in eligible if one.valid and not _trimmed(situation, one.step)]
     newest = max(usable, key=lambda one: (one.step, one.lineage), default=None)
     passed_over = [
-        f"generation {one.step} {_why_not(one)}"
+        f"checkpoint {one.step} {_why_not(one)}"
         for one in sorted(eligible, key=lambda one: -one.step)
         if one not in usable and (newest is None or one.step > newest.step)
     ]
@@ -256,23 +256,23 @@ def _newest(
         )
     notes = f" ({'; '.join(passed_over)})" if passed_over else ""
     if newest is not None:
-        reason = f"{when}: loading generation {newest.step}, the newest valid one{notes}"
+        reason = f"{when}: loading checkpoint {newest.step}, the newest valid one{notes}"
         return Decision("load", reason, newest.step, newest.lineage)
     if must_load:
         return Decision(
             "refuse",
-            f"{when}: no valid generation to resume from{notes}",
+            f"{when}: no valid checkpoint to resume from{notes}",
             exit_code=ExitCode.NOTHING_TO_RESUME,
         )
     if situation.lost and len(eligible) < len(situation.generations):
         records = ", ".join(f"lineages/{number:04d}.json" for number in situation.lost)
-        reason = f"{when}: no valid generation{notes}, but some may be its own: {records} can't be read"
+        reason = f"{when}: no valid checkpoint{notes}, but some may be its own: {records} can't be read"
         return Decision(
             "refuse",
             f"{reason}; hpc-rl recover takes the newest valid one",
             exit_code=ExitCode.NOTHING_TO_RESUME,
         )
     if trimmed := _trimmed(situation, 0):
-        reason = f"{when}: no valid generation{notes}, and {trimmed}; use another trial_name"
+        reason = f"{when}: no valid checkpoint{notes}, and {trimmed}; use another trial_name"
         return Decision("refuse", reason, exit_code=ExitCode.NOTHING_TO_RESUME)
-    return Decision("fresh", f"{when}: there is no valid generation, so from step 0{notes}")
+    return Decision("fresh", f"{when}: there is no valid checkpoint, so from step 0{notes}")

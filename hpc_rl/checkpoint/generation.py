@@ -93,7 +93,7 @@ class Commit:
         """
         files = self._gather(manifest.num_ranks)
         if problem := manifests.check_sizes(self.folder, files):
-            raise RoleFailed(f"generation {self.step} is not complete: {problem}")
+            raise RoleFailed(f"checkpoint {self.step} is not complete: {problem}")
         manifest = dataclasses.replace(manifest, files=files)
         write_atomic(self.folder / manifests.NAME, sealed(manifest.to_json()))
         fsync_dir(self.folder)
@@ -107,7 +107,7 @@ class Commit:
         for rank in range(num_ranks):
             data = read_json(self.folder / f"rank_{rank}.ok")
             if data is None:
-                raise RoleFailed(f"generation {self.step} is not complete: rank_{rank}.ok is missing")
+                raise RoleFailed(f"checkpoint {self.step} is not complete: rank_{rank}.ok is missing")
             files += [FileRecord(**file) for file in data["files"]]
         others = [f"rank_{rank}.ok" for rank in range(num_ranks)]
         if self.config_json.is_file():
@@ -209,7 +209,7 @@ def set_aside(path: Path, problem: str, asked: bool = False) -> Path:
     fsync_dir(folder)
     fsync_dir(path.parent)
     if asked:
-        logger.info("generation set aside as asked: %s %s; kept as %s", path.name, problem, there)
+        logger.info("checkpoint set aside as asked: %s %s; kept as %s", path.name, problem, there)
     else:
         logger.error("GENERATION SET ASIDE: %s %s; kept as %s", path.name, problem, there)
     return there

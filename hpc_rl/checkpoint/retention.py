@@ -112,7 +112,7 @@ def proven(found: Sequence[Found], policy: RetentionPolicy, known: dict[str, str
         for one in read.values():
             known[one.manifest.version if one.manifest else ""] = one.problem
             if one.problem:
-                logger.warning("generation %d is damaged and does not count: %s", one.step, one.problem)
+                logger.warning("checkpoint %d is damaged and does not count: %s", one.step, one.problem)
         found = [read.get(one.step, one) for one in found]
 
 
@@ -139,7 +139,7 @@ def retain(
             continue
         shutil.rmtree(gone, ignore_errors=True)
         staying.discard(one.step)
-        logger.info("generation %d removed", one.step)
+        logger.info("checkpoint %d removed", one.step)
     return min(staying, default=0)
 
 
@@ -154,13 +154,13 @@ def hold(trial: Trial, step: int, why: str) -> Iterator[Path]:
         beat.start()
     except OSError as error:  # a read-only place
         logger.warning(
-            "generation %d can't be marked as in use (%s): retention may remove it meanwhile", step, error
+            "checkpoint %d can't be marked as in use (%s): retention may remove it meanwhile", step, error
         )
     try:
         deadline = time.monotonic() + APPEAR_S
         while not trial.generation(step).is_dir():
             if time.monotonic() > deadline:
-                raise NothingToResume(f"generation {step} of {trial} is gone")
+                raise NothingToResume(f"checkpoint {step} of {trial} is gone")
             time.sleep(0.1)
         yield trial.generation(step)
     finally:

@@ -240,9 +240,9 @@ def lines(made: Submission) -> list[str]:
 def start_words(made: Submission) -> str:
     """From which generation, and what is known of it."""
     if not made.job_id:
-        return f"from generation {made.step} if it verifies"
+        return f"from checkpoint {made.step} if it verifies"
     unread = f"; checked while it is loaded: {', '.join(made.unread)}" if made.unread else ""
-    return f"from generation {made.step}, which was read and is sound{unread}"
+    return f"from checkpoint {made.step}, which was read and is sound{unread}"
 
 
 def next_lines(trial: Trial) -> list[str]:

@@ -311,7 +311,7 @@ def after_failure(unit: str, found: UnitExit, mode: str, failures: int, retries:
         return Consequence(False, ExitCode.FAILED, f"{text}; recover.mode {mode} does not start it again")
     limit = retries if policy.max_restarts is None else min(retries, policy.max_restarts)
     if policy.uses_retry and failures > limit:
-        spent = f"{failures} failures in a row without a new generation; "
+        spent = f"{failures} failures in a row without a new checkpoint; "
         if limit < retries:
             spent += f"{found.failure} is tried again {limit} times"
         else:
@@ -342,7 +342,7 @@ def after_drain(found: UnitExit | None, mode: str, failures: int, retries: int, 
         return Consequence(False, ExitCode.STOPPED, asked)
     if found.by_signal or follows.restart or follows.exit_code == ExitCode.STOPPED:
         why = found.reason or found.code
-        reason = f"{asked}; the trainer exited before it could save ({why}), the newest generation counts"
+        reason = f"{asked}; the trainer exited before it could save ({why}), the newest checkpoint counts"
         return Consequence(False, ExitCode.STOPPED, reason)
     return follows
 

@@ -120,7 +120,7 @@ class TrialRunner(UnitLoop):
         earlier = [one for one in attempts_of(self.trial, self.attempt.job_id) if one.id != self.attempt.id]
         count = exit_policy.fruitless_attempts([read_events(one) for one in earlier])
         if count >= max(exit_policy.MAX_FRUITLESS_ATTEMPTS, self._retries + 1):
-            why = f"{count} attempts in a row ended without a new generation; see why, {exit_policy.RESUME}"
+            why = f"{count} attempts in a row ended without a new checkpoint; see why, {exit_policy.RESUME}"
             self.do(self.machine.abandon(self.clock(), ExitCode.FAILED, why))
 
     def observe(self, now: float) -> None:
@@ -137,7 +137,7 @@ class TrialRunner(UnitLoop):
 
     def exit_observed(self) -> None:
         """Look for a new generation before an exit counts as one without progress."""
-        with tolerant("looking for generations"):
+        with tolerant("looking for checkpoints"):
             self._look_for_progress()
 
     def unit_started(self) -> None:

@@ -121,7 +121,7 @@ class Saving:
             return None
         self.newest, self.problem, self.num_failed = job.commit.step, "", 0
         if self.ranks.rank == 0:
-            logger.info("generation %d saved in %.2f s", job.commit.step, job.took_s)
+            logger.info("checkpoint %d saved in %.2f s", job.commit.step, job.took_s)
         return job.oldest
 
     @property
@@ -178,7 +178,7 @@ class Saving:
         try:
             job.oldest = retain(self.trial, self.policy, self._holds, self._known)
         except OSError as error:  # the generation is committed; the next save removes what is surplus
-            logger.warning("older generations could not be removed: %s", error)
+            logger.warning("older checkpoints could not be removed: %s", error)
         job.committed = True
 
     def _call_off(self, job: PendingSave) -> None:
@@ -188,7 +188,7 @@ class Saving:
         error = job.error
         if self.ranks.any(error is not None and not isinstance(error, OSError | Abandoned))[0]:
             raise error or CannotWrite(
-                f"generation {job.commit.step}: another rank failed to save; its log has the reason"
+                f"checkpoint {job.commit.step}: another rank failed to save; its log has the reason"
             )
         mine = isinstance(error, OSError)
         problem = str(error) if mine else "another rank could not write its part; its log has the reason"
@@ -196,8 +196,8 @@ class Saving:
 
     def _failed(self, step: int, problem: str, mine: bool = True) -> None:
         self.num_failed += 1
-        kept = f"generation {self.newest} is the newest" if self.newest >= 0 else "there is no generation yet"
-        self.problem = f"generation {step} could not be saved: {problem}; {kept}"
+        kept = f"checkpoint {self.newest} is the newest" if self.newest >= 0 else "there is no checkpoint yet"
+        self.problem = f"checkpoint {step} could not be saved: {problem}; {kept}"
         if mine or self.ranks.rank == 0:
             then = "" if self._last else " Training continues;"
             logger.error("SAVE FAILED: %s.%s free space in %s", self.problem, then, self.trial.recover)

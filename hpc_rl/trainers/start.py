@@ -82,14 +82,14 @@ def begin(start: TrainerContext) -> dict[str, Any]:
         raise REFUSALS.get(decision.exit_code, GivenUp)(decision.reason)
     manifest = _manifest(trial, decision)
     if manifest is not None:
-        when = f"generation {manifest['step']} was made"
+        when = f"checkpoint {manifest['step']} was made"
         check_same_rows(start.config.train_dataset.path, manifest["data"], start.data, when)
     if decision.set_aside:
         try:
             check_replay(trial.rollout, decision.step or 0)
         except LedgerDamaged as error:
             raise GivenUp(
-                f"can't continue from generation {decision.step}, and nothing was set aside: {error}"
+                f"can't continue from checkpoint {decision.step}, and nothing was set aside: {error}"
             ) from error
     for found in unwanted:  # before the lineage: a kill in between finds the same first start again
         generation.set_aside(found.path, found.problem, asked=bool(decision.set_aside))
@@ -115,7 +115,7 @@ def load_state(start: TrainerContext, begun: dict[str, Any], engine: Engine) -> 
             _check_counters(engine, manifest)
         except Damaged as error:
             problem = str(error)
-            logger.error("generation %d can't be loaded: %s", begun["step"], problem)
+            logger.error("checkpoint %d can't be loaded: %s", begun["step"], problem)
         if not start.ranks.any(bool(problem))[0]:
             return begun
         problem = problem or "a file that another rank reads is not what was written; its log names it"
@@ -139,7 +139,7 @@ def _check_counters(engine: Engine, manifest: dict[str, Any]) -> None:
     found = engine.counters()
     for name in sorted(name for name in expected if expected[name] != found.get(name)):
         raise RoleFailed(
-            f"generation {manifest['step']} has {name} {expected[name]}, but {found.get(name)} was loaded"
+            f"checkpoint {manifest['step']} has {name} {expected[name]}, but {found.get(name)} was loaded"
         )
 
 
@@ -158,5 +158,5 @@ def _manifest(trial: Trial, decision: Decision) -> dict[str, Any] | None:
         return None
     found = generation.check(trial.generation(decision.step or 0))
     if found.manifest is None:
-        raise RoleFailed(f"generation {decision.step} {found.problem}")
+        raise RoleFailed(f"checkpoint {decision.step} {found.problem}")
     return found.manifest.to_json()

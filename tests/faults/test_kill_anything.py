@@ -101,7 +101,7 @@ def test_the_retry_budget_ends_a_trial_that_makes_no_progress(trials):
     assert len(one.kills) == 2
     ended = read_json(one.trial.attempt(f"{one.job_id}.0").ended)
     assert ended["exit_code"] == 70
-    assert "(2 failures in a row without a new generation; recover.retries allows 1; " in ended["reason"]
+    assert "(2 failures in a row without a new checkpoint; recover.retries allows 1; " in ended["reason"]
     assert not one.trial.done.exists()
 
 

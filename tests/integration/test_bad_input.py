@@ -256,7 +256,7 @@ def test_a_trial_that_has_state(shell, tmp_path):
 
 
 def test_nothing_to_resume(shell):
-    assert "no valid generation to resume from" in shell.refused(3, *SUBMIT, "recover.mode=resume")
+    assert "no valid checkpoint to resume from" in shell.refused(3, *SUBMIT, "recover.mode=resume")
 
 
 @pytest.fixture
@@ -373,7 +373,7 @@ def test_an_interrupt_of_quickstart_ends_its_trial_and_says_so(shell):
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert (
-        "interrupted: the trial saves its state and ends. To go on with it: hpc-rl recover quickstart/sft-"
+        "interrupted; the trial saves its state and stops. To resume it: hpc-rl recover quickstart/sft-"
         in said
     )
     assert "Traceback" not in said

@@ -136,7 +136,7 @@ def test_an_imported_checkpoint_is_what_a_trial_goes_on_from(trial, tmp_path, ca
         roles.wait_for_step(1, timeout_s=240)
         Roles.kill(first)
         assert roles.ended(first) == [-signal.SIGKILL]
-        assert "loading generation 0" in roles.trial.attempt("2.0").log("trainer", 0, 0, 0).read_text()
+        assert "loading checkpoint 0" in roles.trial.attempt("2.0").log("trainer", 0, 0, 0).read_text()
 
 
 def test_the_half_with_torch_ends_with_the_command(trial, tmp_path):

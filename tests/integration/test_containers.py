@@ -80,7 +80,5 @@ def test_a_missing_image_is_refused_before_anything_is_submitted(tmp_path):
         check=False,
     )
     assert done.returncode == 64
-    assert (
-        "launcher.slurm.container_program no-apptainer is not a program that can be run here" in done.stderr
-    )
+    assert "launcher.slurm.container_program no-apptainer is not an executable program here" in done.stderr
     assert not (tmp_path / "quickstart" / "runs").exists()

@@ -147,16 +147,16 @@ def test_the_reason_says_how_the_start_before_ended(cause):
 
 def test_the_reason_names_what_was_passed_over():
     reason = decide(situation("auto", "failure", (gen(8, valid=False), gen(6)))).reason
-    assert "generation 8 is torn" in reason and "loading generation 6" in reason
+    assert "checkpoint 8 is torn" in reason and "loading checkpoint 6" in reason
     reason = decide(situation("fault", "failure", STATES["both"])).reason
     assert "1 of other submissions do not count" in reason
     reason = decide(situation("auto", "failure", (gen(3),), trimmed=7)).reason
-    assert "generation 3 is older than the batch log" in reason and "batches 1 to 7 were trimmed" in reason
+    assert "checkpoint 3 is older than the batch log" in reason and "batches 1 to 7 were trimmed" in reason
 
 
 def test_the_guard_names_its_evidence():
     reason = decide(situation("auto", "failure", history=HISTORIES["one too many"], retries=RETRIES)).reason
-    assert reason.startswith("3 starts in a row without a new generation; recover.retries allows 2: ")
+    assert reason.startswith("3 starts in a row without a new checkpoint; recover.retries allows 2: ")
     assert "trainer 0 of attempt job-2.0 failed (because)" in reason and "ran into its time limit" in reason
 
 

@@ -258,7 +258,7 @@ def test_an_intact_generation_never_goes_in_favour_of_a_damaged_one(trial, monke
     known: dict[str, str] = {}
     assert retain(trial, RetentionPolicy(2), known=known) == 1
     assert [found.step for found in scan(trial)] == [4, 3, 2, 1]
-    assert "generation 4 is damaged and does not count: shard-0.bin" in caplog.text
+    assert "checkpoint 4 is damaged and does not count: shard-0.bin" in caplog.text
     save(trial, 5)
     read = []
     monkeypatch.setattr(

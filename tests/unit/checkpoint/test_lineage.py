@@ -198,7 +198,7 @@ def test_a_damaged_generation_is_named_and_the_next_one_loaded(trial):
     decision, damaged = decide_start(trial, one, 1, "auto", "auto", 3)
     assert (decision.action, decision.step) == ("load", 3)
     assert [found.step for found in damaged] == [6]
-    assert "generation 6" in decision.reason
+    assert "checkpoint 6" in decision.reason
 
 
 def test_mode_fault_passes_over_a_newer_generation_of_a_stranger(trial):
@@ -241,7 +241,7 @@ def test_starts_that_led_to_no_generation_are_counted_over_requeues_whatever_end
     assert [one.cause for one in look(trial, attempt(trial, "7.4")).history] == causes
     assert [one.cause for one in fruitless_starts(trial, "7")] == causes
     decision, _ = decide_start(trial, attempt(trial, "7.4"), 0, "auto", "auto", 1)
-    assert decision.action == "end" and "2 starts in a row without a new generation" in decision.reason
+    assert decision.action == "end" and "2 starts in a row without a new checkpoint" in decision.reason
     commit(trial, 4, "7.3", lineage=3)
     assert look(trial, attempt(trial, "7.4")).history == fruitless_starts(trial, "7") == ()
 

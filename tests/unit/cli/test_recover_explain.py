@@ -139,7 +139,7 @@ def test_explain_says_what_it_did_not_read(trial, capsys, monkeypatch):
     )
     assert main(["recover", "small"]) == 0
     assert (
-        "start      from generation 9, which was read and is sound; checked while it is loaded: "
+        "start      from checkpoint 9, which was read and is sound; checked while it is loaded: "
         in capsys.readouterr().out
     )
 
@@ -210,7 +210,7 @@ def test_other_rows_are_refused_before_anything_is_submitted_and_a_moved_file_is
         rows_module, "IN_PASSING_BYTES", 10
     )  # too large to be read here: the start itself compares them
     assert main(["recover", "small", *there]) == 0
-    with pytest.raises(ConfigError, match="had 1 rows when generation 9 was made, and has 2 rows now"):
+    with pytest.raises(ConfigError, match="had 1 rows when checkpoint 9 was made, and has 2 rows now"):
         begin(dataclasses.replace(start(trial, "job-2"), data=load_rows(moved).fingerprint))
 
 
@@ -327,7 +327,7 @@ def test_starts_that_come_to_nothing_end_the_trial_for_good(trial, capsys):
     last = dataclasses.replace(start(trial, "job-2"), attempt=trial.attempt("job-2.3"))
     with pytest.raises(
         GivenUp,
-        match=r"3 starts in a row without a new generation; recover\.retries allows 2: .*job-2\.2 ran into",
+        match=r"3 starts in a row without a new checkpoint; recover\.retries allows 2: .*job-2\.2 ran into",
     ):
         begin(last)
 

@@ -150,7 +150,7 @@ def test_a_trial_that_goes_on_from_an_imported_generation_0_is_not_called_fresh(
     fake_trial.run_to(0)
     record = fake_trial.trial.lineages / "0000.json"
     record.write_text(
-        json.dumps(json.loads(record.read_text()) | {"from_lineage": -1, "reason": "loading generation 0"})
+        json.dumps(json.loads(record.read_text()) | {"from_lineage": -1, "reason": "loading checkpoint 0"})
     )
     trial_index.record(fake_trial.trial)
     main(["status", "t1"])

@@ -300,7 +300,7 @@ def test_recover_from_an_older_generation(stopped, scheduler, capsys, make_gener
     assert main(["recover", "small", "--from", "newest"]) == 2
     stopped.done.write_text("{}")
     assert main(["recover", "small", "--from", "gen-00000003"]) == 0  # a finished trial, too
-    assert "from generation 3, which was read and is sound;" in capsys.readouterr().out
+    assert "from checkpoint 3, which was read and is sound;" in capsys.readouterr().out
     assert read_json(stopped.job("job-2"))["from_step"] == 3
     script = next(stopped.scripts.glob("local.sh")).read_text()
     assert " from_step=3 " in script  # should the job start before its record is there
@@ -368,7 +368,7 @@ def test_explain_shows_the_decision_and_does_nothing(stopped, scheduler, capsys)
     out = capsys.readouterr().out
     assert "changed    actor.eps_clip: 0.2 -> 0.3  (safe)" in out
     assert "checkpoint   5" in out
-    assert "no valid generation to resume from" in out
+    assert "no valid checkpoint to resume from" in out
     assert scheduler.calls == [("submit", "job-1")]
     assert main(["recover", "small", "--explain", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["action"] == "refuse"

@@ -28,7 +28,7 @@ def cancelled_and_recovered(fake) -> None:
     fake.job("8", at=500, start_mode="resume")
     for role in ("server", "rollout", "trainer"):
         fake.started("8.0", role, at=501)
-    fake.lineage(1, 57, "8.0", reason="loading generation 57")
+    fake.lineage(1, 57, "8.0", reason="loading checkpoint 57")
     fake.steps("8.0", 58, 72, lineage=1, at=510)
     fake.exited("8.0", "trainer", 137, at=530)
     fake.started("8.0", "trainer", incarnation=1, at=531)

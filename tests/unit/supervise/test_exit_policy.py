@@ -139,7 +139,7 @@ def test_a_step_killed_for_memory_is_known_by_its_log(tmp_path):
     ],
 )
 def test_the_policy_of_each_class(failure, first, second, over):
-    """The first and the second failure without a new generation, and the one past `recover.retries` = 3."""
+    """The first and the second failure without a new checkpoint, and the one past `recover.retries` = 3."""
     assert set(POLICIES) == set(F)
     for failures, expected in ((1, first), (2, second), (4, over)):
         follows = after_trainer(UnitExit(137, "words", failure), "auto", failures, 3)

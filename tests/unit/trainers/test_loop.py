@@ -137,10 +137,10 @@ def test_a_damaged_generation_is_set_aside_and_the_one_before_is_taken(starter, 
 @pytest.mark.parametrize(
     ("now", "words"),
     [
-        ({"rows": 24, "xxh3": "bb"}, "had 32 rows when generation 6 was made, and has 24 rows now"),
+        ({"rows": 24, "xxh3": "bb"}, "had 32 rows when checkpoint 6 was made, and has 24 rows now"),
         (
             {"rows": 32, "xxh3": "bb"},
-            "had 32 rows when generation 6 was made, and has as many with other content now",
+            "had 32 rows when checkpoint 6 was made, and has as many with other content now",
         ),
     ],
 )
@@ -288,8 +288,8 @@ def test_a_full_disk_fails_the_save_loudly_and_training_goes_on(starter, monkeyp
         starter(12, {11: kill})
     assert starter.generations() == [9, 3]
     assert (
-        "SAVE FAILED: generation 6 could not be saved: [Errno 28] No space left on device; "
-        "generation 3 is the newest" in caplog.text
+        "SAVE FAILED: checkpoint 6 could not be saved: [Errno 28] No space left on device; "
+        "checkpoint 3 is the newest" in caplog.text
     )
     assert not [path for path in starter.trial.recover.iterdir() if path.name.startswith(".")]
     rows = {row["step"]: row for row in starter.rows()}
@@ -301,7 +301,7 @@ def test_a_full_disk_fails_the_save_loudly_and_training_goes_on(starter, monkeyp
 def test_a_stop_whose_save_fails_does_not_say_that_the_state_is_saved(starter, monkeypatch):
     monkeypatch.setattr(FakeSnapshot, "write", full)
     with pytest.raises(
-        CannotWrite, match=r"generation 2 could not be saved: .*No space left.*; there is no generation yet"
+        CannotWrite, match=r"checkpoint 2 could not be saved: .*No space left.*; there is no checkpoint yet"
     ):
         starter(4, {"during 2": stop(lambda: starter.last)})
     assert starter.generations() == []
@@ -315,7 +315,7 @@ def test_a_failed_last_save_is_tried_again_after_the_export_and_recorded(starter
         lambda self, folder, cancel: states[int(folder.name[5:13])](self, folder, cancel),
     )
     assert starter(4)[0] == ExitCode.DONE
-    words = "generation 4 could not be saved: [Errno 28] No space left on device; generation 3 is the newest"
+    words = "checkpoint 4 could not be saved: [Errno 28] No space left on device; checkpoint 3 is the newest"
     assert f"THE LAST STATE IS NOT SAVED: {words}" in caplog.text and "Training continues" not in caplog.text
     assert read_json(starter.trial.exports / "final" / "hpc_rl.json")["not_saved"] == words
     write_json(starter.trial.done, {})
@@ -397,7 +397,7 @@ class TestAsynchronous:
         monkeypatch.setattr(FakeSnapshot, "write", full)
         with pytest.raises(Killed):
             starter(10, {3: lambda: wait_until(lambda: written(starter)), 4: kill})
-        assert "SAVE FAILED: generation 2" in caplog.text
+        assert "SAVE FAILED: checkpoint 2" in caplog.text
         assert starter.rows()[-1]["save_failed"] == 1
         assert not list(starter.trial.recover.iterdir())
 
