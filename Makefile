@@ -43,8 +43,9 @@ format: $(VENV)/dev
 check: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n $(WORKERS) tests/unit tests/golden
+	@# mypy has one core while pytest starts
+	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -q -n $(WORKERS) tests/unit tests/golden; tests=$$?; \
+	wait $$types && exit $$tests
 
 test: check
 	$(BIN)/python tests/slurm/packages.py

@@ -1,8 +1,9 @@
 """GRPO (and PPO without a critic) on one page: rewards -> advantages; log-probabilities -> loss.
 
-    advantages_BT = grpo.advantages(RewardBatch(rewards_B, mask_BT, group_B), reward_norm=Levels("group",
-    "group")) prox, behav   = grpo.reference_logprobs(inference, recomputed, decoupled=False) loss, sums    =
-    grpo.policy_loss(TokenBatch(logprobs_T, prox_T, behav_T, …), eps_clip=0.2)
+    batch = RewardBatch(rewards_B, mask_BT, group_B)
+    advantages_BT = grpo.advantages(batch, reward_norm=Levels("group", "group"))
+    prox, behav = grpo.reference_logprobs(inference, recomputed, decoupled=False)
+    loss, sums = grpo.policy_loss(TokenBatch(logprobs_T, prox_T, behav_T, …), eps_clip=0.2)
 
 GRPO: Shao et al., "DeepSeekMath", arXiv 2402.03300. With other numbers the same functions are DAPO (higher
 upper clip, dynamic sampling, overlong penalty; Yu et al., arXiv 2503.14476) and Dr.GRPO (no deviation,

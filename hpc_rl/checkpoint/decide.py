@@ -141,7 +141,7 @@ def guard(history: tuple[PastStart, ...], retries: int) -> str:
         return f"{_in_a_row(len(at_fault))}; recover.retries allows {retries}: {_named(at_fault)}"
     most = OUTSIDE_FACTOR * (retries + 1)
     if len(history) > most:
-        allowed = f"most of them stopped from outside; {most} are allowed"
+        allowed = f"mostly stopped externally; {most} are allowed"
         return f"{_in_a_row(len(history))}, {allowed}: {_named(list(history))}"
     return ""
 

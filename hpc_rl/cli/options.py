@@ -67,7 +67,7 @@ def add_config(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="YAML file, also without --config; several are laid over each other, left to right",
+        help="YAML file (--config may be omitted); several are merged from left to right",
     )
     parser.add_argument(
         "--preset",

@@ -156,7 +156,7 @@ def as_json(start: FirstStart, decision: Decision, changed: list[Change]) -> dic
 
 def unread_line(trial: Trial, start: FirstStart) -> str:
     """Return which files of the checkpoint only the start reads, and what it does where one is damaged."""
-    then = "the start checks them while it loads, and takes the checkpoint before where one is damaged"
+    then = "the start checks them while it loads, and falls back to the previous checkpoint if one is damaged"
     if start.situation.wanted is not None:
         then = "the start reads them before it sets later checkpoints aside, and stops where one is damaged"
     verify = f"hpc-rl checkpoint verify {trial_index.cli_name(trial)} --step {start.decision.step}"

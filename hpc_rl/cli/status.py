@@ -25,7 +25,7 @@ from hpc_rl.trial import Trial
 WIDTH = 12  # of the first column
 FROM_START = "the start"
 SHOWN_ATTEMPTS = 5  # without --all
-OLD_ANSWER_S = 60.0  # age from which the scheduler's answer is called old
+OLD_ANSWER_S = 60.0  # age from which the scheduler's answer counts as stale
 DESCRIPTION = """Show what a trial does and what happened to it. Reads files, and queries the scheduler
 rarely: all commands of an account share one query for all of its jobs, at most 4 a minute."""
 EPILOG = f"""--json prints one object; null and "" mean that a value is not known, times are Unix seconds:

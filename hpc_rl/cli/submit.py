@@ -77,7 +77,7 @@ EPILOG = """examples:
 
 
 def add_outcome(made: ArgumentParser) -> None:
-    """How submit and recover tell what came of it."""
+    """Add the options for what submit and recover print."""
     made.add_argument(
         "--no_check",
         action="store_true",
@@ -216,10 +216,10 @@ def dropped_lines(made: Submission) -> list[str]:
 
 
 def new_allocation(made: Submission, planned: Planned) -> list[str]:
-    """What follows from the changes: the trial is cut for other processes than before."""
+    """What follows from the changes: the state is divided among other processes than before."""
     was, now = made.allocation_was, planned.plan.allocation
     return (
-        [f"changed    allocation: {was} -> {now}  (safe: the state is cut anew)"]
+        [f"changed    allocation: {was} -> {now}  (safe: the state is resharded)"]
         if was not in ("", now)
         else []
     )

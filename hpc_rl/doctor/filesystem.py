@@ -141,7 +141,7 @@ def check_locks(here: DirectoryProbe) -> Finding:
         except OSError:
             works = False
     if not works:
-        return warn("locks", "flock keeps no process out, even on one machine", LOCAL_CACHES)
+        return warn("locks", "flock does not exclude other processes, even on this machine", LOCAL_CACHES)
     return ok("locks", "flock works on this machine")
 
 

@@ -46,7 +46,11 @@ def check_controller(needs: Requirements) -> Finding:
         return fail("slurm controller", said or "no answer", SLURM_FIX)
     down = [line for line in lines if "DOWN" in line]
     if down:
-        return warn("slurm controller", "; ".join(down), "a backup answers; tell your administrators.")
+        return warn(
+            "slurm controller",
+            "; ".join(down),
+            "the backup controller answers; report it to your administrators.",
+        )
     return ok("slurm controller", "; ".join(lines) or "answers")
 
 

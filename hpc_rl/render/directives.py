@@ -41,7 +41,7 @@ SLURM_OPTIONS: dict[GroupName, tuple[str, ...]] = {
     "output": ("chdir", "output", "open-mode"),
     "ending": ("no-kill", "requeue", "no-requeue", "signal", "dependency"),
 }
-# Those that no line stands for where they are not used.
+# Options that get no `##SBATCH` placeholder when unused.
 _UNSHOWN = ("array", "no-kill", "requeue", "no-requeue")
 # Those of its accounting that the second component of a heterogeneous job states itself.
 _OF_COMPONENT = ("partition", "account", "qos", "reservation")

@@ -114,7 +114,7 @@ class SbatchRequests:
         return next(group for group in self.plan.groups if group.name == name)
 
     def _directives(self, slurm: SlurmLauncherConfig, request: SbatchRequest) -> Directives:
-        # The script itself names only what the section excludes, for bad nodes get well.
+        # The script itself names only what the section excludes, because bad nodes may recover.
         return directives(without(slurm, self.avoid), request)
 
     def _request(self, group: Group, output: str, **more: Any) -> SbatchRequest:

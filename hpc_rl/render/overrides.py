@@ -104,7 +104,7 @@ def refuse_overrides(layers: Sequence[Path]) -> None:
 
 
 def problems(layers: Sequence[Path]) -> list[str]:
-    """Return what can't be meant: unknown blocks, whole files instead of blocks, unused files."""
+    """Return likely mistakes: unknown blocks, whole files instead of blocks, unused files."""
     found = unknown_blocks(layers)
     for override in overrides(layers):
         if not override.extends:

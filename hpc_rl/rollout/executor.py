@@ -69,7 +69,7 @@ class Executor:
         ]
 
     async def failure(self) -> None:
-        """Raise ConfigError or RoleFailed once a worker can't be started again; returns never."""
+        """Raise ConfigError or RoleFailed once a worker can't be started again; never returns."""
         await asyncio.gather(*self._keepers)
 
     def run(self, frame: RunPrompt) -> None:

@@ -45,7 +45,7 @@ class WorkerReady(TypedDict):
 
 
 class WorkerEnds(TypedDict):
-    """The worker can't work."""
+    """The worker can't start or continue."""
 
     op: Literal["ends"]
     error: str
@@ -76,7 +76,7 @@ class PromptScored(TypedDict):
 
 
 class PromptRejected(TypedDict):
-    """The prompt's own fate: it is not tried again."""
+    """The prompt is rejected and not tried again."""
 
     op: Literal["rejected"]
     ticket: int

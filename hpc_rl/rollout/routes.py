@@ -1,6 +1,6 @@
 """The HTTP routes of the rollout role, as a list, and the application that checks the tokens (auth.py).
 
-Other packages add routes of their own to the list (environments).
+Other packages may add routes to the list.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class Sequencer:
     def overtaken(self, ticket: int, newest_lineage: int) -> bool:
         """Give a finished group up if it has tokens of a trainer that went back and has not asked yet.
 
-        Nothing is issued then before that trainer shows where it is, for it would fare the same.
+        Nothing is issued then before that trainer shows where it is, because it would be discarded too.
         """
         if not self.rules.bounds_age or newest_lineage <= self.lineage:
             return False

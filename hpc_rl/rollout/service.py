@@ -120,7 +120,7 @@ class RolloutService:
         return state
 
     async def run(self) -> None:
-        """Group commits until something fails; returns never. Raises what failed."""
+        """Group commits until something fails; never returns. Raises what failed."""
         while True:
             done, _ = await asyncio.wait({self._failed}, timeout=COMMIT_S)
             if done:
@@ -324,8 +324,7 @@ class RolloutService:
     def _refuse_skipping(self, step: int) -> None:
         top = self.sequencer.top
         if step > top + 1:
-            message = f"batch {step} was asked for, but the newest is {top}: is a part of the ledger gone?"
-            raise OutOfStep(message)
+            raise OutOfStep(f"batch {step} of {top} was asked for: part of the batch log may be missing")
 
     async def _change_before(self, deadline: float) -> bool:
         left_s = deadline - time.monotonic()

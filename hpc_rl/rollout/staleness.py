@@ -3,15 +3,13 @@
 Staleness of a trajectory in batch k is the trainer's version then, k-1, minus the oldest version in it. With
 B = prompts per batch and eta = `max_head_offpolicyness`:
 
-soft   AReaL's count: at version v at most (eta + v + 1) * B prompts are consumed, ready or running. One
-straggler may still
-       get older than eta, for batches go on without it.
-hard   The same count, and each batch leaves enough room for what is old. A group begun at version v is due in
-batch
-       v + eta + 1 at the latest. Batch k may be cut when, for every j >= k, what is left then and due by j
-       fits into the batches k+1 … j. The count guarantees that such a cut exists once the running ones have
-       finished.
-drop   As soft, and what is too old at the cut is rejected.
+soft   AReaL's count: at version v at most (eta + v + 1) * B prompts are consumed, ready or running. A
+       straggler may still get older than eta, because batches are cut without it.
+hard   The same count, and each batch leaves enough room for older groups. A group begun at version v is due
+       in batch v + eta + 1 at the latest. Batch k may be cut when, for every j >= k, the groups that remain
+       and are due by j fit into the batches k+1 … j. The count guarantees that such a cut exists once the
+       running prompts have finished.
+drop   As soft, and a group that is too old when the batch is cut is rejected.
 """
 
 from __future__ import annotations

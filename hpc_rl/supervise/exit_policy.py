@@ -25,9 +25,9 @@ FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 HEALTHY_LIFE_S = 60.0  # an incarnation that lived this long was not part of a crash loop
 MAX_EXITS_IN_A_ROW = 5
-# What kept a server down may pass, as a full disk or a drained node; its peers work meanwhile.
+# The cause may be temporary (a full disk, a drained node), and the other servers keep working.
 GIVE_UP_PAUSE_S = 600.0
-# Attempts in a row without a new generation: something is wrong that no other start will change.
+# Attempts in a row without a new checkpoint: something is wrong that no other start will change.
 MAX_FRUITLESS_ATTEMPTS = 10
 LOG_LINES = 12  # of each log, in which the launcher may say why
 MAX_QUOTE = 200  # characters of a log line in a reason
@@ -111,7 +111,7 @@ class UnitExit:
     Args:
         code: Exit code; 128 + signal of a death by signal.
         reason: For people.
-        failure: What it comes of.
+        failure: Class of the failure.
         nodes: Those to blame.
         final: By its own report another start would end the same way.
     """

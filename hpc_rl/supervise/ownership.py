@@ -1,4 +1,4 @@
-"""What a supervisor does before it starts anything, so that no other process writes to the trial.
+"""How a supervisor takes exclusive ownership of a trial before it starts anything.
 
 It takes the owner's lease with a higher epoch, which fences an earlier start of the same job that still runs
 elsewhere, and refuses where another job runs the trial. Then it waits for the processes of earlier attempts

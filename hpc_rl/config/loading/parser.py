@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 from jsonargparse import ArgumentError, ArgumentParser, set_loader
@@ -191,8 +191,13 @@ def _parsed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, value in values.items():
         put(tree, name.split("."), value)
-    parsed = config_parser(cls, values).parse_object(tree)
+    parsed = _parser_of(cls, frozenset(values)).parse_object(tree)
     return {name: parsed[name] for name in values}
+
+
+@lru_cache(maxsize=32)
+def _parser_of(cls: type, names: frozenset[str]) -> ArgumentParser:
+    return config_parser(cls, names)
 
 
 def _is_misplaced(hint: Any, value: Any) -> bool:

@@ -48,7 +48,7 @@ def adapted(config: Config) -> dict[str, tuple[Any, str]]:
         wanted |= {"model.is_critic": (True, ""), "model.mb_spec.granularity": (2, "")}
         wanted |= {f"{section}.type": ("rw", "") for section in ("train_dataset", "valid_dataset")}
     for name, bound, limit in sorted(too_long(config), key=lambda one: -one[1]):
-        wanted[name] = (bound, f"{limit} holds no more")
+        wanted[name] = (bound, f"{limit} does not allow more")
     if config.total_train_steps is not None or config.total_train_n_seqs is not None:
         wanted["total_train_epochs"] = (None, "")
     if isinstance(config, GRPOConfig):

@@ -4,9 +4,10 @@ A segment file `segment-<NNNN>.ledger` has one writer, the incarnation that crea
 another number when a segment is full. Segment: 16 bytes of magic, then records. Record: `<IQ` length and
 xxh3-64 of the payload, then the payload: one byte of kind, then
 
-    GROUP   `<QiiiIId` index, begun, oldest step, oldest lineage, trajectories, tokens, sum of rewards; then
-    the encoded group REJECT  `<Qi` index, version; then the reason in UTF-8 BASE    msgpack: what had become
-    of the prompts whose records were trimmed
+    GROUP   `<QiiiIId` index, begun, oldest step, oldest lineage, trajectories, tokens, sum of rewards;
+            then the encoded group
+    REJECT  `<Qi` index, version; then the reason in UTF-8
+    BASE    msgpack: what became of the prompts whose records were trimmed
 
 A reader stops at the first record that is short or does not match its checksum: the torn tail of a writer
 that was killed. Nothing is ever cut out of a file that another process may be writing.

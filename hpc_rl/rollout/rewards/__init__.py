@@ -2,7 +2,7 @@
 
 `prompt` is the row's text (or its messages), `completion` the decoded text, `columns` the row's other
 columns. Built-ins run in the executor worker; the user's code runs in a process of its own with a time limit
-(process.py).
+(reward_process.py).
 """
 
 from __future__ import annotations

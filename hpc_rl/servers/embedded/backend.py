@@ -30,9 +30,7 @@ logger = logging.getLogger(__name__)
 _GENERATE_KEYS = {"input_ids", "text", "sampling_params", "return_logprob", "rid"}
 _GENERATE_KEYS |= {"stream", "logprob_start_len", "top_logprobs_num"}
 _PAUSE_MODES = ("abort", "retract", "in_place")
-_SWITCH_INTERVAL_S = (
-    0.001  # the engine gives the interpreter away in every tensor operation and wants it back soon
-)
+_SWITCH_INTERVAL_S = 0.001  # the engine releases the GIL in every tensor operation and wants it back soon
 _MASK_63 = (1 << 63) - 1
 MAX_SEQUENCES = 4096  # of one request
 

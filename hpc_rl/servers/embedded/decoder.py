@@ -34,7 +34,7 @@ PROBE_TOLERANCE = 1e-3
 class CacheRows:
     """KV cache of rows decoded together: row i holds its tokens in columns 0 … length_i - 1, unshifted.
 
-    keys, values: per layer [rows, K, columns, D]. CacheRows beyond the live ones and columns beyond a row's
+    keys, values: per layer [rows, K, columns, D]. Rows beyond the live ones and columns beyond a row's
     length are garbage.
     """
 

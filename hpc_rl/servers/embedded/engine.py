@@ -2,8 +2,8 @@
 
 Waiting sequences are prefilled together and join the rows that are decoded; finished rows leave and the last
 rows take their places, so that a step costs what the live rows cost. Samples of one prompt share its prefill.
-Commands (pause, update, abort) run between steps. HTTP and its vocabulary are in embedded.py, tensors in
-embedded_model.py.
+Commands (pause, update, abort) run between steps. HTTP and its vocabulary are in backend.py, tensors in
+decoder.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EmbeddedEngine:
     Args:
         model: The model; the engine thread is the only one that uses it from now on.
         version: Label of the model's weights.
-        max_running: CacheRows decoded at once.
+        max_running: Rows decoded at once.
         batch_invariant: Decode every sequence by itself, in a cache whose shape depends on its own length
             only.
         seed: Seeds the requests that bring no seed.

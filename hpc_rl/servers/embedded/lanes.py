@@ -51,7 +51,7 @@ _COLUMNS: dict[str, Any] = {
 
 
 class Lane:
-    """CacheRows decoded together. There is one, or one per sequence in batch-invariant mode."""
+    """Rows decoded together. There is one, or one per sequence in batch-invariant mode."""
 
     def __init__(self, model: Model, exact: bool) -> None:
         self.model, self.exact = model, exact
