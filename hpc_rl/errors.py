@@ -105,13 +105,6 @@ AFTER_SIGNAL = ScriptRule(
 AFTER_OTHER_EXIT = ScriptRule(ScriptAction.END, "the supervisor gave up; see events.jsonl of the attempt")
 
 
-def after_exit(code: int) -> ScriptRule:
-    """Return what the job script does after a supervisor that exited with `code`."""
-    if code > 128:
-        return AFTER_SIGNAL
-    return AFTER_EXIT[ExitCode(code)] if code in AFTER_EXIT else AFTER_OTHER_EXIT
-
-
 class HpcRlError(Exception):
     """Base of all errors that this package raises on purpose. `exit_code` is that of the command line."""
 

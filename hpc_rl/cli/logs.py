@@ -133,7 +133,7 @@ def _outputs(trial: Trial, job_id: str) -> list[Log]:
     names = {job_id: job_id}
     for restart, successor in successors(trial, job_id).items():
         names[f"{job_id}.{restart}"] = f"{successor}{underscore}{task}"
-    paths = {attempt: trial.jobs / f"{name}.out" for attempt, name in names.items()}
+    paths = {attempt: trial.job_output(name) for attempt, name in names.items()}
     return [Log(path, attempt, "job") for attempt, path in paths.items() if path.exists()]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 
@@ -33,21 +33,6 @@ class GenerateRequest:
     sampling: dict[str, Any]
     rid: str
     min_version: str = ""
-
-
-class GenerationClient(Protocol):
-    """What makes turns: a server, a router in front of several, or a fake."""
-
-    async def generate(self, request: GenerateRequest) -> Turn:
-        """Raise ServerUnavailable or ServerStale (ask another server), RequestRefused (a bug)."""
-
-    async def pause(self, mode: str = "retract") -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def update_weights(self, path: str, label: str) -> None: ...
-
-    async def model_info(self) -> dict[str, Any]: ...
 
 
 def open_session() -> aiohttp.ClientSession:
