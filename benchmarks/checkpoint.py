@@ -13,8 +13,6 @@ seconds), taken within a round; the median over the rounds counts. Torch has as 
 a rank, on all sides: one. The disk of a virtual machine varies threefold: read the ranges too.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

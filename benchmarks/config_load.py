@@ -8,8 +8,6 @@ others are commands about trials. User plus system time of the process; the medi
 s for a submit, 0.4 s for a command about a trial.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ median of the pairs counts. Two shapes: `batch` (32 tokens in, 128 out, 64 rows)
 goal, `toy` is the quickstart's (6 in, 6 out, 256 rows in groups of 8).
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

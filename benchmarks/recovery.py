@@ -11,8 +11,6 @@ generation), `publish` to the servers, `step` (the batch, which lies in the batc
 rollout role and the servers keep running.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -8,8 +8,6 @@ step was logged, all by the clock of this one host. The toy's model loads in no 
 start of processes, imports and rendezvous. `--cluster` starts the tests' private Slurm.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

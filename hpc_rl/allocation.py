@@ -10,8 +10,6 @@ Blanks may stand between tokens; dimensions come in any order, those not given a
 The parser accepts the whole grammar; what this version can't start is refused by the plan.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from dataclasses import dataclass

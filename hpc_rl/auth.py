@@ -5,8 +5,6 @@ travels as `Authorization: Bearer <token>`; the data token also as a path prefix
 clients without headers.
 """
 
-from __future__ import annotations
-
 import enum
 import hmac
 import json

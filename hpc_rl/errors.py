@@ -21,8 +21,6 @@ HpcRlError
 └── Stale                             an action carried an epoch or a lineage that is no longer current
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 

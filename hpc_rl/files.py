@@ -3,8 +3,6 @@
 Nothing is lost while a process waits for space: what it writes next stays in memory.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """Logging with role, rank and host in every line, and without the tokens of the trial."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Network addresses of this host: which one its peers can reach, and sockets that listen on all of them."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import ipaddress

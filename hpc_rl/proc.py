@@ -3,8 +3,6 @@
 A process is known by pid and kernel start time together, never by name or command line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -1,7 +1,5 @@
 """Slurm's grammar of time limits, as sbatch reads it and sinfo prints it."""
 
-from __future__ import annotations
-
 import re
 
 from hpc_rl.errors import ConfigError

@@ -4,8 +4,6 @@ else those of a file.
 No test sees or changes what the account that runs them keeps: its index of trials, its cluster profiles.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

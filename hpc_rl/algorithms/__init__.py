@@ -1,7 +1,5 @@
 """Policy-gradient algorithms: to add one, add a module and a row; `actor.compat` selects the row."""
 
-from __future__ import annotations
-
 from hpc_rl.algorithms import advantages, areal, grpo
 from hpc_rl.algorithms.base import Algorithm
 

@@ -5,8 +5,6 @@ steps from one of the model's tokens to the next. Position t belongs to token t 
 without one, values are 0.
 """
 
-from __future__ import annotations
-
 import torch
 
 BLOCK = 128  # tokens whose discounted sums are computed as one product with a triangular matrix

@@ -6,8 +6,6 @@ and rows beyond the last whole group are divided by eps; the overlong penalty ha
 reference model has log-probability 0, so `kl_ctl` rewards improbable tokens.
 """
 
-from __future__ import annotations
-
 import torch
 
 from hpc_rl.algorithms.advantages import gae, shape_rewards

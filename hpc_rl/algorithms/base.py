@@ -3,8 +3,6 @@
 Suffixes of names: B trajectories, T tokens (of a row, or of a packed micro-batch), P pairs, G groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

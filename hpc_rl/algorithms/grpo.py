@@ -10,8 +10,6 @@ upper clip, dynamic sampling, overlong penalty; Yu et al., arXiv 2503.14476) and
 constant divisor; Liu et al., arXiv 2503.20783).
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import torch

@@ -5,8 +5,6 @@ a gradient. Names and derivation: Schulman, "Approximating KL Divergence", josch
 2020.
 """
 
-from __future__ import annotations
-
 import torch
 
 

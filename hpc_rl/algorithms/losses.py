@@ -4,8 +4,6 @@ They return *sums*: the caller divides by a weight counted over the whole train 
 depend on how the batch was cut. An empty micro-batch is a valid input.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

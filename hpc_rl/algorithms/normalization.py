@@ -4,8 +4,6 @@ The deviation is taken around the chosen mean: without a mean it is a root mean 
 because a batch has millions of tokens. The caller passes the whole batch: there is no process group here.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import torch

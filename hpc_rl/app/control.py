@@ -6,8 +6,6 @@ USR2 are `stop`, a later TERM ends the process, USR1 is `stacks` and works whate
 stuck in.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import logging

@@ -3,8 +3,6 @@
 The command holds the checkpoint, and this process exits with it: its standard input is a pipe of the command.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -4,8 +4,6 @@ Started as `hpc-rl quickstart`. Further arguments are passed to the `hpc-rl subm
 interrupt stops the running trial, with its state saved.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The user's reward function in its own process, started by an executor worker with its import path."""
 
-from __future__ import annotations
-
 import sys
 
 from hpc_rl import log

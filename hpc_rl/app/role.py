@@ -6,8 +6,6 @@ exits at once, so that it never writes beside the next incarnation. What comes t
 do, is in control.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """The rollout role: sequencer, ledger and service in this process, workflows in executor workers below it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """An executor worker of the rollout role, which starts it and talks to it over standard input and output."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """The server role: one replica of the generation backend that the plan names."""
 
-from __future__ import annotations
-
 import asyncio
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Called by the script of a trainer job in layout `jobs`: submits the servers where none waits or runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -1,7 +1,5 @@
 """Called by a job script that may not be requeued: submits the job that continues it, and prints its id."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

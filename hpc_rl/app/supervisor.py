@@ -1,7 +1,5 @@
 """The supervisor of one attempt: started on the first node by the job script, and again when killed."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -1,7 +1,5 @@
 """One rank of the trainer: join the other ranks, decide which state to continue from, compose, train."""
 
-from __future__ import annotations
-
 import logging
 import os
 from contextlib import ExitStack

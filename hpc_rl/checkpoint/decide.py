@@ -20,8 +20,6 @@ The loop guard comes before the table: it counts starts in a row that led to no 
 or find the disk full.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 from typing import Literal

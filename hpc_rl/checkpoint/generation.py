@@ -9,8 +9,6 @@ The manifest has a checksum of itself, so every bit of a generation is covered. 
 after `begin` is the caller's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

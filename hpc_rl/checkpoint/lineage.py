@@ -3,8 +3,6 @@
 `lineages/<NNNN>.json` is created exclusively, so that two starts never share a number.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

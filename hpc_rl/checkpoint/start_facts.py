@@ -1,7 +1,5 @@
 """Gathers what a start of the trainer is decided by: generations, lineages, past starts. Reads files only."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`hpc-rl`: runs the invoked command, and turns errors into one message and an exit code."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import os

@@ -1,7 +1,5 @@
 """`hpc-rl attach <trial>`: print, or with --exec run, the command that opens a shell where a role runs."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -1,7 +1,5 @@
 """`hpc-rl cancel <trial>`: stop a trial permanently and keep its state for `hpc-rl recover`."""
 
-from __future__ import annotations
-
 from hpc_rl.cli.options import ArgumentParser, Namespace, Seconds, add_json, add_trial, new_parser, print_json
 from hpc_rl.errors import ExitCode
 from hpc_rl.records import TrialState

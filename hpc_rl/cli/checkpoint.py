@@ -3,8 +3,6 @@
 What needs torch is run by `python -m hpc_rl.app.convert`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """`hpc-rl config`: show a resolved configuration, compare two; print schema, reference, completion."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """`hpc-rl doctor`: check this machine, Slurm, the directory of trials, and with --allocation the nodes."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

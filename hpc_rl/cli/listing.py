@@ -1,7 +1,5 @@
 """`hpc-rl list`: the trials of the index, newest first, from their files and at most one scheduler query."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

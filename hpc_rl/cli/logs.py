@@ -1,7 +1,5 @@
 """`hpc-rl logs <trial>`: show the logs of one attempt's roles, or list the log files."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

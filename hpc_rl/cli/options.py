@@ -1,7 +1,5 @@
 """What the commands share: jsonargparse parsers, and options of a configuration among the arguments."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """`hpc-rl quickstart`: hands over to `python -m hpc_rl.app.quickstart_trial`, which needs torch."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -1,7 +1,5 @@
 """`hpc-rl recover <trial>`: submit the stored configuration again; its first start resumes a checkpoint."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

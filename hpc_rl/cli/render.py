@@ -1,7 +1,5 @@
 """`hpc-rl render`: submit, stopped before the scheduler."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hpc_rl.cli import submit

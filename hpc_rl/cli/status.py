@@ -1,7 +1,5 @@
 """`hpc-rl status <trial>`: what a trial does and what happened to it; at most one scheduler query."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import asdict

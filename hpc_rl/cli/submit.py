@@ -1,7 +1,5 @@
 """`hpc-rl submit`: configuration -> check -> plan -> scripts -> one call of the scheduler."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import time

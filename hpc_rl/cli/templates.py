@@ -1,7 +1,5 @@
 """`hpc-rl templates`: what scripts are made of, how a site changes them, whether its changes still hold."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Sequence
 from pathlib import Path

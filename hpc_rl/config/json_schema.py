@@ -3,8 +3,6 @@
 The library writes it; added are limits, references (`${a.b}`), ATLAS names and dotted keys.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -3,8 +3,6 @@
 docs/configuration.md is the page; a test compares.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 What follows from other options (`derived_values`) is filled in to be shown: the roles derive it themselves.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

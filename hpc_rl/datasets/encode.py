@@ -1,7 +1,5 @@
 """Rows to tokens: prompts (rl), whole sequences with their loss mask (sft), pairs of sequences (rw)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ saving. Built on the raw stream of a bit generator, which NumPy promises to keep
 every version.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

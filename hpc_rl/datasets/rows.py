@@ -5,8 +5,6 @@ while they are read: which row comes when follows from their number and order, s
 very same ones.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

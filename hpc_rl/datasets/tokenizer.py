@@ -4,8 +4,6 @@ The only one of the rollout role, its workers, the datasets and the embedded ser
 (tokenizer.json). No torch, no transformers: processes start fast and stay small.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

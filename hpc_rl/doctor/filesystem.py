@@ -4,8 +4,6 @@
 see of each other is checked by node.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """The doctor's visit to the nodes: one srun, in this job or a short one, and checks across all nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Checks of the machine that they run on: software, resources, limits, network, leftover processes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Checks of Slurm from a login node: programs, version, controller, accounting, capacity."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

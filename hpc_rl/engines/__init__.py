@@ -1,7 +1,5 @@
 """Engines by name: module and class, called as `cls(config, rank=…, num_ranks=…, …)`."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from hpc_rl.engines.base import Engine

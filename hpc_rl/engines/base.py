@@ -1,7 +1,5 @@
 """The Engine protocol: a sharded model with its optimizer. Implemented by fsdp.py."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The process group of a trainer incarnation: rank 0 binds a port and publishes it, the others find it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from datetime import timedelta

@@ -4,8 +4,6 @@ A single rank in float32 is not sharded. Left out: tensor and context parallelis
 Every rank builds the whole model in CPU memory before it keeps its shard.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 Nothing here knows about ranks: the rank that writes hands over full tensors.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ a chunk of rows at a time, and again in the backward pass. If all of them fit in
 which saves the second product.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

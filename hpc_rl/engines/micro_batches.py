@@ -9,8 +9,6 @@ Two layouts with equal results:
 The last token of a row is not an input if nothing is predicted from it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

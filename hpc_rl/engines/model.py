@@ -4,8 +4,6 @@ These are computed inside the forward pass of the outermost module, since only t
 gathered. Models that transform their logits after the head's product are refused.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

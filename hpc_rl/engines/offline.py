@@ -1,7 +1,5 @@
 """Recover state to and from Hugging Face checkpoints, outside of training, by one process on the CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ Shards are plain tensors that share storage with the model's parameters: nothing
 tensors.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 All results are lists of groups, equal on every rank; a group lists row indices in ascending order.
 """
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence

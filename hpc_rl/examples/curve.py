@@ -1,7 +1,5 @@
 """A learning curve on a terminal."""
 
-from __future__ import annotations
-
 
 def learning_curve(
     train: list[tuple[int, float]], heldout: list[tuple[int, float]], width: int = 72, height: int = 14

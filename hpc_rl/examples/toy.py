@@ -4,8 +4,6 @@
 tokenizer has one token per character. Nothing else in the package depends on this toy.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

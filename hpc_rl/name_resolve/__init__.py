@@ -1,7 +1,5 @@
 """How the roles of a trial find each other: records and leases under slash-separated keys. No daemon."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """NameResolve: small records under slash-separated keys, and leases; see shared_fs.py and memory.py."""
 
-from __future__ import annotations
-
 import random
 import re
 import time

@@ -1,7 +1,5 @@
 """Every name-resolve key, once. All are relative to the trial's names directory."""
 
-from __future__ import annotations
-
 OWNER = "owner"  # lease: the supervisor that runs the trial
 WAITS_FOR_ROOM = "waits_for_room"
 # lease: {"url", "attempt", "pid", "host", "waits_for_room"}; the last one on a full disk

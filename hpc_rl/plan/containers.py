@@ -1,7 +1,5 @@
 """The container of a role: its image, the interpreter in it, and the paths that are bound. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 

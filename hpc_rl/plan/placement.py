@@ -4,8 +4,6 @@ Trainer ranks take the first nodes, the same number on each (node 0 also holds s
 servers take the last ones. They share a node only where GPUs would stay idle otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """make_plan: from a checked configuration to the plan. Pure: no clock, no environment, no file."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Collection, Sequence

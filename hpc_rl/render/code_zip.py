@@ -3,8 +3,6 @@
 Only `.py` files: a role needs no templates, and compiled files belong to one interpreter.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import zipfile

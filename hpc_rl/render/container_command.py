@@ -10,8 +10,6 @@ What must hold whatever the image says travels as APPTAINERENV_<name>, taken lit
 from Apptainer 1.1 and SingularityCE 3.10 on), and for pyxis by name in `--container-env`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 

@@ -1,7 +1,5 @@
 """Directives: what one job, or one component of it, asks of sbatch: options in order, by heading. Pure."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 from typing import Literal

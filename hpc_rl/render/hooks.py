@@ -1,7 +1,5 @@
 """The hooks of a submission: which scripts run at which moment. The job runs copies of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -9,8 +9,6 @@ Every value passes a filter for its place: `sh` (a shell word), `lines` (lines o
 value }}`.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence

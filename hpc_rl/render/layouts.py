@@ -1,7 +1,5 @@
 """What each layout asks of Slurm: one job, one job of two components, two jobs; and submitit's part. Pure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace

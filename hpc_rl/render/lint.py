@@ -1,7 +1,5 @@
 """Checks of a rendered script that need no scheduler: directives, `bash -n`, shellcheck if installed."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What a site changes of our templates: their blocks, overrides of them, and what is wrong with those."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Sequence

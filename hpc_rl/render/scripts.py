@@ -1,7 +1,5 @@
 """Scripts: plan -> {file name: text}. Pure: reads templates, writes nothing, asks no scheduler or clock."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The values of each role's launch line in steps.sh, and the plan as comments of a job script. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby

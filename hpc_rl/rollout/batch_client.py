@@ -5,8 +5,6 @@ It finds the role by its lease and survives the role's restarts: as long as the 
 so asking twice is harmless.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging

@@ -1,7 +1,5 @@
 """Evaluations: every held-out prompt once, made by the weights of one version; outside the batch log."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

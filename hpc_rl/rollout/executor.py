@@ -6,8 +6,6 @@ It knows tickets and messages (pipes.py), not what a prompt is worth: the ticket
 reported as lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -3,8 +3,6 @@
 What is cut off is lost work, not lost data: its prompt would be issued again by the next attempt.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

@@ -4,8 +4,6 @@ The rollout role sends RunPrompt and CancelPrompt to an executor worker. The wor
 WorkerEnds), then for each ticket one of GroupMade, PromptScored, PromptRejected and PromptFailed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

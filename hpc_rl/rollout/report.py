@@ -1,7 +1,5 @@
 """What the rollout role reports: counters on request, and a file in its attempt for `hpc-rl status`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

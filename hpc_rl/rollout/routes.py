@@ -3,8 +3,6 @@
 Other packages may add routes to the list.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable

@@ -8,8 +8,6 @@ ticket that its index runs under: what a worker that was given up sends later is
 (service.py) does the I/O in between.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections import Counter

@@ -5,8 +5,6 @@ Carries results into the ledger, issues prompts to workers, seals batches, answe
 One event loop; only fsync and seals leave it for a thread. Whatever it answers is durable before it answers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

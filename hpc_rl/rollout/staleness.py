@@ -12,8 +12,6 @@ hard   The same count, and each batch leaves enough room for older groups. A gro
 drop   As soft, and a group that is too old when the batch is cut is rejected.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """The inside of an executor worker: runs workflows for the rollout service (pipes.py)."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

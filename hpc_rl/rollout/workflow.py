@@ -7,8 +7,6 @@ that makes one without arguments, or such a function. `prompt` is the row as a d
 rejects the prompt.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence

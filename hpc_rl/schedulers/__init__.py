@@ -1,7 +1,5 @@
 """The schedulers by name."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 

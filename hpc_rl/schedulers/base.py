@@ -1,7 +1,5 @@
 """Scheduler: the interface to what runs jobs. Two implementations: slurm.py and local.py."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Slurm's lists of node names, and the other hosts of the job that this process is in."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """This machine as a scheduler: the rendered runner, detached, whose files give the states."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import secrets

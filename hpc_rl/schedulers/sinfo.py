@@ -4,8 +4,6 @@ Pure. When it would start is not judged: busy, drained and powered-down nodes co
 to Slurm.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Sequence

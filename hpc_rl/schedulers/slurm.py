@@ -1,7 +1,5 @@
 """Slurm by its own commands (sbatch, squeue, sacct, scancel, scontrol, sinfo), with time limits."""
 
-from __future__ import annotations
-
 import datetime
 import logging
 import os

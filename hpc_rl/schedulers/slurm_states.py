@@ -5,8 +5,6 @@ slurm.h), which the tests compare with Slurm's own library. Jobs that Slurm list
 `12_0` or `12_[1-3%2]`, components of a heterogeneous job `12+0`) are summed up here too.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ submitit's pickle is in the trial directory, which only its owner can read or wr
 used: they need accounting, and the trial's own files hold more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ with code 75 as for any other stop; only then submitit's own handler runs, and r
 ours: the pickle of a submission names this module, and must be readable wherever submitit is.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 Not served: tools, images, streaming. No torch.
 """
 
-from __future__ import annotations
-
 import time
 import uuid
 from typing import Any

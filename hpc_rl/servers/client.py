@@ -5,8 +5,6 @@ far, so that the caller sees one Turn whose version spans say which weights made
 servers, and what to do when one is gone, is router.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ Data token (as bearer, or as path prefix `/t/<token>`): POST /generate, /v1/chat
 labels' order, refusal while stale. Leases, reloading and the end of the process are replica.py's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

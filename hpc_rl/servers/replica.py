@@ -7,8 +7,6 @@ loads, and only with published weights does the lease say `serving`. A replica t
 by itself after a while.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

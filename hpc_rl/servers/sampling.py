@@ -6,8 +6,6 @@ A key that SGLang knows and this engine does not serve is accepted at its neutra
 unknown.
 """
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass, fields
 from typing import Any

@@ -169,7 +169,7 @@ class SGLangBackend:
         flags, warning = table_for(await self._installed_version(), self._launch.version)
         if warning:
             logger.warning(warning)
-        key, port = secrets.token_urlsafe(32), _free_port()
+        key, port = secrets.token_hex(32), _free_port()
         write_atomic(self._secret, json.dumps({"api-key": key}) + "\n", mode=0o600)  # JSON is YAML
         settings = {
             "config_file": str(self._secret),

@@ -5,8 +5,6 @@ Every trainer incarnation writes a file of its own. A later one took over at a c
 once, as it entered the final weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

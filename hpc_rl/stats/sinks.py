@@ -5,8 +5,6 @@ No torch here.
 A line is handed whole to the file system before `log` returns: a killed trainer loses none that it reported.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

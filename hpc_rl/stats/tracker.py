@@ -1,7 +1,5 @@
 """Numbers collected over a step (means, values, seconds) and read out as plain scalars, without torch."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

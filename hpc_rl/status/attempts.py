@@ -1,7 +1,5 @@
 """One attempt from its events: its roles, how often each was started, and why each incarnation exited."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

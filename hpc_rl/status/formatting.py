@@ -1,7 +1,5 @@
 """How numbers, times, commands and foreign text are written for users."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shlex

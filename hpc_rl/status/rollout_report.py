@@ -1,7 +1,5 @@
 """The last report of the rollout role (rollout/report.py), and what in it deserves attention."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 Without an answer the files of a trial tell what they can.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable

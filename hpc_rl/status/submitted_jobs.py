@@ -1,7 +1,5 @@
 """The submissions of a trial, from their records and from what their job scripts reported."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hpc_rl.records import JobEvent, JobRecord, newest_job, read_job_state

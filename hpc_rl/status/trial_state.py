@@ -3,8 +3,6 @@
 What files tell for certain comes before the scheduler's answer, and that before the age of files.
 """
 
-from __future__ import annotations
-
 import time
 
 from hpc_rl.errors import ExitCode, StopCause

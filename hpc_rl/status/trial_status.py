@@ -4,8 +4,6 @@ Missing, stale and partial files are tolerated: what can't be known is left out.
 scheduler passes its answer in; it only tells a running job from one that was killed without recording an end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Where the processes of a trial run, by their records, and the command that opens a shell there."""
 
-from __future__ import annotations
-
 import os
 import socket
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Cancelling a trial: first the request, durable in the trial directory, then the scheduler."""
 
-from __future__ import annotations
-
 import enum
 import socket
 import time

@@ -4,8 +4,6 @@ The decision is the trainer's own (checkpoint/decide.py). What takes longer than
 the start.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ scripts through bash, shellcheck and our linter, the request against sinfo, and 
 --test-only`.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ The index is a convenience: trials are found by path without it, entries of remo
 and a state directory that can't be written costs a log line, not a submission.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import logging

@@ -5,8 +5,6 @@ its attempt. The job script of a requeued job runs `scontrol update … ExcNodeL
 `--exclude`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ before a stop, for an administrator can extend it. Everything is kept on this pr
 so nothing is added for the minute by which Slurm's `--signal` may be early.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

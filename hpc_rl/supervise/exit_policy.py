@@ -5,8 +5,6 @@ itself, then from what srun and the node wrote to the log, then from the code. W
 the supervisor is the table in errors.py; which state a trainer starts from is checkpoint/decide.py.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ nothing may move follows from the trial's own step times. Where a trainer waits 
 is to blame; while no server serves (those of layout `jobs` may be preempted for an hour), neither is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ and incarnations: those of this host are known by their records, those of other 
 their supervisor closes.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

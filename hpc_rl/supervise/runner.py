@@ -1,7 +1,5 @@
 """The supervisor of a trial: owns it, watches its progress and wall time, and obeys requests to stop."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

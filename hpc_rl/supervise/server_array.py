@@ -4,8 +4,6 @@ Its record `jobs/<array>.json` is of the kind `servers` and names the submission
 leaves `jobs/<array>_<task>.state` and its attempts in `server_attempts/`.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 import time

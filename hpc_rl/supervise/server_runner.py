@@ -5,8 +5,6 @@ belongs to another submission, or has had no supervisor for `launcher.slurm.serv
 is nearly over exits with code 75 and is started again.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

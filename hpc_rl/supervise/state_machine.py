@@ -5,8 +5,6 @@ Phases: RUNNING until a stop is requested or the trainer exits for good; DRAININ
     seconds.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass, field
 from typing import Any

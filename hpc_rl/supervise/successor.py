@@ -6,8 +6,6 @@ two of them run. The number of the start makes its tag; the record of that start
 to cancel are checked before the submission, and the latter once more after it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -4,8 +4,6 @@ A kill at any instant leaves whole files from which the next supervisor continue
 (which processes run, since when) ends with the processes, whose pipes close.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """What rank 0 of the trainer does, in a small file: the supervisor tells work from a hang by it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

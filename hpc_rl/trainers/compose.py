@@ -1,7 +1,5 @@
 """Compose: from the configuration to a run and its recipe, with the engine's state loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace

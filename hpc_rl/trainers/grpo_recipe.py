@@ -5,8 +5,6 @@ into mini-batches, loss weights) is computed on every rank from the whole batch,
 nothing depends on the number of ranks.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -4,8 +4,6 @@ A step's line of metrics is written before its generation: no saved step is with
 line is therefore the time spent on saving since the previous line.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from hpc_rl.errors import ConfigError, ExitCode

@@ -1,7 +1,5 @@
 """Ranks: what the processes of a trainer agree on between collectives of the engine. Nothing is pickled."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 The loop (loop.py) decides when, this does it for all ranks together; what a step trains is the recipe's.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import platform

@@ -6,8 +6,6 @@ that fails on one rank is called off on all. A failed save is reported loudly an
 generations are whole, the partial one is removed, and the next save that is due tries again.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """Start: from which state a trainer incarnation continues; decided, recorded and prepared by rank 0."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Batch k is a pure function of (seed, k): a resumed run sees what an uninterrupted one sees.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Nothing here is fsynced: published weights can be made again from a checkpoint, 
 publishes first. Closing the files makes them visible to other nodes.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -5,8 +5,6 @@ watches the leases between publishes. A server that fails is left out: it loads 
 and is asked again once its lease says that it has them. One acknowledgement is enough to continue.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

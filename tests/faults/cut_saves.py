@@ -9,8 +9,6 @@ trainer's own (saving.py), and its thread is cut. The parent then loads what a t
 once more.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -9,8 +9,6 @@ alive when. `spin` loops for ever with the interpreter's lock held, in rank 1 al
 it is killed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The rollout of the supervisor's tests."""
 
-from __future__ import annotations
-
 import os
 import sys
 

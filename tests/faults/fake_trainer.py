@@ -1,7 +1,5 @@
 """The trainer of the supervisor's tests."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -6,8 +6,6 @@ each step counts once. In order: batches are those of a run that was never kille
 the rejected ones.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A save that is cut before any call that changes the disk leaves generation k or k-1, whole."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@
 again, bounded.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

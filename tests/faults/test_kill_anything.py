@@ -2,8 +2,6 @@
 ends by itself, done, and the promises of the batch log hold (DESIGN, section 4).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The batch script is killed and its supervisor lives: the attempt ends with its state saved and a record."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -2,8 +2,6 @@
 batch log hold.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

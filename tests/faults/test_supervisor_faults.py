@@ -2,8 +2,6 @@
 leaves behind.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

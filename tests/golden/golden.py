@@ -4,8 +4,6 @@
 `pytest tests/golden --update-golden` rewrites them, and a person reads the diff before it is committed.
 """
 
-from __future__ import annotations
-
 import difflib
 import shutil
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A few renderings are stored whole, one for each layout and kind of container; of
 from one of them (golden.py). bash -n and shellcheck read each distinct text once.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

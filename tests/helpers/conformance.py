@@ -5,8 +5,6 @@ Subclass `Conformance` and give a module-scoped fixture `served` (a ServedReplic
 the whole class.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

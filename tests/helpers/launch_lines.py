@@ -1,7 +1,5 @@
 """steps.sh of a trial that was never submitted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

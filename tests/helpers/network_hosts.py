@@ -3,8 +3,6 @@
 Needs root and iproute2.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

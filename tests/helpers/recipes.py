@@ -1,7 +1,5 @@
 """A run around an engine that records what a recipe asks of it."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A small plan, for what reads a plan and starts nothing that it names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hpc_rl.plan.schema import Plan, Unit

@@ -3,8 +3,6 @@
 Shared by the integration, Slurm and SGLang tests.
 """
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

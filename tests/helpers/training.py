@@ -1,7 +1,5 @@
 """A trial trained by an engine of a few lines; the loop, the run and the start around it are real."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

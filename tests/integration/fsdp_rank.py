@@ -1,7 +1,5 @@
 """One rank of the scenarios of test_fsdp.py: `python fsdp_rank.py SCENARIO RANK NUM_RANKS FOLDER`."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

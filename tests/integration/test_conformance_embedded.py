@@ -1,7 +1,5 @@
 """The conformance suite on the embedded backend, and what only that backend promises."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The containers are those of a stand-in for apptainer (tests/helpers/bin) that gi
 own, so what is not bound is not there.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Recover with fewer and with more ranks: the same batches, and the losses of an unbroken run."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The FSDP2 engine on 2 and 3 gloo ranks against one process: training, refusals, recover state."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

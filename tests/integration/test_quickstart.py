@@ -1,7 +1,5 @@
 """The quickstart as a user types it: short in every test run, whole and with three seeds in the soak."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

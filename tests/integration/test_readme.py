@@ -1,7 +1,5 @@
 """The commands of README.md are run here, in its order, and its lists of codes and paths are checked."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rollout role as a process, against a generation server that makes its tokens up."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

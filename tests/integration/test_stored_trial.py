@@ -1,7 +1,5 @@
 """Trials of an earlier version: status tells their story, recover continues them, a queued job requeues."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The trainer as real processes on a tiny model: it learns, and a resumed run equals an unbroken one."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The wheel alone: built, installed into an empty environment without torch, used from `/`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,8 +5,6 @@ On a person's machine the tests skip where it can't be installed; under CI=true,
 failure.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -2,8 +2,6 @@
 start.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import stat

@@ -1,7 +1,5 @@
 """The flag table against the command line of the SGLang that is installed."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A whole GRPO trial whose server is a real SGLang."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

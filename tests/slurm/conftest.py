@@ -1,7 +1,5 @@
 """One private Slurm per test run, with nothing in its queue at the start of each test."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -2,8 +2,6 @@
 and its kin only.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

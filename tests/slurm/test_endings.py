@@ -2,8 +2,6 @@
 each end follows the table of failures, and the story of the trial says in words what happened.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time

@@ -1,7 +1,5 @@
 """A test run that is ended by force leaves no private Slurm behind."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Nodes with two threads per core, where Slurm gives every step whole cores."""
 
-from __future__ import annotations
-
 import shutil
 import time
 

@@ -1,7 +1,5 @@
 """Layouts on a real Slurm: an array of servers that is preempted and returns, a heterogeneous job, successors, submitit."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 says of itself.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """The section launcher.slurm, hooks and the checks before a submission, on a real Slurm."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -2,8 +2,6 @@
 real Slurm.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

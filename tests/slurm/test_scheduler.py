@@ -2,8 +2,6 @@
 lines.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 its end.
 """
 
-from __future__ import annotations
-
 import datetime
 import re
 import sys

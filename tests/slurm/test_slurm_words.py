@@ -1,7 +1,5 @@
 """Slurm's own library is asked for all its words for states: the table has each."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

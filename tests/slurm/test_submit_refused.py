@@ -1,7 +1,5 @@
 """What a real sbatch refuses: its words, exit code 69, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 nodes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -2,8 +2,6 @@
 learnt.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

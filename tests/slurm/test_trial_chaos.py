@@ -3,8 +3,6 @@ at random: it ends by itself, done; the promises of the batch log hold, and in t
 weights are those of a quiet run.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 lost or repeated.
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """Trial directories written by hand, as the processes of a trial leave them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

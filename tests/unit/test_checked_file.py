@@ -1,7 +1,5 @@
 """Files in blocks: what is written, what a checked reader sees, and what it names."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os

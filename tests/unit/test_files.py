@@ -1,7 +1,5 @@
 """Files: which mount holds a path."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hpc_rl.files import mount_of

@@ -1,7 +1,5 @@
 """What a log line says of its origin, and what it never says."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -5,8 +5,6 @@ Each is made by the code that users meet it through, with fixed inputs. `pytest 
 --update-golden` writes the file anew; its diff is what to review.
 """
 
-from __future__ import annotations
-
 import errno
 import re
 import time

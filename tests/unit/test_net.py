@@ -2,8 +2,6 @@
 on.
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 from ipaddress import ip_address

@@ -2,8 +2,6 @@
 supervise/test_steps.py.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Records: one tolerant reader each; what earlier versions told by a message alone is still understood."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

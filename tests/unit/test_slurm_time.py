@@ -1,7 +1,5 @@
 """Time limits as sbatch reads them and sinfo prints them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -2,8 +2,6 @@
 message.
 """
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from functools import cache
@@ -25,6 +23,7 @@ SMALL = {
     "app/submit_successor.py": "a process of its own",
     "checkpoint/lineage.py": "writes what records.py reads",
     "cli/quickstart.py": "a command of its own",
+    "cli/render.py": "a command of its own",
     "config/loading/stored.py": "what roles read: no parser, no YAML",
     "config/loading/profiles.py": "imported by config, render and doctor",
     "config/sections/dataset.py": "a section of its own",
@@ -38,6 +37,7 @@ SMALL = {
     "render/code_zip.py": "imported by submit and doctor",
     "rollout/staleness.py": "a theory of its own",
     "schedulers/hostlist.py": "imported by sinfo, every role and doctor",
+    "schedulers/submitit.py": "a scheduler of its own",
     "servers/base.py": "a protocol with several implementations",
     "slurm_time.py": "imported by config, render, submit and schedulers",
     "supervise/bad_nodes.py": "imported by supervise and submit",

@@ -1,7 +1,5 @@
 """The fields of the configuration's dataclasses: names, types and defaults."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 import typing

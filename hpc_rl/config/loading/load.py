@@ -5,8 +5,6 @@ files, the overrides from left to right. Sections merge by key; lists and mappin
 Rules across sections are those of rules/check.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """Sources laid over each other: sections merge by key, all else is replaced; unknown keys are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re

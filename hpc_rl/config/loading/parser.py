@@ -4,8 +4,6 @@
 limits, nearest choices, and refusals of all values at once, each with its origin.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Directories of a site: cluster profiles, template overrides, hooks; highest precedence first."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

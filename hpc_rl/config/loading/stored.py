@@ -1,7 +1,5 @@
 """A configuration as plain data and back: the content of `config.json`. Roles in a job read it with this."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re

@@ -1,7 +1,5 @@
 """Presets: named sets of values. `atlas` is overridden by every file, `cpu` overrides every file."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 A rule yields refusals. An option that the user set is never changed, only refused.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules about options of any trial that must agree with each other, or that have an effect only together."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 
 from hpc_rl.allocation import SERVER_BACKENDS, usual_server_backend

@@ -3,8 +3,6 @@
 The image of a role is decided here, for the rules and the plan; render/container_command.py starts it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path

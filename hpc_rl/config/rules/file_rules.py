@@ -1,7 +1,5 @@
 """Rules about what must exist on disk: models, datasets, templates, and directories that all nodes share."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules about generation: groups, sampling, lengths, the rollout role and the options of servers."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Collection, Iterator

@@ -3,8 +3,6 @@
 sbatch accepts some of these contradictions silently and then applies one of the two.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Rules about models in the trainer (sections `actor`, `ref` and `model`), and how their defaults adapt."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """AReaL's options here: defaults that differ, and options of which only some values can be used."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 `{model}` is `actor` for grpo and `model` for sft. Some values are translated.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

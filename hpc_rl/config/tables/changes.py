@@ -5,8 +5,6 @@ position in the data) and needs another trial. Every option is in one of the two
 changes need new batches.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The command-line flags of each supported SGLang version, and the options that it no longer has."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from hpc_rl.config.sections.inference import SGLangConfig

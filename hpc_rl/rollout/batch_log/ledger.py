@@ -13,8 +13,6 @@ A reader stops at the first record that is short or does not match its checksum:
 that was killed. Nothing is ever cut out of a file that another process may be writing.
 """
 
-from __future__ import annotations
-
 import enum
 import logging
 import os

@@ -5,8 +5,6 @@ rejection after the group (it got too old) replaces it. So two services that bot
 for every reader.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

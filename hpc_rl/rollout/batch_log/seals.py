@@ -4,8 +4,6 @@ A seal is `batches/<step>.seal`, made by link, so that of two services one wins 
 It names the place of each group in the ledger and the checksum of the batch's bytes.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

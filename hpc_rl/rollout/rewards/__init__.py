@@ -5,8 +5,6 @@ columns. Built-ins run in the executor worker; the user's code runs in a process
 (reward_process.py).
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import math

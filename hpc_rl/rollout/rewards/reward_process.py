@@ -5,8 +5,6 @@ which the process reports. A call over its limit costs the process: it is killed
 the other calls that were waiting for it are asked again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import itertools

@@ -9,8 +9,6 @@ Shapes: N rows, T tokens of a prompt, S tokens of cache, H heads, K key heads, G
 vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

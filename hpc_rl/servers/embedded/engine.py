@@ -6,8 +6,6 @@ Commands (pause, update, abort) run between steps. HTTP and its vocabulary are i
 decoder.py.
 """
 
-from __future__ import annotations
-
 import array
 import collections
 import logging

@@ -6,8 +6,6 @@ those of the softmax at the sampling temperature, before top_k and top_p, as SGL
 0 takes the likeliest token at T = 1.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

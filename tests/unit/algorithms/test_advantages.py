@@ -1,7 +1,5 @@
 """Rewards to advantages: hand-worked rows, and the blocked recursion against the plain one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

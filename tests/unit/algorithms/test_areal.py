@@ -1,7 +1,5 @@
 """`compat: areal` against AReaL's steps written out literally: padded, and shifted by one to the left."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The composition: rewards to advantages, which log-probabilities are whose, and what is reported."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The two KL terms by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

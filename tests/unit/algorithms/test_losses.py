@@ -1,7 +1,5 @@
 """The policy loss against the vectors of the reference implementation and against hand-worked tokens."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

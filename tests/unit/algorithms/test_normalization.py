@@ -1,7 +1,5 @@
 """Normalization against vectors worked by hand and the ones of the reference implementation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

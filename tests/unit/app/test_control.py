@@ -2,8 +2,6 @@
 stuck in.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

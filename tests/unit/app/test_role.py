@@ -1,7 +1,5 @@
 """What every role leaves when it ends: its code, and a record that says why."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

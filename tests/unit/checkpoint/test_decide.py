@@ -2,8 +2,6 @@
 from the design.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

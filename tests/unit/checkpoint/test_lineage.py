@@ -1,7 +1,5 @@
 """Lineage records, and what gather() makes of a trial directory."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

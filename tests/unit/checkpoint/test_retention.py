@@ -1,7 +1,5 @@
 """What retention keeps: by its rule, and because a living reader holds it."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """A scheduler that only remembers, and a configuration that passes the checks."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

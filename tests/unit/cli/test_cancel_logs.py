@@ -2,8 +2,6 @@
 there are.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -2,8 +2,6 @@
 rely on.
 """
 
-from __future__ import annotations
-
 import getpass
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`hpc-rl config`: show, diff, schema, reference, completion; presets on the command line."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

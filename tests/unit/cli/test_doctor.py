@@ -1,7 +1,5 @@
 """doctor on the command line: its exit code, its table, and the short job that it asks for."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

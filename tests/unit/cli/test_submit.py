@@ -1,7 +1,5 @@
 """submit, render and recover: what they say, what they leave on disk, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`hpc-rl templates`: what an admin sees, writes, compares and checks."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -2,8 +2,6 @@
 signal ended it.
 """
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -4,8 +4,6 @@ WAITING is exact: a key that starts to work must be taken out of it, and nothing
 test saying so.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

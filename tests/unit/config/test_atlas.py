@@ -1,7 +1,5 @@
 """ATLAS names: one meaning each, conflicts are errors, what has no effect says so."""
 
-from __future__ import annotations
-
 import pytest
 
 from hpc_rl.config.loading.load import load

@@ -2,8 +2,6 @@
 in words.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from hpc_rl.config.loading.fields import options, section_of

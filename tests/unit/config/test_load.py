@@ -1,7 +1,5 @@
 """Loading: precedence, YAML 1.2, origins, interpolation, and one clear refusal for each kind of mistake."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from pathlib import Path

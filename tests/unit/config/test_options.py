@@ -1,7 +1,5 @@
 """Options whose effect no other test shows, and the rules of consistency.py."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -7,8 +7,6 @@ the test that is named exists. `refused`: the override that is given really is r
 `todo`: neither yet; NUM_TODO can only shrink.
 """
 
-from __future__ import annotations
-
 import ast
 import csv
 import dataclasses

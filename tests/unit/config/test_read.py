@@ -6,8 +6,6 @@ By names, not by types: an attribute `x.option` counts where its name says enoug
 attribute of that name.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -2,8 +2,6 @@
 and its line.
 """
 
-from __future__ import annotations
-
 import string
 import typing
 

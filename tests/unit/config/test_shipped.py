@@ -1,7 +1,5 @@
 """Every shipped configuration loads, passes the rules that need no files, and plans."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

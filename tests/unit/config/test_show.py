@@ -2,8 +2,6 @@
 unchanged.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import typing

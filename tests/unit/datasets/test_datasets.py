@@ -1,7 +1,5 @@
 """Datasets: files, order, tokens."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 trials need.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import time

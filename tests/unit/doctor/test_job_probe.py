@@ -2,8 +2,6 @@
 fail.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 something is wrong.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

@@ -1,7 +1,5 @@
 """The checks of Slurm, against programs that only speak like Slurm."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

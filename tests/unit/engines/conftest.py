@@ -1,7 +1,5 @@
 """A tiny model directory for engine tests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

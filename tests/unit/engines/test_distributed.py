@@ -1,7 +1,5 @@
 """Joining the other ranks; that they then work together is tests/integration/test_fsdp.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from hpc_rl.engines.distributed import init_ranks

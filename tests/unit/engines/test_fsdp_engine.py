@@ -3,8 +3,6 @@
 Several ranks are in tests/integration/test_fsdp.py.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Chunked log-probabilities against full logits, gradients included."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a trial takes as a generation of its own, and in which words another model is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

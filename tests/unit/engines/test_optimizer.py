@@ -1,7 +1,5 @@
 """The schedule by hand, and AdamW over shards against torch's own on whole parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

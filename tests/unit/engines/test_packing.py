@@ -1,7 +1,5 @@
 """Packing, balance and length buckets: what must hold for any lengths, and small cases by hand."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Recover state of parameters of any shape."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """What both implementations of NameResolve promise."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """SharedFsNames on a file system that misbehaves as NFS does, and under several processes at once."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Placement: nothing overlaps, nothing stays idle, servers and trainers are apart where they can be."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """make_plan: what is derived, what is refused in words, and what every node is asked for."""
 
-from __future__ import annotations
-
 import pytest
 
 from hpc_rl.config.loading.load import load

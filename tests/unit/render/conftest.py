@@ -1,7 +1,5 @@
 """A small trial to render."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The code that travels with a trial."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -2,8 +2,6 @@
 could go wrong.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

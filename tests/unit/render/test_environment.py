@@ -1,7 +1,5 @@
 """Strictness and quoting."""
 
-from __future__ import annotations
-
 import subprocess
 
 import jinja2

@@ -1,7 +1,5 @@
 """Every row of the tables in errors.py, as the job script follows it under bash with a supervisor of a few lines."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

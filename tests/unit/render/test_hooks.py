@@ -1,7 +1,5 @@
 """Hooks under a real bash: the local runner with a supervisor that only notes that it was started."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -2,8 +2,6 @@
 bash.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

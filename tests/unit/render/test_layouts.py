@@ -1,7 +1,5 @@
 """What the layouts ask of Slurm for the nodes of the servers, and what is passed to submitit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which nodes a requeued job avoids: job_policy.sh under bash, with programs that only note their calls."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

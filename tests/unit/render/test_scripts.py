@@ -1,7 +1,5 @@
 """The text of the scripts; their behaviour is tested with bash and Slurm elsewhere."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """How the batch script continues, under a real bash: Slurm's programs and the supervisor note their calls, and wait
 where the test says so. A cancel must count whenever it comes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

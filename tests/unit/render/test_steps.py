@@ -1,7 +1,5 @@
 """The launch line of each role, as an srun that only notes its arguments gets it; and the plan in words."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -2,8 +2,6 @@
 `status` shows.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest

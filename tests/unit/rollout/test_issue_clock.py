@@ -1,7 +1,5 @@
 """Near the end of the job nothing is issued that could not be finished; an extension takes that back."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

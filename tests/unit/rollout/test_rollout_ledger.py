@@ -1,7 +1,5 @@
 """Ledger, seals and what they amount to: torn tails, damage, two owners, trimming."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

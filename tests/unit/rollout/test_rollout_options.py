@@ -1,7 +1,5 @@
 """Options of `rollout` and `gconfig`: each does what it says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

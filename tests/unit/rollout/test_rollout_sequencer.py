@@ -2,8 +2,6 @@
 go back.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -2,8 +2,6 @@
 hopeless runs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

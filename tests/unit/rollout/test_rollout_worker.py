@@ -1,7 +1,5 @@
 """Workflows, trajectories, the worker's answers, and rewards in a process of their own."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from types import SimpleNamespace

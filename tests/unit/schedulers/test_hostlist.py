@@ -1,7 +1,5 @@
 """Slurm's lists of node names, and who the other hosts of a job are."""
 
-from __future__ import annotations
-
 import pytest
 
 from hpc_rl.schedulers.hostlist import expand, peer_hosts

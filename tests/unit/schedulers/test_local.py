@@ -1,7 +1,5 @@
 """The local scheduler with the real runner script; the supervisor is a script of few lines."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

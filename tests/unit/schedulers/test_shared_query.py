@@ -1,7 +1,5 @@
 """Polling: however many ask, the scheduler is asked rarely, together, and by one process at a time."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

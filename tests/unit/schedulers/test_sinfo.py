@@ -2,8 +2,6 @@
 does fit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """What submitit calls in the job: it requeues what the script left to be started again, and nothing else."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

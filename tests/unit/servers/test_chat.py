@@ -1,7 +1,5 @@
 """Chat: the checkpoint's template in a sandbox, OpenAI requests to native ones and back."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

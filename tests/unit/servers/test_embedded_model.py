@@ -2,8 +2,6 @@
 nothing.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file

@@ -1,7 +1,5 @@
 """Several requests in one call: each has its own turn, and what is interrupted goes on by itself."""
 
-from __future__ import annotations
-
 from hpc_rl.servers.client import GenerateRequest, HttpServerClient
 
 

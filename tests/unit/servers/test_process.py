@@ -1,7 +1,5 @@
 """A foreign process: its end, its last words, and that it dies with its parent."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

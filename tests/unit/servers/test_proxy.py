@@ -1,7 +1,5 @@
 """The proxy in front of a backend of a few lines: who may, what is refused, what is added."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

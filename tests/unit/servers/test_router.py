@@ -1,7 +1,5 @@
 """Router and client against small servers that can be slow, wrong or dead."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

@@ -1,7 +1,5 @@
 """The sampler: distribution, filters, log-probabilities, and that a row does not depend on its neighbours."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import given, settings

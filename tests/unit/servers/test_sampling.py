@@ -1,7 +1,5 @@
 """Sampling parameters: what is taken, and the words of a refusal."""
 
-from __future__ import annotations
-
 import pytest
 
 from hpc_rl.errors import RequestRefused

@@ -1,7 +1,5 @@
 """SGLang's command line: what the configuration becomes, and what a CPU needs besides."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

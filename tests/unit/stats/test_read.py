@@ -1,7 +1,5 @@
 """The history of a trial out of its attempts: each step once, as it entered the final weights."""
 
-from __future__ import annotations
-
 import json
 
 from hypothesis import given

@@ -2,8 +2,6 @@
 exit code.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """What is printed for people to type can be typed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

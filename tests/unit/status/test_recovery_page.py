@@ -1,7 +1,5 @@
 """docs/recovery.md says of every class of failure what the table of policies does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hpc_rl.supervise.exit_policy import POLICIES

@@ -2,8 +2,6 @@
 hangs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

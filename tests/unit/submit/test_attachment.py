@@ -1,7 +1,5 @@
 """attach: the place that is meant, by the records of processes, and the command that goes there."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

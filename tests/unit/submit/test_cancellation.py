@@ -1,7 +1,5 @@
 """A wish to cancel that can't be written down."""
 
-from __future__ import annotations
-
 import errno
 
 import pytest

@@ -1,7 +1,5 @@
 """Submission: what is written, what is refused, and that a refusal leaves nothing behind."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

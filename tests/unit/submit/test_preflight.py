@@ -1,7 +1,5 @@
 """The checks before a submission, with a cluster of few lines."""
 
-from __future__ import annotations
-
 import pytest
 
 from hpc_rl.config.loading.load import load

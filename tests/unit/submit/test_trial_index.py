@@ -1,7 +1,5 @@
 """What a person types for a trial finds that trial, or says which there are."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

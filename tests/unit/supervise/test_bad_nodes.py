@@ -1,7 +1,5 @@
 """Nodes that failed are avoided for a while, by requeues and by later submissions."""
 
-from __future__ import annotations
-
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.trial import Trial, write_json
 

@@ -1,7 +1,5 @@
 """When to stop before the end of the job: times, on our own clock, asked again before it is said."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What an end comes of, and what the policy of its class does, over the whole table."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

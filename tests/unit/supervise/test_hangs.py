@@ -1,7 +1,5 @@
 """Who is taken to hang, after how long, and who is to blame."""
 
-from __future__ import annotations
-
 import pytest
 
 from hpc_rl.name_resolve.base import LeaseView

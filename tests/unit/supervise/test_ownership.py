@@ -1,7 +1,5 @@
 """The lease on a trial: of two jobs one runs it; a later start of the same job takes over."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

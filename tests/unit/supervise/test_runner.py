@@ -1,7 +1,5 @@
 """The rounds of a trial's supervisor, without processes: leases, requests, a file system that fails."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The supervisor of a server node: keeps its replica alive, and stops soon once it is not needed."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

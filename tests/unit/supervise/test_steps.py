@@ -1,7 +1,5 @@
 """Processes of a unit as one handle, and the srun line."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -2,8 +2,6 @@
 arguments, in a new root.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

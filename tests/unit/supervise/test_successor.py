@@ -2,8 +2,6 @@
 dead.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from hpc_rl.errors import TrialBusy

@@ -2,8 +2,6 @@
 reduction.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

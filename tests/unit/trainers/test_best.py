@@ -2,8 +2,6 @@
 asked for.
 """
 
-from __future__ import annotations
-
 import pytest
 from training import FakeEngine, Starter
 

@@ -1,7 +1,5 @@
 """Exports: whole under their names whatever is killed, and what becomes of them on a full disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

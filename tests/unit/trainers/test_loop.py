@@ -2,8 +2,6 @@
 lies on disk.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Publishing on a full disk: the recipe waits for room, loses no step, and gives way to a stop."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a step of GRPO asks of the engine: rows, columns, weights, whatever the number of ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from typing import get_args, get_type_hints

@@ -1,7 +1,5 @@
 """What a step of SFT and of a reward model asks of the engine."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from recipes import make_run
