@@ -16,7 +16,7 @@ from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.name_resolve import keys, open_names
-from hpc_rl.name_resolve.base import Lease
+from hpc_rl.name_resolve.shared_fs import Lease
 from hpc_rl.records import LineageRecord, read_lineages
 from hpc_rl.rollout import routes
 from hpc_rl.rollout.executor import Executor

@@ -15,7 +15,7 @@ from hpc_rl.config.sections.experiment import Config, GRPOConfig
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialBusy
 from hpc_rl.files import Room
 from hpc_rl.name_resolve import open_names
-from hpc_rl.name_resolve.base import NameResolve
+from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import raise_limits
 from hpc_rl.records import EndedRecord

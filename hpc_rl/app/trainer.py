@@ -9,7 +9,7 @@ from hpc_rl.allocation import parse
 from hpc_rl.app import role
 from hpc_rl.app.role import Context
 from hpc_rl.name_resolve import keys, open_names
-from hpc_rl.name_resolve.base import NameResolve
+from hpc_rl.name_resolve.shared_fs import NameResolve
 
 logger = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 600.0
@@ -77,7 +77,7 @@ class Rendezvous:
         self.names, self.key = names, key
 
     def publish(self, address: str, port: int) -> None:
-        self.names.add(self.key, {"address": address, "port": port}, replace=True)
+        self.names.put(self.key, {"address": address, "port": port})
 
     def find(self) -> tuple[str, int]:
         record = self.names.wait(self.key, JOIN_TIMEOUT_S)

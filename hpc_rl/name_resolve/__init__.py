@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.name_resolve.base import NameResolve
-from hpc_rl.name_resolve.shared_fs import SharedFsNames
+from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.trial import Trial
 
 
@@ -15,7 +14,7 @@ def open_names(where: Trial | str | Path, config: Any = None) -> NameResolve:
         where: The trial, or its directory.
         config: The trial's configuration, for `cluster.name_resolve.nfs_record_root`.
     """
-    return SharedFsNames(names_dir(where if isinstance(where, Trial) else Trial(Path(where)), config))
+    return NameResolve(names_dir(where if isinstance(where, Trial) else Trial(Path(where)), config))
 
 
 def names_dir(trial: Trial, config: Any = None) -> Path:

@@ -1,4 +1,4 @@
-"""NameResolve in a shared directory: one JSON file per record, one per epoch of a lease, no locks.
+"""Records and leases in a shared directory: a JSON file per record and per epoch of a lease, no locks.
 
 Layout: record `a/b/c` is `<root>/a/b/c.json`; epoch N of the lease on `a/b` is `<root>/a/b.epoch-N`. A file
 has one writer; of several processes that create it exactly one wins (link). Names with a leading dot are
@@ -18,29 +18,43 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
+import re
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.errors import Stale
+from hpc_rl.errors import ConfigError, Stale
 from hpc_rl.files import is_full
-from hpc_rl.name_resolve.base import LeaseView, PollingNames, components
 from hpc_rl.trial import create_exclusive, overwrite, write_atomic
 
+COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,127}")
+FIRST_POLL_S, LAST_POLL_S = 0.05, 1.0
 READ_TRIES = 4
 READ_PAUSE_S = 0.02
 EPOCH = ".epoch-"
 RECORD = ".json"
 
 
-class SharedFsNames(PollingNames):
-    """Records as files below one directory.
+@dataclass(frozen=True)
+class LeaseView:
+    """A lease as a reader judges it: alive while its counter moved within its time to live."""
 
-    Args:
-        root: The trial's own directory for names; made when the first record is written.
-        clock: Seconds of this reader; leases are judged by it alone.
+    key: str
+    value: dict[str, Any]
+    epoch: int
+    alive: bool
+    age_s: float  # since the counter was last seen to move, by the reader's clock
+
+
+class NameResolve:
+    """Records and leases as files below one directory, which is made when the first one is written.
+
+    Keys are `a/b/c` of safe components (ConfigError otherwise); values are JSON objects. `clock` gives the
+    seconds of this reader; leases are judged by it alone.
     """
 
     def __init__(self, root: str | Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,35 +62,31 @@ class SharedFsNames(PollingNames):
         self._clock = clock
         self._moved: dict[str, tuple[int, int, float]] = {}  # key -> epoch, counter, when it was first seen
 
-    def add(self, key: str, value: dict[str, Any], replace: bool = False) -> None:
+    def put(self, key: str, value: dict[str, Any]) -> None:
+        """Write a record, or replace it."""
         path = self._path(key, RECORD)
-        text = json.dumps({"value": value, "nonce": uuid.uuid4().hex})
         path.parent.mkdir(parents=True, exist_ok=True)
-        if replace:
-            _replace(path, text)
-        elif not create_exclusive(path, text):
-            raise FileExistsError(errno.EEXIST, f"name-resolve key {key!r} exists")
+        _replace(path, json.dumps({"value": value, "nonce": uuid.uuid4().hex}))
 
-    def get(self, key: str) -> dict[str, Any] | None:
-        record = _read(self._path(key, RECORD))
-        return None if record is None else record["value"]
+    def wait(self, key: str, timeout_s: float) -> dict[str, Any]:
+        """Return the record once it exists. Raises TimeoutError that names the key."""
+        path, deadline, pause_s = self._path(key, RECORD), time.monotonic() + timeout_s, FIRST_POLL_S
+        while (record := _read(path)) is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"no process published {key!r} within {timeout_s:g} s")
+            # many readers must not ask the file server in step
+            time.sleep(min(pause_s * random.uniform(0.8, 1.2), left_s))
+            pause_s = min(2 * pause_s, LAST_POLL_S)
+        return record["value"]
 
-    def list(self, prefix: str) -> dict[str, dict[str, Any]]:
-        found = {}
-        for path in self._files(prefix):
-            if path.name.endswith(RECORD) and (record := _read(path)) is not None:
-                found[self._key(path, RECORD)] = record["value"]
-        return dict(sorted(found.items()))
-
-    def delete(self, key: str) -> None:
-        self._path(key, RECORD).unlink(missing_ok=True)
-
-    def lease(self, key: str, value: dict[str, Any], ttl_s: float) -> SharedFsLease:
-        path = self._path(key, "")
+    def lease(self, key: str, value: dict[str, Any], ttl_s: float) -> Lease:
+        """Take the key over with the next epoch: the highest epoch wins, holders of lower ones are stale."""
+        path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         epoch = _highest_epoch(path) + 1
         while True:
-            lease = SharedFsLease(path, key, epoch, value, ttl_s)
+            lease = Lease(path, key, epoch, value, ttl_s)
             won = create_exclusive(lease.path, lease.content())
             highest = _highest_epoch(path)  # fresh: the attempt to create a name revalidated the directory
             if won and highest == epoch:
@@ -84,12 +94,15 @@ class SharedFsNames(PollingNames):
             epoch = max(highest, epoch) + 1
 
     def leases(self, prefix: str) -> dict[str, LeaseView]:
+        """Return the leases on `prefix` and the keys right below it, judged by what earlier calls saw."""
+        base = self._path(prefix)
         newest: dict[str, int] = {}
-        for path in self._files(prefix):
-            stem, mark, number = path.name.rpartition(EPOCH)
-            if mark and number.isdecimal():
-                key = self._key(path.with_name(stem), "")
-                newest[key] = max(newest.get(key, 0), int(number))
+        for folder, above in ((base.parent, prefix.rpartition("/")[0]), (base, prefix)):
+            for name in _scan(folder):
+                stem, mark, number = name.rpartition(EPOCH)
+                if mark and number.isdecimal() and (folder == base or stem == base.name):
+                    key = f"{above}/{stem}" if above else stem
+                    newest[key] = max(newest.get(key, 0), int(number))
         seen = {key: self._judge(key, epoch) for key, epoch in sorted(newest.items())}
         return {key: lease for key, lease in seen.items() if lease is not None}
 
@@ -105,27 +118,12 @@ class SharedFsNames(PollingNames):
         age_s = now - since
         return LeaseView(key, record["value"], epoch, age_s <= record["ttl_s"], age_s)
 
-    def _path(self, key: str, suffix: str) -> Path:
-        *folders, name = components(key)
+    def _path(self, key: str, suffix: str = "") -> Path:
+        *folders, name = _components(key)
         return self.root.joinpath(*folders, name + suffix)
 
-    def _key(self, path: Path, suffix: str) -> str:
-        return path.relative_to(self.root).as_posix().removesuffix(suffix)
 
-    def _files(self, prefix: str) -> Iterator[Path]:
-        """Yield complete files whose key begins with the components of prefix."""
-        if prefix:
-            *folders, name = components(prefix)
-            folder = self.root.joinpath(*folders)
-            for entry in _scan(folder):
-                if entry == name + RECORD or entry.startswith(name + EPOCH):
-                    yield folder / entry
-            yield from _walk(folder / name)
-        else:
-            yield from _walk(self.root)
-
-
-class SharedFsLease:
+class Lease:
     """One epoch of a lease; the process that created its file is the only writer."""
 
     def __init__(self, base: Path, key: str, epoch: int, value: dict[str, Any], ttl_s: float) -> None:
@@ -151,6 +149,7 @@ class SharedFsLease:
         )
 
     def renew(self, value: dict[str, Any] | None = None) -> None:
+        """Move the counter, with another value if given. Raises Stale once a higher epoch exists."""
         highest = _highest_epoch(self._base)
         if highest > self.epoch or self._released:
             reason = f"epoch {self.epoch} was released or is older than epoch {highest}"
@@ -160,7 +159,7 @@ class SharedFsLease:
         self._write()
 
     def release(self) -> None:
-        """Leave a tombstone, from which the next epoch counts."""
+        """Give the key up: readers no longer see it. The tombstone tells from which epoch to count."""
         if not self._released:
             self._released = True
             self._counter += 1
@@ -175,6 +174,18 @@ class SharedFsLease:
             if not is_full(error):
                 raise
             overwrite(self.path, text)
+
+
+def _components(key: str) -> list[str]:
+    """Return the parts of a key, each safe as a file name. Raises ConfigError."""
+    parts = key.split("/")
+    for part in parts:
+        if not COMPONENT.fullmatch(part) or ".." in part or part.endswith(RECORD) or EPOCH in part:
+            raise ConfigError(
+                f"name-resolve key {key!r}: {part!r} can't be a part: 1 to 128 letters, digits and "
+                ". _ + = @ -, a letter or digit first, without '..', '.epoch-' and a final '.json'"
+            )
+    return parts
 
 
 def _highest_epoch(base: Path) -> int:
@@ -226,12 +237,3 @@ def _scan(folder: Path) -> list[str]:
                 raise
             time.sleep(READ_PAUSE_S)
     return []
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for name in _scan(folder):
-        path = folder / name
-        if name.endswith(RECORD) or EPOCH in name:
-            yield path
-        else:
-            yield from _walk(path)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from hpc_rl.errors import RoleFailed, Stale
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.base import NameResolve
+from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.types import Batch, EvalResult, decode
 
 logger = logging.getLogger(__name__)

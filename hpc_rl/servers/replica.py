@@ -19,7 +19,7 @@ from typing import Any
 
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed, Stale
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.base import Lease, NameResolve
+from hpc_rl.name_resolve.shared_fs import Lease, NameResolve
 from hpc_rl.net import bind, http_url
 from hpc_rl.servers.base import Backend
 from hpc_rl.servers.proxy import Proxy

@@ -19,7 +19,7 @@ import aiohttp
 
 from hpc_rl.errors import HpcRlError, RoleFailed, ServerStale, ServerUnavailable
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.base import NameResolve
+from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_session
 from hpc_rl.types import Turn, WeightVersion
 

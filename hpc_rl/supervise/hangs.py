@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.base import LeaseView
+from hpc_rl.name_resolve.shared_fs import LeaseView
 
 Key = tuple[str, int]
 # For the scheduler to start a process: a step that ended may keep its place until it can be killed (60 s).

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from hpc_rl.errors import TrialBusy
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.base import Lease, LeaseView, NameResolve
+from hpc_rl.name_resolve.shared_fs import Lease, LeaseView, NameResolve
 from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import end_processes, is_alive, start_ticks
 from hpc_rl.records import EventKind, ProcessFile, ProcessRecord, read_events

@@ -9,7 +9,7 @@ from hpc_rl.checkpoint.start_facts import attempts_of, failures_without_progress
 from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.errors import ExitCode, Stale, StopCause
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.base import Lease, NameResolve
+from hpc_rl.name_resolve.shared_fs import Lease, NameResolve
 from hpc_rl.plan.schema import Plan
 from hpc_rl.records import DoneRecord, DrainIntent, EventKind, JobRecord, read_events
 from hpc_rl.supervise import exit_policy, ownership

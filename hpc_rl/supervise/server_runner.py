@@ -13,7 +13,7 @@ from collections.abc import Callable
 from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.errors import ExitCode, StopCause
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.base import NameResolve
+from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import DoneRecord, EventKind, JobEvent, read_job_state
 from hpc_rl.supervise import exit_policy, ownership

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hpc_rl.errors import ExitCode, StopCause
-from hpc_rl.name_resolve.base import LeaseView
+from hpc_rl.name_resolve.shared_fs import LeaseView
 from hpc_rl.plan.schema import Plan
 from hpc_rl.records import EndedRecord, EventKind
 from hpc_rl.supervise import bad_nodes, exit_policy, ownership, state_machine

@@ -17,7 +17,7 @@ from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.datasets.rows import check_same_rows
 from hpc_rl.engines.base import Engine
 from hpc_rl.errors import ConfigError, Damaged, ExitCode, GivenUp, HpcRlError, NothingToResume, RoleFailed
-from hpc_rl.name_resolve.base import NameResolve
+from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.records import JobRecord, read_lineages
 from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
 from hpc_rl.rollout.batch_log.replay import check_replay

@@ -21,7 +21,7 @@ import aiohttp
 
 from hpc_rl.errors import HpcRlError, RoleFailed
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.base import LeaseView, NameResolve
+from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
 from hpc_rl.servers.client import HttpServerClient, open_session
 from hpc_rl.servers.router import is_older
 from hpc_rl.trial import Trial

@@ -12,7 +12,7 @@ from hpc_rl.config.sections.experiment import SFTConfig
 from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.errors import ExitCode
-from hpc_rl.name_resolve.memory import MemoryNames
+from hpc_rl.name_resolve import open_names
 from hpc_rl.stats.sinks import JsonlSink, Sinks
 from hpc_rl.trainers import start
 from hpc_rl.trainers.loop import train
@@ -134,7 +134,7 @@ class Starter:
         attempt = self.trial.attempt(self.attempt_id)
         attempt.make_dirs()
         stopping = threading.Event()
-        tokens, names = {"control": "c", "data": "d"}, MemoryNames()
+        tokens, names = {"control": "c", "data": "d"}, open_names(self.trial)
         who = {
             "trial": self.trial,
             "attempt": attempt,

@@ -26,7 +26,7 @@ from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.sections.inference import GenerationHyperparameters, InferenceEngineConfig
 from hpc_rl.config.sections.training import PPOActorConfig
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.shared_fs import SharedFsNames
+from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.net import bind
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.trial import Trial, write_json
@@ -101,7 +101,7 @@ class FakeServer:
         self.requests = 0
         self.errors = 0  # answer so many requests with 500
         self._lease_key = keys.server(index)
-        self._names = SharedFsNames(trial.names)
+        self._names = NameResolve(trial.names)
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -228,7 +228,7 @@ class RolloutRole:
 
     def client(self, poll_s: float = 2.0) -> RolloutClient:
         return RolloutClient(
-            SharedFsNames(self.trial.names), self.trial.tokens(), deadline_s=60.0, poll_s=poll_s
+            NameResolve(self.trial.names), self.trial.tokens(), deadline_s=60.0, poll_s=poll_s
         )
 
     def children(self) -> list[int]:

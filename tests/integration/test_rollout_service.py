@@ -9,7 +9,7 @@ from rollout_trial import FakeServer, RolloutRole, begin_lineage, make_trial
 
 from hpc_rl.errors import ExitCode, RoleFailed, Stale
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.shared_fs import SharedFsNames
+from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.rollout.batch_log.replay import read_state
 from hpc_rl.types import encode
 
@@ -106,7 +106,7 @@ def test_tokens_are_asked_for(run):
     client = role.client()
     client.batch(1, 0)
     client.close()
-    url = SharedFsNames(trial.names).leases(keys.ROLLOUT)[keys.ROLLOUT].value["url"]
+    url = NameResolve(trial.names).leases(keys.ROLLOUT)[keys.ROLLOUT].value["url"]
     tokens = trial.tokens()
 
     def code(path: str, token: str = "", data: bytes | None = None) -> int:

@@ -10,7 +10,7 @@ from kill_anything import READY, Killed, Trials, make_workplace, short_name
 from toy_trials import hpc_rl
 
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.shared_fs import SharedFsNames
+from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.servers.router import is_older
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.supervise.server_array import read_arrays
@@ -40,7 +40,7 @@ def queue(cluster) -> list[str]:
 def serving(one: Killed) -> dict[str, str]:
     """Weights of each server whose lease is alive and says that it serves."""
     if not hasattr(one, "names"):
-        one.names = SharedFsNames(one.trial.names)
+        one.names = NameResolve(one.trial.names)
     leases = one.names.leases(keys.SERVERS)
     return {
         key: seen.value["version"]

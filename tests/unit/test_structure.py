@@ -30,7 +30,6 @@ SMALL = {
     "datasets/order.py": "a pure function with a theory of its own",
     "examples/curve.py": "the only user of plotext",
     "log.py": "imported by every role",
-    "name_resolve/base.py": "a protocol with two implementations",
     "name_resolve/keys.py": "every key once",
     "net.py": "imported by every server",
     "proc.py": "imported by supervisor, schedulers and status",

@@ -85,12 +85,12 @@ def test_srun_options_reach_the_units():
 
 def test_time_limits_of_requests_reach_the_client():
     """The executor worker hands the numbers of `rollout` to the router, which gives them to its clients."""
-    from hpc_rl.name_resolve.memory import MemoryNames
+    from hpc_rl.name_resolve.shared_fs import NameResolve
     from hpc_rl.servers.router import Router
 
     rollout = load([], [*BASE, "rollout.request_timeout=12", "rollout.request_retries=5"]).config.rollout
     router = Router(
-        MemoryNames(), "t", rollout.setup_timeout, rollout.request_timeout, rollout.request_retries
+        NameResolve("unused"), "t", rollout.setup_timeout, rollout.request_timeout, rollout.request_retries
     )
     assert (router.request_timeout_s, router.request_retries) == (12.0, 5)
 

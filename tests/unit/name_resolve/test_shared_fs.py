@@ -1,6 +1,7 @@
-"""SharedFsNames on a file system that misbehaves as NFS does, and under several processes at once."""
+"""Records and leases, also on a file system that misbehaves as NFS does, and under several processes at once."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -10,18 +11,125 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpc_rl.errors import ConfigError, Stale
 from hpc_rl.name_resolve import open_names
-from hpc_rl.name_resolve.shared_fs import SharedFsNames
+from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.trial import Trial
 
 
+class Clock:
+    """A reader's clock that a test moves."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @pytest.fixture
-def names(tmp_path):
-    return SharedFsNames(tmp_path / "names")
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def names(tmp_path, clock):
+    return NameResolve(tmp_path / "names", clock)
+
+
+def test_a_record_is_replaced_as_a_whole(names):
+    names.put("a/b", {"x": 1})
+    names.put("a/b", {"y": 2})
+    assert names.wait("a/b", 0) == {"y": 2}
+
+
+@pytest.mark.parametrize(
+    "key", ["", "/a", "a//b", "a/../b", "..", ".hidden", "a b", "a.json", "a.epoch-1", "ä", "a/" + "x" * 129]
+)
+def test_keys_that_are_no_safe_file_names_are_refused(names, key):
+    with pytest.raises(ConfigError):
+        names.put(key, {})
+    with pytest.raises(ConfigError):
+        names.lease(key, {}, 1.0)
+
+
+def test_wait_gives_what_comes_or_names_what_did_not(names):
+    threading.Timer(0.1, lambda: names.put("late/one", {"ok": True})).start()
+    assert names.wait("late/one", 5.0) == {"ok": True}
+    with pytest.raises(TimeoutError, match="never/comes"):
+        names.wait("never/comes", 0.1)
+
+
+def test_a_lease_lives_while_its_counter_moves_by_the_readers_clock(names, clock):
+    lease = names.lease("server/0", {"url": "u"}, 5.0)
+    assert names.leases("server")["server/0"].alive
+    clock.now += 4
+    lease.renew()
+    seen = names.leases("server")["server/0"]
+    assert (seen.alive, seen.value, seen.age_s) == (True, {"url": "u"}, 0)
+    clock.now += 6
+    seen = names.leases("server")["server/0"]
+    assert (seen.alive, seen.age_s) == (False, 6)
+    lease.renew({"url": "v"})
+    seen = names.leases("server")["server/0"]
+    assert (seen.alive, seen.value) == (True, {"url": "v"})
+
+
+def test_the_higher_epoch_wins_and_the_lower_one_is_told(names):
+    old = names.lease("rollout/0", {"who": "old"}, 5.0)
+    new = names.lease("rollout/0", {"who": "new"}, 5.0)
+    assert new.epoch > old.epoch
+    with pytest.raises(Stale, match="rollout/0"):
+        old.renew({"who": "old again"})
+    old.release()  # has no effect on the new owner
+    assert names.leases("rollout/0")["rollout/0"].value == {"who": "new"}
+    new.renew()
+
+
+def test_a_released_lease_is_gone_and_its_epoch_is_not_given_again(names):
+    lease = names.lease("owner", {}, 5.0)
+    lease.release()
+    lease.release()
+    assert names.leases("owner") == {}
+    with pytest.raises(Stale):
+        lease.renew()
+    assert names.lease("owner", {}, 5.0).epoch == lease.epoch + 1
+
+
+def test_leases_of_a_prefix_are_its_own_and_those_below_it(names):
+    for key in ("server", "server/0", "server/10", "serverless", "server/0/deeper"):
+        names.lease(key, {}, 5.0)
+    names.put("server/1", {})
+    assert list(names.leases("server")) == ["server", "server/0", "server/10"]
+    assert list(names.leases("server/1")) == []
+    assert list(names.leases("nothing/here")) == []
+
+
+def test_of_many_takers_each_has_an_epoch_of_its_own_and_only_the_last_can_renew(names):
+    barrier, taken = threading.Barrier(16), []
+
+    def take() -> None:
+        barrier.wait()
+        taken.append(names.lease("owner", {}, 5.0))
+
+    threads = [threading.Thread(target=take) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    epochs = [lease.epoch for lease in taken]
+    assert len(set(epochs)) == 16
+    alive = []
+    for lease in taken:
+        try:
+            lease.renew()
+            alive.append(lease.epoch)
+        except Stale:
+            pass
+    assert alive == [max(epochs)]
 
 
 def test_one_file_per_key_below_its_prefix(names):
-    names.add("trainer/7.0/1", {"port": 5})
+    names.put("trainer/7.0/1", {"port": 5})
     lease = names.lease("server/0", {}, 5.0)
     lease.renew()
     files = sorted(
@@ -31,7 +139,7 @@ def test_one_file_per_key_below_its_prefix(names):
 
 
 def test_a_name_that_is_remembered_as_absent_is_found_by_listing(names, monkeypatch):
-    SharedFsNames(names.root).add("a/b", {"x": 1})
+    NameResolve(names.root).put("a/b", {"x": 1})
     fresh: set[Path] = set()
     scandir, read_bytes = os.scandir, Path.read_bytes
 
@@ -46,12 +154,12 @@ def test_a_name_that_is_remembered_as_absent_is_found_by_listing(names, monkeypa
 
     monkeypatch.setattr(os, "scandir", listing)
     monkeypatch.setattr(Path, "read_bytes", cached)
-    assert names.get("a/b") == {"x": 1}
+    assert names.wait("a/b", 0) == {"x": 1}
 
 
 @pytest.mark.parametrize("content", [b"", b'{"value": {"x"', b"[]"])
 def test_partial_content_is_read_again_and_never_given_out(names, monkeypatch, content):
-    names.add("a", {"x": 1})
+    names.put("a", {"x": 1})
     read_bytes, calls = Path.read_bytes, []
 
     def partial_first(path):
@@ -59,14 +167,14 @@ def test_partial_content_is_read_again_and_never_given_out(names, monkeypatch, c
         return content if len(calls) == 1 else read_bytes(path)
 
     monkeypatch.setattr(Path, "read_bytes", partial_first)
-    assert names.get("a") in ({"x": 1}, None)
+    assert names.wait("a", 0) == {"x": 1}
     monkeypatch.setattr(Path, "read_bytes", lambda path: content)
-    assert names.get("a") is None
-    assert names.list("") == {}
+    with pytest.raises(TimeoutError):
+        names.wait("a", 0)
 
 
 def test_a_stale_handle_is_opened_again(names, monkeypatch):
-    names.add("a", {"x": 1})
+    names.put("a", {"x": 1})
     read_bytes, calls = Path.read_bytes, []
 
     def stale_first(path):
@@ -76,7 +184,7 @@ def test_a_stale_handle_is_opened_again(names, monkeypatch):
         return read_bytes(path)
 
     monkeypatch.setattr(Path, "read_bytes", stale_first)
-    assert names.get("a") == {"x": 1}
+    assert names.wait("a", 0) == {"x": 1}
 
 
 def test_a_rename_whose_reply_is_lost_has_happened(names, monkeypatch):
@@ -88,23 +196,23 @@ def test_a_rename_whose_reply_is_lost_has_happened(names, monkeypatch):
         raise OSError(errno.EIO, "no reply")
 
     monkeypatch.setattr(os, "replace", lost_reply)
-    names.add("a", {"x": 1}, replace=True)
+    names.put("a", {"x": 1})
     lease.renew({"v": 2})
     monkeypatch.undo()
-    assert names.get("a") == {"x": 1}
+    assert names.wait("a", 0) == {"x": 1}
     assert names.leases("owner")["owner"].value == {"v": 2}
 
 
 def test_a_rename_that_failed_is_an_error(names, monkeypatch):
-    names.add("a", {"x": 1})
+    names.put("a", {"x": 1})
 
     def refuse(source, target):
         raise OSError(errno.EDQUOT, "quota")
 
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="quota"):
-        names.add("a", {"x": 2}, replace=True)
-    assert names.get("a") == {"x": 1}
+        names.put("a", {"x": 2})
+    assert names.wait("a", 0) == {"x": 1}
     assert [path.name for path in names.root.iterdir()] == ["a.json"]
 
 
@@ -116,7 +224,7 @@ def test_a_link_that_was_won_though_the_reply_says_exists(names, monkeypatch):
         raise FileExistsError(errno.EEXIST, "says exists")
 
     monkeypatch.setattr(os, "link", lost_reply)
-    names.add("a", {"x": 1})
+    names.put("a", {"x": 1})
     assert names.lease("owner", {}, 5.0).epoch == 1
 
 
@@ -136,55 +244,48 @@ def test_a_taker_with_an_old_listing_does_not_reuse_an_epoch(names, monkeypatch)
 
 
 def test_unfinished_files_are_not_seen(names):
-    names.add("a/b", {})
-    (names.root / "a" / ".b.json.123.tmp").write_text("{")
-    (names.root / "a" / ".c.epoch-9.456.tmp").write_text("{")
-    assert list(names.list("")) == ["a/b"]
-    assert names.leases("") == {}
+    names.lease("a/b", {}, 5.0)
+    record = json.dumps({"value": {}, "counter": 0, "ttl_s": 5.0, "released": False})
+    (names.root / "a" / ".b.epoch-9.456.tmp").write_text(record)
+    assert names.leases("a")["a/b"].epoch == 1
 
 
 def test_readers_during_replaces_see_whole_records_only(names):
-    names.add("a", {"n": 0, "pad": "x" * 5000})
+    names.put("a", {"n": 0, "pad": "x" * 5000})
     seen, over = [], threading.Event()
 
     def read() -> None:
         while not over.is_set():
-            seen.append(names.get("a"))
+            seen.append(names.wait("a", 0))
 
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
         reader.start()
     for n in range(200):
-        names.add("a", {"n": n, "pad": "x" * 5000}, replace=True)
+        names.put("a", {"n": n, "pad": "x" * 5000})
     over.set()
     for reader in readers:
         reader.join()
     assert seen and all(one is not None and len(one["pad"]) == 5000 for one in seen)
 
 
-def test_of_adders_in_several_processes_one_wins(tmp_path):
+def test_of_takers_in_several_processes_each_has_epochs_of_its_own(tmp_path):
     code = (
-        "import sys, time\n"
-        "from hpc_rl.name_resolve.shared_fs import SharedFsNames\n"
-        "names = SharedFsNames(sys.argv[1]); won = 0\n"
+        "import sys\n"
+        "from hpc_rl.name_resolve.shared_fs import NameResolve\n"
+        "names = NameResolve(sys.argv[1])\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
-        "for n in range(20):\n"
-        "    try:\n"
-        "        names.add(f'race/{n}', {'by': sys.argv[2]}); won += 1\n"
-        "    except FileExistsError: pass\n"
-        "print(won, names.lease('owner', {}, 1.0).epoch)\n"
+        "print(*(names.lease('owner', {}, 1.0).epoch for _ in range(20)))\n"
     )
-    argv = [sys.executable, "-c", code, str(tmp_path)]
-    pipe = subprocess.PIPE
-    racers = [subprocess.Popen([*argv, str(n)], stdin=pipe, stdout=pipe, text=True) for n in range(3)]
+    argv, pipe = [sys.executable, "-c", code, str(tmp_path)], subprocess.PIPE
+    racers = [subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
     for racer in racers:
         assert racer.stdout.readline() == "ready\n"
     for racer in racers:
         racer.stdin.write("\n")
         racer.stdin.flush()
-    results = [tuple(map(int, racer.communicate()[0].split())) for racer in racers]
-    assert sum(won for won, _ in results) == 20
-    assert sorted(epoch for _, epoch in results) == [1, 2, 3]
+    epochs = [int(one) for racer in racers for one in racer.communicate()[0].split()]
+    assert len(set(epochs)) == 60
 
 
 def test_open_names_by_trial_path_and_root(tmp_path):
@@ -197,7 +298,7 @@ def test_open_names_by_trial_path_and_root(tmp_path):
 
 
 def test_on_a_full_disk_a_lease_is_still_renewed(tmp_path, monkeypatch):
-    names = SharedFsNames(tmp_path)
+    names = NameResolve(tmp_path)
     lease = names.lease("rollout", {"url": "http://somewhere:1"}, 10.0)
 
     def full(*_: object) -> None:

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from hpc_rl.errors import RequestRefused, RoleFailed, ServerUnavailable
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.memory import MemoryNames
+from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_session
 from hpc_rl.servers.router import Router, is_older
 
@@ -58,6 +58,11 @@ def _answer(ids, version, finish="stop"):
         "output_ids": ids,
         "meta_info": {"finish_reason": {"type": finish}, "output_token_logprobs": logprobs, **versions},
     }
+
+
+@pytest.fixture
+def names(tmp_path):
+    return NameResolve(tmp_path)
 
 
 @contextlib.asynccontextmanager
@@ -110,8 +115,7 @@ async def test_spans_of_one_version_are_joined():
     assert turn.versions == [("0.1", 0, 2)]
 
 
-async def test_requests_spread_over_servers():
-    names = MemoryNames()
+async def test_requests_spread_over_servers(names):
     async with servers(2) as fakes:
         for index, fake in enumerate(fakes):
             announce(names, index, fake)
@@ -125,8 +129,7 @@ async def test_requests_spread_over_servers():
             assert all(turn.output_ids == [1, 2] for turn in await asyncio.gather(*calls))
 
 
-async def test_round_robin_takes_one_after_the_other():
-    names = MemoryNames()
+async def test_round_robin_takes_one_after_the_other(names):
     async with servers(2) as fakes:
         for index, fake in enumerate(fakes):
             announce(names, index, fake)
@@ -138,8 +141,7 @@ async def test_round_robin_takes_one_after_the_other():
                 assert len(fakes[0].bodies) == len(fakes[1].bodies)
 
 
-async def test_dead_server_is_left_out_and_comes_back():
-    names = MemoryNames()
+async def test_dead_server_is_left_out_and_comes_back(names):
     async with servers(2) as (good, bad):
         announce(names, 0, good)
         bad.reply = lambda _body: 500
@@ -152,8 +154,7 @@ async def test_dead_server_is_left_out_and_comes_back():
             assert not any(server["suspect"] for server in router.servers())
 
 
-async def test_waits_for_a_server_and_gives_up_in_words():
-    names = MemoryNames()
+async def test_waits_for_a_server_and_gives_up_in_words(names):
     async with servers(1) as (fake,):
         lease = announce(names, 0, fake, state="waiting")
         async with Router(names, "data", poll_s=0.02, setup_timeout_s=0.2) as router:
@@ -167,8 +168,7 @@ async def test_waits_for_a_server_and_gives_up_in_words():
             assert (await call).output_ids == [1, 2]
 
 
-async def test_gives_up_after_its_retries():
-    names = MemoryNames()
+async def test_gives_up_after_its_retries(names):
     async with servers(1) as (fake,):
         fake.reply = lambda _body: 500
         announce(names, 0, fake)
@@ -178,8 +178,7 @@ async def test_gives_up_after_its_retries():
         assert len(fake.bodies) == 3
 
 
-async def test_a_bad_request_is_not_tried_again():
-    names = MemoryNames()
+async def test_a_bad_request_is_not_tried_again(names):
     async with servers(1) as (fake,):
         fake.reply = lambda _body: 400
         announce(names, 0, fake)
@@ -189,8 +188,7 @@ async def test_a_bad_request_is_not_tried_again():
         assert len(fake.bodies) == 1
 
 
-async def test_new_enough_servers_are_preferred():
-    names = MemoryNames()
+async def test_new_enough_servers_are_preferred(names):
     async with servers(2) as (old, new):
         old.version, new.version = "0.9", "1.2"
         announce(names, 0, old)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_rl.name_resolve.base import LeaseView
+from hpc_rl.name_resolve.shared_fs import LeaseView
 from hpc_rl.supervise.hangs import PLACED_S, HangDetector, serving
 
 TRAINER, ROLLOUT, SERVER = ("trainer", 0), ("rollout", 0), ("server", 0)

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_rl.errors import Stale, TrialBusy
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.shared_fs import SharedFsNames
+from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.proc import start_ticks
 from hpc_rl.supervise import ownership
 from hpc_rl.trial import Trial
@@ -23,26 +23,26 @@ def trial(tmp_path) -> Trial:
 
 def owner(trial: Trial, attempt: str, pid: int, ticks: int | None, host: str = ""):
     value = {"attempt": attempt, "host": host or socket.gethostname(), "pid": pid, "start_ticks": ticks}
-    return SharedFsNames(trial.names).lease(keys.OWNER, value, ownership.LEASE_TTL_S)
+    return NameResolve(trial.names).lease(keys.OWNER, value, ownership.LEASE_TTL_S)
 
 
 def test_another_job_that_lives_keeps_the_trial(trial):
     mine = owner(trial, "7.0", os.getpid(), start_ticks(os.getpid()))
     with pytest.raises(TrialBusy, match=r"run by attempt 7.0 on .*hpc-rl cancel exp/one"):
-        ownership.take_ownership(SharedFsNames(trial.names), trial.attempt("8.0"))
+        ownership.take_ownership(NameResolve(trial.names), trial.attempt("8.0"))
     mine.renew()  # it was not fenced
 
 
 def test_a_later_start_of_the_same_job_takes_over(trial):
     mine = owner(trial, "7.0", os.getpid(), start_ticks(os.getpid()))
-    ownership.take_ownership(SharedFsNames(trial.names), trial.attempt("7.1"))
+    ownership.take_ownership(NameResolve(trial.names), trial.attempt("7.1"))
     with pytest.raises(Stale):
         mine.renew()
 
 
 def test_a_dead_owner_is_followed_at_once(trial):
     owner(trial, "7.0", os.getpid(), 1)  # another process that once had this pid
-    assert ownership.take_ownership(SharedFsNames(trial.names), trial.attempt("8.0")).epoch == 2
+    assert ownership.take_ownership(NameResolve(trial.names), trial.attempt("8.0")).epoch == 2
 
 
 @pytest.mark.parametrize("lives", [True, False])
@@ -61,9 +61,9 @@ def test_an_owner_on_another_host_is_judged_by_its_counter(trial, monkeypatch, l
     try:
         if lives:
             with pytest.raises(TrialBusy):
-                ownership.take_ownership(SharedFsNames(trial.names), trial.attempt("8.0"))
+                ownership.take_ownership(NameResolve(trial.names), trial.attempt("8.0"))
         else:
-            assert ownership.take_ownership(SharedFsNames(trial.names), trial.attempt("8.0")).epoch == 2
+            assert ownership.take_ownership(NameResolve(trial.names), trial.attempt("8.0")).epoch == 2
     finally:
         over.set()
         thread.join()

@@ -10,7 +10,7 @@ from hpc_rl.app import supervisor as app
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.errors import FailureClass, StopCause
-from hpc_rl.name_resolve.memory import MemoryNames
+from hpc_rl.name_resolve import open_names
 from hpc_rl.plan.schema import Unit
 from hpc_rl.records import DrainIntent, EventKind, read_events
 from hpc_rl.supervise import runner as driving
@@ -73,7 +73,7 @@ def make(tmp_path):
         attempt.make_dirs()
         steps = SimpleNamespace(start=lambda *_: FakeHandle())
         rules = RecoverConfig(hang_max_s=300.0, hang_min_s=300.0)
-        runner = TrialRunner(attempt, PLAN, steps, MemoryNames(), lambda: None, rules, **more)
+        runner = TrialRunner(attempt, PLAN, steps, open_names(trial), lambda: None, rules, **more)
         runner.clock = lambda: 0.0
         runner.do(runner.machine.start(0.0))
         return runner

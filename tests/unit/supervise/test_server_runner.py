@@ -8,8 +8,7 @@ import pytest
 from toy_plans import toy_plan
 
 from hpc_rl.config.sections.operations import RecoverConfig
-from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.memory import MemoryNames
+from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.plan.schema import Group, Unit
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.supervise import bad_nodes, server_array, server_runner, state_machine, unit_loop
@@ -83,7 +82,7 @@ class Running:
     def __init__(
         self, trial: Trial, serves: str = "100", idle_s: float = 60.0, end_time=lambda: None, **rules
     ) -> None:
-        self.trial, self.steps, self.names = trial, FakeSteps(), MemoryNames()
+        self.trial, self.steps, self.names = trial, FakeSteps(), open_names(trial)
         self.owner = self.names.lease(keys.OWNER, {"attempt": "100.0"}, 60.0)
         attempt = trial.attempt("150_0.0")
         self.job = ServerRunner(

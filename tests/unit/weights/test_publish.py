@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from hpc_rl.errors import RoleFailed, Stale
-from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.memory import MemoryNames
+from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.trial import Trial
 from hpc_rl.types import WeightVersion
 from hpc_rl.weights import disk
@@ -24,7 +24,7 @@ TOKENS = {"control": "c-token", "data": "d-token"}
 class FakeServer:
     """Speaks the four calls; `update` may be replaced by a test."""
 
-    def __init__(self, names: MemoryNames, index: int) -> None:
+    def __init__(self, names: NameResolve, index: int) -> None:
         self.names, self.index = names, index
         self.calls: list[str] = []
         self.version = ""
@@ -76,8 +76,8 @@ def trial(tmp_path):
 
 
 @pytest.fixture
-async def servers():
-    names = MemoryNames()
+async def servers(trial):
+    names = open_names(trial)
     started = [await FakeServer(names, index).start() for index in range(3)]
     yield started
     for server in started:
