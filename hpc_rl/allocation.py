@@ -39,10 +39,11 @@ class ServerBackend:
 
 @dataclass(frozen=True)
 class TrainBackend:
-    """A train engine: dimensions that an expression may give, and those that can be above 1 today."""
+    """A train engine."""
 
-    dimensions: str
-    supported: str = ""  # empty: it can be planned, not started
+    dimensions: str  # that an expression may give
+    implementation: str = ""  # `module:class` of its `hpc_rl.engines.base.Engine`; empty: it is only planned
+    supported: str = ""  # dimensions that can be above 1 today
 
 
 SERVER_BACKENDS: dict[str, ServerBackend] = {
@@ -53,8 +54,8 @@ SERVER_BACKENDS: dict[str, ServerBackend] = {
     "vllm": ServerBackend("vllm"),
 }
 TRAIN_BACKENDS: dict[str, TrainBackend] = {
-    "fsdp": TrainBackend(dimensions="dtc", supported="d"),
-    "megatron": TrainBackend(dimensions="dptce"),
+    "fsdp": TrainBackend("dtc", "hpc_rl.engines.fsdp:FSDPEngine", supported="d"),
+    "megatron": TrainBackend("dptce"),
 }
 _TOKEN = re.compile(r"\s*(?:([A-Za-z]+)|([0-9]+)|([:.+|()\[\]*]))")
 

@@ -11,73 +11,46 @@ import torch
 
 
 class RewardBatch(NamedTuple):
-    """The rewards of a whole train batch, one row per trajectory.
+    """The rewards of a whole train batch, one row per trajectory."""
 
-    Args:
-        rewards_B: float32 [B], one scalar per trajectory.
-        mask_BT: bool [B, T], true at the tokens that the model made.
-        group_B: int64 [B], number of each row's group; None makes each row a group.
-        lengths_B: int64 [B], tokens of each row, prompt included.
-        group_size: Trajectories per prompt, as configured.
-        token_rewards_BT: float32 [B, T], added as they are once the trajectory's reward is shaped and placed.
-    """
-
-    rewards_B: torch.Tensor
-    mask_BT: torch.Tensor
-    group_B: torch.Tensor | None = None
-    lengths_B: torch.Tensor | None = None
-    group_size: int = 1
+    rewards_B: torch.Tensor  # float32, one scalar per trajectory
+    mask_BT: torch.Tensor  # bool, true at the tokens that the model made
+    group_B: torch.Tensor | None = None  # int64, number of each row's group; None makes each row a group
+    lengths_B: torch.Tensor | None = None  # int64, tokens of each row, prompt included
+    group_size: int = 1  # trajectories per prompt, as configured
+    # float32, added as they are once the trajectory's reward is shaped and placed
     token_rewards_BT: torch.Tensor | None = None
 
 
 class TokenBatch(NamedTuple):
-    """The T tokens of a micro-batch of whole rows.
+    """The T tokens of a micro-batch of whole rows; float32 but for mask and row."""
 
-    Args:
-        logprobs_T: float32 [T], of the current policy, with gradient.
-        prox_T: float32 [T], of the proximal policy, around which the ratio is clipped.
-        behav_T: float32 [T], of the behaviour policy that sampled the tokens.
-        advantages_T: float32 [T].
-        mask_T: bool [T], true at the tokens that are trained on.
-        entropy_T: float32 [T], without gradient.
-        row_T: int64 [T], the row of each token.
-        ref_T: float32 [T], of the reference model; None without a KL loss.
-        weights_T: float32 [T], weight of each token in the loss; None weighs all alike.
-    """
-
-    logprobs_T: torch.Tensor
-    prox_T: torch.Tensor
-    behav_T: torch.Tensor
+    logprobs_T: torch.Tensor  # of the current policy, with gradient
+    prox_T: torch.Tensor  # of the proximal policy, around which the ratio is clipped
+    behav_T: torch.Tensor  # of the behaviour policy that sampled the tokens
     advantages_T: torch.Tensor
-    mask_T: torch.Tensor
-    entropy_T: torch.Tensor
-    row_T: torch.Tensor | None = None
-    ref_T: torch.Tensor | None = None
-    weights_T: torch.Tensor | None = None
+    mask_T: torch.Tensor  # bool, true at the tokens that are trained on
+    entropy_T: torch.Tensor  # without gradient
+    row_T: torch.Tensor | None = None  # int64, the row of each token
+    ref_T: torch.Tensor | None = None  # log-probabilities of the reference model; None without a KL loss
+    weights_T: torch.Tensor | None = None  # of each token in the loss; None weighs all alike
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One row of ALGORITHMS.
+    """One row of ALGORITHMS."""
 
-    Args:
-        advantages: RewardBatch and the numbers of the configuration -> float32 [B, T], 0 outside of the mask.
-        policy_loss: TokenBatch and numbers -> (sum of the token losses, sums to report).
-        overlong_penalty: (lengths, max_new_tokens, overlong_tokens, factor) -> what is added to the rewards.
-        informative_rows: (rewards, group_B, group_size) -> the rows that dynamic sampling keeps.
-        drops_groups_first: Dynamic sampling comes before the normalization.
-        zeroes_truncated: A truncated trajectory is trained on with reward 0; otherwise it is left out of the
-            loss.
-        zero_reference: A missing reference model has log-probability 0 in the KL rewards.
-        recomputes_at_temperature: Recomputed log-probabilities are those at the sampling temperature, not at
-            1.
-    """
-
+    # RewardBatch and the numbers of the configuration -> float32 [B, T], 0 outside of the mask
     advantages: Callable[..., torch.Tensor]
+    # TokenBatch and numbers -> (sum of the token losses, sums to report)
     policy_loss: Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+    # (lengths, max_new_tokens, overlong_tokens, factor) -> what is added to the rewards
     overlong_penalty: Callable[[torch.Tensor, int, int, float], torch.Tensor]
+    # (rewards, group_B, group_size) -> the rows that dynamic sampling keeps
     informative_rows: Callable[[torch.Tensor, torch.Tensor, int], list[int]]
-    drops_groups_first: bool = True
+    drops_groups_first: bool = True  # dynamic sampling comes before the normalization
+    # a truncated trajectory is trained on with reward 0; otherwise it is left out of the loss
     zeroes_truncated: bool = False
-    zero_reference: bool = False
+    zero_reference: bool = False  # a missing reference model has log-probability 0 in the KL rewards
+    # recomputed log-probabilities are those at the sampling temperature, not at 1
     recomputes_at_temperature: bool = True

@@ -17,7 +17,6 @@ import torch
 from hpc_rl.algorithms.advantages import gae, place_rewards, shape_rewards
 from hpc_rl.algorithms.base import RewardBatch, TokenBatch
 from hpc_rl.algorithms.kl import k3
-from hpc_rl.algorithms.losses import policy_token_loss, token_sums
 from hpc_rl.algorithms.normalization import Levels, normalize
 
 T = TypeVar("T")
@@ -74,27 +73,52 @@ def policy_loss(
     behav_imp_weight_cap: float | None = None,
     beta: float = 0.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the sum of the token losses and sums to report; see losses.py.
+    """Return the sum of the token losses and sums over the masked tokens to report.
 
-    With `ref_T`, beta * k3 is added at each masked token, also at dropped ones, and `kl_loss` reports k3
-    itself. `weights_T` weighs the loss; what is reported stays the plain sum. Raises ValueError for a cap of
-    1 or less.
+    PPO's clipped loss around the proximal policy: -min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_higher) A)
+    with r = current / proximal (Schulman et al., arXiv 1707.06347, equation 7); for A < 0 bounded by
+    -c_clip A (dual clip, Ye et al., arXiv 1912.09729); times proximal / behaviour (Hilton et al., arXiv
+    2110.00641). A token whose behaviour weight is above the cap has weight 0: it is dropped, not clamped.
+    With `ref_T`, beta * k3 is added at each masked token, also at dropped ones; `kl_loss` reports k3 itself.
+    `weights_T` weighs the loss, not what is reported. Raises ValueError for a `c_clip` or cap of 1 or less.
     """
-    token = policy_token_loss(
-        batch.logprobs_T,
-        batch.prox_T,
-        batch.behav_T,
-        batch.advantages_T,
-        batch.mask_T,
-        eps_clip=eps_clip,
-        eps_clip_higher=eps_clip_higher,
-        c_clip=c_clip,
-        behav_imp_weight_cap=behav_imp_weight_cap,
-    )
-    sums = token_sums(token, batch.entropy_T, batch.behav_T - batch.logprobs_T.detach(), batch.mask_T)
-    loss_T = token.loss_T
+    for name, bound in (("c_clip", c_clip), ("behav_imp_weight_cap", behav_imp_weight_cap)):
+        if bound is not None and bound <= 1:
+            raise ValueError(f"{name} must be above 1, got {bound}")
+    mask_T, advantages_T = batch.mask_T, batch.advantages_T
+
+    def masked(values_T: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask_T, values_T, torch.zeros_like(values_T))
+
+    # masked before exp: no overflow at tokens that don't count
+    ratio_T = masked(batch.logprobs_T - batch.prox_T).exp()
+    upper = 1 + (eps_clip if eps_clip_higher is None else eps_clip_higher)
+    plain_T = -advantages_T * ratio_T
+    bounded_T = -advantages_T * ratio_T.clamp(1 - eps_clip, upper)
+    loss_T = torch.maximum(plain_T, bounded_T)
+    clipped_T = plain_T < bounded_T
+    dual_clipped_T = dropped_T = torch.zeros_like(mask_T)
+    if c_clip is not None:
+        dual_T = advantages_T.sign() * c_clip * advantages_T
+        dual_clipped_T = dual_T < loss_T
+        loss_T = torch.minimum(loss_T, dual_T)
+    weight_T = masked(batch.prox_T - batch.behav_T).exp()
+    if behav_imp_weight_cap is not None:
+        dropped_T = weight_T > behav_imp_weight_cap
+        weight_T = weight_T.masked_fill(dropped_T, 0.0)
+    loss_T = masked(loss_T * weight_T)
+    sums = {
+        "num_tokens": mask_T.sum(),
+        "entropy": masked(batch.entropy_T).sum(),
+        "clip_ratio": masked(clipped_T).sum(),
+        "dual_clip_ratio": masked(dual_clipped_T).sum(),
+        "importance_weight": masked(ratio_T).detach().sum(),
+        "behave_imp_weight": masked(weight_T).sum(),
+        "behave_dropped": masked(dropped_T).sum(),
+        "behave_approx_kl": masked(batch.behav_T - batch.logprobs_T.detach()).sum(),
+    }
     if batch.ref_T is not None:
-        kl_T = k3(batch.logprobs_T, batch.ref_T, batch.mask_T)
+        kl_T = k3(batch.logprobs_T, batch.ref_T, mask_T)
         loss_T = loss_T + beta * kl_T
         sums["kl_loss"] = kl_T.detach().sum()
     return (loss_T if batch.weights_T is None else loss_T * batch.weights_T).sum(), sums

@@ -12,22 +12,16 @@ Level = Literal["batch", "group"] | None
 
 
 class Levels(NamedTuple):
-    """Over what the mean and the deviation are taken; None leaves the mean or the scale as it is.
+    """Over what the mean and the deviation are taken; None leaves the mean or the scale as it is."""
 
-    Args:
-        mean: Entries of the mean; GRPO takes those of the group (Shao et al., arXiv 2402.03300, section 4.1).
-        std: Entries of the deviation; Dr.GRPO takes none (Liu et al., arXiv 2503.20783).
-        eps: Added to the deviation.
-        leave_one_out: An entry's mean is that of the others, 0 without others (RLOO; Ahmadian et al., arXiv
-            2402.14740).
-        unbiased: The deviation divides by the count less one.
-    """
-
+    # GRPO takes the mean of the group (Shao et al., arXiv 2402.03300, section 4.1)
     mean: Level = "batch"
+    # Dr.GRPO takes no deviation (Liu et al., arXiv 2503.20783)
     std: Level = "batch"
-    eps: float = 1e-5
+    eps: float = 1e-5  # added to the deviation
+    # an entry's mean is that of the others, 0 without others (RLOO; Ahmadian et al., arXiv 2402.14740)
     leave_one_out: bool = False
-    unbiased: bool = False
+    unbiased: bool = False  # the deviation divides by the count less one
 
 
 NO_GROUP = -1

@@ -242,7 +242,7 @@ def _not_built(config: Config, allocation: Allocation) -> str:
 
     Raises ConfigError where allocation and configuration name two engines.
     """
-    lacking = [name for name, backend in TRAIN_BACKENDS.items() if not backend.supported]
+    lacking = [name for name, backend in TRAIN_BACKENDS.items() if not backend.implementation]
     named = [f"{section}.backend {one.backend}" for section, one in models(config) if one.backend in lacking]
     train = allocation.train
     if train and train.backend in lacking:

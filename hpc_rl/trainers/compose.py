@@ -4,15 +4,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.allocation import TRAIN_BACKENDS
 from hpc_rl.config.loading.stored import redacted
 from hpc_rl.config.sections.experiment import GRPOConfig, RWConfig, SFTConfig, total_steps
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.engines import engine_class
 from hpc_rl.engines.base import Engine
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.stats.sinks import RunIdentity, Sinks, open_sinks
@@ -92,7 +93,8 @@ def _reference(start: TrainerContext, config: GRPOConfig) -> Engine | None:
 
 def _engine(start: TrainerContext, model: TrainEngineConfig, frozen: bool = False) -> Engine:
     ranks = start.ranks
-    engine = engine_class(start.engine)(
+    module, _, name = TRAIN_BACKENDS[start.engine].implementation.partition(":")
+    engine: Engine = getattr(import_module(module), name)(
         model,
         rank=ranks.rank,
         num_ranks=ranks.num,

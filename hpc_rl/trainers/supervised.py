@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_rl.algorithms.losses import pairwise_loss, supervised_loss
 from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import RWConfig, SFTConfig, total_steps
 from hpc_rl.datasets.encode import load_pairs, load_sequences
@@ -114,7 +113,10 @@ def sequences(rows: list[Row]) -> Sequences:
 
 
 def sequence_loss(batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return supervised_loss(batch.logprobs_T, batch.columns_T["loss_mask"])
+    """Return the sum of the negative log-likelihood over the masked tokens, and their number."""
+    mask_T = batch.columns_T["loss_mask"]
+    loss_T = -torch.where(mask_T, batch.logprobs_T, torch.zeros_like(batch.logprobs_T))
+    return loss_T.sum(), {"num_tokens": mask_T.sum()}
 
 
 def held_out_loss(engine: Engine, rows: Sequences) -> dict[str, float]:
@@ -134,8 +136,19 @@ def pairs(rows: list[Row]) -> Sequences:
 
 
 def pair_loss(batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    scores_P2 = batch.logprobs_T[batch.columns_T["loss_mask"]].reshape(-1, 2)
-    return pairwise_loss(scores_P2[:, 0], scores_P2[:, 1])
+    return pairwise_loss(batch.logprobs_T[batch.columns_T["loss_mask"]].reshape(-1, 2))
+
+
+def pairwise_loss(scores_P2: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the sum of -log sigmoid(chosen - rejected) over pairs of scores, float32 [P, 2].
+
+    Also reports how many pairs are in order, and the sum of their margins. Bradley and Terry, "Rank Analysis
+    of Incomplete Block Designs", 1952; as a loss of reward models in Ouyang et al., arXiv 2203.02155,
+    equation 1.
+    """
+    margin_P = scores_P2[:, 0] - scores_P2[:, 1]
+    sums = {"num_correct": (margin_P > 0).sum(), "margin": margin_P.detach().sum()}
+    return -torch.nn.functional.logsigmoid(margin_P).sum(), sums
 
 
 def held_out_preferences(engine: Engine, rows: Sequences) -> dict[str, float]:
@@ -145,7 +158,7 @@ def held_out_preferences(engine: Engine, rows: Sequences) -> dict[str, float]:
     """
     scored = zip(engine.logprobs(rows, 1.0), rows.columns["loss_mask"], strict=True)
     scores_P2 = torch.tensor([float(scores[mask].sum()) for scores, mask in scored]).reshape(-1, 2)
-    loss, sums = pairwise_loss(scores_P2[:, 0], scores_P2[:, 1])
+    loss, sums = pairwise_loss(scores_P2)
     total, correct, count = sum_over_ranks([float(loss), float(sums["num_correct"]), float(len(scores_P2))])
     return {"eval_loss": total / max(1.0, count), "eval_accuracy": correct / max(1.0, count)}
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from hpc_rl.algorithms.losses import supervised_loss
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.manifest import Manifest
 from hpc_rl.checkpoint.retention import RetentionPolicy
@@ -27,6 +26,7 @@ from hpc_rl.trainers import ranks as ranks_module
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.saving import Saving
 from hpc_rl.trainers.start import TrainerContext, begin, load_state
+from hpc_rl.trainers.supervised import sequence_loss
 from hpc_rl.trial import Trial, read_json, write_json
 
 LENGTHS = (9, 3, 30, 1, 12, 2, 30, 17)
@@ -62,13 +62,9 @@ def share(step: int, rank: int, num_ranks: int) -> Sequences:
     )
 
 
-def supervised(batch):
-    return supervised_loss(batch.logprobs_T, batch.columns_T["loss_mask"])
-
-
 def train(engine, steps) -> list[dict[str, float]]:
     return [
-        engine.train_batch(share(step, engine.rank, engine.num_ranks), supervised, WEIGHT, 0.9)
+        engine.train_batch(share(step, engine.rank, engine.num_ranks), sequence_loss, WEIGHT, 0.9)
         for step in steps
     ]
 

@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hpc_rl import checked_file
-from hpc_rl.algorithms.losses import supervised_loss
 from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines import fsdp, model
 from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.errors import ConfigError, Damaged
+from hpc_rl.trainers.supervised import sequence_loss
 
 
 def config_of(path: Path, **changes) -> TrainEngineConfig:
@@ -45,10 +45,6 @@ def some_rows(lengths=(9, 3, 30, 1, 12, 2, 30), seed: int = 0, mask: bool = True
     rng = np.random.default_rng(seed)
     ids = [rng.integers(0, 32, size=length).astype(np.int32) for length in lengths]
     return Sequences(ids, {"loss_mask": [np.arange(len(x)) >= 2 for x in ids]} if mask else {})
-
-
-def supervised(batch: MicroBatch):
-    return supervised_loss(batch.logprobs_T, batch.columns_T["loss_mask"])
 
 
 def plain_logprobs(engine, ids: np.ndarray, temperature: float) -> torch.Tensor:
@@ -112,7 +108,7 @@ def test_update_equals_a_plain_torch_step(model_dir) -> None:
     engine, plain = engine_of(model_dir), engine_of(model_dir)
     rows = some_rows()
     weight = float(sum(mask.sum() for mask in rows.columns["loss_mask"]))
-    result = engine.train_batch(rows, supervised, weight, 1.0)
+    result = engine.train_batch(rows, sequence_loss, weight, 1.0)
     adam = torch.optim.AdamW(plain.model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
     pairs = zip(rows.ids, rows.columns["loss_mask"], strict=True)
     loss = (
@@ -145,7 +141,7 @@ def test_update_equals_a_plain_torch_step(model_dir) -> None:
 def test_three_steps_do_not_depend_on_how_they_are_computed(model_dir, layout, changes) -> None:
     engines = [engine_of(model_dir), engine_of(model_dir, layout, **changes)]
     for seed in range(3):
-        results = [engine.train_batch(some_rows(seed=seed), supervised, 60.0, 0.9) for engine in engines]
+        results = [engine.train_batch(some_rows(seed=seed), sequence_loss, 60.0, 0.9) for engine in engines]
         assert results[0] == pytest.approx(results[1], rel=1e-5)
     assert_equal_weights(*map(weights_of, engines), atol=1e-5)
 
@@ -160,7 +156,7 @@ def test_padding_to_the_maximum_changes_the_shapes_and_not_the_result(model_dir,
     rows = some_rows((9, 3, 12, 2))
     for one, other in zip(engines[0].logprobs(rows, 1.0), engines[1].logprobs(rows, 1.0), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
-    results = [engine.train_batch(rows, supervised, 60.0, 1.0) for engine in engines]
+    results = [engine.train_batch(rows, sequence_loss, 60.0, 1.0) for engine in engines]
     assert results[0] == pytest.approx(results[1], rel=1e-4)
     assert max(shapes[0]) < min(shapes[1]) <= 64
     assert layout == "padded" or shapes[1] == {64}
@@ -169,12 +165,12 @@ def test_padding_to_the_maximum_changes_the_shapes_and_not_the_result(model_dir,
 def test_optimizer_in_cpu_memory_gives_the_same_bits_after_a_restart(model_dir, tmp_path) -> None:
     engines = [engine_of(model_dir, optimizer=optimizer_of(offload=offload)) for offload in (False, True)]
     for engine in engines:
-        engine.train_batch(some_rows(), supervised, 60.0, 1.0)
+        engine.train_batch(some_rows(), sequence_loss, 60.0, 1.0)
     engines[1].save(tmp_path)
     engines[1] = engine_of(model_dir, seed=9, optimizer=optimizer_of(offload=True))
     engines[1].load(tmp_path, 1)
     for engine in engines:
-        engine.train_batch(some_rows(seed=1), supervised, 60.0, 1.0)
+        engine.train_batch(some_rows(seed=1), sequence_loss, 60.0, 1.0)
     assert_equal_weights(*map(weights_of, engines))
 
 
@@ -184,7 +180,7 @@ def test_neighbours_stay_together(model_dir) -> None:
 
     def loss(batch: MicroBatch):
         lengths.append(torch.bincount(batch.row_T).tolist())
-        return supervised(batch)
+        return sequence_loss(batch)
 
     engine.train_batch(some_rows((9, 3, 30, 1, 12, 2)), loss, 60.0, 1.0)
     assert sorted(lengths) == [[9, 3], [12, 2], [30, 1]]
@@ -196,11 +192,11 @@ def test_float16_scales_the_loss_and_goes_on_after_overflows(model_dir, tmp_path
     optimizer = optimizer_of(initial_loss_scale=2.0**40, hysteresis=1, loss_scale_window=2)
     engine, plain = engine_of(model_dir, dtype="float16", optimizer=optimizer), engine_of(model_dir)
     try:
-        results = [engine.train_batch(some_rows(seed=0), supervised, 60.0, 1.0) for _ in range(40)]
+        results = [engine.train_batch(some_rows(seed=0), sequence_loss, 60.0, 1.0) for _ in range(40)]
         worked = [bool(result["update_successful"]) for result in results]
         first = worked.index(True)
         assert first > 3 and sum(worked) > 10
-        want = plain.train_batch(some_rows(seed=0), supervised, 60.0, 1.0)
+        want = plain.train_batch(some_rows(seed=0), sequence_loss, 60.0, 1.0)
         assert results[first]["grad_norm"] == pytest.approx(want["grad_norm"], rel=0.02)
         assert results[-1]["loss"] < results[0]["loss"]
         engine.save(tmp_path)
@@ -246,7 +242,7 @@ def test_gradients_are_summed_over_ranks_in_the_type_that_is_given(model_dir, mo
 def test_same_inputs_give_the_same_bits(model_dir) -> None:
     engines = [engine_of(model_dir), engine_of(model_dir)]
     results = [
-        [engine.train_batch(some_rows(seed=seed), supervised, 60.0, 1.0) for seed in range(3)]
+        [engine.train_batch(some_rows(seed=seed), sequence_loss, 60.0, 1.0) for seed in range(3)]
         for engine in engines
     ]
     assert results[0] == results[1]
@@ -261,23 +257,23 @@ def test_update_without_a_finite_gradient_is_skipped(model_dir) -> None:
     )
     assert result["update_successful"] == 0.0
     assert_equal_weights(before, weights_of(engine))
-    assert engine.train_batch(some_rows(), supervised, 60.0, 1.0)["update_successful"] == 1.0
+    assert engine.train_batch(some_rows(), sequence_loss, 60.0, 1.0)["update_successful"] == 1.0
 
 
 def test_no_rows_are_refused(model_dir) -> None:
     with pytest.raises(ValueError, match="no rows"):
-        engine_of(model_dir).train_batch(Sequences([], {"loss_mask": []}), supervised, 1.0, 1.0)
+        engine_of(model_dir).train_batch(Sequences([], {"loss_mask": []}), sequence_loss, 1.0, 1.0)
 
 
 def test_training_learns(model_dir) -> None:
     engine = engine_of(model_dir)
-    losses = [engine.train_batch(some_rows(), supervised, 80.0, 1.0)["loss"] for _ in range(10)]
+    losses = [engine.train_batch(some_rows(), sequence_loss, 80.0, 1.0)["loss"] for _ in range(10)]
     assert losses[-1] < 0.5 * losses[0]
 
 
 def test_export_is_a_checkpoint_that_transformers_and_the_engine_read(model_dir, tmp_path) -> None:
     engine = engine_of(model_dir)
-    engine.train_batch(some_rows(), supervised, 60.0, 1.0)
+    engine.train_batch(some_rows(), sequence_loss, 60.0, 1.0)
     engine.export(tmp_path / "out", tokenizer=model_dir)
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert files == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
@@ -299,7 +295,7 @@ def test_bfloat16_keeps_float32_weights_and_exports_bfloat16(model_dir, tmp_path
     try:
         want, got = plain.logprobs(some_rows(), 1.0), engine.logprobs(some_rows(), 1.0)
         np.testing.assert_allclose(np.concatenate(got), np.concatenate(want), atol=0.3)
-        assert engine.train_batch(some_rows(), supervised, 60.0, 1.0)["update_successful"] == 1.0
+        assert engine.train_batch(some_rows(), sequence_loss, 60.0, 1.0)["update_successful"] == 1.0
         assert {shard.local.dtype for shard in engine.shards} == {torch.float32}
         engine.export(tmp_path / "out")
         assert {tensor.dtype for tensor in engine.hf_weights().values()} == {torch.bfloat16}
@@ -318,7 +314,7 @@ def test_large_exports_are_cut_into_indexed_files(model_dir, tmp_path, monkeypat
 
 def test_state_continues_bit_for_bit(model_dir, tmp_path) -> None:
     engine = engine_of(model_dir)
-    engine.train_batch(some_rows(seed=0), supervised, 60.0, 1.0)
+    engine.train_batch(some_rows(seed=0), sequence_loss, 60.0, 1.0)
     records = engine.save(tmp_path)
     torch_draw = torch.rand(3)
     other = engine_of(model_dir, seed=5)
@@ -326,7 +322,9 @@ def test_state_continues_bit_for_bit(model_dir, tmp_path) -> None:
     assert records == [checked_file.record(tmp_path / "rank-00000.safetensors")]
     assert torch.equal(torch.rand(3), torch_draw)
     rows = some_rows(seed=1)
-    assert engine.train_batch(rows, supervised, 60.0, 1.0) == other.train_batch(rows, supervised, 60.0, 1.0)
+    assert engine.train_batch(rows, sequence_loss, 60.0, 1.0) == other.train_batch(
+        rows, sequence_loss, 60.0, 1.0
+    )
     assert_equal_weights(weights_of(engine), weights_of(other))
 
 

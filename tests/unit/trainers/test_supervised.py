@@ -1,13 +1,17 @@
-"""What a step of SFT and of a reward model asks of the engine."""
+"""What a step of SFT and of a reward model asks of the engine, and their losses."""
+
+import math
 
 import numpy as np
 import pytest
+import torch
 from recipes import make_run
 
 from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import RWConfig, SFTConfig
 from hpc_rl.config.sections.training import TrainEngineConfig
-from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe
+from hpc_rl.engines.base import MicroBatch
+from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe, pairwise_loss, sequence_loss
 
 
 def sft_recipe(tmp_path, num_rows: int = 7, batch_size: int = 3, held_out=None) -> SupervisedRecipe:
@@ -70,3 +74,25 @@ def test_a_reward_model_trains_on_the_last_tokens_of_pairs(tmp_path):
     )
     assert recipe.evaluate(0) == {}
     assert recipe.evaluate(1) == pytest.approx({"eval_loss": np.log(2), "eval_accuracy": 0.0})
+
+
+def test_the_loss_of_sequences_sums_over_the_mask():
+    mask, zero = torch.tensor([True, False, True]), torch.zeros(3)
+    batch = MicroBatch(torch.tensor([-1.0, -2.0, -4.0]), zero, {"loss_mask": mask}, zero.long())
+    loss, sums = sequence_loss(batch)
+    assert loss == 5.0
+    assert sums["num_tokens"] == 2
+
+
+def test_pairs_by_hand():
+    scores = torch.tensor([[2.0, 1.0], [0.0, 1.0], [1.0, 1.0]], requires_grad=True)
+    loss, sums = pairwise_loss(scores)
+    assert loss.item() == pytest.approx(math.log1p(math.exp(-1)) + math.log1p(math.exp(1)) + math.log(2))
+    assert (sums["num_correct"].item(), sums["margin"].item()) == (1, 0.0)  # a tie is not in order
+    loss.backward()
+    assert scores.grad[:, 0].tolist() == pytest.approx([-1 / (1 + math.e), -math.e / (1 + math.e), -0.5])
+
+
+def test_no_pairs():
+    loss, sums = pairwise_loss(torch.zeros(0, 2))
+    assert loss.item() == 0 and sums["num_correct"].item() == 0
