@@ -16,6 +16,8 @@ REPEATED_FILES = {"__init__.py", "__main__.py", "base.py"}
 
 # Small modules, and why each is a file of its own.
 SMALL = {
+    "algorithms/areal.py": "an algorithm is one page",
+    "algorithms/base.py": "imported by every algorithm",
     "algorithms/kl.py": "an algorithm is one page",
     "app/reward_worker.py": "a process of its own",
     "app/server.py": "a process of its own",
