@@ -83,6 +83,10 @@ class TrajectoryGroup:
     def oldest_step(self) -> int:
         return min((t.oldest_step() for t in self.trajectories), default=0)
 
+    def lineages(self) -> set[int]:
+        """Lineages of the weights that made its tokens."""
+        return {int(number) for t in self.trajectories for number in np.unique(t.lineages[t.loss_mask])}
+
 
 @dataclass(slots=True)
 class Batch:

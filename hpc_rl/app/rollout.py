@@ -61,12 +61,9 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     def lineages() -> tuple[int, list[LineageRecord]]:
         return newest_number(trial), read_lineages(trial)
 
+    executor = Executor(lambda number: worker_argv(context, number), config.rollout.num_workers)
     service = RolloutService(
-        trial.rollout, sequencer, prompts, held_out, lineages, lambda: context.deadline.left_s
-    )
-    num_workers = config.rollout.num_workers
-    service.executor = executor = Executor(
-        lambda i: worker_argv(context, i), num_workers, service.on_frame, service.on_lost
+        trial.rollout, sequencer, prompts, held_out, lineages, executor, lambda: context.deadline.left_s
     )
     await executor.start()
 

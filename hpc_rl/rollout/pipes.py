@@ -50,16 +50,12 @@ class WorkerEnds(TypedDict):
 
 
 class GroupMade(TypedDict):
-    """A finished group, encoded, and its numbers for the ledger."""
+    """A finished group, encoded, and its record for the ledger."""
 
     op: Literal["group"]
     ticket: int
-    oldest_step: int
-    oldest_lineage: int
+    record: list[Any]  # the fields of GroupRecord
     newest_lineage: int
-    num_trajectories: int
-    num_tokens: int
-    reward_sum: float
     group: bytes
 
 

@@ -20,26 +20,26 @@ AT_LEAST_S = 30.0  # also without a change, as a sign of life
 
 def counters(service: RolloutService) -> dict[str, Any]:
     """Return the counters of `GET /status`."""
-    sequencer, executor = service.sequencer, service.executor
-    version, seals = sequencer.version, sequencer.seals.values()
+    sequencer, log = service.sequencer, service.sequencer.log
+    version, seals = sequencer.version, log.seals.values()
     return {
-        "version": None if version is None else str(WeightVersion(sequencer.lineage, version)),
+        "version": None if version is None else str(WeightVersion(log.lineage, version)),
         "running": len(sequencer.running),
-        "ready": len(sequencer.ready),
+        "ready": len(log.ready),
         "issued": sequencer.next_index,
-        "sealed": sequencer.top,
-        "trimmed": sequencer.trimmed,
+        "sealed": log.top,
+        "trimmed": log.trimmed,
         "accepted": sequencer.accepted,
-        "consumed": sequencer.consumed,
-        "rejected": dict(sequencer.rejections),
-        "staleness": {str(age): count for age, count in sorted(sequencer.staleness.items())},
+        "consumed": log.consumed,
+        "rejected": dict(log.rejections),
+        "staleness": {str(age): count for age, count in sorted(log.staleness.items())},
         "older_lineage": sum(seal.counters.get("older_lineage", 0) for seal in seals),
         "bytes_per_step": sum(seal.num_bytes for seal in seals) / len(seals) if seals else 0.0,
         "ledger_bytes": service.ledger.size_bytes(),
         "segment": service.ledger.segment,
         "holding": service.clock.holding,
         "evaluating": service.evaluations.running,
-        "worker_restarts": executor.restarts if executor else 0,
+        "worker_restarts": service.executor.restarts,
     }
 
 

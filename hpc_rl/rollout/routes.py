@@ -3,7 +3,6 @@
 Other packages may add routes to the list.
 """
 
-import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable
 
@@ -13,37 +12,13 @@ from hpc_rl.auth import Access, Tokens, json_object
 from hpc_rl.errors import RoleFailed, Stale
 from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
 from hpc_rl.rollout.report import counters
-from hpc_rl.rollout.service import (
-    NotTheTrainer,
-    OutOfStep,
-    OutOfTime,
-    RoleEnds,
-    RolloutService,
-    Trimmed,
-    UnknownLineage,
-)
+from hpc_rl.rollout.service import Refused, RolloutService
 from hpc_rl.types import WeightVersion, encode
 
-logger = logging.getLogger(__name__)
 LONG_POLL_S = 10.0
 TOKENS = web.AppKey("tokens", Tokens)
 
 
-class TooEarly(web.HTTPClientError):
-    status_code = 425
-
-
-# the first class that fits; another exception is a bug
-REFUSALS: dict[type[Exception], type[web.HTTPException]] = {
-    NotTheTrainer: web.HTTPForbidden,
-    Stale: web.HTTPConflict,
-    Trimmed: web.HTTPGone,
-    OutOfStep: web.HTTPPreconditionFailed,
-    UnknownLineage: TooEarly,
-    RoleEnds: web.HTTPServiceUnavailable,
-    RoleFailed: web.HTTPInternalServerError,
-    LedgerDamaged: web.HTTPInternalServerError,
-}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -63,11 +38,7 @@ def routes(service: RolloutService, num_servers: Callable[[], int] = lambda: 0) 
         if step < 1 or lineage < 0 or math.isnan(wait_s):
             raise web.HTTPBadRequest(text="steps count from 1, lineages from 0, wait_s from 0")
         get = service.batch if access_of(request) == Access.CONTROL else service.sealed_batch
-        try:
-            body = await get(step, lineage, wait_s)
-        except OutOfTime as error:
-            logger.info("%s", error)
-            return web.Response(status=205)
+        body = await get(step, lineage, wait_s)
         return web.Response(status=204) if body is None else web.Response(body=body)
 
     async def evaluate(request: web.Request) -> web.Response:
@@ -92,7 +63,7 @@ def routes(service: RolloutService, num_servers: Callable[[], int] = lambda: 0) 
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise web.HTTPBadRequest(text=f'{{"step": <int>}} is needed: {error}') from None
         await service.retain(step)
-        return web.json_response({"trimmed": service.sequencer.trimmed})
+        return web.json_response({"trimmed": service.sequencer.log.trimmed})
 
     return [
         web.get("/batch", _refusing(batch)),
@@ -108,9 +79,12 @@ def _refusing(handler: Handler) -> Handler:
     async def guarded(request: web.Request) -> web.StreamResponse:
         try:
             return await handler(request)
-        except tuple(REFUSALS) as error:
-            http = next(http for kind, http in REFUSALS.items() if isinstance(error, kind))
-            raise http(text=str(error)) from None
+        except Refused as error:
+            return web.Response(status=error.status, text=str(error))
+        except Stale as error:
+            return web.Response(status=409, text=str(error))
+        except (RoleFailed, LedgerDamaged) as error:
+            return web.Response(status=500, text=str(error))
 
     return guarded
 

@@ -2,8 +2,8 @@
 
 A state machine without I/O or time.
 
-Every prompt index is in exactly one place: running (issued, under a ticket), waiting (to be issued again),
-ready (a group in the ledger), or resolved (in a sealed batch, or rejected). A result counts only under the
+Every prompt index is in exactly one place: running (issued, under a ticket), waiting (to be issued again), or
+in the log: ready (a group), or resolved (in a sealed batch, or rejected). A result counts only under the
 ticket that its index runs under: what a worker that was given up sends later is ignored. The shell
 (service.py) does the I/O in between.
 """
@@ -11,12 +11,12 @@ ticket that its index runs under: what a worker that was given up sends later is
 import heapq
 import itertools
 from collections import Counter
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from hpc_rl.errors import Stale
-from hpc_rl.rollout.batch_log.ledger import GroupRecord, RecordPlace, RejectReason
-from hpc_rl.rollout.batch_log.replay import State
+from hpc_rl.rollout.batch_log.ledger import GroupRecord, RecordPlace, RejectReason, RejectRecord
+from hpc_rl.rollout.batch_log.replay import LogState, ReadyGroup
 from hpc_rl.rollout.batch_log.seals import Seal
 from hpc_rl.rollout.staleness import capacity, leaves_room, staleness
 
@@ -58,72 +58,43 @@ class Issue:
     begun: int  # the trainer's version
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyGroup:
-    """A group that waits for its batch."""
-
-    begun: int
-    oldest_step: int
-    oldest_lineage: int
-    place: RecordPlace
-    arrival: int
-
-
 class Sequencer:
-    """See the module. Call restore first; nothing is issued before the first observe."""
+    """See the module. Nothing is issued before the first observe; the log is that of `restore`."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
+        self.log = LogState()
         self.version: int | None = None  # the trainer's; None until it has asked
-        self.lineage = 0
         self.running: dict[int, Issue] = {}  # ticket -> what
-        self._arrivals = itertools.count()
+        self.next_index = 0
+        self.rejected_in_a_row = 0
         self._tickets = itertools.count(1)
         self._waiting: list[int] = []  # heap of indexes to issue again
         self._failures: Counter[int] = Counter()
-        self.rejected_in_a_row = 0
-        self.restore(State())
 
-    def restore(self, state: State) -> None:
+    def restore(self, log: LogState) -> None:
         """Take over what is on disk; what runs continues unless it was resolved there."""
-        self.seals = dict(state.seals)
-        self.trimmed = state.trimmed
-        self.top = state.top
-        self.lineage = max(self.lineage, state.lineage)
-        self.resolved = state.resolved
-        self.rejections = Counter(state.rejections)
-        self.staleness = Counter(state.staleness)
-        self.consumed = state.consumed
-        self.renewal = state.renewal
-        self.ready = {
-            index: ReadyGroup(
-                record.begun, record.oldest_step, record.oldest_lineage, place, next(self._arrivals)
-            )
-            for index, (record, place) in state.ready.items()
-        }
-        settled = {
-            ticket
+        log.lineage = max(log.lineage, self.log.lineage)
+        self.log = log
+        self.running = {
+            ticket: issue
             for ticket, issue in self.running.items()
-            if issue.index in self.resolved or issue.index in self.ready
+            if issue.index not in log.resolved and issue.index not in log.ready
         }
-        for ticket in settled:
-            del self.running[ticket]
         held = {issue.index for issue in self.running.values()}
-        self.next_index = max(state.next_index, max(held, default=-1) + 1)
-        unknown = range(self.resolved.floor, self.next_index)
-        self._waiting = [
-            i for i in unknown if i not in self.resolved and i not in self.ready and i not in held
-        ]
+        self.next_index = max(log.next_index, max(held, default=-1) + 1)
+        unknown = range(log.resolved.floor, self.next_index)
+        self._waiting = [i for i in unknown if i not in log.resolved and i not in log.ready and i not in held]
 
     @property
     def accepted(self) -> int:
         """Prompts that became groups: consumed and ready."""
-        return self.consumed + len(self.ready)
+        return self.log.consumed + len(self.log.ready)
 
     @property
     def untouched(self) -> bool:
         """Whether nothing was ever made here."""
-        return self.top == 0 and self.next_index == 0
+        return self.log.top == 0 and self.next_index == 0
 
     def observe(self, lineage: int, version: int) -> list[int]:
         """The trainer is at this version of this lineage; returns tickets that are given up.
@@ -134,11 +105,11 @@ class Sequencer:
         that is issued again; where training is synchronous, so is what a new lineage's publish has cut in
         two, for bits depend on it.
         """
-        if lineage < self.lineage:
-            raise Stale(f"lineage {lineage} asks, but lineage {self.lineage} has begun")
-        took_over = lineage > self.lineage
+        if lineage < self.log.lineage:
+            raise Stale(f"lineage {lineage} asks, but lineage {self.log.lineage} has begun")
+        took_over = lineage > self.log.lineage
         if took_over or self.version is None:
-            self.lineage, self.version = lineage, version
+            self.log.lineage, self.version = lineage, version
         self.version = max(self.version, version)
         if not self.rules.bounds_age:
             return []
@@ -154,7 +125,7 @@ class Sequencer:
 
         Nothing is issued then before that trainer shows where it is, because it would be discarded too.
         """
-        if not self.rules.bounds_age or newest_lineage <= self.lineage:
+        if not self.rules.bounds_age or newest_lineage <= self.log.lineage:
             return False
         self.lost([ticket])
         self.version = None
@@ -163,9 +134,9 @@ class Sequencer:
     def skip_to(self, step: int) -> None:
         """Begin at batch `step` although nothing is known of those before: their prompts count as used."""
         assert self.untouched and not self.running
-        self.top = self.trimmed = step - 1
-        self.consumed = self.next_index = (step - 1) * self.rules.batch_size
-        self.resolved.raise_floor(self.next_index)
+        self.log.trimmed = step - 1
+        self.log.consumed = self.next_index = (step - 1) * self.rules.batch_size
+        self.log.resolved.raise_floor(self.next_index)
 
     def issue(self) -> list[Issue]:
         """Prompts to start now: those that wait to be issued again, then new ones."""
@@ -176,7 +147,7 @@ class Sequencer:
             rules.max_concurrent, rules.batch_size, rules.eta, self.version, self.accepted, len(self.running)
         )
         if rules.queue_size is not None:
-            room = min(room, rules.queue_size - len(self.running) - len(self.ready))
+            room = min(room, rules.queue_size - len(self.running) - len(self.log.ready))
         issues = []
         for _ in range(room):
             if self._waiting:
@@ -193,9 +164,7 @@ class Sequencer:
         del self.running[ticket]
         self._failures.pop(record.index, None)
         self.rejected_in_a_row = 0
-        self.ready[record.index] = ReadyGroup(
-            record.begun, record.oldest_step, record.oldest_lineage, place, next(self._arrivals)
-        )
+        self.log.ready[record.index] = (record, place)
 
     def failed(self, ticket: int) -> bool:
         """Return whether the prompt of a ticket that ended with an exception is issued again, or rejected."""
@@ -212,15 +181,13 @@ class Sequencer:
             if ticket in self.running:
                 heapq.heappush(self._waiting, self.running.pop(ticket).index)
 
-    def rejected(self, index: int, reason: str) -> None:
+    def rejected(self, record: RejectRecord) -> None:
         """A running or ready prompt has become a rejection."""
-        for ticket in [ticket for ticket, issue in self.running.items() if issue.index == index]:
+        for ticket in [ticket for ticket, issue in self.running.items() if issue.index == record.index]:
             del self.running[ticket]
-        self.ready.pop(index, None)
-        self._failures.pop(index, None)
-        self.resolved.add(index)
-        self.rejections[reason] += 1
-        self.rejected_in_a_row += reason != RejectReason.STALE
+        self._failures.pop(record.index, None)
+        self.rejected_in_a_row += record.reason != RejectReason.STALE
+        self.log.reject(record)
 
     def too_old(self, step: int) -> list[int]:
         """Return ready groups that are too old for batch `step`: the service rejects them before it cuts."""
@@ -228,17 +195,17 @@ class Sequencer:
             return []
         return [
             index
-            for index, group in self.ready.items()
-            if staleness(step, group.oldest_step) > self.rules.eta
+            for index, (record, _) in self.log.ready.items()
+            if staleness(step, record.oldest_step) > self.rules.eta
         ]
 
-    def cut(self, step: int) -> list[int] | None:
-        """The groups of batch `step`, by index, or None while it can't be cut.
+    def cut(self, step: int) -> dict[int, ReadyGroup] | None:
+        """Return the groups of batch `step`, ordered by index, or None while it can't be cut.
 
         Changes nothing; see sealed.
         """
-        rules = self.rules
-        if step != self.top + 1 or len(self.ready) < rules.batch_size:
+        rules, ready = self.rules, self.log.ready
+        if step != self.log.top + 1 or len(ready) < rules.batch_size:
             return None
         chosen = self._in_order() if rules.order == "in_order" else self._oldest_first()
         if len(chosen) < rules.batch_size:
@@ -246,70 +213,33 @@ class Sequencer:
         if (
             rules.bound == "hard" and self.running
         ):  # else nothing would come of waiting; what gets too old is rejected
-            left = [group.begun for index, group in self.ready.items() if index not in chosen]
+            left = [record.begun for index, (record, _) in ready.items() if index not in chosen]
             left += [issue.begun for issue in self.running.values()]
-            if not leaves_room(
-                step, rules.batch_size, rules.eta, [self.ready[i].begun for i in chosen], left
-            ):
+            if not leaves_room(step, rules.batch_size, rules.eta, left):
                 return None
-        return sorted(chosen)
+        return {index: ready[index] for index in sorted(chosen)}
 
     def _oldest_first(self) -> list[int]:
-        order = sorted(self.ready, key=lambda index: (self.ready[index].begun, self.ready[index].arrival))
-        return order[: self.rules.batch_size]
+        ready = self.log.ready  # by arrival
+        return sorted(ready, key=lambda index: ready[index][0].begun)[: self.rules.batch_size]
 
     def _in_order(self) -> list[int]:
         chosen: list[int] = []
-        for index in itertools.count(self.resolved.floor):
-            if index in self.ready:
+        for index in itertools.count(self.log.resolved.floor):
+            if index in self.log.ready:
                 chosen.append(index)
-            elif index not in self.resolved:
+            elif index not in self.log.resolved:
                 break
             if len(chosen) == self.rules.batch_size:
                 break
         return chosen
 
-    def ages(self, step: int, indexes: list[int]) -> list[int]:
-        """Staleness of each of these ready groups in batch `step`."""
-        return [staleness(step, self.ready[index].oldest_step) for index in indexes]
-
-    def num_of_older_lineage(self, indexes: list[int]) -> int:
-        """How many of these ready groups have tokens that a lineage before the trainer's made."""
-        return sum(self.ready[index].oldest_lineage < self.lineage for index in indexes)
-
     def sealed(self, seal: Seal) -> None:
         """Batch top+1 was cut, by this service, from ready groups."""
-        assert seal.step == self.top + 1
-        for index in seal.places:
-            del self.ready[index]
-            self.resolved.add(index)
-        self.seals[seal.step] = seal
-        self.top = seal.step
-        self.consumed += len(seal.places)
-        self.staleness.update(seal.staleness)
+        assert seal.step == self.log.top + 1
+        self.log.add_seal(seal)
 
-    def base(self, step: int) -> dict[str, Any]:
-        """Return what must be kept once batches up to `step` are deleted (batch_log/replay.py reads it)."""
-        later = [seal for seal in self.seals.values() if seal.step > step]
-        ages = self.staleness.copy()
-        for seal in later:
-            ages.subtract(seal.staleness)
-        return {
-            "trimmed": step,
-            "consumed": self.consumed - sum(len(seal.places) for seal in later),
-            "lineage": self.lineage,
-            "rejections": dict(self.rejections),
-            "staleness": dict(+ages),
-            "floor": self.resolved.floor,
-            "above": sorted(self.resolved.above),
-            "renewal": asdict(self.renewal) if self.renewal else None,
-        }
-
-    def trim(self, step: int) -> tuple[list[int], set[int]]:
-        """Forget batches up to `step`; returns (their steps, the segments that are still needed)."""
-        gone = [number for number in self.seals if number <= step]
-        for number in gone:
-            del self.seals[number]
-        self.trimmed = max(self.trimmed, step)
-        needed = {place.segment for seal in self.seals.values() for place in seal.places.values()}
-        return gone, needed | {group.place.segment for group in self.ready.values()}
+    def needed_segments(self) -> set[int]:
+        """Return the segments with groups of batches, or of batches to come."""
+        places = [place for seal in self.log.seals.values() for place in seal.places.values()]
+        return {place.segment for place in (*places, *(place for _, place in self.log.ready.values()))}

@@ -10,17 +10,19 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from http import HTTPStatus
 from pathlib import Path
 
 from hpc_rl.datasets.encode import Prompts
-from hpc_rl.errors import DataUnusable, HpcRlError, RoleFailed, Stale
+from hpc_rl.errors import DataUnusable, HpcRlError, Stale
 from hpc_rl.records import LineageRecord
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, RejectReason, RejectRecord, segments
-from hpc_rl.rollout.batch_log.replay import Renewal, State, check_data, read_state, renewed_base
+from hpc_rl.rollout.batch_log.replay import LogState, Renewal, check_data, read_state, renewed_base
 from hpc_rl.rollout.batch_log.seals import Batches
-from hpc_rl.rollout.evaluation import Evaluations, Runner
+from hpc_rl.rollout.evaluation import Evaluations
+from hpc_rl.rollout.executor import Executor, run_prompt
 from hpc_rl.rollout.issue_clock import IssueClock
-from hpc_rl.rollout.pipes import Outcome, RunPrompt
+from hpc_rl.rollout.pipes import Outcome
 from hpc_rl.rollout.sequencer import Sequencer
 from hpc_rl.types import EvalResult, WeightVersion
 
@@ -32,32 +34,19 @@ MIN_HOPELESS = 64
 MAX_ERROR_CHARS = 500
 
 
-class Trimmed(HpcRlError):
-    """The batch was trimmed, because it is not needed any more."""
+class Refused(HpcRlError):
+    """What a caller asks for can't be given; `status` is that of the answer, and tells why."""
 
-
-class OutOfTime(HpcRlError):
-    """The attempt ends before another prompt would be finished: no batch will come."""
-
-
-class NotTheTrainer(HpcRlError):
-    """A reader asked for something that only the trainer may begin."""
-
-
-class UnknownLineage(HpcRlError):
-    """No record of this lineage is seen here: the file system may show it later."""
-
-
-class OutOfStep(HpcRlError):
-    """The batch after the next, or one that the batch log can't know."""
-
-
-class RoleEnds(RoleFailed):
-    """The role ends because the disk failed it; the next one knows more."""
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class RolloutService:
     """The sequencer with its disk, its workers and its callers.
+
+    Requests of the trainer's may begin a lineage, cut a batch and start an evaluation; a reader gets what is
+    there. Both raise Refused.
 
     Args:
         folder: The trial's `rollout/`.
@@ -65,6 +54,7 @@ class RolloutService:
         prompts: Training prompts.
         held_out: Held-out prompts, or None.
         lineages: Returns the highest lineage that the trial directory knows, and the records of lineages.
+        executor: Runs prompts.
         left_s: Seconds until the trainer is stopped, None where that is not known: no prompt is issued that
             takes longer.
     """
@@ -76,15 +66,17 @@ class RolloutService:
         prompts: Prompts,
         held_out: Prompts | None,
         lineages: Callable[[], tuple[int, list[LineageRecord]]],
+        executor: Executor,
         left_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         self.sequencer = sequencer
         self.clock = IssueClock(left_s)
         self.prompts = prompts
-        self.executor: Runner | None = None
+        self.executor = executor
+        executor.on_outcome, executor.on_lost = self.on_outcome, self.on_lost
         rules = sequencer.rules
         limit = max(rules.max_concurrent, MIN_HOPELESS)
-        self.evaluations = Evaluations(held_out, limit, rules.prompt_retries, self._runner)
+        self.evaluations = Evaluations(held_out, limit, rules.prompt_retries, executor)
         self.ledger = Ledger(folder)
         self.batches = Batches(folder, self.ledger)
         self._folder = folder
@@ -92,11 +84,10 @@ class RolloutService:
         state = self._read_state()
         check_data(folder, state, prompts.path, prompts.rows.fingerprint)
         self.batches.drop_trimmed(state.trimmed)
-        self._renewed = (
-            state.renewal.lineage if state.renewal else -1
-        )  # the last lineage that gave batches up
+        # the last lineage that gave batches up
+        self._renewed = state.renewal.lineage if state.renewal else -1
         self.batches.set_aside(state.given_up.values(), self._renewed)
-        sequencer.lineage = max(0, lineages()[0])
+        state.lineage = max(0, lineages()[0])
         sequencer.restore(state)
         self._begun: int | None = None  # the lineage that the trainer has shown
         self._bodies: dict[int, bytes] = {}
@@ -111,7 +102,7 @@ class RolloutService:
             state.top, len(state.ready), state.rejections.total(), self.ledger.segment,
         )  # fmt: skip
 
-    def _read_state(self) -> State:
+    def _read_state(self) -> LogState:
         """Return what is on disk; a lineage that the trial directory does not know does not count."""
         state = read_state(self._folder)
         state.lineage = min(state.lineage, max(0, self._lineages()[0]))
@@ -126,7 +117,7 @@ class RolloutService:
             if self.ledger.uncommitted:
                 await asyncio.to_thread(self.ledger.commit)
             if self.clock.resumes():
-                self._pump()
+                self._issue()
 
     async def close(self) -> None:
         """Make everything that is finished durable."""
@@ -134,7 +125,7 @@ class RolloutService:
 
     # what the executor reports
 
-    def on_frame(self, frame: Outcome) -> None:
+    def on_outcome(self, frame: Outcome) -> None:
         """Take the answer of a worker; one whose ticket was given up is ignored."""
         ticket = frame["ticket"]
         if ticket < 0:
@@ -148,21 +139,13 @@ class RolloutService:
             return
         self.clock.finished(ticket)
         if frame["op"] == "group":
-            record = GroupRecord(
-                issue.index,
-                issue.begun,
-                frame["oldest_step"],
-                frame["oldest_lineage"],
-                frame["num_trajectories"],
-                frame["num_tokens"],
-                frame["reward_sum"],
-            )
+            record = GroupRecord(*frame["record"])
             self.sequencer.finished(ticket, record, self.ledger.append_group(record, frame["group"]))
         elif frame["op"] == "rejected":
             self._reject(issue.index, frame["reason"])
         elif not self.sequencer.failed(ticket):
             self._reject(issue.index, RejectReason.EXCEPTION)
-        self._pump()
+        self._issue()
         self._changed.set()
 
     def on_lost(self, tickets: list[int]) -> None:
@@ -170,70 +153,58 @@ class RolloutService:
         self.clock.forget(tickets)
         self.sequencer.lost([ticket for ticket in tickets if ticket > 0])
         self.evaluations.lost(tickets)
-        self._pump()
+        self._issue()
 
     def _reject(self, index: int, reason: str) -> None:
-        self.ledger.append_reject(RejectRecord(index, self.sequencer.version or 0, reason))
-        self.sequencer.rejected(index, reason)
+        record = RejectRecord(index, self.sequencer.version or 0, reason)
+        self.ledger.append_reject(record)
+        self.sequencer.rejected(record)
         self.last_reason = reason
         in_a_row = self.sequencer.rejected_in_a_row
         self._faults = 0 if in_a_row <= 1 else self._faults
         self._faults += reason not in (RejectReason.STALE, RejectReason.WORKFLOW_NONE)
         hopeless = max(MIN_HOPELESS, 4 * self.sequencer.rules.batch_size)
-        if (
-            self._faults >= hopeless or in_a_row >= max(hopeless, len(self.prompts))
-        ) and not self._failed.done():
-            so_far = ", ".join(f"{name} {count}" for name, count in self.sequencer.rejections.most_common())
+        too_many = self._faults >= hopeless or in_a_row >= max(hopeless, len(self.prompts))
+        if too_many and not self._failed.done():
+            counts = self.sequencer.log.rejections.most_common()
+            so_far = ", ".join(f"{name} {count}" for name, count in counts)
             story = f"the last {in_a_row} prompts were rejected: {reason} (all rejections so far: {so_far})"
             story += f"; the last exception: {self.last_error}" if self.last_error else ""
             self._failed.set_exception(DataUnusable(story))
 
-    def _pump(self) -> None:
+    def _issue(self) -> None:
         if self._failed.done() or self.clock.holds():
             return
         for issue in self.sequencer.issue():
             self.clock.begun(issue.ticket)
             prompt = self.prompts.at(issue.index)
-            self._runner().run(
-                RunPrompt(
-                    op="run",
-                    ticket=issue.ticket,
-                    index=issue.index,
-                    epoch=prompt.epoch,
-                    row=prompt.row,
-                    columns=prompt.columns,
-                    input_ids=prompt.input_ids,
-                    version=str(WeightVersion(self.sequencer.lineage, issue.begun)),
-                    evaluate=False,
-                )
-            )
-
-    def _runner(self) -> Runner:
-        assert self.executor is not None
-        return self.executor
+            version = WeightVersion(self.sequencer.log.lineage, issue.begun)
+            self.executor.run(run_prompt(issue.ticket, issue.index, prompt, version))
 
     # what the service is asked
 
     async def begin(self, lineage: int) -> None:
         """Let the trainer's lineage begin, and give up the batches that its record asks for.
 
-        Raises Stale, UnknownLineage, RoleEnds.
+        Raises Stale, Refused.
         """
-        if lineage == self._begun == self.sequencer.lineage:
+        if lineage == self._begun == self.sequencer.log.lineage:
             return
         async with self._cutting:
             self._refuse_older(lineage)
             newest, records = await asyncio.to_thread(self._lineages)
             if lineage > max(0, newest):
-                raise UnknownLineage(f"lineage {lineage} has no record; the newest is {newest}")
+                raise Refused(
+                    HTTPStatus.TOO_EARLY, f"lineage {lineage} has no record; the newest is {newest}"
+                )
             for record in sorted(records, key=lambda record: record.lineage):
                 if record.new_batches and self._renewed < record.lineage <= lineage:
                     await self._renew(record)
             self._begun = lineage
 
     def _refuse_older(self, lineage: int) -> None:
-        if lineage < self.sequencer.lineage:
-            raise Stale(f"lineage {lineage} asks, but lineage {self.sequencer.lineage} has begun")
+        if lineage < self.sequencer.log.lineage:
+            raise Stale(f"lineage {lineage} asks, but lineage {self.sequencer.log.lineage} has begun")
 
     async def _renew(self, record: LineageRecord) -> None:
         """Give up the batches after `from_step` and what is in no batch: their prompts are issued again.
@@ -264,26 +235,25 @@ class RolloutService:
     def _cancel(self, tickets: Iterable[int]) -> None:
         for ticket in tickets:
             self.clock.forget([ticket])
-            self._runner().cancel(ticket)
+            self.executor.cancel(ticket)
 
     def observe(self, lineage: int, version: int) -> None:
         """Take note of where the trainer is; its lineage has begun. Raises Stale."""
-        if (lineage, version) == (self.sequencer.lineage, self.sequencer.version):
+        if (lineage, version) == (self.sequencer.log.lineage, self.sequencer.version):
             return
         self._cancel(self.sequencer.observe(lineage, version))
-        self.evaluations.give_up_before(self.sequencer.lineage)
-        self._pump()
+        self.evaluations.give_up_before(self.sequencer.log.lineage)
+        self._issue()
 
     async def batch(self, step: int, lineage: int, wait_s: float) -> bytes | None:
         """Return the bytes of batch `step`, cut now if it was not, or None if it can't be cut within wait_s.
 
-        The trainer's: it is at version step-1 of this lineage.
-        Raises Stale, UnknownLineage, Trimmed, OutOfStep, OutOfTime, RoleEnds, OSError.
+        The trainer's: it is at version step-1 of this lineage. Raises Stale, Refused, OSError.
         """
         await self.begin(lineage)
         if self.sequencer.untouched and not self.sequencer.running and step > 1:
             await self._skip_to(step)
-        if step > self.sequencer.top + 1:
+        if step > self.sequencer.log.top + 1:
             async with self._cutting, self._or_end():
                 self._adopt()  # another incarnation may have cut batches that we did not see
         self._refuse_skipping(step)
@@ -298,31 +268,31 @@ class RolloutService:
             if body is not None:
                 return body
             if self.clock.holding and not self.sequencer.running:
-                raise OutOfTime(f"batch {step} can't be cut any more before the trainer is stopped")
+                logger.info("batch %d can't be cut any more before the trainer is stopped", step)
+                raise Refused(HTTPStatus.RESET_CONTENT, "")
             if not await self._change_before(deadline):
                 return None
 
     async def sealed_batch(self, step: int, lineage: int, wait_s: float) -> bytes | None:
         """Return the bytes of batch `step` for a reader, or None if it is not cut within wait_s.
 
-        Changes nothing.
-
-        Raises NotTheTrainer, Stale, Trimmed, OutOfStep, OSError.
+        Changes nothing. Raises Stale, Refused, OSError.
         """
         deadline = time.monotonic() + wait_s
         while True:
             self._refuse_older(lineage)
-            if lineage > self.sequencer.lineage:
-                raise NotTheTrainer(f"lineage {lineage} has not begun; the trainer begins it")
+            if lineage > self.sequencer.log.lineage:
+                raise Refused(HTTPStatus.FORBIDDEN, f"lineage {lineage} has not begun; the trainer begins it")
             self._refuse_skipping(step)
             body = self._bodies.get(step) or await self._sealed(step)
             if body is not None or not await self._change_before(deadline):
                 return body
 
     def _refuse_skipping(self, step: int) -> None:
-        top = self.sequencer.top
+        top = self.sequencer.log.top
         if step > top + 1:
-            raise OutOfStep(f"batch {step} of {top} was asked for: part of the batch log may be missing")
+            problem = f"batch {step} of {top} was asked for: part of the batch log may be missing"
+            raise Refused(HTTPStatus.PRECONDITION_FAILED, problem)
 
     async def _change_before(self, deadline: float) -> bool:
         left_s = deadline - time.monotonic()
@@ -334,36 +304,33 @@ class RolloutService:
         return True
 
     async def _sealed(self, step: int) -> bytes | None:
-        if step <= self.sequencer.trimmed:
-            raise Trimmed(
-                f"batch {step} was trimmed; the oldest that is kept is {self.sequencer.trimmed + 1}"
-            )
-        seal = self.sequencer.seals.get(step)
+        trimmed = self.sequencer.log.trimmed
+        if step <= trimmed:
+            message = f"batch {step} was trimmed; the oldest that is kept is {trimmed + 1}"
+            raise Refused(HTTPStatus.GONE, message)
+        seal = self.sequencer.log.seals.get(step)
         return None if seal is None else self._keep(step, await asyncio.to_thread(self.batches.body, seal))
 
     async def _cut(self, step: int) -> bytes | None:
         async with self._cutting:
-            if step in self.sequencer.seals:  # another request was faster
+            if step in self.sequencer.log.seals:  # another request was faster
                 return self._bodies.get(step)
             for index in self.sequencer.too_old(step):
                 self._reject(index, RejectReason.STALE)
-            indexes = self.sequencer.cut(step)
-            if indexes is None:
-                self._pump()
+            groups = self.sequencer.cut(step)
+            if groups is None:
+                self._issue()
                 return None
-            places = {index: self.sequencer.ready[index].place for index in indexes}
-            ages = self.sequencer.ages(step, indexes)
-            counters = {"older_lineage": float(self.sequencer.num_of_older_lineage(indexes))}
             async with self._or_end():
                 seal, body, ours = await asyncio.to_thread(
-                    self.batches.seal, step, self.sequencer.lineage, places, ages, counters
+                    self.batches.seal, step, self.sequencer.log.lineage, groups
                 )
                 if ours:
                     self.sequencer.sealed(seal)
                 else:
                     logger.warning("batch %d had been cut by another incarnation: its batch counts", step)
                     self._adopt()
-            self._pump()
+            self._issue()
             self._changed.set()
             return self._keep(step, body)
 
@@ -385,25 +352,25 @@ class RolloutService:
         logger.warning("the ledger is empty, but batch %d is asked for: beginning there", step)
         async with self._or_end():
             self.sequencer.skip_to(step)
-            self.ledger.append_base(self.sequencer.base(step - 1))
+            self.ledger.append_base(self.sequencer.log.base(step - 1))
             await asyncio.to_thread(self.ledger.commit)
 
     async def retain(self, step: int) -> None:
         """Delete the seals of batches up to `step`, and segments that nothing else needs."""
-        step = min(step, self.sequencer.top)
-        if step <= self.sequencer.trimmed:
+        step = min(step, self.sequencer.log.top)
+        if step <= self.sequencer.log.trimmed:
             return
         async with self._cutting, self._or_end():
-            self.ledger.append_base(self.sequencer.base(step))
-            gone, needed = self.sequencer.trim(step)
-            needed |= {self.ledger.segment}
+            self.ledger.append_base(self.sequencer.log.base(step))
+            gone = self.sequencer.log.trim(step)
+            needed = self.sequencer.needed_segments() | {self.ledger.segment}
             for number in gone:
                 self._bodies.pop(number, None)
             await asyncio.to_thread(self._delete, gone, needed)
 
     def _delete(self, steps: list[int], needed: set[int]) -> None:
         self.ledger.commit()
-        self.batches.note_trimmed(self.sequencer.trimmed)
+        self.batches.note_trimmed(self.sequencer.log.trimmed)
         for step in steps:
             self.batches.delete(step)
         for number in segments(self._folder):
@@ -416,21 +383,19 @@ class RolloutService:
     async def _or_end(self) -> AsyncIterator[None]:
         """End the role after a write that failed, for what the ledger has is unknown: the next role reads it.
 
-        Raises RoleEnds.
+        Raises Refused, as the next role knows more.
         """
         try:
             yield
         except Exception as error:
             if not self._failed.done():
                 self._failed.set_exception(error)
-            raise RoleEnds(f"the rollout role ends: {error}") from error
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, f"the rollout role ends: {error}") from error
 
     async def evaluate(self, version: WeightVersion, wait_s: float | None) -> EvalResult | None:
         """Return the evaluation of these weights, begun now if it was not; None while it takes longer.
 
-        The trainer's.
-
-        Raises Stale, UnknownLineage, RoleFailed.
+        The trainer's. Raises Stale, Refused, RoleFailed.
         """
         await self.begin(version.lineage)
         self.observe(version.lineage, version.step)
@@ -438,10 +403,8 @@ class RolloutService:
         return await self.evaluations.result(version, wait_s)
 
     async def begun_evaluation(self, version: WeightVersion, wait_s: float | None) -> EvalResult | None:
-        """Return an evaluation that the trainer has begun, for a reader.
-
-        Raises NotTheTrainer, Stale, RoleFailed.
-        """
+        """Return an evaluation that the trainer has begun, for a reader. Raises as evaluate does."""
         if version not in self.evaluations:
-            raise NotTheTrainer(f"version {version} is not evaluated; the trainer begins an evaluation")
+            message = f"version {version} is not evaluated; the trainer begins an evaluation"
+            raise Refused(HTTPStatus.FORBIDDEN, message)
         return await self.evaluations.result(version, wait_s)

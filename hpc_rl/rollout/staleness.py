@@ -13,7 +13,7 @@ drop   As soft, and a group that is too old when the batch is cut is rejected.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 
 def capacity(
@@ -34,22 +34,14 @@ def staleness(step: int, oldest_step: int) -> int:
     return max(0, step - 1 - oldest_step)
 
 
-def due(begun: int, eta: int) -> int:
-    """The last batch that a group begun at this version may be in under `hard`."""
-    return begun + eta + 1
+def leaves_room(step: int, batch_size: int, eta: int, left: Iterable[int]) -> bool:
+    """Return whether batch `step` may be cut without the groups that were begun at the versions `left`.
 
-
-def leaves_room(step: int, batch_size: int, eta: int, chosen: Sequence[int], left: Iterable[int]) -> bool:
-    """Return whether batch `step` may be cut from groups begun at `chosen` while those begun at `left` stay.
-
-    Example: B = 1, eta = 1, step = 3. Two groups begun at version 1 are due in batch 3: one of them can't
-    wait, so leaves_room(3, 1, 1, [1], [1]) is false; with the second begun at version 2 it is due in batch 4,
-    and it is true.
+    Example: B = 1, eta = 1, step = 3. A group begun at version 1 is due in batch 3 and can't wait, so
+    leaves_room(3, 1, 1, [1]) is false; begun at version 2 it is due in batch 4, and it is true.
     """
-    if len(chosen) != batch_size:
-        return False
     num_due = 0
-    for last, count in sorted(Counter(due(begun, eta) for begun in left).items()):
+    for last, count in sorted(Counter(begun + eta + 1 for begun in left).items()):
         num_due += count
         if num_due > (last - step) * batch_size:
             return False

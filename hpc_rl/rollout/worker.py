@@ -5,15 +5,14 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any, Protocol
-
-import numpy as np
 
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import InputRefused, RoleFailed, ServerUnavailable
 from hpc_rl.rollout import pipes
-from hpc_rl.rollout.batch_log.ledger import RejectReason
+from hpc_rl.rollout.batch_log.ledger import GroupRecord, RejectReason
 from hpc_rl.rollout.pipes import GroupMade, Outcome, PromptFailed, PromptRejected, PromptScored, RunPrompt
 from hpc_rl.rollout.rewards import ErrorLog, Rewarder, RewardFailed, checked
 from hpc_rl.rollout.workflow import (
@@ -26,7 +25,7 @@ from hpc_rl.rollout.workflow import (
     check_group,
 )
 from hpc_rl.servers.client import GenerateRequest
-from hpc_rl.types import TrajectoryGroup, Turn, encode
+from hpc_rl.types import TrajectoryGroup, Turn, WeightVersion, encode
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +164,7 @@ class Worker:
             return PromptFailed(op="failed", ticket=ticket, error=message)
         if group is None:
             return PromptRejected(op="rejected", ticket=ticket, reason=RejectReason.WORKFLOW_NONE, error="")
-        return _scored(group, ticket) if prompt["evaluate"] else _finished(group, ticket, index)
+        return _scored(group, ticket) if prompt["evaluate"] else _finished(group, prompt)
 
     async def _run(self, prompt: RunPrompt) -> TrajectoryGroup | None:
         """Return the group of a prompt, checked and scored, or None where the workflow makes none."""
@@ -182,18 +181,14 @@ class Worker:
         return group if group.trajectories else None
 
 
-def _finished(group: TrajectoryGroup, ticket: int, index: int) -> GroupMade:
-    group.index = index
-    lineages = [int(lineage) for t in group.trajectories for lineage in np.unique(t.lineages[t.loss_mask])]
+def _finished(group: TrajectoryGroup, prompt: RunPrompt) -> GroupMade:
+    group.index = prompt["index"]
+    record = GroupRecord.of(group, WeightVersion.parse(prompt["version"]).step)
     return GroupMade(
         op="group",
-        ticket=ticket,
-        oldest_step=group.oldest_step(),
-        oldest_lineage=min(lineages, default=0),
-        newest_lineage=max(lineages, default=0),
-        num_trajectories=len(group.trajectories),
-        num_tokens=sum(len(t.ids) for t in group.trajectories),
-        reward_sum=float(sum(t.reward for t in group.trajectories)),
+        ticket=prompt["ticket"],
+        record=list(astuple(record)),
+        newest_lineage=max(group.lineages(), default=0),
         group=encode(group),
     )
 

@@ -22,7 +22,7 @@ from hpc_rl.rollout.batch_log.ledger import (
     segment_path,
     segments,
 )
-from hpc_rl.rollout.batch_log.replay import State, read_state
+from hpc_rl.rollout.batch_log.replay import LogState, read_state
 from hpc_rl.rollout.batch_log.seals import Seal, batch_bytes, read_seals
 from hpc_rl.stats import read as stats
 from hpc_rl.trial import Trial
@@ -81,9 +81,9 @@ class Promises:
 
     def batches(self) -> dict[int, list[int]]:
         """Prompt indexes of each batch, in their order."""
-        return {step: seal.indexes for step, (seal, _, _) in sorted(self._seen.items())}
+        return {step: list(seal.places) for step, (seal, _, _) in sorted(self._seen.items())}
 
-    def _batches(self, state: State) -> None:
+    def _batches(self, state: LogState) -> None:
         batches = self.batches()
         missed = set(range(1, self.total_steps + 1)) - batches.keys()  # trimmed between two looks
         assert state.top == self.total_steps == max(batches) and all(
@@ -102,7 +102,7 @@ class Promises:
                     f"batch {step}: {batch}"
                 )
 
-    def _fates(self, state: State) -> None:
+    def _fates(self, state: LogState) -> None:
         """Nothing was skipped: what was issued is in a batch, rejected, or among the few that were in the air
         at the end.
         """
@@ -125,7 +125,7 @@ class Promises:
         again = {index: count for index, count in records.items() if count > 1}
         assert not again, f"finished groups were made again: {again}"
 
-    def _contents(self, state: State) -> None:
+    def _contents(self, state: LogState) -> None:
         for step, seal in state.seals.items():
             assert batch_digest(self.trial.rollout, seal) == self._seen[step][2], (
                 f"batch {step} is not what it was"

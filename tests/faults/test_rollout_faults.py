@@ -73,7 +73,7 @@ def train(role: RolloutRole, server: FakeServer, seed: int, num_steps: int = STE
 def audit(trial, batch_size: int, num_steps: int = STEPS) -> list[list[int]]:
     """Prompt indexes of each batch, after checks that every index is used at most once and none was lost."""
     state = read_state(trial.rollout)
-    batches = [state.seals[step].indexes for step in range(1, num_steps + 1)]
+    batches = [list(state.seals[step].places) for step in range(1, num_steps + 1)]
     used = [index for batch in batches for index in batch]
     assert len(set(used)) == len(used) == batch_size * num_steps
     assert not state.rejected

@@ -159,6 +159,6 @@ def test_a_trainer_that_gives_batches_up_gets_new_ones_by_its_own_weights(run):
     client.close()
     assert role.stop() == ExitCode.STOPPED
     state = read_state(trial.rollout)
-    used = [index for _, seal in sorted(state.seals.items()) for index in seal.indexes]
+    used = [index for _, seal in sorted(state.seals.items()) for index in list(seal.places)]
     assert used == list(range(len(used)))
     assert sorted(read_state(trial.rollout / "set-aside" / "1").seals) == [3, 4, 5]

@@ -21,7 +21,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ import xxhash
 
 from hpc_rl.files import Room, is_full
 from hpc_rl.trial import fsync_dir
+from hpc_rl.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
@@ -56,15 +57,8 @@ class RejectReason(enum.StrEnum):
     REWARD_EXCEPTION = "reward_exception"
 
 
-OF_USER_CODE = frozenset(
-    {
-        RejectReason.WORKFLOW_NONE,
-        RejectReason.BAD_GROUP,
-        RejectReason.EXCEPTION,
-        RejectReason.REWARD_TIMEOUT,
-        RejectReason.REWARD_EXCEPTION,
-    }
-)
+# the reasons that other user code may not have
+OF_USER_CODE = frozenset(RejectReason) - {RejectReason.STALE, RejectReason.TOO_LONG, RejectReason.REFUSED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +80,18 @@ class GroupRecord:
     num_trajectories: int
     num_tokens: int
     reward_sum: float
+
+    @classmethod
+    def of(cls, group: TrajectoryGroup, begun: int) -> "GroupRecord":
+        return cls(
+            group.index,
+            begun,
+            group.oldest_step(),
+            min(group.lineages(), default=0),
+            len(group.trajectories),
+            sum(len(one.ids) for one in group.trajectories),
+            float(sum(one.reward for one in group.trajectories)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,17 +211,7 @@ class Ledger:
         self.segment = self.room.write("the batch log", self._create_segment)
 
     def append_group(self, record: GroupRecord, encoded: bytes) -> RecordPlace:
-        r = record
-        numbers = (
-            r.index,
-            r.begun,
-            r.oldest_step,
-            r.oldest_lineage,
-            r.num_trajectories,
-            r.num_tokens,
-            r.reward_sum,
-        )
-        return self._append(_GROUP.pack(GROUP, *numbers) + encoded)
+        return self._append(_GROUP.pack(GROUP, *astuple(record)) + encoded)
 
     def append_reject(self, record: RejectRecord) -> RecordPlace:
         return self._append(_REJECT.pack(REJECT, record.index, record.version) + record.reason.encode())

@@ -26,30 +26,30 @@ from hpc_rl.rollout.batch_log.ledger import (
 from hpc_rl.rollout.batch_log.seals import Seal, read_seals
 from hpc_rl.trial import read_json, write_json
 
+ReadyGroup = tuple[GroupRecord, RecordPlace]
+
 DATA_NAME = "data.json"  # fingerprint of the rows whose prompts this log is of
 
 
 class IndexSet:
     """A set of non-negative integers that is nearly a prefix: everything below `floor`, and some above."""
 
-    def __init__(self, floor: int = 0, above: list[int] | None = None) -> None:
-        self.floor = floor
+    def __init__(self) -> None:
+        self.floor = 0
         self.above: set[int] = set()
-        for index in above or ():
-            self.add(index)
 
     def add(self, index: int) -> None:
-        if index < self.floor:
-            return
-        self.above.add(index)
-        while self.floor in self.above:
-            self.above.remove(self.floor)
-            self.floor += 1
+        if index >= self.floor:
+            self.above.add(index)
+            self._close_gaps()
 
     def raise_floor(self, floor: int) -> None:
         """Add everything below `floor`."""
         self.floor = max(self.floor, floor)
         self.above = {index for index in self.above if index >= self.floor}
+        self._close_gaps()
+
+    def _close_gaps(self) -> None:
         while self.floor in self.above:
             self.above.remove(self.floor)
             self.floor += 1
@@ -79,16 +79,19 @@ class Renewal:
 
 
 @dataclass
-class State:
-    """What a batch log amounts to. `consumed` counts groups in batches, trimmed ones included."""
+class LogState:
+    """What a batch log amounts to: replayed from disk, then kept by the sequencer that writes it.
+
+    A prompt index is in `ready` or in `resolved`, or nothing is known of it.
+    """
 
     seals: dict[int, Seal] = field(default_factory=dict)
-    ready: dict[int, tuple[GroupRecord, RecordPlace]] = field(default_factory=dict)
+    ready: dict[int, ReadyGroup] = field(default_factory=dict)  # in no batch yet, by arrival
     resolved: IndexSet = field(default_factory=IndexSet)  # in a batch, or rejected
     rejected: dict[int, RejectRecord] = field(default_factory=dict)  # since the last trim
     rejections: Counter[str] = field(default_factory=Counter)  # by reason, trimmed ones included
     staleness: Counter[int] = field(default_factory=Counter)
-    consumed: int = 0
+    consumed: int = 0  # groups in batches, trimmed ones included
     trimmed: int = 0  # batches up to this one are gone
     lineage: int = 0  # the latest that asked for a batch
     renewal: Renewal | None = None  # the latest
@@ -103,16 +106,67 @@ class State:
     def next_index(self) -> int:
         return max(self.resolved.end, max(self.ready, default=-1) + 1)
 
+    def add_seal(self, seal: Seal) -> None:
+        self.seals[seal.step] = seal
+        self.staleness.update(seal.staleness)
+        self.consumed += len(seal.places)
+        self.lineage = max(self.lineage, seal.lineage)
+        for index in seal.places:
+            self.ready.pop(index, None)
+            self.resolved.add(index)
 
-def read_state(folder: Path) -> State:
+    def reject(self, record: RejectRecord) -> None:
+        self.ready.pop(record.index, None)
+        self.resolved.add(record.index)
+        self.rejected[record.index] = record
+        self.rejections[record.reason] += 1
+
+    def trim(self, step: int) -> list[int]:
+        """Forget batches up to `step`, and who was rejected; return the steps that go."""
+        gone = [number for number in self.seals if number <= step]
+        for number in gone:
+            del self.seals[number]
+        self.trimmed = max(self.trimmed, step)
+        self.rejected.clear()
+        return gone
+
+    def base(self, step: int) -> dict[str, Any]:
+        """Return the content of the base record that stands for all batches up to `step`, and rejections."""
+        later = [seal for seal in self.seals.values() if seal.step > step]
+        ages = self.staleness.copy()
+        for seal in later:
+            ages.subtract(seal.staleness)
+        return {
+            "trimmed": step,
+            "consumed": self.consumed - sum(len(seal.places) for seal in later),
+            "lineage": self.lineage,
+            "rejections": dict(self.rejections),
+            "staleness": dict(+ages),
+            "floor": self.resolved.floor,
+            "above": sorted(self.resolved.above),
+            "renewal": asdict(self.renewal) if self.renewal else None,
+        }
+
+    def add_base(self, content: dict[str, Any]) -> None:
+        self.trimmed = content["trimmed"]
+        self.consumed = content["consumed"]
+        self.lineage = max(self.lineage, content["lineage"])
+        self.rejections = Counter(content["rejections"])
+        self.staleness = Counter(content["staleness"])
+        self.resolved.raise_floor(content["floor"])
+        for index in content["above"]:
+            self.resolved.add(index)
+
+
+def read_state(folder: Path) -> LogState:
     """The state of the trial whose `rollout/` this is. Raises OSError."""
     records = [
         (place, record) for number in segments(folder) for place, record in read_segment(folder, number)
     ]
-    return tell(records, read_seals(folder))
+    return replay(records, read_seals(folder))
 
 
-def check_data(folder: Path, state: State, path: str, now: dict[str, Any]) -> None:
+def check_data(folder: Path, state: LogState, path: str, now: dict[str, Any]) -> None:
     """Keep a log to the rows that it was begun with: a prompt is known by its index alone.
 
     Raises ConfigError, OSError.
@@ -147,9 +201,9 @@ def check_replay(folder: Path, step: int) -> None:
             )
 
 
-def tell(records: list[tuple[RecordPlace, Record]], seals: dict[int, Seal]) -> State:
+def replay(records: list[tuple[RecordPlace, Record]], seals: dict[int, Seal]) -> LogState:
     """Return the state that these records and seals amount to. Pure."""
-    state = State()
+    state = LogState()
     bases = [record.content for _, record in records if isinstance(record, BaseRecord)]
     state.renewal = max(filter(None, map(_renewal_of, bases)), key=lambda one: one.segment, default=None)
     renewal = state.renewal
@@ -158,35 +212,20 @@ def tell(records: list[tuple[RecordPlace, Record]], seals: dict[int, Seal]) -> S
         records = [(place, record) for place, record in records if place.segment >= renewal.segment]
         state.given_up = {step: seal for step, seal in seals.items() if renewal.gives_up(seal)}
     for content in sorted(bases, key=lambda content: content["trimmed"]):
-        _apply_base(state, content)
-    consumed: set[int] = set()
+        state.add_base(content)
     for step in sorted(step for step in seals.keys() - state.given_up if step > state.trimmed):
-        seal = state.seals[step] = seals[step]
-        consumed.update(seal.places)
-        state.staleness.update(seal.staleness)
-        state.lineage = max(state.lineage, seal.lineage)
-    state.consumed += len(consumed)
-    trimmed_away = IndexSet(state.resolved.floor, list(state.resolved.above))
+        state.add_seal(seals[step])
     for place, record in records:
-        if isinstance(record, BaseRecord) or record.index in consumed or record.index in trimmed_away:
+        if isinstance(record, BaseRecord) or record.index in state.resolved:
             continue
         if isinstance(record, RejectRecord):
-            _apply_reject(state, record)
-        elif record.index not in state.rejected:
+            state.reject(record)
+        else:
             state.ready.setdefault(record.index, (record, place))
-    for index in (*consumed, *state.rejected):
-        state.resolved.add(index)
     return state
 
 
-def _apply_reject(state: State, record: RejectRecord) -> None:
-    if record.index not in state.rejected:
-        state.rejected[record.index] = record
-        state.rejections[record.reason] += 1
-        state.ready.pop(record.index, None)
-
-
-def renewed_base(state: State, renewal: Renewal) -> dict[str, Any]:
+def renewed_base(state: LogState, renewal: Renewal) -> dict[str, Any]:
     """Return the content of the base record with which `renewal` begins: what of `state` still counts.
 
     Open again are the prompts of batches that are given up, those that were rejected after the step that the
@@ -200,18 +239,11 @@ def renewed_base(state: State, renewal: Renewal) -> dict[str, Any]:
     lost = {index for step, seal in state.seals.items() if step > renewal.after for index in seal.places}
     lost |= again.keys()
     floor = min([*lost, state.resolved.floor])
-    above = [i for i in range(floor, state.resolved.end) if i in state.resolved and i not in lost]
-    ages = state.staleness.copy()
-    for seal in state.seals.values():
-        ages.subtract(seal.staleness)
     return {
-        "trimmed": state.trimmed,
-        "consumed": state.consumed - sum(len(seal.places) for seal in state.seals.values()),
-        "lineage": state.lineage,
+        **state.base(state.trimmed),
         "rejections": dict(state.rejections - Counter(record.reason for record in again.values())),
-        "staleness": dict(+ages),
         "floor": floor,
-        "above": above,
+        "above": [i for i in range(floor, state.resolved.end) if i in state.resolved and i not in lost],
         "renewal": asdict(renewal),
     }
 
@@ -219,14 +251,3 @@ def renewed_base(state: State, renewal: Renewal) -> dict[str, Any]:
 def _renewal_of(content: dict[str, Any]) -> Renewal | None:
     found = content.get("renewal")
     return Renewal(**found) if found else None
-
-
-def _apply_base(state: State, content: dict[str, Any]) -> None:
-    state.trimmed = content["trimmed"]
-    state.consumed = content["consumed"]
-    state.lineage = max(state.lineage, content["lineage"])
-    state.rejections = Counter(content["rejections"])
-    state.staleness = Counter(content["staleness"])
-    state.resolved.raise_floor(content["floor"])
-    for index in content["above"]:
-        state.resolved.add(index)

@@ -16,7 +16,8 @@ from pathlib import Path
 import msgpack
 import xxhash
 
-from hpc_rl.rollout.batch_log.ledger import Ledger, LedgerDamaged, RecordPlace, segment_path
+from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, LedgerDamaged, RecordPlace, segment_path
+from hpc_rl.rollout.staleness import staleness
 from hpc_rl.trial import create_exclusive, fsync_dir, read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -37,27 +38,13 @@ class Seal:
     checksum: str
     counters: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def indexes(self) -> list[int]:
-        return list(self.places)
-
 
 def batch_bytes(step: int, groups: list[bytes]) -> bytes:
     """What `types.encode(Batch(step, groups))` gives, from groups that are encoded already."""
     packer = msgpack.Packer(use_bin_type=True)
-    head = [
-        packer.pack_map_header(2),
-        packer.pack("__t__"),
-        packer.pack("Batch"),
-        packer.pack("v"),
-        packer.pack_map_header(2),
-    ]
-    head += [
-        packer.pack("step"),
-        packer.pack(step),
-        packer.pack("groups"),
-        packer.pack_array_header(len(groups)),
-    ]
+    head = [packer.pack_map_header(2), packer.pack("__t__"), packer.pack("Batch"), packer.pack("v")]
+    head += [packer.pack_map_header(2), packer.pack("step"), packer.pack(step), packer.pack("groups")]
+    head += [packer.pack_array_header(len(groups))]
     return b"".join([*head, *groups])
 
 
@@ -75,29 +62,32 @@ class Batches:
         self.ledger = ledger
 
     def seal(
-        self,
-        step: int,
-        lineage: int,
-        places: dict[int, RecordPlace],
-        ages: list[int],
-        counters: dict[str, float],
+        self, step: int, lineage: int, groups: dict[int, tuple[GroupRecord, RecordPlace]]
     ) -> tuple[Seal, bytes, bool]:
         """Commit the ledger, then try to make this the batch of `step`.
 
         Returns (the seal that holds, its bytes, whether it is ours). Raises OSError.
         """
         self.ledger.commit()
+        places = {index: place for index, (_, place) in groups.items()}
         body = batch_bytes(step, [self.ledger.read_group(place) for place in places.values()])
         seal = Seal(
-            step, lineage, places, dict(Counter(ages)), len(body), xxhash.xxh3_64_hexdigest(body), counters
+            step=step,
+            lineage=lineage,
+            places=places,
+            staleness=dict(Counter(staleness(step, record.oldest_step) for record, _ in groups.values())),
+            num_bytes=len(body),
+            checksum=xxhash.xxh3_64_hexdigest(body),
+            counters={
+                "older_lineage": float(sum(one.oldest_lineage < lineage for one, _ in groups.values()))
+            },
         )
         self.ledger.check_owned({place.segment for place in places.values()})
-        if self.ledger.room.write(
-            f"batch {step}", lambda: create_exclusive(self._path(step), _to_json(seal))
-        ):
+        content = json.dumps(_to_json(seal))
+        if self.ledger.room.write(f"batch {step}", lambda: create_exclusive(self._path(step), content)):
             fsync_dir(self.folder)
             return seal, body, True
-        won = self.read(step)
+        won = _read(self._path(step))
         if won is None:
             raise LedgerDamaged(f"{self._path(step)} exists and can't be read")
         return won, self.body(won), False
@@ -108,9 +98,6 @@ class Batches:
         if xxhash.xxh3_64_hexdigest(body) != seal.checksum:
             raise LedgerDamaged(f"batch {seal.step} is not what was sealed")
         return body
-
-    def read(self, step: int) -> Seal | None:
-        return _read(self._path(step))
 
     def delete(self, step: int) -> None:
         self._path(step).unlink(missing_ok=True)
@@ -128,13 +115,9 @@ class Batches:
         if not step:
             return
         self.note_trimmed(step)
-        for name in os.listdir(self.folder):
-            if (
-                name.endswith(".seal")
-                and name.removesuffix(".seal").isdecimal()
-                and int(name.removesuffix(".seal")) <= step
-            ):
-                (self.folder / name).unlink(missing_ok=True)
+        for path in self.folder.glob("[0-9]*.seal"):
+            if path.stem.isdecimal() and int(path.stem) <= step:
+                path.unlink(missing_ok=True)
 
     def set_aside(self, seals: Collection[Seal], lineage: int) -> None:
         """Move seals that a lineage gave up to `set-aside/<lineage>/`, with links to the segments they need.
@@ -164,8 +147,7 @@ class Batches:
 def read_seals(folder: Path) -> dict[int, Seal]:
     """All seals below a trial's `rollout/`, by step. Raises LedgerDamaged for one that can't be read."""
     seals = {}
-    paths = sorted((folder / "batches").glob("[0-9]*.seal"))
-    for path in paths:
+    for path in sorted((folder / "batches").glob("[0-9]*.seal")):
         seal = _read(path)
         if seal is not None:
             seals[seal.step] = seal
@@ -182,23 +164,25 @@ def _read(path: Path) -> Seal | None:
         return None
 
 
-def _to_json(seal: Seal) -> str:
-    groups = [[place.segment, place.offset, index] for index, place in seal.places.items()]
-    ages = sorted(seal.staleness.items())
-    content = {"step": seal.step, "lineage": seal.lineage, "groups": groups, "staleness": ages}
-    return json.dumps(
-        {**content, "num_bytes": seal.num_bytes, "xxh3": seal.checksum, "counters": seal.counters}
-    )
+def _to_json(seal: Seal) -> dict:
+    return {
+        "step": seal.step,
+        "lineage": seal.lineage,
+        "groups": [[place.segment, place.offset, index] for index, place in seal.places.items()],
+        "staleness": sorted(seal.staleness.items()),
+        "num_bytes": seal.num_bytes,
+        "xxh3": seal.checksum,
+        "counters": seal.counters,
+    }
 
 
 def _from_json(data: dict) -> Seal:
-    places = {index: RecordPlace(segment, offset) for segment, offset, index in data["groups"]}
     return Seal(
-        data["step"],
-        data["lineage"],
-        places,
-        dict(data["staleness"]),
-        data["num_bytes"],
-        data["xxh3"],
-        data["counters"],
+        step=data["step"],
+        lineage=data["lineage"],
+        places={index: RecordPlace(segment, offset) for segment, offset, index in data["groups"]},
+        staleness=dict(data["staleness"]),
+        num_bytes=data["num_bytes"],
+        checksum=data["xxh3"],
+        counters=data["counters"],
     )

@@ -224,8 +224,8 @@ def test_a_batch_that_can_not_be_made_again_keeps_newer_generations_where_they_a
     log = Ledger(trial.rollout)
     batches = Batches(trial.rollout, log)
     for step in range(1, 10):
-        place = log.append_group(GroupRecord(step, 0, 0, 0, 1, 1, 0.0), b"group")
-        batches.seal(step, 0, {step: place}, [0], {})
+        record = GroupRecord(step, 0, 0, 0, 1, 1, 0.0)
+        batches.seal(step, 0, {step: (record, log.append_group(record, b"group"))})
     log.close()
     broken = {
         "a seal": trial.batches / "00000005.seal",

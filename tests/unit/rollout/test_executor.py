@@ -15,7 +15,7 @@ from hpc_rl.trial import Trial, write_json
 
 async def end_of(argv: list[str]) -> None:
     """Raises what ends the role whose one worker is started so."""
-    executor = Executor(lambda number: argv, 1, on_frame=lambda frame: None, on_lost=lambda tickets: None)
+    executor = Executor(lambda number: argv, 1)
     await executor.start()
     try:
         await executor.failure()

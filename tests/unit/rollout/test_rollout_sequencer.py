@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpc_rl.errors import Stale
 from hpc_rl.rollout.batch_log.ledger import BaseRecord, GroupRecord, RecordPlace, RejectRecord
-from hpc_rl.rollout.batch_log.replay import tell
+from hpc_rl.rollout.batch_log.replay import replay
 from hpc_rl.rollout.batch_log.seals import Seal
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.staleness import staleness
@@ -68,8 +68,7 @@ class World:
         if (issue := self.running(pick)) is None:
             return
         if issue.index in self.hopeless:
-            self.append(RejectRecord(issue.index, self.version, "workflow_none"))
-            self.core.rejected(issue.index, "workflow_none")
+            self.reject(issue.index, "workflow_none")
         else:
             oldest = self.min_seen[issue.ticket]
             record = GroupRecord(issue.index, issue.begun, oldest, self.lineage, 1, 1, 0.0)
@@ -77,6 +76,11 @@ class World:
             self.oldest[place] = oldest
             self.core.finished(issue.ticket, record, place)
         self.issue()
+
+    def reject(self, index: int, reason: str) -> None:
+        record = RejectRecord(index, self.version, reason)
+        self.append(record)
+        self.core.rejected(record)
 
     def fail(self, pick: int) -> None:
         """A failure that ends well: the last retry always works, so that no rejection depends on chance."""
@@ -99,7 +103,7 @@ class World:
         del self.records[keep:]
         self.commit()
         self.core = Sequencer(self.rules)
-        self.core.restore(tell(self.records, self.seals))
+        self.core.restore(replay(self.records, self.seals))
         self.check()
         self.begin()
 
@@ -108,7 +112,7 @@ class World:
         step = self.version + 1
         self.core.observe(self.lineage, self.version)
         self.issue()
-        if step not in self.core.seals and not self.cut(step):
+        if step not in self.core.log.seals and not self.cut(step):
             return False
         self.version = step
         for ticket in self.core.running:
@@ -117,15 +121,14 @@ class World:
 
     def cut(self, step: int) -> bool:
         for index in self.core.too_old(step):
-            self.append(RejectRecord(index, self.version, "stale"))
-            self.core.rejected(index, "stale")
-        indexes = self.core.cut(step)
-        if indexes is None:
+            self.reject(index, "stale")
+        groups = self.core.cut(step)
+        if groups is None:
             self.issue()
             return False
         self.commit()
-        places = {index: self.core.ready[index].place for index in indexes}
-        ages = self.core.ages(step, indexes)
+        places = {index: place for index, (_, place) in groups.items()}
+        ages = [staleness(step, record.oldest_step) for record, _ in groups.values()]
         seal = Seal(step, self.lineage, places, {age: ages.count(age) for age in ages}, 1, "")
         assert step not in self.seals
         self.seals[step] = self.every_seal[step] = seal
@@ -139,7 +142,7 @@ class World:
         """
         self.went_back = True
         self.lineage += 1
-        self.version -= pick % (self.version - self.core.trimmed + 1)
+        self.version -= pick % (self.version - self.core.log.trimmed + 1)
         for ticket in self.core.running:
             self.min_seen[ticket] = min(self.min_seen[ticket], self.version)
         self.core.observe(self.lineage, self.version)
@@ -151,15 +154,16 @@ class World:
         """What is deleted is what the sequencer says is not needed; one segment here, so records of sealed
         groups go.
         """
-        step = self.core.trimmed + pick % (min(self.version, self.core.top) - self.core.trimmed + 1)
-        if step == self.core.trimmed:
+        step = self.core.log.trimmed + pick % (
+            min(self.version, self.core.log.top) - self.core.log.trimmed + 1
+        )
+        if step == self.core.log.trimmed:
             return
-        self.append(BaseRecord(self.core.base(step)))
+        self.append(BaseRecord(self.core.log.base(step)))
         self.commit()
-        gone, _ = self.core.trim(step)
-        for number in gone:
+        for number in self.core.log.trim(step):
             del self.seals[number]
-        ready = {group.place for group in self.core.ready.values()}
+        ready = {place for _, place in self.core.log.ready.values()}
         needed = ready | {place for seal in self.seals.values() for place in seal.places.values()}
         self.records = [
             (place, record)
@@ -172,10 +176,16 @@ class World:
         """Every index below next_index is in exactly one place."""
         core = self.core
         running = [issue.index for issue in core.running.values()]
-        placed = [*running, *core._waiting, *core.ready, *core.resolved.above, *range(core.resolved.floor)]
+        placed = [
+            *running,
+            *core._waiting,
+            *core.log.ready,
+            *core.log.resolved.above,
+            *range(core.log.resolved.floor),
+        ]
         assert sorted(placed) == list(range(core.next_index))
         consumed = [index for seal in self.every_seal.values() for index in seal.places]
-        assert len(set(consumed)) == len(consumed) == core.consumed
+        assert len(set(consumed)) == len(consumed) == core.log.consumed
         for step, seal in self.every_seal.items():
             if self.rules.bound != "soft":
                 assert all(
@@ -192,7 +202,7 @@ class World:
                 assert self.core.running, "nothing runs and no batch can be cut"
                 self.finish(turn)
         raise AssertionError(
-            f"no batch {self.version + 1}: {len(self.core.ready)} ready, {len(self.core.running)} running"
+            f"no batch {self.version + 1}: {len(self.core.log.ready)} ready, {len(self.core.running)} running"
         )
 
 
@@ -230,8 +240,8 @@ def play(rules: Rules, hopeless: frozenset[int], script: list[tuple[str, int]]) 
         getattr(world, action)(pick)
         assert all(world.every_seal[step] == seal for step, seal in sealed.items())
         sealed = dict(world.every_seal)
-        state = tell(world.records[: world.committed], world.seals)
-        assert state.top == world.core.top and state.consumed == world.core.consumed
+        state = replay(world.records[: world.committed], world.seals)
+        assert state.top == world.core.log.top and state.consumed == world.core.log.consumed
     world.drain(3)
     return world
 
@@ -247,22 +257,22 @@ def test_promises_hold_whatever_happens(rules, hopeless, script):
 def test_in_order_batches_are_those_of_a_run_that_nothing_happened_to(rules, hopeless, script):
     world = play(rules, hopeless, script)
     good = (index for index in itertools.count() if index not in hopeless)
-    for step in range(1, world.core.top + 1):
-        assert world.every_seal[step].indexes == list(itertools.islice(good, rules.batch_size))
+    for step in range(1, world.core.log.top + 1):
+        assert list(world.every_seal[step].places) == list(itertools.islice(good, rules.batch_size))
 
 
 @settings(max_examples=120, deadline=None)
 @given(plan(bound="hard"), hopeless, scripts(without=("go_back",)))
 def test_hard_rejects_nothing_as_stale_while_the_trainer_goes_forward(rules, hopeless, script):
     world = play(rules, hopeless, script)
-    assert world.core.rejections["stale"] == 0
+    assert world.core.log.rejections["stale"] == 0
 
 
 @settings(max_examples=100, deadline=None)
 @given(plan(eta=0, order="in_order"), scripts(without=("go_back",)))
 def test_synchronous_training_gets_fresh_data_only(rules, script):
     world = play(rules, frozenset(), script)
-    assert set(world.core.staleness) <= {0}
+    assert set(world.core.log.staleness) <= {0}
 
 
 def test_nothing_is_issued_before_a_trainer_has_asked():
@@ -289,8 +299,8 @@ def test_a_prompt_is_rejected_after_its_retries():
         (issue,) = core.issue()
         outcomes.append(core.failed(issue.ticket))
     assert outcomes == [True, True, False]
-    core.rejected(0, "exception")
-    assert core.issue()[0].index == 1 and core.rejections == {"exception": 1}
+    core.rejected(RejectRecord(0, 0, "exception"))
+    assert core.issue()[0].index == 1 and core.log.rejections == {"exception": 1}
 
 
 def test_an_empty_ledger_can_begin_at_any_step():
@@ -298,7 +308,7 @@ def test_an_empty_ledger_can_begin_at_any_step():
     core.skip_to(13)
     core.observe(2, 12)
     assert [issue.index for issue in core.issue()] == [48, 49, 50, 51]
-    state = tell([(RecordPlace(0, 0), BaseRecord(core.base(12)))], {})
+    state = replay([(RecordPlace(0, 0), BaseRecord(core.log.base(12)))], {})
     assert (state.top, state.consumed, state.next_index, state.lineage) == (12, 48, 48, 2)
 
 

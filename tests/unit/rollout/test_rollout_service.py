@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+from dataclasses import astuple
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -15,12 +16,12 @@ from hpc_rl.datasets.encode import Prompt
 from hpc_rl.datasets.rows import Rows
 from hpc_rl.errors import ConfigError, RoleFailed, Stale
 from hpc_rl.records import LineageRecord
-from hpc_rl.rollout.batch_log.ledger import segments
+from hpc_rl.rollout.batch_log.ledger import GroupRecord, segments
 from hpc_rl.rollout.batch_log.replay import read_state
 from hpc_rl.rollout.report import counters
 from hpc_rl.rollout.routes import application, routes
 from hpc_rl.rollout.sequencer import Rules, Sequencer
-from hpc_rl.rollout.service import OutOfStep, OutOfTime, RoleEnds, RolloutService, Trimmed
+from hpc_rl.rollout.service import Refused, RolloutService
 from hpc_rl.trial import Trial
 from hpc_rl.types import TrajectoryGroup, WeightVersion, decode, encode
 
@@ -55,8 +56,7 @@ class Instant:
 
     restarts = 0
 
-    def __init__(self, service: RolloutService, fate=None) -> None:
-        self.service = service
+    def __init__(self, fate=None) -> None:
         self.fate = fate or (lambda frame: "group")
         self.cancelled: list[int] = []
         self.version_of = lambda asked: (
@@ -78,17 +78,14 @@ class Instant:
         )
         if op == "group" and not frame["evaluate"]:
             lineage, step = map(int, self.version_of(version).split("."))
-            numbers = {
-                "oldest_step": step,
-                "oldest_lineage": lineage,
-                "newest_lineage": lineage,
-                "num_trajectories": 1,
-            }
-            numbers["num_tokens"] = 3
-            answer |= {**numbers, "reward_sum": 1.0, "group": encode(TrajectoryGroup(frame["index"], []))}
+            record = astuple(
+                GroupRecord(frame["index"], int(frame["version"].split(".")[1]), step, lineage, 1, 3, 1.0)
+            )
+            group = encode(TrajectoryGroup(frame["index"], []))
+            answer |= {"record": record, "newest_lineage": lineage, "group": group}
         if isinstance(op, dict):
             answer = op
-        self.service.on_frame({**answer, "ticket": frame["ticket"]})
+        self.on_outcome({**answer, "ticket": frame["ticket"]})
 
     def cancel(self, ticket: int) -> None:
         self.cancelled.append(ticket)
@@ -99,9 +96,10 @@ def make(
 ) -> RolloutService:
     rules = {"batch_size": 2, "max_concurrent": 4, "eta": 1, **rules}
     sequencer = Sequencer(Rules(**rules))
-    service = RolloutService(folder, sequencer, Prompts(num_rows), Prompts(5), lineages, left_s)
-    sequencer.lineage = read_state(folder).lineage
-    service.executor = Instant(service, fate)
+    service = RolloutService(
+        folder, sequencer, Prompts(num_rows), Prompts(5), lineages, Instant(fate), left_s
+    )
+    sequencer.log.lineage = read_state(folder).lineage
     return service
 
 
@@ -173,7 +171,7 @@ async def test_synchronous_no_group_is_made_by_weights_of_a_trainer_that_went_ba
     assert len(runs) == 8
     batch = decode(await service.batch(4, 1, 5))
     assert [group.index for group in batch.groups] == [6, 7] and runs[8:] == ["1.3", "1.3"]
-    assert service.sequencer.seals[4].staleness == {0: 2}
+    assert service.sequencer.log.seals[4].staleness == {0: 2}
     await service.close()
 
 
@@ -199,10 +197,10 @@ async def test_an_older_lineage_a_skipped_step_and_a_trimmed_batch_are_refused(t
         await service.batch(step, 1, 5)
     with pytest.raises(Stale):
         await service.batch(4, 0, 5)
-    with pytest.raises(OutOfStep):
+    with pytest.raises(Refused, match="batch 5 of 3"):
         await service.batch(5, 1, 5)
     await service.retain(2)
-    with pytest.raises(Trimmed):
+    with pytest.raises(Refused, match="trimmed"):
         await service.batch(2, 1, 5)
     await service.close()
     later = make(tmp_path)
@@ -265,7 +263,7 @@ async def test_segments_that_nothing_needs_are_deleted(tmp_path):
     kept = await service.batch(5, 0, 5)
     await service.close()
     again = make(tmp_path, eta=0)
-    assert again.sequencer.trimmed == 4 and again.sequencer.consumed == 12
+    assert again.sequencer.log.trimmed == 4 and again.sequencer.log.consumed == 12
     assert await again.batch(5, 0, 5) == kept
     assert min(group.index for group in decode(await again.batch(7, 0, 5)).groups) == 12
     await again.close()
@@ -281,7 +279,7 @@ async def test_a_segment_that_is_begun_while_others_are_deleted_stays(tmp_path):
     def commit_and_go_on() -> None:
         commit()
         while not begun or begun[-1].segment == begun[0].segment:
-            begun.append(service.ledger.append_base(service.sequencer.base(1)))
+            begun.append(service.ledger.append_base(service.sequencer.log.base(1)))
 
     service.ledger.commit = commit_and_go_on
     await service.retain(5)
@@ -302,7 +300,7 @@ async def test_a_disk_that_fails_while_a_batch_is_sealed_ends_the_role_and_the_n
 
     with monkeypatch.context() as patched:
         patched.setattr("hpc_rl.rollout.batch_log.ledger.os.write", broken)
-        with pytest.raises(RoleEnds, match="Input/output error"):
+        with pytest.raises(Refused, match="Input/output error"):
             await service.batch(2, 0, 5)
         with pytest.raises(OSError, match="Input/output error"):
             await asyncio.wait_for(running, 5)
@@ -440,15 +438,16 @@ async def test_a_batch_that_cannot_come_any_more_is_said_not_to_come(tmp_path):
     left[0] = -1.0
     while True:
         try:
-            await service.batch(service.sequencer.top + 1, 0, 5)
-        except OutOfTime:
+            await service.batch(service.sequencer.log.top + 1, 0, 5)
+        except Refused as error:
+            assert error.status == 205
             break
-    made, issued = service.sequencer.top, service.sequencer.next_index
+    made, issued = service.sequencer.log.top, service.sequencer.next_index
     assert made >= 1 and counters(service)["holding"]
     assert decode(await service.batch(made, 0, 5)).step == made, "what was cut is there all the same"
     left[0] = 1000.0
     assert service.clock.resumes()
-    service._pump()
+    service._issue()
     assert (
         decode(await service.batch(made + 1, 0, 5)).step == made + 1 and service.sequencer.next_index > issued
     )
@@ -482,8 +481,8 @@ async def test_a_reader_moves_nothing(tmp_path):
         assert await evaluate("99999999.1") == 403 and await evaluate("0.1") == 403
         # also the trainer's token begins no lineage that the trial directory does not know
         assert await get("step=1&lineage=2", CONTROL) == 425 and await evaluate("2.1", CONTROL) == 425
-        assert counters(service) == before and service.sequencer.lineage == 0
-        assert await get("step=1&lineage=1", CONTROL) == 200 and service.sequencer.lineage == 1
+        assert counters(service) == before and service.sequencer.log.lineage == 0
+        assert await get("step=1&lineage=1", CONTROL) == 200 and service.sequencer.log.lineage == 1
         assert await get("step=1&lineage=1") == 200 and await get("step=1&lineage=0") == 409
     await service.close()
 
@@ -514,8 +513,9 @@ async def test_a_seal_of_a_lineage_that_has_no_record_does_not_stop_the_trial(tm
     body = await one.batch(1, 99999999, 5)
     await one.close()
     assert read_state(tmp_path).lineage == 99999999
-    two = RolloutService(tmp_path, Sequencer(one.sequencer.rules), one.prompts, None, lambda: (3, []))
-    two.executor = Instant(two)
+    two = RolloutService(
+        tmp_path, Sequencer(one.sequencer.rules), one.prompts, None, lambda: (3, []), Instant()
+    )
     assert await two.batch(1, 3, 5) == body and decode(await two.batch(2, 3, 5)).step == 2
     assert read_state(tmp_path).seals[2].lineage == 3
     await two.close()
@@ -583,7 +583,7 @@ async def test_prompts_that_user_code_rejected_are_issued_again_with_new_batches
 async def test_giving_batches_up_may_be_killed_anywhere(tmp_path, monkeypatch, killed_in):
     known = [record(0), record(1, 2, new_batches=True)]
     one = make(tmp_path, lineages=lambda: (known[-1].lineage, known[:1]))
-    one.sequencer.lineage = 0
+    one.sequencer.log.lineage = 0
     bodies = [await one.batch(step, 0, 5) for step in range(1, 6)]
     await one.close()
 
@@ -603,7 +603,7 @@ async def test_giving_batches_up_may_be_killed_anywhere(tmp_path, monkeypatch, k
     }
     with monkeypatch.context() as patched:
         patched.setattr(*calls[killed_in], kill)
-        with pytest.raises((Killed, RoleEnds)):
+        with pytest.raises((Killed, Refused)):
             await two.batch(3, 1, 5)
     with contextlib.suppress(Killed, TimeoutError):
         await asyncio.wait_for(two.run(), 0.1)  # no close: a killed process writes nothing more

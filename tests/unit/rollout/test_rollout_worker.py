@@ -10,6 +10,7 @@ import pytest
 from hpc_rl.config.sections.inference import GenerationHyperparameters, InferenceEngineConfig
 from hpc_rl.errors import ConfigError, InputRefused, RequestRefused, RoleFailed, ServerUnavailable
 from hpc_rl.rollout import worker as worker_module
+from hpc_rl.rollout.batch_log.ledger import GroupRecord
 from hpc_rl.rollout.rewards import Inline, RewardFailed, checked, contains, exact_match, import_object
 from hpc_rl.rollout.rewards import reward_process as reward_process_module
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
@@ -65,7 +66,7 @@ async def test_a_group_has_scored_trajectories_with_versions_by_token():
     outcome = await answer(*make(client, stop_token_ids=[3]))
     group = decode(outcome["group"])
     assert (outcome["op"], outcome["ticket"], group.index, len(group.trajectories)) == ("group", 4, 40, 3)
-    assert (outcome["oldest_step"], outcome["oldest_lineage"], outcome["reward_sum"]) == (2, 0, 3.0)
+    assert GroupRecord(*outcome["record"]) == GroupRecord(40, 3, 2, 0, 3, 15, 3.0)
     first = group.trajectories[0]
     assert first.ids.tolist() == [5, 6, 1, 2, 99] and first.loss_mask.tolist() == [
         False,
@@ -407,7 +408,7 @@ async def test_the_users_workflow_may_return_a_group_of_another_size_and_the_bui
         del made.trajectories[0]
         return made
 
-    assert (await answer(*make(Client(), two)))["num_trajectories"] == 2
+    assert GroupRecord(*(await answer(*make(Client(), two)))["record"]).num_trajectories == 2
     monkeypatch.setitem(WORKFLOWS, "two", two)
     outcome = await answer(*make(Client(), two))
     assert (outcome["reason"], "gconfig.n_samples is 3" in outcome["error"]) == ("bad_group", True)
