@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Iterator
 
 from hpc_rl.config.loading.fields import options, section_of
-from hpc_rl.config.loading.load import ALIASES
+from hpc_rl.config.loading.names import ALIASES
 from hpc_rl.config.loading.parser import config_parser, describe_options, sections
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.tables.areal_options import DEPARTURES, UNAVAILABLE

@@ -60,12 +60,17 @@ def options(cls: type, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def field_of(cls: type, name: str) -> dataclasses.Field | None:
-    """Return the field of a dotted name; None where there is none."""
-    *sections, leaf = name.split(".")
-    for section in sections:
-        inner = section_of(hints(cls).get(section))
-        if inner is None:
-            return None
-        cls = inner
-    return next((field for field in dataclasses.fields(cls) if field.name == leaf), None)
+@cache
+def defaults(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Return the default of every option by dotted name, sections before what has them; required ones lack.
+
+    An optional section has the default null, and its options have theirs.
+    """
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        section, default = section_of(hints(cls)[field.name]), default_of(field)
+        if section:
+            found |= defaults(section, f"{prefix}{field.name}.")
+        if default is None or (default is not dataclasses.MISSING and not section):
+            found[prefix + field.name] = default
+    return found

@@ -25,8 +25,8 @@ from hpc_rl.config.loading.fields import (
     options,
     section_of,
 )
-from hpc_rl.config.loading.merging import MergedSettings, nearest
-from hpc_rl.config.loading.source import SourceValue
+from hpc_rl.config.loading.names import nearest
+from hpc_rl.config.loading.source import Settings, SourceValue
 from hpc_rl.config.loading.stored import construct
 from hpc_rl.config.sections.limits import Grammar, Limits, Place
 from hpc_rl.errors import ConfigError
@@ -130,81 +130,68 @@ def _describe(kind: Any) -> str:
     return names[kind]
 
 
-def parse(merged: MergedSettings) -> Any:
-    """Return the configuration of the merged settings. Raises ConfigError with every refusal, one a line."""
-    refusals = [*merged.refusals, *merged.missing()]
+def parse(cls: type, settings: Settings, refusals: list[str]) -> Any:
+    """Return the configuration. Raises ConfigError with these and every other refusal, one a line."""
+    known, given = options(cls), {name: item for name, item in settings.items() if name in options(cls)}
     written: dict[str, Any] = {}
-    for name, item in merged.settings.items():
-        if section_of(merged.known[name]):
+    for name, item in given.items():
+        if section_of(known[name]):
             continue
         if item.value == "???":
-            refusals.append(f"{name} ({item.origin}): ??? stands for a value that is missing; set it.")
-        elif not (merged.refusals and isinstance(item.value, str) and "${" in item.value):
-            written[name] = as_written(merged.known[name], item)
-    values = typed(merged.root, written)
+            refusals = [*refusals, f"{name} ({item.origin}): ??? stands for a value that is missing; set it."]
+        elif not (refusals and isinstance(item.value, str) and "${" in item.value):
+            written[name] = as_written(known[name], item)
+    values = typed(cls, written)
     for name in written:
-        hint, item = merged.known[name], merged.settings[name]
+        hint, item = known[name], given[name]
         reason = _limit_reason(hint, values[name], item) if name in values else _type_reason(hint, item)
         if reason is not None:
             line = f"{name} ({item.origin}): {item} can't be used; allowed: {allowed(hint)}. {reason}"
-            refusals.append(line.strip())
+            refusals = [*refusals, line.strip()]
     if refusals:
         raise ConfigError("\n".join(refusals))
     tree: dict[str, Any] = {}
-    for name, item in sorted(merged.settings.items()):
+    for name, item in settings.items():
         section: dict[str, Any] | None = None if item.value is None else {}
         put(tree, name.split("."), values.get(name, section))
-    return construct(merged.root, tree)
+    return construct(cls, tree)
 
 
 def typed(cls: type, written: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the right type, by dotted name; the others are left out."""
-    hint_of = options(cls)
-    fitting = {name: value for name, value in written.items() if not _is_misplaced(hint_of[name], value)}
-    # Text is what it is: the library would make null of the text 'null' where null is allowed.
-    text = {name: value for name, value in fitting.items() if _is_text(hint_of[name], value)}
-    judged = {name: value for name, value in fitting.items() if name not in text}
-    try:
-        found = text | _parsed(cls, judged)
-    except ArgumentError:  # the library stops at the first: ask for each value
-        found = dict(text)
-        for name, value in judged.items():
-            try:
-                found |= _parsed(cls, {name: value})
-            except ArgumentError:
-                continue
-    # The library converts text: `seed: "1_0"` and `seed: 1_0` are text in YAML 1.2, and no integers.
-    return {
-        name: value
-        for name, value in found.items()
-        if isinstance(value, str) or not isinstance(written[name], str)
-    }
+    found: dict[str, Any] = {}
+    judged: dict[str, Any] = {}
+    for name, value in written.items():
+        # The library would convert them: the text 'null' to null, '1_0' to an integer, true to 1.
+        if value is None or isinstance(value, bool | str):
+            kinds = [base_of(kind) for kind in alternatives(options(cls)[name])]
+            choices = [
+                one for kind in kinds if typing.get_origin(kind) is Literal for one in typing.get_args(kind)
+            ]
+            if type(value) in kinds or (isinstance(value, str) and value in choices):
+                found[name] = value
+        elif not (isinstance(value, int) and abs(value) > LARGEST_INT):
+            judged[name] = value
+    return found | _judged(cls, judged)
 
 
-def _is_text(hint: Any, value: Any) -> bool:
-    return isinstance(value, str) and str in [base_of(kind) for kind in alternatives(hint)]
-
-
-def _parsed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def _judged(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that the library accepts; as it stops at the first other one, ask for each then."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         put(tree, name.split("."), value)
-    parsed = _parser_of(cls, frozenset(values)).parse_object(tree)
+    try:
+        parsed = _parser_of(cls, frozenset(values)).parse_object(tree)
+    except ArgumentError:
+        if len(values) == 1:
+            return {}
+        return {key: one for name in values for key, one in _judged(cls, {name: values[name]}).items()}
     return {name: parsed[name] for name in values}
 
 
 @lru_cache(maxsize=32)
 def _parser_of(cls: type, names: frozenset[str]) -> ArgumentParser:
     return config_parser(cls, names)
-
-
-def _is_misplaced(hint: Any, value: Any) -> bool:
-    """Return whether the library would accept a value that an option must not have, or fail on it."""
-    if value is None:
-        return not is_optional(hint)
-    if isinstance(value, bool):
-        return bool not in alternatives(hint)
-    return isinstance(value, int) and abs(value) > LARGEST_INT
 
 
 def as_written(hint: Any, item: SourceValue) -> Any:
@@ -214,7 +201,7 @@ def as_written(hint: Any, item: SourceValue) -> Any:
     if isinstance(value, list | dict):
         inner = _inner(kinds, type(value))
         if inner is None:  # `a: b` on the command line is text where an option is
-            return item.text if item.is_argument and str in kinds else item.plain()
+            return item.text if item.text is not None and str in kinds else item.plain()
         if isinstance(value, list):
             return [as_written(inner, part) for part in value]
         return {key: as_written(inner, part) for key, part in value.items()}

@@ -1,16 +1,19 @@
-"""Sources of settings: YAML files and arguments of the command line, each value with its origin.
+"""Settings in YAML files and on the command line: each value by dotted name, with its origin.
 
 YAML is read as YAML 1.2: `24:00:00`, `0123`, `no` and `1_0` are text, `1e-6` is a number.
 """
 
-import dataclasses
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hpc_rl.config.loading.fields import options, section_of
+from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.errors import ConfigError
 
 
@@ -48,6 +51,7 @@ class SourceValue:
 
 
 LONGEST_SHOWN = 200  # characters of a value in a message
+Settings = dict[str, SourceValue]  # by dotted name; a section only where it is empty or null
 _TYPE_NAMES = {
     bool: "true or false",
     int: "an integer",
@@ -72,6 +76,7 @@ class Yaml12(yaml.SafeLoader):
     """PyYAML with the scalars of YAML 1.2's core schema, octal and hexadecimal left out."""
 
     num_values = 0
+    has_references = True  # else `${` is text
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own class attribute
         first: [
             (tag, rx)
@@ -100,39 +105,61 @@ for _tag, _regex, _first in (
     Yaml12.add_implicit_resolver("tag:yaml.org,2002:" + _tag, re.compile(f"^(?:{_regex})$"), list(_first))
 
 
-def read_yaml(path: Path) -> SourceValue:
-    """Return the mapping in a file. Raises ConfigError: missing, not YAML, a key twice, not a mapping.
+def read_yaml(path: Path) -> Settings:
+    """Return the settings in a file. Raises ConfigError: missing, not YAML, a key twice, not a mapping.
 
     A .json file, as a trial's own, holds no references: `${` is text there.
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError):
-            reason = error.strerror
-        else:
-            line = error.object[: error.start].count(b"\n") + 1
-            reason = f"line {line} is not UTF-8 text"
-        raise ConfigError(f"config file {path} can't be read: {reason}.") from error
-    tree = _parse(text, str(path))
-    if tree.value is None:
-        return SourceValue({}, str(path))
-    if not isinstance(tree.value, dict):
+    except OSError as error:
+        raise ConfigError(f"config file {path} can't be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"config file {path} can't be read: line {line} is not UTF-8 text.") from error
+    tree = _parse(text, str(path), has_references=path.suffix != ".json")
+    if not isinstance(tree.value, dict | None):
         raise ConfigError(
             f"config file {path} must hold a mapping of options (key: value), "
             f"not {type(tree.value).__name__}."
         )
-    return _without_references(tree) if path.suffix == ".json" else tree
+    return settings_of(tree) if tree.value else {}
 
 
-def _without_references(tree: SourceValue) -> SourceValue:
-    if isinstance(tree.value, dict):
-        return dataclasses.replace(
-            tree, value={key: _without_references(item) for key, item in tree.value.items()}
-        )
-    if isinstance(tree.value, list):
-        return dataclasses.replace(tree, value=[_without_references(item) for item in tree.value])
-    return dataclasses.replace(tree, value=literal(tree.value))
+def settings_of(tree: SourceValue, prefix: str = "") -> Settings:
+    """Take a mapping apart where it is a section. Raises ConfigError for an option that stands twice."""
+    found: Settings = {}
+    for key, value in tree.value.items():
+        name, item = prefix + key, replace(value, is_argument=value.is_argument or tree.is_argument)
+        is_section = isinstance(item.value, dict) and item.value and name in _section_names()
+        for inner, setting in (settings_of(item, f"{name}.") if is_section else {name: item}).items():
+            if inner in found:
+                raise ConfigError(
+                    f"{inner} ({setting.origin}) stands twice in one file: also {found[inner].origin}."
+                )
+            found[inner] = setting
+    return found
+
+
+@cache
+def _section_names() -> frozenset[str]:
+    every = (item for cls in CONFIGS.values() for item in options(cls).items())
+    return frozenset(name for name, hint in every if section_of(hint))
+
+
+def merge(sources: Iterable[Settings]) -> Settings:
+    """Lay sources over each other. Null removes what a section has; a later option of it brings it back."""
+    merged: Settings = {}
+    for source in sources:
+        for name, item in source.items():
+            if item.value is None:
+                merged = {other: kept for other, kept in merged.items() if not other.startswith(f"{name}.")}
+            above = name
+            while above := above.rpartition(".")[0]:
+                if above in merged and merged[above].value is None:
+                    del merged[above]
+            merged[name] = item
+    return merged
 
 
 def literal(value: Any) -> Any:
@@ -181,10 +208,11 @@ def read_overrides(tokens: list[str]) -> list[tuple[str, SourceValue]]:
     return found
 
 
-def _parse(text: str, name: str) -> SourceValue:
+def _parse(text: str, name: str, has_references: bool = True) -> SourceValue:
     loader = None
     try:
         loader = Yaml12(text)
+        loader.has_references = has_references
         node = loader.get_single_node()
         return SourceValue(None, name) if node is None else _convert(loader, node, name)
     except RecursionError:
@@ -219,7 +247,8 @@ def _convert(loader: Yaml12, node: yaml.Node, name: str) -> SourceValue:
     if isinstance(node, yaml.SequenceNode):
         return SourceValue([_convert(loader, item, name) for item in node.value], origin)
     try:
-        return SourceValue(loader.construct_object(node), origin, node.value)
+        value = loader.construct_object(node)
+        return SourceValue(value if loader.has_references else literal(value), origin, node.value)
     except ValueError as error:  # thousands of digits, or `!!int ten`
         shown = node.value if len(node.value) < 40 else f"{node.value[:20]}… ({len(node.value)} characters)"
         raise ConfigError(f"{origin}: {shown} can't be read as a number.") from error

@@ -1,49 +1,59 @@
 """Presets: named sets of values. `atlas` is overridden by every file, `cpu` overrides every file."""
 
+import dataclasses
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.loading.source import SourceValue, read_yaml
+from hpc_rl.allocation import SERVER_BACKENDS
+from hpc_rl.config.loading.source import Settings, read_yaml
 from hpc_rl.errors import ConfigError
 
 BELOW = ("atlas",)
 OVER = ("cpu",)
-_ONLY_GRPO = ("sglang", "launcher.rollout_", "launcher.inference_server_")
+_ONLY_GRPO = ("launcher.rollout_", "launcher.inference_server_")
+_OPTIONAL = ("ref", "valid_dataset")
 
 
-def read_preset(name: str) -> SourceValue:
-    """Return a preset. Raises ConfigError for an unknown name."""
+def read(
+    names: Sequence[str], known: Mapping[str, Any], sources: Sequence[Settings]
+) -> tuple[list[Settings], list[Settings]]:
+    """Return the presets below the files, and those over them. Raises ConfigError for an unknown name."""
+    present = {
+        name.partition(".")[0]
+        for source in sources
+        for name, item in source.items()
+        if item.value is not None
+    }
+    made = [(name, _fit(_read(name), known, present)) for name in names]
+    below = [preset for name, preset in made if name in BELOW]
+    return below, [preset for name, preset in made if name in OVER]
+
+
+def _read(name: str) -> Settings:
     if name not in (*BELOW, *OVER):
         near = difflib.get_close_matches(name, [*BELOW, *OVER], n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ConfigError(f"preset {name!r} is not known; allowed: {', '.join([*BELOW, *OVER])}.{hint}")
-    tree = read_yaml(Path(__file__).with_name(f"{name}.yaml"))
-    return _named(tree, f"preset {name}")
+    found = read_yaml(Path(__file__).with_name(f"{name}.yaml"))
+    return {option: dataclasses.replace(item, origin=f"preset {name}") for option, item in found.items()}
 
 
-def _named(item: SourceValue, origin: str) -> SourceValue:
-    if isinstance(item.value, dict):
-        return SourceValue({key: _named(value, origin) for key, value in item.value.items()}, origin)
-    return SourceValue(item.value, origin, item.text)
-
-
-def fit(
-    preset: SourceValue, known: Mapping[str, Any], present: Collection[str], prefix: str = ""
-) -> SourceValue:
+def _fit(preset: Settings, known: Mapping[str, Any], present: set[str]) -> Settings:
     """Return the part of a preset that a trainer has; `actor` includes `model`.
 
     An optional section that the preset does not complete is left out unless it is in `present`.
     """
-    tree: dict[str, SourceValue] = {}
-    for key, item in preset.value.items():
-        own = "model" if not prefix and key == "actor" and "actor" not in known else key
-        name = prefix + own
-        if "actor" not in known and name.startswith(_ONLY_GRPO):
-            continue  # it is there in every configuration, but only grpo has servers
-        absent = not prefix and own in ("ref", "valid_dataset") and own not in present
-        if name not in known or (absent and "path" not in item.value):
-            continue
-        tree[own] = fit(item, known, present, f"{name}.") if isinstance(item.value, dict) else item
-    return SourceValue(tree, preset.origin)
+    fitting: Settings = {}
+    only_grpo = (*_ONLY_GRPO, *(f"{backend.section}." for backend in SERVER_BACKENDS.values()))
+    for name, item in preset.items():
+        if "actor" not in known:
+            if name.startswith(only_grpo):
+                continue  # it is there in every configuration, but only grpo has servers
+            name = f"model.{name.removeprefix('actor.')}" if name.startswith("actor.") else name
+        top = name.partition(".")[0]
+        is_absent = top in _OPTIONAL and top not in present and f"{top}.path" not in preset
+        if name in known and not is_absent:
+            fitting[name] = item
+    return fitting

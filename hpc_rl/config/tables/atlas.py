@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.config.loading.source import SourceValue
+from hpc_rl.config.loading.source import Settings, SourceValue
 
 _NOT_BUILT_VLLM = "vLLM servers are not implemented; use sglang servers: allocation_mode sglang:dN+fsdp:dM"
 _NOT_BUILT_TEACHER = "the adaptive teacher is not implemented; omit it"
@@ -163,89 +163,74 @@ ALIASES: dict[str, Alias] = {
 class Translated:
     """Sources with our names in place of ATLAS's, with notes and refusals."""
 
-    sources: list[SourceValue]
+    sources: list[Settings]
     notes: list[str]
     refusals: list[str]
 
 
-def translate(sources: Sequence[SourceValue], model: str, known: Mapping[str, Any]) -> Translated:
-    """Replace ATLAS names at the top level of each source.
+def translate(sources: Sequence[Settings], known: Mapping[str, Any]) -> Translated:
+    """Replace ATLAS names.
 
     An option that has different values by its two names is refused; arguments take precedence over files.
     """
     done = Translated([], [], [])
     by_alias: dict[tuple[bool, str], tuple[str, SourceValue]] = {}
     for source in sources:
-        tree: dict[str, SourceValue] = {}
-        for name, item in source.value.items():
-            if name not in ALIASES:
-                tree[name] = item
-                continue
-            found = _one(name, ALIASES[name], item, model, known, done)
+        settings: Settings = {}
+        for name, item in source.items():
+            found = _one(name, ALIASES[name], item, known, done) if name in ALIASES else (name, item)
             if found is None:
                 continue
-            target, value = found
-            if find(source, target) is None:  # else it has the same value, or is refused below
-                tree[target] = value
-            by_alias[source.is_argument, target] = (name, value)
-        done.sources.append(dataclasses.replace(source, value=tree))
+            option, value = found
+            if name not in ALIASES:
+                settings[name] = item
+            else:
+                by_alias[item.is_argument, option] = (name, value)
+                if option not in source:  # else it has the same value, or is refused below
+                    settings[option] = value
+        done.sources.append(settings)
     for source in sources:
-        for (is_argument, target), (name, value) in by_alias.items():
-            native = find(source, target)
-            if native is None or source.is_argument != is_argument:
+        for (is_argument, option), (name, value) in by_alias.items():
+            native = source.get(option)
+            if native is None or native.is_argument != is_argument:
                 continue  # an argument counts more than a file, by either name
             if native.plain() != value.plain() and "${" not in str(native.plain()):
-                done.refusals.append(_twice(name, value, target, native))
+                both = (
+                    f"{name} ({value.origin}) {value.plain()} and {option} ({native.origin}) {native.plain()}"
+                )
+                done.refusals.append(f"{both} are the same option with different values; use one of them.")
     done.notes = list(dict.fromkeys(done.notes))
     return done
 
 
 def _one(
-    name: str, alias: Alias, item: SourceValue, model: str, known: Mapping[str, Any], done: Translated
+    name: str, alias: Alias, item: SourceValue, known: Mapping[str, Any], done: Translated
 ) -> tuple[str, SourceValue] | None:
+    """Return the option that a name stands for, with its value; None where it has no effect or is refused."""
+    model = "actor" if "actor" in known else "model"
     value, why = item.plain(), alias.why.replace("{model}", model)
     idle = alias.unless if alias.to else alias.accepts
-    silent = alias.any_value or any(value == one and type(value) is type(one) for one in idle)
-    if not alias.to or silent:
-        if silent:
-            done.notes.append(f"{name} ({item.origin}) has no effect here: {why}.")
-        else:
-            shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-            done.refusals.append(f"{name} ({item.origin}): {shown} can't be used: {why}.")
+    if alias.any_value or any(value == one and type(value) is type(one) for one in idle):
+        done.notes.append(f"{name} ({item.origin}) has no effect here: {why}.")
         return None
-    target = alias.to.replace("{model}", model)
-    if target not in known:
+    if not alias.to:
+        shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+        done.refusals.append(f"{name} ({item.origin}): {shown} can't be used: {why}.")
+        return None
+    option = alias.to.replace("{model}", model)
+    if option not in known:
         done.refusals.append(
-            f"{name} ({item.origin}) stands for {target}, which this trainer does not have; omit it."
+            f"{name} ({item.origin}) stands for {option}, which this trainer does not have; omit it."
         )
         return None
-    done.notes.append(f"{name} ({item.origin}) is {target}{'; ' + alias.note if alias.note else ''}.")
-    if alias.translate is None or "${" in str(value):
-        return target, SourceValue(item.value, f"{item.origin} ({name})", item.text, item.is_argument)
-    try:
-        made = alias.translate(value)
-    except ValueError as error:
-        done.refusals.append(f"{name} ({item.origin}): {value} can't be used: {error}.")
-        return None
-    if made == value:
-        return target, SourceValue(item.value, f"{item.origin} ({name})", item.text, item.is_argument)
-    return target, SourceValue(made, f"{item.origin} ({name})", str(made), item.is_argument)
-
-
-def _twice(name: str, item: SourceValue, other: str, native: SourceValue) -> str:
-    return (
-        f"{name} ({item.origin}) {item.plain()} and {other} ({native.origin}) {native.plain()} are the same "
-        "option with different values; use one of them."
-    )
-
-
-def find(source: SourceValue, name: str) -> SourceValue | None:
-    """Return the value of a dotted option in a source, whether its keys are nested or dotted."""
-    if name in source.value:
-        return source.value[name]
-    for key, item in source.value.items():
-        if isinstance(item.value, dict) and name.startswith(f"{key}."):
-            found = find(item, name[len(key) + 1 :])
-            if found is not None:
-                return found
-    return None
+    done.notes.append(f"{name} ({item.origin}) is {option}{'; ' + alias.note if alias.note else ''}.")
+    made = value
+    if alias.translate is not None and "${" not in str(value):
+        try:
+            made = alias.translate(value)
+        except ValueError as error:
+            done.refusals.append(f"{name} ({item.origin}): {value} can't be used: {error}.")
+            return None
+    if made != value:
+        item = dataclasses.replace(item, value=made, text=str(made))
+    return option, dataclasses.replace(item, origin=f"{item.origin} ({name})")

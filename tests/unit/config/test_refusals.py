@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpc_rl.config.loading.fields import alternatives, options, section_of
-from hpc_rl.config.loading.load import ALIASES, load
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.loading.names import ALIASES
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.sections.limits import Grammar, Limits, Place
 from hpc_rl.config.show import scalar

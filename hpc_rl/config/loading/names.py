@@ -1,0 +1,135 @@
+"""Names that are not options: short names, the answers to names of other toolkits, and what may be meant.
+
+Also refused: what stands for a section and is none, and required options that are missing.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+
+from hpc_rl.config.loading.fields import default_of, hints, is_optional, options, section_of
+from hpc_rl.config.loading.source import Settings, SourceValue
+from hpc_rl.config.sections.experiment import CONFIGS
+from hpc_rl.config.tables import atlas
+
+CLOSE = 0.8  # similarity from which a name is suggested
+ALIASES = {  # short names on the command line; {model} is actor or model
+    "n_nodes": "cluster.n_nodes",
+    "nodes": "cluster.n_nodes",
+    "time": "launcher.slurm.time",
+    "partition": "launcher.slurm.partition",
+    "account": "launcher.slurm.account",
+    "qos": "launcher.slurm.qos",
+    "nodelist": "launcher.slurm.nodelist",
+    "exclude": "launcher.slurm.exclude",
+    "fileroot": "cluster.fileroot",
+    "name": "trial_name",
+    "model": "{model}.path",
+    "data": "train_dataset.path",
+    "lr": "{model}.optimizer.lr",
+    "max_steps": "total_train_steps",
+}
+_GPUS = "GPUs are counted by node: cluster.n_gpus_per_node, and --n_nodes for the nodes."
+_LORA = "LoRA is not built; leave it out."
+ANSWERS = {  # names that other toolkits have -> what to do here
+    "gpus": _GPUS,
+    "n_gpus": _GPUS,
+    "num_gpus": _GPUS,
+    "gpus_per_node": _GPUS,
+    "use_lora": _LORA,
+    "lora_r": _LORA,
+    "lora_rank": _LORA,
+    "lora_alpha": _LORA,
+    "peft": _LORA,
+    "critic": "a critic is not built: GRPO needs none; leave it out.",
+    "entropy_coeff": "an entropy bonus is not built; leave it out.",
+    "output_dir": "a trial writes below cluster.fileroot.",
+    "bf16": "use actor.dtype bfloat16.",
+    "loss_type": "see actor.loss_aggregation and actor.eps_clip_higher.",
+    "reward_funcs": "a trial has one reward function: rollout.reward_fn.",
+}
+
+
+def nearest(name: str, names: Collection[str], cutoff: float = CLOSE) -> str:
+    """Return the most similar name; empty where none is similar enough."""
+    found = difflib.get_close_matches(name.lower(), names, n=1, cutoff=cutoff)
+    return found[0] if found else ""
+
+
+def refused_names(cls: type, settings: Settings, aliases: Mapping[str, str]) -> list[str]:
+    """Return refusals: names that are no options, what stands for a section, what is missing."""
+    known = options(cls)
+    refusals: dict[str, str] = {}
+    suggested: set[str] = set()
+    for name, item in settings.items():
+        unknown = next((part for part in _parts(name) if part not in known), "")
+        if unknown:
+            meant, hint = _meant(cls, unknown, aliases)
+            suggested.add(meant)
+            shown = unknown if unknown.isprintable() else repr(unknown)
+            refusals.setdefault(unknown, f"unknown key {shown} ({item.origin}): {hint}")
+        elif section_of(known[name]) and item.value not in ({}, None if is_optional(known[name]) else {}):
+            refusals[name] = _no_section(name, item)
+    missing = [line for name, line in _missing(cls, settings) if name not in suggested]
+    return [*refusals.values(), *missing]
+
+
+def _parts(name: str) -> Iterator[str]:
+    """Yield a, a.b, a.b.c."""
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
+def _no_section(name: str, item: SourceValue) -> str:
+    came = "null" if item.value is None else str(item)
+    hint = "it is a section with keys of its own"
+    if isinstance(item.value, str) and "${" in item.value:
+        hint = "a reference stands for one option: give each key of the section its own"
+    return f"{name} ({item.origin}): {came} can't stand here; {hint}."
+
+
+def _meant(cls: type, name: str, aliases: Mapping[str, str]) -> tuple[str, str]:
+    """Return the option that an unknown name may mean (empty if unsure), and what to say."""
+    parent, _, leaf = name.rpartition(".")
+    known, others = options(cls), [trainer for trainer, one in CONFIGS.items() if name in options(one)]
+    if others:
+        return "", f"only a trial with trainer: {' or '.join(others)} has it."
+    if name in aliases:
+        return "", f"in a file its name is {aliases[name]}; {name} is short for it on the command line."
+    if leaf in ANSWERS:
+        return "", ANSWERS[leaf]
+    if parent and leaf in atlas.ALIASES:
+        return "", f"{leaf} stands at the top level, without {parent}."
+    siblings = {n.rpartition(".")[2]: n for n in known if n.rpartition(".")[0] == parent}
+    near = nearest(leaf, [*siblings, *([] if parent else [*aliases, *atlas.ALIASES])])
+    if near:
+        return siblings.get(near, ""), f"did you mean {siblings.get(near, near)}?"
+    leaves = [n.rpartition(".")[2] for n, hint in known.items() if section_of(hint) is None]
+    elsewhere = _same_leaf(known, name, leaf) or _same_leaf(known, name, nearest(leaf, leaves))
+    if elsewhere:
+        return "", f"did you mean {' or '.join(elsewhere[:3])}?"
+    here = [key for key in siblings if parent or section_of(known[key])]
+    return "", f"known here: {', '.join(sorted(here)) or 'nothing'}."
+
+
+def _same_leaf(known: Collection[str], name: str, leaf: str) -> list[str]:
+    """Return the options of this last name whose whole names are most like the one given."""
+    same = [n for n in known if n.rpartition(".")[2] == leaf]
+    alike = {n: difflib.SequenceMatcher(None, name, n).ratio() for n in same}
+    return [n for n, ratio in alike.items() if ratio > max(alike.values()) - 0.1]
+
+
+def _missing(cls: type, settings: Settings, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each required option and section that is not set, with the refusal."""
+    for field in dataclasses.fields(cls):
+        name, section = prefix + field.name, section_of(hints(cls)[field.name])
+        is_set = name in settings or any(other.startswith(f"{name}.") for other in settings)
+        if is_set and section and settings.get(name, SourceValue({}, "")).value == {}:
+            yield from _missing(section, settings, f"{name}.")
+        elif not is_set and default_of(field) is dataclasses.MISSING:
+            if section is None:
+                yield name, f"{name} is missing and has no default: set it in the file, or with --{name}."
+                continue
+            inner = dataclasses.fields(section)
+            needed = [f"{name}.{one.name}" for one in inner if default_of(one) is dataclasses.MISSING]
+            yield name, f"section {name} is missing; it needs at least {', '.join(needed)}."
