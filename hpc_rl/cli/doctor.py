@@ -24,7 +24,7 @@ from hpc_rl.config.rules.slurm_rules import DERIVED
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.doctor import job_probe
 from hpc_rl.doctor.filesystem import check_directory
-from hpc_rl.doctor.finding import Finding, Requirements, Status, fail, run_checks
+from hpc_rl.doctor.finding import Finding, Requirements, Status, run_checks
 from hpc_rl.doctor.machine import MACHINE_CHECKS
 from hpc_rl.doctor.node import NodeReport
 from hpc_rl.doctor.slurm_checks import check_slurm
@@ -98,7 +98,8 @@ def requirements_of(args: Namespace) -> tuple[Requirements, SlurmLauncherConfig,
         try:
             check(loaded)
         except ConfigError as error:
-            findings = [fail("configuration", str(error), "correct the option, or stage the file.")]
+            fix = "correct the option, or stage the file."
+            findings = [Finding("configuration", Status.FAIL, str(error), fix)]
     else:
         profile = load([], ANY_TRIAL, presets=args.preset, cluster=args.cluster).config
         on_slurm = pick(profile.launcher.type) == "slurm"
@@ -161,8 +162,8 @@ def check_allocation(needs: Requirements, options: SlurmLauncherConfig, wait_s: 
     try:
         result = job_probe.visit(needs, srun_options(needs, options), wait_s)
     except HpcRlError as error:
-        failed = fail("nodes reported", str(error), "see `fileroot` and `slurm programs` above.")
-        return [replace(failed, where="nodes")]
+        fix = "see `fileroot` and `slurm programs` above."
+        return [Finding("nodes reported", Status.FAIL, str(error), fix, where="nodes")]
     together = [replace(finding, where="nodes") for finding in job_probe.check_nodes(result)]
     return [*together, *each_node(result.reports)]
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpc_rl.doctor.finding import Finding, fail, ok, warn
+from hpc_rl.doctor.finding import Finding, Verdict, fail, finding_from_json, finding_of, judge, ok, warn
 from hpc_rl.files import mount_of
 
 TIMEOUT_S = 60.0
@@ -35,7 +35,6 @@ BAD_OPTIONS = ("nolock", "localflock", "local_lock=all", "local_lock=flock", "no
 LOCAL_CACHES = (
     "hpc-rl takes no locks there, but libraries may: keep HF_HOME, TRITON_CACHE_DIR on a local disk."
 )
-NOT_WRITABLE = "name a directory that can be written as cluster.fileroot, or ask the administrators."
 NOT_FOR_TRIALS = "this file system can't hold trials: choose another one as cluster.fileroot."
 
 
@@ -57,138 +56,138 @@ def check_directory(path: Path, on_slurm: bool, timeout_s: float = TIMEOUT_S) ->
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
         )
-        return [Finding.from_json(row) for row in json.loads(done.stdout)]
+        return [finding_from_json(row) for row in json.loads(done.stdout)]
     except subprocess.TimeoutExpired:
-        return [fail("fileroot", f"{path} gave no answer within {timeout_s:g} s", NOT_WRITABLE)]
+        return [unusable(f"{path} gave no answer within {timeout_s:g} s")]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        return [fail("fileroot", f"the probe of {path} failed: {error}", NOT_WRITABLE)]
+        return [unusable(f"the probe of {path} failed: {error}")]
 
 
 def probe(path: Path, on_slurm: bool) -> list[Finding]:
     """Run all checks in a temporary folder below the directory, or below its nearest parent that exists."""
     base = next(parent for parent in (path, *path.parents) if parent.exists())
     kind, options = mount_of(base)
-    findings = [check_shared(path, kind, on_slurm), check_mount_options(options)]
+    findings = [
+        Finding("shared", *check_shared(path, kind, on_slurm)),
+        Finding("mount options", *check_mount_options(options)),
+    ]
     try:
         folder = Path(tempfile.mkdtemp(prefix=".hpc-rl-doctor-", dir=base))
     except OSError as error:
-        return [
-            fail("fileroot", f"{base} can't be written: {error.strerror or error}", NOT_WRITABLE),
-            *findings,
-        ]
+        return [unusable(f"{base} can't be written: {error.strerror or error}"), *findings]
     here = DirectoryProbe(path, base, folder, on_slurm)
-    writable = ok("fileroot", str(path) + ("" if path.is_dir() else " (made at the first submit)"))
+    writable = Finding("fileroot", *ok(str(path) + ("" if path.is_dir() else " (made at the first submit)")))
     try:
-        return [writable, *findings, *(check(here) for check in DIRECTORY_CHECKS)]
+        return [writable, *findings, *(finding_of(check, here) for check in DIRECTORY_CHECKS)]
     except OSError as error:
-        reason = f"{error.strerror or error} ({error.filename or folder})"
-        return [fail("fileroot", reason, NOT_WRITABLE), *findings]
+        return [unusable(f"{error.strerror or error} ({error.filename or folder})"), *findings]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_shared(path: Path, kind: str, on_slurm: bool) -> Finding:
+def unusable(found: str) -> Finding:
+    fix = "name a directory that can be written as cluster.fileroot, or ask the administrators."
+    return Finding("fileroot", *fail(found, fix))
+
+
+def check_shared(path: Path, kind: str, on_slurm: bool) -> Verdict:
     found = f"{path} is {kind or 'of unknown type'}"
     if kind in VOLATILE and on_slurm:
         fix = "name a directory on the cluster's shared file system as cluster.fileroot."
-        return fail("shared", f"{found}: each node has its own", fix)
-    if on_slurm and kind not in SHARED and not kind.startswith("fuse"):
-        return warn("shared", found, "`hpc-rl doctor --allocation` shows whether every node sees it.")
-    return ok("shared", found)
+        return fail(f"{found}: each node has its own", fix)
+    local = kind not in SHARED and not kind.startswith("fuse")
+    fix = "`hpc-rl doctor --allocation` shows whether every node sees it."
+    return judge(found, fix, warn=on_slurm and local)
 
 
-def check_mount_options(options: list[str]) -> Finding:
+def check_mount_options(options: list[str]) -> Verdict:
     bad = [option for option in options if option in BAD_OPTIONS]
     if bad:
-        found = f"{', '.join(bad)}: locks or opens do not reach across nodes"
-        return warn("mount options", found, LOCAL_CACHES)
-    return ok("mount options", "nothing that breaks locks or opens")
+        return warn(f"{', '.join(bad)}: locks or opens do not reach across nodes", LOCAL_CACHES)
+    return ok("nothing that breaks locks or opens")
 
 
-def check_rename(here: DirectoryProbe) -> Finding:
+def check_rename(here: DirectoryProbe) -> Verdict:
     target = _write(here.folder / "target", b"old")
     os.replace(_write(here.folder / "source", b"new"), target)
     if target.read_bytes() != b"new" or (here.folder / "source").exists():
-        return fail("rename", "rename does not replace a file as a whole", NOT_FOR_TRIALS)
-    return ok("rename", "replaces a file as a whole")
+        return fail("rename does not replace a file as a whole", NOT_FOR_TRIALS)
+    return ok("replaces a file as a whole")
 
 
-def check_link(here: DirectoryProbe) -> Finding:
-    taken = _write(here.folder / "linked", b"x")
-    other = _write(here.folder / "other", b"x")
+def check_link(here: DirectoryProbe) -> Verdict:
+    taken, other = _write(here.folder / "linked"), _write(here.folder / "other")
     if not _refuses(lambda: os.link(other, taken)):
-        found = "link does not refuse a name that is taken: two writers could both win"
-        return fail("link", found, NOT_FOR_TRIALS)
-    return ok("link", "refuses a taken name")
+        return fail("link does not refuse a name that is taken: two writers could both win", NOT_FOR_TRIALS)
+    return ok("refuses a taken name")
 
 
-def check_exclusive_create(here: DirectoryProbe) -> Finding:
-    taken = _write(here.folder / "taken", b"x")
+def check_exclusive_create(here: DirectoryProbe) -> Verdict:
+    taken = _write(here.folder / "taken")
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
     if not (_refuses(lambda: os.close(os.open(taken, flags))) and _refuses(lambda: os.mkdir(taken))):
-        return fail("exclusive create", "O_EXCL or mkdir takes a name twice", NOT_FOR_TRIALS)
-    return ok("exclusive create", "O_EXCL and mkdir refuse a taken name")
+        return fail("O_EXCL or mkdir takes a name twice", NOT_FOR_TRIALS)
+    return ok("O_EXCL and mkdir refuse a taken name")
 
 
-def check_locks(here: DirectoryProbe) -> Finding:
-    path = _write(here.folder / "lock", b"x")
+def check_locks(here: DirectoryProbe) -> Verdict:
+    path = _write(here.folder / "lock")
     with path.open("r+b") as one, path.open("r+b") as two:
-        try:
-            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            works = _refuses(lambda: fcntl.flock(two, fcntl.LOCK_EX | fcntl.LOCK_NB), BlockingIOError)
-        except OSError:
-            works = False
-    if not works:
-        return warn("locks", "flock does not exclude other processes, even on this machine", LOCAL_CACHES)
-    return ok("locks", "flock works on this machine")
+        if not lock(one.fileno()) or lock(two.fileno()):
+            return warn("flock does not exclude other processes, even on this machine", LOCAL_CACHES)
+    return ok("flock works on this machine")
 
 
-def check_sync_time(here: DirectoryProbe) -> Finding:
+def lock(descriptor: int) -> bool:
+    """Lock a file; return False where another process has the lock, or there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def check_sync_time(here: DirectoryProbe) -> Verdict:
     start = time.monotonic()
-    _write(here.folder / "synced", b"x")
+    _write(here.folder / "synced")
     took_s = time.monotonic() - start
     if took_s > SLOW_SYNC_S:
         fix = "state and batches are synced at every step: expect waits, or choose a faster file system."
-        return warn("sync time", f"a small synced write takes {took_s:.1f} s", fix)
-    return ok("sync time", f"a small synced write takes {took_s * 1000:.0f} ms")
+        return warn(f"a small synced write takes {took_s:.1f} s", fix)
+    return ok(f"a small synced write takes {took_s * 1000:.0f} ms")
 
 
-def check_space(here: DirectoryProbe) -> Finding:
+def check_space(here: DirectoryProbe) -> Verdict:
     usage = os.statvfs(here.base)
     free = usage.f_bavail * usage.f_frsize
     found = f"{free / GB:.1f} GB free in {here.path}"
     if free < GB:
-        return fail("space", found, "remove old trials (`hpc-rl list`), or choose another cluster.fileroot.")
-    if free < 20 * GB and here.on_slurm:
-        fix = "a trial keeps several copies of model and optimizer; recover.keep bounds them."
-        return warn("space", found, fix)
-    return ok("space", found)
+        return fail(found, "remove old trials (`hpc-rl list`), or choose another cluster.fileroot.")
+    fix = "a trial keeps several copies of model and optimizer; recover.keep bounds them."
+    return judge(found, fix, warn=free < 20 * GB and here.on_slurm)
 
 
-def check_inodes(here: DirectoryProbe) -> Finding:
+def check_inodes(here: DirectoryProbe) -> Verdict:
     usage = os.statvfs(here.base)
-    if usage.f_files and usage.f_favail < MIN_INODES:
-        found = f"{usage.f_favail} free in {here.path}"
-        return fail("inodes", found, "remove old trials; a trial makes some thousand files.")
-    return ok("inodes", f"{usage.f_favail} free" if usage.f_files else "not counted")
+    if not usage.f_files:
+        return ok("not counted")
+    fix = "remove old trials; a trial makes some thousand files."
+    return judge(f"{usage.f_favail} free in {here.path}", fix, fail=usage.f_favail < MIN_INODES)
 
 
-def check_file_clock(here: DirectoryProbe) -> Finding:
-    skew_s = _write(here.folder / "clock", b"x").stat().st_mtime - time.time()
-    found = f"{skew_s:+.1f} s against this machine's"
-    if abs(skew_s) > MAX_CLOCK_SKEW_S:
-        fix = "hpc-rl compares no clocks, but make and caches do: set both by NTP."
-        return warn("file server's clock", found, fix)
-    return ok("file server's clock", found)
+def check_file_server_clock(here: DirectoryProbe) -> Verdict:
+    skew_s = _write(here.folder / "clock").stat().st_mtime - time.time()
+    fix = "hpc-rl compares no clocks, but make and caches do: set both by NTP."
+    return judge(f"{skew_s:+.1f} s against this machine's", fix, warn=abs(skew_s) > MAX_CLOCK_SKEW_S)
 
 
-DIRECTORY_CHECKS: tuple[Callable[[DirectoryProbe], Finding], ...] = (
+DIRECTORY_CHECKS = (
     check_rename, check_link, check_exclusive_create, check_locks, check_sync_time, check_space,
-    check_inodes, check_file_clock,
+    check_inodes, check_file_server_clock,
 )  # fmt: skip
 
 
-def _write(path: Path, content: bytes) -> Path:
+def _write(path: Path, content: bytes = b"x") -> Path:
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -196,10 +195,10 @@ def _write(path: Path, content: bytes) -> Path:
     return path
 
 
-def _refuses(act: Callable[[], object], error: type[OSError] = FileExistsError) -> bool:
+def _refuses(act: Callable[[], object]) -> bool:
     try:
         act()
-    except error:
+    except FileExistsError:
         return True
     return False
 

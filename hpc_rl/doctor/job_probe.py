@@ -5,12 +5,12 @@ import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hpc_rl.doctor.finding import Finding, Requirements, fail, ok, warn
-from hpc_rl.doctor.node import MAX_PEERS, NodeReport
+from hpc_rl.doctor.finding import Finding, Requirements, Verdict, fail, finding_of, ok, warn
+from hpc_rl.doctor.node import MAX_PEERS, STALE_NAME_S, NodeReport
 from hpc_rl.errors import CannotWrite, SchedulerError
 from hpc_rl.render import code_zip
 from hpc_rl.schedulers.slurm import clean_environment
@@ -18,6 +18,7 @@ from hpc_rl.trial import read_json, write_json
 
 SLOW_S = 5.0
 STALE_S = 1.0
+NEVER = float("inf")
 MAX_CLOCK_SKEW_S = 2.0
 FOLDER = ".hpc-rl-doctor-"
 
@@ -104,56 +105,55 @@ def read_reports(folder: Path) -> list[NodeReport]:
 # --- checks across all nodes
 
 
-def check_reported(result: VisitResult) -> Finding:
+def check_nodes_reported(result: VisitResult) -> Verdict:
     there = {report.seen.rank for report in result.reports}
     found = f"{len(there)} of {result.num_nodes}"
     if len(there) < result.num_nodes:
         found += f"; srun: {result.complaint}" if result.complaint else ""
         fix = "exclude nodes that can't read cluster.fileroot and launcher.python (`srun -N1 ls FILEROOT`)."
-        return fail("nodes reported", found, fix)
-    return ok("nodes reported", f"{found}: {result.names(sorted(there))}")
+        return fail(found, fix)
+    return ok(f"{found}: {result.names(sorted(there))}")
 
 
-def check_visible_to_all(result: VisitResult) -> Finding:
+def check_visible_to_all(result: VisitResult) -> Verdict:
     blind = [report.seen.rank for report in result.reports if report.seen.missing]
     if blind:
         fix = "cluster.fileroot must be one file system on all nodes; exclude nodes that mount another one."
-        return fail("visible to all", f"{result.names(blind)} did not see what every other node wrote", fix)
-    return ok("visible to all", "each node saw what every other node wrote")
+        return fail(f"{result.names(blind)} did not see what every other node wrote", fix)
+    return ok("each node saw what every other node wrote")
 
 
-def check_visible_soon(result: VisitResult) -> Finding:
+def check_visible_soon(result: VisitResult) -> Verdict:
     slowest = _worst(report.seen.name_s for report in result.reports)
-    if slowest is None:
+    if slowest == NEVER:
         fix = "directory caches: mount with a small acdirmax, or use another file system."
-        return fail("visible soon", "a new name did not show on every node", fix)
+        return fail("a new name did not show on every node", fix)
     if slowest > SLOW_S:
         fix = "directory caches (acdirmax): roles find each other slowly."
-        return warn("visible soon", f"a new name shows after up to {slowest:.1f} s", fix)
-    return ok("visible soon", f"a new name shows on all nodes, there and back, within {slowest:.2f} s")
+        return warn(f"a new name shows after up to {slowest:.1f} s", fix)
+    return ok(f"a new name shows on all nodes, there and back, within {slowest:.2f} s")
 
 
-def check_absent_names(result: VisitResult) -> Finding:
+def check_absent_names(result: VisitResult) -> Verdict:
     worst = _worst(report.seen.stale_name_s for report in result.reports)
-    if worst is None or worst > STALE_S:
-        found = "more than 5 s" if worst is None else f"{worst:.1f} s"
+    if worst > STALE_S:
+        found = f"more than {STALE_NAME_S:g} s" if worst == NEVER else f"{worst:.1f} s"
         fix = "hpc-rl lists folders instead; tools that poll `exists` will wait."
-        return warn("absent names", f"remembered as absent for {found}", fix)
-    return ok("absent names", "seen as soon as they are listed")
+        return warn(f"remembered as absent for {found}", fix)
+    return ok("seen as soon as they are listed")
 
 
-def check_replaced_files(result: VisitResult) -> Finding:
+def check_replaced_files(result: VisitResult) -> Verdict:
     worst = _worst(report.seen.stale_content_s for report in result.reports)
-    if worst is None:
-        fix = "opens must be fresh: do not mount with `nocto`."
-        return fail("replaced files", "a node kept reading the old content", fix)
+    if worst == NEVER:
+        return fail("a node kept reading the old content", "opens must be fresh: do not mount with `nocto`.")
     if worst > STALE_S:
         fix = "attribute caches (acregmax, nocto): make them small for fileroot."
-        return warn("replaced files", f"read as the old one for {worst:.1f} s", fix)
-    return ok("replaced files", "read as the new one at once")
+        return warn(f"read as the old one for {worst:.1f} s", fix)
+    return ok("read as the new one at once")
 
 
-def check_one_winner(result: VisitResult) -> Finding:
+def check_one_winner(result: VisitResult) -> Verdict:
     wrong = []
     for kind in ("open", "link", "mkdir"):
         winners = [report.seen.rank for report in result.reports if kind in report.seen.won]
@@ -161,72 +161,63 @@ def check_one_winner(result: VisitResult) -> Finding:
             wrong.append(f"{kind} was won by {result.names(winners)}")
     if wrong:
         fix = "this file system can't hold trials: two supervisors could both own one."
-        return fail("one winner", "; ".join(wrong), fix)
-    return ok("one winner", "of all nodes that create one name, by O_EXCL, link and mkdir")
+        return fail("; ".join(wrong), fix)
+    return ok("of all nodes that create one name, by O_EXCL, link and mkdir")
 
 
-def check_lock_scope(result: VisitResult) -> Finding:
+def check_lock_scope(result: VisitResult) -> Verdict:
     got = [report.seen.rank for report in result.reports if report.seen.lock]
     if got:
         fix = "hpc-rl takes none there; keep HF_HOME, TRITON_CACHE_DIR and the like on a local disk."
-        return warn("lock scope", f"flock of one node does not keep out {result.names(got)}", fix)
+        return warn(f"flock of one node does not keep out {result.names(got)}", fix)
     if all(report.seen.lock is None for report in result.reports):
-        return ok("lock scope", "no locks on this file system, and none are needed")
-    return ok("lock scope", "flock keeps other nodes out")
+        return ok("no locks on this file system, and none are needed")
+    return ok("flock keeps other nodes out")
 
 
-def check_clocks(result: VisitResult) -> Finding:
+def check_clocks(result: VisitResult) -> Verdict:
     # The file server's clock is the common measure.
-    skews = {report.seen.rank: report.seen.skew_s for report in result.reports}
-    first = min(skews, key=lambda rank: skews[rank])
-    last = max(skews, key=lambda rank: skews[rank])
-    apart = skews[last] - skews[first]
-    if apart > MAX_CLOCK_SKEW_S:
-        found = f"{result.names([first])} and {result.names([last])} are {apart:.1f} s apart"
-        return warn(
-            "clocks", found, "hpc-rl compares none, but logs are in order only with NTP on all nodes."
-        )
-    return ok("clocks", f"at most {apart:.2f} s apart")
+    by_skew = sorted((report.seen.skew_s, report.seen.rank) for report in result.reports)
+    (least, first), (most, last) = by_skew[0], by_skew[-1]
+    if most - least > MAX_CLOCK_SKEW_S:
+        found = f"{result.names([first])} and {result.names([last])} are {most - least:.1f} s apart"
+        return warn(found, "hpc-rl compares none, but logs are in order only with NTP on all nodes.")
+    return ok(f"at most {most - least:.2f} s apart")
 
 
-def check_network(result: VisitResult) -> Finding:
+def check_network(result: VisitResult) -> Verdict:
     broken = [report.seen for report in result.reports if report.seen.unreachable]
     if broken:
         found = f"{result.names([broken[0].rank])} can't reach {', '.join(broken[0].unreachable[:3])}"
-        fix = (
-            "a firewall between nodes, or the wrong interface: open the port range, or set cluster.interface."
-        )
-        return fail("network", found, fix)
-    each = min(MAX_PEERS, max(0, result.num_nodes - 1))
-    if not each:
-        return ok("network", "one node only")
-    return ok("network", f"each node reached {each} other{'s' if each > 1 else ''}")
+        causes = "a firewall between nodes, or the wrong interface"
+        return fail(found, f"{causes}: open the port range, or set cluster.interface.")
+    each = min(MAX_PEERS, result.num_nodes - 1)
+    if each < 1:
+        return ok("one node only")
+    return ok(f"each node reached {each} other{'s' if each > 1 else ''}")
 
 
-def check_same_software(result: VisitResult) -> Finding:
+def check_same_software(result: VisitResult) -> Verdict:
     ranks: dict[str, list[int]] = {}
     for report in result.reports:
         ranks.setdefault(report.software, []).append(report.seen.rank)
     if len(ranks) > 1:
         found = "; ".join(f"{what} on {result.names(where)}" for what, where in ranks.items())
         fix = "launcher.python must be one environment on the shared file system, or the same image."
-        return fail("same software", found, fix)
-    return ok("same software", next(iter(ranks)))
+        return fail(found, fix)
+    return ok(next(iter(ranks)))
 
 
-def _worst(values: Iterable[float | None]) -> float | None:
-    """Return the largest value, None where one is None."""
-    known = list(values)
-    present = [value for value in known if value is not None]
-    return max(present, default=0.0) if len(present) == len(known) else None
+def _worst(values: Iterable[float | None]) -> float:
+    return max(NEVER if value is None else value for value in values)
 
 
-NODE_CHECKS: tuple[Callable[[VisitResult], Finding], ...] = (
-    check_reported, check_visible_to_all, check_visible_soon, check_absent_names, check_replaced_files,
+NODE_CHECKS = (
+    check_nodes_reported, check_visible_to_all, check_visible_soon, check_absent_names, check_replaced_files,
     check_one_winner, check_lock_scope, check_clocks, check_network, check_same_software,
 )  # fmt: skip
 
 
 def check_nodes(result: VisitResult) -> list[Finding]:
     """Return the findings across all nodes; only the first where no node reported."""
-    return [check(result) for check in (NODE_CHECKS if result.reports else NODE_CHECKS[:1])]
+    return [finding_of(check, result) for check in (NODE_CHECKS if result.reports else NODE_CHECKS[:1])]

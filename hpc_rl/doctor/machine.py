@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hpc_rl import net
 from hpc_rl.config.tables.sglang_versions import DROPPED
-from hpc_rl.doctor.finding import Check, Finding, Requirements, fail, ok, warn
+from hpc_rl.doctor.finding import Requirements, Verdict, fail, judge, ok, warn
 from hpc_rl.errors import ConfigError
 from hpc_rl.schedulers.hostlist import peer_hosts
 
@@ -42,50 +42,49 @@ print(json.dumps({name: version(name) for name in sys.argv[1:]}))
 # --- software
 
 
-def check_python(needs: Requirements) -> Finding:
-    found = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < MIN_PYTHON:
-        return fail(
-            "python", found, f"use Python {_dots(MIN_PYTHON)} or newer; launcher.python is that of jobs."
-        )
-    return ok("python", found)
+def check_python(needs: Requirements) -> Verdict:
+    fix = f"use Python {_dots(MIN_PYTHON)} or newer; launcher.python is that of jobs."
+    return judge(_dots(sys.version_info[:3]), fix, fail=sys.version_info < MIN_PYTHON)
 
 
-def check_torch(needs: Requirements) -> Finding:
+def check_torch(needs: Requirements) -> Verdict:
     found = versions(needs.python or sys.executable)
-    fix = f"`pip install 'torch>={_dots(MIN_TORCH)}' transformers safetensors` into launcher.python."
     if isinstance(found, str):
-        return fail("torch", found, "set launcher.python to the interpreter that has torch.")
+        return fail(found, "set launcher.python to the interpreter that has torch.")
+    fix = f"`pip install 'torch>={_dots(MIN_TORCH)}' transformers safetensors` into launcher.python."
     missing = [name for name in ("torch", "transformers", "safetensors") if not found.get(name)]
     if missing:
-        return fail("torch", f"missing in the trainer's Python: {', '.join(missing)}", fix)
-    if _numbers(found["torch"]) < MIN_TORCH:
-        return fail("torch", f"torch {found['torch']}", fix)
-    return ok("torch", f"torch {found['torch']}, transformers {found['transformers']}")
+        return fail(f"missing in the trainer's Python: {', '.join(missing)}", fix)
+    both = f"torch {found['torch']}, transformers {found['transformers']}"
+    return judge(both, fix, fail=_numbers(found["torch"]) < MIN_TORCH)
 
 
-def check_megatron(needs: Requirements) -> Finding:
-    found = versions(needs.python or sys.executable)
-    version = found.get("megatron-core", "") if isinstance(found, dict) else ""
+def check_megatron(needs: Requirements) -> Verdict:
+    version = version_of("megatron-core", needs.python)
     if needs.megatron and not version:
         fix = "`pip install megatron-core` there, or use fsdp."
-        return fail("megatron", "megatron-core is missing in the trainer's Python", fix)
-    return ok("megatron", f"megatron-core {version}" if version else "not installed, not required")
+        return fail("megatron-core is missing in the trainer's Python", fix)
+    return ok(f"megatron-core {version}" if version else "not installed, not required")
 
 
-def check_sglang(needs: Requirements) -> Finding:
-    found = versions(needs.server_python or needs.python or sys.executable)
-    version = found.get("sglang", "") if isinstance(found, dict) else ""
+def check_sglang(needs: Requirements) -> Verdict:
+    python = needs.server_python or needs.python
+    version = version_of("sglang", python)
     if not version and needs.sglang:
+        found = versions(python or sys.executable)
         fix = "set launcher.inference_server_python to the environment that has it, or use embedded servers."
-        return fail("sglang", found if isinstance(found, str) else "not installed", fix)
+        return fail(found if isinstance(found, str) else "not installed", fix)
     if not version:
-        return ok("sglang", "not installed, not required")
-    if version not in DROPPED:
-        tested = sorted(DROPPED, key=_numbers)
-        fix = f"its options are taken from {tested[-1]}; tested versions: {', '.join(tested)}."
-        return warn("sglang", f"version {version}", fix)
-    return ok("sglang", f"version {version}")
+        return ok("not installed, not required")
+    tested = sorted(DROPPED, key=_numbers)
+    fix = f"its options are taken from {tested[-1]}; tested versions: {', '.join(tested)}."
+    return judge(f"version {version}", fix, warn=version not in DROPPED)
+
+
+def version_of(library: str, python: str) -> str:
+    """Return the version that an interpreter (by default this one) has; empty where it has none."""
+    found = versions(python or sys.executable)
+    return found.get(library, "") if isinstance(found, dict) else ""
 
 
 @cache
@@ -113,22 +112,18 @@ def versions(python: str) -> dict[str, str] | str:
 # --- resources
 
 
-def check_cpus(needs: Requirements) -> Finding:
+def check_cpus(needs: Requirements) -> Verdict:
     usable = len(os.sched_getaffinity(0))
     found = f"{usable} usable" + (f", {needs.cpus} required" if needs.cpus else "")
-    if usable < needs.cpus:
-        fix = "ask for more CPUs per node or lower launcher.*_cpus*; fewer than requested: wrong CPU binding."
-        return fail("cpus", found, fix)
-    return ok("cpus", found)
+    fix = "ask for more CPUs per node or lower launcher.*_cpus*; fewer than requested: wrong CPU binding."
+    return judge(found, fix, fail=usable < needs.cpus)
 
 
-def check_gpus(needs: Requirements) -> Finding:
+def check_gpus(needs: Requirements) -> Verdict:
     count, source = visible_gpus()
     found = f"{count} visible ({source})" + (f", {needs.gpus} required" if needs.gpus else "")
-    if count < needs.gpus:
-        fix = "ask for GPUs (cluster.n_gpus_per_node, launcher.slurm.gres), or repair the node's driver."
-        return fail("gpus", found, fix)
-    return ok("gpus", found)
+    fix = "ask for GPUs (cluster.n_gpus_per_node, launcher.slurm.gres), or repair the node's driver."
+    return judge(found, fix, fail=count < needs.gpus)
 
 
 def visible_gpus() -> tuple[int, str]:
@@ -144,16 +139,14 @@ def visible_gpus() -> tuple[int, str]:
     return len(devices), "/dev/nvidia*"
 
 
-def check_memory(needs: Requirements) -> Finding:
+def check_memory(needs: Requirements) -> Verdict:
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = cgroup_memory()
     usable = machine if limit is None else min(machine, limit)
     found = f"{_gb(usable)} usable" + (" (control group)" if limit is not None else "")
     found += f", {_gb(needs.mem_mb << 20)} required" if needs.mem_mb else ""
-    if usable < needs.mem_mb << 20:
-        fix = "ask for more (launcher.slurm.mem) or lower launcher.*_mem*: the kernel kills what exceeds it."
-        return fail("memory", found, fix)
-    return ok("memory", found)
+    fix = "ask for more (launcher.slurm.mem) or lower launcher.*_mem*: the kernel kills what exceeds it."
+    return judge(found, fix, fail=usable < needs.mem_mb << 20)
 
 
 def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
@@ -181,81 +174,64 @@ def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
     return min(limits, default=None)
 
 
-def check_shared_memory(needs: Requirements) -> Finding:
+def check_shared_memory(needs: Requirements) -> Verdict:
     usage = shutil.disk_usage("/dev/shm")
     found = f"/dev/shm has {_gb(usage.free)} free of {_gb(usage.total)}"
-    if usage.free < (MIN_SHM_GB if needs.gpus else MIN_SHM_GB_WITHOUT_GPU) * GB:
-        fix = "NCCL and data loaders need it: remove old files there, or give the container a larger one."
-        return fail("shared memory", found, fix)
-    return ok("shared memory", found)
+    fix = "NCCL and data loaders need it: remove old files there, or give the container a larger one."
+    return judge(found, fix, fail=usage.free < (MIN_SHM_GB if needs.gpus else MIN_SHM_GB_WITHOUT_GPU) * GB)
 
 
-def check_temporary(needs: Requirements) -> Finding:
+def check_temporary(needs: Requirements) -> Verdict:
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
-    found = f"{folder} has {_gb(free)} free"
-    if free < GB:
-        return warn("temporary", found, "set TMPDIR to a local disk with space.")
-    return ok("temporary", found)
+    return judge(f"{folder} has {_gb(free)} free", "set TMPDIR to a local disk with space.", warn=free < GB)
 
 
 # --- limits; the roles raise the soft limits of files and locked memory, so the hard ones count
 
 
-def check_open_files(needs: Requirements) -> Finding:
+def check_open_files(needs: Requirements) -> Verdict:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"at most {_limit(hard)} (now {_limit(soft)}; roles raise it)"
     if _below(hard, 1024):
-        return fail(
-            "open files", found, "raise the hard limit: limits.conf of the site, LimitNOFILE of slurmd."
-        )
-    if _below(hard, 4096):
-        return warn("open files", found, "many servers need more: 65536 is usual.")
-    return ok("open files", found)
+        return fail(found, "raise the hard limit: limits.conf of the site, LimitNOFILE of slurmd.")
+    return judge(found, "many servers need more: 65536 is usual.", warn=_below(hard, 4096))
 
 
-def check_processes(needs: Requirements) -> Finding:
+def check_processes(needs: Requirements) -> Verdict:
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    found = f"limit {_limit(soft)}, at most {_limit(hard)}"
-    if _below(soft, 1024):
-        return fail("processes", found, "raise it: `ulimit -u`; threads count, and a node runs thousands.")
-    return ok("processes", found)
+    fix = "raise it: `ulimit -u`; threads count, and a node runs thousands."
+    return judge(f"limit {_limit(soft)}, at most {_limit(hard)}", fix, fail=_below(soft, 1024))
 
 
-def check_locked_memory(needs: Requirements) -> Finding:
+def check_locked_memory(needs: Requirements) -> Verdict:
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found = f"at most {_limit(hard)}"
-    if needs.gpus and needs.num_nodes > 1 and hard != resource.RLIM_INFINITY:
-        fix = "InfiniBand needs more: LimitMEMLOCK=infinity of slurmd, PropagateResourceLimitsExcept=MEMLOCK."
-        return warn("locked memory", found, fix)
-    return ok("locked memory", found)
+    fix = "InfiniBand needs more: LimitMEMLOCK=infinity of slurmd, PropagateResourceLimitsExcept=MEMLOCK."
+    low = needs.gpus and needs.num_nodes > 1 and hard != resource.RLIM_INFINITY
+    return judge(f"at most {_limit(hard)}", fix, warn=bool(low))
 
 
 # --- network
 
 
-def check_ports(needs: Requirements) -> Finding:
+def check_ports(needs: Requirements) -> Verdict:
     try:
         with net.bind() as sock:
             port = sock.getsockname()[1]
     except OSError as error:
         fix = "a sandbox or a limit forbids it; run where sockets are allowed."
-        return fail("ports", f"none can be bound: {error.strerror or error}", fix)
+        return fail(f"none can be bound: {error.strerror or error}", fix)
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    if high - low < 5000:
-        fix = "widen net.ipv4.ip_local_port_range: each connection takes one."
-        return warn("ports", f"only {low} to {high} are assigned", fix)
-    return ok("ports", f"bound {port}; {low} to {high} are assigned")
+    fix = "widen net.ipv4.ip_local_port_range: each connection takes one."
+    return judge(f"bound {port}; {low} to {high} are assigned", fix, warn=high - low < 5000)
 
 
-def check_address(needs: Requirements) -> Finding:
+def check_address(needs: Requirements) -> Verdict:
+    fix = "set cluster.interface (or HPC_RL_INTERFACE in the job) to the one that leads to the other nodes."
     try:
-        return ok("address", f"peers reach {address_for(needs)}")
+        return ok(f"peers reach {address_for(needs)}")
     except ConfigError as error:
-        fix = (
-            "set cluster.interface (or HPC_RL_INTERFACE in the job) to the one that leads to the other nodes."
-        )
-        return fail("address", str(error), fix)
+        return fail(str(error), fix)
 
 
 def address_for(needs: Requirements) -> str:
@@ -264,24 +240,21 @@ def address_for(needs: Requirements) -> str:
     return net.published_address(needs.num_nodes, interface, peer_hosts(os.environ))
 
 
-def check_host_name(needs: Requirements) -> Finding:
+def check_host_name(needs: Requirements) -> Verdict:
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
     except OSError:
-        fix = "put it into DNS or /etc/hosts: NCCL and gloo look it up."
-        return warn("host name", f"{name} does not resolve", fix)
-    return ok("host name", name)
+        return warn(f"{name} does not resolve", "put it into DNS or /etc/hosts: NCCL and gloo look it up.")
+    return ok(name)
 
 
-def check_proxies(needs: Requirements) -> Finding:
-    set_here = [
-        name for name in os.environ if name.lower() in ("http_proxy", "all_proxy") and os.environ[name]
-    ]
-    if set_here and "*" not in (os.environ.get("no_proxy"), os.environ.get("NO_PROXY")):
+def check_proxy(needs: Requirements) -> Verdict:
+    given = {name for name in os.environ if name.lower() in ("http_proxy", "all_proxy") and os.environ[name]}
+    if given and "*" not in (os.environ.get("no_proxy"), os.environ.get("NO_PROXY")):
         fix = "set no_proxy to the cluster's nodes (or `*`), or unset them: libraries would use the proxy."
-        return warn("proxy", f"set: {', '.join(sorted(set_here))}", fix)
-    return ok("proxy", "none")
+        return warn(f"set: {', '.join(sorted(given))}", fix)
+    return ok("none")
 
 
 # --- processes
@@ -296,14 +269,14 @@ class LeftoverProcess:
     job_id: str = ""
 
 
-def check_leftovers(needs: Requirements) -> Finding:
+def check_leftovers(needs: Requirements) -> Verdict:
     found = leftovers()
     if not found:
-        return ok("leftovers", "no process of an earlier trial")
+        return ok("no process of an earlier trial")
     named = [f"{one.pid} of job {one.job_id or '?'} {one.command[:60]}" for one in found[:3]]
     named += [f"{len(found) - 3} more"] if len(found) > 3 else []
     fix = f"their supervisor has ended; stop them: kill {' '.join(str(one.pid) for one in found)}"
-    return warn("leftovers", "; ".join(named), fix)
+    return warn("; ".join(named), fix)
 
 
 def leftovers(proc: Path = Path("/proc")) -> list[LeftoverProcess]:
@@ -330,10 +303,10 @@ def leftovers(proc: Path = Path("/proc")) -> list[LeftoverProcess]:
     return sorted(found, key=lambda one: one.pid)
 
 
-MACHINE_CHECKS: tuple[Check, ...] = (
+MACHINE_CHECKS = (
     check_python, check_torch, check_sglang, check_megatron, check_cpus, check_gpus, check_memory,
     check_shared_memory, check_temporary, check_open_files, check_processes, check_locked_memory,
-    check_ports, check_address, check_host_name, check_proxies, check_leftovers,
+    check_ports, check_address, check_host_name, check_proxy, check_leftovers,
 )  # fmt: skip
 
 

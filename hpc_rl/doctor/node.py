@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
+import platform
 import socket
 import sys
 import threading
@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl import net
-from hpc_rl.doctor.finding import Finding, Requirements, run_checks
-from hpc_rl.doctor.machine import MACHINE_CHECKS, address_for, versions
+from hpc_rl.doctor.filesystem import lock
+from hpc_rl.doctor.finding import Finding, Requirements, finding_from_json, run_checks
+from hpc_rl.doctor.machine import MACHINE_CHECKS, address_for, version_of
 from hpc_rl.errors import ConfigError
 from hpc_rl.trial import create_exclusive, read_json, write_json
 
@@ -33,31 +34,18 @@ MAX_PEERS = 16  # called by one node
 
 @dataclass
 class NodeObservations:
-    """What one node saw of the others.
-
-    Args:
-        rank: Number of the node in the step.
-        missing: Ranks that it never saw.
-        name_s: Seconds from rank 0's signal until it showed in a listing, there and back; None for never.
-        stale_name_s: Seconds for which `exists` denied a listed name; None for more than STALE_NAME_S.
-        stale_content_s: Seconds for which a replaced file read as the old one; None for ever.
-        won: Which exclusive creations it won: `open`, `link`, `mkdir`.
-        lock: Whether it got a lock that rank 0 held; None where there are no locks.
-        unreachable: Addresses of peers that did not answer.
-        reached: Number of peers that did.
-        skew_s: The file server's clock minus this node's.
-    """
+    """What one node saw of the others. None is never, or more than STALE_NAME_S."""
 
     rank: int = 0
-    missing: list[int] = field(default_factory=list)
-    name_s: float | None = None
-    stale_name_s: float | None = 0.0
-    stale_content_s: float | None = 0.0
-    won: list[str] = field(default_factory=list)
-    lock: bool | None = None
-    unreachable: list[str] = field(default_factory=list)
-    reached: int = 0
-    skew_s: float = 0.0
+    missing: list[int] = field(default_factory=list)  # ranks that it never saw
+    name_s: float | None = None  # from rank 0's signal until it showed in a listing, there and back
+    stale_name_s: float | None = 0.0  # for which `exists` denied a listed name
+    stale_content_s: float | None = 0.0  # for which a replaced file read as the old one
+    won: list[str] = field(default_factory=list)  # exclusive creations: `open`, `link`, `mkdir`
+    lock: bool | None = None  # whether it got a lock that rank 0 held; None where there are no locks
+    unreachable: list[str] = field(default_factory=list)  # addresses of peers that did not answer
+    reached: int = 0  # peers that did
+    skew_s: float = 0.0  # the file server's clock minus this node's
 
 
 @dataclass
@@ -72,7 +60,7 @@ class NodeReport:
     @classmethod
     def from_json(cls, data: Any) -> NodeReport:
         """Return a report as it was written. Raises TypeError, KeyError, ValueError for anything else."""
-        findings = [Finding.from_json(row) for row in data["findings"]]
+        findings = [finding_from_json(row) for row in data["findings"]]
         return cls(data["node"], data["software"], findings, NodeObservations(**data["seen"]))
 
 
@@ -83,7 +71,6 @@ class Visit:
         self.folder, self.rank, self.count = folder, rank, count
         self.patience_s = patience_s
         self.deadline = 0.0  # set when the meeting begins
-        self.hello_at = 0.0
         self.seen = NodeObservations(rank)
 
     def run(self, needs: Requirements) -> None:
@@ -96,6 +83,7 @@ class Visit:
         if self.rank == 0:
             write_json(self.folder / "value", 1)
         os.path.exists(self.folder / "signal")  # from here on NFS may remember that it is absent
+        hello_at = time.time()
         self._write("hello", {"address": [_address(needs), listener.getsockname()[1]]})
         peers = self._meet("hello")
         self.seen.missing = sorted(set(range(self.count)) - set(peers))
@@ -103,13 +91,12 @@ class Visit:
         self._visibility()
         self._locks()
         self._call({rank: hello["address"] for rank, hello in peers.items() if rank != self.rank})
-        self.seen.skew_s = (self.folder / f"hello-{self.rank}").stat().st_mtime - self.hello_at
+        self.seen.skew_s = (self.folder / f"hello-{self.rank}").stat().st_mtime - hello_at
         node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         self._write("result", asdict(NodeReport(node, software(needs), findings, self.seen)))
         self._meet("result")  # the listener must live until every peer has called
 
-    def _write(self, what: str, value: Any = None) -> None:
-        self.hello_at = time.time() if what == "hello" else self.hello_at
+    def _write(self, what: str, value: Any) -> None:
         write_json(self.folder / f"{what}-{self.rank}", value)
 
     def _meet(self, what: str, wanted: int | None = None) -> dict[int, Any]:
@@ -171,14 +158,14 @@ class Visit:
         if self.rank == 0:
             path.touch()
             with path.open("r+b") as file:
-                held = _lock(file.fileno())
+                held = lock(file.fileno())
                 self._write("locked", held)
                 self._meet("tried", self.count - len(self.seen.missing) - 1)
-            self.seen.lock = None if not held else False
+            self.seen.lock = False if held else None
             return
         if self._meet("locked", 1).get(0):
             with contextlib.suppress(OSError), path.open("r+b") as file:
-                self.seen.lock = _lock(file.fileno())
+                self.seen.lock = lock(file.fileno())
         self._write("tried", True)
 
     def _call(self, peers: dict[int, list[Any]]) -> None:
@@ -196,14 +183,6 @@ class Visit:
                 self.seen.reached += 1
             else:
                 self.seen.unreachable.append(f"{host}:{port} of node {rank}")
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _echo(listener: socket.socket) -> None:
@@ -224,9 +203,8 @@ def _address(needs: Requirements) -> str:
 
 def software(needs: Requirements) -> str:
     """Return the versions that must be the same on all nodes of a job."""
-    libraries = versions(needs.python or sys.executable)
-    torch = (libraries.get("torch") or "missing") if isinstance(libraries, dict) else "unknown"
-    return f"Python {'.'.join(map(str, sys.version_info[:3]))}, torch {torch}"
+    torch = version_of("torch", needs.python) or "missing"
+    return f"Python {platform.python_version()}, torch {torch}"
 
 
 def main() -> None:

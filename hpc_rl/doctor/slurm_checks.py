@@ -3,7 +3,18 @@
 import re
 import shutil
 
-from hpc_rl.doctor.finding import SLURM_FIX, Check, Finding, Requirements, fail, ok, run_checks, warn
+from hpc_rl.doctor.finding import (
+    SLURM_FIX,
+    Finding,
+    Requirements,
+    Verdict,
+    fail,
+    finding_of,
+    judge,
+    ok,
+    run_checks,
+    warn,
+)
 from hpc_rl.schedulers import sinfo, slurm
 from hpc_rl.schedulers.slurm import SlurmScheduler
 
@@ -13,55 +24,47 @@ OLDEST = (22, 5)
 MAX_MESSAGE = 300  # characters
 
 
-def check_programs(needs: Requirements) -> Finding:
+def check_slurm_programs(needs: Requirements) -> Verdict:
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if not missing:
-        return ok("slurm programs", "sbatch, srun and the others are on the PATH")
+        return ok("sbatch, srun and the others are on the PATH")
     if needs.on_slurm or len(missing) < len(PROGRAMS):
         fix = "load Slurm's module, or use a login node of the cluster."
-        return fail("slurm programs", f"not on the PATH: {', '.join(missing)}", fix)
-    return ok("slurm programs", "none on the PATH: trials run on this machine")
+        return fail(f"not on the PATH: {', '.join(missing)}", fix)
+    return ok("none on the PATH: trials run on this machine")
 
 
-def check_version(needs: Requirements) -> Finding:
+def check_slurm_version(needs: Requirements) -> Verdict:
     said = slurm.call(["sinfo", "--version"]).stdout
     numbers = tuple(map(int, re.findall(r"\d+", said)[:2]))
     if not numbers:
-        return fail("slurm version", "not known", "`sinfo --version` must print it.")
-    if numbers < OLDEST:
-        fix = (
-            f"{OLDEST[0]}.{OLDEST[1]:02d} or newer is needed: with older ones --overlap does not share GPUs."
-        )
-        return fail("slurm version", said.split()[-1], fix)
-    return ok("slurm version", said.split()[-1])
+        return fail("not known", "`sinfo --version` must print it.")
+    oldest = f"{OLDEST[0]}.{OLDEST[1]:02d}"
+    fix = f"{oldest} or newer is needed: with older ones --overlap does not share GPUs."
+    return judge(said.split()[-1], fix, fail=numbers < OLDEST)
 
 
-def check_controller(needs: Requirements) -> Finding:
+def check_slurm_controller(needs: Requirements) -> Verdict:
     done = slurm.call(["scontrol", "ping"])
     lines = done.stdout.splitlines()
     if done.returncode != 0 and not any("UP" in line for line in lines):
         said = " ".join((done.stderr or done.stdout).split())[-MAX_MESSAGE:]
-        return fail("slurm controller", said or "no answer", SLURM_FIX)
+        return fail(said or "no answer", SLURM_FIX)
     down = [line for line in lines if "DOWN" in line]
-    if down:
-        return warn(
-            "slurm controller",
-            "; ".join(down),
-            "the backup controller answers; report it to your administrators.",
-        )
-    return ok("slurm controller", "; ".join(lines) or "answers")
+    fix = "the backup controller answers; report it to your administrators."
+    return judge("; ".join(down or lines) or "answers", fix, warn=bool(down))
 
 
-def check_accounting(needs: Requirements) -> Finding:
+def check_slurm_accounting(needs: Requirements) -> Verdict:
     done = slurm.call(["sacct", "-n", "-X", "-S", "now", "-o", "JobID"])
     if done.returncode != 0:
         said = " ".join(done.stderr.split())[-MAX_MESSAGE:] or "no answer"
         fix = "trials work without it; of jobs that ended long ago only their own files are known then."
-        return warn("slurm accounting", said, fix)
-    return ok("slurm accounting", "sacct answers")
+        return warn(said, fix)
+    return ok("sacct answers")
 
 
-def check_capacity(needs: Requirements) -> Finding:
+def check_capacity(needs: Requirements) -> Verdict:
     nodes = SlurmScheduler().nodes()
     request = sinfo.JobRequest(
         n_nodes=needs.num_nodes,
@@ -72,21 +75,19 @@ def check_capacity(needs: Requirements) -> Finding:
     )
     limits = sinfo.judge(request, nodes)
     if not limits:
-        return ok("capacity", f"{len({node.name for node in nodes})} nodes; the request fits")
+        return ok(f"{len({node.name for node in nodes})} nodes; the request fits")
+    nearest = "; ".join(limit.nearest for limit in limits if limit.nearest)
+    fix = f"nearest that fits: {nearest}." if nearest else "ask for less, or name another partition."
     found = " ".join(limit.message for limit in limits)
-    nearest = [limit.nearest for limit in limits if limit.nearest]
-    fix = (
-        f"nearest that fits: {'; '.join(nearest)}." if nearest else "ask for less, or name another partition."
-    )
-    return (fail if any(limit.certain for limit in limits) else warn)("capacity", found, fix)
+    return judge(found, fix, fail=any(limit.certain for limit in limits), warn=True)
 
 
-SLURM_CHECKS: tuple[Check, ...] = (check_version, check_controller, check_accounting, check_capacity)
+SLURM_CHECKS = (check_slurm_version, check_slurm_controller, check_slurm_accounting, check_capacity)
 
 
 def check_slurm(needs: Requirements) -> list[Finding]:
     """Return the findings about Slurm; only the first one where there is none."""
-    first = check_programs(needs)
+    first = finding_of(check_slurm_programs, needs)
     if shutil.which("sinfo") is None or shutil.which("scontrol") is None:
         return [first]
     return [first, *run_checks(SLURM_CHECKS, needs)]

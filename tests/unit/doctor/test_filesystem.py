@@ -12,11 +12,11 @@ import pytest
 
 from hpc_rl.doctor import filesystem
 from hpc_rl.doctor.filesystem import check_directory, check_mount_options, check_shared, probe
-from hpc_rl.doctor.finding import Status
+from hpc_rl.doctor.finding import Status, finding_of
 
 NAMES = {
     "fileroot", "shared", "mount options", "rename", "link", "exclusive create", "locks", "sync time", "space", "inodes",
-    "file server's clock",
+    "file server clock",
 }  # fmt: skip
 
 
@@ -78,7 +78,7 @@ WRONG = [  # check, what is replaced by what, how severe, tokens of the finding 
     ("space", (os, "statvfs", statvfs(f_bavail=1)), "fail", "0.0 GB", "remove"),
     ("space", (os, "statvfs", statvfs(f_bavail=10**6)), "warn", "4.1 GB", "recover.keep"),
     ("inodes", (os, "statvfs", statvfs(f_favail=12)), "fail", "12 free", "remove"),
-    ("file server's clock", (Path, "stat", late_stat), "warn", "-90.0 s", "NTP"),
+    ("file server clock", (Path, "stat", late_stat), "warn", "-90.0 s", "NTP"),
 ]
 
 
@@ -86,7 +86,7 @@ WRONG = [  # check, what is replaced by what, how severe, tokens of the finding 
 def test_a_file_system_with_a_fault(tmp_path, monkeypatch, name, replaced, status, found, fix):
     here = filesystem.DirectoryProbe(tmp_path, tmp_path, tmp_path, on_slurm=True)
     monkeypatch.setattr(*replaced)
-    findings = {one.check: one for check in filesystem.DIRECTORY_CHECKS if (one := check(here)).check == name}
+    findings = {one.check: one for one in (finding_of(check, here) for check in filesystem.DIRECTORY_CHECKS)}
     assert findings[name].status == status and found in findings[name].found and fix in findings[name].fix
 
 

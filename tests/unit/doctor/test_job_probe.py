@@ -11,16 +11,20 @@ from dataclasses import asdict, replace
 import pytest
 
 from hpc_rl.doctor import node
-from hpc_rl.doctor.finding import Requirements, Status, ok
+from hpc_rl.doctor.finding import Finding, Requirements, Status, ok
 from hpc_rl.doctor.job_probe import VisitResult, check_nodes, read_reports
 from hpc_rl.doctor.node import NodeObservations, NodeReport, Visit
 
 NEEDS = Requirements(num_nodes=1)
+TWO_CPUS = Finding("cpus", Status.OK, "2 usable")
 
 
 @pytest.fixture
 def only_one_check(monkeypatch):
-    monkeypatch.setattr(node, "MACHINE_CHECKS", (lambda needs: ok("cpus", "2 usable"),))
+    def check_cpus(needs):
+        return ok("2 usable")
+
+    monkeypatch.setattr(node, "MACHINE_CHECKS", (check_cpus,))
 
 
 def test_three_nodes_meet_and_see_each_other(tmp_path, only_one_check):
@@ -32,7 +36,7 @@ def test_three_nodes_meet_and_see_each_other(tmp_path, only_one_check):
         thread.join(90)
     found = read_reports(tmp_path)
     assert [report.seen.rank for report in found] == [0, 1, 2]
-    assert all(report.findings == [ok("cpus", "2 usable")] for report in found)
+    assert all(report.findings == [TWO_CPUS] for report in found)
     for kind in ("open", "link", "mkdir"):
         assert sum(kind in report.seen.won for report in found) == 1
     for seen in (report.seen for report in found):
@@ -53,7 +57,7 @@ def test_an_incomplete_report_is_left_out(tmp_path, content):
 
 
 def test_a_report_survives_json():
-    report = NodeReport("n1", "Python 3.12", [ok("cpus", "2 usable")], NodeObservations(1, name_s=0.5))
+    report = NodeReport("n1", "Python 3.12", [TWO_CPUS], NodeObservations(1, name_s=0.5))
     assert NodeReport.from_json(json.loads(json.dumps(asdict(report)))) == report
 
 
