@@ -13,7 +13,7 @@ from jsonargparse import ArgumentError
 
 from hpc_rl import __version__
 from hpc_rl.cli import options
-from hpc_rl.cli.options import Action, ArgumentParser
+from hpc_rl.cli.options import CommandParser
 from hpc_rl.errors import ExitCode, HpcRlError
 
 COMMANDS = {  # name -> (module, one line of help)
@@ -32,29 +32,19 @@ COMMANDS = {  # name -> (module, one line of help)
     "doctor": ("doctor", "check this machine, the cluster and the shared directory, with fixes"),
 }
 SYNONYMS = {
-    "stop": "cancel",
-    "kill": "cancel",
-    "scancel": "cancel",
-    "resume": "recover",
-    "continue": "recover",
-    "restart": "recover",
-    "ps": "list",
-    "ls": "list",
-    "squeue": "list",
-    "show": "status",
-    "info": "status",
-    "log": "logs",
-    "tail": "logs",
-    "run": "submit",
-    "train": "submit",
-    "start": "submit",
-    "validate": "render --check",
-    "check": "render --check",
+    typed: meant
+    for meant, words in {
+        "cancel": "stop kill scancel",
+        "recover": "resume continue restart",
+        "list": "ps ls squeue",
+        "status": "show info",
+        "logs": "log tail",
+        "submit": "run train start",
+        "render --check": "validate check",
+    }.items()
+    for typed in words.split()
 }
-NOT_BUILT = {
-    "delete": "remove the trial's directory, then run `hpc-rl list --prune`",
-    "rm": "remove the trial's directory, then run `hpc-rl list --prune`",
-}
+NOT_BUILT = dict.fromkeys(("delete", "rm"), "remove the trial's directory, then run `hpc-rl list --prune`")
 EPILOG = """`hpc-rl <command> --help` shows its options; `hpc-rl --version` the version.
 <trial> is a path, experiment/trial, or a trial name that only one trial has."""
 
@@ -90,7 +80,7 @@ def _command(argv: list[str]) -> int:
     return _guarded(argv)
 
 
-Parsers = dict[tuple[str, ...], ArgumentParser]
+Parsers = dict[tuple[str, ...], CommandParser]
 
 
 def build_parsers(wanted: Collection[str]) -> Parsers:
@@ -98,31 +88,25 @@ def build_parsers(wanted: Collection[str]) -> Parsers:
 
     Commands that are not wanted have names and one line of help only.
     """
-    top = options.new_parser(
-        "Reinforcement-learning post-training of language models on Slurm, or on this machine.",
-        EPILOG,
-        prog="hpc-rl",
-    )
-    found: Parsers = {(): top}
-    lines = {name: help_line for name, (_, help_line) in COMMANDS.items()}
-    made = {name: module(name).parser() if name in wanted else options.new_parser() for name in COMMANDS}
-    _add_commands(found, (), made, lines)
+    about = "Reinforcement-learning post-training of language models on Slurm, or on this machine."
+    found: Parsers = {(): CommandParser(about, EPILOG, prog="hpc-rl")}
+    made = {
+        name: module(name).parser() if name in wanted else CommandParser(line)
+        for name, (_, line) in COMMANDS.items()
+    }
+    _add_commands(found, (), made)
     for name in wanted:
-        actions: dict[str, Action] = getattr(module(name), "ACTIONS", {})
-        if actions:
-            made = {action: of.parser() for action, of in actions.items()}
-            _add_commands(found, (name,), made, {action: of.help for action, of in actions.items()})
+        if actions := getattr(module(name), "ACTIONS", {}):
+            _add_commands(found, (name,), {action: of.parser() for action, of in actions.items()})
     return found
 
 
-def _add_commands(
-    found: Parsers, above: tuple[str, ...], made: dict[str, ArgumentParser], lines: dict[str, str]
-) -> None:
+def _add_commands(found: Parsers, above: tuple[str, ...], made: dict[str, CommandParser]) -> None:
     commands = found[above].add_subcommands(
         dest="action" if above else "command", title="commands", metavar="<command>"
     )
     for name, parser in made.items():
-        commands.add_subcommand(name, parser, help=lines[name])
+        commands.add_subcommand(name, parser, help=parser.description)
         parser.prog = f"{found[above].prog} {name}"
         found[*above, name] = parser
 
@@ -180,16 +164,16 @@ def _run(argv: list[str]) -> int:
 
 
 def _report_internal(error: Exception) -> None:
-    if os.environ.get("HPC_RL_TRACEBACK"):
-        traceback.print_exception(error)
     where = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{os.path.basename(where.filename)}:{where.lineno}"
-    print(f"hpc-rl: internal error at {place}: {type(error).__name__}: {error}", file=sys.stderr)
-    if not os.environ.get("HPC_RL_TRACEBACK"):
-        print(
-            "        Set HPC_RL_TRACEBACK=1 and run it again for the whole traceback; please report it.",
-            file=sys.stderr,
-        )
+    more = "        Set HPC_RL_TRACEBACK=1 and run it again for the whole traceback; please report it."
+    if os.environ.get("HPC_RL_TRACEBACK"):
+        traceback.print_exception(error)
+        more = ""
+    print(
+        f"hpc-rl: internal error at {place}: {type(error).__name__}: {error}\n{more}".rstrip(),
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

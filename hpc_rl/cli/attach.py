@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 
-from hpc_rl.cli.options import ArgumentParser, Count, Namespace, add_json, add_trial, new_parser, print_json
+from hpc_rl.cli.options import CommandParser, Count, Namespace, print_json
 from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.schedulers.slurm import clean_environment
 from hpc_rl.status.scheduler_view import current_status
@@ -20,16 +20,16 @@ What follows `--` is run there instead of a shell:
   hpc-rl attach TRIAL --role server --exec -- nvidia-smi"""
 
 
-def parser() -> ArgumentParser:
-    made = new_parser("Print the command that opens a shell on the node of a role.", EPILOG)
-    add_trial(made)
+def parser() -> CommandParser:
+    made = CommandParser("Print the command that opens a shell on the node of a role.", EPILOG)
+    made.add_trial()
     made.add_argument("--role", choices=ROLES, help="role (default: the trainer, else any)")
     made.add_argument("--index", type=Count, help="replica of the role (default: the first)")
     made.add_argument("--rank", type=Count, help="rank of the replica (default: the first)")
-    made.add_argument("--list", action="store_true", help="list all running processes instead")
-    made.add_argument("--exec", action="store_true", help="run the command instead of printing it")
+    made.add_flag("--list", help="list all running processes instead")
+    made.add_flag("--exec", help="run the command instead of printing it")
     made.add_argument("--run", action="append", default=[], help=argparse.SUPPRESS)  # what follows --
-    add_json(made, "the processes")
+    made.add_json("the processes")
     return made
 
 

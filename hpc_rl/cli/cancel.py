@@ -1,9 +1,9 @@
 """`hpc-rl cancel <trial>`: stop a trial permanently and keep its state for `hpc-rl recover`."""
 
-from hpc_rl.cli.options import ArgumentParser, Namespace, Seconds, add_json, add_trial, new_parser, print_json
+from hpc_rl.cli.options import CommandParser, Namespace, Seconds, print_json
 from hpc_rl.errors import ExitCode
 from hpc_rl.records import TrialState
-from hpc_rl.status.formatting import format_duration, one_line, program_name
+from hpc_rl.status.formatting import format_duration, one_line
 from hpc_rl.status.trial_state import NOTHING_SAVED
 from hpc_rl.status.trial_status import read_status
 from hpc_rl.submit import trial_index
@@ -26,22 +26,15 @@ OUTCOMES_UNSAVED = OUTCOMES | {
 }
 
 
-def parser() -> ArgumentParser:
-    made = new_parser("Stop a trial permanently, with its state saved. Repeating it is harmless.")
-    add_trial(made)
-    made.add_argument(
-        "--now",
-        action="store_true",
-        help="cancel through the scheduler immediately (only a short grace period to save)",
+def parser() -> CommandParser:
+    made = CommandParser("Stop a trial permanently, with its state saved. Repeating it is harmless.")
+    made.add_trial()
+    made.add_flag(
+        "--now", help="cancel through the scheduler immediately (only a short grace period to save)"
     )
-    made.add_argument(
-        "--wait_s",
-        type=Seconds,
-        default=0.0,
-        metavar="SECONDS",
-        help="seconds to wait for the job to finish (default: 0)",
-    )
-    add_json(made, "what was done")
+    wait = "seconds to wait for the job to finish (default: 0)"
+    made.add_argument("--wait_s", type=Seconds, default=0.0, metavar="SECONDS", help=wait)
+    made.add_json("what was done")
     return made
 
 
@@ -49,19 +42,18 @@ def run(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     done = cancel(trial, args.now)
     if args.json:
-        print_json(
-            [
-                {"job_id": item.job.job_id, "outcome": item.outcome, "was": item.was and item.was.state}
-                for item in done
-            ]
-        )
+        rows = [
+            {"job_id": item.job.job_id, "outcome": item.outcome, "was": item.was and item.was.state}
+            for item in done
+        ]
+        print_json(rows)
     else:
         print("\n".join(outcome_lines(trial, done)))
     stopping = [item for item in done if item.outcome in (CancelOutcome.DRAINING, CancelOutcome.KILLED)]
     if args.wait_s and stopping:
         return _wait(trial, stopping[-1], args.wait_s, quiet=args.json)
     if stopping and not args.json:
-        print(f"next  {program_name()} status {trial_index.cli_name(trial)}")
+        print("next ", *trial_index.commands(trial, "status"))
     return 0
 
 
@@ -79,19 +71,15 @@ def outcome_lines(trial: Trial, done: list[CancelledJob]) -> list[str]:
 
 def _wait(trial: Trial, item: CancelledJob, timeout_s: float, quiet: bool) -> int:
     state = wait_until_over(trial, item.job, timeout_s)
-    program, name = program_name(), trial_index.cli_name(trial)
-    lines = [
-        f"job {item.job.job_id} is still shutting down after {format_duration(timeout_s)}: "
-        f"{program} status {name}"
-    ]
-    if state is not None:
-        status = read_status(trial, state)
-        reason = f", {one_line(status.reason)}" if status.reason else ""
-        lines = [f"job {item.job.job_id} is over: {status.state}{reason}"]
-        if status.generation is not None and status.state is not TrialState.DONE:
-            lines.append(
-                f"newest checkpoint {status.generation}; to resume it later, run: {program} recover {name}"
-            )
-    if not quiet:
-        print("\n".join(lines))
-    return ExitCode.DONE if state is not None else ExitCode.STOPPED
+    if quiet:
+        return ExitCode.DONE if state is not None else ExitCode.STOPPED
+    show, resume = trial_index.commands(trial, "status", "recover")
+    job = f"job {item.job.job_id} is"
+    if state is None:
+        print(f"{job} still shutting down after {format_duration(timeout_s)}: {show}")
+        return ExitCode.STOPPED
+    status = read_status(trial, state)
+    print(f"{job} over: {status.state}" + (f", {one_line(status.reason)}" if status.reason else ""))
+    if status.generation is not None and status.state is not TrialState.DONE:
+        print(f"newest checkpoint {status.generation}; to resume it later, run: {resume}")
+    return ExitCode.DONE

@@ -4,7 +4,6 @@ What needs torch is run by `python -m hpc_rl.app.convert`.
 """
 
 import contextlib
-import importlib.util
 import os
 import shutil
 import signal
@@ -20,8 +19,7 @@ from hpc_rl.checkpoint import generation, manifest
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.retention import best, hold
 from hpc_rl.checkpoint.start_facts import seals_of, trimmed
-from hpc_rl.cli import options
-from hpc_rl.cli.options import Action, ArgumentParser, Count, Namespace, add_trial, print_json
+from hpc_rl.cli.options import Action, CommandParser, Count, Namespace, columns, print_json, require_torch
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.rules.consistency import METRICS
 from hpc_rl.datasets.rows import fingerprint_in_passing
@@ -34,12 +32,6 @@ from hpc_rl.submit.lock import TrialLock
 from hpc_rl.trial import Trial, fsync_dir, read_json
 
 RENEW_EVERY_S = 60.0  # of the lock, while the process with torch works
-HELP = {
-    "list": "the checkpoints of a trial, newest first: step, lineage, size, metric, whether it looks sound",
-    "verify": "read every byte of the checkpoints and report what was damaged; exit code 1 if anything was",
-    "export": "write the weights of a checkpoint in Hugging Face format; needs torch, no GPU",
-    "import": "make a checkpoint of a Hugging Face model, for a trial to start from; needs torch, no GPU",
-}
 EPILOG = """A checkpoint is the state after one step, in <trial>/recover; `hpc-rl recover` resumes it.
 To get weights for other uses, use `export`; the trial's own exports are in <trial>/exports.
 
@@ -64,16 +56,19 @@ def _cleanup_at_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _parser(action: str, epilog: str) -> ArgumentParser:
-    made = options.new_parser(HELP[action], epilog)
-    add_trial(made)
+def _parser(about: str, epilog: str) -> CommandParser:
+    made = CommandParser(about, epilog)
+    made.add_trial()
     return made
 
 
-def _list_parser() -> ArgumentParser:
-    made = _parser("list", "Sizes and the manifest are checked; `verify` reads the content as well.")
+def _list_parser() -> CommandParser:
+    made = _parser(
+        "the checkpoints of a trial, newest first: step, lineage, size, metric, whether it looks sound",
+        "Sizes and the manifest are checked; `verify` reads the content as well.",
+    )
     made.add_argument("--metric", help="metric to show (default: what the trainer evaluates, as eval_reward)")
-    options.add_json(made, "the list")
+    made.add_json("the list")
     return made
 
 
@@ -125,7 +120,7 @@ def _written_at(one: Found) -> float | None:
 
 
 def _table(found: list[Found], metric: str) -> list[str]:
-    cells = [["step", "lineage", "ranks", "size", "saved", metric or "metric", "state"]]
+    cells = [["step", "lineage", "ranks", "size", "written", metric, "state"]]
     for one in found:
         made, at, num_bytes = one.manifest, _written_at(one), _num_bytes(one)
         numbers = [str(made.lineage), str(made.num_ranks)] if made else ["", ""]
@@ -133,20 +128,20 @@ def _table(found: list[Found], metric: str) -> list[str]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at else ""
         value = f"{one.metrics[metric]:.4g}" if metric in one.metrics else "-"
         cells.append([str(one.step), *numbers, size, when, value, one.problem or "sound"])
-    widths = [max(len(line[column]) for line in cells) for column in range(6)]
-    return [
-        "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[6]])
-        for line in cells
-    ]
+    return columns(cells, str.rjust)
 
 
-def _verify_parser() -> ArgumentParser:
-    made = _parser("verify", "Only reads: damaged checkpoints are set aside by the trainer's next start.")
+def _verify_parser() -> CommandParser:
+    made = _parser(
+        "read every byte of the checkpoints and report what was damaged; exit code 1 if anything was",
+        "Only reads: damaged checkpoints are set aside by the trainer's next start.",
+    )
     made.add_argument("--step", type=Count, help="only the checkpoint of this step (default: all)")
-    options.add_json(made, "the results")
+    made.add_json("the results")
     return made
 
 
+@_cleanup_at_sigterm()
 def _verify(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     found = [_chosen(trial, args.step)] if args.step is not None else generation.scan(trial)
@@ -173,23 +168,22 @@ def _result_lines(result: dict[str, Any]) -> list[str]:
     return [f"{name}: {one}" for one in result["problems"]] or [f"{name}: every file is as it was written"]
 
 
-def _export_parser() -> ArgumentParser:
-    made = _parser("export", "The folder can be given to servers, to transformers and as `actor.path`.")
+def _export_parser() -> CommandParser:
+    made = _parser(
+        "write the weights of a checkpoint in Hugging Face format; needs torch, no GPU",
+        "The folder can be given to servers, to transformers and as `actor.path`.",
+    )
     which = made.add_mutually_exclusive_group()
     which.add_argument("--step", type=Count, help="step of the checkpoint (default: the newest)")
-    which.add_argument(
-        "--best", metavar="METRIC", help="the checkpoint with the largest METRIC, as eval_reward"
-    )
-    made.add_argument(
-        "--to",
-        type=Path,
-        metavar="FOLDER",
-        help="folder to write (default: <trial>/exports/generation-<step>)",
-    )
-    options.add_json(made, "its path")
+    best_help = "the checkpoint with the largest METRIC, as eval_reward"
+    which.add_argument("--best", metavar="METRIC", help=best_help)
+    to_help = "folder to write (default: <trial>/exports/generation-<step>)"
+    made.add_argument("--to", type=Path, metavar="FOLDER", help=to_help)
+    made.add_json("its path")
     return made
 
 
+@_cleanup_at_sigterm()
 def _export(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     one = _chosen(trial, args.step, args.best)
@@ -227,22 +221,20 @@ def _export_to(there: Path, trial: Trial, step: int) -> int:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _import_parser() -> ArgumentParser:
+def _import_parser() -> CommandParser:
     made = _parser(
-        "import",
-        "The trial must exist and must not be running; one from `hpc-rl render` is named by its path.\n"
-        "The optimizer starts afresh, and the schedule at --step.\n"
-        "To start a new trial from such weights, set actor.path (or model.path) to the folder instead.",
+        "make a checkpoint of a Hugging Face model, for a trial to start from; needs torch, no GPU",
+        """The trial must exist and must not be running; one from `hpc-rl render` is named by its path.
+The optimizer starts afresh, and the schedule at --step.
+To start a new trial from such weights, set actor.path (or model.path) to the folder instead.""",
     )
-    made.add_argument(
-        "folder",
-        type=Path,
-        help="Hugging Face model: config.json and safetensors of the trial's architecture",
-    )
+    source = "Hugging Face model: config.json and safetensors of the trial's architecture"
+    made.add_argument("folder", type=Path, help=source)
     made.add_argument("--step", type=Count, default=0, help="step of the checkpoint (default: 0)")
     return made
 
 
+@_cleanup_at_sigterm()
 def _import(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     source = args.folder.expanduser().absolute()
@@ -321,10 +313,7 @@ def run_converter(
     action: str, trial: Trial, step: int, *rest: str, meanwhile: Callable[[], object] = lambda: None
 ) -> int:
     """Run the process with torch and return its exit code; it is killed when this process exits."""
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError(
-            f"checkpoint {action} reads a model, and torch is not installed: pip install 'hpc-rl[train]'"
-        )
+    require_torch(f"checkpoint {action} reads a model")
     where = ["--trial_dir", str(trial.dir), "--step", str(step)]
     command = [sys.executable, "-m", "hpc_rl.app.convert", action, *where, *rest]
     sys.stdout.flush()
@@ -340,22 +329,13 @@ def run_converter(
             process.wait()
 
 
-def parser() -> ArgumentParser:
-    """Return the parser of the command; its actions have their own."""
-    return options.new_parser("The checkpoints of a trial.", EPILOG)
-
-
-def _with_cleanup(action: Callable[[Namespace], int]) -> Callable[[Namespace], int]:
-    def run(args: Namespace) -> int:
-        with _cleanup_at_sigterm():
-            return action(args)
-
-    return run
+def parser() -> CommandParser:
+    return CommandParser("The checkpoints of a trial.", EPILOG)
 
 
 ACTIONS = {
-    "list": Action(HELP["list"], _list_parser, _with_cleanup(_list)),
-    "verify": Action(HELP["verify"], _verify_parser, _with_cleanup(_verify)),
-    "export": Action(HELP["export"], _export_parser, _with_cleanup(_export)),
-    "import": Action(HELP["import"], _import_parser, _with_cleanup(_import)),
+    "list": Action(_list_parser, _list),
+    "verify": Action(_verify_parser, _verify),
+    "export": Action(_export_parser, _export),
+    "import": Action(_import_parser, _import),
 }

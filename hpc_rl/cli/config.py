@@ -3,7 +3,7 @@
 import json
 import sys
 
-from hpc_rl.cli.options import Action, ArgumentParser, Namespace, add_config, new_parser, print_json
+from hpc_rl.cli.options import Action, CommandParser, Namespace, print_json
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.experiment import CONFIGS
@@ -13,15 +13,16 @@ from hpc_rl.config.show import ResolvedValue, as_json, as_yaml, derived_values, 
 COMPLETED = (("submit",), ("render",), ("recover",), ("config", "show"))
 
 
-def parser() -> ArgumentParser:
-    """Return the parser of the command; its actions have their own."""
-    return new_parser("Show and compare resolved configurations; print what describes them.")
+def parser() -> CommandParser:
+    return CommandParser("Show and compare resolved configurations; print what describes them.")
 
 
-def _show_parser() -> ArgumentParser:
-    made = new_parser("Print every option with its value and where that came from, as YAML that loads again.")
-    add_config(made)
-    made.add_argument("--json", action="store_true", help="one object: dotted option -> {value, origin}")
+def _show_parser() -> CommandParser:
+    made = CommandParser(
+        "every option with its value and where that came from", "Prints YAML that loads again."
+    )
+    made.add_config()
+    made.add_flag("--json", help="one object: dotted option -> {value, origin}")
     return made
 
 
@@ -50,11 +51,11 @@ def resolved(loaded: Loaded) -> dict[str, ResolvedValue]:
     return show(loaded, derived_values(loaded.config, plan.allocation))
 
 
-def _diff_parser() -> ArgumentParser:
-    made = new_parser("Show the options in which two configurations differ. Exit code 1 if there are any.")
+def _diff_parser() -> CommandParser:
+    made = CommandParser("the options in which two configurations differ", "Exit code 1 if there are any.")
     made.add_argument("a", help="YAML file, or the config.json of a trial")
     made.add_argument("b", help="the same")
-    made.add_argument("--json", action="store_true", help="one object: dotted option -> {a, b}")
+    made.add_flag("--json", help="one object: dotted option -> {a, b}")
     return made
 
 
@@ -72,8 +73,8 @@ def _side(shown: ResolvedValue | None) -> str:
     return "absent" if shown is None else f"{json.dumps(shown.value, ensure_ascii=False)} ({shown.origin})"
 
 
-def _schema_parser() -> ArgumentParser:
-    made = new_parser("Print a JSON Schema (draft 2020-12) of a configuration file.")
+def _schema_parser() -> CommandParser:
+    made = CommandParser("a JSON Schema (draft 2020-12), for editors that complete and check YAML")
     made.add_argument("--trainer", choices=list(CONFIGS), help="of one trainer only")
     return made
 
@@ -92,8 +93,8 @@ def _reference(_args: Namespace) -> int:
     return 0
 
 
-def _completion_parser() -> ArgumentParser:
-    made = new_parser('Print a completion script: eval "$(hpc-rl config completion bash)".')
+def _completion_parser() -> CommandParser:
+    made = CommandParser("a completion script", 'To use it: eval "$(hpc-rl config completion bash)".')
     made.add_argument("shell", choices=["bash", "zsh"])
     return made
 
@@ -111,9 +112,9 @@ def _completion(args: Namespace) -> int:
 
 
 ACTIONS = {
-    "show": Action("every option with its value and where that came from", _show_parser, _show),
-    "diff": Action("the options in which two configurations differ", _diff_parser, _diff),
-    "schema": Action("a JSON Schema, for editors that complete and check YAML", _schema_parser, _schema),
-    "reference": Action("the reference page, in Markdown", lambda: new_parser("Print it."), _reference),
-    "completion": Action("a completion script for bash or zsh", _completion_parser, _completion),
+    "show": Action(_show_parser, _show),
+    "diff": Action(_diff_parser, _diff),
+    "schema": Action(_schema_parser, _schema),
+    "reference": Action(lambda: CommandParser("the reference page, in Markdown"), _reference),
+    "completion": Action(_completion_parser, _completion),
 }

@@ -3,20 +3,12 @@
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hpc_rl.cli.options import (
-    ArgumentParser,
-    Count,
-    Namespace,
-    Seconds,
-    add_config,
-    add_json,
-    new_parser,
-    print_json,
-)
+from hpc_rl.cli.options import CommandParser, Count, Namespace, Seconds, columns, print_json
 from hpc_rl.cli.submit import plan_of
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
@@ -54,34 +46,19 @@ def run(args: Namespace) -> int:
     return FAILED if failed else 0
 
 
-def parser() -> ArgumentParser:
-    made = new_parser(
-        "Check this machine, the cluster and the directory of the trials; each finding with its fix.",
-        EPILOG,
-    )
-    made.add_argument(
-        "--fileroot",
-        metavar="DIR",
-        help="the directory to examine (default: the configuration's, else ~/hpc-rl)",
-    )
-    made.add_argument(
-        "--allocation",
-        action="store_true",
-        help="also visit nodes, by a short job of its own where this is none",
-    )
-    made.add_argument(
-        "--nodes", type=Count, metavar="N", help="how many (default: the configuration's, else 2)"
-    )
+def parser() -> CommandParser:
+    about = "Check this machine, the cluster and the directory of the trials; each finding with its fix."
+    made = CommandParser(about, EPILOG)
+    fileroot = "the directory to examine (default: the configuration's, else ~/hpc-rl)"
+    made.add_argument("--fileroot", metavar="DIR", help=fileroot)
+    made.add_flag("--allocation", help="also visit nodes, by a short job of its own where this is none")
+    nodes = "how many (default: the configuration's, else 2)"
+    made.add_argument("--nodes", type=Count, metavar="N", help=nodes)
     made.add_argument("--partition", help="of which partition (default: the configuration's, else Slurm's)")
-    made.add_argument(
-        "--wait_s",
-        type=Seconds,
-        default=600.0,
-        metavar="SECONDS",
-        help="for the nodes to come and report (default: 600)",
-    )
-    add_json(made, "every finding")
-    add_config(made)
+    wait = "for the nodes to come and report (default: 600)"
+    made.add_argument("--wait_s", type=Seconds, default=600.0, metavar="SECONDS", help=wait)
+    made.add_json("every finding")
+    made.add_config()
     return made
 
 
@@ -200,19 +177,16 @@ def each_node(reports: Sequence[NodeReport]) -> list[Finding]:
 
 def table(findings: Sequence[Finding]) -> list[str]:
     """Return one line per finding, with the fix below where something has to be done."""
-    where_width = min(24, max(len(finding.where) for finding in findings))
-    check_width = max(len(finding.check) for finding in findings)
     lines = []
-    for finding in findings:
-        where = finding.where if len(finding.where) <= where_width else f"{finding.where[: where_width - 1]}…"
-        lines.append(
-            f"{finding.status:<4}  {where:<{where_width}}  {finding.check:<{check_width}}  {finding.found}"
-        )
-        if finding.fix and finding.status is not Status.OK:
-            lines.append(f"{'':<{4 + 2 + where_width + 2 + check_width}}  -> {finding.fix}")
-    counts = {status: sum(finding.status is status for finding in findings) for status in Status}
-    return [
-        *lines,
-        "",
-        f"{counts[Status.OK]} ok, {counts[Status.WARN]} to look at, {counts[Status.FAIL]} failed",
-    ]
+    starts = columns([[one.status, _shortened(one.where), one.check, ""] for one in findings])
+    for finding, start in zip(findings, starts, strict=True):
+        lines.append(start + finding.found)
+        if finding.fix:
+            lines.append(f"{'':<{len(start)}}-> {finding.fix}")
+    counts = Counter(finding.status for finding in findings)
+    totals = f"{counts[Status.OK]} ok, {counts[Status.WARN]} to look at, {counts[Status.FAIL]} failed"
+    return [*lines, "", totals]
+
+
+def _shortened(where: str, width: int = 24) -> str:
+    return where if len(where) <= width else f"{where[: width - 1]}…"

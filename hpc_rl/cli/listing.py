@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from hpc_rl.cli.options import ArgumentParser, Namespace, add_json, new_parser, print_json
+from hpc_rl.cli.options import CommandParser, Namespace, columns, print_json
 from hpc_rl.status.formatting import format_duration, one_line
 from hpc_rl.status.scheduler_view import SchedulerAnswer, query_all
 from hpc_rl.status.trial_status import read_status
@@ -12,13 +12,11 @@ from hpc_rl.submit import trial_index
 GONE = "gone"
 
 
-def parser() -> ArgumentParser:
-    made = new_parser("List the trials that this account submitted, newest first.")
-    made.add_argument(
-        "--prune", action="store_true", help="remove trials whose directory is gone from the list"
-    )
-    made.add_argument("--offline", action="store_true", help="do not query the scheduler")
-    add_json(made, "the list")
+def parser() -> CommandParser:
+    made = CommandParser("List the trials that this account submitted, newest first.")
+    made.add_flag("--prune", help="remove trials whose directory is gone from the list")
+    made.add_flag("--offline", help="do not query the scheduler")
+    made.add_json("the list")
     return made
 
 
@@ -59,15 +57,11 @@ def _row(entry: trial_index.IndexEntry, answer: SchedulerAnswer) -> dict[str, An
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     now = time.time()
-    cells = [("trial", "state", "job", "step", "left", "submitted", "directory")]
+    cells = [["trial", "state", "job", "step", "left", "submitted", "directory"]]
     for row in rows:
         total = f"/{row['total_steps']}" if row["total_steps"] else ""
         step = "" if row["step"] is None else f"{row['step']}{total}"
         left = "" if row["eta_s"] is None else format_duration(row["eta_s"])
         age = f"{format_duration(now - row['time'])} ago" if row["time"] else ""
-        cells.append((row["trial"], row["state"], row["job_id"] or "", step, left, age, row["dir"]))
-    widths = [max(len(line[column]) for line in cells) for column in range(6)]
-    return [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[6]])
-        for line in cells
-    ]
+        cells.append([row["trial"], row["state"], row["job_id"] or "", step, left, age, row["dir"]])
+    return columns(cells)

@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hpc_rl.cli.options import ArgumentParser, Count, Namespace, add_json, add_trial, new_parser, print_json
+from hpc_rl.cli.options import CommandParser, Count, Namespace, print_json
 from hpc_rl.errors import ConfigError, TrialStateError
 from hpc_rl.files import Tail, last_lines
 from hpc_rl.records import successors
@@ -39,34 +39,25 @@ class Log:
         return str(self.path.relative_to(trial.dir))
 
 
-def parser() -> ArgumentParser:
-    made = new_parser("Show logs: by default of the newest attempt, its newest trainer and its supervisor.")
-    add_trial(made)
+def parser() -> CommandParser:
+    made = CommandParser(
+        "Show logs: by default of the newest attempt, its newest trainer and its supervisor."
+    )
+    made.add_trial()
     made.add_argument("--role", choices=ROLES, help="role; `job` is the output of the job script itself")
     made.add_argument("--index", type=Count, help="replica of the role")
-    made.add_argument(
-        "--incarnation", type=Count, help="start of the role within the attempt (default: the newest)"
-    )
-    made.add_argument(
-        "--attempt", help="attempt, as status names it (default: the newest with a matching log)"
-    )
-    made.add_argument(
-        "--rank",
-        type=_rank,
-        metavar="RANK",
-        help="rank, where ranks have files of their own, or `all` (default: rank 0)",
-    )
-    made.add_argument(
-        "-n", "--lines", type=Count, default=40, help="number of lines from the end (default: 40)"
-    )
-    made.add_argument(
-        "-f",
-        "--follow",
-        action="store_true",
-        help="wait for the first line, and show new lines until the trial is over",
-    )
-    made.add_argument("--list", action="store_true", help="list the files instead")
-    add_json(made, "the list")
+    incarnation = "start of the role within the attempt (default: the newest)"
+    made.add_argument("--incarnation", type=Count, help=incarnation)
+    attempt = "attempt, as status names it (default: the newest with a matching log)"
+    made.add_argument("--attempt", help=attempt)
+    rank = "rank, where ranks have files of their own, or `all` (default: rank 0)"
+    made.add_argument("--rank", type=_rank, metavar="RANK", help=rank)
+    lines = "number of lines from the end (default: 40)"
+    made.add_argument("-n", "--lines", type=Count, default=40, help=lines)
+    follow = "wait for the first line, and show new lines until the trial is over"
+    made.add_flag("-f", "--follow", help=follow)
+    made.add_flag("--list", help="list the files instead")
+    made.add_json("the list")
     return made
 
 

@@ -1,11 +1,11 @@
 """What the commands share: jsonargparse parsers, and options of a configuration among the arguments."""
 
 import argparse
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeFloat as Seconds
@@ -13,7 +13,7 @@ from jsonargparse.typing import NonNegativeInt as Count
 
 from hpc_rl.errors import ConfigError
 
-__all__ = ["ArgumentParser", "Count", "Namespace", "Seconds"]
+__all__ = ["Count", "Namespace", "Seconds"]
 CONFIG_FILES = (".yaml", ".yml", ".json")
 OVERRIDES = "overrides"  # destination of the options of a configuration, as they were typed
 COMMON = (  # letters as sbatch has them, option, metavar, help
@@ -32,75 +32,58 @@ OF_A_CONFIGURATION = """Options of the configuration may follow, as --a.b VALUE 
 `--help SECTION` explains the options of a section, `--help all` every one."""
 
 
-@dataclass(frozen=True)
-class Action:
+class CommandParser(ArgumentParser):
+    """The parser of one command; its usage errors are raised as jsonargparse.ArgumentError."""
+
+    def __init__(self, description: str = "", epilog: str = "", **settings: Any) -> None:
+        super().__init__(
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            exit_on_error=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **settings,
+        )
+
+    def add_flag(self, *names: str, help: str) -> None:
+        """Declare an option without a value."""
+        self.add_argument(*names, action="store_true", help=help)
+
+    def add_json(self, what: str) -> None:
+        self.add_flag("--json", help=f"print {what} as JSON")
+
+    def add_trial(self) -> None:
+        """Declare the trial that a command is about."""
+        self.add_argument("trial", help="a path, experiment/trial, or a trial name that only one trial has")
+
+    def add_config(self) -> None:
+        """Declare where a configuration comes from, and its options."""
+        files = "YAML file (--config may be omitted); several are merged from left to right"
+        self.add_argument("--config", action="append", default=[], metavar="FILE", help=files)
+        presets = "atlas: its defaults, below the files; cpu: no GPU, over the files"
+        self.add_argument("--preset", action="append", default=[], metavar="NAME", help=presets)
+        profile = "profile of the cluster, below the files (hpc-rl templates list names them)"
+        self.add_argument("--cluster", metavar="NAME", help=profile)
+        self.add_overrides()
+
+    def add_overrides(self) -> None:
+        """Declare the options of a configuration: the common ones by name, the others as they come."""
+        repeated: dict[str, Any] = {"dest": OVERRIDES, "action": "append", "default": []}
+        self.add_argument(f"--{OVERRIDES}", **repeated, help=argparse.SUPPRESS)
+        group = self.add_argument_group("common options of the configuration")
+        for letter, name, metavar, text in COMMON:
+            if name not in self._option_string_actions:
+                group.add_argument(*filter(None, (letter, name)), **repeated, metavar=metavar, help=text)
+        from hpc_rl.config.reference import section_names
+
+        self.epilog = f"{self.epilog}\n{OF_A_CONFIGURATION}\nsections: {', '.join(section_names())}"
+
+
+class Action(NamedTuple):
     """One action of a command that has several."""
 
-    help: str
-    parser: Callable[[], ArgumentParser]
+    parser: Callable[[], CommandParser]
     run: Callable[[Namespace], int]
-
-
-def new_parser(description: str = "", epilog: str = "", **settings: Any) -> ArgumentParser:
-    """Return a parser for one command; its usage errors are raised as jsonargparse.ArgumentError."""
-    return ArgumentParser(
-        description=description,
-        epilog=epilog,
-        allow_abbrev=False,
-        exit_on_error=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        **settings,
-    )
-
-
-def add_trial(parser: ArgumentParser) -> None:
-    """Declare the trial that a command is about."""
-    parser.add_argument("trial", help="a path, experiment/trial, or a trial name that only one trial has")
-
-
-def add_config(parser: ArgumentParser) -> None:
-    """Declare where a configuration comes from, and its options."""
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="YAML file (--config may be omitted); several are merged from left to right",
-    )
-    parser.add_argument(
-        "--preset",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="atlas: its defaults, below the files; cpu: no GPU, over the files",
-    )
-    parser.add_argument(
-        "--cluster",
-        metavar="NAME",
-        help="profile of the cluster, below the files (hpc-rl templates list names them)",
-    )
-    add_overrides(parser)
-
-
-def add_overrides(parser: ArgumentParser) -> None:
-    """Declare the options of a configuration: the common ones by name, the others as they come."""
-    parser.add_argument(f"--{OVERRIDES}", action="append", default=[], help=argparse.SUPPRESS)
-    group = parser.add_argument_group("common options of the configuration")
-    taken = parser._option_string_actions
-    for letter, name, metavar, text in COMMON:
-        if name not in taken:
-            names = [option for option in (letter, name) if option]
-            group.add_argument(
-                *names, dest=OVERRIDES, action="append", default=[], metavar=metavar, help=text
-            )
-    from hpc_rl.config.reference import section_names
-
-    parser.epilog = f"{parser.epilog}\n{OF_A_CONFIGURATION}\nsections: {', '.join(section_names())}"
-
-
-def add_json(parser: Any, what: str) -> None:
-    """Declare --json, on a parser or a group of one."""
-    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")
 
 
 def arranged(parser: ArgumentParser, argv: list[str]) -> list[str]:
@@ -175,3 +158,15 @@ def print_help(parser: ArgumentParser, argv: list[str]) -> bool:
 def print_json(value: Any) -> None:
     """Print a value as indented JSON."""
     print(json.dumps(value, indent=2, sort_keys=True, default=str))
+
+
+def columns(rows: list[list[str]], align: Callable[[str, int], str] = str.ljust) -> list[str]:
+    """Return rows as lines of equally wide columns; the last one is as wide as it is."""
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    return ["  ".join([*map(align, row, widths), row[-1]]) for row in rows]
+
+
+def require_torch(why: str) -> None:
+    """Raise ConfigError where torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"{why}, and torch is not installed: pip install 'hpc-rl[train]'")

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from hpc_rl.checkpoint.decide import Decision, Situation
-from hpc_rl.cli.options import ArgumentParser, Namespace, add_overrides, add_trial, new_parser, print_json
+from hpc_rl.cli.options import CommandParser, Namespace, print_json
 from hpc_rl.cli.submit import (
     Planned,
     add_outcome,
@@ -45,22 +45,16 @@ EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, where the trial's s
   hpc-rl recover first --from 400 --explain   only show what would happen, and why"""
 
 
-def parser() -> ArgumentParser:
-    made = new_parser("Resume a trial from a checkpoint, as a new job.", EPILOG)
-    add_trial(made)
-    made.add_argument(
-        "--from", dest="from_step", type=_step, metavar="STEP", help="checkpoint (default: the newest)"
-    )
-    made.add_argument(
-        "--replay",
-        action="store_true",
-        help="train on the batches after that checkpoint as they are, although another policy made them",
-    )
-    made.add_argument(
-        "--explain", action="store_true", help="show what a start would do now, and why; do nothing"
-    )
+def parser() -> CommandParser:
+    made = CommandParser("Resume a trial from a checkpoint, as a new job.", EPILOG)
+    made.add_trial()
+    checkpoint = "checkpoint (default: the newest)"
+    made.add_argument("--from", dest="from_step", type=_step, metavar="STEP", help=checkpoint)
+    replay = "train on the batches after that checkpoint as they are, although another policy made them"
+    made.add_flag("--replay", help=replay)
+    made.add_flag("--explain", help="show what a start would do now, and why; do nothing")
     add_outcome(made)
-    add_overrides(made)
+    made.add_overrides()
     return made
 
 

@@ -3,31 +3,24 @@
 from pathlib import Path
 
 from hpc_rl.cli import submit
-from hpc_rl.cli.options import ArgumentParser, Namespace, add_json, new_parser, print_json
+from hpc_rl.cli.options import CommandParser, Namespace, print_json
 from hpc_rl.submit import preflight, submission
 
 
-def parser() -> ArgumentParser:
-    """Return the parser of the command."""
-    made = new_parser(
-        "Write the trial directory of a configuration with its job scripts; submit nothing.",
-        submit.EPILOG,
-    )
+def parser() -> CommandParser:
+    about = "Write the trial directory of a configuration with its job scripts; submit nothing."
+    made = CommandParser(about, submit.EPILOG)
     submit.add_config_and_print(made)
-    made.add_argument(
-        "--output", type=Path, metavar="DIR", help="write there instead of where the trial belongs"
+    output = "write there instead of where the trial belongs"
+    made.add_argument("--output", type=Path, metavar="DIR", help=output)
+    made.add_flag(
+        "--check", help="check the scripts and the request first, and write nothing where they can't run"
     )
-    made.add_argument(
-        "--check",
-        action="store_true",
-        help="check the scripts and the request first, and write nothing where they can't run",
-    )
-    add_json(made, "paths, notes and checks")
+    made.add_json("paths, notes and checks")
     return made
 
 
 def run(args: Namespace) -> int:
-    """Write the scripts; return the exit code."""
     if args.print_config is not None:
         return submit.print_config(args)
     planned = submit.plan_of(submit.loaded(args))
@@ -42,17 +35,8 @@ def run(args: Namespace) -> int:
     if args.json:
         print_json(submit.as_json(done, planned) | ({"checks": report.to_json()} if args.check else {}))
         return 0
+    words = [*submit.notes(planned), *submit.changed_lines(done.changes), *submit.lines(done)]
+    words += [f"check      {check.line()}" for check in report.checks]
     by_hand = "sbatch" if done.scheduler == "slurm" else "bash"
-    checks = [f"check      {check.line()}" for check in report.checks]
-    print(
-        "\n".join(
-            [
-                *submit.notes(planned),
-                *submit.changed_lines(done.changes),
-                *submit.lines(done),
-                *checks,
-                f"next       {by_hand} {done.script}",
-            ]
-        )
-    )
+    print("\n".join([*words, f"next       {by_hand} {done.script}"]))
     return 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpc_rl.checkpoint.decide import PastStart
 from hpc_rl.checkpoint.start_facts import fruitless_starts
-from hpc_rl.cli.options import ArgumentParser, Namespace, add_json, add_trial, new_parser, print_json
+from hpc_rl.cli.options import CommandParser, Namespace, print_json
 from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
 from hpc_rl.records import LineageRecord, TrialState
 from hpc_rl.status import formatting
@@ -43,24 +43,22 @@ EPILOG = f"""--json prints one object; null and "" mean that a value is not know
                         error message and time of the scheduler query"""
 
 
-def parser() -> ArgumentParser:
-    made = new_parser(DESCRIPTION, EPILOG)
-    add_trial(made)
-    made.add_argument("--offline", action="store_true", help="do not query the scheduler")
-    made.add_argument(
-        "--all", action="store_true", help=f"show every attempt, not only the newest {SHOWN_ATTEMPTS}"
-    )
-    made.add_argument(
-        "-f", "--follow", action="store_true", help="live view until the trial is over; exits with its code"
-    )
-    add_json(made, "everything")
+def parser() -> CommandParser:
+    made = CommandParser(DESCRIPTION, EPILOG)
+    made.add_trial()
+    made.add_flag("--offline", help="do not query the scheduler")
+    made.add_flag("--all", help=f"show every attempt, not only the newest {SHOWN_ATTEMPTS}")
+    made.add_flag("-f", "--follow", help="live view until the trial is over; exits with its code")
+    made.add_json("everything")
     return made
 
 
 def run(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     if args.follow:
-        return _follow(trial, args.json)
+        if args.json:
+            raise ConfigError("--json cannot be combined with --follow.")
+        return follow(trial)
     answer = SchedulerAnswer() if args.offline else query(trial)
     status = read_status(trial, answer.newest, answer.asked_at or None)
     past = fruitless(status)
@@ -81,15 +79,15 @@ def _warn(line: str) -> None:
     print(printable(f"hpc-rl: {line}"), file=sys.stderr)
 
 
-def _follow(trial: Trial, as_json: bool) -> int:
-    if as_json:
-        raise ConfigError("--json cannot be combined with --follow.")
-    from hpc_rl.status.follow import follow  # importing rich takes time
+def follow(trial: Trial) -> int:
+    """Show a trial live until it is over; return its exit code."""
+    from hpc_rl.status import follow as live  # importing rich takes time
 
     try:
-        return follow(trial)
+        return live.follow(trial)
     except KeyboardInterrupt:
-        print("\nhpc-rl: interrupted; the trial continues", file=sys.stderr)
+        [cancel] = trial_index.commands(trial, "cancel")
+        print(f"\nhpc-rl: interrupted; the trial continues. Stop it with: {cancel}", file=sys.stderr)
         return ExitCode.KILLED_BY_PERSON
 
 
@@ -305,14 +303,14 @@ def next_lines(status: TrialStatus) -> list[str]:
 
 def suggestions(status: TrialStatus) -> list[str]:
     """Return the commands that may be useful next."""
-    name, program = trial_index.cli_name(status.trial), formatting.program_name()
-    if status.state in (TrialState.RUNNING, TrialState.PENDING):
-        return [f"{program} logs {name} --follow", f"{program} cancel {name}"]
-    if status.state is TrialState.STOPPING:
-        return [f"{program} logs {name} --follow"]
     if status.state is TrialState.RENDERED:
         return [f"ls {status.trial.scripts}"]
-    commands = [f"{program} logs {name}"]
-    if status.state is not TrialState.DONE and status.generation is not None:
-        commands.append(f"{program} recover {name}")
-    return commands
+    if status.state in (TrialState.RUNNING, TrialState.PENDING):
+        verbs = ["logs --follow", "cancel"]
+    elif status.state is TrialState.STOPPING:
+        verbs = ["logs --follow"]
+    elif status.state is TrialState.DONE or status.generation is None:
+        verbs = ["logs"]
+    else:
+        verbs = ["logs", "recover"]
+    return trial_index.commands(status.trial, *verbs)

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_rl.cli.config import print_resolved
-from hpc_rl.cli.options import ArgumentParser, Namespace, add_config, add_json, new_parser, print_json
+from hpc_rl.cli.options import CommandParser, Namespace, print_json
+from hpc_rl.cli.status import follow
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.tables.changes import Change
-from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
+from hpc_rl.errors import ConfigError, HpcRlError
 from hpc_rl.plan.plan import make_plan
-from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.plan.schema import Plan
+from hpc_rl.render.steps import plan_lines
 from hpc_rl.schedulers import pick
 from hpc_rl.schedulers.sinfo import UNKNOWN_THREADS_PER_CORE
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.status.formatting import program_name
 from hpc_rl.submit import preflight, trial_index
 from hpc_rl.submit import submission as submission
 from hpc_rl.submit.lock import check_unlocked
@@ -33,9 +34,8 @@ class Planned:
 
     loaded: Loaded
     plan: Plan
-    avoid: tuple[str, ...] | None = (
-        None  # nodes that failed the trial lately; None where the cluster was not asked
-    )
+    # Nodes that failed the trial lately; None where the cluster was not asked.
+    avoid: tuple[str, ...] | None = None
 
     @property
     def notes(self) -> list[str]:
@@ -56,13 +56,11 @@ def run(args: Namespace) -> int:
     return announce(made, planned, args)
 
 
-def parser() -> ArgumentParser:
-    made = new_parser("Check a configuration, plan it, and submit it as a job. Returns at once.", EPILOG)
+def parser() -> CommandParser:
+    made = CommandParser("Check a configuration, plan it, and submit it as a job. Returns at once.", EPILOG)
     add_config_and_print(made)
-    made.add_argument(
-        "--dry_run",
-        action="store_true",
-        help="stop before anything is written; show the plan, and all checks of render",
+    made.add_flag(
+        "--dry_run", help="stop before anything is written; show the plan, and all checks of render"
     )
     add_outcome(made)
     return made
@@ -74,33 +72,21 @@ EPILOG = """examples:
 """
 
 
-def add_outcome(made: ArgumentParser) -> None:
+def add_outcome(made: CommandParser) -> None:
     """Add the options for what submit and recover print."""
-    made.add_argument(
-        "--no_check",
-        action="store_true",
-        help="do not compare the request with the cluster (one sinfo)",
-    )
-    made.add_argument(
-        "--follow",
-        action="store_true",
-        help="show the trial live until it is over, and end with its exit code",
-    )
+    made.add_flag("--no_check", help="do not compare the request with the cluster (one sinfo)")
+    made.add_flag("--follow", help="show the trial live until it is over, and end with its exit code")
     how = made.add_mutually_exclusive_group()
-    add_json(how, "job id, paths and notes")
+    how.add_argument("--json", action="store_true", help="print job id, paths and notes as JSON")
     how.add_argument("--parsable", action="store_true", help="print the job id only")
 
 
-def add_config_and_print(made: ArgumentParser) -> None:
+def add_config_and_print(made: CommandParser) -> None:
     """Declare the configuration of submit and render, and --print_config."""
-    add_config(made)
-    made.add_argument(
-        "--print_config",
-        nargs="?",  # the library writes `--print_config=`
-        const="",
-        metavar="yaml",
-        help="print the resolved configuration with the origin of each value, and stop",
-    )
+    made.add_config()
+    text = "print the resolved configuration with the origin of each value, and stop"
+    # The library writes `--print_config=`.
+    made.add_argument("--print_config", nargs="?", const="", metavar="yaml", help=text)
 
 
 def print_config(args: Namespace) -> int:
@@ -160,32 +146,16 @@ def announce(made: Submission, planned: Planned, args: Namespace) -> int:
     elif args.parsable:
         print(made.job_id)
     else:
-        print(
-            "\n".join(
-                [
-                    *notes(planned),
-                    *changed_lines(made.changes),
-                    *(new_batches_lines(made.batches_after) if made.new_batches else []),
-                    *new_allocation(made, planned),
-                    *lines(made),
-                    *next_lines(made.trial),
-                ]
-            )
-        )
+        said = [*notes(planned), *changed_lines(made.changes)]
+        said += new_batches_lines(made.batches_after) if made.new_batches else []
+        if made.allocation_was not in ("", planned.plan.allocation):
+            change = f"{made.allocation_was} -> {planned.plan.allocation}"
+            said.append(f"changed    allocation: {change}  (safe: the state is resharded)")
+        see, *more = trial_index.commands(made.trial, "status", "logs --follow", "cancel")
+        said += [*lines(made), f"next       {see}", *(f"           {command}" for command in more)]
+        print("\n".join(said))
     sys.stdout.flush()
-    if not args.follow:
-        return 0
-    from hpc_rl.status.follow import follow  # rich takes its time to import
-
-    try:
-        return follow(made.trial)
-    except KeyboardInterrupt:
-        name, program = trial_index.cli_name(made.trial), program_name()
-        print(
-            f"\nhpc-rl: interrupted; the trial continues. Stop it with: {program} cancel {name}",
-            file=sys.stderr,
-        )
-        return ExitCode.KILLED_BY_PERSON
+    return follow(made.trial) if args.follow else 0
 
 
 def notes(planned: Planned) -> list[str]:
@@ -207,46 +177,21 @@ def new_batches_lines(batches: Sequence[int]) -> list[str]:
     return [f"batches    {what}, {of}, are set aside and their prompts issued again (--replay keeps them)"]
 
 
-def dropped_lines(made: Submission) -> list[str]:
-    """What was begun under other options or with other rows, and no batch or generation came of."""
-    names = ", ".join(path.name for path in made.dropped)
-    return [f"dropped    {names}: of other options or rows, in no batch"] if names else []
-
-
-def new_allocation(made: Submission, planned: Planned) -> list[str]:
-    """What follows from the changes: the state is divided among other processes than before."""
-    was, now = made.allocation_was, planned.plan.allocation
-    return (
-        [f"changed    allocation: {was} -> {now}  (safe: the state is resharded)"]
-        if was not in ("", now)
-        else []
-    )
-
-
 def lines(made: Submission) -> list[str]:
-    job = [f"job        {made.job_id} ({made.scheduler})"] if made.job_id else []
-    job += [f"servers    {made.server_job_id}"] if made.server_job_id else []
-    start = (
-        []
-        if made.step is None
-        else [f"start      {start_words(made)}; a fresh start needs another trial_name"]
-    )
-    trial = [f"trial      {made.trial}", f"directory  {made.trial.dir}"]
-    return [*dropped_lines(made), *trial, *job, *start, f"script     {made.script}"]
-
-
-def start_words(made: Submission) -> str:
-    """From which generation, and what is known of it."""
-    if not made.job_id:
-        return f"from checkpoint {made.step} if it verifies"
-    unread = f"; checked while it is loaded: {', '.join(made.unread)}" if made.unread else ""
-    return f"from checkpoint {made.step}, which was read and is sound{unread}"
-
-
-def next_lines(trial: Trial) -> list[str]:
-    name, program = trial_index.cli_name(trial), program_name()
-    commands = [f"{program} status {name}", f"{program} logs {name} --follow", f"{program} cancel {name}"]
-    return [f"{'next' if number == 0 else '':<11}{command}" for number, command in enumerate(commands)]
+    """Return what was written and submitted."""
+    found = []
+    if made.dropped:  # begun under other options or with other rows, and no batch or generation came of it
+        names = ", ".join(path.name for path in made.dropped)
+        found.append(f"dropped    {names}: of other options or rows, in no batch")
+    found += [f"trial      {made.trial}", f"directory  {made.trial.dir}"]
+    found += [f"job        {made.job_id} ({made.scheduler})"] if made.job_id else []
+    found += [f"servers    {made.server_job_id}"] if made.server_job_id else []
+    if made.step is not None:
+        state = "which was read and is sound" if made.job_id else "if it verifies"
+        state += f"; checked while it is loaded: {', '.join(made.unread)}" if made.unread else ""
+        what = f"from checkpoint {made.step}, {state}"
+        found.append(f"start      {what}; a fresh start needs another trial_name")
+    return [*found, f"script     {made.script}"]
 
 
 def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
@@ -267,30 +212,27 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
 
 
 def _dry_run(planned: Planned, json: bool) -> int:
-    trial = submission.trial_of(planned.loaded.config)
+    trial, plan = submission.trial_of(planned.loaded.config), planned.plan
     where = pick(planned.loaded.config.launcher.type)
     check_unlocked(trial)
-    _, changes = submission.check_submittable(trial, planned.loaded, planned.plan, where)
+    _, changes = submission.check_submittable(trial, planned.loaded, plan, where)
     report = checked_scripts(planned, trial)
     if json:
-        found = {
-            "trial": str(trial),
-            "dir": str(trial.dir),
-            "plan": planned.plan.to_json(),
-            "notes": planned.notes,
-        }
-        print_json(found | {"checks": report.to_json()})
+        about = {"trial": str(trial), "dir": str(trial.dir), "plan": plan.to_json(), "notes": planned.notes}
+        print_json(about | {"checks": report.to_json()})
         return exit_code_of(report)
-    plan = planned.plan
     nodes = "1 node" if plan.n_nodes == 1 else f"{plan.n_nodes} nodes"
-    summary = f"plan       {plan.trainer}, {plan.allocation}, {nodes}, {where}"
-    words = [f"trial      {trial}", f"directory  {trial.dir}", summary]
-    units = [f"           {unit_line(unit)}" for unit in plan.units]
-    words += changed_lines(changes)
-    checks = [f"check      {check.line()}" for check in report.checks if check.state != "refused"]
-    end = "nothing was written or submitted; `hpc-rl render` writes the scripts"
-    print("\n".join([*notes(planned), *words, *units, *checks, end]))
-    sys.stdout.flush()
+    words = [
+        *notes(planned),
+        f"trial      {trial}",
+        f"directory  {trial.dir}",
+        f"plan       {plan.trainer}, {plan.allocation}, {nodes}, {where}",
+        *changed_lines(changes),
+        *(f"           {line}" for line in plan_lines(plan)),
+        *(f"check      {check.line()}" for check in report.checks if check.state != "refused"),
+        "nothing was written or submitted; `hpc-rl render` writes the scripts",
+    ]
+    print("\n".join(words), flush=True)
     report.raise_for()
     return 0
 
@@ -302,12 +244,3 @@ def exit_code_of(report: preflight.PreflightReport) -> int:
     except HpcRlError as error:
         return error.exit_code
     return 0
-
-
-def unit_line(unit: Unit) -> str:
-    """Return one line about a unit of the plan."""
-    nodes = f"node {unit.nodes[0]}" if len(unit.nodes) == 1 else f"nodes {unit.nodes[0]}-{unit.nodes[-1]}"
-    gpus = f", {unit.gpus_per_task} GPUs" if unit.gpus_per_task else ""
-    each = f"{unit.cpus_per_task} CPUs, {unit.mem_mb_per_task} MB{gpus}"
-    processes = f"{unit.num_tasks} process{'es' if unit.num_tasks > 1 else ''}"
-    return f"{unit.role}-{unit.index}: {processes} on {nodes}, each {each}"

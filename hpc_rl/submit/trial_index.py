@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hpc_rl.errors import TrialNameError
 from hpc_rl.records import JsonRecord
+from hpc_rl.status.formatting import program_name
 from hpc_rl.trial import Trial, state_home, write_json
 
 logger = logging.getLogger(__name__)
@@ -149,6 +150,12 @@ def cli_name(trial: Trial) -> str:
     except TrialNameError:
         pass
     return shlex.quote(str(trial.dir))
+
+
+def commands(trial: Trial, *verbs: str) -> list[str]:
+    """Return what to type about a trial: for `logs --follow`, `hpc-rl logs TRIAL --follow`."""
+    program, name = program_name(), cli_name(trial)
+    return [" ".join([program, *verb.split()[:1], name, *verb.split()[1:]]) for verb in verbs]
 
 
 def _by_path(text: str, path: Path) -> Trial:

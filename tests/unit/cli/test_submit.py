@@ -57,7 +57,7 @@ def test_for_scripts(config, scheduler, capsys):
 def test_a_dry_run_writes_and_submits_nothing(config, scheduler, tmp_path, capsys):
     assert submitted(config, "--dry_run") == 0
     out = capsys.readouterr().out
-    assert "trainer-0: 1 process on node 0" in out
+    assert "node 0  trainer     1 process" in out
     assert not scheduler.calls
     assert not (tmp_path / "runs").exists()
     assert (
