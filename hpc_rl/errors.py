@@ -1,25 +1,4 @@
-"""The exception tree, the exit codes, and what the job script does about an exit.
-
-HpcRlError
-├── ConfigError (ValueError)          64 on the command line, 78 in a role: never retried
-│   ├── DoesNotFit                    the allocation does not fit the cluster, or the other way round
-│   └── NotBuilt                      named in the configuration, not built yet
-├── TrialStateError                   what is on disk forbids it
-│   ├── TrialNameError                64: unknown or ambiguous trial name
-│   ├── TrialBusy                     75: running, or has state and the mode is fresh
-│   └── NothingToResume               3: also where a generation that was named is not there
-├── SchedulerError                    69: the scheduler refused or can't be reached
-├── CannotWrite (OSError)             73
-├── RoleFailed                        70: may be retried by its class
-│   ├── Damaged                       a file is not what was written: use an older generation
-│   ├── DataUnusable                  the data, workflow or reward function give nothing to train on
-│   ├── GivenUp                       starting again would end the same way
-│   ├── ServerUnavailable             a generation server can't be reached or can't serve: ask another
-│   └── ServerStale                   its weights are older than the request allows: ask another, or later
-├── RequestRefused (ValueError)       a server refused a request (400, 401 …): a retry won't help
-│   └── InputRefused                  because of its input (400, 413, 422), as one that is too long
-└── Stale                             an action carried an epoch or a lineage that is no longer current
-"""
+"""The exception tree, the exit codes, and what the job script does about an exit."""
 
 import enum
 from dataclasses import dataclass
@@ -97,9 +76,8 @@ AFTER_EXIT: dict[ExitCode, ScriptRule] = {
     ExitCode.DONE: ScriptRule(ScriptAction.DONE, "done"),
     ExitCode.STOPPED: ScriptRule(ScriptAction.START_AGAIN, "stopped with its state saved"),
 }
-AFTER_SIGNAL = ScriptRule(
-    ScriptAction.RESTART_SUPERVISOR, "the supervisor was killed too often"
-)  # code > 128
+# of a code above 128
+AFTER_SIGNAL = ScriptRule(ScriptAction.RESTART_SUPERVISOR, "the supervisor was killed too often")
 AFTER_OTHER_EXIT = ScriptRule(ScriptAction.END, "the supervisor gave up; see events.jsonl of the attempt")
 
 
@@ -111,7 +89,10 @@ class HpcRlError(Exception):
 
 
 class ConfigError(HpcRlError, ValueError):
-    """An invalid configuration. The message names the key, its value, what is allowed and what to do."""
+    """An invalid configuration; the message names the key, its value, what is allowed and what to do.
+
+    Never retried; a role exits with BAD_CONFIG.
+    """
 
     exit_code = ExitCode.REFUSED
     failure = FailureClass.USER
@@ -174,7 +155,7 @@ class DataUnusable(RoleFailed):
 
 
 class Damaged(RoleFailed):
-    """A file is not what was written; the message begins with its path."""
+    """A file is not what was written; the message begins with its path. An older generation is used."""
 
 
 class GivenUp(RoleFailed):
@@ -192,11 +173,11 @@ class ServerStale(RoleFailed):
 
 
 class RequestRefused(HpcRlError, ValueError):
-    """A server refused a request as invalid; the message quotes it."""
+    """A server refused a request as invalid (400, 401 …); the message quotes it."""
 
 
 class InputRefused(RequestRefused):
-    """A server refused this input; it may serve another one."""
+    """A server refused this input (400, 413, 422), as one that is too long; it may serve another one."""
 
 
 class Stale(HpcRlError):

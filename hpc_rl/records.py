@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 import re
 import types
@@ -85,41 +86,21 @@ class EventKind(enum.StrEnum):
     ENDED = "ended"
 
 
-_FIELDS: dict[type, list[tuple[str, str, Any, bool]]] = {}
-
-
-def _fields(cls: type) -> list[tuple[str, str, Any, bool]]:
-    """Return (name, JSON key, type, whether it is required) of each field."""
-    if cls not in _FIELDS:
-        hints, none = typing.get_type_hints(cls), dataclasses.MISSING
-        _FIELDS[cls] = [
-            (one.name, one.metadata.get("key", one.name), hints[one.name], required)
-            for one in dataclasses.fields(cls)
-            for required in [one.default is none and one.default_factory is none]
-        ]
-    return _FIELDS[cls]
-
-
 def _convert(value: Any, hint: Any) -> Any:
-    """Return `value` as the type of a field. Raises ValueError."""
-    origin = typing.get_origin(hint)
-    if origin is types.UnionType:
-        if value is None:
-            return None
-        hint = next(one for one in typing.get_args(hint) if one is not types.NoneType)
-        origin = typing.get_origin(hint)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_convert(one, typing.get_args(hint)[0]) for one in value)
+    """Return a JSON value as the type of a field. Raises ValueError."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:  # <type> | None
+        return None if value is None else _convert(value, arguments[0])
+    if origin in (tuple, list) and isinstance(value, list):
+        return origin(_convert(one, arguments[0]) for one in value)
     if origin is dict and isinstance(value, dict):
-        return {key: _convert(one, typing.get_args(hint)[1]) for key, one in value.items()}
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return {key: _convert(one, arguments[1]) for key, one in value.items()}
+    if isinstance(hint, enum.EnumType):
         return hint(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, bool) != (hint is bool) or not isinstance(value, origin or hint):
+    if hint is float and type(value) is int:
+        value = float(value)
+    if type(value) is not hint or (hint is float and not math.isfinite(value)):
         raise ValueError(f"expected {hint}, got {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"expected a finite number, got {value!r}")
     return value
 
 
@@ -129,12 +110,24 @@ class JsonRecord:
     STRICT: typing.ClassVar[bool] = False  # a field of the wrong type makes the whole record unsound
 
     @classmethod
+    @functools.cache
+    def _fields(cls) -> list[tuple[str, str, Any, bool]]:
+        """Return (name, JSON key, type, whether it is required) of each field."""
+        hints, none = typing.get_type_hints(cls), dataclasses.MISSING
+        found = []
+        for one in dataclasses.fields(cls):  # type: ignore[arg-type]
+            is_required = one.default is none and one.default_factory is none
+            found.append((one.name, one.metadata.get("key", one.name), hints[one.name], is_required))
+        return found
+
+    @classmethod
     def parse(cls, data: Any) -> Self | None:
         """Return the record in parsed JSON, or None where a required field is missing or of another type."""
         if not isinstance(data, dict):
             return None
+        data = {"cause": _cause_in_prose(data.get("reason"))} | data
         values = {}
-        for name, key, hint, required in _fields(cls):
+        for name, key, hint, required in cls._fields():
             try:
                 values[name] = _convert(data[key], hint)
             except (KeyError, ValueError, OverflowError):
@@ -149,7 +142,7 @@ class JsonRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object, without fields that are None."""
-        pairs = [(key, getattr(self, name)) for name, key, _, _ in _fields(type(self))]
+        pairs = [(key, getattr(self, name)) for name, key, _, _ in self._fields()]
         return {key: value for key, value in pairs if value is not None}
 
 
@@ -197,13 +190,6 @@ class JobStateLine(JsonRecord):
     pid: int = 0
     start_ticks: int = 0
 
-    @classmethod
-    def parse(cls, data: Any) -> JobStateLine | None:
-        line = super().parse(data)
-        if line is not None and line.cause is None:
-            line = dataclasses.replace(line, cause=_cause_in_prose(line.reason))
-        return line
-
 
 def read_job_state(trial: Trial, job_id: str) -> list[JobStateLine]:
     """Return what the script of a job reported, oldest first."""
@@ -244,12 +230,6 @@ class DrainIntent(JsonRecord):
     reason: str = ""
     time: float = 0.0
 
-    @classmethod
-    def parse(cls, data: Any) -> DrainIntent | None:
-        if isinstance(data, dict) and "cause" not in data:
-            data = data | {"cause": _cause_in_prose(str(data.get("reason") or ""))}
-        return super().parse(data)
-
 
 @dataclass(frozen=True, kw_only=True)
 class DoneRecord(JsonRecord):
@@ -262,33 +242,20 @@ class DoneRecord(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class LineageRecord(JsonRecord):
-    """One start of training that came as far as having state.
-
-    Args:
-        lineage: Its number, from 0.
-        from_step: Step of the state that it started from; 0 for a fresh start.
-        from_lineage: Lineage that made this state; None for a fresh start.
-        attempt: Attempt id.
-        incarnation: Trainer incarnation.
-        submission: Job id.
-        reason: Why it started so.
-        set_aside: Steps of the generations that `--from` moved out of the way.
-        new_batches: The batches after `from_step` are set aside, and their prompts issued again.
-        time: Unix seconds by the clock of its host.
-    """
+    """One start of training that came as far as having state."""
 
     STRICT = True
 
-    lineage: int
-    from_step: int
-    from_lineage: int | None = None
+    lineage: int  # its number, from 0
+    from_step: int  # step of the state that it started from; 0 for a fresh start
+    from_lineage: int | None = None  # that made this state; None for a fresh start
     attempt: str
-    incarnation: int
-    submission: str = ""
-    reason: str = ""
-    set_aside: tuple[int, ...] = ()
-    new_batches: bool = False
-    time: float = 0.0
+    incarnation: int  # of the trainer
+    submission: str = ""  # job id
+    reason: str = ""  # why it started so
+    set_aside: tuple[int, ...] = ()  # steps of the generations that `--from` moved out of the way
+    new_batches: bool = False  # the batches after `from_step` are set aside, their prompts issued again
+    time: float = 0.0  # Unix seconds by the clock of its host
 
 
 _LINEAGE_FILE = re.compile(r"(\d{4,})\.json")
@@ -331,13 +298,6 @@ class Event(JsonRecord):
     def unit(self) -> tuple[str, int]:
         """Role and index."""
         return self.role, self.index
-
-    @classmethod
-    def parse(cls, data: Any) -> Event | None:
-        event = super().parse(data)
-        if event is not None and event.kind is EventKind.STOPPING and event.cause is None:
-            event = dataclasses.replace(event, cause=_cause_in_prose(event.reason))
-        return event
 
 
 class EventLog:
@@ -398,19 +358,14 @@ class ProcessRecord(JsonRecord):
 
 @dataclass(frozen=True)
 class ProcessFile:
-    """A file named after one process: a log, an exit record or a process record.
-
-    Args:
-        rank: None for what all ranks share.
-        by_client: By the supervisor, of what it started (a rank or an srun).
-    """
+    """A file named after one process: a log, an exit record or a process record."""
 
     path: Path
     role: str
     index: int
     incarnation: int
-    rank: int | None
-    by_client: bool
+    rank: int | None  # None for what all ranks share
+    by_client: bool  # by the supervisor, of what it started (a rank or an srun)
 
     @classmethod
     def parse(cls, path: Path) -> ProcessFile | None:
@@ -418,32 +373,26 @@ class ProcessFile:
         match = _PROCESS_FILE.fullmatch(path.name)
         if match is None:
             return None
-        numbers = int(match["index"]), int(match["incarnation"])
-        rank = int(match["rank"]) if match["rank"] else None
-        return cls(path, match["role"], *numbers, rank, bool(match["client"]))
+        client, role, index, incarnation, rank = match.groups()
+        return cls(path, role, int(index), int(incarnation), int(rank) if rank else None, bool(client))
 
 
-_PROCESS_FILE = re.compile(
-    r"(?P<client>client-)?(?P<role>[a-z]+)-(?P<index>\d+)\.(?P<incarnation>\d+)(?:-rank(?P<rank>\d+))?"
-    r"\.(?:json|log)"
-)
+_PROCESS_FILE = re.compile(r"(client-)?([a-z]+)-(\d+)\.(\d+)(?:-rank(\d+))?\.(?:json|log)")
 
 
-# --- compatibility -------------------------------------------------------------------------------------
 # Early versions recorded a cause as its English message. This is the only place that reads a message.
+_PROSE = {
+    "the job's time is nearly over": StopCause.TIME_LIMIT,
+    "the time limit": StopCause.TIME_LIMIT,
+    "SIGUSR1": StopCause.USER_SIGNAL,
+    "SIGTERM": StopCause.PREEMPTION,
+    "told to end by a signal": StopCause.PREEMPTION,
+    "SIGINT": StopCause.INTERRUPTED,
+    "cancelled by a person": StopCause.CANCELLED,
+    "the batch script that started the supervisor was killed": StopCause.SCRIPT_KILLED,
+}
 
-_PROSE = (
-    ("the job's time is nearly over", StopCause.TIME_LIMIT),
-    ("the time limit", StopCause.TIME_LIMIT),
-    ("SIGUSR1", StopCause.USER_SIGNAL),
-    ("SIGTERM", StopCause.PREEMPTION),
-    ("told to end by a signal", StopCause.PREEMPTION),
-    ("SIGINT", StopCause.INTERRUPTED),
-    ("cancelled by a person", StopCause.CANCELLED),
-    ("the batch script that started the supervisor was killed", StopCause.SCRIPT_KILLED),
-)
 
-
-def _cause_in_prose(reason: str) -> StopCause | None:
+def _cause_in_prose(reason: Any) -> StopCause | None:
     """Return the cause that a message of an earlier version tells; None for any other message."""
-    return next((cause for start, cause in _PROSE if reason.startswith(start)), None)
+    return next((cause for start, cause in _PROSE.items() if str(reason).startswith(start)), None)

@@ -7,6 +7,7 @@ go.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import getpass
 import json
@@ -15,6 +16,7 @@ import re
 import secrets
 import stat
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,30 +52,35 @@ def state_home() -> Path:
     return home / "hpc-rl"
 
 
-def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
-    """Replace `path` atomically: readers see the old content or the new one. Raises OSError."""
-    raw = data.encode() if isinstance(data, str) else data
+@contextlib.contextmanager
+def _written_beside(path: Path, data: bytes | str, mode: int) -> Iterator[Path]:
+    """Yield a durable file with this content in the folder of `path`; it is removed afterwards."""
     temp = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        _write_synced(temp, raw, mode)
-        os.replace(temp, path)
+        with open(temp, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temp
     finally:
         temp.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
+    """Replace `path` atomically: readers see the old content or the new one. Raises OSError."""
+    with _written_beside(path, data, mode) as temp:
+        os.replace(temp, path)
 
 
 def create_exclusive(path: Path, data: bytes | str, mode: int = 0o644) -> bool:
     """Create `path` with its content; False where it exists already. Raises OSError."""
-    raw = data.encode() if isinstance(data, str) else data
-    temp = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
-    try:
-        _write_synced(temp, raw, mode)
-        os.link(temp, path)
-        return True
-    except FileExistsError:
-        # After a lost reply NFS reports that the link exists although this writer made it.
-        return temp.stat().st_nlink == 2
-    finally:
-        temp.unlink(missing_ok=True)
+    with _written_beside(path, data, mode) as temp:
+        try:
+            os.link(temp, path)
+        except FileExistsError:
+            # After a lost reply NFS reports that the link exists although this writer made it.
+            return temp.stat().st_nlink == 2
+    return True
 
 
 def overwrite(path: Path, data: str) -> None:
@@ -84,17 +91,6 @@ def overwrite(path: Path, data: str) -> None:
     fd = os.open(path, os.O_WRONLY)
     try:
         os.pwrite(fd, data.encode().ljust(os.fstat(fd).st_size), 0)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _write_synced(path: Path, raw: bytes, mode: int) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    try:
-        view = memoryview(raw)
-        while view:
-            view = view[os.write(fd, view) :]
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -131,17 +127,14 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as found:
             return list(found)
-    except FileNotFoundError as error:
-        if not folder.is_symlink():
-            return []
-        problem: OSError = error
     except OSError as error:
-        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+        if error.errno == errno.ENOENT and not folder.is_symlink():
+            return []
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise
-        problem = error
-    raise TrialStateError(
-        f"{folder} must be a folder, or a link to one: {problem.strerror}. Put back what was there."
-    )
+        raise TrialStateError(
+            f"{folder} must be a folder, or a link to one: {error.strerror}. Put back what was there."
+        ) from error
 
 
 def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
@@ -244,8 +237,6 @@ class Trial:
     # `{"label", "path", "lineage", "step"}` of the newest published weights
     current_weights = _Path("weights/current.json")
     exports = _Path("exports")
-    final_export = _Path("exports/final")
-    export_record = _Path("exports/final/hpc_rl.json")
     done = _Path("done.json")
 
     def job(self, job_id: str) -> Path:
@@ -330,12 +321,11 @@ class Attempt:
 
     @property
     def is_server_task(self) -> bool:
-        known = AttemptId.parse(self.id)
-        return known is not None and known.is_server_task
+        return "_" in self.id
 
     @property
     def dir(self) -> Path:
-        return (self.trial.server_attempts if "_" in self.id else self.trial.attempts) / self.id
+        return (self.trial.server_attempts if self.is_server_task else self.trial.attempts) / self.id
 
     events = _Path("events.jsonl")
     ended = _Path("ended.json")  # missing where the supervisor was killed

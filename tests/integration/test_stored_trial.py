@@ -95,7 +95,7 @@ def test_recover_continues_a_stored_trial_to_its_end(folder):
     until_over(folder, trial)
     newest = read_lineages(trial)[-1]
     assert (newest.from_step, newest.from_lineage) == (14, 1)
-    assert read_json(trial.export_record)["version"] == f"{newest.lineage}.24"
+    assert read_json(trial.exports / "final" / "hpc_rl.json")["version"] == f"{newest.lineage}.24"
     assert [row["step"] for row in read(trial).steps] == list(range(1, 25))
 
 
