@@ -27,29 +27,17 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One submission: a rendered script, and options that are not in the script.
-
-    Args:
-        name: Name of the job.
-        script: The script.
-        tag: Unique; finds the job after a submission whose answer was lost.
-        arguments: Arguments of the script.
-        after: Job that must have ended, in any way, before this one starts; empty for none.
-        array: Tasks of the array instead of those in the script; empty keeps the script's.
-        exclude: Nodes to avoid instead of those in the script, empty for none; None keeps the script's.
-        known_as: Whether the script has this `tag`; otherwise it is passed as an option.
-        comment: The user's comment, which follows a tag that is passed as an option.
-    """
+    """One submission: a rendered script, and options that are not in the script."""
 
     name: str
     script: Path
-    tag: str
-    arguments: tuple[str, ...] = ()
-    after: str = ""
-    array: str = ""
-    exclude: str | None = None
-    known_as: bool = True
-    comment: str = ""
+    tag: str  # unique; finds the job after a submission whose answer was lost
+    arguments: tuple[str, ...] = ()  # of the script
+    after: str = ""  # a job that must have ended, in any way, before this one starts
+    array: str = ""  # tasks of the array instead of those in the script
+    exclude: str | None = None  # nodes to avoid instead of those in the script, empty for none
+    known_as: bool = True  # whether the script has this `tag`; otherwise it is passed as an option,
+    comment: str = ""  # and the user's comment follows it
 
 
 @dataclass(frozen=True)
@@ -81,9 +69,6 @@ class Scheduler(Protocol):
 
     def nudge(self, job_id: str) -> None:
         """Ask the job's supervisor to read the intents now (USR1 to the batch script)."""
-
-    def requeue(self, job_id: str) -> None:
-        """Start the job again under the same id."""
 
     def end_time(self, job_id: str) -> float | None:
         """Return when the scheduler will terminate the job, in Unix seconds, or None."""

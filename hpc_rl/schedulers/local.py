@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from dataclasses import replace
 
 from hpc_rl.errors import ExitCode, SchedulerError
 from hpc_rl.proc import start_ticks
@@ -31,24 +32,19 @@ kill -KILL -- "$1" "-$1"
 
 
 class LocalScheduler:
-    """Scheduler of one trial's jobs on this machine.
-
-    Args:
-        trial: The trial.
-        grace_s: Whole seconds between TERM and KILL of a cancelled job, as Slurm's KillWait.
-    """
+    """Scheduler of one trial's jobs on this machine."""
 
     name = "local"
 
     def __init__(self, trial: Trial, grace_s: int = 30) -> None:
         self.trial = trial
-        self.grace_s = grace_s
+        self.grace_s = grace_s  # whole seconds between TERM and KILL of a cancelled job, as Slurm's KillWait
 
     def submit(self, spec: JobSpec) -> str:
         """Start the runner, and wait until it has started."""
         now = datetime.datetime.now(datetime.UTC)
         job_id = f"local-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-        output = self.trial.jobs / f"{job_id}.out"
+        output = self.trial.job_output(job_id)
         try:
             with output.open("ab") as stream:
                 _detached(["bash", str(spec.script), job_id], stream.fileno())
@@ -65,58 +61,49 @@ class LocalScheduler:
         return job_id
 
     def states(self, job_ids: list[str]) -> dict[str, JobState]:
-        return {job_id: self._state(job_id) for job_id in job_ids}
+        return {job_id: self._look(job_id)[0] for job_id in job_ids}
 
     def cancel(self, job_id: str) -> None:
         """Send TERM to the runner, which forwards it; a detached helper sends KILL after the grace."""
         found = self._process(job_id)
-        if found is not None:
-            pid, ticks = found
-            if _signal(pid, signal.SIGTERM):
-                _detached(
-                    ["bash", "-c", _REAPER, "reaper", str(pid), str(ticks), str(self.grace_s)],
-                    subprocess.DEVNULL,
-                )
+        if found is not None and _signal(found[0], signal.SIGTERM):
+            arguments = map(str, (*found, self.grace_s))
+            _detached(["bash", "-c", _REAPER, "reaper", *arguments], subprocess.DEVNULL)
 
     def nudge(self, job_id: str) -> None:
         found = self._process(job_id)
         if found is not None:
             _signal(found[0], signal.SIGUSR1)
 
-    def requeue(self, job_id: str) -> None:
-        raise SchedulerError(
-            "the local runner restarts a stopped trial by itself; to start an ended one, submit it again."
-        )
-
     def end_time(self, job_id: str) -> float | None:
         return None
 
-    def _state(self, job_id: str) -> JobState:
+    def _look(self, job_id: str) -> tuple[JobState, tuple[int, int] | None]:
+        """Return the state, and pid and start time of the runner, else of the supervisor that outlived it."""
         lines = read_job_state(self.trial, job_id)
         starts = [line for line in lines if line.event is JobEvent.STARTED]
         if not starts:
-            return JobState(job_id, State.UNKNOWN)
+            return JobState(job_id, State.UNKNOWN), None
         start, last = starts[-1], lines[-1]
-        host = start.host
+        state = JobState(job_id, State.RUNNING, native=last.event.value, nodes=start.host)
         if last.event is JobEvent.ENDED:
-            return JobState(
-                job_id, _end(last), "" if last.code is None else str(last.code), last.reason, nodes=host
-            )
-        if host != socket.gethostname():
-            return JobState(
-                job_id, State.UNKNOWN, reason=f"it was started on {host}; run this command there", nodes=host
-            )
+            code = "" if last.code is None else str(last.code)
+            return replace(state, state=_end(last), native=code, reason=last.reason), None
+        if start.host != socket.gethostname():
+            reason = f"it was started on {start.host}; run this command there"
+            return replace(state, state=State.UNKNOWN, native="", reason=reason), None
         if _is_running(start):
-            return JobState(job_id, State.RUNNING, native=last.event.value, nodes=host)
-        if self._orphan(job_id) is not None:
-            return JobState(
-                job_id,
-                State.RUNNING,
-                native="orphaned",
-                reason=f"{KILLED}; its supervisor is stopping",
-                nodes=host,
-            )
-        return JobState(job_id, State.FAILED, native="FAILED", reason=KILLED, nodes=host)
+            return state, (start.pid, start.start_ticks)
+        if orphan := self._orphan(job_id):
+            return replace(state, native="orphaned", reason=f"{KILLED}; its supervisor is stopping"), orphan
+        return replace(state, state=State.FAILED, native="FAILED", reason=KILLED), None
+
+    def _process(self, job_id: str) -> tuple[int, int] | None:
+        """Return what to signal, None where nothing runs. Raises SchedulerError on another host."""
+        state, process = self._look(job_id)
+        if state.state is State.UNKNOWN and state.nodes:
+            raise SchedulerError(f"job {job_id} was started on {state.nodes}: run the command there.")
+        return process
 
     def _orphan(self, job_id: str) -> tuple[int, int] | None:
         """Return pid and start time of a supervisor that outlived its runner, by its process record."""
@@ -125,20 +112,6 @@ class LocalScheduler:
             if left is not None and left.host == socket.gethostname() and _is_running(left):
                 return left.pid, left.start_ticks or 0
         return None
-
-    def _process(self, job_id: str) -> tuple[int, int] | None:
-        """Return pid and start time of the runner, else of its supervisor; None where neither runs.
-
-        Raises SchedulerError on another host.
-        """
-        state = self._state(job_id)
-        if state.state is State.UNKNOWN and state.nodes:
-            raise SchedulerError(f"job {job_id} was started on {state.nodes}: run the command there.")
-        if state.state is not State.RUNNING:
-            return None
-        lines = read_job_state(self.trial, job_id)
-        start = [line for line in lines if line.event is JobEvent.STARTED][-1]
-        return (start.pid, start.start_ticks) if _is_running(start) else self._orphan(job_id)
 
 
 def _is_running(start: JobStateLine | ProcessRecord) -> bool:

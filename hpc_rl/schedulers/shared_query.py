@@ -278,7 +278,7 @@ def _asked_cluster_name(scontrol: str | None) -> str:
     if scontrol is None:
         return ""
     try:
-        return _cluster_name_in(slurm.show_config())
+        return _cluster_name_in(slurm.output(["scontrol", "show", "config"]))
     except SchedulerError:
         return ""
 

@@ -19,19 +19,9 @@ logger = logging.getLogger(__name__)
 
 # Variables of a surrounding job and defaults of a user, which would override what our calls say.
 LEAKS = (
-    "SLURM_",
-    "SBATCH_",
-    "SRUN_",
-    "SALLOC_",
-    "SQUEUE_",
-    "SINFO_",
-    "SCANCEL_",
-    "SACCT_",
-    "SCONTROL_",
-    "PMI",
-    "OMPI_",
-    "SPANK_",
-)
+    "SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_", "SACCT_", "SCONTROL_", "PMI",
+    "OMPI_", "SPANK_",
+)  # fmt: skip
 # How a client authenticates, and which cluster it talks to.
 KEPT = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS")
 # Substrings of Slurm's errors after which a call may be made again.
@@ -41,6 +31,8 @@ TRANSIENT = (
     "resource temporarily unavailable",
     "connection refused",
 )
+# Slurm's commands tell the errors about a job that has ended apart by their message alone.
+IS_OVER = ("invalid job id", "already completed")
 JOB_ID = re.compile(r"^(\d+)(?:;\S+)?$", re.MULTILINE)
 SUBMIT_TIMEOUT_S = 30.0
 TRIES = 3  # of sbatch, and of the search for a job whose sbatch gave no answer
@@ -60,36 +52,29 @@ class SlurmScheduler:
         ignored = sorted(name for name in os.environ if name.startswith("SBATCH_"))
         if ignored:
             logger.warning("ignored: %s; set launcher.slurm.* instead", ", ".join(ignored))
-        job_id, problem = "", ""
+        argv = ["sbatch", "--parsable", *_beside(spec), str(spec.script), *spec.arguments]
+        problem = ""
         for _ in range(TRIES):
-            job_id, problem, lost = self._sbatch(spec)
-            job_id = job_id or (self._look_up(spec, problem) if lost else "")
-            if job_id or not lost:
-                break
-        if not job_id:
-            raise SchedulerError(f"sbatch refused the job: {problem}")
-        return job_id
+            try:
+                done = call(argv, SUBMIT_TIMEOUT_S)
+            except _TimedOut as error:
+                problem = str(error)
+            else:
+                # A site's banner comes before the id.
+                if done.returncode == 0 and (found := JOB_ID.findall(done.stdout)):
+                    return found[-1]
+                problem = _message(done)
+                if not _is_transient(problem):
+                    break
+            if job_id := self._look_up(spec, problem):
+                return job_id
+        raise SchedulerError(f"sbatch refused the job: {problem}")
 
-    @staticmethod
-    def _sbatch(spec: JobSpec) -> tuple[str, str, bool]:
-        """Return the id of the job; else what went wrong, and whether the job may exist nevertheless."""
-        try:
-            done = call(
-                ["sbatch", "--parsable", *_beside(spec), str(spec.script), *spec.arguments], SUBMIT_TIMEOUT_S
-            )
-        except _TimedOut as error:
-            return "", str(error), True
-        found = JOB_ID.findall(done.stdout)
-        if done.returncode == 0 and found:
-            return found[-1], "", False  # a site's banner comes before it
-        problem = _message(done)
-        return "", problem, any(words in problem.lower() for words in TRANSIENT)
-
-    def _look_up(self, spec: JobSpec, problem: str) -> str:
-        """Return the job of an sbatch whose answer was lost, or "". Raises SchedulerError."""
+    def _look_up(self, spec: JobSpec, problem: str) -> str | None:
+        """Return the job of an sbatch whose answer was lost. Raises SchedulerError."""
         time.sleep(self.retry_wait_s)
         try:
-            return self.find(spec) or ""
+            return self.find(spec)
         except SchedulerError as error:
             check = f"Before you submit it again, check: squeue --me -n {shlex.quote(spec.name)}"
             raise SchedulerError(f"{problem}; Slurm may have accepted the job: {error}. {check}") from error
@@ -99,25 +84,28 @@ class SlurmScheduler:
         found = self._squeue(job_ids) if job_ids else {}
         forgotten = [job_id for job_id in job_ids if job_id not in found]
         if forgotten:
-            found |= self._sacct(forgotten)
+            found |= self.past(forgotten)
         return {job_id: found.get(job_id, JobState(job_id, State.UNKNOWN)) for job_id in job_ids}
 
     def survey(self, uid: int) -> dict[str, JobState]:
         """Return all jobs of an account by squeue's ids: `7`, `7_3`, `7_[4-9]`, `7+0`."""
-        return self._listed(["-u", str(uid)])
+        return {state.job_id: state for state in _listed("-u", str(uid))}
 
-    def past(self, job_ids: list[str]) -> dict[str, JobState]:
+    def past(self, job_ids: Sequence[str]) -> dict[str, JobState]:
         """Return what accounting knows of jobs that squeue has forgotten; empty without accounting."""
-        return self._sacct(job_ids)
+        columns = "JobID,State,Reason,End,NodeList"
+        try:
+            text = output(["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids), "-o", columns])
+        except SchedulerError as error:
+            logger.debug("no accounting: %s", error)
+            return {}
+        return sum_up(_parsed(text))
 
     def cancel(self, job_id: str) -> None:
-        _checked(["scancel", job_id])
+        output(["scancel", job_id], *IS_OVER)
 
     def nudge(self, job_id: str) -> None:
-        _checked(["scancel", "--batch", "--signal=USR1", job_id])
-
-    def requeue(self, job_id: str) -> None:
-        _checked(["scontrol", "requeue", job_id])
+        output(["scancel", "--batch", "--signal=USR1", job_id], *IS_OVER)
 
     def end_time(self, job_id: str) -> float | None:
         seen = self._squeue([job_id]).get(job_id)
@@ -125,16 +113,13 @@ class SlurmScheduler:
 
     def nodes(self) -> list[Node]:
         """Return every node of every partition, by one sinfo. Raises SchedulerError."""
-        done = call(SINFO)
-        if done.returncode != 0:
-            raise SchedulerError(f"sinfo: {_message(done)}")
-        return read_sinfo(done.stdout)
+        return read_sinfo(output(SINFO))
 
     def test_only(self, script: str) -> tuple[bool, str]:
         """Return whether Slurm would accept a script now, and its message: when and where, or why not."""
         done = call(["sbatch", "--test-only"], SUBMIT_TIMEOUT_S, script)
         said = _message(done)
-        if done.returncode != 0 and any(words in said.lower() for words in TRANSIENT):
+        if done.returncode != 0 and _is_transient(said):
             raise SchedulerError(f"sbatch --test-only: {said}")
         return done.returncode == 0, said
 
@@ -149,34 +134,21 @@ class SlurmScheduler:
         return self._find(spec)
 
     def _find(self, spec: JobSpec) -> str | None:
-        done = call(["squeue", "-h", "-t", "all", "--me", "-n", spec.name, "-o", "%i|%k"])
-        if done.returncode != 0:
-            raise SchedulerError(f"squeue: {_message(done)}")
-        for line in done.stdout.splitlines():
+        text = output(["squeue", "-h", "-t", "all", "--me", "-n", spec.name, "-o", "%i|%k"])
+        for line in text.splitlines():
             job_id, _, comment = line.partition("|")
             if spec.tag in comment.split():
                 return whole_job(job_id)
         return None
 
     def _squeue(self, job_ids: Sequence[str]) -> dict[str, JobState]:
-        return sum_up(self._listed(["-j", ",".join(job_ids)]).values())
+        return sum_up(_listed("-j", ",".join(job_ids)))
 
-    def _listed(self, selection: list[str]) -> dict[str, JobState]:
-        done = call(["squeue", "-h", "-t", "all", *selection, "-o", "%i|%T|%r|%e|%N|%S"])
-        if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
-            raise SchedulerError(f"squeue: {_message(done)}")
-        return {state.job_id: state for state in _parsed(done.stdout)}
 
-    def _sacct(self, job_ids: Sequence[str]) -> dict[str, JobState]:
-        try:
-            done = call(
-                ["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids), "-o", "JobID,State,Reason,End,NodeList"],
-                CALL_TIMEOUT_S,
-            )
-        except SchedulerError as error:
-            logger.debug("no accounting: %s", error)
-            return {}
-        return sum_up(_parsed(done.stdout)) if done.returncode == 0 else {}
+def _listed(*selection: str) -> list[JobState]:
+    """Return the jobs that squeue lists. Raises SchedulerError."""
+    columns = "%i|%T|%r|%e|%N|%S"
+    return _parsed(output(["squeue", "-h", "-t", "all", *selection, "-o", columns], "invalid job id"))
 
 
 def _parsed(text: str) -> list[JobState]:
@@ -211,14 +183,6 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name in KEPT or not name.startswith(LEAKS)}
 
 
-def show_config() -> str:
-    """Return the output of `scontrol show config`. Raises SchedulerError."""
-    done = call(["scontrol", "show", "config"])
-    if done.returncode != 0:
-        raise SchedulerError(f"scontrol: {_message(done)}")
-    return done.stdout
-
-
 def require(program: str) -> None:
     """Raise SchedulerError where this machine lacks a program of Slurm."""
     if shutil.which(program) is None:
@@ -246,13 +210,16 @@ def call(
         raise _TimedOut(f"{argv[0]} gave no answer within {timeout_s:g} s") from error
 
 
-def _checked(argv: list[str]) -> None:
+def output(argv: list[str], *accepted: str) -> str:
+    """Return what a command of Slurm prints. Raises SchedulerError for an error without `accepted` words."""
     done = call(argv)
-    said = done.stderr.lower()
-    # Slurm's commands tell these errors apart by their message alone.
-    is_over = "invalid job id" in said or "already completed" in said
-    if done.returncode != 0 and not is_over:
+    if done.returncode != 0 and not any(words in done.stderr.lower() for words in accepted):
         raise SchedulerError(f"{argv[0]}: {_message(done)}")
+    return done.stdout
+
+
+def _is_transient(problem: str) -> bool:
+    return any(words in problem.lower() for words in TRANSIENT)
 
 
 def _message(done: subprocess.CompletedProcess[str]) -> str:

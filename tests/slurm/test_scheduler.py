@@ -244,7 +244,7 @@ def test_a_waiting_job_can_be_cancelled(start, until):
 def test_a_requeue_by_an_administrator_counts_as_a_restart(cluster, start, until):
     job = start("hang", "0")
     until(lambda: "act hang" in job.log)
-    job.scheduler.requeue(job.id)
+    cluster.run("scontrol", "requeue", job.id)
     rerun(cluster, job, until)
     until(lambda: job.state is State.DONE)
     assert job.starts == [f"{job.id}.0", f"{job.id}.1"]
