@@ -19,10 +19,10 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hpc_rl.errors import SchedulerError
 from hpc_rl.schedulers import slurm
@@ -44,14 +44,6 @@ MAX_KEPT_ENDS = 2000
 NOT_LISTED = "NOT_LISTED"  # native state of a job that neither queue nor accounting lists any more
 CLOCK_SKEW_S = 60.0  # a time of the file that is further in the future came from a wrong clock
 WAIT_POLL_S = 0.1
-
-
-class AccountQueries(Protocol):
-    """A scheduler that can be asked for all jobs of an account at once."""
-
-    def survey(self, uid: int) -> dict[str, JobState]: ...
-
-    def past(self, job_ids: list[str]) -> dict[str, JobState]: ...
 
 
 @dataclass(frozen=True)
@@ -101,21 +93,18 @@ class SharedAnswer:
         for job_id, state in found.items():
             self.ends.pop(job_id, None)
             if not state.state.alive and state.state is not State.UNKNOWN:
-                self.ends[job_id] = _row(state)
+                self.ends[job_id] = list(astuple(state))
         self.ends = dict(list(self.ends.items())[-MAX_KEPT_ENDS:])
 
 
 class Poller:
-    """The shared view of one scheduler.
-
-    Args:
-        scheduler: The scheduler to ask.
-        folder: Where the answer is shared; by default in the user's state directory, by cluster.
-        clock: Unix seconds.
-    """
+    """The shared view of one scheduler, kept in a folder of the user's state directory."""
 
     def __init__(
-        self, scheduler: AccountQueries, folder: Path | None = None, clock: Callable[[], float] = time.time
+        self,
+        scheduler: slurm.SlurmScheduler,
+        folder: Path | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.scheduler = scheduler
         self.folder = folder or state_home() / "polling" / cluster_key()
@@ -201,10 +190,8 @@ class Poller:
             made.complaint = str(error)
             made.next_at = now + min(MAX_BACKOFF_S, pause_s * 2**made.failures)
             return made
-        made.failures = 0
-        made.complaint = ""
-        made.asked_at = now
-        made.accounts = answer.accounts | {str(uid): [_row(state) for state in found.values()]}
+        made.failures, made.complaint, made.asked_at = 0, "", now
+        made.accounts = answer.accounts | {str(uid): [list(astuple(state)) for state in found.values()]}
         made.note_ends(found)
         forgotten = [
             job_id
@@ -240,10 +227,6 @@ class Poller:
             number = re.match(r"claim-(\d+)\.", path.name)
             if number and int(number[1]) < sequence - 2:
                 path.unlink(missing_ok=True)
-
-
-def _row(job: JobState) -> list[Any]:
-    return [job.job_id, job.state.value, job.native, job.reason, job.end_time, job.nodes, job.start_time]
 
 
 def _state(row: list[Any]) -> JobState:

@@ -8,6 +8,7 @@ import difflib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from hpc_rl import slurm_time
 from hpc_rl.errors import ConfigError
@@ -56,19 +57,12 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class CapacityLimit:
-    """A limit against a request.
-
-    Args:
-        limit: Which limit.
-        message: What it is, and what was asked for.
-        nearest: What to change, as options of the command line; empty where nothing helps.
-        certain: Whether nothing lifts it; a QoS may lift the others.
-    """
+    """A limit against a request."""
 
     limit: str
-    message: str
-    nearest: str = ""
-    certain: bool = True
+    message: str  # what it is, and what was asked for
+    nearest: str = ""  # what to change, as options of the command line; empty where nothing helps
+    certain: bool = True  # nothing lifts it; a QoS may lift the others
 
 
 def read_sinfo(text: str) -> list[Node]:
@@ -76,16 +70,18 @@ def read_sinfo(text: str) -> list[Node]:
     nodes = []
     for line in text.splitlines():
         fields = [part.strip() for part in line.split("|")]
-        if len(fields) != 10 or not re.match(r"\d+", fields[5]) or not re.match(r"\d+", fields[6]):
+        if len(fields) != 10:
             continue
         partition, available, limit, sizes, name, cpus, mem, features, gres, threads = fields
-        most = sizes.rpartition("-")[2]
+        num_cpus, num_mb, most = re.match(r"\d+", cpus), re.match(r"\d+", mem), sizes.rpartition("-")[2]
+        if not num_cpus or not num_mb:
+            continue
         nodes.append(
             Node(
                 partition=partition.rstrip("*"),
                 name=name,
-                cpus=int(re.sub(r"\D.*", "", cpus)),
-                mem_mb=int(re.sub(r"\D.*", "", mem)),
+                cpus=int(num_cpus[0]),
+                mem_mb=int(num_mb[0]),
                 gpus=_gpus(gres),
                 features=frozenset(features.split(",")) - {"(null)", ""},
                 max_time_s=_time_s(limit),
@@ -146,9 +142,8 @@ def _in_partition(request: JobRequest, name: str, nodes: Sequence[Node]) -> list
     is_certain = request.qos is None
     limits = []
     if not own.is_up:
-        limits.append(
-            CapacityLimit("partition", f"partition {name} is not up: its jobs wait.", certain=False)
-        )
+        message = f"partition {name} is not up: its jobs wait."
+        limits.append(CapacityLimit("partition", message, certain=False))
     if request.time_s is not None and own.max_time_s is not None and request.time_s > own.max_time_s:
         most = slurm_time.to_text(own.max_time_s)
         asked = slurm_time.to_text(request.time_s)
@@ -169,30 +164,27 @@ def _eligible(request: JobRequest, nodes: list[Node]) -> tuple[list[Node], list[
         if missing:
             message = f"partition {name} has no node {missing[0]}, which launcher.slurm.nodelist names."
             return nodes, [CapacityLimit("nodelist", message, "launcher.slurm.nodelist=null")]
-    if request.exclude:
-        excluded = set(expand(request.exclude))
-        left = [node for node in nodes if node.name not in excluded]
-        if len(left) < n_nodes <= len(nodes):
-            message = (
-                f"launcher.slurm.exclude leaves {len(left)} of the {len(nodes)} nodes of partition {name}; "
-                f"{n_nodes} were requested."
-            )
-            return left, [
-                CapacityLimit("exclude", message, _fewer_nodes(left, "launcher.slurm.exclude=null"))
-            ]
-        nodes = left
+    excluded = set(expand(request.exclude or ""))
+    left = [node for node in nodes if node.name not in excluded]
+    if len(left) < n_nodes <= len(nodes):
+        message = (
+            f"launcher.slurm.exclude leaves {len(left)} of the {len(nodes)} nodes of partition {name}; "
+            f"{n_nodes} were requested."
+        )
+        nearest = _fewer_nodes(left, "launcher.slurm.exclude=null")
+        return left, [CapacityLimit("exclude", message, nearest)]
+    nodes = left
     if request.constraint and re.fullmatch(r"[\w.:=-]+([&|][\w.:=-]+)*", request.constraint):
         left = [node for node in nodes if _has(node.features, request.constraint)]
-        if len(left) < n_nodes <= len(nodes):
-            known = ", ".join(sorted(set().union(*(node.features for node in nodes)))) or "none"
-            message = (
-                f"{len(left)} of {len(nodes)} nodes of partition {name} have {request.constraint!r}; "
-                f"{n_nodes} were requested; its features: {known}."
-            )
-            nearest = _fewer_nodes(left, "launcher.slurm.constraint=null")
-            return left, [CapacityLimit("constraint", message, nearest)]
-        nodes = left
-    return nodes, []
+    if len(left) < n_nodes <= len(nodes):
+        known = ", ".join(sorted(set().union(*(node.features for node in nodes)))) or "none"
+        message = (
+            f"{len(left)} of {len(nodes)} nodes of partition {name} have {request.constraint!r}; "
+            f"{n_nodes} were requested; its features: {known}."
+        )
+        nearest = _fewer_nodes(left, "launcher.slurm.constraint=null")
+        return left, [CapacityLimit("constraint", message, nearest)]
+    return left, []
 
 
 def _fewer_nodes(left: list[Node], otherwise: str) -> str:
@@ -213,32 +205,26 @@ class _Dimension:
     """Something of which a node has a number: how many are asked for, and how to ask for less."""
 
     limit: str
-    wanted: int  # 0 where the request asks for none
+    wanted: int | None  # None where the request asks for none
     has: Callable[[Node], int]
     unit: str
     change: str
 
+    def suits(self, node: Node) -> bool:
+        return self.has(node) >= (self.wanted or 0)
+
 
 def _dimensions(request: JobRequest) -> list[_Dimension]:
-    kind = f"{request.gpu_type} GPUs" if request.gpu_type else "GPUs"
-    cpus_from = f" (from {request.cpus_from})" if request.cpus_from else ""
-    mem_from = f" (from {request.mem_from})" if request.mem_from else ""
-
     def gpus(node: Node) -> int:
         return node.gpus.get(request.gpu_type, 0) if request.gpu_type else sum(node.gpus.values())
 
-    def cpus(node: Node) -> int:
-        return node.cpus
-
-    def mem_mb(node: Node) -> int:
-        return node.mem_mb
-
-    cpus_unit = f"CPUs per node{cpus_from}"
-    mem_unit = f"MB of memory per node{mem_from}"
+    kind = f"{request.gpu_type} GPUs" if request.gpu_type else "GPUs"
+    cpus_unit = "CPUs per node" + (f" (from {request.cpus_from})" if request.cpus_from else "")
+    mem_unit = "MB of memory per node" + (f" (from {request.mem_from})" if request.mem_from else "")
     return [
-        _Dimension("gpus", request.gpus or 0, gpus, f"{kind} per node", "cluster.n_gpus_per_node={}"),
-        _Dimension("cpus", request.cpus or 0, cpus, cpus_unit, "at most {} CPUs per node"),
-        _Dimension("memory", request.mem_mb or 0, mem_mb, mem_unit, "at most {} MB per node"),
+        _Dimension("gpus", request.gpus, gpus, f"{kind} per node", "cluster.n_gpus_per_node={}"),
+        _Dimension("cpus", request.cpus, attrgetter("cpus"), cpus_unit, "at most {} CPUs per node"),
+        _Dimension("memory", request.mem_mb, attrgetter("mem_mb"), mem_unit, "at most {} MB per node"),
     ]
 
 
@@ -251,10 +237,10 @@ def _sizes(request: JobRequest, name: str, nodes: list[Node]) -> list[CapacityLi
     dimensions = _dimensions(request)
     limits = []
     for one in dimensions:
-        enough = sum(one.has(node) >= one.wanted for node in nodes)
+        enough = sum(map(one.suits, nodes))
         if enough >= n_nodes:
             continue
-        most = sorted((one.has(node) for node in nodes), reverse=True)[n_nodes - 1]
+        most = sorted(map(one.has, nodes), reverse=True)[n_nodes - 1]
         message = (
             f"{enough} of {len(nodes)} nodes of partition {name} have {one.wanted} {one.unit}; "
             f"the most on {n_nodes} node(s) is {most}."
@@ -262,7 +248,7 @@ def _sizes(request: JobRequest, name: str, nodes: list[Node]) -> list[CapacityLi
         ways = [f"--n_nodes {enough}"] if enough else []
         ways += [one.change.format(most)] if most else []
         limits.append(CapacityLimit(one.limit, message, " or ".join(ways)))
-    fitting = [node for node in nodes if all(one.has(node) >= one.wanted for one in dimensions)]
+    fitting = [node for node in nodes if all(one.suits(node) for one in dimensions)]
     if not limits and len(fitting) < n_nodes:
         message = (
             f"{len(fitting)} of {len(nodes)} nodes of partition {name} have all; {n_nodes} were requested."

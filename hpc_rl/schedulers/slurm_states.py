@@ -15,26 +15,17 @@ from hpc_rl.schedulers.base import JobState, State
 
 @dataclass(frozen=True)
 class SlurmState:
-    """One base state or flag.
+    """One base state or flag."""
 
-    Args:
-        name: As squeue and sacct print it.
-        short: Compact form; empty where Slurm has none.
-        state: What it means to a trial. A job that still holds nodes is running.
-        meaning: For users; continues a sentence about the job.
-        failure: Class of an end in this state; None where it is not an end, or does not tell.
-        is_flag: Whether it hides a base state.
-    """
-
-    name: str
-    short: str
-    state: State
-    meaning: str
-    failure: FailureClass | None = None
-    is_flag: bool = False
+    name: str  # as squeue and sacct print it
+    short: str  # compact form; empty where Slurm has none
+    state: State  # what it means to a trial; a job that still holds nodes is running
+    meaning: str  # for users; continues a sentence about the job
+    failure: FailureClass | None = None  # of an end in this state, where it tells
+    is_flag: bool = False  # whether it hides a base state
 
 
-_F = FailureClass
+_F, _INFRASTRUCTURE = FailureClass, FailureClass.INFRASTRUCTURE
 _BASE = [
     SlurmState("PENDING", "PD", State.PENDING, "waits in the queue"),
     SlurmState("RUNNING", "R", State.RUNNING, "runs"),
@@ -57,21 +48,15 @@ _FLAGS = [
     SlurmState("CONFIGURING", "CF", State.PENDING, "waits for its nodes to boot"),
     SlurmState("POWER_UP_NODE", "", State.PENDING, "waits for its nodes to be powered up"),
     SlurmState("RECONFIG_FAIL", "", State.NODE_FAIL, "had a node that could not be reconfigured", _F.NODE),
-    SlurmState(
-        "LAUNCH_FAILED", "", State.PENDING, "could not be launched, and waits again", _F.INFRASTRUCTURE
-    ),
+    SlurmState("LAUNCH_FAILED", "", State.PENDING, "could not be launched, and waits again", _INFRASTRUCTURE),
     SlurmState("REQUEUED", "RQ", State.PENDING, "is being requeued"),
-    SlurmState("REQUEUE_HOLD", "RH", State.PENDING, _HELD_BY_USER, _F.INFRASTRUCTURE),
+    SlurmState("REQUEUE_HOLD", "RH", State.PENDING, _HELD_BY_USER, _INFRASTRUCTURE),
     SlurmState(
-        "SPECIAL_EXIT", "SE", State.PENDING, "was requeued and is held by a site rule", _F.INFRASTRUCTURE
+        "SPECIAL_EXIT", "SE", State.PENDING, "was requeued and is held by a site rule", _INFRASTRUCTURE
     ),
-    SlurmState("REQUEUE_FED", "RF", State.PENDING, "is being requeued in the federation", _F.INFRASTRUCTURE),
-    SlurmState(
-        "REVOKED", "RV", State.UNKNOWN, "runs on another cluster of the federation", _F.INFRASTRUCTURE
-    ),
-    SlurmState(
-        "RESV_DEL_HOLD", "RD", State.PENDING, "is held: its reservation was deleted", _F.INFRASTRUCTURE
-    ),
+    SlurmState("REQUEUE_FED", "RF", State.PENDING, "is being requeued in the federation", _INFRASTRUCTURE),
+    SlurmState("REVOKED", "RV", State.UNKNOWN, "runs on another cluster of the federation", _INFRASTRUCTURE),
+    SlurmState("RESV_DEL_HOLD", "RD", State.PENDING, "is held: its reservation was deleted", _INFRASTRUCTURE),
     SlurmState("EXPEDITING", "", State.PENDING, "was requeued at top priority"),
     SlurmState("RESIZING", "RS", State.RUNNING, "is being resized"),
     SlurmState("SIGNALING", "SI", State.RUNNING, "is being signalled"),
@@ -98,14 +83,14 @@ REASONS: dict[str, tuple[FailureClass | None, str]] = {
     "PartitionNodeLimit": (_F.USER, "it asks for more nodes than its partition has"),
     "BadConstraints": (_F.USER, "no node has what it asks for"),
     "JobHeldUser": (_F.USER, "you hold it: `scontrol release` lets it start"),
-    "JobHeldAdmin": (_F.INFRASTRUCTURE, "an administrator holds it"),
-    "JobLaunchFailure": (_F.INFRASTRUCTURE, "it could not be launched"),
-    "JobHoldMaxRequeue": (_F.INFRASTRUCTURE, "it failed to launch too often, and is held"),
-    "PartitionDown": (_F.INFRASTRUCTURE, "its partition is down"),
-    "PartitionInactive": (_F.INFRASTRUCTURE, "its partition is inactive"),
-    "ReqNodeNotAvail": (_F.INFRASTRUCTURE, "nodes that it needs are down, drained or reserved"),
-    "NodeDown": (_F.INFRASTRUCTURE, "nodes that it needs are down"),
-    "SystemFailure": (_F.INFRASTRUCTURE, "Slurm failed"),
+    "JobHeldAdmin": (_INFRASTRUCTURE, "an administrator holds it"),
+    "JobLaunchFailure": (_INFRASTRUCTURE, "it could not be launched"),
+    "JobHoldMaxRequeue": (_INFRASTRUCTURE, "it failed to launch too often, and is held"),
+    "PartitionDown": (_INFRASTRUCTURE, "its partition is down"),
+    "PartitionInactive": (_INFRASTRUCTURE, "its partition is inactive"),
+    "ReqNodeNotAvail": (_INFRASTRUCTURE, "nodes that it needs are down, drained or reserved"),
+    "NodeDown": (_INFRASTRUCTURE, "nodes that it needs are down"),
+    "SystemFailure": (_INFRASTRUCTURE, "Slurm failed"),
 }
 
 
