@@ -24,12 +24,7 @@ _PYTHON = {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "
 
 @dataclass(frozen=True)
 class Command:
-    """What to start in place of a role's interpreter.
-
-    Args:
-        program: The interpreter, in its container if it has one; words by lines.
-        srun_options: For its srun; words by lines.
-    """
+    """What to start in place of a role's interpreter, and options for its srun; words by lines."""
 
     program: list[list[str]]
     srun_options: list[list[str]] = field(default_factory=list)
@@ -80,15 +75,7 @@ def command_of(unit: Unit, python: str, trial_dir: Path, workdir: Path) -> Comma
 def container_env(
     unit: Unit, env: dict[str, str], kind: str, trial_dir: Path, workdir: Path
 ) -> dict[str, str]:
-    """Return the environment to start a unit with.
-
-    Args:
-        unit: The unit.
-        env: What is inherited.
-        kind: How its processes are started: `srun` or `process`.
-        trial_dir: Directory of the trial, which is bound into its container.
-        workdir: Where the command starts; bound too.
-    """
+    """Return the environment to start a unit with, by `srun` or as a `process`, from what is inherited."""
     container = unit.container
     if container is None:
         return env
@@ -109,11 +96,8 @@ def _within(env: dict[str, str], mounts: list[str], own: dict[str, str]) -> dict
     targets = [mount.split(":")[1] for mount in mounts]
     # A PYTHONPATH of the user's own may be of the image.
     within = own.get("PYTHONPATH", "").split(":")
-    path = [
-        entry
-        for entry in env.get("PYTHONPATH", "").split(":")
-        if entry and (entry in within or _below(entry, targets))
-    ]
+    given = filter(None, env.get("PYTHONPATH", "").split(":"))
+    path = [entry for entry in given if entry in within or _below(entry, targets)]
     found = env | _PYTHON | own | {"PYTHONPATH": ":".join(path)}
     if not _below(found.get("TMPDIR", "/tmp"), [*targets, "/tmp"]):
         del found["TMPDIR"]

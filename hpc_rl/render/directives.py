@@ -2,7 +2,6 @@
 
 import shlex
 from dataclasses import dataclass
-from typing import Literal
 
 from hpc_rl import slurm_time
 from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus
@@ -10,35 +9,23 @@ from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.render.jinja_environment import LINE_BREAK
 
-Option = tuple[
-    str, str | None
-]  # name without dashes; value: empty for an option that has none, None for one not used
-GroupName = Literal["resources", "accounting", "output", "ending"]
-
+# Name without dashes; value: empty for an option that has none, None for one not used.
+Option = tuple[str, str | None]
 
 # Every option, in order, under its heading. The value is that of the key of `launcher.slurm` with the same
 # name, or what `_values` makes of it.
-SLURM_OPTIONS: dict[GroupName, tuple[str, ...]] = {
+SLURM_OPTIONS: dict[str, tuple[str, ...]] = {
     "resources": (
-        *(
-            "nodes",
-            "ntasks-per-node",
-            "cpus-per-task",
-            "mem",
-            "mem-per-cpu",
-            "mem-per-gpu",
-            "gpus-per-node",
-            "gres",
-        ),
-        *("time", "constraint", "nodelist", "exclude", "tmp", "switches", "exclusive", "array"),
+        "nodes", "ntasks-per-node", "cpus-per-task", "mem", "mem-per-cpu", "mem-per-gpu", "gpus-per-node",
+        "gres", "time", "constraint", "nodelist", "exclude", "tmp", "switches", "exclusive", "array",
     ),
     "accounting": (
-        *("job-name", "comment", "partition", "account", "qos", "reservation", "licenses", "wckey"),
-        *("mail-type", "mail-user"),
+        "job-name", "comment", "partition", "account", "qos", "reservation", "licenses", "wckey", "mail-type",
+        "mail-user",
     ),
     "output": ("chdir", "output", "open-mode"),
     "ending": ("no-kill", "requeue", "no-requeue", "signal", "dependency"),
-}
+}  # fmt: skip
 # Options that get no `##SBATCH` placeholder when unused.
 _UNSHOWN = ("array", "no-kill", "requeue", "no-requeue")
 # Those of its accounting that the second component of a heterogeneous job states itself.
@@ -47,33 +34,19 @@ _OF_COMPONENT = ("partition", "account", "qos", "reservation")
 
 @dataclass(frozen=True, kw_only=True)
 class SbatchRequest:
-    """What the plan needs of one job or component; the section `launcher.slurm` says how it is asked for.
-
-    Args:
-        n_nodes: Nodes.
-        cpus_per_node: CPUs on each.
-        mem_mb_per_node: Memory on each, in MB.
-        n_gpus_per_node: GPUs on each; 0 asks for none.
-        job_name: Name.
-        tag: Unique word of the submission, which begins the comment.
-        workdir: Where the script starts.
-        output: sbatch's file name pattern for the output of the script; a literal % is %%.
-        requeue: Whether Slurm may start the script again.
-        signal: Value of --signal; empty for none.
-        array: Value of --array; empty for none.
-    """
+    """What the plan needs of one job or component; the section `launcher.slurm` says how it is asked for."""
 
     n_nodes: int
     cpus_per_node: int
     mem_mb_per_node: int
-    n_gpus_per_node: int
+    n_gpus_per_node: int  # 0 asks for none
     job_name: str = ""
-    tag: str = ""
-    workdir: str = ""
-    output: str = ""
-    requeue: bool = False
-    signal: str = ""
-    array: str = ""
+    tag: str = ""  # unique word of the submission, which begins the comment
+    workdir: str = ""  # where the script starts
+    output: str = ""  # sbatch's file name pattern for the output of the script; a literal % is %%
+    requeue: bool = False  # whether Slurm may start the script again
+    signal: str = ""  # value of --signal; empty for none
+    array: str = ""  # value of --array; empty for none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,15 +73,13 @@ def directives(slurm: SlurmLauncherConfig, request: SbatchRequest) -> Directives
         group: [(name, values[name]) for name in names if values[name] is not None or name not in _UNSHOWN]
         for group, names in SLURM_OPTIONS.items()
     }
-    return Directives(**groups, extra=[split_extra(argument) for argument in slurm.extra_args])
+    return Directives(**groups, extra=[_split_extra(argument) for argument in slurm.extra_args])
 
 
 def of_component(whole: Directives) -> Directives:
     """Return what the second component of a heterogeneous job states itself; the rest is the whole job's."""
     resources = [option for option in whole.resources if option[1] is not None]
-    accounting = [
-        option for option in whole.accounting if option[1] is not None and option[0] in _OF_COMPONENT
-    ]
+    accounting = [option for option in whole.accounting if option[1] and option[0] in _OF_COMPONENT]
     return Directives(resources=resources, accounting=accounting, output=[], ending=[], extra=whole.extra)
 
 
@@ -152,7 +123,7 @@ def _gpus(slurm: SlurmLauncherConfig, request: SbatchRequest) -> dict[str, str |
     return {"gpus-per-node": needed, "gres": slurm.gres}
 
 
-def split_extra(argument: str) -> list[str]:
+def _split_extra(argument: str) -> list[str]:
     """Return the words of one of `launcher.slurm.extra_args`, in sbatch's quoting. Raises ConfigError."""
     try:
         words = shlex.split(argument, posix=True)

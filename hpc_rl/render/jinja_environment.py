@@ -11,7 +11,7 @@ value }}`.
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from jinja2.loaders import split_template_path
 
 from hpc_rl.errors import ConfigError
 
-BELOW, BUILTIN = "below/", "builtin/"
+BELOW, BUILTIN = "below", "builtin"
 PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
 LINE_BREAK = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]+")
 
@@ -106,71 +106,53 @@ def _present(value: Any) -> Any:
 # -- layers
 
 
-class Layers(jinja2.BaseLoader):
-    """A loader over directories.
-
-    Args:
-        folders: Directories, highest precedence first; the last one is ours.
-    """
+class LayeredEnvironment(jinja2.Environment):
+    """An environment over directories, highest precedence first, of which the last one is ours."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = list(folders)
+        super().__init__(
+            loader=jinja2.FunctionLoader(self._source),
+            undefined=jinja2.StrictUndefined,
+            finalize=_present,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+            autoescape=False,
+        )
+        self.filters |= {made.__name__: made for made in FILTERS}
 
-    def find(self, name: str) -> tuple[int, Path] | None:
-        """Return the layer that has a template, and its file. `@2/<name>` searches from layer 2 on."""
-        first = 0
-        if name.startswith(BUILTIN):
-            first, name = len(self.folders) - 1, name.removeprefix(BUILTIN)
-        elif name.startswith("@"):
-            number, _, name = name[1:].partition("/")
-            first = int(number)
+    def _find(self, template: str) -> tuple[int, Path] | None:
+        """Return the layer that has a template, and its file. `@2/<name>` is searched from layer 2 on."""
+        first, (place, _, name) = 0, template.partition("/")
+        if place == BUILTIN:
+            first = len(self.folders) - 1
+        elif place.startswith("@"):
+            first = int(place[1:])
+        else:
+            name = template
         parts = split_template_path(name)  # refuses what would lead out of the folder
-        for layer, folder in list(enumerate(self.folders))[first:]:
-            path = folder.joinpath(*parts)
+        for layer in range(first, len(self.folders)):
+            path = self.folders[layer].joinpath(*parts)
             if path.is_file():
                 return layer, path
         return None
+
+    def _source(self, template: str) -> tuple[str, str, None] | None:
+        found = self._find(template)
+        return (found[1].read_text(encoding="utf-8"), str(found[1]), None) if found else None
+
+    def join_path(self, template: str, parent: str) -> str:
+        """Return the name of a template that `parent` names: `below/…` is searched below its own layer."""
+        place, _, name = template.partition("/")
+        found = self._find(parent) if place == BELOW else None
+        return f"@{found[0] + 1}/{name}" if found else template
 
     def overrides(self, name: str) -> list[Path]:
         """Return the files above ours that change a template, highest first."""
         return [path for folder in self.folders[:-1] if (path := folder / name).is_file()]
 
-    def get_source(
-        self, environment: jinja2.Environment, template: str
-    ) -> tuple[str, str | None, Callable[[], bool] | None]:
-        found = self.find(template)
-        if found is None:
-            raise jinja2.TemplateNotFound(template)
-        return found[1].read_text(encoding="utf-8"), str(found[1]), None
-
-    def below(self, template: str, parent: str) -> str:
-        """Return what `below/…` means in `parent`."""
-        name = template.removeprefix(BELOW)
-        found = self.find(parent)
-        if found is None or found[0] + 1 >= len(self.folders):
-            raise jinja2.TemplateNotFound(template, f"there is no layer below {parent}")
-        return f"@{found[0] + 1}/{name}"
-
-
-class LayeredEnvironment(jinja2.Environment):
-    """An environment whose templates may name what is below them."""
-
-    loader: Layers
-
-    def join_path(self, template: str, parent: str) -> str:
-        return self.loader.below(template, parent) if template.startswith(BELOW) else template
-
 
 def environment(folders: Sequence[Path] = ()) -> LayeredEnvironment:
     """Return the environment over these directories, highest first, and ours below them."""
-    jinja = LayeredEnvironment(
-        loader=Layers([*folders, template_root()]),
-        undefined=jinja2.StrictUndefined,
-        finalize=_present,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    jinja.filters |= {made.__name__: made for made in FILTERS}
-    return jinja
+    return LayeredEnvironment([*folders, template_root()])

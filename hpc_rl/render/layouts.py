@@ -10,38 +10,22 @@ from hpc_rl import slurm_time
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Group, Plan
-from hpc_rl.render.directives import (
-    Directives,
-    SbatchRequest,
-    directives,
-    of_component,
-    signal_lead_s,
-)
+from hpc_rl.render.directives import Directives, SbatchRequest, directives, of_component, signal_lead_s
 
 ELASTIC = ("max_running", "idle_s")  # of launcher.slurm.servers; the rest are sbatch's
 
 
 @dataclass(frozen=True)
 class SbatchRequests:
-    """The jobs of a trial as Slurm is asked for them.
-
-    Args:
-        slurm: The section `launcher.slurm`.
-        plan: What was planned.
-        job_name: Name of the trial's job.
-        tag: Unique word of the submission.
-        workdir: Where the scripts start.
-        jobs: Folder for the output of the scripts.
-        avoid: Nodes that this submission avoids in addition to those of the section.
-    """
+    """The jobs of a trial as Slurm is asked for them."""
 
     slurm: SlurmLauncherConfig
     plan: Plan
-    job_name: str
-    tag: str
-    workdir: str
-    jobs: Path
-    avoid: tuple[str, ...] = ()
+    job_name: str  # of the trial's job
+    tag: str  # unique word of the submission
+    workdir: str  # where the scripts start
+    jobs: Path  # folder for the output of the scripts
+    avoid: tuple[str, ...] = ()  # nodes that this submission avoids in addition to those of the section
 
     def trial(self) -> dict[str, Any]:
         """Return the values of trial.sbatch: the whole trial, or in layout jobs the part with the trainer."""
@@ -129,11 +113,8 @@ class SbatchRequests:
 
 def servers_of(slurm: SlurmLauncherConfig) -> SlurmLauncherConfig:
     """Return the section as it holds for the nodes of the servers."""
-    given = {
-        name: value
-        for name, value in vars(slurm.servers).items()
-        if value is not None and name not in ELASTIC
-    }
+    own = vars(slurm.servers).items()
+    given = {name: value for name, value in own if value is not None and name not in ELASTIC}
     if "gres" not in given and "gpu_type" in given:
         given["gres"] = None
     return replace(slurm, **given)
@@ -164,15 +145,7 @@ def refuse_hooks(plan: Plan, events: Collection[str]) -> None:
 
 UNLIMITED_MIN = 365 * 24 * 60
 # submitit runs its callable as a step, which must leave the job to the steps of the roles.
-STEP = [
-    "--overlap",
-    "--relative=0",
-    "--nodes=1",
-    "--ntasks=1",
-    "--cpus-per-task=1",
-    "--mem=0",
-    "--export=ALL",
-]
+STEP = "--overlap --relative=0 --nodes=1 --ntasks=1 --cpus-per-task=1 --mem=0 --export=ALL"
 
 
 def submitit_parameters(slurm: SlurmLauncherConfig, asked: Directives, *, with_gpus: bool) -> str:
@@ -199,7 +172,7 @@ def submitit_parameters(slurm: SlurmLauncherConfig, asked: Directives, *, with_g
         # submitit names one of its own otherwise.
         "wckey": slurm.wckey,
         "stderr_to_stdout": True,
-        "srun_args": [*STEP, *(["--gpus-per-node=0"] if with_gpus else [])],
+        "srun_args": [*STEP.split(), *(["--gpus-per-node=0"] if with_gpus else [])],
         "additional_parameters": options,
     }
     return json.dumps(parameters, indent=2, sort_keys=True) + "\n"

@@ -13,7 +13,7 @@ from hpc_rl.errors import AFTER_EXIT, AFTER_OTHER_EXIT, AFTER_SIGNAL, AFTER_STOP
 from hpc_rl.name_resolve import keys, names_dir
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import container_command, layouts, steps
-from hpc_rl.render.hooks import EVENTS, Hook, gather
+from hpc_rl.render.hooks import EVENTS, gather
 from hpc_rl.render.jinja_environment import LINE_BREAK, LayeredEnvironment, environment, template_root
 from hpc_rl.render.overrides import refuse_overrides
 from hpc_rl.schedulers.submitit import PARAMETERS
@@ -30,31 +30,18 @@ POLICY = "job_policy.sh"  # the same text for every trial
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """The origin of rendered files, and what the plan does not decide.
+    """The origin of rendered files, and what the plan does not decide."""
 
-    Args:
-        version: Version of hpc-rl.
-        config_sha256: Hash of config.json.
-        command: The command that renders it again.
-        tag: Unique word of this submission, by which a lost job is found.
-        wheel: File name of the code in scripts/.
-        workdir: Directory of the submission; the processes start there.
-        start_mode: Recover mode of the first start: the stored one, or `resume` for `hpc-rl recover`.
-        from_step: The checkpoint of the first start, where the user named it.
-        new_batches: The first start sets later batches aside.
-        avoid: Nodes that failed the trial lately.
-    """
-
-    version: str
-    config_sha256: str
-    command: list[str]
-    tag: str
-    wheel: str
-    workdir: Path
-    start_mode: str
-    from_step: int | None = None
-    new_batches: bool = False
-    avoid: tuple[str, ...] = ()
+    version: str  # of hpc-rl
+    config_sha256: str  # of config.json
+    command: list[str]  # that renders it again
+    tag: str  # unique word of this submission, by which a lost job is found
+    wheel: str  # file name of the code in scripts/
+    workdir: Path  # directory of the submission; the processes start there
+    start_mode: str  # recover mode of the first start: the stored one, or `resume` for `hpc-rl recover`
+    from_step: int | None = None  # the checkpoint of the first start, where the user named it
+    new_batches: bool = False  # the first start sets later batches aside
+    avoid: tuple[str, ...] = ()  # nodes that failed the trial lately
 
 
 def job_name(trial: Trial) -> str:
@@ -69,23 +56,21 @@ def script_name(scheduler: str) -> str:
 def render(
     config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: str, site: Sequence[Path] = ()
 ) -> dict[str, str]:
-    """Return file name below `scripts/` -> text. Raises ConfigError, also for an override that does not hold.
+    """Return file name below `scripts/` -> text. The directories of a site come highest precedence first.
 
-    Args:
-        config: The checked configuration.
-        plan: What was planned from it.
-        trial: Whose scripts they are.
-        stamp: What they state of their origin.
-        scheduler: `slurm` or `local`.
-        site: The site's directories, highest precedence first.
+    Raises ConfigError, also for an override that does not hold.
     """
     folders = template_layers(config, site)
     refuse_overrides(folders)
     hooks = gather(config.launcher.hooks, site)
     layouts.refuse_hooks(plan, {hook.event for hook in hooks})
     jinja = environment(folders)
-    common = _common(plan, trial, stamp, scheduler) | _hook_values(config, hooks)
-    common["owner_lease"] = str(names_dir(trial, config) / keys.OWNER)
+    common = _common(plan, trial, stamp, scheduler) | {
+        "owner_lease": str(names_dir(trial, config) / keys.OWNER),
+        "hooks": {event: [hook.name for hook in hooks if hook.event == event] for event in EVENTS},
+        "hook_limit_s": config.launcher.hooks.timeout_s,
+        "on_preempt_limit_s": config.launcher.hooks.on_preempt_timeout_s,
+    }
     texts = {hook.name: hook.text for hook in hooks}
     texts[POLICY] = (template_root() / "templates" / POLICY).read_text(encoding="utf-8")
     for script in (SITE, EXITS):
@@ -93,20 +78,15 @@ def render(
     if scheduler == "local":
         texts[LOCAL[1]] = _text(jinja, LOCAL, trial, common | {"n_nodes": 1, "layout": "allocation"})
         return texts
+    slurm = config.launcher.slurm
     requests = layouts.SbatchRequests(
-        slurm=config.launcher.slurm,
-        plan=plan,
-        job_name=job_name(trial),
-        tag=stamp.tag,
-        workdir=str(stamp.workdir),
-        jobs=trial.jobs,
-        avoid=stamp.avoid,
+        slurm, plan, job_name(trial), stamp.tag, str(stamp.workdir), trial.jobs, stamp.avoid
     )
     texts[STEPS[1]] = render_steps(plan, trial, stamp.workdir, folders)
     texts[TRIAL[1]] = _text(jinja, TRIAL, trial, common | requests.trial())
     if plan.layout == "jobs":
         texts[SERVERS[1]] = _text(jinja, SERVERS, trial, common | requests.servers())
-    if config.launcher.slurm.backend == "submitit":
+    if slurm.backend == "submitit":
         texts[PARAMETERS] = requests.submitit()
     return texts
 
@@ -121,7 +101,7 @@ def render_steps(plan: Plan, trial: Trial, workdir: Path, folders: Sequence[Path
 
 def _text(jinja: LayeredEnvironment, script: tuple[str, str], trial: Trial, values: dict[str, Any]) -> str:
     template, name = script
-    overrides = jinja.loader.overrides(template)
+    overrides = jinja.overrides(template)
     submit = ["bash" if name == LOCAL[1] else "sbatch", str(trial.scripts / name)]
     own = {
         "template": template,
@@ -140,15 +120,6 @@ def _text(jinja: LayeredEnvironment, script: tuple[str, str], trial: Trial, valu
         raise ConfigError(
             f"the template {template} extends itself: write `below/{template}` in {overrides[0]}."
         ) from error
-
-
-def _hook_values(config: Config, hooks: list[Hook]) -> dict[str, Any]:
-    """Return the scripts of each event, and the time limits."""
-    return {
-        "hooks": {event: [hook.name for hook in hooks if hook.event == event] for event in EVENTS},
-        "hook_limit_s": config.launcher.hooks.timeout_s,
-        "on_preempt_limit_s": config.launcher.hooks.on_preempt_timeout_s,
-    }
 
 
 def template_layers(config: Config, site: Sequence[Path]) -> list[Path]:

@@ -1,9 +1,9 @@
 """The values of each role's launch line in steps.sh, and the plan as comments of a job script. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import SUPERVISOR_CPUS, SUPERVISOR_MEM_MB
@@ -13,57 +13,31 @@ from hpc_rl.render.container_command import command_of
 ROLES = ("server", "rollout", "trainer")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchLine:
-    """What the srun of a role's units states.
-
-    Args:
-        n_nodes: Nodes of a unit.
-        n_tasks: Processes of a unit.
-        tasks_per_node: Processes on each node.
-        cpus_per_task: CPUs of each.
-        gpus: The option for GPUs with a blank after it; empty in a job without.
-        summary: What it starts, for people.
-        srun_options: Further options of srun, by lines: the user's own, then those of pyxis.
-        program: The interpreter, in its container if it has one, by lines.
-    """
-
-    n_nodes: int
-    n_tasks: int
-    tasks_per_node: int
-    cpus_per_task: int
-    gpus: str
-    summary: str
-    srun_options: list[list[str]]
-    program: list[list[str]]
-
-
-def launch_lines(plan: Plan, trial_dir: Path, workdir: Path) -> dict[str, LaunchLine | None]:
-    """Return the launch line of each role, None for a role that the plan has not. Raises ConfigError."""
+def launch_lines(plan: Plan, trial_dir: Path, workdir: Path) -> dict[str, dict[str, Any] | None]:
+    """Return what the srun of each role states, None for a role that the plan has not. Raises ConfigError."""
     return {role: _launch_line(plan, role, trial_dir, workdir) for role in ROLES}
 
 
-def _launch_line(plan: Plan, role: str, trial_dir: Path, workdir: Path) -> LaunchLine | None:
+def _launch_line(plan: Plan, role: str, trial_dir: Path, workdir: Path) -> dict[str, Any] | None:
     units = [unit for unit in plan.units if unit.role == role]
-    if not units:
-        return None
-    lines = [
-        LaunchLine(
-            n_nodes=len(unit.nodes),
-            n_tasks=unit.num_tasks,
-            tasks_per_node=unit.tasks_per_node,
-            cpus_per_task=unit.cpus_per_task,
-            gpus=_gpus(plan, unit),
-            summary=f"{_count(len(units), 'unit')}, {_size(unit)}",
-            srun_options=[*([option] for option in unit.srun_args), *command.srun_options],
-            program=command.program,
+    lines = []
+    for unit in units:
+        command = command_of(unit, plan.python, trial_dir, workdir)
+        lines.append(
+            {
+                "n_nodes": len(unit.nodes),
+                "n_tasks": unit.num_tasks,
+                "tasks_per_node": unit.tasks_per_node,
+                "cpus_per_task": unit.cpus_per_task,
+                "gpus": _gpus(plan, unit),
+                "summary": f"{_count(len(units), 'unit')}, {_size(unit)}",
+                "srun_options": [*([option] for option in unit.srun_args), *command.srun_options],
+                "program": command.program,
+            }
         )
-        for unit in units
-        for command in [command_of(unit, plan.python, trial_dir, workdir)]
-    ]
     if any(line != lines[0] for line in lines):
         raise ConfigError(f"the units of role {role} differ, but steps.sh has one launch line for each role.")
-    return lines[0]
+    return lines[0] if lines else None
 
 
 def _gpus(plan: Plan, unit: Unit) -> str:
@@ -86,17 +60,16 @@ def plan_lines(plan: Plan) -> list[str]:
     rows = [("node 0", "supervisor", f"1 process, {_count(SUPERVISOR_CPUS, 'CPU')}, {SUPERVISOR_MEM_MB} MB")]
     for role in reversed(ROLES):
         units = [unit for unit in plan.units if unit.role == role]
-        rows += _server_rows(units) if role == "server" else [_row(unit) for unit in units]
+        if role == "server":
+            rows += _server_rows(units)
+        else:
+            rows += [(_nodes(unit.nodes), role, _size(unit)) for unit in units]
     if plan.layout == "jobs":
         servers = {index for group in plan.groups if group.name == "servers" for index in group.nodes}
         text = f"servers.sbatch starts one task, with a supervisor, for each of these {len(servers)} nodes"
         rows.append((_nodes(sorted(servers)), "array", text))
     width = max(len(nodes) for nodes, _, _ in rows)
     return [f"{nodes:<{width}}  {role:<10}  {text}" for nodes, role, text in rows]
-
-
-def _row(unit: Unit) -> tuple[str, str, str]:
-    return _nodes(unit.nodes), unit.role, _size(unit)
 
 
 def _server_rows(units: Sequence[Unit]) -> list[tuple[str, str, str]]:
@@ -119,12 +92,10 @@ def _size(unit: Unit) -> str:
     """Return the processes of a unit and what each has."""
     where = " on each node" if len(unit.nodes) > 1 else ""
     each = " each" if unit.num_tasks > 1 else ""
-    have = [
-        _count(unit.cpus_per_task, "CPU"),
-        _count(unit.gpus_per_task, "GPU"),
-        f"{unit.mem_mb_per_task} MB",
-    ]
-    return f"{_count(unit.tasks_per_node, 'process')}{where},{each} {', '.join(have)}"
+    have = (
+        f"{_count(unit.cpus_per_task, 'CPU')}, {_count(unit.gpus_per_task, 'GPU')}, {unit.mem_mb_per_task} MB"
+    )
+    return f"{_count(unit.tasks_per_node, 'process')}{where},{each} {have}"
 
 
 def _count(number: int, what: str) -> str:
