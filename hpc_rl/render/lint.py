@@ -7,14 +7,31 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpc_rl.render.scripts import POLICY
+
 TIMEOUT_S = 60.0
+# Options of which sbatch takes one.
+EXCLUSIVE = (
+    {"--gpus-per-node", "--gpus"},
+    {"--mem", "--mem-per-cpu", "--mem-per-gpu"},
+    {"--requeue", "--no-requeue"},
+)
+
+
+def is_checked(name: str) -> bool:
+    """Return whether a rendered file is one to check; `name` may have words before that of the file."""
+    # Hooks may be in any language, JSON is for submitit. The policy is long, and the same for all trials: the
+    # tests of this version have checked it.
+    file = name.split()[-1]
+    return not (file.startswith("hook.") or file.endswith(".json") or file == POLICY)
 
 
 def problems(texts: Mapping[str, str]) -> list[str]:
     """Return what is wrong with scripts, by name; equal texts are checked once."""
     first: dict[str, str] = {}
     for name, text in texts.items():
-        first.setdefault(text, name)
+        if is_checked(name):
+            first.setdefault(text, name)
     checks = (directive_problems, bash_problems, shellcheck_problems)
     return [
         f"{name}: {problem}"
@@ -39,20 +56,15 @@ def directive_problems(text: str) -> list[str]:
     twice = sorted({option for option in options if options.count(option) > 1})
     hetjob = any(line.split()[1:] == ["hetjob"] for line in lines[:first] if line.startswith("#SBATCH"))
     found += [] if hetjob else [f"{option} is given twice; sbatch takes the last" for option in twice]
-    exclusive = [
-        {"--gpus-per-node", "--gpus"},
-        {"--mem", "--mem-per-cpu", "--mem-per-gpu"},
-        {"--requeue", "--no-requeue"},
-    ]
-    found += [
-        f"{' and '.join(sorted(group & set(options)))} exclude each other"
-        for group in exclusive
-        if len(group & set(options)) > 1
-    ]
-    found += [
-        f"#SBATCH {line.split()[1]} holds a shell variable, which sbatch does not expand"
-        for line in _with_variables(lines[:first])
-    ]
+    for group in EXCLUSIVE:
+        if len(both := group & set(options)) > 1:
+            found.append(f"{' and '.join(sorted(both))} exclude each other")
+    for line in lines[:first]:
+        # Of some options of ours the value may hold a dollar sign that is meant.
+        if re.match(r"#SBATCH -(?!-(chdir|output|comment|job-name))", line) and re.search(
+            r"\$\{?[A-Za-z_]", line
+        ):
+            found.append(f"#SBATCH {line.split()[1]} holds a shell variable, which sbatch does not expand")
     if options and not {"--requeue", "--no-requeue"} & set(options):
         found.append("neither --requeue nor --no-requeue: what happens when a node dies is left to the site")
     if options and "--open-mode" not in options:
@@ -62,19 +74,8 @@ def directive_problems(text: str) -> list[str]:
     return found
 
 
-def _with_variables(lines: list[str]) -> list[str]:
-    """Return lines with a shell variable, except those whose value may hold a dollar sign that is meant."""
-    ours = ("--chdir", "--output", "--comment", "--job-name")
-    variable = re.compile(r"\$\{?[A-Za-z_]")
-    return [
-        line
-        for line in lines
-        if line.startswith("#SBATCH -") and variable.search(line) and not line.split()[1].startswith(ours)
-    ]
-
-
 def bash_problems(text: str) -> list[str]:
-    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = _run(["bash", "-n"], text)
     return [f"bash -n: {line}" for line in done.stderr.splitlines()] if done.returncode else []
 
 
@@ -90,11 +91,9 @@ def shellcheck_problems(text: str) -> list[str] | None:
     program = shellcheck()
     if program is None:
         return None
-    done = subprocess.run(
-        [program, "-s", "bash", "-S", "warning", "-f", "gcc", "-"],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    done = _run([program, "-s", "bash", "-S", "warning", "-f", "gcc", "-"], text)
     return [f"shellcheck: {line}" for line in done.stdout.splitlines()] if done.returncode else []
+
+
+def _run(argv: list[str], text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, input=text, capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -23,11 +23,11 @@ MAIN_BLOCK = {"templates/site.sh.j2": "site", "templates/steps.sh.j2": "trainer"
 
 @dataclass(frozen=True)
 class Override:
-    """A file above ours, and the blocks that it replaces."""
+    """A file above ours."""
 
     template: str
     path: Path
-    blocks: list[str]
+    blocks: list[str]  # that it replaces
     extends: str  # empty: it replaces the whole file
 
 
@@ -37,8 +37,7 @@ def shipped() -> dict[str, list[str]]:
     found = {}
     for folder in FOLDERS:
         for path in sorted((template_root() / folder).glob("*.j2")):
-            blocks = blocks_of(path)
-            if blocks:
+            if blocks := blocks_of(path):
                 found[f"{folder}/{path.name}"] = blocks
     return found
 
@@ -70,28 +69,26 @@ def overrides(layers: Sequence[Path]) -> list[Override]:
     """Return the files that change a template, highest precedence first. Raises ConfigError."""
     found = []
     for template in shipped():
-        for folder in layers:
-            path = folder / template
+        for path in (folder / template for folder in layers):
             if path.is_file():
-                parents = [
-                    node.template.value
-                    for node in _parsed(path).find_all(nodes.Extends)
-                    if isinstance(node.template, nodes.Const)
-                ]
-                found.append(Override(template, path, blocks_of(path), parents[0] if parents else ""))
+                parents = [node.template for node in _parsed(path).find_all(nodes.Extends)]
+                extends = next((one.value for one in parents if isinstance(one, nodes.Const)), "")
+                found.append(Override(template, path, blocks_of(path), extends))
     return found
+
+
+def _no_such_block(template: str, block: str) -> str:
+    place = MOVED.get(block, f"it has {', '.join(shipped()[template])}")
+    return f"{template} has no block {block!r}: {place}."
 
 
 def unknown_blocks(layers: Sequence[Path]) -> list[str]:
     """Return the overrides of blocks that ours does not have: Jinja would drop them silently."""
-    ours = shipped()
     return [
-        f"{override.path}: {override.template} has no block {block!r}: "
-        + MOVED.get(block, f"it has {', '.join(ours[override.template])}")
-        + "."
+        f"{override.path}: {_no_such_block(override.template, block)}"
         for override in overrides(layers)
         for block in override.blocks
-        if override.extends and block not in ours[override.template]
+        if override.extends and block not in shipped()[override.template]
     ]
 
 
@@ -104,17 +101,18 @@ def refuse_overrides(layers: Sequence[Path]) -> None:
 def problems(layers: Sequence[Path]) -> list[str]:
     """Return likely mistakes: unknown blocks, whole files instead of blocks, unused files."""
     found = unknown_blocks(layers)
-    for override in overrides(layers):
-        if not override.extends:
-            found.append(
-                f"{override.path}: it replaces the whole file and will miss what a new version changes; "
-                f"begin it with {_extends(override.template)}"
-            )
-    ours = shipped()
-    for folder in layers:
-        for path in sorted(path for name in FOLDERS for path in (folder / name).glob("*") if path.is_file()):
-            if f"{path.parent.name}/{path.name}" not in ours:
-                found.append(f"{path}: not used; templates that can be overridden: {', '.join(ours)}.")
+    found += [
+        f"{override.path}: it replaces the whole file and will miss what a new version changes; "
+        f"begin it with {_extends(override.template)}"
+        for override in overrides(layers)
+        if not override.extends
+    ]
+    paths = [path for layer in layers for folder in FOLDERS for path in sorted((layer / folder).glob("*"))]
+    found += [
+        f"{path}: not used; templates that can be overridden: {', '.join(shipped())}."
+        for path in paths
+        if path.is_file() and f"{path.parent.name}/{path.name}" not in shipped()
+    ]
     return found
 
 
@@ -135,8 +133,7 @@ def ejected(template: str, blocks: Sequence[str]) -> str:
             rf"{{%-? block {re.escape(block)} %}}\n?(.*?)({{%-? endblock %}})", source, re.DOTALL
         )
         if match is None:
-            moved = MOVED.get(block, f"it has {', '.join(shipped()[template])}")
-            raise ConfigError(f"{template} has no block {block!r}: {moved}.")
+            raise ConfigError(_no_such_block(template, block))
         body = match[1].rstrip("\n") if match[1].strip() else "{{ super() }}"
         texts += ["", f"{{% block {block} %}}", body, match[2]]
     return "\n".join(texts) + "\n"

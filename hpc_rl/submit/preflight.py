@@ -222,8 +222,8 @@ def full_check(
     """Run all checks on rendered scripts; without a cluster only those that need none."""
     checks = []
     for name, text in scripts.items():
-        if name.startswith("hook.") or name.endswith(".json"):
-            continue  # hooks may be in any language; JSON is for submitit
+        if not lint.is_checked(name):
+            continue
         checks.append(_lint_check(f"{name}: directives", lint.directive_problems(text)))
         checks.append(_lint_check(f"{name}: bash -n", lint.bash_problems(text)))
         checks.append(_lint_check(f"{name}: shellcheck", lint.shellcheck_problems(text)))
