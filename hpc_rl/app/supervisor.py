@@ -58,7 +58,7 @@ def main() -> int:
             plan = replace(plan, units=plan.units_on(plan.groups[0].nodes))
         away_s = config.rollout.setup_timeout if isinstance(config, GRPOConfig) else 0.0
         steps = open_steps(args.steps, plan)
-        return TrialRunner(attempt, plan, steps, names, JobEndTime(), config.recover, away_s).run()
+        return TrialRunner(attempt, plan, steps, names, config.recover, JobEndTime(), away_s).run()
     except HpcRlError as error:
         logger.error("%s", error)
         code = _exit_code(error)
@@ -96,9 +96,9 @@ def _run_servers(attempt: Attempt, plan: Plan, config: Config, names: NameResolv
     """Run one server node of layout `jobs`; the task of the array says which."""
     node = plan.groups[1].nodes[int(os.environ["HPC_RL_ARRAY_TASK"])]
     serves, idle_s = os.environ.get("HPC_RL_TRIAL_JOB", ""), config.launcher.slurm.servers.idle_s
+    own = (plan.units_on([node]), serves, idle_s)
     steps = open_steps(kind, plan)
-    units, rules = plan.units_on([node]), config.recover
-    return ServerRunner(attempt, plan, units, steps, names, serves, idle_s, rules, JobEndTime()).run()
+    return ServerRunner(attempt, plan, steps, names, config.recover, JobEndTime(), *own).run()
 
 
 if __name__ == "__main__":

@@ -15,11 +15,9 @@ from collections.abc import Callable
 from hpc_rl.errors import TrialBusy
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import Lease, LeaseView, NameResolve
-from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import end_processes, is_alive, start_ticks
 from hpc_rl.records import EventKind, ProcessFile, ProcessRecord, read_events
-from hpc_rl.supervise.processes import Child
-from hpc_rl.trial import Attempt, Trial, submission_of, write_json
+from hpc_rl.trial import Attempt, Trial, submission_of
 
 logger = logging.getLogger(__name__)
 LEASE_TTL_S = 15.0
@@ -94,7 +92,12 @@ def _moves(names: NameResolve, before: LeaseView, clock: Callable[[], float]) ->
 
 def kill_leftovers(trial: Trial) -> list[ProcessRecord]:
     """Kill the processes of earlier supervisors on this host; return those that live on. Raises OSError."""
-    found = {(record.pid, record.start_ticks): record for record in _records_of_this_host(trial)}
+    records = map(ProcessRecord.read, trial.attempts.glob("*/processes/*.json"))
+    found = {
+        (record.pid, record.start_ticks): record
+        for record in records
+        if record is not None and record.host == socket.gethostname() and record.pid > 1
+    }
     alive = [
         (pid, ticks)
         for pid, ticks in found
@@ -103,33 +106,6 @@ def kill_leftovers(trial: Trial) -> list[ProcessRecord]:
     if alive:
         logger.warning("waiting for %d processes of earlier starts to exit", len(alive))
     return [found[one] for one in end_processes(alive, WAIT_S, TERM_S, KILL_S)]
-
-
-def _records_of_this_host(trial: Trial) -> list[ProcessRecord]:
-    records = map(ProcessRecord.read, trial.attempts.glob("*/processes/*.json"))
-    return [one for one in records if one is not None and one.host == socket.gethostname() and one.pid > 1]
-
-
-def write_own_record(attempt: Attempt, role: str, index: int, incarnation: int) -> None:
-    """Record the supervisor's own process. Raises OSError."""
-    me = ProcessRecord(
-        pid=os.getpid(), start_ticks=start_ticks(os.getpid()), host=socket.gethostname(), role=role
-    )
-    write_json(attempt.process_record(role, index, incarnation, 0), me.to_json())
-
-
-def write_client_records(attempt: Attempt, unit: Unit, incarnation: int, children: list[Child]) -> None:
-    """Record what was started for a unit, before the roles have loaded and do so. Raises OSError."""
-    for child in children:
-        record = ProcessRecord(
-            pid=child.pid,
-            start_ticks=child.start_ticks,
-            host=socket.gethostname(),
-            role=unit.role,
-            rank=child.rank,
-        )
-        path = attempt.process_record(unit.role, unit.index, incarnation, child.rank, by_client=True)
-        write_json(path, record.to_json())
 
 
 def next_incarnations(attempt: Attempt) -> dict[tuple[str, int], int]:

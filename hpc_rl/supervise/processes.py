@@ -12,15 +12,17 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from hpc_rl.errors import ConfigError, SchedulerError
+from hpc_rl.errors import ConfigError, ExitCode, SchedulerError
 from hpc_rl.files import last_lines
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.proc import start_ticks
@@ -33,42 +35,75 @@ AFTER_CLEAN_S = 30.0  # for the other tasks, once one has exited with 0 or 75
 AFTER_FAILURE_S = 5.0  # enough for peers to put their own failure on record
 KILL_STEP_S = 10.0  # for srun to end its step, before the client itself is killed
 STOP, STACKS = "stop", "stacks"  # lines of the pipe; see app/control.py
-CLEAN = (0, 75)
 STEPS_SCRIPT = "steps.sh"  # below scripts/ of the trial
 _WAITING = re.compile(r"step creation (?:temporarily|still) disabled, retrying")  # srun's message
 
 
-@dataclass(frozen=True)
-class Child:
-    """A process that the supervisor started itself."""
-
-    pid: int
-    start_ticks: int | None
-    rank: int
-
-
-class Handle(Protocol):
+class Handle(ABC):
     """The processes of one incarnation of a unit."""
 
-    children: list[Child]
+    def __init__(self, role: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.children: list[ProcessRecord] = []  # what this process started
+        self._role, self._clock = role, clock
+        self._tasks: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[int] = []
 
+    def add(self, argv: list[str], env: dict[str, str], log: Path) -> None:
+        """Start a child in a session of its own. Raises OSError."""
+        read_end, write_end = os.pipe()  # neither is inherited, but for the child's own standard input
+        try:
+            with log.open("ab") as output:
+                task = subprocess.Popen(
+                    argv,
+                    env=env,
+                    stdin=read_end,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except OSError:
+            os.close(write_end)
+            raise
+        finally:
+            os.close(read_end)
+        os.set_blocking(write_end, False)
+        self.children.append(process_record(self._role, task.pid, rank=len(self._tasks)))
+        self._tasks.append(task)
+        self._pipes.append(write_end)
+
+    @abstractmethod
     def poll(self) -> int | None:
         """Return the launcher's code, None while a process runs. To be called often: it kills stragglers."""
 
-    def ask_to_stop(self) -> None:
-        """Ask every process to save and exit."""
-
-    def send(self, line: str) -> None:
-        """Send a line to every process."""
-
-    def unplaced(self) -> str:
-        """Return the scheduler's message while it starts no process; "" where it does, or there is none."""
-
+    @abstractmethod
     def dump_stacks(self) -> None:
         """Have every process dump its stacks, although it may neither listen nor run."""
 
+    @abstractmethod
     def kill(self) -> None:
         """Kill all processes; poll returns once that has happened."""
+
+    def send(self, line: str) -> None:
+        """Send a line to every process."""
+        for pipe in self._pipes:
+            # A process that does not read is noticed when it does not stop.
+            with suppress(BrokenPipeError, BlockingIOError):
+                os.write(pipe, f"{line}\n".encode())
+
+    def unplaced(self) -> str:
+        """Return the scheduler's message while it starts no process; "" where it does, or there is none."""
+        return ""
+
+    def _close(self) -> None:
+        while self._pipes:
+            os.close(self._pipes.pop())
+
+
+def process_record(role: str, pid: int, rank: int = 0) -> ProcessRecord:
+    """Return the record of a process of this host."""
+    return ProcessRecord(
+        pid=pid, start_ticks=start_ticks(pid), host=socket.gethostname(), role=role, rank=rank
+    )
 
 
 class Steps(Protocol):
@@ -89,13 +124,9 @@ def _search_path(environ: dict[str, str], unit: Unit) -> dict[str, str]:
 
 @dataclass
 class ProcessSteps:
-    """Children of this process, each in a session and process group of its own.
+    """Children of this process, each in a session and process group of its own."""
 
-    Args:
-        environ: Environment to start from.
-    """
-
-    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # to start from
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> ProcessHandle:
         own = {
@@ -107,11 +138,11 @@ class ProcessSteps:
         interpreter, *arguments = argv
         program = command_of(unit, interpreter, attempt.trial.dir, Path.cwd()).program
         argv = [*(word for line in program for word in line), *arguments]
-        handle = ProcessHandle()
+        handle = ProcessHandle(unit.role)
         for rank in range(unit.num_tasks):
             log = attempt.log(unit.role, unit.index, incarnation, rank if unit.num_tasks > 1 else None)
             try:
-                handle.add(argv, {**env, "HPC_RL_RANK": str(rank)}, log, rank)
+                handle.add(argv, {**env, "HPC_RL_RANK": str(rank)}, log)
             except OSError:
                 handle.kill()
                 handle.poll()
@@ -131,53 +162,32 @@ class ProcessSteps:
         return ",".join(ids[unit.gpu_offset : unit.gpu_offset + count])
 
 
-class ProcessHandle:
+class ProcessHandle(Handle):
     """Child processes that are stopped and killed together."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.children: list[Child] = []
-        self._clock = clock
-        self._tasks: list[subprocess.Popen[bytes]] = []
-        self._pipes: list[int] = []
+    def __init__(self, role: str, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(role, clock)
         self._codes: dict[int, int] = {}  # by rank, in the order of the exits
         self._deadline = float("inf")
-
-    def add(self, argv: list[str], env: dict[str, str], log: Path, rank: int) -> None:
-        """Start one task. Raises OSError."""
-        task, pipe = _spawn(argv, env, log)
-        self._tasks.append(task)
-        self._pipes.append(pipe)
-        self.children.append(Child(task.pid, start_ticks(task.pid), rank))
 
     def poll(self) -> int | None:
         for rank, task in enumerate(self._tasks):
             if rank not in self._codes and (code := _reap(task)) is not None:
                 self._codes[rank] = code
-                patience_s = AFTER_CLEAN_S if code in CLEAN else AFTER_FAILURE_S
+                patience_s = AFTER_CLEAN_S if code in (ExitCode.DONE, ExitCode.STOPPED) else AFTER_FAILURE_S
                 self._deadline = min(self._deadline, self._clock() + patience_s)
         if len(self._codes) == len(self._tasks):
-            _close(self._pipes)
+            self._close()
             return next((code for code in self._codes.values() if code), 0)
         if self._clock() >= self._deadline:
             self.kill()
         return None
 
-    def ask_to_stop(self) -> None:
-        self.send(STOP)
-
-    def send(self, line: str) -> None:
-        _write(self._pipes, line)
-
-    def unplaced(self) -> str:
-        return ""
-
     def dump_stacks(self) -> None:
         # Only the tasks: their children may not expect the signal. A stopped task must run to obey it.
-        for rank, task in enumerate(self._tasks):
-            if rank not in self._codes:
-                for number in (signal.SIGUSR1, signal.SIGCONT):
-                    with suppress(ProcessLookupError):
-                        os.kill(task.pid, number)
+        for task in self._tasks:
+            _signal(task, signal.SIGUSR1)
+            _signal(task, signal.SIGCONT)
 
     def kill(self) -> None:
         for rank, task in enumerate(self._tasks):
@@ -196,6 +206,13 @@ def _reap(task: subprocess.Popen[bytes]) -> int | None:
     return task.wait()
 
 
+def _signal(task: subprocess.Popen[bytes], number: int) -> None:
+    # Not by Popen.send_signal: that reaps a child, whose group is then not killed.
+    if task.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(task.pid, number)
+
+
 def _kill_group(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
@@ -206,17 +223,11 @@ def _kill_group(pid: int) -> None:
 
 @dataclass
 class SrunSteps:
-    """One srun per unit, by the launch line of its role in the trial's steps.sh.
+    """One srun per unit, by the launch line of its role in the trial's steps.sh."""
 
-    Args:
-        hosts: Node names of the job, in Slurm's order.
-        environ: Environment to start from.
-        components: Which component of a heterogeneous job each host is in; None for a job of one kind.
-    """
-
-    hosts: list[str]
-    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    components: list[int] | None = None
+    hosts: list[str]  # node names of the job, in Slurm's order
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # to start from
+    components: list[int] | None = None  # of a heterogeneous job: the component of each host
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> SrunHandle:
         log = attempt.log(unit.role, unit.index, incarnation)
@@ -238,40 +249,26 @@ class SrunSteps:
         # The interpreter is in the launch line; bash gives way to srun, so that the handle's process is srun.
         command = ["bash", str(script), *step, *argv[1:]]
         logger.info("%s %d.%d: %s", unit.role, unit.index, incarnation, " ".join(command))
-        return SrunHandle(command, env, log, attempt.processes)
+        handle = SrunHandle(unit.role, log, attempt.processes)
+        handle.add(command, env, log)
+        return handle
 
 
-class SrunHandle:
+class SrunHandle(Handle):
     """One srun client; the tasks are Slurm's."""
 
-    def __init__(
-        self,
-        command: list[str],
-        env: dict[str, str],
-        log: Path,
-        processes: Path = Path("/nonexistent"),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock = clock
+    def __init__(self, role: str, log: Path, processes: Path) -> None:
+        super().__init__(role)
         self._log, self._processes, self._records = log, processes, f"{log.stem}-rank*.json"
-        self._client, pipe = _spawn(command, env, log)
-        self._pipes = [pipe]
-        self.children = [Child(self._client.pid, start_ticks(self._client.pid), 0)]
         self._kill_client_at = float("inf")
 
     def poll(self) -> int | None:
-        code = _reap(self._client)
+        code = _reap(self._tasks[0])
         if code is None and self._clock() >= self._kill_client_at:
-            _kill_group(self._client.pid)
+            _kill_group(self._tasks[0].pid)
         if code is not None:
-            _close(self._pipes)
+            self._close()
         return code
-
-    def ask_to_stop(self) -> None:
-        self.send(STOP)
-
-    def send(self, line: str) -> None:
-        _write(self._pipes, line)
 
     def unplaced(self) -> str:
         # A job that lost a node may wait for ever: Slurm 22.05 does not free what its earlier steps held.
@@ -280,9 +277,7 @@ class SrunHandle:
 
     def dump_stacks(self) -> None:
         # srun forwards USR1 to its tasks, but not the CONT that stopped ones need.
-        if self._client.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self._client.pid, signal.SIGUSR1)
+        _signal(self._tasks[0], signal.SIGUSR1)
         if step := next(filter(None, map(self._step_of, self._processes.glob(self._records))), ""):
             self._scancel = subprocess.Popen(["scancel", "--signal=CONT", step], stdin=subprocess.DEVNULL)
 
@@ -293,10 +288,9 @@ class SrunHandle:
 
     def kill(self) -> None:
         """Have srun kill its step; a client that does not manage is killed later, which closes the pipe."""
-        if self._client.returncode is None and self._kill_client_at == float("inf"):
+        if self._kill_client_at == float("inf"):
             self._kill_client_at = self._clock() + KILL_STEP_S
-            with suppress(ProcessLookupError):
-                os.kill(self._client.pid, signal.SIGTERM)
+            _signal(self._tasks[0], signal.SIGTERM)
 
 
 def open_steps(kind: str, plan: Plan) -> Steps:
@@ -339,35 +333,3 @@ def job_hosts(nodelist: str) -> list[str]:
             f"scontrol show hostnames {nodelist!r} failed: {done.stderr.strip() or 'no names'}"
         )
     return done.stdout.split()
-
-
-# --- both ------------------------------------------------------------------------------------------------
-
-
-def _spawn(argv: list[str], env: dict[str, str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a child in a session of its own; return it with the writing end of its input. Raises OSError."""
-    read_end, write_end = os.pipe()  # neither is inherited, but for the child's own standard input
-    try:
-        with log.open("ab") as output:
-            task = subprocess.Popen(
-                argv, env=env, stdin=read_end, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-    except OSError:
-        os.close(write_end)
-        raise
-    finally:
-        os.close(read_end)
-    os.set_blocking(write_end, False)
-    return task, write_end
-
-
-def _write(pipes: list[int], line: str) -> None:
-    for pipe in pipes:
-        # A process that does not read is noticed when it does not stop.
-        with suppress(BrokenPipeError, BlockingIOError):
-            os.write(pipe, f"{line}\n".encode())
-
-
-def _close(pipes: list[int]) -> None:
-    while pipes:
-        os.close(pipes.pop())

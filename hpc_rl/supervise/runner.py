@@ -14,8 +14,7 @@ from hpc_rl.plan.schema import Plan
 from hpc_rl.records import DoneRecord, DrainIntent, EventKind, JobRecord, read_events
 from hpc_rl.supervise import exit_policy, ownership
 from hpc_rl.supervise.deadline import JobDeadline, StepTimes
-from hpc_rl.supervise.hangs import HangDetector
-from hpc_rl.supervise.processes import Steps, unplaced_reason
+from hpc_rl.supervise.processes import Steps, process_record, unplaced_reason
 from hpc_rl.supervise.state_machine import DRAIN_GRACE_S, AttemptMachine, Finish, Phase
 from hpc_rl.supervise.unit_loop import RateLimit, UnitLoop, tolerant
 from hpc_rl.trial import Attempt, read_json, write_json
@@ -30,15 +29,8 @@ ANNOUNCE_S = 3600.0
 class TrialRunner(UnitLoop):
     """The supervisor of one attempt of a trial.
 
-    Args:
-        attempt: The attempt.
-        plan: Its plan.
-        steps: How processes are started.
-        names: The trial's names.
-        end_time: When the scheduler will end the job, Unix seconds, or None; called rarely.
-        rules: Section `recover` of the configuration.
-        servers_away_s: For how long a trial whose servers are all away does not count as hung; 0 where it has
-            none.
+    `end_time` returns when the scheduler will end the job, in Unix seconds, or None; it is called rarely. For
+    `servers_away_s` a trial whose servers are all away does not count as hung; 0 where it has none.
     """
 
     def __init__(
@@ -47,16 +39,13 @@ class TrialRunner(UnitLoop):
         plan: Plan,
         steps: Steps,
         names: NameResolve,
-        end_time: Callable[[], float | None],
         rules: RecoverConfig,
+        end_time: Callable[[], float | None],
         servers_away_s: float = 0.0,
     ) -> None:
         machine = AttemptMachine(plan.units, plan.recover_mode, plan.recover_retries)
-        hangs = HangDetector(rules.hang_factor, rules.hang_min_s, rules.hang_max_s, servers_away_s)
-        super().__init__(attempt, plan, steps, machine, hangs, rules.avoid_hours)
-        self.names = names
+        super().__init__(attempt, plan, steps, names, rules, machine, servers_away_s)
         self.deadline = JobDeadline(end_time, StepTimes(attempt))
-        self._retries = rules.retries
         self._lease: Lease | None = None
         self._generations: set[tuple[str, int]] = set()
         # The job script may be dead already.
@@ -91,13 +80,14 @@ class TrialRunner(UnitLoop):
 
     def _take_over(self) -> None:
         number = ownership.next_incarnations(self.attempt).get(("supervisor", 0), 0)
-        ownership.write_own_record(self.attempt, "supervisor", 0, number)
+        record = process_record("supervisor", os.getpid())
+        write_json(self.attempt.process_record("supervisor", 0, number, 0), record.to_json())
         details = {"role": "supervisor", "number": number, "pid": os.getpid()}
         self.events.write(EventKind.SUPERVISOR_STARTED, details)
         self._lease = ownership.take_ownership(self.names, self.attempt)
-        for record in ownership.kill_leftovers(self.trial):
+        for left in ownership.kill_leftovers(self.trial):
             reason = "a process of an earlier start can't be killed"
-            details = {"role": record.role, "pid": record.pid, "reason": reason}
+            details = {"role": left.role, "pid": left.pid, "reason": reason}
             self.events.write(EventKind.LEFT_BEHIND, details)
 
     def _restore(self) -> None:
@@ -105,19 +95,13 @@ class TrialRunner(UnitLoop):
         self._generations = self._list_generations()
         attempts = attempts_of(self.trial, self.attempt.job_id)
         failures = failures_without_progress([event for one in attempts for event in read_events(one)])
-        self.machine = AttemptMachine(
-            self.plan.units,
-            self.plan.recover_mode,
-            self.plan.recover_retries,
-            failures,
-            ownership.next_incarnations(self.attempt),
-        )
+        self.machine.restore(failures, ownership.next_incarnations(self.attempt))
 
     def _check_fruitless_attempts(self) -> None:
         """End a job whose attempts lead to nothing new, whatever ends them."""
         earlier = [one for one in attempts_of(self.trial, self.attempt.job_id) if one.id != self.attempt.id]
         count = exit_policy.fruitless_attempts([read_events(one) for one in earlier])
-        if count >= max(exit_policy.MAX_FRUITLESS_ATTEMPTS, self._retries + 1):
+        if count >= max(exit_policy.MAX_FRUITLESS_ATTEMPTS, self.rules.retries + 1):
             why = f"{count} attempts in a row ended without a new checkpoint; see why, {exit_policy.RESUME}"
             self.do(self.machine.abandon(self.clock(), ExitCode.FAILED, why))
 

@@ -17,7 +17,6 @@ from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import DoneRecord, EventKind, JobEvent, read_job_state
 from hpc_rl.supervise import exit_policy, ownership
-from hpc_rl.supervise.hangs import HangDetector
 from hpc_rl.supervise.processes import Steps
 from hpc_rl.supervise.state_machine import AttemptMachine, Finish
 from hpc_rl.supervise.unit_loop import RateLimit, UnitLoop
@@ -30,37 +29,26 @@ UNLIMITED = sys.maxsize  # no generation would reset the count; exits in a row a
 
 
 class ServerRunner(UnitLoop):
-    """The supervisor of one server node.
+    """The supervisor of one server node: of the units of the plan that have their nodes in this job.
 
-    Args:
-        attempt: `<array>_<task>.<restart>`.
-        plan: The trial's plan.
-        units: The replicas of this task, with nodes of this job.
-        steps: How processes are started.
-        names: The trial's names.
-        serves: The submission whose servers these are; empty where the script was submitted by hand.
-        idle_s: Seconds without a supervisor of the trial after which the servers stop.
-        rules: Section `recover` of the configuration: when a replica counts as hung.
-        end_time: When Slurm ends this job, Unix seconds, or None; called rarely.
+    `serves` is the submission whose servers these are, empty where the script was submitted by hand;
+    `idle_s` for how long they serve without a supervisor of the trial; `end_time` as of TrialRunner.
     """
 
     def __init__(
         self,
         attempt: Attempt,
         plan: Plan,
-        units: list[Unit],
         steps: Steps,
         names: NameResolve,
+        rules: RecoverConfig,
+        end_time: Callable[[], float | None],
+        units: list[Unit],
         serves: str,
         idle_s: float,
-        rules: RecoverConfig,
-        end_time: Callable[[], float | None] = lambda: None,
     ) -> None:
-        incarnations = ownership.next_incarnations(attempt) if attempt.dir.is_dir() else {}
-        machine = AttemptMachine(units, "auto", UNLIMITED, 0, incarnations)
-        hangs = HangDetector(rules.hang_factor, rules.hang_min_s, rules.hang_max_s)
-        super().__init__(attempt, plan, steps, machine, hangs, rules.avoid_hours)
-        self.names, self.serves, self.idle_s = names, serves, idle_s
+        super().__init__(attempt, plan, steps, names, rules, AttemptMachine(units, "auto", UNLIMITED))
+        self.serves, self.idle_s = serves, idle_s
         self._end_time = end_time
         self._not_needed = ""  # why the trial needs these servers no more
         self._owned_at = self.clock()
@@ -70,6 +58,7 @@ class ServerRunner(UnitLoop):
     def begin(self) -> bool:
         details = {"role": "supervisor", "pid": os.getpid(), "serves": self.serves}
         self.events.write(EventKind.SUPERVISOR_STARTED, details)
+        self.machine.restore(0, ownership.next_incarnations(self.attempt))
         self._not_needed = self._why_not_needed()
         if self._not_needed:
             self.machine.stop_cause = StopCause.NOT_NEEDED

@@ -99,7 +99,7 @@ class Slot:
     """One unit and its state."""
 
     unit: Unit
-    incarnation: int  # of the next start
+    incarnation: int = 0  # of the next start
     state: SlotState = SlotState.IDLE
     started_at: float = 0.0
     served_at: float | None = None  # when this incarnation of a server first served
@@ -124,31 +124,13 @@ class Slot:
 
 
 class AttemptMachine:
-    """The units of one attempt.
+    """The units of one attempt, under `recover.mode` and `recover.retries`."""
 
-    Args:
-        units: The plan's units.
-        mode: `recover.mode`.
-        retries: `recover.retries`.
-        failures: Of the trainer since the last generation, under supervisors before this one.
-        incarnations: First incarnation number of each unit; 0 where it is missing.
-    """
-
-    def __init__(
-        self,
-        units: list[Unit],
-        mode: str,
-        retries: int,
-        failures: int = 0,
-        incarnations: dict[Key, int] | None = None,
-    ) -> None:
-        known = incarnations or {}
-        self.slots: dict[Key, Slot] = {
-            (unit.role, unit.index): Slot(unit, known.get((unit.role, unit.index), 0)) for unit in units
-        }
+    def __init__(self, units: list[Unit], mode: str, retries: int) -> None:
+        self.slots: dict[Key, Slot] = {(unit.role, unit.index): Slot(unit) for unit in units}
         self.mode = mode
         self.retries = retries
-        self.failures = failures
+        self.failures = 0  # that use up retries, in a row without a new generation
         self.phase = Phase.RUNNING
         self.drain_grace_s = DRAIN_GRACE_S
         self.stop_cause: StopCause | None = None
@@ -161,6 +143,12 @@ class AttemptMachine:
     @property
     def trainer(self) -> Slot | None:
         return next((slot for slot in self.slots.values() if slot.unit.role == "trainer"), None)
+
+    def restore(self, failures: int, incarnations: dict[Key, int]) -> None:
+        """Continue what supervisors before this one did: their failures, and each unit's next incarnation."""
+        self.failures = failures
+        for key in self.slots.keys() & incarnations.keys():
+            self.slots[key].incarnation = incarnations[key]
 
     def start(self, now: float) -> list[Action]:
         """Start all units."""

@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.errors import ExitCode, StopCause
-from hpc_rl.name_resolve.shared_fs import LeaseView
+from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
 from hpc_rl.plan.schema import Plan
 from hpc_rl.records import EndedRecord, EventKind
-from hpc_rl.supervise import bad_nodes, exit_policy, ownership, state_machine
+from hpc_rl.supervise import bad_nodes, exit_policy, state_machine
 from hpc_rl.supervise.exit_policy import UnitExit
 from hpc_rl.supervise.hangs import HangDetector, serving
-from hpc_rl.supervise.processes import STACKS, Handle, Steps
+from hpc_rl.supervise.processes import STACKS, STOP, Handle, Steps
 from hpc_rl.supervise.state_machine import Action, AttemptMachine, Finish, Key, Phase
 from hpc_rl.trial import Attempt, write_json
 
@@ -116,35 +117,27 @@ class EventWriter:
 
 
 class UnitLoop(ABC):
-    """Starts, watches and stops the units of an attempt as its state machine decides.
-
-    Args:
-        attempt: The attempt.
-        plan: Its plan.
-        steps: How processes are started.
-        machine: Of the units.
-        hangs: Of the units.
-        avoid_hours: How long a node that failed is avoided.
-    """
+    """Starts, watches and stops the units of an attempt as its state machine decides."""
 
     def __init__(
         self,
         attempt: Attempt,
         plan: Plan,
         steps: Steps,
+        names: NameResolve,
+        rules: RecoverConfig,
         machine: AttemptMachine,
-        hangs: HangDetector,
-        avoid_hours: float,
+        servers_away_s: float = 0.0,
     ) -> None:
         self.attempt, self.trial = attempt, attempt.trial
-        self.plan, self.steps = plan, steps
-        self.machine, self.hangs = machine, hangs
+        self.plan, self.steps, self.names, self.rules = plan, steps, names, rules
+        self.machine = machine
+        self.hangs = HangDetector(rules.hang_factor, rules.hang_min_s, rules.hang_max_s, servers_away_s)
         self.events = EventWriter(attempt)
         self.requests = StopRequests()
         self.handles: dict[Key, tuple[Handle, int]] = {}
         self.finish: Finish | None = None
         self.clock = time.monotonic
-        self._avoid_hours = avoid_hours
         self._failed_starts: list[tuple[Key, int, UnitExit]] = []
 
     def run(self) -> int:
@@ -206,7 +199,7 @@ class UnitLoop(ABC):
                 case state_machine.Start():
                     self._start(action)
                 case state_machine.AskToStop(key) if key in self.handles:
-                    self.handles[key][0].ask_to_stop()
+                    self.handles[key][0].send(STOP)
                 case state_machine.Kill(key) if key in self.handles:
                     self.handles[key][0].kill()
                 case state_machine.DumpStacks(key, hangs) if key in self.handles:
@@ -255,7 +248,9 @@ class UnitLoop(ABC):
             self._failed_starts.append((key, action.incarnation, exit_policy.start_failure(error)))
             return
         with tolerant("recording processes"):
-            ownership.write_client_records(self.attempt, unit, action.incarnation, handle.children)
+            for record in handle.children:  # the roles do so only once they have loaded
+                path = self.attempt.process_record(*key, action.incarnation, record.rank, by_client=True)
+                write_json(path, record.to_json())
         self.handles[key] = (handle, action.incarnation)
         self.hangs.started(key, self.clock())
         self.unit_started()
@@ -279,8 +274,8 @@ class UnitLoop(ABC):
 
     def _avoid(self, nodes: Sequence[str], reason: str) -> None:
         # Where that can't be written the next start may get these nodes, and will report them again.
-        details = {"nodes": list(nodes), "hours": self._avoid_hours, "reason": reason}
+        details = {"nodes": list(nodes), "hours": self.rules.avoid_hours, "reason": reason}
         self.events.write(EventKind.BAD_NODES, details)
         with tolerant("recording bad nodes"):
-            bad_nodes.add(self.trial, self.attempt, nodes, reason, time.time(), self._avoid_hours)
+            bad_nodes.add(self.trial, self.attempt, nodes, reason, time.time(), self.rules.avoid_hours)
         self.update_exclude_file()

@@ -52,9 +52,6 @@ class FakeHandle:
     def kill(self) -> None:
         self.killed = True
 
-    def ask_to_stop(self) -> None:
-        self.lines.append("stop")
-
     def send(self, line: str) -> None:
         self.lines.append(line)
 
@@ -73,7 +70,7 @@ def make(tmp_path):
         attempt.make_dirs()
         steps = SimpleNamespace(start=lambda *_: FakeHandle())
         rules = RecoverConfig(hang_max_s=300.0, hang_min_s=300.0)
-        runner = TrialRunner(attempt, PLAN, steps, open_names(trial), lambda: None, rules, **more)
+        runner = TrialRunner(attempt, PLAN, steps, open_names(trial), rules, lambda: None, **more)
         runner.clock = lambda: 0.0
         runner.do(runner.machine.start(0.0))
         return runner

@@ -48,14 +48,12 @@ class FakeHandle:
     def poll(self):
         return self.code
 
-    def ask_to_stop(self) -> None:
-        self.code = 75
-
     def kill(self) -> None:
         self.code = -9
 
     def send(self, line: str) -> None:
-        pass
+        if line == "stop":
+            self.code = 75
 
     def dump_stacks(self) -> None:
         self.dumped = self.code is None
@@ -86,7 +84,7 @@ class Running:
         self.owner = self.names.lease(keys.OWNER, {"attempt": "100.0"}, 60.0)
         attempt = trial.attempt("150_0.0")
         self.job = ServerRunner(
-            attempt, PLAN, [SERVER], self.steps, self.names, serves, idle_s, RecoverConfig(**rules), end_time
+            attempt, PLAN, self.steps, self.names, RecoverConfig(**rules), end_time, [SERVER], serves, idle_s
         )
         self.code = None
         self.thread = threading.Thread(target=self._run, daemon=True)

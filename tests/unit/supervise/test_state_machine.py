@@ -48,10 +48,10 @@ class World:
     """Plays the loop: remembers which units run, and hands exits to the machine."""
 
     def __init__(
-        self, mode: str = "auto", retries: int = 2, keys=(SERVER_0, SERVER_1, ROLLOUT, TRAINER), **more
+        self, mode: str = "auto", retries: int = 2, keys=(SERVER_0, SERVER_1, ROLLOUT, TRAINER)
     ) -> None:
         self.now = 1000.0
-        self.machine = AttemptMachine([unit(*key) for key in keys], mode, retries, **more)
+        self.machine = AttemptMachine([unit(*key) for key in keys], mode, retries)
         self.running: dict[tuple[str, int], int] = {}
         self.asked: list[tuple[str, int]] = []
         self.killed: list[tuple[str, int]] = []
@@ -118,7 +118,9 @@ def test_everything_starts_at_once(world):
 
 
 def test_a_restarted_supervisor_goes_on_counting():
-    world = World(incarnations={TRAINER: 3}, failures=2).begin()
+    world = World()
+    world.machine.restore(failures=2, incarnations={TRAINER: 3})
+    world.begin()
     assert world.running[TRAINER] == 3 and world.running[ROLLOUT] == 0
     world.end(TRAINER, 70)
     assert world.machine.phase is Phase.ENDING  # the third failure with two retries

@@ -15,7 +15,7 @@ from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import end_processes, is_alive, start_ticks
 from hpc_rl.supervise import processes
-from hpc_rl.supervise.ownership import kill_leftovers, next_incarnations, write_client_records
+from hpc_rl.supervise.ownership import kill_leftovers, next_incarnations
 from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, job_hosts, unplaced_reason
 from hpc_rl.trial import Attempt, Trial, read_json, write_json
 
@@ -59,9 +59,9 @@ def test_all_tasks_are_asked_by_their_pipes_and_write_logs_of_their_own(attempt)
     handle = start(attempt, UNTIL_EOF, tasks=2)
     until_up(attempt, 2)
     assert handle.poll() is None
-    handle.ask_to_stop()
+    handle.send(processes.STOP)
     assert wait(handle) == 75
-    handle.ask_to_stop()  # harmless afterwards
+    handle.send(processes.STOP)  # harmless afterwards
     handle.kill()
     assert handle.poll() == 75
     assert sorted(path.name for path in (attempt.dir / "logs").iterdir()) == [
@@ -190,7 +190,7 @@ def srun_start(attempt, out: Path, own: Unit | None = None, components: list[int
 
 def test_one_srun_is_asked_by_its_pipe_and_killed_by_term(attempt, fake_srun):
     handle = srun_start(attempt, fake_srun)
-    handle.ask_to_stop()
+    handle.send(processes.STOP)
     time.sleep(0.3)
     assert handle.poll() is None
     handle.kill()
@@ -282,11 +282,9 @@ def test_leftovers_are_asked_then_killed_and_only_the_very_processes(attempt, mo
     try:
         for process in (left, reused, elsewhere):
             process.stdout.readline()
-        children = [
-            processes.Child(p.pid, start_ticks(p.pid), rank)
-            for rank, p in enumerate((left, reused, elsewhere))
-        ]
-        write_client_records(attempt, unit(tasks=3), 0, children)
+        for rank, process in enumerate((left, reused, elsewhere)):
+            record = processes.process_record("trainer", process.pid, rank)
+            write_json(attempt.process_record("trainer", 0, 0, rank, by_client=True), record.to_json())
         for rank, change in ((1, {"start_ticks": 1}), (2, {"host": "another"})):
             path = attempt.processes / f"client-trainer-0.0-rank{rank}.json"
             write_json(path, read_json(path) | change)

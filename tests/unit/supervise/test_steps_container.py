@@ -14,7 +14,7 @@ from launch_lines import write_steps
 
 from hpc_rl.plan.schema import Container, Unit
 from hpc_rl.proc import start_ticks
-from hpc_rl.supervise.processes import ProcessSteps, SrunSteps
+from hpc_rl.supervise.processes import STOP, ProcessSteps, SrunSteps
 from hpc_rl.trial import Attempt, Trial
 
 STAND_IN = Path(__file__).resolve().parents[2] / "helpers" / "bin" / "apptainer"
@@ -107,7 +107,7 @@ def gone(*pids: int) -> None:
 def test_a_role_is_asked_to_stop_through_its_container_and_its_code_comes_back(attempt, container):
     handle = start(attempt, container, ROLE)
     said(attempt, "up")
-    handle.ask_to_stop()
+    handle.send(STOP)
     assert wait(handle) == 75
 
 
