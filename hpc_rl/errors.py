@@ -1,7 +1,6 @@
-"""The exception tree, the exit codes, and what the job script does about an exit."""
+"""The exception tree, the exit codes, and the classes of failures and stops (requeue.py: what follows)."""
 
 import enum
-from dataclasses import dataclass
 
 
 class ExitCode(enum.IntEnum):
@@ -14,14 +13,15 @@ class ExitCode(enum.IntEnum):
     SCHEDULER = 69
     FAILED = 70
     CANNOT_WRITE = 73
-    STOPPED = 75  # of a role or job: state saved, to be started again; of the command line: busy
+    STOPPED = 75  # of a role or job: state saved, to be started again
+    BUSY = 75  # of the command line: the trial is running, or has state and the mode is fresh
     BAD_CONFIG = 78
     KILLED_BY_PERSON = 130
     KILLED_BY_SYSTEM = 143
 
 
 class FailureClass(enum.StrEnum):
-    """Origin of a failure, by which supervise/exit_policy.py decides what follows."""
+    """Origin of a failure, by which requeue.py says what follows."""
 
     USER = "user"
     DATA = "data"
@@ -44,41 +44,6 @@ class StopCause(enum.StrEnum):
     CANCELLED = "cancelled"  # `hpc-rl cancel`
     SCRIPT_KILLED = "script_killed"  # the job script is gone: no process would record the end
     NOT_NEEDED = "not_needed"  # of servers: their trial is over, or has other ones
-
-
-class ScriptAction(enum.StrEnum):
-    """What the job script does once its supervisor has exited."""
-
-    DONE = "done"
-    START_AGAIN = "start_again"  # requeue, or a successor; on this machine in place
-    RESTART_SUPERVISOR = "restart_supervisor"  # in place, a limited number of times
-    END = "end"
-
-
-@dataclass(frozen=True)
-class ScriptRule:
-    """An action of the job script, and the reason that it reports where the job ends with it."""
-
-    action: ScriptAction
-    reason: str
-
-
-# The job script is rendered from these two tables. A stop that the script knows of comes before the exit
-# code, but for code 0. With recover.mode disabled nothing is started again. Its last line in
-# `jobs/<job id>.state` has the cause of the stop under `cause`.
-AFTER_STOP: dict[StopCause, ScriptRule] = {
-    StopCause.CANCELLED: ScriptRule(ScriptAction.END, "cancelled by the user"),
-    StopCause.TIME_LIMIT: ScriptRule(ScriptAction.START_AGAIN, "the time limit was reached"),
-    # A requeue of a cancelled job would revive it; the scheduler itself requeues preempted jobs.
-    StopCause.PREEMPTION: ScriptRule(ScriptAction.END, "stopped by a signal"),
-}
-AFTER_EXIT: dict[ExitCode, ScriptRule] = {
-    ExitCode.DONE: ScriptRule(ScriptAction.DONE, "done"),
-    ExitCode.STOPPED: ScriptRule(ScriptAction.START_AGAIN, "stopped with its state saved"),
-}
-# of a code above 128
-AFTER_SIGNAL = ScriptRule(ScriptAction.RESTART_SUPERVISOR, "the supervisor was killed too often")
-AFTER_OTHER_EXIT = ScriptRule(ScriptAction.END, "the supervisor gave up; see events.jsonl of the attempt")
 
 
 class HpcRlError(Exception):
@@ -119,7 +84,7 @@ class TrialNameError(TrialStateError):
 class TrialBusy(TrialStateError):
     """The trial is running, or has state and the mode is a fresh start."""
 
-    exit_code = ExitCode.STOPPED
+    exit_code = ExitCode.BUSY
 
 
 class NothingToResume(TrialStateError):

@@ -72,12 +72,12 @@ def outcome_lines(trial: Trial, done: list[CancelledJob]) -> list[str]:
 def _wait(trial: Trial, item: CancelledJob, timeout_s: float, quiet: bool) -> int:
     state = wait_until_over(trial, item.job, timeout_s)
     if quiet:
-        return ExitCode.DONE if state is not None else ExitCode.STOPPED
+        return ExitCode.DONE if state is not None else ExitCode.BUSY
     show, resume = trial_index.commands(trial, "status", "recover")
     job = f"job {item.job.job_id} is"
     if state is None:
         print(f"{job} still shutting down after {format_duration(timeout_s)}: {show}")
-        return ExitCode.STOPPED
+        return ExitCode.BUSY
     status = read_status(trial, state)
     print(f"{job} over: {status.state}" + (f", {one_line(status.reason)}" if status.reason else ""))
     if status.generation is not None and status.state is not TrialState.DONE:

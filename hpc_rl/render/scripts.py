@@ -9,13 +9,14 @@ from typing import Any
 import jinja2
 
 from hpc_rl.config.sections.experiment import Config
-from hpc_rl.errors import AFTER_EXIT, AFTER_OTHER_EXIT, AFTER_SIGNAL, AFTER_STOP, ConfigError
+from hpc_rl.errors import ConfigError
 from hpc_rl.name_resolve import keys, names_dir
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import container_command, layouts, steps
 from hpc_rl.render.hooks import EVENTS, gather
 from hpc_rl.render.jinja_environment import LINE_BREAK, LayeredEnvironment, environment, template_root
 from hpc_rl.render.overrides import refuse_overrides
+from hpc_rl.requeue import AFTER_EXIT, AFTER_OTHER_EXIT, AFTER_SIGNAL, AFTER_STOP
 from hpc_rl.schedulers.submitit import PARAMETERS
 from hpc_rl.trial import Trial
 

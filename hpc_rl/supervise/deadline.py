@@ -60,38 +60,12 @@ class StepTimes:
         return p95(self._values["save_s"])
 
 
-def lead_s(step_s: float, save_s: float) -> float:
-    """Return how long before the end of a job the trainer is asked to finish its step and save."""
-    return step_s + 1.5 * save_s + MARGIN_S
-
-
-def drain_time(start: float, end: float, step_s: float, save_s: float) -> float:
-    """Return when to stop so that the state is saved before the scheduler ends the job; all by one clock.
-
-    Never in the first half of the job's time: a limit that is too short must not make it start and stop for
-    ever.
-    """
-    return max(end - lead_s(step_s, save_s), start + (end - start) / 2)
-
-
-def drain_grace_s(least_s: float, step_s: float, save_s: float) -> float:
-    """Return how long a trainer that was asked to stop may take: two steps and saves of its own kind."""
-    return max(least_s, 2 * (step_s + save_s))
-
-
 class JobDeadline:
-    """When a job ends, and when its trainer has to stop.
-
-    Args:
-        query: When the scheduler will end the job, Unix seconds, or None.
-        times: How long a step and a save take.
-        clock: Monotonic, in seconds.
-        wall_clock: Unix seconds.
-    """
+    """When a job ends, and when its trainer has to stop."""
 
     def __init__(
         self,
-        query: Callable[[], float | None],
+        query: Callable[[], float | None],  # when the scheduler will end the job, Unix seconds, or None
         times: StepTimes,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -128,13 +102,18 @@ class JobDeadline:
     def until_drain_s(self) -> float:
         return self._drain_at - self._clock()
 
+    @property
+    def lead_s(self) -> float:
+        """How long before the end of the job the trainer is asked to finish its step and save."""
+        return self.times.step_s + 1.5 * self.times.save_s + MARGIN_S
+
     def is_early_warning(self, cause: StopCause) -> bool:
         """Return whether a request is Slurm's `--signal`, minutes before this clock would stop."""
         return cause is StopCause.USER_SIGNAL and self.left_s < WARNING_S and self.until_drain_s > 0
 
     def grace_s(self, least_s: float) -> float:
-        """Return how long a trainer that is asked to stop now may take."""
-        grace_s = drain_grace_s(least_s, self.times.step_s, self.times.save_s)
+        """Return how long a trainer that is asked to stop now may take: two of its steps and saves."""
+        grace_s = max(least_s, 2 * (self.times.step_s + self.times.save_s))
         return max(1.0, min(grace_s, self.left_s)) if self.left_s > 0 else grace_s
 
     def _query_end(self) -> bool:
@@ -149,8 +128,10 @@ class JobDeadline:
         return self.ends_at != before
 
     def _place(self) -> None:
+        # Never in the first half of the job's time: a limit that is too short must not make it start and stop
+        # for ever.
         if self.ends_at is not None:
-            self._drain_at = drain_time(self._started, self._end, self.times.step_s, self.times.save_s)
+            self._drain_at = max(self._end - self.lead_s, (self._started + self._end) / 2)
 
 
 class JobEndTime:

@@ -1,20 +1,19 @@
-"""What follows from an exit: of a unit, of the trainer, of a whole attempt. Tables and pure functions.
+"""What follows from an exit: of a unit, of the trainer, of an attempt. Pure; the tables are in requeue.py.
 
 Slurm's FAILED and srun's code say little, so the class of a failure comes from the exit record of the process
-itself, then from what srun and the node wrote to the log, then from the code. What the job script does after
-the supervisor is the table in errors.py; which state a trainer starts from is checkpoint/decide.py.
+itself, then from what srun and the node wrote to the log, then from the code.
 """
 
 import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from hpc_rl.errors import ExitCode, FailureClass, StopCause
+from hpc_rl.errors import ExitCode, FailureClass
 from hpc_rl.files import is_full, last_lines
 from hpc_rl.plan.schema import Unit
 from hpc_rl.records import Event, EventKind, ExitRecord
+from hpc_rl.requeue import POLICIES, FailurePolicy
 from hpc_rl.trial import Attempt
 
 FINAL_CODES = (ExitCode.BAD_CONFIG, ExitCode.REFUSED, ExitCode.NOTHING_TO_RESUME)  # the same on every start
@@ -31,94 +30,18 @@ LOG_LINES = 12  # of each log, in which the launcher may say why
 MAX_QUOTE = 200  # characters of a log line in a reason
 
 
-@dataclass(frozen=True)
-class FailurePolicy:
-    """What follows from a failure of one class.
-
-    Args:
-        action: `restart` the role in place, `requeue` the job to get other nodes, or `end` and wait for the
-            user.
-        uses_retry: It counts against `recover.retries`; a new generation resets the count.
-        advice: What the user has to do once the attempt has ended for it.
-        max_restarts: Without a new generation, where `recover.retries` allows more.
-        exclude_nodes: The nodes that it happened on are avoided for a while.
-        pause_s: Before each restart in place; None: the longer the more failures there were.
-    """
-
-    action: Literal["restart", "requeue", "end"]
-    uses_retry: bool
-    advice: str
-    max_restarts: int | None = None
-    exclude_nodes: bool = False
-    pause_s: float | None = None
-
-
-RESUME = (
-    "then run `hpc-rl recover` to continue from the newest checkpoint, "
-    "or `hpc-rl submit` to begin where there is none"
-)
-POLICIES: dict[FailureClass, FailurePolicy] = {
-    FailureClass.USER: FailurePolicy(
-        "end", True, f"the same would happen again: correct the configuration or the code, {RESUME}"
-    ),
-    FailureClass.DATA: FailurePolicy(
-        "end", True, f"the same would happen again: check the data, the workflow and the reward, {RESUME}"
-    ),
-    FailureClass.OUT_OF_MEMORY: FailurePolicy(
-        "restart",
-        True,
-        f"give it more memory, or make its batches smaller (max_tokens_per_mb), {RESUME}",
-        max_restarts=1,
-    ),
-    FailureClass.NODE: FailurePolicy(
-        "requeue", True, f"ask the administrators about the nodes, {RESUME}", exclude_nodes=True
-    ),
-    FailureClass.INFRASTRUCTURE: FailurePolicy("restart", True, f"look for the cause in the logs, {RESUME}"),
-    FailureClass.DISK_FULL: FailurePolicy(
-        "restart", False, f"make room where the trial is stored, {RESUME}", pause_s=20.0
-    ),
-    FailureClass.PREEMPTION: FailurePolicy("requeue", False, "nothing: the scheduler starts it again"),
-    FailureClass.WALL_TIME: FailurePolicy("requeue", False, "nothing: it continues where it stopped"),
-    FailureClass.UNKNOWN: FailurePolicy("restart", True, f"look for the cause in the logs, {RESUME}"),
-}
-
-STOP_REASONS: dict[StopCause, tuple[str, FailureClass]] = {
-    StopCause.PREEMPTION: (
-        "SIGTERM from the scheduler: a cancel, a preemption or the time limit",
-        FailureClass.PREEMPTION,
-    ),
-    StopCause.USER_SIGNAL: ("SIGUSR1: asked to save and stop", FailureClass.USER),
-    StopCause.INTERRUPTED: ("SIGINT: interrupted by the user", FailureClass.USER),
-    StopCause.TIME_LIMIT: ("the job's time is nearly over", FailureClass.WALL_TIME),
-    StopCause.CANCELLED: ("cancelled by the user", FailureClass.USER),
-    StopCause.SCRIPT_KILLED: (
-        "the job script that started the supervisor was killed",
-        FailureClass.USER,
-    ),
-    StopCause.NOT_NEEDED: ("the trial does not need these servers any more", FailureClass.USER),
-}
-
-
 # --- how a unit exited -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class UnitExit:
-    """How one incarnation of a unit exited.
+    """How one incarnation of a unit exited."""
 
-    Args:
-        code: Exit code; 128 + signal of a death by signal.
-        reason: For people.
-        failure: Class of the failure.
-        nodes: Those to blame.
-        final: By its own report another start would end the same way.
-    """
-
-    code: int
+    code: int  # 128 + signal of a death by signal
     reason: str
     failure: FailureClass = FailureClass.UNKNOWN
-    nodes: tuple[str, ...] = ()
-    final: bool = False
+    nodes: tuple[str, ...] = ()  # those to blame
+    final: bool = False  # by its own report another start would end the same way
 
     @property
     def by_signal(self) -> bool:
@@ -137,10 +60,10 @@ class UnitExit:
 def unit_exit(attempt: Attempt, unit: Unit, incarnation: int, launcher_code: int) -> UnitExit:
     """Return how an incarnation exited, by its exit records, its launcher's code and its logs."""
     process = (unit.role, unit.index, incarnation)
-    records = [ExitRecord.read(attempt.exit_record(*process, rank)) for rank in range(unit.num_tasks)]
+    ranks = range(unit.num_tasks)
+    records = [ExitRecord.read(attempt.exit_record(*process, rank)) for rank in ranks]
     found = combine_ranks(records, launcher_code)
-    own_log = attempt.log(*process)
-    logs = [own_log, *(attempt.log(*process, rank) for rank in range(unit.num_tasks))]
+    logs = [attempt.log(*process, rank) for rank in (None, *ranks)]  # the launcher's own comes first
     if not any(records) and not found.by_signal:
         quotes = (lines[0].strip()[:MAX_QUOTE] for log in logs if (lines := last_lines(log, 1)))
         quote = next(filter(None, quotes), "")
@@ -148,7 +71,7 @@ def unit_exit(attempt: Attempt, unit: Unit, incarnation: int, launcher_code: int
     if all(records):
         return classify(found, [], [])
     every_line = [line for log in logs for line in last_lines(log, LOG_LINES)]
-    return classify(found, last_lines(own_log, LOG_LINES), every_line)
+    return classify(found, last_lines(logs[0], LOG_LINES), every_line)
 
 
 def start_failure(error: OSError) -> UnitExit:
@@ -245,12 +168,9 @@ _NODE = re.compile(
 
 
 def classify(found: UnitExit, launcher_lines: Sequence[str], all_lines: Sequence[str]) -> UnitExit:
-    """Return the exit with its class, from its code and from log lines; the line that decides is quoted.
+    """Return the exit with its class, by its code, the end of the launcher's own log, and those of all logs.
 
-    Args:
-        found: The exit, perhaps with a class that the process recorded.
-        launcher_lines: The end of the launcher's own log: only Slurm knows that a node failed.
-        all_lines: The ends of all logs.
+    The line that decides is quoted. Of a failed node only the launcher knows.
     """
     if not found.is_failure or found.final or found.failure is not FailureClass.UNKNOWN:
         return found
@@ -284,11 +204,7 @@ class Consequence:
 def after_trainer(found: UnitExit, mode: str, failures: int, retries: int) -> Consequence:
     """Return what follows from the exit of a trainer that was not asked to stop.
 
-    Args:
-        found: Its exit.
-        mode: `recover.mode`.
-        failures: In a row without a new generation, this one included.
-        retries: `recover.retries`.
+    `failures` are those in a row without a new generation, this one included.
     """
     if found.code == ExitCode.DONE:
         return Consequence(False, ExitCode.DONE, "the trainer reached its last step")
@@ -321,15 +237,9 @@ def after_failure(unit: str, found: UnitExit, mode: str, failures: int, retries:
 
 
 def after_drain(found: UnitExit | None, mode: str, failures: int, retries: int, asked: str) -> Consequence:
-    """Return what follows when the trainer exited after it was asked to stop.
+    """Return what follows when the trainer exited after it was asked to stop, for the reason `asked`.
 
-    Args:
-        found: Its exit; None where none ran. One that was killed before it could save has its newest
-            generation.
-        mode: `recover.mode`.
-        failures: In a row without a new generation.
-        retries: `recover.retries`.
-        asked: Why it was asked to stop.
+    `found` is None where none ran. A trainer that was killed before it could save has its newest generation.
     """
     if found is None:
         return Consequence(False, ExitCode.STOPPED, f"{asked}; no trainer was running")

@@ -34,11 +34,9 @@ class _Watched:
 class HangDetector:
     """The units of an attempt, and when each last moved.
 
-    Args:
-        factor: A trainer hangs after this many times the 95th percentile of a step,
-        min_s: but not before this many seconds,
-        max_s: and at the latest after these; also how long a start may take.
-        away_s: For how long no unit is blamed while no server serves; 0 for a trial without servers.
+    A trainer hangs after `factor` times the 95th percentile of a step, not before `min_s` and at the latest
+    after `max_s`; that is also how long a start may take. For `away_s` no unit is blamed while no server
+    serves; 0 for a trial without servers.
     """
 
     def __init__(self, factor: float, min_s: float, max_s: float, away_s: float = 0.0) -> None:

@@ -12,6 +12,7 @@ from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import Lease, NameResolve
 from hpc_rl.plan.schema import Plan
 from hpc_rl.records import DoneRecord, DrainIntent, EventKind, JobRecord, read_events
+from hpc_rl.requeue import RESUME, STOPS
 from hpc_rl.supervise import exit_policy, ownership
 from hpc_rl.supervise.deadline import JobDeadline, StepTimes
 from hpc_rl.supervise.processes import Steps, process_record, unplaced_reason
@@ -102,7 +103,7 @@ class TrialRunner(UnitLoop):
         earlier = [one for one in attempts_of(self.trial, self.attempt.job_id) if one.id != self.attempt.id]
         count = exit_policy.fruitless_attempts([read_events(one) for one in earlier])
         if count >= max(exit_policy.MAX_FRUITLESS_ATTEMPTS, self.rules.retries + 1):
-            why = f"{count} attempts in a row ended without a new checkpoint; see why, {exit_policy.RESUME}"
+            why = f"{count} attempts in a row ended without a new checkpoint; see why, {RESUME}"
             self.do(self.machine.abandon(self.clock(), ExitCode.FAILED, why))
 
     def observe(self, now: float) -> None:
@@ -154,7 +155,7 @@ class TrialRunner(UnitLoop):
     def _stop(self, cause: StopCause) -> None:
         # Made durable first: a supervisor that is killed from here on must not start everything again.
         if self.machine.phase is Phase.RUNNING and cause is not StopCause.CANCELLED:
-            reason, _ = exit_policy.STOP_REASONS[cause]
+            reason, _ = STOPS[cause]
             intent = DrainIntent(cause=cause, reason=reason, time=time.time())
             with tolerant("writing the request to stop"):
                 write_json(self.trial.drain_intent(self.attempt.id), intent.to_json())

@@ -16,7 +16,8 @@ from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import DoneRecord, EventKind, JobEvent, read_job_state
-from hpc_rl.supervise import exit_policy, ownership
+from hpc_rl.requeue import STOPS
+from hpc_rl.supervise import ownership
 from hpc_rl.supervise.processes import Steps
 from hpc_rl.supervise.state_machine import AttemptMachine, Finish
 from hpc_rl.supervise.unit_loop import RateLimit, UnitLoop
@@ -92,7 +93,7 @@ class ServerRunner(UnitLoop):
         if code == ExitCode.STOPPED and self._not_needed:
             code, reason = ExitCode.DONE, self._not_needed
         elif code == ExitCode.STOPPED and self.machine.stop_cause is not None:
-            reason, _ = exit_policy.STOP_REASONS[self.machine.stop_cause]
+            reason, _ = STOPS[self.machine.stop_cause]
         self.write_ended(code, reason)
         return code
 

@@ -12,6 +12,7 @@ from typing import Any
 from hpc_rl.errors import ExitCode, FailureClass, StopCause
 from hpc_rl.plan.schema import Unit
 from hpc_rl.records import EventKind
+from hpc_rl.requeue import STOPS
 from hpc_rl.supervise import exit_policy
 from hpc_rl.supervise.exit_policy import Consequence, UnitExit
 
@@ -114,6 +115,15 @@ class Slot:
         return self.unit.role, self.unit.index
 
     @property
+    def about(self) -> dict[str, Any]:
+        """Which unit this is, as events name it."""
+        return {"role": self.unit.role, "index": self.unit.index}
+
+    @property
+    def about_incarnation(self) -> dict[str, Any]:
+        return self.about | {"incarnation": self.incarnation}
+
+    @property
     def name(self) -> str:
         return f"{self.unit.role} {self.unit.index}"
 
@@ -165,7 +175,7 @@ class AttemptMachine:
 
     def stop(self, now: float, cause: StopCause, reason: str = "") -> list[Action]:
         """Save the state and end the attempt."""
-        usual_reason, failure = exit_policy.STOP_REASONS[cause]
+        usual_reason, failure = STOPS[cause]
         reason = reason or usual_reason
         details = {"cause": cause.value, "reason": reason}
         if self.phase is not Phase.RUNNING:
@@ -189,7 +199,7 @@ class AttemptMachine:
         if not self._may_be_killed(slot):
             return []
         slot.killed_as, slot.kill_at = exit_policy.hung(why), now + STACKS_S
-        event = LogEvent(EventKind.HUNG, _about(slot) | {"reason": why})
+        event = LogEvent(EventKind.HUNG, slot.about_incarnation | {"reason": why})
         return [event, *(DumpStacks(one.key, one is slot) for one in self._running())]
 
     def unplaced(self, key: Key, why: str) -> list[Action]:
@@ -199,7 +209,7 @@ class AttemptMachine:
             return []
         slot.killed_as = exit_policy.unplaced(slot.unit.role, why, is_first_start=slot.incarnation == 0)
         slot.kill_at = float("inf")
-        return [LogEvent(EventKind.UNPLACED, _about(slot) | {"reason": why}), Kill(key)]
+        return [LogEvent(EventKind.UNPLACED, slot.about_incarnation | {"reason": why}), Kill(key)]
 
     def _may_be_killed(self, slot: Slot) -> bool:
         return self.phase is Phase.RUNNING and slot.state is SlotState.RUNNING and slot.killed_as is None
@@ -274,14 +284,15 @@ class AttemptMachine:
     def _start(self, slot: Slot, now: float) -> list[Action]:
         slot.state = SlotState.RUNNING
         slot.started_at, slot.served_at = now, None
-        return [_started(slot), Start(slot.unit, slot.incarnation)]
+        event = LogEvent(EventKind.STARTED, slot.about_incarnation)
+        return [event, Start(slot.unit, slot.incarnation)]
 
     def _trainer_exited(self, slot: Slot, found: UnitExit, now: float) -> list[Action]:
         if self.phase is Phase.DRAINING:
             return self._end_all(now, self._after_drain(found))
         if found.code == ExitCode.STOPPED and self._may_stop_for is not None:
             self.stop_cause = self._may_stop_for
-            usual_reason, _ = exit_policy.STOP_REASONS[self._may_stop_for]
+            usual_reason, _ = STOPS[self._may_stop_for]
             found = UnitExit(found.code, f"{usual_reason}: no rollout would be finished")
         follows = exit_policy.after_trainer(found, self.mode, self.failures, self.retries)
         avoid = self._avoid(found)
@@ -326,9 +337,8 @@ class AttemptMachine:
         """Leave a unit down for long; the attempt fails with the last one of a role, or `even_alone`."""
         slot.state = SlotState.GAVE_UP
         slot.restart_at = float("inf") if slot.lost_node else now + exit_policy.GIVE_UP_PAUSE_S
-        details: dict[str, Any] = {"role": slot.unit.role, "index": slot.unit.index, "reason": why}
-        details |= {} if slot.lost_node else {"pause_s": exit_policy.GIVE_UP_PAUSE_S}
-        gave_up: list[Action] = [LogEvent(EventKind.GAVE_UP, details)]
+        pause = {} if slot.lost_node else {"pause_s": exit_policy.GIVE_UP_PAUSE_S}
+        gave_up: list[Action] = [LogEvent(EventKind.GAVE_UP, slot.about | {"reason": why} | pause)]
         if even_alone:
             return gave_up + self._fail(now, ExitCode.FAILED, why)
         peers = [other for other in self.slots.values() if other.unit.role == slot.unit.role]
@@ -341,8 +351,7 @@ class AttemptMachine:
     def _pause(self, slot: Slot, now: float, pause_s: float, why: str) -> list[Action]:
         slot.state = SlotState.PAUSED
         slot.restart_at = now + pause_s
-        details = {"role": slot.unit.role, "index": slot.unit.index, "pause_s": pause_s, "reason": why}
-        return [LogEvent(EventKind.RESTARTING, details)]
+        return [LogEvent(EventKind.RESTARTING, slot.about | {"pause_s": pause_s, "reason": why})]
 
     def _fail(self, now: float, code: int, why: str) -> list[Action]:
         """End the attempt with this code; the trainer may still save."""
@@ -387,17 +396,12 @@ class AttemptMachine:
         return [slot for slot in self.slots.values() if slot.state is SlotState.RUNNING]
 
 
-def _about(slot: Slot) -> dict[str, Any]:
-    """Return which incarnation of which unit, as events name it."""
-    return {"role": slot.unit.role, "index": slot.unit.index, "incarnation": slot.incarnation}
-
-
-def _started(slot: Slot) -> LogEvent:
-    return LogEvent(EventKind.STARTED, _about(slot))
-
-
 def _exited(slot: Slot, found: UnitExit, lived_s: float, uses_retry: bool) -> LogEvent:
-    details = _about(slot) | {"code": int(found.code), "reason": found.reason, "lived_s": round(lived_s, 3)}
+    details = slot.about_incarnation | {
+        "code": int(found.code),
+        "reason": found.reason,
+        "lived_s": round(lived_s, 3),
+    }
     if found.is_failure:
         details["class"] = found.failure.value
     return LogEvent(EventKind.EXITED, details | ({"failure": True} if uses_retry else {}))

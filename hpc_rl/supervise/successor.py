@@ -35,20 +35,9 @@ def submit_successor(
 ) -> str:
     """Submit the job that is start number `restart` of a submission, and return its id. Idempotent.
 
-    Args:
-        trial: The trial of the job.
-        job_id: The submission.
-        restart: Number of the start that the successor makes.
-        after: Slurm's id of the job that runs now.
-        name: Job name.
-        script: The script, as it was submitted.
-        array: Task of an array that continues alone; empty for a job that is not an array.
-        exclude: Nodes to avoid instead of those that the script names, empty for none; None leaves it to the
-            script.
-        arguments: Of the script, after the submission and the number of the start.
-        scheduler: Where it is submitted.
-
-    Raises TrialBusy where the submission was cancelled; SchedulerError, OSError.
+    It starts `after` the job of Slurm's that runs now. `arguments` follow the submission and the number of
+    the start; `array` and `exclude` as of JobSpec. Raises TrialBusy where the submission was cancelled;
+    SchedulerError, OSError.
     """
     scheduler = scheduler or SlurmScheduler()
     record = trial.successor(job_id, restart)

@@ -12,7 +12,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2] / "hpc_rl"
 FLOORS = [
     {"__init__", "errors"},
-    {"types", "trial", "allocation", "auth", "log", "net", "proc", "slurm_time", "checked_file", "files"},
+    {
+        "types",
+        "trial",
+        "requeue",
+        "allocation",
+        "auth",
+        "log",
+        "net",
+        "proc",
+        "slurm_time",
+        "checked_file",
+        "files",
+    },
     {"records"},
     {"config", "schedulers", "name_resolve", "stats", "algorithms"},
     {"plan", "engines", "datasets"},

@@ -21,8 +21,9 @@ from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.tables.changes import Change, refuse_unsafe
 from hpc_rl.datasets.rows import check_same_rows
-from hpc_rl.errors import AFTER_EXIT, AFTER_STOP, CannotWrite, FailureClass, HpcRlError, StopCause
+from hpc_rl.errors import CannotWrite, FailureClass, HpcRlError, StopCause
 from hpc_rl.plan.plan import make_plan
+from hpc_rl.requeue import AFTER_EXIT, AFTER_STOP
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.shared_query import NOT_LISTED
 from hpc_rl.schedulers.sinfo import Node

@@ -1,4 +1,4 @@
-"""Every row of the tables in errors.py, as the job script follows it under bash with a supervisor of a few lines."""
+"""Every row of the tables in requeue.py, as the job script follows it under bash with a supervisor of a few lines."""
 
 import os
 import signal
@@ -8,16 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.errors import (
-    AFTER_EXIT,
-    AFTER_OTHER_EXIT,
-    AFTER_SIGNAL,
-    AFTER_STOP,
-    ExitCode,
-    ScriptAction,
-    StopCause,
-)
+from hpc_rl.errors import ExitCode, StopCause
 from hpc_rl.files import JsonLines
+from hpc_rl.requeue import AFTER_EXIT, AFTER_OTHER_EXIT, AFTER_SIGNAL, AFTER_STOP, ScriptAction
 from hpc_rl.trial import Trial
 
 SUPERVISOR = """#!/bin/bash

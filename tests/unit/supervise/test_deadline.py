@@ -15,10 +15,10 @@ from hpc_rl.supervise.deadline import (
     JobDeadline,
     JobEndTime,
     StepTimes,
-    drain_grace_s,
-    lead_s,
 )
 from hpc_rl.trial import Trial
+
+LEAD_S = 60 + 15 + MARGIN_S  # of the steps and saves below
 
 
 class World:
@@ -35,15 +35,22 @@ class World:
 
 
 def test_the_lead_is_a_step_and_a_save_and_a_margin():
-    assert lead_s(100, 20) == 100 + 30 + MARGIN_S
-    assert drain_grace_s(120, 1, 1) == 120 and drain_grace_s(120, 300, 60) == 720
+    assert World(None, 100, 20).time.lead_s == 100 + 30 + MARGIN_S
+    assert World(None, 1, 1).time.grace_s(120) == 120 and World(None, 300, 60).time.grace_s(120) == 720
+
+
+def test_draining_begins_early_enough_but_not_in_the_first_half():
+    for ends_at, step_s, save_s, drain_at in ((7200, 20, 6, 7200 - 20 - 9 - MARGIN_S), (100, 20, 5, 50)):
+        world = World(ends_at, step_s, save_s)
+        world.time.update()
+        assert world.time.until_drain_s == drain_at
 
 
 def test_it_stops_in_time_and_asks_once_more_before():
     world = World(ends_at=3600)
     assert world.time.update()
-    assert world.time.until_drain_s == 3600 - lead_s(60, 10)
-    world.now = 3600 - lead_s(60, 10) - 1
+    assert world.time.until_drain_s == 3600 - LEAD_S
+    world.now = 3600 - LEAD_S - 1
     assert not world.time.is_reached() and world.num_queries == 1
     world.now += 2
     assert world.time.is_reached() and world.num_queries == 2
@@ -133,7 +140,7 @@ def test_a_warning_minutes_early_is_not_obeyed_where_the_end_is_known():
     world.now = 3600 - WARNING_S + 1
     assert world.time.is_early_warning(StopCause.USER_SIGNAL)
     assert not world.time.is_early_warning(StopCause.CANCELLED)
-    world.now = 3600 - lead_s(60, 10) + 1
+    world.now = 3600 - LEAD_S + 1
     assert not world.time.is_early_warning(StopCause.USER_SIGNAL), "it is time"
 
 

@@ -7,8 +7,8 @@ import pytest
 from hpc_rl.errors import FailureClass as F
 from hpc_rl.plan.schema import Unit
 from hpc_rl.records import Event, EventKind, ExitRecord
+from hpc_rl.requeue import POLICIES
 from hpc_rl.supervise.exit_policy import (
-    POLICIES,
     UnitExit,
     after_trainer,
     classify,

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hpc_rl.errors import FailureClass, StopCause
 from hpc_rl.plan.schema import Unit
 from hpc_rl.records import ExitRecord
-from hpc_rl.supervise.deadline import drain_time
 from hpc_rl.supervise.exit_policy import UnitExit, combine_ranks, pause_s
 from hpc_rl.supervise.state_machine import (
     DRAIN_GRACE_S,
@@ -541,8 +540,3 @@ def test_the_end_of_a_unit_in_words():
 
 def test_pauses():
     assert [pause_s(n) for n in (0, 1, 2, 3, 7, 100)] == [0.5, 0.5, 1, 2, 30, 30]
-
-
-def test_draining_begins_early_enough_but_not_in_the_first_half():
-    assert drain_time(0, 7200, step_s=20, save_s=6) == 7200 - 20 - 9 - 30
-    assert drain_time(100, 200, 20, 5) == 150
