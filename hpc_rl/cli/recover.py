@@ -19,22 +19,14 @@ from hpc_rl.cli.submit import (
 )
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.tables.changes import Change
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialStateError
 from hpc_rl.records import read_lineages
 from hpc_rl.schedulers import pick, slurm
 from hpc_rl.status.formatting import printable
 from hpc_rl.submit import submission as submission
 from hpc_rl.submit import trial_index
-from hpc_rl.submit.first_start import (
-    FirstStart,
-    batches_after,
-    needs_new_batches,
-    option_changes,
-    predict_start,
-)
+from hpc_rl.submit.first_start import FirstStart, Recovery
 from hpc_rl.submit.lock import check_unlocked
-from hpc_rl.submit.submission import Recovery
 from hpc_rl.trial import Trial
 
 EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, where the trial's state allows it:
@@ -62,7 +54,7 @@ def run(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     loaded = stored(trial, args.overrides)
     parent = next((record.submission for record in reversed(read_lineages(trial))), None)
-    recovery = submission.Recovery(from_step=args.from_step, replay=args.replay, parent=parent)
+    recovery = Recovery(from_step=args.from_step, replay=args.replay, parent=parent)
     if args.explain:
         return explain(trial, loaded, recovery, args)
     planned = prepared(trial, loaded, args.no_check)
@@ -104,11 +96,10 @@ def stored(trial: Trial, overrides: list[str]) -> Loaded:
 def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: Namespace) -> int:
     """Print what the first start would do now; return the exit code of a recover without --explain."""
     config = check(loaded, files=False).config
-    start = predict_start(trial, config, "resume", recovery.from_step)
+    start = FirstStart(trial, config, recovery)
     decision = start.decision
-    changed: list[Change] = []
     with contextlib.suppress(ConfigError):  # reported below, at the same point as by a recover
-        changed = option_changes(trial, config, decision)
+        start.find_changes()
     try:
         check_unlocked(trial)
         planned = prepared(trial, loaded, args.no_check)
@@ -117,22 +108,21 @@ def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: Namespace) -
         )
     except HpcRlError as error:
         decision = Decision("refuse", str(error), exit_code=error.exit_code)
-    renews = needs_new_batches(config, start.situation, changed, recovery.replay)
-    renews = renews and decision.action in ("load", "fresh")
-    batches = batches_after(trial, decision.step) if renews else []
+    new_batches = start.new_batches and decision.action in ("load", "fresh")
+    batches = start.batches_set_aside() if new_batches else []
     if args.json:
-        batch_facts = {"new_batches": renews, "set_aside_batches": batches}
-        print_json(as_json(start, decision, changed) | batch_facts)
+        batch_facts = {"new_batches": new_batches, "set_aside_batches": batches}
+        print_json(as_json(start, decision) | batch_facts)
     else:
         lines = explanation(trial, start.situation, decision)
         if decision.action == "load" and start.unread:
             lines.append(unread_line(trial, start))
-        lines += new_batches_lines(batches) if renews else []
-        print(printable("\n".join([*lines, *changed_lines(changed)])))
+        lines += new_batches_lines(batches) if new_batches else []
+        print(printable("\n".join([*lines, *changed_lines(start.changes)])))
     return ExitCode(decision.exit_code)
 
 
-def as_json(start: FirstStart, decision: Decision, changed: list[Change]) -> dict[str, Any]:
+def as_json(start: FirstStart, decision: Decision) -> dict[str, Any]:
     return {
         "action": decision.action,
         "step": decision.step,
@@ -142,7 +132,7 @@ def as_json(start: FirstStart, decision: Decision, changed: list[Change]) -> dic
         "set_aside": decision.set_aside,
         "read_while_loading": start.unread if decision.action == "load" else [],
         "generations": [dataclasses.asdict(one) for one in start.situation.generations],
-        "changes": [dataclasses.asdict(change) for change in changed],
+        "changes": [dataclasses.asdict(change) for change in start.changes],
     }
 
 

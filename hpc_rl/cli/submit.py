@@ -146,8 +146,8 @@ def announce(made: Submission, planned: Planned, args: Namespace) -> int:
     elif args.parsable:
         print(made.job_id)
     else:
-        said = [*notes(planned), *changed_lines(made.changes)]
-        said += new_batches_lines(made.batches_after) if made.new_batches else []
+        said = [*notes(planned), *changed_lines(made.start.changes)]
+        said += new_batches_lines(made.batches_set_aside) if made.start.new_batches else []
         if made.allocation_was not in ("", planned.plan.allocation):
             change = f"{made.allocation_was} -> {planned.plan.allocation}"
             said.append(f"changed    allocation: {change}  (safe: the state is resharded)")
@@ -186,10 +186,12 @@ def lines(made: Submission) -> list[str]:
     found += [f"trial      {made.trial}", f"directory  {made.trial.dir}"]
     found += [f"job        {made.job_id} ({made.scheduler})"] if made.job_id else []
     found += [f"servers    {made.server_job_id}"] if made.server_job_id else []
-    if made.step is not None:
+    start = made.start
+    if start.step is not None:
         state = "which was read and is sound" if made.job_id else "if it verifies"
-        state += f"; checked while it is loaded: {', '.join(made.unread)}" if made.unread else ""
-        what = f"from checkpoint {made.step}, {state}"
+        unread = start.unread if made.job_id else ()
+        state += f"; checked while it is loaded: {', '.join(unread)}" if unread else ""
+        what = f"from checkpoint {start.step}, {state}"
         found.append(f"start      {what}; a fresh start needs another trial_name")
     return [*found, f"script     {made.script}"]
 
@@ -205,9 +207,9 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
         "output": str(made.output) if made.output else None,
         "allocation": planned.plan.allocation,
         "notes": planned.notes,
-        "changes": [dataclasses.asdict(change) for change in made.changes],
-        "new_batches": made.new_batches,
-        "set_aside_batches": made.batches_after,
+        "changes": [dataclasses.asdict(change) for change in made.start.changes],
+        "new_batches": made.start.new_batches,
+        "set_aside_batches": made.batches_set_aside,
     }
 
 
@@ -215,7 +217,7 @@ def _dry_run(planned: Planned, json: bool) -> int:
     trial, plan = submission.trial_of(planned.loaded.config), planned.plan
     where = pick(planned.loaded.config.launcher.type)
     check_unlocked(trial)
-    _, changes = submission.check_submittable(trial, planned.loaded, plan, where)
+    start = submission.check_submittable(trial, planned.loaded, plan, where)
     report = checked_scripts(planned, trial)
     if json:
         about = {"trial": str(trial), "dir": str(trial.dir), "plan": plan.to_json(), "notes": planned.notes}
@@ -227,7 +229,7 @@ def _dry_run(planned: Planned, json: bool) -> int:
         f"trial      {trial}",
         f"directory  {trial.dir}",
         f"plan       {plan.trainer}, {plan.allocation}, {nodes}, {where}",
-        *changed_lines(changes),
+        *changed_lines(start.changes),
         *(f"           {line}" for line in plan_lines(plan)),
         *(f"check      {check.line()}" for check in report.checks if check.state != "refused"),
         "nothing was written or submitted; `hpc-rl render` writes the scripts",

@@ -6,13 +6,12 @@ the start.
 
 import contextlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.checkpoint import generation
-from hpc_rl.checkpoint.decide import Decision, Situation, decide
+from hpc_rl.checkpoint.decide import Situation, decide
 from hpc_rl.checkpoint.start_facts import gather, read_limit, seals_of
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.sections.experiment import LENGTH_OPTIONS, Config, GRPOConfig, last_step
@@ -29,107 +28,184 @@ MAX_LOG_BYTES = 64 << 20  # up to which a command reads a batch log before it su
 LOCATION_OPTIONS = ("cluster.fileroot", "experiment_name", "trial_name")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What `hpc-rl recover` adds to a submission: its first start resumes, whatever the stored mode is."""
+
+    from_step: int | None = None  # the checkpoint that the user named; None for the newest valid one
+    replay: bool = False  # train on batches that an abandoned policy made
+    parent: str | None = None  # job id of the submission that this one continues
+
+
 class FirstStart:
-    """What a first start would find and do. `unread`: files of its checkpoint that only the start reads."""
+    """What the first start of a submission would find and do, as the files of the trial are now."""
 
-    situation: Situation
-    decision: Decision
-    unread: tuple[str, ...] = ()
+    def __init__(self, trial: Trial, config: Config, recovery: Recovery | None = None) -> None:
+        self.trial, self.config = trial, config
+        self.mode = "resume" if recovery else config.recover.mode
+        self.changes: list[Change] = []  # by find_changes
+        self._replay = recovery is not None and recovery.replay
+        mode, wanted = config.recover.mode, recovery.from_step if recovery else None
+        self.situation = Situation(mode, self.mode, first_start=True, wanted=wanted)
+        if os.path.isdir(trial.dir):
+            attempt, retries = trial.attempt(PLACEHOLDER_ATTEMPT), config.recover.retries
+            self.situation, _ = gather(trial, attempt, 0, mode, self.mode, retries, wanted, in_passing=True)
+        self.decision = decide(self.situation)
+        self.step = self.decision.step
+        # files of that checkpoint that only the start reads
+        self.unread = _unread(trial, self.step, wanted) if self.step is not None else ()
 
+    def check(self) -> None:
+        """Raise TrialBusy, NothingToResume or ConfigError where it would fail or ruin what the trial has."""
+        trial, situation = self.trial, self.situation
+        will_start = self.decision.action in ("load", "fresh")
+        if self.mode in ("disabled", "fault") and (trial.has_state() or not will_start):
+            raise TrialBusy(
+                f"trial {trial} has state already, and recover.mode={situation.mode} starts from step 0. "
+                f"{self._ways_to_resume()}"
+                f"For a fresh start give another trial_name, or remove {trial.dir}."
+            )
+        if not will_start:
+            raise NothingToResume(f"{self.decision.reason}. {self._advice()}".rstrip())
+        if self.step is not None:
+            data = self._data or fingerprint_in_passing(self.config.train_dataset.path)
+            check_end(self.step, trial, self.config, data.get("rows"))
+        self.find_changes()
+        refuse_unsafe(self.changes, str(trial), self._replay)
+        self._check_rows()
+        self._check_batches()
+        if situation.wanted is None:
+            self._check_finished()
 
-def predict_start(trial: Trial, config: Config, start_mode: str, from_step: int | None = None) -> FirstStart:
-    """Return what a first start in `start_mode` would do now, from checkpoint `from_step` if given."""
-    mode, retries = config.recover.mode, config.recover.retries
-    if not os.path.isdir(trial.dir):
-        situation = Situation(mode, start_mode, first_start=True, wanted=from_step)
-        return FirstStart(situation, decide(situation))
-    attempt = trial.attempt(PLACEHOLDER_ATTEMPT)
-    situation, _ = gather(trial, attempt, 0, mode, start_mode, retries, from_step, in_passing=True)
-    decision = decide(situation)
-    return FirstStart(situation, decision, _unread(trial, decision, from_step))
+    @property
+    def new_batches(self) -> bool:
+        """Whether the batches after the step to start from are set aside, and their prompts issued again.
 
+        They are when the user goes back to a checkpoint, or changes the policy or what is generated.
+        """
+        if self._replay or not isinstance(self.config, GRPOConfig):
+            return False
+        return self.situation.wanted is not None or any(change.renews for change in self.changes)
 
-def _unread(trial: Trial, decision: Decision, from_step: int | None) -> tuple[str, ...]:
-    found = generation.check(trial.generation(decision.step)) if decision.step is not None else None
-    if found is None or found.manifest is None:
-        return ()
-    limit = read_limit(found, from_step, in_passing=True)
-    return tuple(file.name for file in found.manifest.files if limit is not None and file.size > limit)
-
-
-def check_start(trial: Trial, config: Config, start: FirstStart, replay: bool = False) -> list[Change]:
-    """Return the options that change, all of them safe.
-
-    Raises TrialBusy, NothingToResume or ConfigError where the start would fail or ruin what the trial has.
-    """
-    mode, situation = config.recover.mode, start.situation
-    will_start = start.decision.action in ("load", "fresh")
-    if situation.start_mode in ("disabled", "fault") and (trial.has_state() or not will_start):
-        raise TrialBusy(
-            f"trial {trial} has state already, and recover.mode={mode} starts from step 0. "
-            f"{_ways_to_resume(trial, situation)}"
-            f"For a fresh start give another trial_name, or remove {trial.dir}."
-        )
-    if not will_start:
-        raise NothingToResume(f"{start.decision.reason}. {advice_on(trial, situation)}".rstrip())
-    _check_length(trial, config, start.decision.step)
-    found = option_changes(trial, config, start.decision)
-    refuse_unsafe(found, str(trial), replay)
-    _check_rows(trial, config, start.decision)
-    _check_batches(trial, start.decision.step or 0)
-    if situation.wanted is None:
-        _check_finished(trial, config, found)
-    return found
-
-
-def needs_new_batches(
-    config: Config, situation: Situation, changed: Sequence[Change], replay: bool = False
-) -> bool:
-    """Return whether the batches after the step to start from are set aside, and their prompts issued again.
-
-    They are when the user goes back to a checkpoint, or changes the policy or what is generated.
-    """
-    if replay or not isinstance(config, GRPOConfig):
-        return False
-    return situation.wanted is not None or any(change.renews for change in changed)
-
-
-def batches_after(trial: Trial, step: int | None) -> list[int]:
-    """Return the steps of the batches that are cut and kept and come after this step, ascending."""
-    return sorted(one for one in seals_of(trial) if one > (step or 0))
-
-
-def _ways_to_resume(trial: Trial, situation: Situation) -> str:
-    if sound_steps(trial, situation.trimmed):
-        return f"Resume it with `hpc-rl recover {trial}` or recover.mode=auto. "
-    return "" if situation.trimmed else "Resume it with recover.mode=auto. "
-
-
-def advice_on(trial: Trial, situation: Situation) -> str:
-    """Return what to do where there is nothing to start from as requested."""
-    if situation.wanted is not None and (steps := sound_steps(trial, situation.trimmed)):
-        return f"Allowed: {', '.join(map(str, steps))}."
-    if situation.start_mode != "resume":
-        return ""
-    if situation.trimmed:
+    def batches_set_aside(self) -> list[int]:
+        """Return the steps of the batches that are cut and that this start sets aside, ascending."""
         return (
-            f"Trial {trial} cannot start over either: batches 1 to {situation.trimmed} are gone. "
-            "Give another trial_name."
+            sorted(one for one in seals_of(self.trial) if one > (self.step or 0)) if self.new_batches else []
         )
-    return f"`hpc-rl submit` with recover.mode=auto starts trial {trial} from step 0."
+
+    def find_changes(self) -> None:
+        """Find what differs from the configuration behind the trial's state, if it has any.
+
+        That is the configuration of the checkpoint to be loaded, which has nothing of what was submitted
+        since; where there are only batches, the trial's own file. Raises ConfigError where neither is
+        readable.
+        """
+        trial = self.trial
+        if not has_progress(trial):
+            return
+        copy = trial.config_json
+        if self.step is not None:
+            copy = trial.generation(self.step) / generation.CONFIG_NAME
+        for path in (copy, trial.config_json):
+            data = read_json(path)
+            if isinstance(data, dict):
+                try:
+                    self.changes = [
+                        self._allow_move(change) for change in changes(from_dict(data), self.config)
+                    ]
+                except ConfigError as error:
+                    raise ConfigError(
+                        f"{path}, from which trial {trial} would resume, is of another version: {error}"
+                    ) from error
+                return
+        raise ConfigError(
+            f"{trial.config_json} is lost or damaged, and no sound checkpoint has a copy: cannot verify that "
+            f"the state of trial {trial} is compatible with these options. Put the file back, or give "
+            "another trial_name."
+        )
+
+    def _allow_move(self, change: Change) -> Change:
+        """Return the change as safe where a path differs only because the same thing was moved."""
+        if change.name == "train_dataset.path" and self._data:
+            return replace(change, safe=True, reason="its rows must be the same, and are compared")
+        if change.name in LOCATION_OPTIONS:
+            config = self.config
+            names = (config.experiment_name, config.trial_name)
+            now = Trial.of(config.cluster.fileroot, account(), *names)
+            if os.path.realpath(now.dir) == os.path.realpath(self.trial.dir):
+                return replace(change, safe=True, reason="the trial is there now")
+        return change
+
+    def _ways_to_resume(self) -> str:
+        if sound_steps(self.trial, self.situation.trimmed):
+            return f"Resume it with `hpc-rl recover {self.trial}` or recover.mode=auto. "
+        return "" if self.situation.trimmed else "Resume it with recover.mode=auto. "
+
+    def _advice(self) -> str:
+        """Return what to do where there is nothing to start from as requested."""
+        trial, situation = self.trial, self.situation
+        if situation.wanted is not None and (steps := sound_steps(trial, situation.trimmed)):
+            return f"Allowed: {', '.join(map(str, steps))}."
+        if self.mode != "resume":
+            return ""
+        if situation.trimmed:
+            return (
+                f"Trial {trial} cannot start over either: batches 1 to {situation.trimmed} are gone. "
+                "Give another trial_name."
+            )
+        return f"`hpc-rl submit` with recover.mode=auto starts trial {trial} from step 0."
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        """The fingerprint of the rows behind the state to start from; {} where none was taken."""
+        found = generation.check(self.trial.generation(self.step)).manifest if self.step is not None else None
+        has_log = _has_batches(self.trial)
+        return (found.data if found else {}) or (rows_of(self.trial.rollout) if has_log else {})
+
+    def _check_rows(self) -> None:
+        path = self.config.train_dataset.path
+        when = "its batch log was begun" if self.step is None else f"checkpoint {self.step} was made"
+        check_same_rows(path, self._data, fingerprint_in_passing(path), when)
+
+    def _check_batches(self) -> None:
+        """Raise NothingToResume where a batch log, unless it is large, can't be replayed from the step."""
+        trial = self.trial
+        if not _has_batches(trial):
+            return
+        size = sum(entry.stat().st_size for entry in entries(trial.rollout) if entry.is_file())
+        try:
+            if size <= MAX_LOG_BYTES:
+                check_replay(trial.rollout, self.step or 0)
+        except LedgerDamaged as error:
+            origin = f"checkpoint {self.step}" if self.step else "the start"
+            raise NothingToResume(
+                f"trial {trial} cannot resume from {origin}: {error}. Put the file back, or resume from a "
+                "later checkpoint; `hpc-rl checkpoint export` makes a model of its state for a new trial."
+            ) from error
+
+    def _check_finished(self) -> None:
+        trial = self.trial
+        if trial.done.exists() and not any(change.name in LENGTH_OPTIONS for change in self.changes):
+            end = "total_train_steps" if self.config.total_train_epochs is None else "total_train_epochs"
+            raise NothingToResume(
+                f"{trial} has reached its end. To train it longer: "
+                f"hpc-rl recover {trial_index.cli_name(trial)} {end}=N; its results are in {trial.exports}. "
+                "For a fresh start give another trial_name."
+            )
+
+
+def _unread(trial: Trial, step: int, wanted: int | None) -> tuple[str, ...]:
+    found = generation.check(trial.generation(step))
+    limit = read_limit(found, wanted, in_passing=True)
+    if found.manifest is None or limit is None:
+        return ()
+    return tuple(file.name for file in found.manifest.files if file.size > limit)
 
 
 def sound_steps(trial: Trial, first: int = 0) -> list[int]:
     """Return the steps of checkpoints from `first` on, newest first, of which no small file is damaged."""
     found = [one for one in generation.scan(trial) if one.step >= first]
     return [one.step for one in found if not generation.verify(one, generation.LIGHT_BYTES).problem]
-
-
-def _check_length(trial: Trial, config: Config, step: int | None) -> None:
-    if step is not None:
-        data = _data_of(trial, step) or fingerprint_in_passing(config.train_dataset.path)
-        check_end(step, trial, config, data.get("rows"))
 
 
 def check_end(step: int, trial: Trial, config: Config, num_rows: int | None = None) -> None:
@@ -142,75 +218,6 @@ def check_end(step: int, trial: Trial, config: Config, num_rows: int | None = No
             f"{given}: trial {trial} ends at step {end}, before checkpoint {step}. "
             f"Allowed: an end at step {step} or later; for a shorter trial give another trial_name."
         )
-
-
-def _data_of(trial: Trial, step: int | None) -> dict[str, Any]:
-    """Return the fingerprint of the rows behind the state to start from; {} where none was taken."""
-    manifest = generation.check(trial.generation(step)).manifest if step is not None else None
-    return (manifest.data if manifest else {}) or (rows_of(trial.rollout) if _has_batches(trial) else {})
-
-
-def _check_rows(trial: Trial, config: Config, decision: Decision) -> None:
-    path = config.train_dataset.path
-    step = decision.step
-    when = "its batch log was begun" if step is None else f"checkpoint {step} was made"
-    check_same_rows(path, _data_of(trial, step), fingerprint_in_passing(path), when)
-
-
-def _check_batches(trial: Trial, step: int) -> None:
-    """Raise NothingToResume where a batch log, unless it is large, can't be replayed from `step`."""
-    if not _has_batches(trial):
-        return
-    size = sum(entry.stat().st_size for entry in entries(trial.rollout) if entry.is_file())
-    try:
-        if size <= MAX_LOG_BYTES:
-            check_replay(trial.rollout, step)
-    except LedgerDamaged as error:
-        origin = f"checkpoint {step}" if step else "the start"
-        raise NothingToResume(
-            f"trial {trial} cannot resume from {origin}: {error}. Put the file back, or resume from a later "
-            "checkpoint; `hpc-rl checkpoint export` makes a model of its state for a new trial."
-        ) from error
-
-
-def option_changes(trial: Trial, config: Config, decision: Decision) -> list[Change]:
-    """Return what differs from the configuration behind the trial's state, if it has any.
-
-    That is the configuration of the checkpoint to be loaded, which has nothing of what was submitted since;
-    where there are only batches, the trial's own file. Raises ConfigError where neither is readable.
-    """
-    if not has_progress(trial):
-        return []
-    copy = trial.config_json
-    if decision.step is not None:
-        copy = trial.generation(decision.step) / generation.CONFIG_NAME
-    for path in (copy, trial.config_json):
-        data = read_json(path)
-        if isinstance(data, dict):
-            try:
-                found = changes(from_dict(data), config)
-                return [_allow_move(change, trial, config, decision) for change in found]
-            except ConfigError as error:
-                raise ConfigError(
-                    f"{path}, from which trial {trial} would resume, is of another version: {error}"
-                ) from error
-    raise ConfigError(
-        f"{trial.config_json} is lost or damaged, and no sound checkpoint has a copy: cannot verify that the "
-        f"state of trial {trial} is compatible with these options. Put the file back, or give another "
-        "trial_name."
-    )
-
-
-def _allow_move(change: Change, trial: Trial, config: Config, decision: Decision) -> Change:
-    """Return the change as safe where a path differs only because the same thing was moved."""
-    if change.name == "train_dataset.path" and _data_of(trial, decision.step):
-        return replace(change, safe=True, reason="its rows must be the same, and are compared")
-    if change.name in LOCATION_OPTIONS:
-        names = (config.experiment_name, config.trial_name)
-        now = Trial.of(config.cluster.fileroot, account(), *names)
-        if os.path.realpath(now.dir) == os.path.realpath(trial.dir):
-            return replace(change, safe=True, reason="the trial is there now")
-    return change
 
 
 def has_progress(trial: Trial) -> bool:
@@ -249,13 +256,3 @@ def _was_rejected_by_user_code(trial: Trial) -> bool:
     if sum(path.stat().st_size for path in paths) > MAX_LOG_BYTES:
         return False
     return any(record.reason in OF_USER_CODE for record in read_state(trial.rollout).rejected.values())
-
-
-def _check_finished(trial: Trial, config: Config, changed: Sequence[Change]) -> None:
-    if trial.done.exists() and not any(change.name in LENGTH_OPTIONS for change in changed):
-        end = "total_train_steps" if config.total_train_epochs is None else "total_train_epochs"
-        raise NothingToResume(
-            f"{trial} has reached its end. To train it longer: "
-            f"hpc-rl recover {trial_index.cli_name(trial)} {end}=N; its results are in {trial.exports}. "
-            "For a fresh start give another trial_name."
-        )

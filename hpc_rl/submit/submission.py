@@ -5,7 +5,6 @@ A refusal leaves no files. `render_to` stops before the scheduler.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from hpc_rl.config.loading.profiles import site_dirs
 from hpc_rl.config.loading.source import literal
 from hpc_rl.config.loading.stored import Loaded, to_dict, trainer_of
 from hpc_rl.config.sections.experiment import Config
-from hpc_rl.config.tables.changes import Change
 from hpc_rl.errors import CannotWrite, ConfigError, SchedulerError, TrialBusy
 from hpc_rl.plan.schema import Plan
 from hpc_rl.records import JobRecord
@@ -41,14 +39,7 @@ from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.status.scheduler_view import scheduler_of
 from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.submit import trial_index
-from hpc_rl.submit.first_start import (
-    FirstStart,
-    batches_after,
-    check_start,
-    needs_new_batches,
-    predict_start,
-    stale_leftovers,
-)
+from hpc_rl.submit.first_start import FirstStart, Recovery, stale_leftovers
 from hpc_rl.submit.lock import TrialLock
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.supervise.server_array import submit_servers
@@ -64,44 +55,13 @@ class Submission:
     trial: Trial
     script: Path
     scheduler: str
+    start: FirstStart
+    dropped: tuple[Path, ...]  # removed leftovers of earlier starts under other options
     job_id: str = ""
     output: Path | None = None  # of the job script itself
     server_job_id: str = ""  # of layout jobs
-    changes: tuple[Change, ...] = ()  # what differs from the configuration before; all safe
     allocation_was: str = ""  # of the plan before, where there was one
-    step: int | None = None  # of the checkpoint from which it starts, as things are now
-    unread: tuple[str, ...] = ()  # files of that checkpoint that only the start reads
-    new_batches: bool = False  # batches after that step are set aside, and their prompts issued again
-    batches_after: tuple[int, ...] = ()  # which there are
-    dropped: tuple[Path, ...] = ()  # removed leftovers of earlier starts under other options
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recovery:
-    """What `hpc-rl recover` adds to a submission: its first start resumes, whatever the stored mode is.
-
-    Args:
-        from_step: The checkpoint that the user named; None for the newest valid one.
-        replay: Train on batches that an abandoned policy made.
-        parent: Job id of the submission that this one continues.
-    """
-
-    from_step: int | None = None
-    replay: bool = False
-    parent: str | None = None
-
-
-@dataclass(frozen=True)
-class _StartRequest:
-    """The mode of the first start, the checkpoint named for it, and whether it sets later batches aside."""
-
-    mode: str
-    from_step: int | None = None
-    new_batches: bool = False
-
-    @classmethod
-    def of(cls, plan: Plan, recovery: Recovery | None) -> _StartRequest:
-        return cls("resume", recovery.from_step) if recovery else cls(plan.recover_mode)
+    batches_set_aside: tuple[int, ...] = ()  # their prompts are issued again
 
 
 def trial_of(config: Config) -> Trial:
@@ -119,32 +79,22 @@ def submit(
     scheduler: Scheduler | None = None,
     avoid: Sequence[str] | None = None,
 ) -> Submission:
-    """Write the trial directory and submit its job.
+    """Write the trial directory and submit its job; `command` is for the records.
 
-    Args:
-        loaded: The configuration.
-        plan: What was planned from it.
-        command: The command line, for the records.
-        trial: Its directory; by default as the configuration says.
-        recovery: Of `hpc-rl recover`.
-        scheduler: Where to submit; by default as `launcher.type` says.
-        avoid: Additional nodes to avoid; by default those that failed the trial recently.
-
-    Raises TrialBusy, NothingToResume, CannotWrite, SchedulerError or ConfigError; no new directory is left.
+    By default the configuration says in which directory and to which scheduler, and the nodes that failed the
+    trial recently are the ones to `avoid`. Raises TrialBusy, NothingToResume, CannotWrite, SchedulerError or
+    ConfigError; no new directory is left.
     """
     trial = trial or trial_of(loaded.config)
     scheduler = _scheduler_for(loaded.config, trial, scheduler)
     check_submittable(trial, loaded, plan, scheduler.name, recovery)
     with TrialLock(trial) as lock:
         # Checked again: another process may have submitted while this one waited for the lock.
-        start, changed = check_submittable(trial, loaded, plan, scheduler.name, recovery)
+        start = check_submittable(trial, loaded, plan, scheduler.name, recovery)
         before = read_json(trial.plan_json)
         dropped = stale_leftovers(trial, loaded.config)
-        replay = recovery is not None and recovery.replay
-        renews = needs_new_batches(loaded.config, start.situation, changed, replay)
-        set_aside = batches_after(trial, start.decision.step) if renews else []
-        request = dataclasses.replace(_StartRequest.of(plan, recovery), new_batches=renews)
-        script, tag = _prepare(lock, loaded, plan, list(command), request, scheduler.name, avoid)
+        set_aside = start.batches_set_aside()
+        script, tag = _prepare(lock, loaded, plan, list(command), start, scheduler.name, avoid)
         for path in (trial.done, *dropped):  # a trial that was done continues
             lock.remove(path)
         job_id, servers = _submit_jobs(trial, plan, script, tag, scheduler)
@@ -156,11 +106,11 @@ def submit(
             time=time.time(),
             command=tuple(command),
             tag=tag,
-            start_mode=request.mode,
-            from_step=request.from_step,
-            new_batches=renews,
+            start_mode=start.mode,
+            from_step=start.situation.wanted,
+            new_batches=start.new_batches,
             lineage_parent=recovery.parent if recovery else None,
-            changed=tuple(map(str, changed)),
+            changed=tuple(map(str, start.changes)),
         )
         write_json(trial.job(job_id), record.to_json())
     trial_index.record(trial)
@@ -168,16 +118,13 @@ def submit(
         trial,
         script,
         scheduler.name,
+        start,
+        tuple(dropped),
         job_id,
         output=trial.jobs / f"{job_id}.out",
         server_job_id=servers,
-        changes=tuple(changed),
         allocation_was=str(before.get("allocation") or "") if isinstance(before, dict) else "",
-        step=start.decision.step,
-        unread=start.unread,
-        new_batches=renews,
-        batches_after=tuple(set_aside),
-        dropped=tuple(dropped),
+        batches_set_aside=tuple(set_aside),
     )
 
 
@@ -213,35 +160,31 @@ def render_to(
     name = pick(loaded.config.launcher.type)
     check_idle(trial)
     with TrialLock(trial, "rendered") as lock:
-        start = predict_start(trial, loaded.config, plan.recover_mode)
-        # Without state, what it starts from may still be imported.
-        changed = check_start(trial, loaded.config, start) if trial.has_state() else []
+        start = FirstStart(trial, loaded.config)
+        if trial.has_state():  # without, what it starts from may still be imported
+            start.check()
         dropped = stale_leftovers(trial, loaded.config)
-        new_batches = needs_new_batches(loaded.config, start.situation, changed)
-        request = _StartRequest(plan.recover_mode, new_batches=new_batches)
-        script, _ = _prepare(lock, loaded, plan, list(command), request, name)
+        script, _ = _prepare(lock, loaded, plan, list(command), start, name)
         for path in dropped:
             lock.remove(path)
-    changes = tuple(changed)
-    return Submission(trial, script, name, changes=changes, step=start.decision.step, dropped=tuple(dropped))
+    return Submission(trial, script, name, start, tuple(dropped))
 
 
 def check_submittable(
     trial: Trial, loaded: Loaded, plan: Plan, scheduler: str, recovery: Recovery | None = None
-) -> tuple[FirstStart, list[Change]]:
-    """Return what the first start of a submission would do now, and the options that change.
+) -> FirstStart:
+    """Return what the first start of a submission would do now.
 
     Reads files, queries the scheduler at most once. Raises TrialBusy, NothingToResume, ConfigError,
     SchedulerError.
     """
     plan.refuse_unbuilt()
     check_idle(trial)
-    request = _StartRequest.of(plan, recovery)
-    start = predict_start(trial, loaded.config, request.mode, request.from_step)
-    changed = check_start(trial, loaded.config, start, recovery is not None and recovery.replay)
+    start = FirstStart(trial, loaded.config, recovery)
+    start.check()
     if scheduler == "local":
         check_programs(plan, loaded)
-    return start, changed
+    return start
 
 
 def check_programs(plan: Plan, loaded: Loaded) -> None:
@@ -280,16 +223,21 @@ def _prepare(
     loaded: Loaded,
     plan: Plan,
     command: list[str],
-    request: _StartRequest,
+    start: FirstStart,
     scheduler: str,
     avoid: Sequence[str] | None = None,
 ) -> tuple[Path, str]:
     """Write everything that the job reads; return the path of its script and its tag."""
     trial, config = lock.trial, loaded.config
-    config_json = _json(to_dict(config))
     zip_name, zip_bytes = code_zip.build()
     bad = tuple(bad_nodes.current(trial, time.time()) if avoid is None else avoid)
-    stamp = dataclasses.replace(_stamp(trial, config_json, zip_name, request), avoid=bad)
+    stamp = replace(
+        _stamp(trial, config, zip_name),
+        avoid=bad,
+        start_mode=start.mode,
+        from_step=start.situation.wanted,
+        new_batches=start.new_batches,
+    )
     plan_json = _json(plan.to_json())
     scripts = render(config, plan, trial, stamp, scheduler, site_dirs())
     hashes = {
@@ -304,7 +252,7 @@ def _prepare(
         raise CannotWrite(f"{trial.secret} can't be written: {error.strerror or error}") from error
     config_yaml = yaml.safe_dump(literal(explicit_options(loaded)), sort_keys=False, allow_unicode=True)
     lock.write(trial.config_yaml, config_yaml)
-    lock.write(trial.config_json, config_json)
+    lock.write(trial.config_json, _json(to_dict(config)))
     lock.write(trial.plan_json, plan_json)
     lock.write(trial.provenance_json, _json(provenance(command, stamp.workdir, hashes)))
     lock.write(trial.scripts / zip_name, zip_bytes)
@@ -313,24 +261,21 @@ def _prepare(
     return trial.scripts / script_name(scheduler), stamp.tag
 
 
-def _stamp(trial: Trial, config_json: str, zip_name: str, request: _StartRequest) -> Stamp:
+def _stamp(trial: Trial, config: Config, zip_name: str) -> Stamp:
     return Stamp(
         version=hpc_rl.__version__,
-        config_sha256=sha256(config_json),
+        config_sha256=sha256(_json(to_dict(config))),
         command=["hpc-rl", "render", "--config", str(trial.config_yaml)],
         tag=f"hpc-rl:{trial}:{secrets.token_hex(4)}",
         wheel=zip_name,
         workdir=Path.cwd(),
-        start_mode=request.mode,
-        from_step=request.from_step,
-        new_batches=request.new_batches,
+        start_mode=config.recover.mode,
     )
 
 
 def render_scripts(loaded: Loaded, plan: Plan, trial: Trial, scheduler: str) -> dict[str, str]:
     """Return the scripts of a submission by their names below scripts/. Raises ConfigError."""
-    config_json = _json(to_dict(loaded.config))
-    stamp = _stamp(trial, config_json, code_zip.build()[0], _StartRequest(plan.recover_mode))
+    stamp = _stamp(trial, loaded.config, code_zip.build()[0])
     return render(loaded.config, plan, trial, stamp, scheduler, site_dirs())
 
 
