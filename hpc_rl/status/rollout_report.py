@@ -14,37 +14,21 @@ MIN_REJECTED_IN_A_ROW = 4  # from which they are reported
 
 @dataclass
 class RolloutReport(JsonRecord):
-    """Counters of one incarnation of the rollout role.
+    """Counters of one incarnation of the rollout role."""
 
-    Args:
-        time: When it wrote them, Unix seconds of its node.
-        running: Prompts running now.
-        ready: Finished groups that are not in a batch yet.
-        sealed: Newest batch.
-        accepted: Prompts that became groups.
-        rejected: Prompts rejected, by reason.
-        rejected_in_a_row: Since the last group.
-        last_reason: Of the newest rejection.
-        last_error: Text of the newest exception, of a reward, a workflow or a request.
-        oldest_running_s: Age of the oldest running prompt; None where none runs.
-        quiet_s: Seconds since the last group, rejection or exception; None before the first.
-        servers: Number of live generation servers.
-        evaluating: Versions that are being evaluated.
-    """
-
-    time: float = 0.0
-    running: int = 0
-    ready: int = 0
-    sealed: int = 0
-    accepted: int = 0
-    rejected: dict[str, int] = field(default_factory=dict)
-    rejected_in_a_row: int = 0
-    last_reason: str = ""
-    last_error: str = ""
-    oldest_running_s: float | None = None
-    quiet_s: float | None = None
-    servers: int | None = None
-    evaluating: list[str] = field(default_factory=list)
+    time: float = 0.0  # when it wrote them, Unix seconds of its node
+    running: int = 0  # prompts
+    ready: int = 0  # finished groups that are not in a batch yet
+    sealed: int = 0  # newest batch
+    accepted: int = 0  # prompts that became groups
+    rejected: dict[str, int] = field(default_factory=dict)  # prompts, by reason
+    rejected_in_a_row: int = 0  # since the last group
+    last_reason: str = ""  # of the newest rejection
+    last_error: str = ""  # newest exception, of a reward, a workflow or a request
+    oldest_running_s: float | None = None  # age of the oldest running prompt; None where none runs
+    quiet_s: float | None = None  # since the last group, rejection or exception; None before the first
+    servers: int | None = None  # live generation servers
+    evaluating: list[str] = field(default_factory=list)  # versions
 
 
 def read_rollout(attempt: Attempt) -> RolloutReport | None:

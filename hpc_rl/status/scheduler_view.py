@@ -26,19 +26,12 @@ CONFIRM_END_S = 120.0  # for which an end that only old files suggest waits for 
 
 @dataclass(frozen=True)
 class SchedulerAnswer:
-    """What a scheduler knows of a trial's jobs.
-
-    Args:
-        states: Of each job that was queried.
-        newest: Of the newest job; None where nothing is known.
-        asked_at: When the scheduler was queried, Unix seconds; 0 for never.
-        complaint: Its error message where the newest query failed.
-    """
+    """What a scheduler knows of a trial's jobs."""
 
     states: dict[str, JobState] = field(default_factory=dict)
-    newest: JobState | None = None
-    asked_at: float = 0.0
-    complaint: str = ""
+    newest: JobState | None = None  # of the newest job; None where nothing is known
+    asked_at: float = 0.0  # when it was queried, Unix seconds; 0 for never
+    complaint: str = ""  # its error message where the newest query failed
 
     @property
     def age_s(self) -> float:
@@ -62,10 +55,8 @@ def scheduler_of(trial: Trial, job: TrialJob) -> Scheduler:
 def query(trial: Trial, newer_than: float = 0.0, patience_s: float = WAIT_FOR_OTHERS_S) -> SchedulerAnswer:
     """Return what the scheduler knows of a trial's jobs, by at most one query.
 
-    Args:
-        trial: The trial.
-        newer_than: Unix seconds; an older answer is queried again soon, though not at once.
-        patience_s: How long to wait for another command's query where nothing is known yet.
+    An answer from before `newer_than`, in Unix seconds, is queried again soon, though not at once. Where
+    nothing is known yet another command's query is waited for, up to `patience_s`.
     """
     return query_all([trial], newer_than, patience_s).get(trial.dir, SchedulerAnswer())
 

@@ -17,7 +17,7 @@ from hpc_rl.status.submitted_jobs import TrialJob
 SILENT_AFTER_S = 120.0  # a trial whose files are older is not called running without the scheduler's answer
 SKEW_S = 2.0  # by which the clocks of a node and of this machine may differ
 
-EXITS: dict[int, tuple[TrialState, str]] = {
+EXITS: dict[int | None, tuple[TrialState, str]] = {
     ExitCode.DONE: (TrialState.DONE, "reached its last step"),
     ExitCode.NOTHING_TO_RESUME: (TrialState.FAILED, "found nothing to resume"),
     ExitCode.REFUSED: (TrialState.FAILED, "refused its configuration"),
@@ -45,13 +45,7 @@ FIRST_NODE_LOST = (
 
 
 def saved_text(saves: bool, last_step: int | None, newest: int | None) -> str:
-    """Return how much of a stopped attempt was saved.
-
-    Args:
-        saves: Whether its recover.mode saves when it is asked to stop.
-        last_step: Newest step that it logged.
-        newest: Step of the newest checkpoint of the trial.
-    """
+    """Return how much of a stopped attempt was saved: its newest step, and the trial's newest checkpoint."""
     if not saves:
         return NOTHING_SAVED
     if newest is None:
@@ -64,19 +58,9 @@ def saved_text(saves: bool, last_step: int | None, newest: int | None) -> str:
 def describe_exit(
     code: int | None, reason: str, cause: StopCause | None, cancelled: bool, saved: str
 ) -> tuple[TrialState, str]:
-    """Return the state and the reason that follow from an exit code and its record.
-
-    Args:
-        code: Exit code; None where none was recorded.
-        reason: Recorded reason, for users.
-        cause: Why it was asked to stop, if it was.
-        cancelled: Whether the user cancelled the job.
-        saved: By `saved_text`.
-    """
-    if code is None:
-        state, text = TrialState.FAILED, "exited"
-    else:
-        state, text = EXITS.get(code, (TrialState.FAILED, f"exited with code {code}"))
+    """Return the state and the reason that follow from an exit code and its record; `saved` by saved_text."""
+    unknown = "exited" if code is None else f"exited with code {code}"
+    state, text = EXITS.get(code, (TrialState.FAILED, unknown))
     if cancelled and state in (TrialState.STOPPED, TrialState.KILLED):
         state, text = TrialState.CANCELLED, "cancelled by the user"
         if cause is StopCause.CANCELLED and reason:  # the reason tells that already
@@ -92,40 +76,41 @@ def describe_job_exit(job: TrialJob, saved: str) -> tuple[TrialState, str]:
 
 
 def determine_state(
-    job: TrialJob | None,
+    job: TrialJob,
     own: AttemptStatus | None,
-    job_state: JobState | None,
-    asked_at: float | None = None,
-    last_sign: float | None = None,
-    newest: int | None = None,
+    job_state: JobState,
+    asked_at: float | None,
+    last_sign: float | None,
+    newest: int | None,
 ) -> tuple[TrialState, str]:
     """Return the state and the reason of a trial that is not done.
 
     Args:
-        job: The newest submission.
+        job: The newest submission; without an id where there is none.
         own: The newest attempt, where it belongs to that job.
-        job_state: The scheduler's answer for the job; None where it was not queried.
+        job_state: The scheduler's answer for the job; UNKNOWN where it was not queried.
         asked_at: When it was queried, Unix seconds; None for just now.
         last_sign: When a file of the attempt last changed, Unix seconds.
         newest: Step of the newest checkpoint.
     """
-    if job is None and own is None:
+    if not job.job_id and own is None:
         return TrialState.RENDERED, "never submitted"
-    if job_state is not None and job_state.state is State.PENDING and not _has_started_since(own, asked_at):
-        if job is not None and job.cancelled:
+    has_started = own is not None and asked_at is not None and (own.started or 0.0) > asked_at - SKEW_S
+    if job_state.state is State.PENDING and not has_started:
+        if job.cancelled:
             return TrialState.STOPPING, "cancelled by the user; the scheduler has not confirmed it yet"
         return TrialState.PENDING, _pending_text(job_state, again=own is not None)
-    dead = job_state is not None and (job_state.native == NOT_LISTED or job_state.state in DEAD_JOBS)
-    if dead and job is not None and job.event is JobEvent.FIRST_NODE_LOST and not job.cancelled:
+    dead = job_state.native == NOT_LISTED or job_state.state in DEAD_JOBS
+    if dead and job.event is JobEvent.FIRST_NODE_LOST and not job.cancelled:
         return TrialState.KILLED, FIRST_NODE_LOST
     doubt = ""
-    if job is not None and job.ended and not job.over and not dead:
+    if job.ended and not job.over and not dead:
         doubt = "; only the scheduler knows whether it starts the job again"
         # Slurm calls a job that it cleans up running.
-        if job_state is not None and job_state.state is State.RUNNING:
+        if job_state.state is State.RUNNING:
             return TrialState.STOPPING, f"{job.reason}{doubt}, and it has not reported that yet"
     if own is None:
-        state, reason = _before_first_attempt(job, job_state) if job else (TrialState.UNKNOWN, "")
+        state, reason = _before_first_attempt(job, job_state)
     elif own.state is TrialState.RUNNING:
         state, reason = _without_end(job, own, job_state, last_sign, newest)
     else:
@@ -133,19 +118,13 @@ def determine_state(
     return state, reason + doubt
 
 
-def _has_started_since(own: AttemptStatus | None, asked_at: float | None) -> bool:
-    """Return whether an attempt began after the scheduler called its job pending."""
-    return own is not None and asked_at is not None and (own.started or 0.0) > asked_at - SKEW_S
-
-
-def _after_end(job: TrialJob | None, own: AttemptStatus, dead: bool) -> tuple[TrialState, str]:
+def _after_end(job: TrialJob, own: AttemptStatus, dead: bool) -> tuple[TrialState, str]:
     """Return what follows from a recorded end. `dead`: the scheduler knows that the job is over."""
-    ended = job is not None and job.ended
     if own.state is TrialState.DONE:
         return TrialState.DONE, ""
-    if dead or ended or own.state in (TrialState.FAILED, TrialState.CANCELLED):
+    if dead or job.ended or own.state in (TrialState.FAILED, TrialState.CANCELLED):
         # The job script knows why a job that stopped was not started again.
-        more = f" ({job.reason})" if job and ended and job.reason and own.state is TrialState.STOPPED else ""
+        more = f" ({job.reason})" if job.ended and job.reason and own.state is TrialState.STOPPED else ""
         return own.state, own.cause + more
     return TrialState.PENDING, f"{own.cause}; it is being started again"
 
@@ -157,22 +136,20 @@ def _pending_text(job_state: JobState, again: bool) -> str:
     if job_state.reason in ("", "None"):
         return text
     meaning = why_pending(job_state.reason)[1]
-    return text + (
-        f" ({job_state.reason})" if meaning == job_state.reason else f" ({job_state.reason}: {meaning})"
-    )
+    return f"{text} ({job_state.reason}" + (f": {meaning})" if meaning != job_state.reason else ")")
 
 
-def _before_first_attempt(job: TrialJob, job_state: JobState | None) -> tuple[TrialState, str]:
+def _before_first_attempt(job: TrialJob, job_state: JobState) -> tuple[TrialState, str]:
     if job.ended:
         text = f"exited before the supervisor recorded anything: {job.reason} (code {job.code})"
         return (TrialState.CANCELLED if job.cancelled else TrialState.FAILED), text
-    if job_state is not None and job_state.state.alive:
+    if job_state.state.alive:
         return TrialState.RUNNING, "the job has started, the supervisor has not recorded anything yet"
-    if job_state is not None and job_state.state in DEAD_JOBS:
+    if job_state.state in DEAD_JOBS:
         return DEAD_JOBS[job_state.state], f"before it started anything; {_scheduler_text(job_state)}"
     if job.cancelled:
         return TrialState.CANCELLED, "cancelled before it started"
-    if job_state is not None and job_state.native == NOT_LISTED:
+    if job_state.native == NOT_LISTED:
         return TrialState.KILLED, f"before it started anything; {_scheduler_text(job_state)}"
     if time.time() - job.time < SILENT_AFTER_S:
         return TrialState.PENDING, "submitted, has not recorded anything yet"
@@ -180,26 +157,21 @@ def _before_first_attempt(job: TrialJob, job_state: JobState | None) -> tuple[Tr
 
 
 def _without_end(
-    job: TrialJob | None,
-    own: AttemptStatus,
-    job_state: JobState | None,
-    last_sign: float | None,
-    newest: int | None,
+    job: TrialJob, own: AttemptStatus, job_state: JobState, last_sign: float | None, newest: int | None
 ) -> tuple[TrialState, str]:
     """Return the state of an attempt that has not recorded an end."""
-    saves = job is None or job.saves
-    if job is not None and job.ended:
-        return describe_job_exit(job, saved_text(saves, own.last_step, newest))
-    if job_state is not None and job_state.state in DEAD_JOBS:
+    if job.ended:
+        return describe_job_exit(job, saved_text(job.saves, own.last_step, newest))
+    if job_state.state in DEAD_JOBS:
         return DEAD_JOBS[job_state.state], _scheduler_text(job_state)
-    if job_state is not None and job_state.native == NOT_LISTED:
+    if job_state.native == NOT_LISTED:
         return TrialState.KILLED, f"exited without recording a reason; {_scheduler_text(job_state)}"
     silent_s = time.time() - last_sign if last_sign is not None else SILENT_AFTER_S
     # The age of files decides only what is shown.
-    if (job_state is not None and job_state.state.alive) or silent_s < SILENT_AFTER_S:
+    if job_state.state.alive or silent_s < SILENT_AFTER_S:
         request = own.stopping
-        if job is not None and job.cancelled:
-            request = f"cancelled by the user; {'it saves its state first' if saves else NOTHING_SAVED}"
+        if job.cancelled:
+            request = f"cancelled by the user; {'it saves its state first' if job.saves else NOTHING_SAVED}"
         return (TrialState.STOPPING, request) if request else (TrialState.RUNNING, "")
     return TrialState.UNKNOWN, f"no end recorded, and no heartbeat for {silent_s / 60:.0f} min"
 

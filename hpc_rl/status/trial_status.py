@@ -4,7 +4,6 @@ Missing, stale and partial files are tolerated: what can't be known is left out.
 scheduler passes its answer in; it only tells a running job from one that was killed without recording an end.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from hpc_rl.files import Row
 from hpc_rl.records import EndedRecord, Event, EventKind, EventLog, LineageRecord, TrialState
-from hpc_rl.schedulers.base import JobState
+from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.stats.read import History, MetricsReader, lineages
 from hpc_rl.status.attempts import STOPPING_EVENTS, AttemptStatus, roles_of
 from hpc_rl.status.rollout_report import RolloutReport, read_rollout
@@ -124,8 +123,10 @@ class StatusReader:
         newest = newest_generation(self.trial)
         attempts = self._attempts(jobs, lines, newest)
         last_sign = _last_sign(self.trial, attempts)
-        job = jobs[-1] if jobs else None
-        own = attempts[-1] if attempts and (job is None or attempts[-1].job_id == job.job_id) else None
+        job, job_state = jobs[-1] if jobs else TrialJob(""), job_state or JobState("", State.UNKNOWN)
+        own = (
+            attempts[-1] if attempts and attempts[-1].job_id in (job.job_id or attempts[-1].job_id,) else None
+        )
         if isinstance(read_json(self.trial.done), dict):
             state, reason = TrialState.DONE, _not_saved(self.trial)
         else:
@@ -156,8 +157,7 @@ class StatusReader:
         )
 
     def _event_rows(self, attempt: str) -> list[Event]:
-        log = self._events.setdefault(attempt, EventLog(self.trial.attempt(attempt)))
-        return log.poll()
+        return self._events.setdefault(attempt, EventLog(self.trial.attempt(attempt))).poll()
 
     def _trains(self, attempts: list[AttemptStatus], lines: list[LineageRecord]) -> bool:
         """Return whether the trainer of the newest steps is at work; True for an attempt that is over."""
@@ -169,57 +169,64 @@ class StatusReader:
         trainer = next((role for role in newest.roles if role.role == "trainer"), None)
         if trainer is None or not trainer.running:
             return False
-        started = [
-            event.role
-            for event in self._event_rows(newest.id)
-            if event.kind in (EventKind.STARTED, EventKind.SUPERVISOR_STARTED)
-            and event.role in ("trainer", "supervisor")
-        ]
-        if started[-1:] == ["supervisor"]:  # the trainer died with the supervisor before this one
+        starts = (EventKind.STARTED, EventKind.SUPERVISOR_STARTED)
+        started = [event.role for event in self._event_rows(newest.id) if event.kind in starts]
+        last = next((role for role in reversed(started) if role in ("trainer", "supervisor")), "")
+        if last == "supervisor":  # the trainer died with the supervisor before this one
             return False
         return not lines or (lines[-1].attempt, lines[-1].incarnation) == (newest.id, trainer.incarnation)
 
-    def _ends_at(self, attempts: list[AttemptStatus], job_state: JobState | None) -> float | None:
+    def _ends_at(self, attempts: list[AttemptStatus], job_state: JobState) -> float | None:
         """Return when the job ends: by the scheduler's answer, else as the supervisor recorded it."""
-        if job_state is not None and job_state.end_time is not None:
-            return job_state.end_time
         events = self._event_rows(attempts[-1].id) if attempts else []
-        known = [
-            event.ends_at
-            for event in events
-            if event.kind is EventKind.END_TIME and event.ends_at is not None
-        ]
-        return known[-1] if known else None
+        known = [event.ends_at for event in events if event.kind is EventKind.END_TIME]
+        return job_state.end_time or next(filter(None, reversed(known)), None)
 
     def _attempts(
         self, jobs: list[TrialJob], lines: list[LineageRecord], newest: int | None
     ) -> list[AttemptStatus]:
         """Return the attempts in the order of submission, then of restart."""
         submitted = {job.job_id: number for number, job in enumerate(jobs)}
-        by_id = {job.job_id: job for job in jobs}
         last_steps = self._metrics.last_steps()
         found = []
         for folder in self.trial.attempts.glob("*"):
             known = AttemptId.parse(folder.name)
             if known is not None and folder.is_dir():
-                job = by_id.get(known.job_id, TrialJob(known.job_id))
-                events = self._event_rows(folder.name)
-                own = [line for line in lines if line.attempt == folder.name]
-                attempt = _attempt(
-                    self.trial, folder.name, events, own, job, last_steps.get(folder.name), newest
-                )
-                order = (submitted.get(known.job_id, len(jobs)), attempt.started or 0.0, known.restart)
-                found.append((order, attempt))
-        attempts = [attempt for _, attempt in sorted(found, key=lambda pair: pair[0])]
-        for earlier, later in pairwise(attempts):  # a later start means that the earlier ones are over
-            if _runs(earlier):
-                submission = by_id.get(earlier.job_id)
-                if submission is not None and submission.ended and later.job_id != earlier.job_id:
-                    saved = saved_text(submission.saves, earlier.last_step, newest)
-                    earlier.state, earlier.cause = describe_job_exit(submission, saved)
-                else:
-                    earlier.state, earlier.cause = TrialState.KILLED, KILLED_WITH_NODE
-        return attempts
+                number = submitted.get(known.job_id, len(jobs))
+                job = jobs[number] if number < len(jobs) else TrialJob(known.job_id)
+                attempt = self._attempt(folder.name, job, last_steps.get(folder.name), newest)
+                attempt.lineages = [line for line in lines if line.attempt == attempt.id]
+                found.append(((number, attempt.started or 0.0, known.restart), attempt, job))
+        found.sort(key=lambda one: one[0])
+        for (_, earlier, job), (_, later, _) in pairwise(found):
+            if _runs(earlier):  # a later start means that it is over
+                earlier.state, earlier.cause = TrialState.KILLED, KILLED_WITH_NODE
+                if job.ended and later.job_id != job.job_id:
+                    saved = saved_text(job.saves, earlier.last_step, newest)
+                    earlier.state, earlier.cause = describe_job_exit(job, saved)
+        return [attempt for _, attempt, _ in found]
+
+    def _attempt(self, name: str, job: TrialJob, last_step: int | None, newest: int | None) -> AttemptStatus:
+        attempt, events = self.trial.attempt(name), self._event_rows(name)
+        ended = EndedRecord.read(attempt.ended)
+        state, cause = TrialState.RUNNING, ""
+        if ended is not None:
+            saved = saved_text(job.saves, last_step, newest)
+            state, cause = describe_exit(ended.exit_code, ended.reason, ended.cause, job.cancelled, saved)
+        stopping = [event.reason or "it is stopping" for event in events if event.kind in STOPPING_EVENTS]
+        return AttemptStatus(
+            id=name,
+            job_id=job.job_id,
+            state=state,
+            cause=cause,
+            exit_code=ended.exit_code if ended else None,
+            started=min((event.time for event in events if event.time is not None), default=None),
+            ended=ended.time if ended else None,
+            lineages=[],
+            last_step=last_step,
+            roles=roles_of(attempt, events),
+            stopping=stopping[-1] if stopping else "",
+        )
 
 
 def read_status(
@@ -265,37 +272,6 @@ def _not_saved(trial: Trial) -> str:
     """Return why the last step of a trial that is done has no checkpoint; '' where it has one."""
     why = _json_object(trial.exports / "final" / "hpc_rl.json").get("not_saved")
     return f"the last step was not saved: {why}; exports/final is complete" if why else ""
-
-
-def _attempt(
-    trial: Trial,
-    name: str,
-    events: Sequence[Event],
-    own: list[LineageRecord],
-    job: TrialJob,
-    last_step: int | None,
-    newest: int | None,
-) -> AttemptStatus:
-    attempt = trial.attempt(name)
-    ended = EndedRecord.read(attempt.ended)
-    state, cause = TrialState.RUNNING, ""
-    if ended is not None:
-        saved = saved_text(job.saves, last_step, newest)
-        state, cause = describe_exit(ended.exit_code, ended.reason, ended.cause, job.cancelled, saved)
-    stopping = [event.reason or "it is stopping" for event in events if event.kind in STOPPING_EVENTS]
-    return AttemptStatus(
-        id=name,
-        job_id=job.job_id,
-        state=state,
-        cause=cause,
-        exit_code=ended.exit_code if ended else None,
-        started=min((event.time for event in events if event.time is not None), default=None),
-        ended=ended.time if ended else None,
-        lineages=own,
-        last_step=last_step,
-        roles=roles_of(attempt, events),
-        stopping=stopping[-1] if stopping else "",
-    )
 
 
 def _last_sign(trial: Trial, attempts: list[AttemptStatus]) -> float | None:

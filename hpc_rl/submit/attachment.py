@@ -3,7 +3,6 @@
 import os
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 from hpc_rl.errors import TrialStateError
 from hpc_rl.records import ProcessFile, ProcessRecord, read_events
@@ -46,32 +45,16 @@ def role_processes(status: TrialStatus) -> list[RoleProcess]:
 
 
 def _live_processes(attempt: Attempt) -> list[RoleProcess]:
-    found: dict[tuple[str, int, int], RoleProcess] = {}
+    found: list[RoleProcess] = []
     for path in attempt.processes.glob("*.json"):
-        process = _process(path, attempt.id)
-        if process is not None:
-            key = (process.role, process.index, process.rank)
-            if key not in found or found[key].incarnation < process.incarnation:
-                found[key] = process
+        file, record = ProcessFile.parse(path), ProcessRecord.read(path)
+        if file is not None and record is not None and not file.by_client:
+            where = (record.host, record.pid, record.node, record.job_id, attempt.id)
+            found.append(RoleProcess(file.role, file.index, file.incarnation, record.rank, *where))
+    found.sort(key=lambda one: one.incarnation)
+    newest = {(one.role, one.index, one.rank): one for one in found}
     running = {(role.role, role.index): role.running for role in roles_of(attempt, read_events(attempt))}
-    return [process for process in found.values() if running.get((process.role, process.index), True)]
-
-
-def _process(path: Path, attempt: str) -> RoleProcess | None:
-    file, record = ProcessFile.parse(path), ProcessRecord.read(path)
-    if file is None or record is None or file.by_client:
-        return None
-    return RoleProcess(
-        role=file.role,
-        index=file.index,
-        incarnation=file.incarnation,
-        rank=record.rank,
-        host=record.host,
-        pid=record.pid,
-        node=record.node,
-        job_id=record.job_id,
-        attempt=attempt,
-    )
+    return [one for one in newest.values() if running.get((one.role, one.index), True)]
 
 
 def choose_process(status: TrialStatus, role: str | None, index: int | None, rank: int | None) -> RoleProcess:
@@ -100,12 +83,11 @@ def attach_command(status: TrialStatus, process: RoleProcess, argv: list[str]) -
     Raises TrialStateError where that is on another machine without Slurm.
     """
     if status.jobs and status.jobs[-1].scheduler == "slurm":
-        component = _component(status, process)
         # --overlap with --mem=0 does not wait for what the roles hold; a step sees the GPUs of the whole job.
         where = [
             "srun",
             f"--jobid={process.job_id or process.attempt.rpartition('.')[0]}",
-            *([f"--het-group={component}"] if component is not None else []),
+            *_het_group(status, process),
             *("--overlap", "--mem=0", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"),
             f"--nodelist={process.node or process.host}",
             f"--chdir={status.trial.dir}",
@@ -117,13 +99,13 @@ def attach_command(status: TrialStatus, process: RoleProcess, argv: list[str]) -
     return argv or [os.environ.get("SHELL") or "bash"]
 
 
-def _component(status: TrialStatus, process: RoleProcess) -> int | None:
-    """Return the component of a heterogeneous job that has the process; None for a job of one kind."""
+def _het_group(status: TrialStatus, process: RoleProcess) -> list[str]:
+    """Return the option for the component of a heterogeneous job that has the process."""
     plan = status.plan
     if plan.get("layout") != "hetjob":
-        return None
+        return []
     own = (process.role, process.index)
     units = [unit for unit in plan.get("units", []) if (unit["role"], unit["index"]) == own]
     nodes = {node for unit in units for node in unit["nodes"]}
     with_them = (n for n, group in enumerate(plan.get("groups", [])) if nodes & set(group["nodes"]))
-    return next(with_them, 0)
+    return [f"--het-group={next(with_them, 0)}"]

@@ -38,11 +38,8 @@ class TrialLock:
     Leaving it by an exception undoes what was written through it: files get their old content, new ones
     vanish, and so does a directory that did not exist before.
 
-    Raises TrialBusy where another process has the lock, CannotWrite where the directory can't be made.
-
-    Args:
-        trial: The trial.
-        for_what: What is done to the trial, for the message of a process that is refused meanwhile.
+    `for_what` tells a process that is refused meanwhile what is done to the trial. Raises TrialBusy where
+    another process has the lock, CannotWrite where the directory can't be made.
     """
 
     def __init__(self, trial: Trial, for_what: str = "submitted") -> None:

@@ -6,7 +6,7 @@ scripts through bash, shellcheck and our linter, the request against sinfo, and 
 """
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -90,10 +90,7 @@ def request_of(config: Config, plan: Plan) -> JobRequest:
     """Return what the job asks for, as far as sinfo can judge it."""
     slurm = config.launcher.slurm
     asks = plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
-    if slurm.cpus_per_task == DERIVED:
-        cpus = plan.cpus_per_node
-    else:
-        cpus = int(slurm.cpus_per_task or 0)
+    cpus = plan.cpus_per_node if slurm.cpus_per_task == DERIVED else int(slurm.cpus_per_task or 0)
     options = ("mem_per_cpu", "mem_per_gpu", "mem")
     given = [name for name in options if getattr(slurm, name) not in (None, DERIVED)]
     return JobRequest(
@@ -185,11 +182,7 @@ def quick_check(
 ) -> CapacityCheck:
     """Compare the request with one sinfo; where that fails, sbatch decides. Raises ConfigError.
 
-    Args:
-        config: The checked configuration.
-        plan: Its plan.
-        cluster: Where to query.
-        bad: Nodes that failed the trial recently; avoided where enough others are left.
+    `bad` nodes failed the trial recently: they are avoided where enough others are left.
     """
     failed = f"{', '.join(bad)} failed this trial recently: "
     avoided = [failed + "avoided"] if bad else []
@@ -224,9 +217,8 @@ def full_check(
     for name, text in scripts.items():
         if not lint.is_checked(name):
             continue
-        checks.append(_lint_check(f"{name}: directives", lint.directive_problems(text)))
-        checks.append(_lint_check(f"{name}: bash -n", lint.bash_problems(text)))
-        checks.append(_lint_check(f"{name}: shellcheck", lint.shellcheck_problems(text)))
+        for linter, problems in LINTERS.items():
+            checks.append(_lint_check(f"{name}: {linter}", problems(text)))
     if cluster is None:
         here = PreflightCheck("sinfo", CheckState.SKIPPED, "the trial is for this machine")
         return PreflightReport([*checks, here])
@@ -238,6 +230,13 @@ def full_check(
         if name.endswith(".sbatch"):
             checks.append(_test_only(name, text, cluster))
     return PreflightReport(checks)
+
+
+LINTERS: dict[str, Callable[[str], list[str] | None]] = {
+    "directives": lint.directive_problems,
+    "bash -n": lint.bash_problems,
+    "shellcheck": lint.shellcheck_problems,
+}
 
 
 def _lint_check(name: str, problems: list[str] | None) -> PreflightCheck:

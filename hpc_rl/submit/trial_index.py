@@ -4,13 +4,14 @@ The index is a convenience: trials are found by path without it, entries of remo
 and a state directory that can't be written costs a log line, not a submission.
 """
 
+import contextlib
 import difflib
 import hashlib
 import logging
 import os
 import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_rl.errors import TrialNameError
@@ -23,26 +24,25 @@ LIST_HINT = "`hpc-rl list` shows the trials that this account submitted"
 
 
 @dataclass(frozen=True)
-class IndexRecord(JsonRecord):
-    """The file of one trial: its directory, and when it was last submitted in Unix seconds."""
+class IndexEntry(JsonRecord):
+    """The file of one trial."""
 
     dir: str
     experiment: str = ""
-    trial: str = ""
-    time: float = 0.0
+    name: str = field(default="", metadata={"key": "trial"})
+    time: float = 0.0  # when it was last submitted, Unix seconds
 
-
-@dataclass(frozen=True)
-class IndexEntry:
-    """One indexed trial. `time` is when it was last submitted, Unix seconds."""
-
-    trial: Trial
-    time: float
-    file: Path
+    @property
+    def trial(self) -> Trial:
+        return Trial(Path(self.dir))
 
     @property
     def gone(self) -> bool:
-        return not os.path.isdir(self.trial.dir)
+        return not os.path.isdir(self.dir)
+
+    @property
+    def file(self) -> Path:
+        return directory() / f"{hashlib.sha256(self.dir.encode()).hexdigest()[:16]}.json"
 
 
 def directory() -> Path:
@@ -52,11 +52,10 @@ def directory() -> Path:
 
 def record(trial: Trial) -> bool:
     """Add or renew a trial; return False, and log a line, where the state directory can't be written."""
-    path = _real(trial.dir)
-    file = directory() / f"{hashlib.sha256(path.encode()).hexdigest()[:16]}.json"
+    entry = IndexEntry(os.path.realpath(trial.dir), trial.experiment, trial.name, time.time())
     try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_json(file, IndexRecord(path, trial.experiment, trial.name, time.time()).to_json())
+        directory().mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_json(entry.file, entry.to_json())
     except OSError as error:
         logger.warning("the trial is not in the index (%s): name it by its path", error)
         return False
@@ -65,12 +64,9 @@ def record(trial: Trial) -> bool:
 
 def entries() -> list[IndexEntry]:
     """Return all indexed trials, newest submission first. Files that are not entries are skipped."""
-    found = []
-    for file in directory().glob("*.json"):
-        data = IndexRecord.read(file)
-        if data is not None and os.path.isabs(data.dir):
-            found.append(IndexEntry(Trial(Path(data.dir)), data.time, file))
-    return sorted(found, key=lambda entry: (-entry.time, str(entry.trial.dir)))
+    read = map(IndexEntry.read, directory().glob("*.json"))
+    found = [entry for entry in read if entry is not None and os.path.isabs(entry.dir)]
+    return sorted(found, key=lambda entry: (-entry.time, entry.dir))
 
 
 def prune() -> list[IndexEntry]:
@@ -99,15 +95,14 @@ def resolve(text: str) -> Trial:
 
 def _resolve(text: str) -> Trial:
     path = Path(os.path.expanduser(text))
-    spelt_as_path = path.is_absolute() or text.split("/")[0] in (".", "..", "~") or text.startswith("~")
-    if spelt_as_path:
+    if path.is_absolute() or text.split("/")[0] in (".", "..") or text.startswith("~"):
         return _by_path(text, path)
-    found = {_real(path): Trial(path.absolute())} if is_trial(path) else {}
+    found = {os.path.realpath(path): Trial(path.absolute())} if is_trial(path) else {}
     known = entries()
     wanted = text.strip("/")
     for entry in known:
         if wanted in (entry.trial.name, str(entry.trial)):
-            found.setdefault(_real(entry.trial.dir), entry.trial)
+            found.setdefault(os.path.realpath(entry.dir), entry.trial)
     present = [trial for trial in found.values() if os.path.isdir(trial.dir)]
     if len(present) == 1:
         return present[0]
@@ -144,11 +139,9 @@ def check_readable(trial: Trial) -> None:
 
 def cli_name(trial: Trial) -> str:
     """Return what to type for a trial: experiment/trial where that is unique, else its quoted path."""
-    try:
-        if _real(_resolve(str(trial)).dir) == _real(trial.dir):
+    with contextlib.suppress(TrialNameError):
+        if os.path.realpath(_resolve(str(trial)).dir) == os.path.realpath(trial.dir):
             return str(trial)
-    except TrialNameError:
-        pass
     return shlex.quote(str(trial.dir))
 
 
@@ -173,7 +166,3 @@ def _suggestion(wanted: str, known: list[IndexEntry]) -> str:
     if near:
         return f"Did you mean {' or '.join(near)}?"
     return f"{LIST_HINT}; any other is named by its path."
-
-
-def _real(path: Path) -> str:
-    return os.path.realpath(path)
