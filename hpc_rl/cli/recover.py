@@ -12,6 +12,7 @@ from hpc_rl.cli.submit import (
     Planned,
     add_outcome,
     announce,
+    change_json,
     changed_lines,
     compared,
     new_batches_lines,
@@ -132,7 +133,7 @@ def as_json(start: FirstStart, decision: Decision) -> dict[str, Any]:
         "set_aside": decision.set_aside,
         "read_while_loading": start.unread if decision.action == "load" else [],
         "generations": [dataclasses.asdict(one) for one in start.situation.generations],
-        "changes": [dataclasses.asdict(change) for change in start.changes],
+        "changes": [change_json(change) for change in start.changes],
     }
 
 

@@ -167,6 +167,13 @@ def changed_lines(changes: Sequence[Change]) -> list[str]:
     return [f"changed    {change}" for change in changes]
 
 
+def change_json(change: Change) -> dict[str, Any]:
+    """Return a change for --json, where `renews` says that it needs new batches."""
+    row = dataclasses.asdict(change)
+    row["renews"] = row.pop("new_batches")
+    return row
+
+
 def new_batches_lines(batches: Sequence[int]) -> list[str]:
     """Return what becomes of the batches that a policy or options made which this start gives up."""
     what = "finished groups"
@@ -207,7 +214,7 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
         "output": str(made.output) if made.output else None,
         "allocation": planned.plan.allocation,
         "notes": planned.notes,
-        "changes": [dataclasses.asdict(change) for change in made.start.changes],
+        "changes": [change_json(change) for change in made.start.changes],
         "new_batches": made.start.new_batches,
         "set_aside_batches": made.batches_set_aside,
     }

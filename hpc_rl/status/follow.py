@@ -3,12 +3,10 @@
 Reads files, and queries the scheduler rarely. Interrupting the view leaves the trial alone.
 """
 
-from __future__ import annotations
-
+import contextlib
 import re
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -36,14 +34,20 @@ EXPECTED_CODES = {0, ExitCode.STOPPED, ExitCode.KILLED_BY_SYSTEM, -15, None}  # 
 def follow(trial: Trial, tick_s: float = TICK_S) -> int:
     """Show the trial until it is over; return its exit code."""
     console = Console(highlight=False, soft_wrap=True)
-    view = _TerminalView(console) if console.is_terminal else _PlainView(print)
+    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
     watch, reporter = TrialWatch(trial), ChangeReporter()
-    with view:
+    shown_step, shown_at = -1, float("-inf")  # the last progress line
+    with live or contextlib.nullcontext():
         while True:
             status = watch.poll()
             for line in reporter.news(status):
-                view.line(printable(line))
-            view.show(status)
+                console.print(Text(printable(line)))
+            due = status.over or time.monotonic() - shown_at >= PLAIN_EVERY_S
+            if live is not None:
+                live.update(panel(status), refresh=True)
+            elif status.history.steps and status.step != shown_step and due:
+                shown_step, shown_at = status.step, time.monotonic()
+                console.print(Text(progress_text(status)))
             if status.over:
                 break
             time.sleep(tick_s)
@@ -130,50 +134,6 @@ def progress_text(status: TrialStatus) -> str:
         if status.eta_s is not None and not status.over:
             parts.append(f"{format_duration(status.eta_s)} left")
     return "  ".join(parts)
-
-
-class _PlainView:
-    """Lines only: the news, and a progress line every few seconds while steps are made."""
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self._write = write
-        self._shown_step = -1
-        self._shown_at = float("-inf")
-
-    def __enter__(self) -> _PlainView:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def line(self, text: str) -> None:
-        self._write(text)
-        sys.stdout.flush()
-
-    def show(self, status: TrialStatus) -> None:
-        due = status.over or time.monotonic() - self._shown_at >= PLAIN_EVERY_S
-        if status.history.steps and status.step != self._shown_step and due:
-            self._shown_step, self._shown_at = status.step, time.monotonic()
-            self.line(progress_text(status))
-
-
-class _TerminalView:
-    """The news above a progress bar, the newest numbers and the roles."""
-
-    def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False)
-
-    def __enter__(self) -> _TerminalView:
-        self._live.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._live.__exit__(*error)  # type: ignore[arg-type]
-
-    def line(self, text: str) -> None:
-        self._live.console.print(Text(text))
-
-    def show(self, status: TrialStatus) -> None:
-        self._live.update(panel(status), refresh=True)
 
 
 def panel(status: TrialStatus) -> Group:

@@ -85,7 +85,7 @@ class FirstStart:
         """
         if self._replay or not isinstance(self.config, GRPOConfig):
             return False
-        return self.situation.wanted is not None or any(change.renews for change in self.changes)
+        return self.situation.wanted is not None or any(change.new_batches for change in self.changes)
 
     def batches_set_aside(self) -> list[int]:
         """Return the steps of the batches that are cut and that this start sets aside, ascending."""
@@ -243,7 +243,9 @@ def stale_leftovers(trial: Trial, config: Config) -> list[Path]:
         check_same_rows(path, rows_of(trial.rollout), fingerprint_in_passing(path), "the log was begun")
         found = changes(from_dict(data), config) if isinstance(data, dict) else []
         # the policy that they were made by is still the initial one, whatever it is trained with
-        fit = [change.safe and (not change.renews or change.name.startswith("actor.")) for change in found]
+        fit = [
+            change.safe and (not change.new_batches or change.name.startswith("actor.")) for change in found
+        ]
         keeps = isinstance(data, dict) and all(fit)
         if keeps and not _was_rejected_by_user_code(trial):
             return []

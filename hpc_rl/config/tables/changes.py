@@ -49,14 +49,14 @@ SAFE = (  # options and whole sections, except what is in UNSAFE
     "ref",
 )  # fmt: skip
 # Options and whole sections that change the policy or the data, except those in REPLAYS: earlier batches and
-# groups are set aside. With --replay the changes in NEEDS_NEW_BATCHES are refused.
-RENEWS = ("actor", "gconfig", "rollout.reward_fn", "rollout.workflow")
+# groups are set aside. With --replay the changes in NOT_WITH_REPLAY are refused.
+NEW_BATCHES = ("actor", "gconfig", "rollout.reward_fn", "rollout.workflow")
 REPLAYS = (
     "actor.experiment_name", "actor.trial_name", "actor.pad_to_maximum", "actor.attn_impl",
     "actor.grad_reduce_dtype", "actor.fsdp", "actor.ds_auto_tp", "actor.gradient_checkpointing",
     "actor.mb_spec", "actor.optimizer.offload", "actor.log_agent_stats", "actor.log_agent_stats_keys",
 )  # fmt: skip
-NEEDS_NEW_BATCHES = ("gconfig.n_samples", "gconfig.temperature", "gconfig.greedy", "rollout.workflow")
+NOT_WITH_REPLAY = ("gconfig.n_samples", "gconfig.temperature", "gconfig.greedy", "rollout.workflow")
 REMARKS = {  # what a safe change does not do
     "actor.ppo_n_minibatches": "the learning-rate schedule continues at the same share of the training",
     "valid_dataset": "held-out rewards before and after are not comparable",
@@ -74,7 +74,7 @@ class Change:
         new: New value.
         safe: Whether the state of the trial allows it.
         reason: Why it is unsafe, or what a safe change leaves as it was; may be empty then.
-        renews: Whether earlier batches are set aside.
+        new_batches: Whether earlier batches are set aside, and their prompts issued again.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Change:
     new: Any
     safe: bool
     reason: str = ""
-    renews: bool = False
+    new_batches: bool = False
 
     @property
     def way(self) -> str:
@@ -96,12 +96,12 @@ class Change:
 def changes(old: Config, new: Config) -> list[Change]:
     """Return the options whose values differ; a section that is added or removed is one change."""
     found = _differences(old, new, "")
-    return [Change(name, a, b, *classify(name), renews=renews(name)) for name, a, b in found]
+    return [Change(name, a, b, *classify(name), needs_new_batches(name)) for name, a, b in found]
 
 
-def renews(name: str) -> bool:
+def needs_new_batches(name: str) -> bool:
     """Return whether a change of this option changes the policy or the data."""
-    return next((one in RENEWS for one in _ways(name) if one in RENEWS or one in REPLAYS), False)
+    return next((one in NEW_BATCHES for one in _ways(name) if one in NEW_BATCHES or one in REPLAYS), False)
 
 
 def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> None:
@@ -111,7 +111,7 @@ def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> 
     """
     wrong = [change for change in found if not change.safe]
     if replay:
-        mixed = [change for change in found if change.name in NEEDS_NEW_BATCHES]
+        mixed = [change for change in found if change.name in NOT_WITH_REPLAY]
         wrong += [replace(change, reason=f"{_GROUPS}, and --replay keeps them") for change in mixed]
     if not wrong:
         return

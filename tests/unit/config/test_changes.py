@@ -8,8 +8,8 @@ from hpc_rl.config.loading.fields import options, section_of
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.tables.changes import (
-    NEEDS_NEW_BATCHES,
-    RENEWS,
+    NEW_BATCHES,
+    NOT_WITH_REPLAY,
     REPLAYS,
     SAFE,
     UNSAFE,
@@ -47,7 +47,7 @@ def test_every_option_is_classed_with_a_reason_where_it_is_unsafe(name):
 def test_the_tables_name_nothing_that_is_not_there():
     there = {name.replace("actor", "model", 1) if name.startswith("actor") else name for name in ALL}
     assert set(UNSAFE) | set(SAFE) <= there
-    assert {*RENEWS, *REPLAYS, *NEEDS_NEW_BATCHES} <= ALL.keys()
+    assert {*NEW_BATCHES, *REPLAYS, *NOT_WITH_REPLAY} <= ALL.keys()
     with pytest.raises(KeyError):
         classify("no_such_section.option")
 
@@ -99,7 +99,9 @@ def test_a_change_of_the_policy_or_of_what_is_generated_needs_new_batches():
         (["actor.mb_spec.max_tokens_per_mb=4096", "actor.gradient_checkpointing=false"], False),
         (["total_train_steps=7", "saver.freq_steps=5", "rollout.request_retries=9"], False),
     ):
-        assert any(one.renews for one in changes(old, load([], [*GIVEN, *words]).config)) == needed, words
+        assert any(one.new_batches for one in changes(old, load([], [*GIVEN, *words]).config)) == needed, (
+            words
+        )
 
 
 def test_what_finished_groups_were_made_with_can_not_change_where_they_are_kept():
