@@ -22,12 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from hpc_rl.errors import ConfigError, ExitCode, SchedulerError
+from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.files import last_lines
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.proc import start_ticks
 from hpc_rl.records import ProcessRecord
 from hpc_rl.render.container_command import command_of, common_env, container_env
+from hpc_rl.schedulers.hostlist import expand
 from hpc_rl.trial import Attempt
 
 logger = logging.getLogger(__name__)
@@ -294,13 +295,13 @@ class SrunHandle(Handle):
 
 
 def open_steps(kind: str, plan: Plan) -> Steps:
-    """`srun` within a Slurm job, `process` on this machine. Raises SchedulerError."""
+    """Return how processes are started: `srun` within a Slurm job, `process` on this machine."""
     if kind == "process":
         return ProcessSteps()
     if plan.layout != "hetjob":
-        return SrunSteps(job_hosts(os.environ["SLURM_JOB_NODELIST"]))
+        return SrunSteps(expand(os.environ["SLURM_JOB_NODELIST"]))
     parts = [
-        job_hosts(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]) for number in range(len(plan.groups))
+        expand(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]) for number in range(len(plan.groups))
     ]
     components = [number for number, hosts in enumerate(parts) for _ in hosts]
     return SrunSteps([host for hosts in parts for host in hosts], components=components)
@@ -314,22 +315,3 @@ def unplaced_reason(unit: Unit, plan: Plan, said: str) -> str:
         "per core as the plan has it (scontrol show node: ThreadsPerCore); the plan asks for "
         f"{plan.cpus_per_node} CPUs per node"
     )
-
-
-def job_hosts(nodelist: str) -> list[str]:
-    """Return the node names of a job in Slurm's order, without the controller. Raises SchedulerError."""
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", "hostnames", nodelist],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SchedulerError(f"scontrol show hostnames: {error}") from error
-    if done.returncode or not done.stdout.split():
-        raise SchedulerError(
-            f"scontrol show hostnames {nodelist!r} failed: {done.stderr.strip() or 'no names'}"
-        )
-    return done.stdout.split()

@@ -30,4 +30,5 @@ def test_the_other_hosts_of_a_job(environ, peers):
 
 def test_node_lists():
     assert expand("a[1-3,07-09]b,c") == ["a1b", "a2b", "a3b", "a07b", "a08b", "a09b", "c"]
+    assert expand("b[2,1]") == ["b2", "b1"]
     assert expand("r[1-2]n[1-2]") == ["r1n1", "r1n2", "r2n1", "r2n2"]

@@ -11,12 +11,12 @@ import pytest
 from launch_lines import write_steps
 from toy_plans import toy_plan
 
-from hpc_rl.errors import ConfigError, SchedulerError
+from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import end_processes, is_alive, start_ticks
 from hpc_rl.supervise import processes
 from hpc_rl.supervise.ownership import kill_leftovers, next_incarnations
-from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, job_hosts, unplaced_reason
+from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, unplaced_reason
 from hpc_rl.trial import Attempt, Trial, read_json, write_json
 
 UNTIL_EOF = "import os, sys; print('up', flush=True)\nwhile d := os.read(0, 99): print(d.decode(), flush=True); sys.exit(75)"
@@ -250,20 +250,6 @@ def test_a_client_that_does_not_end_is_killed(attempt, fake_srun, monkeypatch):
     handle = srun_start(attempt, fake_srun, STUBBORN="1")
     handle.kill()
     assert wait(handle) == -signal.SIGKILL
-
-
-def test_hosts_come_from_scontrol_in_its_order(tmp_path, monkeypatch):
-    (tmp_path / "scontrol").write_text(
-        '#!/bin/bash\n[ "$3" = "b[2,1]" ] && printf "b2\\nb1\\n" || { echo nope >&2; exit 1; }\n'
-    )
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert job_hosts("b[2,1]") == ["b2", "b1"]
-    with pytest.raises(SchedulerError, match="nope"):
-        job_hosts("c")
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    with pytest.raises(SchedulerError, match="scontrol"):
-        job_hosts("c")
 
 
 # --- leftovers
