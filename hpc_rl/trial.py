@@ -115,6 +115,12 @@ def read_json(path: Path) -> Any | None:
         return None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; {} where read_json finds none."""
+    data = read_json(path)
+    return data if isinstance(data, dict) else {}
+
+
 def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # a pipe that has no writer must not block
 

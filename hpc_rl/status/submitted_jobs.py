@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hpc_rl.records import JobEvent, JobRecord, newest_job, read_job_state
-from hpc_rl.trial import Trial, read_json
+from hpc_rl.trial import Trial, read_object
 
 
 @dataclass
@@ -47,8 +47,7 @@ def read_jobs(trial: Trial) -> list[TrialJob]:
             jobs.append(_trial_job(trial, record))
     jobs.sort(key=lambda job: (job.time, job.job_id))
     if jobs and jobs[-1].start_mode == "resume":  # the mode of later starts is in the plan alone
-        plan = read_json(trial.plan_json)
-        jobs[-1].saves = not isinstance(plan, dict) or plan.get("recover_mode") != "disabled"
+        jobs[-1].saves = read_object(trial.plan_json).get("recover_mode") != "disabled"
     return jobs
 
 
@@ -64,11 +63,6 @@ def _trial_job(trial: Trial, record: JobRecord) -> TrialJob:
         native_id=newest_job(trial, record.job_id),
         other_length=any(change.startswith("total_train_") for change in record.changed),
     )
-    lines = read_job_state(trial, record.job_id)
-    if lines:
-        last = lines[-1]
-        job.event = last.event
-        job.code = last.code
-        job.reason = last.reason
-        job.by_signal = last.cancelled
+    for last in read_job_state(trial, record.job_id)[-1:]:
+        job.event, job.code, job.reason, job.by_signal = last.event, last.code, last.reason, last.cancelled
     return job

@@ -18,7 +18,7 @@ from hpc_rl.status.rollout_report import RolloutReport, read_rollout
 from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.status.trial_state import describe_exit, describe_job_exit, determine_state, saved_text
 from hpc_rl.supervise.server_array import ServerArray, read_arrays
-from hpc_rl.trial import AttemptId, Trial, read_json
+from hpc_rl.trial import AttemptId, Trial, read_json, read_object
 
 KILLED_WITH_NODE = "ended without a record (its node failed, or the scheduler killed it)"
 TAKEN_BACK = "ended without a record (preempted, or its node failed); the scheduler starts the job again"
@@ -149,7 +149,7 @@ class StatusReader:
             rate=_rate(history, from_step) if self._trains(attempts, lines) else None,
             generation=newest,
             exports=_exports(self.trial),
-            plan=_json_object(self.trial.plan_json),
+            plan=read_object(self.trial.plan_json),
             servers=read_arrays(self.trial),
             last_sign=last_sign,
             ends_at=self._ends_at(attempts, job_state) if alive else None,
@@ -263,14 +263,9 @@ def _exports(trial: Trial) -> list[str]:
     )
 
 
-def _json_object(path: Path) -> dict[str, Any]:
-    data = read_json(path)
-    return data if isinstance(data, dict) else {}
-
-
 def _not_saved(trial: Trial) -> str:
     """Return why the last step of a trial that is done has no checkpoint; '' where it has one."""
-    why = _json_object(trial.exports / "final" / "hpc_rl.json").get("not_saved")
+    why = read_object(trial.exports / "final" / "hpc_rl.json").get("not_saved")
     return f"the last step was not saved: {why}; exports/final is complete" if why else ""
 
 
@@ -307,7 +302,7 @@ def _total_steps(
         logged = [row["total_steps"] for row in history.steps if isinstance(row.get("total_steps"), int)]
         if logged:
             return logged[-1]
-    total = _json_object(trial.config_json).get("total_train_steps")
+    total = read_object(trial.config_json).get("total_train_steps")
     return total if isinstance(total, int) else reached
 
 

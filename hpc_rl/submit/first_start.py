@@ -21,7 +21,7 @@ from hpc_rl.errors import ConfigError, NothingToResume, TrialBusy
 from hpc_rl.rollout.batch_log.ledger import OF_USER_CODE, LedgerDamaged
 from hpc_rl.rollout.batch_log.replay import check_replay, read_state, rows_of
 from hpc_rl.submit import trial_index
-from hpc_rl.trial import Trial, account, entries, read_json
+from hpc_rl.trial import Trial, account, entries, read_object
 
 PLACEHOLDER_ATTEMPT = "next.0"  # an attempt id that no scheduler gives
 MAX_LOG_BYTES = 64 << 20  # up to which a command reads a batch log before it submits a start that replays it
@@ -107,8 +107,7 @@ class FirstStart:
         if self.step is not None:
             copy = trial.generation(self.step) / generation.CONFIG_NAME
         for path in (copy, trial.config_json):
-            data = read_json(path)
-            if isinstance(data, dict):
+            if data := read_object(path):
                 try:
                     self.changes = [
                         self._allow_move(change) for change in changes(from_dict(data), self.config)
@@ -238,16 +237,15 @@ def stale_leftovers(trial: Trial, config: Config) -> list[Path]:
     """
     if has_progress(trial):
         return []
-    data, path = read_json(trial.config_json), config.train_dataset.path
+    data, path = read_object(trial.config_json), config.train_dataset.path
     with contextlib.suppress(ConfigError):
         check_same_rows(path, rows_of(trial.rollout), fingerprint_in_passing(path), "the log was begun")
-        found = changes(from_dict(data), config) if isinstance(data, dict) else []
+        found = changes(from_dict(data), config) if data else []
         # the policy that they were made by is still the initial one, whatever it is trained with
         fit = [
             change.safe and (not change.new_batches or change.name.startswith("actor.")) for change in found
         ]
-        keeps = isinstance(data, dict) and all(fit)
-        if keeps and not _was_rejected_by_user_code(trial):
+        if data and all(fit) and not _was_rejected_by_user_code(trial):
             return []
     left = (*trial.rollout.glob("segment-*.ledger"), trial.current_weights)
     return [path for path in left if path.exists()]

@@ -43,7 +43,7 @@ from hpc_rl.submit.first_start import FirstStart, Recovery, stale_leftovers
 from hpc_rl.submit.lock import TrialLock
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.supervise.server_array import submit_servers
-from hpc_rl.trial import Trial, account, read_json, write_json
+from hpc_rl.trial import Trial, account, read_object, write_json
 
 GIT_TIMEOUT_S = 2.0
 
@@ -91,7 +91,7 @@ def submit(
     with TrialLock(trial) as lock:
         # Checked again: another process may have submitted while this one waited for the lock.
         start = check_submittable(trial, loaded, plan, scheduler.name, recovery)
-        before = read_json(trial.plan_json)
+        allocation_was = str(read_object(trial.plan_json).get("allocation") or "")
         dropped = stale_leftovers(trial, loaded.config)
         set_aside = start.batches_set_aside()
         script, tag = _prepare(lock, loaded, plan, list(command), start, scheduler.name, avoid)
@@ -123,7 +123,7 @@ def submit(
         job_id,
         output=trial.jobs / f"{job_id}.out",
         server_job_id=servers,
-        allocation_was=str(before.get("allocation") or "") if isinstance(before, dict) else "",
+        allocation_was=allocation_was,
         batches_set_aside=tuple(set_aside),
     )
 

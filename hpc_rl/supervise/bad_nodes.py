@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.trial import Attempt, Trial, read_json, write_atomic, write_json
+from hpc_rl.trial import Attempt, Trial, read_object, write_atomic, write_json
 
 BadNode = dict[str, Any]  # until, since (Unix seconds), reason, attempt
 
@@ -25,8 +25,7 @@ def current(trial: Trial, now: float) -> dict[str, BadNode]:
 
 
 def _read(path: Path, now: float) -> dict[str, BadNode]:
-    data = read_json(path)
-    nodes = data.get("nodes") if isinstance(data, dict) else None
+    nodes = read_object(path).get("nodes")
     return {
         name: bad
         for name, bad in (nodes.items() if isinstance(nodes, dict) else ())

@@ -18,7 +18,7 @@ from hpc_rl.supervise.deadline import JobDeadline, StepTimes
 from hpc_rl.supervise.processes import Steps, process_record, unplaced_reason
 from hpc_rl.supervise.state_machine import DRAIN_GRACE_S, AttemptMachine, Finish, Phase
 from hpc_rl.supervise.unit_loop import RateLimit, UnitLoop, tolerant
-from hpc_rl.trial import Attempt, read_json, write_json
+from hpc_rl.trial import Attempt, read_object, write_json
 
 OBSERVE_EVERY_S = 1.0
 DEADLINE_EVERY_S = 10.0
@@ -207,9 +207,9 @@ class TrialRunner(UnitLoop):
         """Kill what hangs, and what the scheduler starts on no node. Raises OSError."""
         for (role, index), (_, incarnation) in self.handles.items():
             if role == "trainer":
-                activity = read_json(self.attempt.activity(role, index, incarnation))
-                doing = str(activity.get("doing", "")) if isinstance(activity, dict) else ""
-                self.hangs.observe((role, index), activity and json.dumps(activity), now, doing)
+                activity = read_object(self.attempt.activity(role, index, incarnation))
+                mark = json.dumps(activity) if activity else None
+                self.hangs.observe((role, index), mark, now, str(activity.get("doing", "")))
         servers = self.names.leases(keys.SERVERS)
         self.observe_servers(servers, now)
         self.hangs.observe_leases(self.names.leases(keys.ROLLOUT), self.attempt.id, now)

@@ -15,7 +15,7 @@ from hpc_rl.errors import TrialBusy
 from hpc_rl.records import SuccessorRecord
 from hpc_rl.schedulers.base import JobSpec
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.trial import Trial, create_exclusive, read_json
+from hpc_rl.trial import Trial, create_exclusive, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,7 @@ def submit_successor(
 
 def users_comment(trial: Trial) -> str:
     """Return `launcher.slurm.comment`, by which a site may route or bill jobs; empty where there is none."""
-    config = read_json(trial.config_json)
-    slurm = config.get("launcher", {}).get("slurm", {}) if isinstance(config, dict) else {}
+    slurm = read_object(trial.config_json).get("launcher", {}).get("slurm", {})
     return str(slurm.get("comment") or "")
 
 
