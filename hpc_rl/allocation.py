@@ -11,30 +11,23 @@ The parser accepts the whole grammar; what this version can't start is refused b
 """
 
 import difflib
+import math
 import re
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hpc_rl.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class ServerBackend:
-    """A kind of generation server.
+    """A kind of generation server."""
 
-    Args:
-        section: Section of the configuration with its options.
-        implementation: `module:class` of its `hpc_rl.servers.base.Backend`; empty where there is none yet.
-        dimensions: Dimensions that an expression may give.
-        supported: Dimensions that can be above 1 today.
-        on_gpus: Whether it can use GPUs.
-    """
-
-    section: str
-    implementation: str = ""
-    dimensions: str = "dtp"
-    supported: str = "d"
-    on_gpus: bool = True
+    section: str  # of the configuration with its options
+    implementation: str = ""  # `module:class` of its `hpc_rl.servers.base.Backend`; empty: none yet
+    dimensions: str = "dtp"  # that an expression may give
+    supported: str = "d"  # dimensions that can be above 1 today
+    on_gpus: bool = True  # it can use GPUs
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,6 @@ TRAIN_BACKENDS: dict[str, TrainBackend] = {
     "fsdp": TrainBackend("dtc", "hpc_rl.engines.fsdp:FSDPEngine", supported="d"),
     "megatron": TrainBackend("dptce"),
 }
-_TOKEN = re.compile(r"\s*(?:([A-Za-z]+)|([0-9]+)|([:.+|()\[\]*]))")
 
 
 def usual_server_backend(n_gpus_per_node: int) -> str:
@@ -152,65 +144,63 @@ def _dims(**sizes: int | None) -> str:
 
 
 class _Parser:
-    """Recursive descent over (kind, text, position) tokens; `self.at` is the next one."""
+    """Recursive descent over (token, position); `self.at` is the number of the next token, "" ends them."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
-        self.tokens: list[tuple[str, str, int]] = []
-        self.at = 0
-        position, end = 0, len(text.rstrip())
-        while position < end:
-            match = _TOKEN.match(text, position)
-            if not match or not match.lastindex:
-                start = position + len(text[position:]) - len(text[position:].lstrip())
-                self.fail(f"unexpected {text[start]!r}", start)
-            kind = ("word", "number", "sign")[match.lastindex - 1]
-            self.tokens.append((kind, match.group(match.lastindex), match.start(match.lastindex)))
-            position = match.end()
-        self.tokens.append(("end", "", end))
+        self.text, self.at = text, 0
+        self.tokens = [(found[0], found.start()) for found in re.finditer(r"[A-Za-z]+|[0-9]+|\S", text)]
+        self.tokens.append(("", len(text.rstrip())))
+        if wrong := re.search(r"[^A-Za-z0-9:.+|()\[\]*\s]", text):
+            self.fail(f"unexpected {wrong[0]!r}", wrong.start())
+
+    @property
+    def token(self) -> str:
+        return self.tokens[self.at][0]
+
+    @property
+    def position(self) -> int:
+        return self.tokens[self.at][1]
 
     def fail(self, reason: str, position: int | None = None) -> NoReturn:
-        where = self.tokens[self.at][2] if position is None else position
+        where = self.position if position is None else position
         shown = self.text if len(self.text) <= 200 else f"{self.text[:100]}…"
         end = "" if reason.endswith("?") else "."
         raise ConfigError(f"allocation_mode {shown!r}, character {where + 1}: {reason}{end}")
 
-    def peek(self) -> str:
-        return self.tokens[self.at][1]
+    def skip(self, token: str) -> bool:
+        """Return whether the next token is this one, and take it."""
+        is_next = self.token == token
+        self.at += is_next
+        return is_next
 
     def take(self, *allowed: str) -> str:
-        kind, text, _ = self.tokens[self.at]
-        if text not in allowed or kind == "end":
-            found = "the end" if kind == "end" else repr(text)
+        token = self.token
+        if token not in allowed:
+            found = repr(token) if token else "the end"
             self.fail(f"expected {' or '.join(map(repr, allowed))}, found {found}")
         self.at += 1
-        return text
-
-    def done(self) -> bool:
-        return self.tokens[self.at][0] == "end"
+        return token
 
     def expression(self) -> Allocation:
-        if self.done():
+        word = self.token
+        if not word:
             self.fail("it is empty")
-        kind, word, _ = self.tokens[self.at]
         backends = [*SERVER_BACKENDS, *TRAIN_BACKENDS]
-        if kind == "word" and len(word) > 1 and word not in (*backends, "attn"):
+        if word.isalpha() and len(word) > 1 and word not in (*backends, "attn"):
             near = difflib.get_close_matches(word.lower(), backends, n=1)
             hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(backends)}"
             self.fail(f"{word!r} is not a valid backend; {hint}")
-        result = self._servers_first() if word in SERVER_BACKENDS else Allocation(train=self.train())
-        if not self.done():
-            self.fail(f"unexpected {self.peek()!r} after the end of the expression")
+        result = self.servers_first() if word in SERVER_BACKENDS else Allocation(train=self.train())
+        if self.token:
+            self.fail(f"unexpected {self.token!r} after the end of the expression")
         return result
 
-    def _servers_first(self) -> Allocation:
-        servers = self.servers()
-        if self.done():
+    def servers_first(self) -> Allocation:
+        servers, sign_at = self.servers(), self.position
+        if not self.token:
             return Allocation(servers=servers)
-        sign_at = self.tokens[self.at][2]
         sign = self.take("+", "|")
-        if sign == "+" and self.peek() in ("eval", "cpu"):
-            self.at += 1
+        if sign == "+" and (self.skip("eval") or self.skip("cpu")):
             return Allocation(servers=servers, evaluate=True)
         train = self.train()
         if sign == "|" and servers.num_units != train.num_units:
@@ -219,99 +209,88 @@ class _Parser:
         return Allocation(servers=servers, train=train, colocate=sign == "|")
 
     def servers(self) -> Servers:
-        start = self.tokens[self.at][2]
+        start = self.position
         backend = self.take(*SERVER_BACKENDS)
-        named = self.name("rollout")
-        self.take(*(":" if named else ":."))
-        sizes = self.dims("dtp", f"{backend} servers have d, t and p")
+        self.take(*(":" if self.name("rollout") else ":."))
+        sizes = self.dims(f"{backend} servers have", "dtp")
         allowed = SERVER_BACKENDS[backend].dimensions
         if any(letter not in allowed and (size or 1) > 1 for letter, size in sizes.items()):
             self.fail(f"{backend} servers have {', '.join(allowed)} only, as {backend}:d4", start)
-        return Servers(backend, **sizes)  # type: ignore[arg-type]
+        return Servers(backend, **sizes)
 
     def train(self) -> Train:
         backend = None
-        if self.peek() in TRAIN_BACKENDS:
+        if self.token in TRAIN_BACKENDS:
             backend = self.take(*TRAIN_BACKENDS)
             self.name("actor")
             self.take(":")
-        start = self.tokens[self.at][2]
-        if self.peek() in ("(", "attn"):
+        start = self.position
+        if self.token in ("(", "attn"):
             if backend and "e" not in TRAIN_BACKENDS[backend].dimensions:
                 self.fail(f"{backend} has no attn|ffn form; use megatron", start)
             return self.hybrid(start)
-        sizes = self.dims("dptce", "training has d, p, t, c and e")
-        used = {letter for letter, size in sizes.items() if (size or 1) > 1}
-        able = [name for name, one in TRAIN_BACKENDS.items() if used <= set(one.dimensions)]
+        sizes = self.dims("training has", "dptce")
+        used = [letter for letter, size in sizes.items() if (size or 1) > 1]
+        able = [name for name, one in TRAIN_BACKENDS.items() if set(used) <= set(one.dimensions)]
         backend = backend or able[0]
         if backend not in able:
-            lacking = next(
-                letter for letter in sizes if letter in used - set(TRAIN_BACKENDS[backend].dimensions)
-            )
+            lacking = next(letter for letter in used if letter not in TRAIN_BACKENDS[backend].dimensions)
             self.fail(f"{backend} has no {lacking}; use {able[0]}", start)
-        tensor, pipeline, experts = ((sizes.get(letter) or 1) for letter in "tpe")
-        etp = tensor if experts > 1 else 1
-        mesh = Train(backend, etp=etp, **sizes)  # type: ignore[arg-type]
-        parts = pipeline * etp * experts
+        tensor, pipeline, experts = (sizes.get(letter, 1) for letter in "tpe")
+        mesh = Train(backend, etp=tensor if experts > 1 else 1, **sizes)
+        parts = pipeline * tensor * experts
         if experts > 1 and mesh.num_units is not None and mesh.num_units % parts:
             self.fail(f"{mesh.num_units} units can't be split by p*t*e = {parts} for the experts", start)
         return mesh
 
     def hybrid(self, start: int) -> Train:
-        opened = self.peek() == "("
-        if opened:
-            self.at += 1
+        is_open = self.skip("(")
         self.take("attn")
         self.take(":")
-        attention = {"d": 1, "p": 1, "t": 1, "c": 1} | self.sizes("cdtp", "attn has c, d, t and p")
+        attention = {"d": 1, "p": 1, "t": 1, "c": 1} | self.dims("attn has", "cdtp", starred=False)
         self.take("|")
         self.take("ffn")
         self.take(":")
         inherited = {key: attention[key] for key in "dtp"}
-        experts = inherited | {"e": 1} | self.sizes("detp", "ffn has d, e, t and p")
-        if opened:
+        experts = inherited | {"e": 1} | self.dims("ffn has", "detp", starred=False)
+        if is_open:
             self.take(")")
         if experts["p"] != attention["p"]:
             self.fail(f"ffn p {experts['p']} must equal attn p {attention['p']}", start)
-        units = attention["d"] * attention["t"] * attention["p"] * attention["c"]
-        expert_units = experts["d"] * experts["p"] * experts["t"] * experts["e"]
+        units, expert_units = math.prod(attention.values()), math.prod(experts.values())
         if units != expert_units:
             self.fail(f"attn has {units} units, ffn has {expert_units}; they must be equal", start)
         etp = experts["t"] if experts["e"] > 1 else 1
         return Train("megatron", e=experts["e"], etp=etp, **attention)
 
     def name(self, expected: str) -> bool:
-        if self.peek() != "[":
+        """Take `[expected]`; return whether it is there."""
+        if not self.skip("["):
             return False
-        self.at += 1
         self.take(expected)
         self.take("]")
         return True
 
-    def dims(self, allowed: str, hint: str, starred: bool = True) -> dict[str, int | None]:
+    def dims(self, whose: str, allowed: str, starred: bool = True) -> dict[str, Any]:
+        """Take dimensions with their sizes; None is the rest."""
         found: dict[str, int | None] = {}
-        while self.tokens[self.at][0] == "word" or not found:
-            kind, letter, _ = self.tokens[self.at]
-            if kind != "word" or len(letter) != 1 or letter not in allowed:
+        while self.token.isalpha() or not found:
+            letter = self.token
+            if len(letter) != 1 or letter not in allowed:
+                hint = f"{whose} {', '.join(allowed[:-1])} and {allowed[-1]}"
                 self.fail(f"{letter or 'the end'!r} is not a valid dimension; {hint}")
             if letter in found:
                 self.fail(f"{letter} is given twice")
             self.at += 1
-            found[letter] = self.size(letter, starred)
+            found[letter] = self.size(letter, starred and letter == "d")
         return found
 
-    def sizes(self, allowed: str, hint: str) -> dict[str, int]:
-        found = self.dims(allowed, hint, starred=False)
-        return {letter: size for letter, size in found.items() if size is not None}
-
     def size(self, letter: str, starred: bool) -> int | None:
-        kind, text, _ = self.tokens[self.at]
-        if text == "*" and letter == "d" and starred:
-            self.at += 1
+        if starred and self.skip("*"):
             return None
-        if kind != "number":
-            rest = ", or * for the rest" if letter == "d" and starred else ""
-            self.fail(f"{letter} needs a number{rest}")
+        text = self.token
+        if not text.isdigit():
+            self.fail(f"{letter} needs a number{', or * for the rest' if starred else ''}")
         if text.startswith("0"):
             self.fail(f"{letter}{text}: expected a number of at least 1, without leading zero")
         if len(text) > 9:

@@ -34,7 +34,6 @@ BLOCK_BYTES = 8 << 20
 NUM_WRITERS = 2  # one block is hashed while another is written; more would wait for the lock of the inode
 NUM_READERS = 4
 NUM_READ_AHEAD = 4  # blocks
-MAX_PARTS = 512  # of one pwritev; Linux takes 1024
 DIRECT_BYTES = 64 << 20  # files from this size on bypass the page cache
 AGAIN_S = 1.0  # before a failed read is tried again
 _ALIGN_BYTES = 4096  # of addresses, offsets and sizes past the page cache
@@ -73,9 +72,7 @@ def write(path: Path, parts: Sequence[memoryview], cancel: threading.Event | Non
         def one(block: tuple[int, list[memoryview]]) -> str:
             if cancel is not None and cancel.is_set():
                 raise Abandoned
-            if direct is None:
-                return _write_block(fd, *block)
-            return _write_direct(direct, staging.view(), *block)
+            return _write_block(fd if direct is None else direct, direct is not None, staging.view(), *block)
 
         digests = _side_by_side(one, list(_cut(parts)), NUM_WRITERS)
         if direct is not None:
@@ -103,8 +100,8 @@ def retry_once(work: Callable[[], Any]) -> Any:
         if error.errno != errno.EIO:
             raise
         logger.warning("a read failed and is tried once more: %s", error)
-    time.sleep(AGAIN_S)
-    return work()
+        time.sleep(AGAIN_S)
+        return work()
 
 
 def _or_damaged(what: str, work: Callable[[], Any]) -> Any:
@@ -160,10 +157,16 @@ class CheckedReader:
         return view
 
     def _read(self, index: int, view: memoryview, size: int, start: int) -> None:
-        if self._direct is None or self._cached[index]:
+        """Read a block past the page cache, or from it where all of it is there."""
+        count = 0
+        if self._direct is not None and not self._cached[index]:
+            try:
+                count = os.preadv(self._direct, [view[: _aligned(size)]], start)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # the file system needs another alignment
+                    raise
+        if count < size:
             self._read_cached(view[:size], start)
-        else:
-            self._read_direct(self._direct, view, size, start)
 
     def _read_cached(self, view: memoryview, start: int) -> None:
         os.posix_fadvise(self._fd, start + NUM_READ_AHEAD * BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
@@ -173,16 +176,6 @@ class CheckedReader:
             if not count:
                 raise Damaged(f"{self.path.name} ends at byte {start + done}")
             done += count
-
-    def _read_direct(self, fd: int, view: memoryview, size: int, start: int) -> None:
-        try:
-            count = os.preadv(fd, [view[: _aligned(size)]], start)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # the file system needs another alignment
-                raise
-            count = 0
-        if count < size:
-            self._read_cached(view[:size], start)
 
     def check(self) -> None:
         """Read and check every block."""
@@ -241,54 +234,38 @@ def _cut(parts: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
         yield offset, block
 
 
-def _write_block(fd: int, offset: int, pieces: list[memoryview]) -> str:
-    digest = xxhash.xxh3_64()
-    for piece in pieces:
-        digest.update(piece)
-    left, at = list(pieces), offset
-    while left:
-        count = os.pwritev(fd, left[:MAX_PARTS], at)
-        at += count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if count:
-            left[0] = left[0][count:]
-    _start_writeback(fd, offset, at - offset)
-    return digest.hexdigest()
-
-
-def _write_direct(fd: int, staging: memoryview, offset: int, pieces: list[memoryview]) -> str:
-    """Like _write_block, but past the page cache: through aligned memory, in whole units."""
+def _write_block(fd: int, direct: bool, staging: memoryview, offset: int, pieces: list[memoryview]) -> str:
+    """Write a block from one piece of memory; past the page cache in whole units. Return its checksum."""
     import numpy as np
 
     size = 0
     for piece in pieces:
+        # NumPy copies without the lock of the interpreter.
         np.frombuffer(staging, np.uint8)[size : size + len(piece)] = np.frombuffer(piece, np.uint8)
         size += len(piece)
-    done, end = 0, _aligned(size)
+    done, end = 0, _aligned(size) if direct else size
     while done < end:
         done += os.pwritev(fd, [staging[done:end]], offset + done)
+    if not direct:
+        _start_writeback(fd, offset, size)
     return _digest(staging[:size])
 
 
-class _Staging:
+class _Staging(threading.local):
     """A block of memory for each thread, in huge pages if the kernel has them.
 
     A request past the page cache is split wherever its memory is not contiguous, which small pages soon are
     not (0.5 to 1.6 GB/s depending on fragmentation; 1.8 and more with huge pages).
     """
 
-    def __init__(self) -> None:
-        self._own = threading.local()
-
     def view(self) -> memoryview:
-        if not hasattr(self._own, "view"):
+        if not hasattr(self, "own"):
             memory = mmap.mmap(-1, BLOCK_BYTES + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with contextlib.suppress(OSError):  # a kernel without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
             start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_BYTES
-            self._own.view = memoryview(memory)[start : start + BLOCK_BYTES]
-        return self._own.view
+            self.own = memoryview(memory)[start : start + BLOCK_BYTES]
+        return self.own
 
 
 def _aligned(size: int) -> int:
@@ -311,23 +288,19 @@ def _cached_blocks(fd: int, size: int) -> list[bool]:
     pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
     with mmap.mmap(fd, size, access=mmap.ACCESS_COPY) as mapped:
         start = ctypes.c_char.from_buffer(mapped)
-        failed = _libc.mincore(
-            ctypes.byref(start), ctypes.c_size_t(size), pages.ctypes.data_as(ctypes.c_char_p)
-        )
+        vector = pages.ctypes.data_as(ctypes.c_char_p)
+        failed = _libc.mincore(ctypes.byref(start), ctypes.c_size_t(size), vector)
         del start  # else the mapping can't be closed
     per_block = BLOCK_BYTES // mmap.PAGESIZE
-    return [
-        not failed and bool((pages[i : i + per_block] & 1).all()) for i in range(0, len(pages), per_block)
-    ]
+    blocks = np.split(pages & 1, range(per_block, len(pages), per_block))
+    return [not failed and bool(block.all()) for block in blocks]
 
 
 def _start_writeback(fd: int, offset: int, size: int) -> None:
-    # a hint to the kernel to write these pages now, so that the final fsync finds little to do: errors don't
-    # count
+    # A hint to the kernel, so that the final fsync finds little to do: errors don't count.
     if hasattr(_libc, "sync_file_range"):
-        _libc.sync_file_range(
-            fd, ctypes.c_int64(offset), ctypes.c_int64(size), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)
-        )
+        where = ctypes.c_int64(offset), ctypes.c_int64(size)
+        _libc.sync_file_range(fd, *where, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
 
 def _reserve(fd: int, size: int) -> None:
@@ -348,12 +321,7 @@ def _side_by_side(work: Callable[[Any], Any], items: Iterable[Any], num_threads:
     if len(items) < 2:
         return [work(item) for item in items]
     with ThreadPoolExecutor(num_threads) as pool:
-        futures = [pool.submit(work, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        return list(pool.map(work, items))
 
 
 def _digest(data: Any) -> str:
