@@ -21,7 +21,8 @@ from hpc_rl.doctor.machine import MACHINE_CHECKS
 from hpc_rl.doctor.node import NodeReport
 from hpc_rl.doctor.slurm_checks import check_slurm
 from hpc_rl.errors import ConfigError, HpcRlError
-from hpc_rl.render.directives import SbatchRequest, directives
+from hpc_rl.plan.schema import Group
+from hpc_rl.render.directives import directives
 from hpc_rl.schedulers import pick
 
 FAILED = 1  # exit code where a check failed
@@ -149,14 +150,14 @@ def srun_options(needs: Requirements, options: SlurmLauncherConfig) -> list[str]
     """Return the options of a short job that asks for what the trial asks for."""
     if not needs.mem_mb and options.mem == DERIVED:
         options = replace(options, mem=None)  # nothing was planned
-    asked = SbatchRequest(
-        n_nodes=needs.num_nodes,
+    nodes = Group(
+        name="trial",
+        nodes=list(range(needs.num_nodes)),
         cpus_per_node=max(1, needs.cpus),
         mem_mb_per_node=needs.mem_mb,
-        n_gpus_per_node=needs.gpus,
     )
     ours = ("nodes", "ntasks-per-node", "time")
-    resources = directives(options, asked).resources
+    resources = directives(options, nodes, needs.gpus).resources
     machines = [(name, value) for name, value in resources if value is not None and name not in ours]
     names = {name: getattr(options, name) for name in ("partition", "account", "qos", "reservation")}
     account = [(name, value) for name, value in names.items() if value is not None]

@@ -1,12 +1,14 @@
 """Directives: what one job, or one component of it, asks of sbatch: options in order, by heading. Pure."""
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpc_rl import slurm_time
 from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
+from hpc_rl.plan.schema import Group
 from hpc_rl.render.jinja_environment import LINE_BREAK
 
 # Name without dashes; value: empty for an option that has none, None for one not used.
@@ -33,23 +35,6 @@ _OF_COMPONENT = ("partition", "account", "qos", "reservation")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SbatchRequest:
-    """What the plan needs of one job or component; the section `launcher.slurm` says how it is asked for."""
-
-    n_nodes: int
-    cpus_per_node: int
-    mem_mb_per_node: int
-    n_gpus_per_node: int  # 0 asks for none
-    job_name: str = ""
-    tag: str = ""  # unique word of the submission, which begins the comment
-    workdir: str = ""  # where the script starts
-    output: str = ""  # sbatch's file name pattern for the output of the script; a literal % is %%
-    requeue: bool = False  # whether Slurm may start the script again
-    signal: str = ""  # value of --signal; empty for none
-    array: str = ""  # value of --array; empty for none
-
-
-@dataclass(frozen=True, kw_only=True)
 class Directives:
     """Options of one job or component, by their headings."""
 
@@ -66,12 +51,20 @@ class Directives:
         return [(name, value) for name, value in every if value is not None]
 
 
-def directives(slurm: SlurmLauncherConfig, request: SbatchRequest) -> Directives:
-    """Return every option of a job. Raises ConfigError."""
-    values = _values(slurm, request)
+def directives(
+    slurm: SlurmLauncherConfig,
+    group: Group,
+    n_gpus_per_node: int,
+    given: Mapping[str, str | None] | None = None,
+) -> Directives:
+    """Return every option of a job: those of the section, what the nodes need, and what is given by name.
+
+    Raises ConfigError.
+    """
+    values = _values(slurm, group) | _gpus(slurm, n_gpus_per_node) | dict(given or {})
     groups = {
-        group: [(name, values[name]) for name in names if values[name] is not None or name not in _UNSHOWN]
-        for group, names in SLURM_OPTIONS.items()
+        heading: [(name, values[name]) for name in names if values[name] is not None or name not in _UNSHOWN]
+        for heading, names in SLURM_OPTIONS.items()
     }
     return Directives(**groups, extra=[_split_extra(argument) for argument in slurm.extra_args])
 
@@ -83,42 +76,29 @@ def of_component(whole: Directives) -> Directives:
     return Directives(resources=resources, accounting=accounting, output=[], ending=[], extra=whole.extra)
 
 
-def _values(slurm: SlurmLauncherConfig, request: SbatchRequest) -> dict[str, str | None]:
+def _values(slurm: SlurmLauncherConfig, group: Group) -> dict[str, str | None]:
     """Return the value of every option: the section's own, or what follows from the plan."""
-    names = (name for group in SLURM_OPTIONS.values() for name in group)
+    names = (name for names in SLURM_OPTIONS.values() for name in names)
     values = {name: getattr(slurm, name.replace("-", "_"), None) for name in names}
-    values |= {
-        "nodes": str(request.n_nodes),
-        "ntasks-per-node": slurm.ntasks_per_node and str(slurm.ntasks_per_node),
-        "array": request.array or None,
-        "job-name": request.job_name,
-        "comment": f"{request.tag} {slurm.comment}" if slurm.comment else request.tag,
-        "chdir": request.workdir,
-        "output": request.output,
-        "open-mode": "append",
-        "no-kill": "",
-        "requeue": "" if request.requeue else None,
-        "no-requeue": None if request.requeue else "",
-        "signal": request.signal or None,
-    }
+    values["nodes"] = str(len(group.nodes))
+    if slurm.ntasks_per_node is not None:
+        values["ntasks-per-node"] = str(slurm.ntasks_per_node)
     if slurm.cpus_per_task == DERIVED:
-        values["cpus-per-task"] = str(request.cpus_per_node)
+        values["cpus-per-task"] = str(group.cpus_per_node)
     if slurm.mem == DERIVED:
         # sbatch refuses two of the three: --mem-per-… replaces the derived --mem.
-        derived = f"{request.mem_mb_per_node}M"
-        values["mem"] = None if slurm.mem_per_cpu or slurm.mem_per_gpu else derived
+        values["mem"] = None if slurm.mem_per_cpu or slurm.mem_per_gpu else f"{group.mem_mb_per_node}M"
     if isinstance(slurm.exclusive, bool):
         values["exclusive"] = "" if slurm.exclusive else None
-    return values | _gpus(slurm, request)
+    return values
 
 
-def _gpus(slurm: SlurmLauncherConfig, request: SbatchRequest) -> dict[str, str | None]:
+def _gpus(slurm: SlurmLauncherConfig, count: int) -> dict[str, str | None]:
     """Return the one option for GPUs: given --gres=gpu and --gpus-per-node, Slurm uses only one of them."""
-    needed = None
-    if request.n_gpus_per_node and slurm.gpus_by and not asks_for_gpus(slurm.gres):
-        count = str(request.n_gpus_per_node)
-        needed = f"{slurm.gpu_type}:{count}" if slurm.gpu_type else count
-    if needed and slurm.gpus_by == "gres":
+    if not count or not slurm.gpus_by or asks_for_gpus(slurm.gres):
+        return {"gpus-per-node": None, "gres": slurm.gres}
+    needed = f"{slurm.gpu_type}:{count}" if slurm.gpu_type else str(count)
+    if slurm.gpus_by == "gres":
         return {"gpus-per-node": None, "gres": ",".join(filter(None, [f"gpu:{needed}", slurm.gres]))}
     return {"gpus-per-node": needed, "gres": slurm.gres}
 

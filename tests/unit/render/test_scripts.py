@@ -7,8 +7,8 @@ import pytest
 
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
-from hpc_rl.plan.schema import Unit
-from hpc_rl.render.directives import SbatchRequest, directives, signal_lead_s
+from hpc_rl.plan.schema import Group, Unit
+from hpc_rl.render.directives import directives, signal_lead_s
 from hpc_rl.render.jinja_environment import template_root
 
 
@@ -108,8 +108,8 @@ def test_no_option_of_the_section_is_without_a_test():
     ],
 )
 def test_gpus_are_asked_for_by_one_option(options, lines):
-    request = SbatchRequest(n_nodes=1, cpus_per_node=1, mem_mb_per_node=1, n_gpus_per_node=8)
-    asked = directives(SlurmLauncherConfig(**options), request)
+    group = Group(name="trial", nodes=[0], cpus_per_node=1, mem_mb_per_node=1)
+    asked = directives(SlurmLauncherConfig(**options), group, 8)
     found = [f"--{name}={value}" for name, value in asked.options]
     assert [line for line in found if "gpu" in line or "gres" in line] == lines
 
