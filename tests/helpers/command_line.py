@@ -3,6 +3,7 @@ of its own.
 """
 
 import contextlib
+import io
 import os
 import re
 import subprocess
@@ -11,6 +12,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
+
+from hpc_rl.cli.__main__ import main
 
 PROGRAM = Path(sys.executable).with_name("hpc-rl")
 
@@ -74,12 +78,28 @@ class Shell:
         changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
         assert not changed, f"left behind or changed: {sorted(changed)}"
 
-    def refused(self, code: int, *args: str | bytes | Path) -> str:
-        """The one message of a command that must end with this code, print no result and leave nothing
-        behind.
+    def call(self, *args: str | bytes | Path) -> subprocess.CompletedProcess[str]:
+        """`run` without a process: the program's main function, called with this shell's directory and
+        environment.
         """
+        argv = [os.fsdecode(arg) for arg in args]
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            contextlib.chdir(self.here),
+            mock.patch.dict(os.environ, self.environ, clear=True),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            code = main(argv)
+        return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
+
+    def refused(self, code: int, *args: str | bytes | Path, process: bool = False) -> str:
+        """The one message of a command that must end with this code, print no result and leave nothing
+        behind. A process of its own runs it where the words are bytes, or the test asks for one.
+        """
+        real = process or any(isinstance(arg, bytes) for arg in args)
         with self.nothing_left():
-            done = self.run(*args)
+            done = (self.run if real else self.call)(*args)
         assert done.returncode == code, f"exit code {done.returncode}: {done.stderr}"
         assert done.stdout == ""
         assert len(re.findall(r"^hpc-rl", done.stderr, re.MULTILINE)) == 1, done.stderr

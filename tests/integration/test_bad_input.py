@@ -1,5 +1,6 @@
-"""Bad input through the real command line: one clear message, the documented exit code, and nothing left
-behind.
+"""Bad input on the command line: one clear message, the documented exit code, and nothing left behind.
+
+Most cases call the program's main function; those about words in bytes, signals, outputs and what runs start it.
 """
 
 import json
@@ -132,10 +133,10 @@ def test_refused_on_the_command_line(shell, arguments, words):
 
 
 def test_usage(shell):
-    assert "did you mean" in shell.refused(2, "sumbit").lower()
+    assert "did you mean" in shell.refused(2, "sumbit", process=True).lower()
     assert shell.run("submit", "--config").returncode == 2
     assert shell.run("status").returncode == 2
-    assert "hpc-rl submit FILE" in shell.refused(64, "submit")
+    assert "hpc-rl submit FILE" in shell.refused(64, "submit", process=True)
 
 
 # -- files
@@ -237,7 +238,9 @@ def test_a_refusing_sbatch(shell, tmp_path):
     )
     (programs / "sbatch").chmod(0o755)
     shell.env["PATH"] = f"{programs}:/usr/bin:/bin"
-    message = shell.refused(69, *SUBMIT, "launcher.type=slurm", "--n_nodes", "2", "--partition", "nowhere")
+    message = shell.refused(
+        69, *SUBMIT, "launcher.type=slurm", "--n_nodes", "2", "--partition", "nowhere", process=True
+    )
     assert "sbatch refused the job: sbatch: error: invalid account or partition" in message
     (programs / "sbatch").unlink()
     assert "sbatch is not on the PATH" in shell.refused(69, *SUBMIT, "launcher.type=slurm")
@@ -254,7 +257,9 @@ def test_a_trial_that_has_state(shell, tmp_path):
 
 
 def test_nothing_to_resume(shell):
-    assert "no valid checkpoint to resume from" in shell.refused(3, *SUBMIT, "recover.mode=resume")
+    assert "no valid checkpoint to resume from" in shell.refused(
+        3, *SUBMIT, "recover.mode=resume", process=True
+    )
 
 
 @pytest.fixture
@@ -277,7 +282,7 @@ def test_a_trial_that_runs(shell, sleeper):
             ("recover", "small"),
             ("render", "--config", "grpo.yaml"),
         ):
-            message = shell.refused(75, *command)
+            message = shell.refused(75, *command, process=True)
             assert f"sums/small is running as job {done.stdout.strip()}" in message
             assert "hpc-rl cancel sums/small" in message
     finally:
@@ -321,7 +326,7 @@ def test_an_ambiguous_trial_name(shell, tmp_path, monkeypatch):
         trial.plan_json.write_text("{}")
         trial_index.record(trial)
     for command in ("status", "logs", "cancel", "recover"):
-        message = shell.refused(64, command, "small")
+        message = shell.refused(64, command, "small", process=True)
         assert "2 trials match 'small'" in message
         for experiment in ("sums", "maths"):
             assert f"{experiment}/small" in message
