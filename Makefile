@@ -50,7 +50,8 @@ check: $(VENV)/dev
 test: check
 	$(BIN)/python tests/slurm/packages.py
 	tests/sglang/install.sh
-	$(BIN)/python -m pytest -n $(WAITING_WORKERS) --dist loadscope tests/slurm tests/sglang tests/integration tests/faults -m "not soak" --durations 15
+	$(BIN)/python -m pytest -n $(WAITING_WORKERS) --dist loadscope --no-loadscope-reorder \
+		tests/slurm tests/sglang tests/integration tests/faults -m "not soak" --durations 15
 
 soak: $(VENV)/dev
 	$(BIN)/python tests/slurm/packages.py

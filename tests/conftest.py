@@ -1,5 +1,5 @@
 """Which tests share a process where several run at once: those with a SGLang, two halves of those with a Slurm,
-else those of a file.
+else those of a file. What takes longest starts first.
 
 No test sees or changes what the account that runs them keeps: its index of trials, its cluster profiles.
 """
@@ -14,13 +14,20 @@ import pytest
 
 STARTED_ONCE = ("slurm", "sglang")
 # The tests with a Slurm mostly wait. These take half of the time, and run beside the others on a cluster of their own.
-SECOND_SLURM = ("test_trial.py", "test_layouts.py", "test_endings.py", "test_options.py", "test_polling.py")
+SECOND_SLURM = ("test_trial.py", "test_layouts.py", "test_endings.py", "test_options.py")
+# What takes minutes, the longest first: started last it would run alone, at the end.
+LONG = ("slurm", "slurm-2", "test_kill_anything.py", "sglang", "test_elastic.py", "test_rollout_faults.py")
+LONG += ("test_readme.py", "test_wheel.py", "test_fsdp.py", "test_supervisor_faults.py", "test_trainer.py")
 OWN = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[OWN] = own = Path(tempfile.mkdtemp(prefix="hpc-rl-account-"))
     os.environ |= {"XDG_STATE_HOME": str(own / "state"), "XDG_CONFIG_HOME": str(own / "config")}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: rank(process_of(item.nodeid)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,6 +55,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return process_of(nodeid)
 
     return ByWhatIsStarted(config, log) if config.getoption("dist") == "loadscope" else None
+
+
+def rank(process: str) -> int:
+    """Place in LONG of the tests of a process; behind all of it where it is none of them."""
+    name = Path(process).name
+    return LONG.index(name) if name in LONG else len(LONG)
 
 
 def process_of(nodeid: str) -> str:

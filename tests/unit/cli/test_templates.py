@@ -1,23 +1,39 @@
 """`hpc-rl templates`: what an admin sees, writes, compares and checks."""
 
+import functools
 import json
 import re
 
 import pytest
 
+from hpc_rl.cli import templates
 from hpc_rl.cli.__main__ import main
 from hpc_rl.cli.templates import KINDS, samples
+from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.loading.profiles import site_dirs
+from hpc_rl.render import lint
 from hpc_rl.render.jinja_environment import template_root
 from hpc_rl.render.overrides import shipped
 
-TRIAL, SITE = "sbatch/trial.sbatch.j2", "templates/site.sh.j2"
+TRIAL, SERVERS, SITE = "sbatch/trial.sbatch.j2", "sbatch/servers.sbatch.j2", "templates/site.sh.j2"
 
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     monkeypatch.setenv("HPC_RL_SITE_DIR", f"{tmp_path / 'person'}:{tmp_path / 'etc'}")
     return tmp_path
+
+
+@functools.cache
+def loaded_once(options: tuple[str, ...]) -> Loaded:
+    return load([], list(options), profiles=[])
+
+
+@pytest.fixture(autouse=True)
+def samples_are_loaded_once(monkeypatch):
+    monkeypatch.setattr(
+        templates, "load", lambda files, options, profiles: loaded_once((*files, *options, *profiles))
+    )
 
 
 def override(folder, text, template=TRIAL):
@@ -109,18 +125,23 @@ BRANCHES = (
 )
 
 
-@pytest.mark.parametrize("template", ["sbatch/servers.sbatch.j2", TRIAL, "templates/steps.sh.j2", SITE])
-def test_check_renders_every_script(site, capsys, template):
+@pytest.fixture
+def without_shellcheck(monkeypatch):
+    """Its second and more for all samples is spent in one test."""
+    monkeypatch.setattr(lint, "shellcheck", lambda: None)
+
+
+def test_check_renders_every_script(site, capsys, without_shellcheck):
     """An override of any of them that bash can't read is wrong."""
-    block = {SITE: "site", "templates/steps.sh.j2": "rollout"}.get(template, "teardown")
-    override(
-        site_dirs()[1],
-        f'{{% extends "below/{template}" %}}{{% block {block} %}}\nif\n{{% endblock %}}',
-        template,
-    )
+    blocks = {SITE: "site", "templates/steps.sh.j2": "rollout", TRIAL: "teardown", SERVERS: "teardown"}
+    for template, block in blocks.items():
+        text = f'{{% extends "below/{template}" %}}{{% block {block} %}}\nif\n{{% endblock %}}'
+        override(site_dirs()[1], text, template)
     assert main(["templates", "check", "--json"]) == 64
-    wrong = json.loads(capsys.readouterr().out)["wrong"]
-    assert any("bash -n: " in one and template.split("/")[1].removesuffix(".j2") in one for one in wrong)
+    wrong = [one for one in json.loads(capsys.readouterr().out)["wrong"] if "bash -n: " in one]
+    for template in blocks:
+        name = template.split("/")[1].removesuffix(".j2")
+        assert any(f": {name}: " in one for one in wrong), template
 
 
 def test_an_undefined_variable_in_the_block_of_the_second_component_is_refused(site, capsys):
@@ -139,7 +160,6 @@ def test_an_undefined_variable_in_the_block_of_the_second_component_is_refused(s
             "has no block 'sight'",
         ),
         ('{% extends "below/sbatch/trial.sbatch.j2" %}{% block site %}x{% endblock %}', "eject site"),
-        ('{% extends "below/sbatch/trial.sbatch.j2" %}{% block teardown %}\nif\n{% endblock %}', "bash -n: "),
         ("#!/bin/bash\ntrue\n", "replaces the whole file"),
         (
             '{% extends "below/sbatch/trial.sbatch.j2" %}{% block environment %}\n#SBATCH --mem=1\n{% endblock %}',
@@ -147,7 +167,7 @@ def test_an_undefined_variable_in_the_block_of_the_second_component_is_refused(s
         ),
     ],
 )
-def test_check_finds_what_can_not_be_meant(site, capsys, text, words):
+def test_check_finds_what_can_not_be_meant(site, capsys, without_shellcheck, text, words):
     override(site_dirs()[1], text)
     assert main(["templates", "check", "--json"]) == 64
     assert any(words in wrong for wrong in json.loads(capsys.readouterr().out)["wrong"])
@@ -161,7 +181,7 @@ def test_a_broken_template_is_told_with_its_line(site, capsys):
     assert f"{path}:" in capsys.readouterr().err
 
 
-def test_a_file_that_nothing_reads_is_told(site, capsys):
+def test_a_file_that_nothing_reads_is_told(site, capsys, without_shellcheck):
     (site / "etc" / "sbatch").mkdir(parents=True)
     (site / "etc" / "sbatch" / "trail.sbatch.j2").write_text("")
     assert main(["templates", "check"]) == 64

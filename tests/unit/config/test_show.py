@@ -106,7 +106,7 @@ TEXT = ANY | st.sampled_from(ODD)
 
 @pytest.mark.parametrize("trainer", CONFIGS)
 @settings(
-    max_examples=30,
+    max_examples=10,  # of 8 to 24 options each
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -117,7 +117,7 @@ def test_what_loads_survives_show(trainer, data, tmp_path):
         for name, hint in options(CONFIGS[trainer]).items()
         if section_of(hint) is None and name != "trainer"
     }
-    chosen = data.draw(st.lists(st.sampled_from(sorted(known)), max_size=12, unique=True))
+    chosen = data.draw(st.lists(st.sampled_from(sorted(known)), min_size=8, max_size=24, unique=True))
     tree = {name: data.draw(values(known[name]), label=name) for name in chosen}
     if any(name.startswith("valid_dataset.") for name in tree):
         tree.setdefault("valid_dataset.path", "/v")
