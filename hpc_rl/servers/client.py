@@ -50,8 +50,8 @@ def append_spans(spans: list[tuple[str, int, int]], more: list[dict[str, Any]], 
             spans.append((version, start, end))
 
 
-class _Making:
-    """One request on its way to a turn, over as many interruptions as it takes."""
+class _PartialTurn:
+    """A turn that is being made, over as many interruptions as it takes."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
@@ -59,20 +59,15 @@ class _Making:
         self._budget: int | None = request.sampling.get("max_new_tokens")
 
     def body(self) -> dict[str, Any]:
-        """What is to be asked for now: the input with what was made, and as many tokens less."""
+        """Return what to ask for now: the input with what was made, and as many tokens less."""
         request, made = self.request, len(self.turn.output_ids)
-        if not made:
-            return {"input_ids": request.input_ids, "sampling_params": request.sampling, "rid": request.rid}
         sampling = dict(request.sampling)
-        if self._budget is not None:
+        if made and self._budget is not None:
             sampling["max_new_tokens"] = self._budget - made
-        if sampling.get("min_new_tokens"):
+        if made and sampling.get("min_new_tokens"):
             sampling["min_new_tokens"] = max(0, sampling["min_new_tokens"] - made)
-        return {
-            "input_ids": request.input_ids + self.turn.output_ids,
-            "sampling_params": sampling,
-            "rid": request.rid,
-        }
+        ids = request.input_ids + self.turn.output_ids
+        return {"input_ids": ids, "sampling_params": sampling, "rid": request.rid}
 
     def absorb(self, answer: dict[str, Any]) -> int:
         """Append an answer; returns the number of its tokens. Raises InputRefused."""
@@ -87,23 +82,20 @@ class _Making:
         turn.output_ids += ids
         turn.output_logprobs += [entry[0] for entry in meta.get("output_token_logprobs") or ()]
         turn.finish_reason = reason["type"]
-        if (
-            turn.finish_reason == "abort"
-            and self._budget is not None
-            and len(turn.output_ids) >= self._budget
-        ):
+        used_up = self._budget is not None and len(turn.output_ids) >= self._budget
+        if turn.finish_reason == "abort" and used_up:
             turn.finish_reason = "length"
         return len(ids)
 
 
 class HttpServerClient:
-    """A server by its URL. Without a control token only `generate`, `chat`, `health` and `model_info` work.
+    """A server by its URL. Without a control token only `generate`, `health` and `model_info` work.
 
     Args:
         session: Shared session, see open_session.
         url: `http://host:port`.
         data_token: Token for generation.
-        control_token: Token for pause, update, abort and shutdown.
+        control_token: Token for pause and update.
         timeout_s: Seconds that one generation may take, resubmissions and weight updates included.
     """
 
@@ -131,79 +123,53 @@ class HttpServerClient:
         """
         least = requests[0].min_version
         headers = {**self._data, MIN_VERSION_HEADER: least} if least else self._data
-        makings = [_Making(request) for request in requests]
+        partials = [_PartialTurn(request) for request in requests]
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._finish(makings, headers)
+                await self._finish(partials, headers)
         except TimeoutError as error:
             raise ServerUnavailable(
                 f"{self.url}: no answer to a generation within {self._timeout_s:.0f} s"
             ) from error
-        return [making.turn for making in makings]
+        return [partial.turn for partial in partials]
 
-    async def _finish(self, makings: list[_Making], headers: dict[str, str]) -> None:
-        left, pause_s = makings, 0.0
-        while True:
-            parts = [making.body() for making in left]
-            body = {key: [part[key] for part in parts] for key in parts[0]} if len(parts) > 1 else parts[0]
-            answer = await self._call("POST", "/generate", {**body, "return_logprob": True}, headers)
-            answers = answer if len(parts) > 1 else [answer]
-            made = sum([making.absorb(one) for making, one in zip(left, answers, strict=True)])
-            left = [making for making in left if making.turn.finish_reason == "abort"]
-            if not left:
-                return
-            pause_s = (
-                0.0 if made else min(1.0, 2 * pause_s + 0.05)
-            )  # aborted before it began: something else goes on there
+    async def _finish(self, left: list[_PartialTurn], headers: dict[str, str]) -> None:
+        pause_s = 0.0
+        while left:
             await asyncio.sleep(pause_s)
+            parts = [partial.body() for partial in left]
+            body = {key: [part[key] for part in parts] for key in parts[0]} if len(parts) > 1 else parts[0]
+            answer = await self._call("/generate", {**body, "return_logprob": True}, headers)
+            answers = answer if len(parts) > 1 else [answer]
+            made = sum([partial.absorb(one) for partial, one in zip(left, answers, strict=True)])
+            left = [partial for partial in left if partial.turn.finish_reason == "abort"]
+            # aborted before it began: something else goes on there
+            pause_s = 0.0 if made else min(1.0, 2 * pause_s + 0.05)
 
-    async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        """`POST /v1/chat/completions` as it stands."""
-        return await self._call("POST", "/v1/chat/completions", body, self._data, self._timeout_s)
-
-    async def pause(self, mode: str = "retract", timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        await self._call("POST", "/pause_generation", {"mode": mode}, self._control, timeout_s)
+    async def pause(self) -> None:
+        """Hold generation; running requests continue after `resume` without their cache."""
+        await self._call("/pause_generation", {"mode": "retract"}, self._control, CONTROL_TIMEOUT_S)
 
     async def resume(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        await self._call("POST", "/continue_generation", {}, self._control, timeout_s)
+        await self._call("/continue_generation", {}, self._control, timeout_s)
 
-    async def update_weights(self, path: str, label: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    async def update_weights(self, path: str, label: str) -> None:
         """Raises RequestRefused when the server kept its old weights."""
         body = {"model_path": path, "weight_version": label, "flush_cache": True}
-        await self._call("POST", "/update_weights_from_disk", body, self._control, timeout_s)
+        await self._call("/update_weights_from_disk", body, self._control, CONTROL_TIMEOUT_S)
 
-    async def abort(
-        self, rid: str = "", abort_all: bool = False, timeout_s: float = CONTROL_TIMEOUT_S
-    ) -> None:
-        await self._call(
-            "POST",
-            "/abort_request",
-            {"abort_all": True} if abort_all else {"rid": rid},
-            self._control,
-            timeout_s,
-        )
-
-    async def flush_cache(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        await self._call("POST", "/flush_cache", {}, self._control, timeout_s)
-
-    async def shutdown(self, timeout_s: float = 10.0) -> None:
-        await self._call("POST", "/shutdown", {}, self._control, timeout_s)
-
-    async def model_info(self, timeout_s: float = 30.0) -> dict[str, Any]:
-        return await self._call("GET", "/model_info", None, self._data, timeout_s)
+    async def model_info(self) -> dict[str, Any]:
+        return await self._call("/model_info", None, self._data, 30.0)
 
     async def health(self, timeout_s: float = 5.0) -> dict[str, Any]:
         """State, epoch and weight version; immediate, also while paused. Raises ServerUnavailable for 503."""
-        return await self._call("GET", "/health", None, self._data, timeout_s)
+        return await self._call("/health", None, self._data, timeout_s)
 
     async def _call(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None,
-        headers: dict[str, str],
-        timeout_s: float | None = None,
+        self, path: str, body: dict[str, Any] | None, headers: dict[str, str], timeout_s: float | None = None
     ) -> Any:
+        """POST `body`, or GET where it is None."""
+        method = "GET" if body is None else "POST"
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(

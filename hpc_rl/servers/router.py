@@ -15,8 +15,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import aiohttp
-
 from hpc_rl.errors import HpcRlError, RoleFailed, ServerStale, ServerUnavailable
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
@@ -47,12 +45,11 @@ class Server:
     client: HttpServerClient
     suspect: bool = False  # a request failed to reach it
     running: int = 0
-    answered: int = 0
 
 
 @dataclass
 class Router:
-    """Use as `async with Router(...) as router`, or start() and close().
+    """Use as `async with Router(...) as router`.
 
     Args:
         names: The trial's name resolve; this router calls it from one thread at a time.
@@ -62,7 +59,6 @@ class Router:
         request_retries: Times that a request is sent again after a failure.
         policy: Which server gets a request: the one with the fewest of ours, or one after the other.
         poll_s: Seconds between reads of the leases.
-        session: Shared HTTP session; None opens one of its own.
     """
 
     names: NameResolve
@@ -72,37 +68,20 @@ class Router:
     request_retries: int = 3
     policy: Literal["least_loaded", "round_robin"] = "least_loaded"
     poll_s: float = 0.5
-    session: aiohttp.ClientSession | None = None
     _servers: dict[str, Server] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _poller: asyncio.Task[None] | None = None
-    _own_session: bool = False
-    _turn: int = 0
+    _last_turn: int = 0  # of round_robin
 
     async def __aenter__(self) -> Router:
-        await self.start()
+        self._session = open_session()
+        self._poller = asyncio.create_task(self._poll(), name="router-poll")
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        await self.close()
-
-    async def start(self) -> None:
-        if self.session is None:
-            self.session, self._own_session = open_session(), True
-        self._poller = asyncio.create_task(self._poll(), name="router-poll")
-
-    async def close(self) -> None:
-        if self._poller:
-            self._poller.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._poller
-        if self._own_session and self.session:
-            await self.session.close()
-
-    def servers(self) -> list[dict[str, Any]]:
-        """What is known of each server, for status pages."""
-        shown = ("key", "epoch", "version", "state", "suspect", "running", "answered")
-        return [{name: getattr(server, name) for name in shown} for server in self._servers.values()]
+        self._poller.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._poller
+        await self._session.close()
 
     async def generate(self, request: GenerateRequest) -> Turn:
         """One turn from whichever server can make it. Raises as generate_many does."""
@@ -120,9 +99,7 @@ class Router:
             server = await self._pick(requests[0].min_version)
             server.running += len(requests)
             try:
-                turns = await server.client.generate_many(requests)
-                server.answered += len(requests)
-                return turns
+                return await server.client.generate_many(requests)
             except ServerStale:
                 if time.monotonic() > deadline:
                     raise
@@ -164,8 +141,8 @@ class Router:
 
     def _choose(self, servers: list[Server]) -> Server:
         if self.policy == "round_robin":
-            self._turn += 1
-            return sorted(servers, key=lambda s: s.key)[self._turn % len(servers)]
+            self._last_turn += 1
+            return sorted(servers, key=lambda s: s.key)[self._last_turn % len(servers)]
         return min(servers, key=lambda s: (s.running, random.random()))
 
     def _known(self) -> str:
@@ -179,10 +156,8 @@ class Router:
         while True:
             try:
                 seen = await asyncio.to_thread(self.names.leases, keys.SERVERS)
-            except (
-                OSError,
-                HpcRlError,
-            ) as error:  # a shared file system may fail for a while; what is known stays
+            # a shared file system may fail for a while; what is known stays
+            except (OSError, HpcRlError) as error:
                 logger.warning("can't read the server leases: %s", error)
             else:
                 self._merge(seen)
@@ -191,7 +166,6 @@ class Router:
             await asyncio.sleep(self.poll_s)
 
     def _merge(self, seen: dict[str, Any]) -> None:
-        assert self.session is not None
         alive = {key: lease for key, lease in seen.items() if lease.alive and lease.value.get("url")}
         for key in self._servers.keys() - alive.keys():
             logger.info("server %s is gone", key)
@@ -200,7 +174,7 @@ class Router:
             known, value = self._servers.get(key), lease.value
             if known is None or known.epoch != lease.epoch:
                 client = HttpServerClient(
-                    self.session, value["url"], self.data_token, None, self.request_timeout_s
+                    self._session, value["url"], self.data_token, None, self.request_timeout_s
                 )
                 self._servers[key] = Server(
                     key, lease.epoch, value["url"], value["version"], value["state"], client
@@ -210,6 +184,6 @@ class Router:
                 known.version, known.state = value["version"], value["state"]
 
     async def _probe(self, server: Server) -> None:
-        with contextlib.suppress(ServerUnavailable, ServerStale, HpcRlError):
+        with contextlib.suppress(HpcRlError):
             health = await server.client.health(timeout_s=2.0)
             server.suspect = health.get("state") not in keys.ROUTABLE
