@@ -15,7 +15,7 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
 from hpc_rl.name_resolve import open_names
 from hpc_rl.rollout import pipes
-from hpc_rl.rollout.rewards import BUILTINS, Inline, Rewarder
+from hpc_rl.rollout.rewards import BUILTINS, Reward, built_in
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflow import load_workflow
@@ -49,7 +49,7 @@ async def work(trial: Trial, config: GRPOConfig, data_token: str, out: int) -> N
     tokenizer = Tokenizer(config.tokenizer_path or config.actor.path)
     rollout = config.rollout
     workflow = load_workflow(rollout.workflow)
-    rewarder = await open_rewarder(rollout.reward_fn, rollout.reward_timeout_s)
+    reward = await open_reward(rollout.reward_fn, rollout.reward_timeout_s)
     router = Router(
         open_names(trial, config),
         data_token,
@@ -60,17 +60,17 @@ async def work(trial: Trial, config: GRPOConfig, data_token: str, out: int) -> N
     )
     async with router:
         write = await pipes.pipe_writer(out)
-        worker = Worker(config, tokenizer, router, workflow, rewarder, write, context_of(config))
+        worker = Worker(config, tokenizer, router, workflow, reward, write, context_of(config))
         await worker.serve(await pipes.stdin_reader())
     os._exit(ExitCode.DONE)  # the parent is gone: nobody waits for what still runs
 
 
-async def open_rewarder(path: str, timeout_s: float) -> Rewarder:
+async def open_reward(path: str, timeout_s: float) -> Reward:
     if path in BUILTINS:
-        return Inline(BUILTINS[path])
+        return built_in(path)
     process = RewardProcess(path, timeout_s)
     await process.start()
-    return process
+    return process.reward
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Messages between parent and child over pipes: a 4-byte big-endian length, then the encoded dict.
 
-The rollout role sends RunPrompt and CancelPrompt to an executor worker. The worker answers WorkerReady (or
-WorkerEnds), then for each ticket one of GroupMade, PromptScored, PromptRejected and PromptFailed.
+The rollout role sends RunPrompt and CancelPrompt to an executor worker. The worker answers `{"op": "ready"}`,
+or `{"op": "ends", "error"}` where it can't start or continue; then for each ticket one of the outcomes.
 """
 
 import asyncio
@@ -36,17 +36,6 @@ class CancelPrompt(TypedDict):
 
     op: Literal["cancel"]
     ticket: int
-
-
-class WorkerReady(TypedDict):
-    op: Literal["ready"]
-
-
-class WorkerEnds(TypedDict):
-    """The worker can't start or continue."""
-
-    op: Literal["ends"]
-    error: str
 
 
 class GroupMade(TypedDict):

@@ -66,25 +66,19 @@ async def keep_reporting(
 
     A file system that fails costs a log line.
     """
+    last: dict[str, Any] = {}
+    written_at = float("-inf")
     try:
-        await _keep_writing(path, status, slow, every_s)
+        while True:
+            try:
+                now = {**status(), **await asyncio.to_thread(slow)}
+                if now != last or time.monotonic() - written_at >= AT_LEAST_S:
+                    last, written_at = now, time.monotonic()
+                    await asyncio.to_thread(write_json, path, {"time": time.time(), **now})
+            except OSError as error:
+                logger.warning("the report for status can't be written: %s", error)
+            await asyncio.sleep(every_s)
     finally:
         # whatever stops the role: what it last knew
         with contextlib.suppress(OSError):
             write_json(path, {"time": time.time(), **status()})
-
-
-async def _keep_writing(
-    path: Path, status: Callable[[], dict[str, Any]], slow: Callable[[], dict[str, Any]], every_s: float
-) -> None:
-    last: dict[str, Any] = {}
-    written_at = float("-inf")
-    while True:
-        try:
-            now = {**status(), **await asyncio.to_thread(slow)}
-            if now != last or time.monotonic() - written_at >= AT_LEAST_S:
-                last, written_at = now, time.monotonic()
-                await asyncio.to_thread(write_json, path, {"time": time.time(), **now})
-        except OSError as error:
-            logger.warning("the report for status can't be written: %s", error)
-        await asyncio.sleep(every_s)

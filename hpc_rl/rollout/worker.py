@@ -1,12 +1,10 @@
 """The inside of an executor worker: runs workflows for the rollout service (pipes.py)."""
 
 import asyncio
-import itertools
 import logging
-import secrets
 from collections.abc import Callable
 from dataclasses import astuple
-from typing import Any, Protocol
+from typing import Any
 
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -14,17 +12,10 @@ from hpc_rl.errors import InputRefused, RoleFailed, ServerUnavailable
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RejectReason
 from hpc_rl.rollout.pipes import GroupMade, Outcome, PromptFailed, PromptRejected, PromptScored, RunPrompt
-from hpc_rl.rollout.rewards import ErrorLog, Rewarder, RewardFailed, checked
-from hpc_rl.rollout.workflow import (
-    WORKFLOWS,
-    BadGroup,
-    Sampler,
-    SamplerSettings,
-    TooLong,
-    Workflow,
-    check_group,
-)
+from hpc_rl.rollout.rewards import ErrorLog, Rejection, Reward, checked
+from hpc_rl.rollout.workflow import WORKFLOWS, Sampler, SamplerSettings, Workflow, check_group
 from hpc_rl.servers.client import GenerateRequest
+from hpc_rl.servers.router import Router
 from hpc_rl.types import TrajectoryGroup, Turn, WeightVersion, encode
 
 logger = logging.getLogger(__name__)
@@ -32,23 +23,11 @@ logger = logging.getLogger(__name__)
 UNAVAILABLE_ROUNDS = 4  # with 2, 4, 8, 16 s between them; then the prompt's own retries count
 
 
-class Client(Protocol):
-    """What makes turns: servers.router.Router, or a fake."""
+class PatientRouter:
+    """A router that waits for servers, and logs its requests where `trace` is set."""
 
-    async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]: ...
-
-
-class PatientClient:
-    """A client that waits for servers, and logs its requests where `trace` is set."""
-
-    def __init__(self, client: Client, trace: bool = False) -> None:
-        self._client, self._trace = client, trace
-        self._prefix = secrets.token_hex(4)
-        self._rids = itertools.count()
-
-    def new_rid(self) -> str:
-        """Return a request id of fixed length."""
-        return f"{self._prefix}{next(self._rids):016x}"
+    def __init__(self, router: Router, trace: bool) -> None:
+        self._router, self._trace = router, trace
 
     async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
         """Return the turns of requests of one prompt.
@@ -71,7 +50,7 @@ class PatientClient:
         rounds = 0
         while True:
             try:
-                return await self._client.generate_many(requests)
+                return await self._router.generate_many(requests)
             except ServerUnavailable as error:
                 # each server that lives failed: may be the prompt's fault after all
                 rounds += 1
@@ -91,9 +70,9 @@ class Worker:
     Args:
         config: The trial's.
         tokenizer: For completions.
-        client: Where turns come from.
+        router: Where turns come from.
         workflow: What is run for each prompt.
-        rewarder: Where rewards come from.
+        reward: Where rewards come from.
         write: Takes the bytes of a message for the rollout service.
         context: Tokens that the servers take for input and output together; None where that is not known.
     """
@@ -102,9 +81,9 @@ class Worker:
         self,
         config: GRPOConfig,
         tokenizer: Tokenizer,
-        client: Client,
+        router: Router,
         workflow: Workflow,
-        rewarder: Rewarder,
+        reward: Reward,
         write: Callable[[bytes], Any],
         context: int | None = None,
     ) -> None:
@@ -114,8 +93,8 @@ class Worker:
             seed=config.seed,
             gconfig=config.gconfig,
             tokenizer=tokenizer,
-            rewarder=rewarder,
-            client=PatientClient(client, config.rollout.enable_rollout_tracing),
+            reward=reward,
+            generate=PatientRouter(router, config.rollout.enable_rollout_tracing).generate_many,
             context=context,
         )
         self._write = write
@@ -124,7 +103,7 @@ class Worker:
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Answer until the pipe ends."""
-        self._write(pipes.pack(pipes.WorkerReady(op="ready")))
+        self._write(pipes.pack({"op": "ready"}))
         while (request := await pipes.read(reader)) is not None:
             if request["op"] == "run":
                 self._tasks[request["ticket"]] = asyncio.create_task(self.answer(request))
@@ -148,12 +127,8 @@ class Worker:
 
         try:
             group = await self._run(prompt)
-        except RewardFailed as error:
+        except Rejection as error:
             return rejected(error.reason, error.message)
-        except TooLong as error:
-            return rejected(RejectReason.TOO_LONG, str(error))
-        except BadGroup as error:
-            return rejected(RejectReason.BAD_GROUP, str(error))
         except InputRefused as error:
             # by every server alike: it was not sent to another one
             return rejected(RejectReason.REFUSED, f"refused by a server: {error}")

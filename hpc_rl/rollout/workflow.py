@@ -8,10 +8,11 @@ rejects the prompt.
 """
 
 import asyncio
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,49 +20,28 @@ from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.datasets.order import sample_seed
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, InputRefused
+from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.pipes import RunPrompt
-from hpc_rl.rollout.rewards import Rewarder, import_object
+from hpc_rl.rollout.rewards import Rejection, Reward, import_object
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.types import Trajectory, TrajectoryGroup, Turn, WeightVersion
 
 Workflow = Callable[[dict[str, Any], "Sampler"], Awaitable[TrajectoryGroup | None]]
 
 
-class TooLong(Exception):
-    """No room for a single new token within gconfig.max_tokens, or within the model's context."""
-
-
-class BadGroup(Exception):
-    """What a workflow returned can't be trained on: its prompt is rejected."""
-
-
-class Generator(Protocol):
-    """What sends the requests of one worker to the servers: worker.PatientClient, or a fake."""
-
-    def new_rid(self) -> str: ...
-
-    async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]: ...
+Generate = Callable[[list[GenerateRequest]], Awaitable[list[Turn]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerSettings:
-    """What all samplers of a worker share.
-
-    Args:
-        seed: The run's.
-        gconfig: Sampling settings.
-        tokenizer: For workflows that need text.
-        rewarder: Where rewards come from.
-        client: Where turns come from.
-        context: Tokens that the servers take for input and output together; None where that is not known.
-    """
+    """What all samplers of a worker share."""
 
     seed: int
     gconfig: GenerationHyperparameters
     tokenizer: Tokenizer
-    rewarder: Rewarder
-    client: Generator
-    context: int | None = None
+    reward: Reward
+    generate: Generate
+    context: int | None = None  # tokens that the servers take for input and output; None: not known
 
 
 class Sampler:
@@ -92,22 +72,19 @@ class Sampler:
 
         `sample` is the trajectory that it is for: each has its own seed, and each turn of it.
         """
-        return (await self._settings.client.generate_many([self._request(list(input_ids), sample)]))[0]
+        return (await self._settings.generate([self._request(list(input_ids), sample)]))[0]
 
     async def samples(self, input_ids: Sequence[int]) -> list[Turn]:
         """Return n_samples generations of one input."""
         ids = list(input_ids)
         requests = [self._request(ids, sample) for sample in range(self.n_samples)]
-        return await self._settings.client.generate_many(requests)
+        return await self._settings.generate(requests)
 
     async def reward(self, prompt: dict[str, Any], completion: str) -> float:
-        """Return what the configured reward function returns.
-
-        Raises RewardFailed, which rejects the prompt.
-        """
+        """Return what the configured reward function returns. Raises Rejection."""
         columns = {name: value for name, value in prompt.items() if name not in ("prompt", "input_ids")}
         question = prompt.get("prompt", prompt.get("messages"))
-        return await self._settings.rewarder.reward(question, completion, columns)
+        return await self._settings.reward(question, completion, columns)
 
     def _request(self, input_ids: list[int], sample: int) -> GenerateRequest:
         if not input_ids:
@@ -115,7 +92,7 @@ class Sampler:
         gconfig = self._settings.gconfig
         room = min(self._limit - len(input_ids), gconfig.max_new_tokens)
         if room <= 0:
-            raise TooLong(f"{len(input_ids)} tokens, {self._limited_by}")
+            raise Rejection(RejectReason.TOO_LONG, f"{len(input_ids)} tokens, {self._limited_by}")
         turn = self._turns[sample]
         self._turns[sample] += 1
         own = {
@@ -123,8 +100,7 @@ class Sampler:
             "min_new_tokens": min(gconfig.min_new_tokens, room),
             "sampling_seed": sample_seed(*self._identity, sample if turn == 0 else f"{sample}.{turn}"),
         }
-        rid = self._settings.client.new_rid()
-        return GenerateRequest(input_ids, {**self._sampling, **own}, rid, self._min_version)
+        return GenerateRequest(input_ids, {**self._sampling, **own}, uuid.uuid4().hex, self._min_version)
 
 
 def sampling(gconfig: GenerationHyperparameters, eos_token_ids: Sequence[int]) -> dict[str, Any]:
@@ -154,27 +130,24 @@ DTYPES = {
 
 
 def check_group(group: Any, index: int, num_trajectories: int | None = None, strict: bool = False) -> None:
-    """Raise BadGroup unless a workflow's result can be trained on.
+    """Raise Rejection unless the result for prompt `index` can be trained on.
 
-    Args:
-        group: The result.
-        index: Prompt index, for the message.
-        num_trajectories: The size that the group must have; None allows any.
-        strict: Check what `rollout.check_trajectory_format` asks for as well.
+    `num_trajectories` is the size that it must have, None for any; `strict` checks what
+    `rollout.check_trajectory_format` asks for as well.
     """
     if not isinstance(group, TrajectoryGroup):
-        raise BadGroup(
+        raise _bad_group(
             f"prompt {index}: the workflow returned {type(group).__name__}, not TrajectoryGroup or None"
         )
     found = len(group.trajectories)
     if num_trajectories is not None and found != num_trajectories:
-        raise BadGroup(
+        raise _bad_group(
             f"prompt {index}: the group has {found} trajectories; gconfig.n_samples is {num_trajectories}"
         )
     for number, one in enumerate(group.trajectories):
         where = f"prompt {index}, trajectory {number}"
         if not isinstance(one, Trajectory):
-            raise BadGroup(f"{where} is {type(one).__name__}; it must be a Trajectory")
+            raise _bad_group(f"{where} is {type(one).__name__}; it must be a Trajectory")
         _check_arrays(one, where)
         if strict:
             _check_strictly(one, where)
@@ -184,22 +157,26 @@ def _check_arrays(one: Trajectory, where: str) -> None:
     for name, dtype in DTYPES.items():
         array = getattr(one, name)
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
-            raise BadGroup(f"{where}: {name} must be a one-dimensional array of {np.dtype(dtype).name}")
+            raise _bad_group(f"{where}: {name} must be a one-dimensional array of {np.dtype(dtype).name}")
         if len(array) != len(one.ids):
-            raise BadGroup(f"{where}: {name} has {len(array)} entries, ids has {len(one.ids)}")
+            raise _bad_group(f"{where}: {name} has {len(array)} entries, ids has {len(one.ids)}")
     if not len(one.ids):
-        raise BadGroup(f"{where} has no token")
+        raise _bad_group(f"{where} has no token")
     if not np.isfinite(one.logprobs).all():
-        raise BadGroup(f"{where}: logprobs must be finite")
+        raise _bad_group(f"{where}: logprobs must be finite")
     if (one.steps[one.loss_mask] < 0).any() or (one.lineages[one.loss_mask] < 0).any():
-        raise BadGroup(f"{where}: steps and lineages must name a weight version where loss_mask is true")
+        raise _bad_group(f"{where}: steps and lineages must name a weight version where loss_mask is true")
 
 
 def _check_strictly(one: Trajectory, where: str) -> None:
     if not one.loss_mask.any():
-        raise BadGroup(f"{where}: loss_mask marks no token, so there is nothing to learn from")
+        raise _bad_group(f"{where}: loss_mask marks no token, so there is nothing to learn from")
     if (one.logprobs[one.loss_mask] > 0).any():
-        raise BadGroup(f"{where}: logprobs must be at most 0 where loss_mask is true")
+        raise _bad_group(f"{where}: logprobs must be at most 0 where loss_mask is true")
+
+
+def _bad_group(message: str) -> Rejection:
+    return Rejection(RejectReason.BAD_GROUP, message)
 
 
 def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Trajectory:

@@ -19,7 +19,6 @@ SMALL = {
     "algorithms/areal.py": "an algorithm is one page",
     "algorithms/base.py": "imported by every algorithm",
     "algorithms/kl.py": "an algorithm is one page",
-    "app/reward_worker.py": "a process of its own",
     "app/server.py": "a process of its own",
     "app/submit_servers.py": "a process of its own",
     "app/submit_successor.py": "a process of its own",

@@ -9,9 +9,9 @@ import importlib
 import logging
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hpc_rl.errors import ConfigError
 from hpc_rl.rollout.batch_log.ledger import RejectReason
@@ -20,8 +20,12 @@ logger = logging.getLogger(__name__)
 MAX_ERROR_CHARS = 400
 
 
-class RewardFailed(Exception):
-    """A call without a reward; `reason` is REWARD_TIMEOUT or REWARD_EXCEPTION. Its prompt is rejected."""
+# prompt, completion and columns
+Reward = Callable[[Any, str, dict[str, Any]], Awaitable[float]]
+
+
+class Rejection(Exception):
+    """A prompt that gives no group, now or later; `reason` goes into the ledger."""
 
     def __init__(self, reason: RejectReason, message: str) -> None:
         super().__init__(f"{reason}: {message}")
@@ -37,42 +41,27 @@ class ErrorLog:
     def note(self, error: BaseException) -> str:
         """Return the exception in one line, with the place that raised it; log a new one's traceback."""
         frames = traceback.extract_tb(error.__traceback__)
-        where = (
-            f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-        )
+        last = frames[-1] if frames else None
+        where = f" ({Path(last.filename).name}:{last.lineno} in {last.name})" if last else ""
         kind = type(error).__name__
         if (kind, where) not in self._logged:
             self._logged.add((kind, where))
             logger.warning("first %s%s:\n%s", kind, where, "".join(traceback.format_exception(error)))
-        text = "".join(
-            sign if sign.isprintable() else repr(sign)[1:-1] for sign in str(error)[:MAX_ERROR_CHARS]
-        )
+        shown = str(error)[:MAX_ERROR_CHARS]
+        text = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in shown)
         return f"{kind}: {text}{where}"
 
 
 def checked(value: Any) -> float:
-    """A reward as a number. Raises RewardFailed for what is none: a text, None, nan, inf."""
+    """Return a reward as a number. Raises Rejection for what is none: a text, None, nan, inf."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if math.isfinite(number):
         return number
-    said = repr(value)
-    said = said if len(said) <= 60 else said[:60] + "…"
-    raise RewardFailed(
-        RejectReason.REWARD_EXCEPTION,
-        f"the reward is {said} ({type(value).__name__}); allowed: a finite number",
-    )
-
-
-class Rewarder(Protocol):
-    """Where the executor gets its rewards."""
-
-    async def reward(self, prompt: Any, completion: str, columns: dict[str, Any]) -> float:
-        """Raises RewardFailed."""
-
-    async def close(self) -> None: ...
+    message = f"the reward is {value!r:.60} ({type(value).__name__}); allowed: a finite number"
+    raise Rejection(RejectReason.REWARD_EXCEPTION, message)
 
 
 def exact_match(prompt: Any, completion: str, answer: Any, **_columns: Any) -> float:
@@ -98,30 +87,23 @@ def import_object(key: str, path: str) -> Any:
         raise ConfigError(f"{key}: {path!r} is neither built in nor of the form package.module:name.")
     try:
         return getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        remedy = "The module must be on the PYTHONPATH of the job"
-        raise ConfigError(f"{key}: {path!r} can't be imported: {error}. {remedy}.") from error
-    except AttributeError as error:
-        raise ConfigError(f"{key}: {path!r} can't be imported: {error}.") from error
     except OSError:
         raise
     except Exception as error:
-        raise ConfigError(f"{key}: {path!r} can't be imported: {type(error).__name__}: {error}.") from error
+        kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
+        remedy = "The module must be on the PYTHONPATH of the job." if isinstance(error, ImportError) else ""
+        raise ConfigError(f"{key}: {path!r} can't be imported: {kind}{error}. {remedy}".rstrip()) from error
 
 
-class Inline:
-    """A built-in reward, run where it is called."""
+def built_in(name: str) -> Reward:
+    """Return a built-in reward, run where it is called."""
+    function = BUILTINS[name]
 
-    def __init__(self, function: Callable[..., float]) -> None:
-        self._function = function
-
-    async def reward(self, prompt: Any, completion: str, columns: dict[str, Any]) -> float:
+    async def reward(prompt: Any, completion: str, columns: dict[str, Any]) -> float:
         try:
-            return self._function(prompt, completion, **columns)
+            return function(prompt, completion, **columns)
         except TypeError as error:
-            raise RewardFailed(
-                RejectReason.REWARD_EXCEPTION, f"{error}; the row has the columns {sorted(columns)}"
-            ) from error
+            message = f"{error}; the row has the columns {sorted(columns)}"
+            raise Rejection(RejectReason.REWARD_EXCEPTION, message) from error
 
-    async def close(self) -> None:
-        pass
+    return reward

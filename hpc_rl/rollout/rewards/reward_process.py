@@ -16,10 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_rl import log
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import RejectReason
-from hpc_rl.rollout.rewards import ErrorLog, RewardFailed, checked, import_object
+from hpc_rl.rollout.rewards import ErrorLog, Rejection, checked, import_object
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +43,18 @@ class RewardProcess:
     Args:
         path: `package.module:name` of the function.
         timeout_s: Seconds that one call may take.
-        argv: What starts the other end; None for `python -m hpc_rl.app.reward_worker`.
+        argv: What starts the other end; None for this module.
     """
 
     def __init__(self, path: str, timeout_s: float, argv: list[str] | None = None) -> None:
         self.path = path
         self.timeout_s = timeout_s
         self.num_restarts = 0
-        self._argv = argv or [sys.executable, "-m", "hpc_rl.app.reward_worker", path]
+        self._argv = argv or [sys.executable, "-m", __spec__.name, path]
         self._process: asyncio.subprocess.Process | None = None
         self._calls: dict[int, _Call] = {}
         self._ids = itertools.count()
         self._reading: asyncio.Task[None] | None = None
-        self._closing = False
         self._idle_timer: asyncio.TimerHandle | None = None  # set while calls are open and none runs
 
     async def start(self) -> None:
@@ -81,6 +81,7 @@ class RewardProcess:
             self._send(call)
 
     async def reward(self, prompt: Any, completion: str, columns: dict[str, Any]) -> float:
+        """Call the function. Raises Rejection."""
         number = next(self._ids)
         frame = {"id": number, "prompt": prompt, "completion": completion, "columns": columns}
         call = _Call(frame, asyncio.get_running_loop().create_future())
@@ -92,16 +93,14 @@ class RewardProcess:
             self._forget(number)
 
     async def close(self) -> None:
-        self._closing = True
-        while self._reading is not None and not self._reading.done():  # it may be in the middle of a restart
-            await self._kill()
-            await asyncio.wait({self._reading}, timeout=0.1)
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait({self._reading})  # it may be in the middle of a restart
         await self._kill()
 
     def _send(self, call: _Call) -> None:
-        stdin = (
-            self._process.stdin if self._process is not None and self._process.returncode is None else None
-        )
+        process = self._process
+        stdin = process.stdin if process is not None and process.returncode is None else None
         # else the restart sends it
         if stdin is not None and not stdin.is_closing():
             stdin.write(pipes.pack(call.frame))
@@ -122,7 +121,7 @@ class RewardProcess:
             if "started" in frame:
                 call.timer = asyncio.get_running_loop().call_later(self.timeout_s, self._expire, frame["id"])
             elif "error" in frame:
-                call.answer.set_exception(RewardFailed(RejectReason.REWARD_EXCEPTION, frame["error"]))
+                call.answer.set_exception(Rejection(RejectReason.REWARD_EXCEPTION, frame["error"]))
             else:
                 call.answer.set_result(frame["value"])
             self._watch()
@@ -147,7 +146,7 @@ class RewardProcess:
         what = "took more than" if call.timer else "was not started within"
         message = f"the reward {what} {self.timeout_s:g} s (rollout.reward_timeout_s)"
         logger.warning("%s: the reward process is killed and started again", message)
-        call.answer.set_exception(RewardFailed(RejectReason.REWARD_TIMEOUT, message))
+        call.answer.set_exception(Rejection(RejectReason.REWARD_TIMEOUT, message))
         if self._process is None:
             return
         pipes.kill(self._process)
@@ -158,8 +157,6 @@ class RewardProcess:
 
     async def _restart(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
-        if self._closing:
-            return
         self.num_restarts += 1
         if self._idle_timer is not None:
             self._idle_timer.cancel()
@@ -172,19 +169,16 @@ class RewardProcess:
             call.deaths += 1
             if call.deaths >= MAX_DEATHS and not call.answer.done():
                 call.answer.set_exception(
-                    RewardFailed(RejectReason.REWARD_EXCEPTION, f"the reward process ended with code {code}")
+                    Rejection(RejectReason.REWARD_EXCEPTION, f"the reward process ended with code {code}")
                 )
         for number in [number for number, call in self._calls.items() if call.answer.done()]:
             del self._calls[number]
         try:
             await self.start()
         except HpcRlError as error:
-            if self._closing:
-                return
             logger.error("%s", error)
-            os._exit(
-                error.exit_code
-            )  # the executor worker is of no use without it; its parent starts another
+            # the executor worker is of no use without it; its parent starts another
+            os._exit(error.exit_code)
 
     async def _kill(self) -> None:
         process = self._process
@@ -194,10 +188,7 @@ class RewardProcess:
 
 
 def serve(path: str) -> None:
-    """The process's end: answers calls until its input ends.
-
-    Raises ConfigError for a path that can't be imported.
-    """
+    """Answer calls until the input ends. Raises ConfigError for a path that can't be imported."""
     out = pipes.take_stdout()
     loop = asyncio.new_event_loop()
     writing = threading.Lock()
@@ -217,9 +208,8 @@ def serve(path: str) -> None:
     try:
         function = import_object("rollout.reward_fn", path)
     except Exception as error:  # whatever the user's module raises is what the trial's end is told by
-        answer(
-            {"error": str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"}
-        )
+        said = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        answer({"error": said})
         raise
     answer({"ready": True})
     threading.Thread(target=listen, daemon=True, name="calls").start()
@@ -238,7 +228,22 @@ async def _call(
         if inspect.isawaitable(value):
             value = await value
         answer({"id": frame["id"], "value": checked(value)})
-    except RewardFailed as error:
+    except Rejection as error:
         answer({"id": frame["id"], "error": error.message})
     except Exception as error:  # whatever user code raises is the outcome of this call
         answer({"id": frame["id"], "error": errors.note(error)})
+
+
+def main() -> int:
+    pipes.die_with_parent()
+    log.setup("reward")
+    try:
+        serve(sys.argv[1])
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.BAD_CONFIG
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

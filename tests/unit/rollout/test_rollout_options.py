@@ -7,8 +7,9 @@ from hpc_rl.app.rollout import rules
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RecordPlace
+from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.rollout.sequencer import Rules, Sequencer
-from hpc_rl.rollout.workflow import BadGroup, check_group, sampling
+from hpc_rl.rollout.workflow import check_group, sampling
 from hpc_rl.types import Trajectory, TrajectoryGroup
 
 
@@ -99,14 +100,14 @@ def group(**changes) -> TrajectoryGroup:
     ],
 )
 def test_a_group_that_can_not_be_trained_on_is_refused_whatever_the_options_say(made, words):
-    with pytest.raises(BadGroup, match=words):
+    with pytest.raises(Rejection, match=words):
         check_group(made, 3)
     check_group(group(), 3)
 
 
 def test_a_group_of_another_size_is_refused_where_the_workflow_is_built_in():
     check_group(group(), 3)
-    with pytest.raises(BadGroup, match=r"prompt 3: the group has 1 trajectories; gconfig.n_samples is 4"):
+    with pytest.raises(Rejection, match=r"prompt 3: the group has 1 trajectories; gconfig.n_samples is 4"):
         check_group(group(), 3, num_trajectories=4)
 
 
@@ -119,5 +120,5 @@ def test_a_group_of_another_size_is_refused_where_the_workflow_is_built_in():
 )
 def test_what_the_strict_check_adds(made, words):
     check_group(made, 3)
-    with pytest.raises(BadGroup, match=words):
+    with pytest.raises(Rejection, match=words):
         check_group(made, 3, strict=True)

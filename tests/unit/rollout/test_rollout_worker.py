@@ -11,7 +11,7 @@ from hpc_rl.config.sections.inference import GenerationHyperparameters, Inferenc
 from hpc_rl.errors import ConfigError, InputRefused, RequestRefused, RoleFailed, ServerUnavailable
 from hpc_rl.rollout import worker as worker_module
 from hpc_rl.rollout.batch_log.ledger import GroupRecord
-from hpc_rl.rollout.rewards import Inline, RewardFailed, checked, contains, exact_match, import_object
+from hpc_rl.rollout.rewards import Rejection, built_in, checked, contains, exact_match, import_object
 from hpc_rl.rollout.rewards import reward_process as reward_process_module
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
 from hpc_rl.rollout.worker import Worker
@@ -46,7 +46,7 @@ def make(client, workflow=single_turn, tracing=False, checking=False, **gconfig)
     sampled = GenerationHyperparameters(**{"n_samples": 3, "max_new_tokens": 6, **gconfig})
     config = SimpleNamespace(seed=1, gconfig=sampled, rollout=rollout)
     sent = []
-    made = Worker(config, Tokenizer(), client, workflow, Inline(exact_match), sent.append)
+    made = Worker(config, Tokenizer(), client, workflow, built_in("exact_match"), sent.append)
     return made, sent
 
 
@@ -121,7 +121,9 @@ async def test_new_tokens_fit_into_max_tokens_or_the_prompt_is_too_long(input_le
 async def test_new_tokens_fit_into_the_models_context(caplog):
     client = Client()
     made, sent = make(client)
-    made = Worker(made.config, Tokenizer(), client, single_turn, Inline(exact_match), sent.append, context=8)
+    made = Worker(
+        made.config, Tokenizer(), client, single_turn, built_in("exact_match"), sent.append, context=8
+    )
     await answer(made, sent, input_ids=range(5))
     assert client.requests[0].sampling["max_new_tokens"] == 3
     outcome = await answer(made, sent, input_ids=range(8))
@@ -150,7 +152,7 @@ async def test_what_a_workflow_does_is_reported():
         raise KeyError("made up")
 
     async def unscored(prompt, generate):
-        raise RewardFailed("reward_timeout", "15 s")
+        raise Rejection("reward_timeout", "15 s")
 
     assert (await answer(*make(Client(), none)))["reason"] == "workflow_none"
     assert (await answer(*make(Client(), unscored)))["reason"] == "reward_timeout"
@@ -228,13 +230,13 @@ def test_builtin_rewards():
 
 
 async def test_a_column_that_the_reward_needs_and_the_row_lacks_is_named():
-    with pytest.raises(RewardFailed, match=r"answer.*columns \['solution'\]"):
-        await Inline(exact_match).reward("q", "1", {"solution": "1"})
+    with pytest.raises(Rejection, match=r"answer.*columns \['solution'\]"):
+        await built_in("exact_match")("q", "1", {"solution": "1"})
 
 
 @pytest.mark.parametrize("value", ["0.5", None, float("nan"), float("-inf"), [1.0, 2.0]])
 def test_a_reward_that_is_no_finite_number_is_refused(value):
-    with pytest.raises(RewardFailed, match=r"reward_exception.*allowed: a finite number"):
+    with pytest.raises(Rejection, match=r"reward_exception.*allowed: a finite number"):
         checked(value)
 
 
@@ -294,9 +296,9 @@ async def test_the_users_reward_runs_elsewhere_with_a_time_limit_per_call(reward
     others = [process.reward("p", str(i), {}) for i in range(3)]
     outcomes = await asyncio.gather(slow, *others, return_exceptions=True)
     assert outcomes[0].reason == "reward_timeout" and outcomes[1:] == [0.0, 1.0, 2.0]
-    with pytest.raises(RewardFailed, match="ValueError"):
+    with pytest.raises(Rejection, match="ValueError"):
         await process.reward("p", "no number", {})
-    with pytest.raises(RewardFailed, match="the reward is nan"):
+    with pytest.raises(Rejection, match="the reward is nan"):
         await process.reward("p", "nan", {})
 
 
@@ -309,7 +311,7 @@ async def test_async_rewards_run_together(reward_process):
 
 async def test_a_reward_that_ends_its_process_is_given_up(reward_process):
     process = await reward_process("die")
-    with pytest.raises(RewardFailed, match="ended with code 3"):
+    with pytest.raises(Rejection, match="ended with code 3"):
         await process.reward("p", "", {})
     assert process.num_restarts == 3
 
@@ -319,7 +321,7 @@ async def test_a_reward_exception_names_its_file_and_line_and_its_traceback_is_l
 ):
     process = await reward_process("raises")
     for _ in range(3):
-        with pytest.raises(RewardFailed, match=r"KeyError: 'weight' \(own_rewards.py:10 in helper\)"):
+        with pytest.raises(Rejection, match=r"KeyError: 'weight' \(own_rewards.py:10 in helper\)"):
             await process.reward("p", "", {})
     await process.close()
     said = capfd.readouterr().err
