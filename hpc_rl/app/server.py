@@ -31,7 +31,7 @@ async def _serve(context: role.Context, config: GRPOConfig) -> int:
     # the module of the one that is used: torch is not there in front of SGLang
     module, _, cls = SERVER_BACKENDS[name].implementation.partition(":")
     backend: Backend = getattr(import_module(module), cls).create(config, place)
-    wait = config.actor.init_from_scratch and name == "sglang"
+    wait = config.actor.init_from_scratch and not backend.makes_initial_weights
     base_path = "" if wait else str(Path(config.actor.path).expanduser().absolute())
     replica = Replica(backend, context.trial, names, context.tokens, who, base_path, context.address)
     return await replica.run(context.stopping)

@@ -7,14 +7,9 @@ from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.trial import Trial
 
 
-def open_names(where: Trial | str | Path, config: Any = None) -> NameResolve:
-    """Open the records of one trial.
-
-    Args:
-        where: The trial, or its directory.
-        config: The trial's configuration, for `cluster.name_resolve.nfs_record_root`.
-    """
-    return NameResolve(names_dir(where if isinstance(where, Trial) else Trial(Path(where)), config))
+def open_names(trial: Trial, config: Any = None) -> NameResolve:
+    """Open the records of a trial, where `config` has them."""
+    return NameResolve(names_dir(trial, config))
 
 
 def names_dir(trial: Trial, config: Any = None) -> Path:

@@ -123,46 +123,41 @@ class NameResolve:
         return self.root.joinpath(*folders, name + suffix)
 
 
+@dataclass
 class Lease:
     """One epoch of a lease; the process that created its file is the only writer."""
 
-    def __init__(self, base: Path, key: str, epoch: int, value: dict[str, Any], ttl_s: float) -> None:
-        self.key = key
-        self.epoch = epoch
-        self.path = base.with_name(f"{base.name}{EPOCH}{epoch}")
-        self._base = base
-        self._value = value
-        self._ttl_s = ttl_s
-        self._counter = 0
-        self._released = False
+    base: Path  # without the epoch
+    key: str
+    epoch: int
+    value: dict[str, Any]
+    ttl_s: float
+    counter: int = 0
+    released: bool = False
+
+    @property
+    def path(self) -> Path:
+        return self.base.with_name(f"{self.base.name}{EPOCH}{self.epoch}")
 
     def content(self) -> str:
-        return json.dumps(
-            {
-                "value": self._value,
-                "epoch": self.epoch,
-                "counter": self._counter,
-                "ttl_s": self._ttl_s,
-                "released": self._released,
-                "nonce": uuid.uuid4().hex,
-            }
-        )
+        fields = ("value", "epoch", "counter", "ttl_s", "released")
+        return json.dumps({name: getattr(self, name) for name in fields} | {"nonce": uuid.uuid4().hex})
 
     def renew(self, value: dict[str, Any] | None = None) -> None:
         """Move the counter, with another value if given. Raises Stale once a higher epoch exists."""
-        highest = _highest_epoch(self._base)
-        if highest > self.epoch or self._released:
+        highest = _highest_epoch(self.base)
+        if highest > self.epoch or self.released:
             reason = f"epoch {self.epoch} was released or is older than epoch {highest}"
             raise Stale(f"lease {self.key!r}: {reason}")
-        self._value = self._value if value is None else value
-        self._counter += 1
+        self.value = self.value if value is None else value
+        self.counter += 1
         self._write()
 
     def release(self) -> None:
         """Give the key up: readers no longer see it. The tombstone tells from which epoch to count."""
-        if not self._released:
-            self._released = True
-            self._counter += 1
+        if not self.released:
+            self.released = True
+            self.counter += 1
             self._write()
 
     def _write(self) -> None:

@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,26 +26,16 @@ RETRY_S = 0.2  # between two looks for a role that is away
 NOT_YET = (0, 425, 503)  # away; does not see the record of our lineage yet; ends
 
 
+@dataclass
 class RolloutClient:
-    """Rank 0's: a batch is passed to the other ranks by their own network; not for several threads at once.
+    """Rank 0's: the other ranks get a batch by their own network. Not for several threads at once."""
 
-    Args:
-        names: Where the lease of the rollout role lies.
-        tokens: The trial's two tokens, `{"control": …, "data": …}`.
-        deadline_s: The role may be away this long before RoleFailed.
-        poll_s: How long the role holds a request that it can't answer yet; also how late `stopping` may be
-            seen.
-    """
-
-    def __init__(
-        self, names: NameResolve, tokens: dict[str, str], deadline_s: float = 600.0, poll_s: float = 2.0
-    ) -> None:
-        self.names = names
-        self.tokens = tokens
-        self.deadline_s = deadline_s
-        self.poll_s = poll_s
-        self._connection: http.client.HTTPConnection | None = None
-        self._away_since: float | None = None
+    names: NameResolve
+    tokens: dict[str, str]
+    deadline_s: float = 600.0  # the role may be away this long before RoleFailed
+    poll_s: float = 2.0  # how long the role holds a request; also how late `stopping` may be seen
+    _connection: http.client.HTTPConnection | None = None
+    _away_since: float | None = None
 
     def batch(self, step: int, lineage: int, stopping: threading.Event | None = None) -> Batch | None:
         """Return batch `step` for a trainer at version step-1 of `lineage`; None when stopped or out of time.
@@ -58,10 +49,7 @@ class RolloutClient:
     def batch_bytes(
         self, step: int, lineage: int, stopping: threading.Event | None = None, within_s: float = math.inf
     ) -> bytes | None:
-        """As batch, still encoded.
-
-        Raises TimeoutError where it is not there within_s: asking again continues to wait.
-        """
+        """As batch, still encoded. Raises TimeoutError where it is not there within_s; ask again then."""
         path = f"/batch?step={step}&lineage={lineage}&wait_s={self.poll_s}"
         return self._until_answered("GET", path, None, stopping, within_s)
 
@@ -75,10 +63,7 @@ class RolloutClient:
         return None if body is None else decode(body)
 
     def retain(self, step: int) -> None:
-        """Report that batches up to `step` are not needed any more.
-
-        A role that is away is notified the next time.
-        """
+        """Report that batches up to `step` are not needed any more. A role that is away hears it later."""
         try:
             self._request("POST", "/retain", {"step": step}, "control")
         except (OSError, http.client.HTTPException, LookupError) as error:

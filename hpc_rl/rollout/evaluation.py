@@ -5,6 +5,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.errors import RoleFailed, Stale
@@ -19,11 +20,7 @@ EVALUATIONS_KEPT = 4
 class Evaluations:
     """The evaluations of an incarnation, the newest few; their tickets are negative.
 
-    Args:
-        prompts: The held-out prompts.
-        limit: Prompts in flight of one evaluation.
-        retries: Times that a prompt is asked again after an exception before it is left out, and counted.
-        executor: Where prompts are run.
+    Of each `limit` prompts run at once; one that fails is asked again `retries` times, then left out.
     """
 
     def __init__(self, prompts: Prompts | None, limit: int, retries: int, executor: Executor) -> None:
@@ -83,14 +80,13 @@ class Evaluations:
         rewards: list[float] = []
         counts: Counter[str] = Counter(num_tokens=0, left_out=0, asked_again=0)
         positions = iter(range(len(self.prompts)))
-        askers = [
-            asyncio.create_task(self._score(version, positions, rewards, counts)) for _ in range(self._limit)
-        ]
+        score = partial(self._score, version, positions, rewards, counts)
+        workers = [asyncio.create_task(score()) for _ in range(self._limit)]
         try:
-            await asyncio.gather(*askers)
+            await asyncio.gather(*workers)
         finally:
-            for asker in askers:
-                asker.cancel()
+            for worker in workers:
+                worker.cancel()
         if not rewards:
             raise RoleFailed(f"no held-out prompt could be scored: {counts['left_out']} were left out")
         stats = {name: float(count) for name, count in counts.items()}

@@ -1,6 +1,4 @@
-"""Executor: the rollout service's side of its worker processes.
-
-Starts them, hands out prompts, notices deaths at once.
+"""Executor: the rollout service's worker processes: starts them, hands out prompts, notices deaths.
 
 It knows tickets and messages (pipes.py), not what a prompt is worth: the tickets of a dead worker are
 reported as lost.
@@ -68,16 +66,14 @@ class Executor:
         self._slots = [_WorkerSlot(number) for number in range(num_workers)]
         self._owner: dict[int, _WorkerSlot] = {}
         self._queue: list[RunPrompt] = []  # while no worker is ready
-        self._keepers: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        self._keepers = [
-            asyncio.create_task(self._keep(slot), name=f"worker-{slot.number}") for slot in self._slots
-        ]
+        self._tasks = [asyncio.create_task(self._keep(slot)) for slot in self._slots]
 
     async def failure(self) -> None:
         """Raise ConfigError or RoleFailed once a worker can't be started again; never returns."""
-        await asyncio.gather(*self._keepers)
+        await asyncio.gather(*self._tasks)
 
     def run(self, frame: RunPrompt) -> None:
         """Hand a prompt to the worker with the least to do."""
@@ -100,8 +96,8 @@ class Executor:
 
     async def close(self) -> None:
         """Kill the workers; their unfinished prompts are issued again by the next incarnation."""
-        for keeper in self._keepers:
-            keeper.cancel()
+        for task in self._tasks:
+            task.cancel()
         for slot in self._slots:
             if slot.process is not None and slot.process.returncode is None:
                 pipes.kill(slot.process)
@@ -130,9 +126,8 @@ class Executor:
                     self._owner.pop(ticket, None)
             code = await pipes.exit_code(slot.process)
             if code == ExitCode.BAD_CONFIG:
-                raise ConfigError(
-                    slot.error or "an executor worker rejected the configuration without giving a reason"
-                )
+                unknown = "an executor worker rejected the configuration without giving a reason"
+                raise ConfigError(slot.error or unknown)
             self.restarts += 1
             slot.short_lives = 0 if time.monotonic() - began > LONG_LIFE_S else slot.short_lives + 1
             if slot.short_lives >= MAX_SHORT_LIVES:
@@ -141,12 +136,8 @@ class Executor:
                     f"last with code {code}" + (f": {slot.error}" if slot.error else "")
                 )
             pause_s = min(MAX_BACKOFF_S, 0.1 * 4 ** (slot.short_lives - 1)) if slot.short_lives else 0.0
-            logger.warning(
-                "executor worker %d exited with code %d: its %d prompts are issued again",
-                slot.number,
-                code,
-                len(lost),
-            )
+            form = "executor worker %d exited with code %d: its %d prompts are issued again"
+            logger.warning(form, slot.number, code, len(lost))
             self.on_lost(lost)
             await asyncio.sleep(pause_s)
 

@@ -15,12 +15,7 @@ LATEST = 200  # durations that count
 
 
 class IssueClock:
-    """Times of the prompts that run.
-
-    Args:
-        left_s: Returns the seconds until the trainer is stopped, None where that is not known.
-        clock: Returns seconds.
-    """
+    """Times of the prompts that run. `left_s` returns the seconds until the trainer is stopped, if known."""
 
     def __init__(
         self, left_s: Callable[[], float | None], clock: Callable[[], float] = time.monotonic

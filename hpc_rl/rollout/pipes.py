@@ -58,25 +58,17 @@ class PromptScored(TypedDict):
     versions: list[str]  # of the weights that made its tokens
 
 
-class PromptRejected(TypedDict):
-    """The prompt is rejected and not tried again."""
+class NoGroup(TypedDict):
+    """A prompt that is rejected for good; or an exception, after which it is tried again a few times."""
 
-    op: Literal["rejected"]
+    op: Literal["rejected", "failed"]
     ticket: int
     reason: str  # a RejectReason
     error: str
 
 
-class PromptFailed(TypedDict):
-    """An exception: the prompt is tried again a few times."""
-
-    op: Literal["failed"]
-    ticket: int
-    error: str
-
-
 Request = RunPrompt | CancelPrompt
-Outcome = GroupMade | PromptScored | PromptRejected | PromptFailed
+Outcome = GroupMade | PromptScored | NoGroup
 
 _LENGTH = struct.Struct(">I")
 PR_SET_PDEATHSIG = 1
@@ -144,15 +136,13 @@ def kill(process: asyncio.subprocess.Process) -> None:
 async def stdin_reader() -> asyncio.StreamReader:
     """Standard input as a stream of this event loop."""
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
-    )
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     return reader
 
 
 async def pipe_writer(fd: int) -> Callable[[bytes], None]:
     """Writes to a pipe without blocking this event loop; what the reader is slow to take is kept."""
-    transport, _ = await asyncio.get_running_loop().connect_write_pipe(
-        asyncio.BaseProtocol, os.fdopen(fd, "wb", 0)
-    )
+    loop, pipe = asyncio.get_running_loop(), os.fdopen(fd, "wb", 0)
+    transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, pipe)
     return transport.write

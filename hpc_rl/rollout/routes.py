@@ -1,7 +1,4 @@
-"""The HTTP routes of the rollout role, as a list, and the application that checks the tokens (auth.py).
-
-Other packages may add routes to the list.
-"""
+"""The HTTP routes of the rollout role, as a list, and the application that checks the tokens (auth.py)."""
 
 import math
 from collections.abc import Awaitable, Callable, Iterable
@@ -58,6 +55,8 @@ def routes(service: RolloutService, num_servers: Callable[[], int] = lambda: 0) 
         return web.json_response({**counters(service), "servers": num_servers()})
 
     async def retain(request: web.Request) -> web.Response:
+        if access_of(request) < Access.CONTROL:
+            raise web.HTTPUnauthorized(text="the control token is needed")
         try:
             step = int(json_object(await request.read())["step"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -66,17 +65,26 @@ def routes(service: RolloutService, num_servers: Callable[[], int] = lambda: 0) 
         return web.json_response({"trimmed": service.sequencer.log.trimmed})
 
     return [
-        web.get("/batch", _refusing(batch)),
-        web.post("/evaluate", _refusing(evaluate)),
+        web.get("/batch", batch),
+        web.post("/evaluate", evaluate),
         web.get("/status", status),
-        web.post("/retain", needs_control(_refusing(retain))),
+        web.post("/retain", retain),
     ]
 
 
-def _refusing(handler: Handler) -> Handler:
-    """Answer what the service refuses with its status."""
+def access_of(request: web.Request) -> Access:
+    authorization, prefix = request.headers.get("Authorization", ""), request.match_info.get("token", "")
+    return request.app[TOKENS].access(authorization, prefix)
 
-    async def guarded(request: web.Request) -> web.StreamResponse:
+
+def application(defs: Iterable[web.RouteDef], tokens: dict[str, str]) -> web.Application:
+    """Return an application with all routes, also below the token prefix, behind the check of tokens."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Let in who has a token; answer what the service refuses with its status."""
+        if access_of(request) < Access.DATA:
+            raise web.HTTPUnauthorized(text="a token of this trial is needed")
         try:
             return await handler(request)
         except Refused as error:
@@ -85,34 +93,6 @@ def _refusing(handler: Handler) -> Handler:
             return web.Response(status=409, text=str(error))
         except (RoleFailed, LedgerDamaged) as error:
             return web.Response(status=500, text=str(error))
-
-    return guarded
-
-
-def access_of(request: web.Request) -> Access:
-    authorization, prefix = request.headers.get("Authorization", ""), request.match_info.get("token", "")
-    return request.app[TOKENS].access(authorization, prefix)
-
-
-def needs_control(handler: Handler) -> Handler:
-    """Mark a handler as one for the control token only."""
-
-    async def guarded(request: web.Request) -> web.StreamResponse:
-        if access_of(request) < Access.CONTROL:
-            raise web.HTTPUnauthorized(text="the control token is needed")
-        return await handler(request)
-
-    return guarded
-
-
-def application(defs: Iterable[web.RouteDef], tokens: dict[str, str]) -> web.Application:
-    """Return an application with all routes, also below the token prefix, behind the check of tokens."""
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if access_of(request) < Access.DATA:
-            raise web.HTTPUnauthorized(text="a token of this trial is needed")
-        return await handler(request)
 
     app = web.Application(middlewares=[check], client_max_size=1 << 30)
     app[TOKENS] = Tokens(tokens)

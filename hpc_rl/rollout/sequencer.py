@@ -23,25 +23,15 @@ from hpc_rl.rollout.staleness import capacity, leaves_room, staleness
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The part of the configuration that decides.
+    """The part of the configuration that decides."""
 
-    Args:
-        batch_size: Prompts per batch.
-        max_concurrent: Prompts running at once.
-        eta: `max_head_offpolicyness`; 0 is synchronous.
-        bound: `staleness_bound`.
-        order: `batch_order`.
-        prompt_retries: Times that a prompt is issued again after a failure.
-        queue_size: Prompts running and groups ready together; None leaves that to staleness.
-    """
-
-    batch_size: int
-    max_concurrent: int
-    eta: int
+    batch_size: int  # prompts
+    max_concurrent: int  # prompts running at once
+    eta: int  # max_head_offpolicyness; 0 is synchronous
     bound: Literal["soft", "hard", "drop"] = "soft"
     order: Literal["ready", "in_order"] = "ready"
-    prompt_retries: int = 2
-    queue_size: int | None = None
+    prompt_retries: int = 2  # after a failure
+    queue_size: int | None = None  # prompts running and groups ready together; None leaves that to staleness
 
     @property
     def bounds_age(self) -> bool:
@@ -97,9 +87,7 @@ class Sequencer:
         return self.log.top == 0 and self.next_index == 0
 
     def observe(self, lineage: int, version: int) -> list[int]:
-        """The trainer is at this version of this lineage; returns tickets that are given up.
-
-        Raises Stale for an old lineage.
+        """The trainer is at this version of this lineage; return tickets that are given up. Raises Stale.
 
         A trainer that went back makes the weights older than what runs was begun at. Where age is bounded,
         that is issued again; where training is synchronous, so is what a new lineage's publish has cut in
@@ -113,10 +101,8 @@ class Sequencer:
         self.version = max(self.version, version)
         if not self.rules.bounds_age:
             return []
-        all_of_them = took_over and self.rules.eta == 0
-        given_up = [
-            ticket for ticket, issue in self.running.items() if all_of_them or issue.begun > self.version
-        ]
+        newest = -1 if took_over and self.rules.eta == 0 else self.version
+        given_up = [ticket for ticket, issue in self.running.items() if issue.begun > newest]
         self.lost(given_up)
         return given_up
 
@@ -210,9 +196,8 @@ class Sequencer:
         chosen = self._in_order() if rules.order == "in_order" else self._oldest_first()
         if len(chosen) < rules.batch_size:
             return None
-        if (
-            rules.bound == "hard" and self.running
-        ):  # else nothing would come of waiting; what gets too old is rejected
+        # if nothing runs, nothing would come of waiting; what gets too old is rejected
+        if rules.bound == "hard" and self.running:
             left = [record.begun for index, (record, _) in ready.items() if index not in chosen]
             left += [issue.begun for issue in self.running.values()]
             if not leaves_room(step, rules.batch_size, rules.eta, left):

@@ -48,15 +48,9 @@ class RolloutService:
     Requests of the trainer's may begin a lineage, cut a batch and start an evaluation; a reader gets what is
     there. Both raise Refused.
 
-    Args:
-        folder: The trial's `rollout/`.
-        sequencer: Fresh; restored from the folder here.
-        prompts: Training prompts.
-        held_out: Held-out prompts, or None.
-        lineages: Returns the highest lineage that the trial directory knows, and the records of lineages.
-        executor: Runs prompts.
-        left_s: Seconds until the trainer is stopped, None where that is not known: no prompt is issued that
-            takes longer.
+    `folder` is the trial's `rollout/`, from which the fresh sequencer is restored. `lineages` returns the
+    highest lineage that the trial directory knows, and the records of lineages. `left_s` returns the seconds
+    until the trainer is stopped, None where that is not known: no prompt is issued that takes longer.
     """
 
     def __init__(
@@ -194,9 +188,8 @@ class RolloutService:
             self._refuse_older(lineage)
             newest, records = await asyncio.to_thread(self._lineages)
             if lineage > max(0, newest):
-                raise Refused(
-                    HTTPStatus.TOO_EARLY, f"lineage {lineage} has no record; the newest is {newest}"
-                )
+                message = f"lineage {lineage} has no record; the newest is {newest}"
+                raise Refused(HTTPStatus.TOO_EARLY, message)
             for record in sorted(records, key=lambda record: record.lineage):
                 if record.new_batches and self._renewed < record.lineage <= lineage:
                     await self._renew(record)
@@ -322,9 +315,8 @@ class RolloutService:
                 self._issue()
                 return None
             async with self._or_end():
-                seal, body, ours = await asyncio.to_thread(
-                    self.batches.seal, step, self.sequencer.log.lineage, groups
-                )
+                lineage = self.sequencer.log.lineage
+                seal, body, ours = await asyncio.to_thread(self.batches.seal, step, lineage, groups)
                 if ours:
                     self.sequencer.sealed(seal)
                 else:

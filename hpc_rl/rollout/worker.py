@@ -11,7 +11,7 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import InputRefused, RoleFailed, ServerUnavailable
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RejectReason
-from hpc_rl.rollout.pipes import GroupMade, Outcome, PromptFailed, PromptRejected, PromptScored, RunPrompt
+from hpc_rl.rollout.pipes import GroupMade, NoGroup, Outcome, PromptScored, RunPrompt
 from hpc_rl.rollout.rewards import ErrorLog, Rejection, Reward, checked
 from hpc_rl.rollout.workflow import WORKFLOWS, Sampler, SamplerSettings, Workflow, check_group
 from hpc_rl.servers.client import GenerateRequest
@@ -23,17 +23,48 @@ logger = logging.getLogger(__name__)
 UNAVAILABLE_ROUNDS = 4  # with 2, 4, 8, 16 s between them; then the prompt's own retries count
 
 
-class PatientRouter:
-    """A router that waits for servers, and logs its requests where `trace` is set."""
+class Worker:
+    """Runs a workflow on each prompt that it is sent; `write` takes a message for the rollout service.
 
-    def __init__(self, router: Router, trace: bool) -> None:
-        self._router, self._trace = router, trace
+    `context` is as in SamplerSettings.
+    """
 
-    async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
-        """Return the turns of requests of one prompt.
+    def __init__(
+        self,
+        config: GRPOConfig,
+        tokenizer: Tokenizer,
+        router: Router,
+        workflow: Workflow,
+        reward: Reward,
+        write: Callable[[bytes], Any],
+        context: int | None = None,
+    ) -> None:
+        self.config = config
+        self._router, self._trace = router, config.rollout.enable_rollout_tracing
+        self.workflow = workflow
+        self.settings = SamplerSettings(
+            seed=config.seed,
+            gconfig=config.gconfig,
+            tokenizer=tokenizer,
+            reward=reward,
+            generate=self.generate,
+            context=context,
+        )
+        self._write = write
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._errors = ErrorLog()
 
-        Raises ServerUnavailable after a few rounds, RequestRefused.
-        """
+    async def serve(self, reader: asyncio.StreamReader) -> None:
+        """Answer until the pipe ends."""
+        self._write(pipes.pack({"op": "ready"}))
+        while (request := await pipes.read(reader)) is not None:
+            if request["op"] == "run":
+                self._tasks[request["ticket"]] = asyncio.create_task(self.answer(request))
+            elif request["ticket"] in self._tasks:
+                self._tasks[request["ticket"]].cancel()
+
+    async def generate(self, requests: list[GenerateRequest]) -> list[Turn]:
+        """Return the turns of one prompt. Raises ServerUnavailable after a few rounds, RequestRefused."""
         if self._trace:
             for request in requests:
                 sizes = (len(request.input_ids), request.sampling["max_new_tokens"])
@@ -63,53 +94,6 @@ class PatientRouter:
                 logger.warning("%s; waiting", error)
                 await asyncio.sleep(1.0)
 
-
-class Worker:
-    """Runs a workflow on each prompt that it is sent.
-
-    Args:
-        config: The trial's.
-        tokenizer: For completions.
-        router: Where turns come from.
-        workflow: What is run for each prompt.
-        reward: Where rewards come from.
-        write: Takes the bytes of a message for the rollout service.
-        context: Tokens that the servers take for input and output together; None where that is not known.
-    """
-
-    def __init__(
-        self,
-        config: GRPOConfig,
-        tokenizer: Tokenizer,
-        router: Router,
-        workflow: Workflow,
-        reward: Reward,
-        write: Callable[[bytes], Any],
-        context: int | None = None,
-    ) -> None:
-        self.config = config
-        self.workflow = workflow
-        self.settings = SamplerSettings(
-            seed=config.seed,
-            gconfig=config.gconfig,
-            tokenizer=tokenizer,
-            reward=reward,
-            generate=PatientRouter(router, config.rollout.enable_rollout_tracing).generate_many,
-            context=context,
-        )
-        self._write = write
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._errors = ErrorLog()
-
-    async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Answer until the pipe ends."""
-        self._write(pipes.pack({"op": "ready"}))
-        while (request := await pipes.read(reader)) is not None:
-            if request["op"] == "run":
-                self._tasks[request["ticket"]] = asyncio.create_task(self.answer(request))
-            elif request["ticket"] in self._tasks:
-                self._tasks[request["ticket"]].cancel()
-
     async def answer(self, prompt: RunPrompt) -> None:
         """Run the workflow and send its outcome."""
         try:
@@ -121,9 +105,9 @@ class Worker:
     async def _outcome(self, prompt: RunPrompt) -> Outcome:
         ticket, index = prompt["ticket"], prompt["index"]
 
-        def rejected(reason: str, message: str) -> PromptRejected:
+        def rejected(reason: str, message: str) -> NoGroup:
             logger.warning("prompt %d is rejected, %s: %s", index, reason, message)
-            return PromptRejected(op="rejected", ticket=ticket, reason=reason, error=message)
+            return NoGroup(op="rejected", ticket=ticket, reason=reason, error=message)
 
         try:
             group = await self._run(prompt)
@@ -136,9 +120,9 @@ class Worker:
             # of the user's workflow or of a request: the prompt is issued again, a few times
             message = self._errors.note(error)
             logger.warning("prompt %d failed: %s", index, message)
-            return PromptFailed(op="failed", ticket=ticket, error=message)
+            return NoGroup(op="failed", ticket=ticket, reason=RejectReason.EXCEPTION, error=message)
         if group is None:
-            return PromptRejected(op="rejected", ticket=ticket, reason=RejectReason.WORKFLOW_NONE, error="")
+            return NoGroup(op="rejected", ticket=ticket, reason=RejectReason.WORKFLOW_NONE, error="")
         return _scored(group, ticket) if prompt["evaluate"] else _finished(group, prompt)
 
     async def _run(self, prompt: RunPrompt) -> TrajectoryGroup | None:
@@ -169,16 +153,13 @@ def _finished(group: TrajectoryGroup, prompt: RunPrompt) -> GroupMade:
 
 
 def _scored(group: TrajectoryGroup, ticket: int) -> PromptScored:
-    versions = {
-        (int(lineage), int(step))
-        for t in group.trajectories
-        for lineage, step in zip(t.lineages[t.loss_mask], t.steps[t.loss_mask], strict=True)
-    }
+    trained = [(t.lineages[t.loss_mask], t.steps[t.loss_mask]) for t in group.trajectories]
+    versions = {WeightVersion(int(a), int(b)) for pair in trained for a, b in zip(*pair, strict=True)}
     rewards = [t.reward for t in group.trajectories]
     return PromptScored(
         op="scored",
         ticket=ticket,
         reward=sum(rewards) / len(rewards),
         num_tokens=sum(int(t.loss_mask.sum()) for t in group.trajectories),
-        versions=[f"{lineage}.{step}" for lineage, step in sorted(versions)],
+        versions=[str(version) for version in sorted(versions)],
     )

@@ -1,6 +1,4 @@
-"""Workflow: from one prompt to a group of scored trajectories.
-
-`single_turn`, and the user's own by import path.
+"""Workflow: from one prompt to a group of scored trajectories: `single_turn`, or the user's by import path.
 
 A workflow is `async run(prompt, generate) -> TrajectoryGroup | None`: an object with that method, a class
 that makes one without arguments, or such a function. `prompt` is the row as a dict, plus `input_ids`. None
@@ -54,11 +52,8 @@ class Sampler:
         self._settings = settings
         self._min_version = prompt["version"]
         # with the sample's number these make the sample's seed
-        self._identity = (
-            settings.seed,
-            "evaluation" if prompt["evaluate"] else prompt["epoch"],
-            prompt["row"],
-        )
+        epoch = "evaluation" if prompt["evaluate"] else prompt["epoch"]
+        self._identity = (settings.seed, epoch, prompt["row"])
         self._sampling = sampling(settings.gconfig, settings.tokenizer.eos_token_ids)
         self._turns: Counter[int] = Counter()
         self._limit = settings.gconfig.max_tokens
@@ -117,7 +112,7 @@ def sampling(gconfig: GenerationHyperparameters, eos_token_ids: Sequence[int]) -
         "min_p": (gconfig.min_p, 0.0),
         "repetition_penalty": (gconfig.repetition_penalty, 1.0),
     }
-    return {**made, **{name: value for name, (value, neutral) in unusual.items() if value != neutral}}
+    return made | {name: value for name, (value, neutral) in unusual.items() if value != neutral}
 
 
 DTYPES = {
@@ -136,9 +131,8 @@ def check_group(group: Any, index: int, num_trajectories: int | None = None, str
     `rollout.check_trajectory_format` asks for as well.
     """
     if not isinstance(group, TrajectoryGroup):
-        raise _bad_group(
-            f"prompt {index}: the workflow returned {type(group).__name__}, not TrajectoryGroup or None"
-        )
+        kind = type(group).__name__
+        raise _bad_group(f"prompt {index}: the workflow returned {kind}, not TrajectoryGroup or None")
     found = len(group.trajectories)
     if num_trajectories is not None and found != num_trajectories:
         raise _bad_group(
@@ -231,7 +225,6 @@ def load_workflow(path: str) -> Workflow:
         found = found()
     run = getattr(found, "run", found)
     if not callable(run):
-        raise ConfigError(
-            f"rollout.workflow: {path!r} must be a function or have a method `async run(prompt, generate)`."
-        )
+        allowed = "a function, or an object with a method `async run(prompt, generate)`"
+        raise ConfigError(f"rollout.workflow: {path!r} must be {allowed}.")
     return run

@@ -16,25 +16,19 @@ Answer = tuple[int, Any]  # HTTP status and JSON body
 
 @dataclass(frozen=True)
 class ReplicaPlace:
-    """Where one replica runs.
-
-    Args:
-        index: Number of the replica.
-        device: `cpu` or `cuda`.
-        num_gpus: GPUs that it may use.
-        log: File for the output of a subprocess.
-        secret: File for the configuration that holds the API key of a subprocess.
-    """
+    """Where one replica runs."""
 
     index: int
-    device: str
+    device: str  # cpu | cuda
     num_gpus: int
-    log: Path
-    secret: Path
+    log: Path  # for the output of a subprocess
+    secret: Path  # for the configuration that holds the API key of a subprocess
 
 
 class Backend(Protocol):
     """Requests are those of SGLang's native API; see proxy.py for the paths that arrive here."""
+
+    makes_initial_weights: bool  # where `actor.init_from_scratch` is set; else it waits for the first publish
 
     @classmethod
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> Backend:

@@ -11,15 +11,12 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, RequestRefused
 
 _SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "n": "n",
     "seed": "sampling_seed",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
 }
-_SAMPLING |= {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-_SAME = ("min_p", "stop_token_ids", "ignore_eos", "min_new_tokens", "frequency_penalty", "presence_penalty")
-_SAMPLING |= {key: key for key in _SAME}
+_SAME = ("temperature", "top_p", "top_k", "n", "min_p", "stop_token_ids", "ignore_eos", "min_new_tokens")
+_SAMPLING |= {key: key for key in (*_SAME, "frequency_penalty", "presence_penalty")}
 _PLAIN = {"model", "messages", "stop", "user", "metadata", "store"}
 _REFUSED_UNLESS = {
     "stream": (False, None),
@@ -40,19 +37,13 @@ def to_generate(
                 sampling[_SAMPLING[key]] = value
         elif key in _REFUSED_UNLESS:
             if value not in _REFUSED_UNLESS[key]:
-                raise RequestRefused(
-                    f"chat key {key!r}: the embedded engine does not serve it, got {value!r}"
-                )
+                raise RequestRefused(f"chat key {key!r} is not served by the embedded engine, got {value!r}")
         elif key not in _PLAIN:
-            raise RequestRefused(
-                f"unknown chat key {key!r}; known are {', '.join(sorted({*_SAMPLING, *_PLAIN}))}"
-            )
+            known = ", ".join(sorted({*_SAMPLING, *_PLAIN}))
+            raise RequestRefused(f"unknown chat key {key!r}; known are {known}")
     messages = body.get("messages")
-    if (
-        not isinstance(messages, list)
-        or not messages
-        or not all(isinstance(message, dict) for message in messages)
-    ):
+    is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    if not is_list or not messages:
         raise RequestRefused("messages must be a list of objects, at least one")
     stop = body.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
@@ -80,15 +71,8 @@ def to_completion(
         if cut:
             text, finish, matched = text[: cut[0]], "stop", cut[1]
         message = {"role": "assistant", "content": text, "reasoning_content": None, "tool_calls": None}
-        choices.append(
-            {
-                "index": index,
-                "message": message,
-                "logprobs": None,
-                "finish_reason": finish,
-                "matched_stop": matched,
-            }
-        )
+        ending = {"finish_reason": finish, "matched_stop": matched}
+        choices.append({"index": index, "message": message, "logprobs": None, **ending})
     prompt, made = metas[0]["prompt_tokens"], sum(meta["completion_tokens"] for meta in metas)
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",

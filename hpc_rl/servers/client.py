@@ -75,9 +75,8 @@ class _PartialTurn:
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and reason.get("status_code") == 400:
             raise InputRefused(f"aborted: {reason.get('message')}")
-        spans = meta.get("weight_versions") or [
-            {"version": meta.get("weight_version", ""), "start": 0, "end": len(ids)}
-        ]
+        whole = {"version": meta.get("weight_version", ""), "start": 0, "end": len(ids)}
+        spans = meta.get("weight_versions") or [whole]
         append_spans(turn.versions, spans, len(turn.output_ids))
         turn.output_ids += ids
         turn.output_logprobs += [entry[0] for entry in meta.get("output_token_logprobs") or ()]
@@ -91,12 +90,7 @@ class _PartialTurn:
 class HttpServerClient:
     """A server by its URL. Without a control token only `generate`, `health` and `model_info` work.
 
-    Args:
-        session: Shared session, see open_session.
-        url: `http://host:port`.
-        data_token: Token for generation.
-        control_token: Token for pause and update.
-        timeout_s: Seconds that one generation may take, resubmissions and weight updates included.
+    `timeout_s` is for one generation, resubmissions and weight updates included.
     """
 
     def __init__(
@@ -128,9 +122,8 @@ class HttpServerClient:
             async with asyncio.timeout(self._timeout_s):
                 await self._finish(partials, headers)
         except TimeoutError as error:
-            raise ServerUnavailable(
-                f"{self.url}: no answer to a generation within {self._timeout_s:.0f} s"
-            ) from error
+            problem = f"{self.url}: no generation within {self._timeout_s:.0f} s"
+            raise ServerUnavailable(problem) from error
         return [partial.turn for partial in partials]
 
     async def _finish(self, left: list[_PartialTurn], headers: dict[str, str]) -> None:

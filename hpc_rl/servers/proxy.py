@@ -12,6 +12,7 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -32,20 +33,12 @@ CONTROL_POST = (
     "/flush_cache",
 )
 MAX_BODY_BYTES = 256 * 2**20
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 UP = ("waiting", "serving")  # the backend runs; it is `waiting` until it has weights that were published
 
 
 class Proxy:
-    """One replica's HTTP application and its state.
-
-    Args:
-        backend: What generates.
-        tokens: `{"control", "data"}` of the trial.
-        attempt: Attempt of this process, for health.
-        incarnation: Incarnation of this process, for health.
-        on_change: Called after state or version changed.
-        on_shutdown: Called for POST /shutdown.
-    """
+    """One replica's HTTP application and its state; `on_change` is called after state or version changed."""
 
     def __init__(
         self,
@@ -81,15 +74,15 @@ class Proxy:
 
     async def serve(self, sock: socket.socket) -> None:
         """Answer on a bound socket from now on."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_get("/health", self._guard(self._health, control=False))
-        app.router.add_get("/model_info", self._guard(self._forward_get, control=False))
-        for path in DATA_POST:
-            app.router.add_post(path, self._guard(self._generate, control=False))
+        app = web.Application(middlewares=[self._check], client_max_size=MAX_BODY_BYTES)
+        for prefix in ("", "/t/{token}"):
+            app.router.add_get(prefix + "/health", self._health)
+            app.router.add_get(prefix + "/model_info", self._model_info)
+            for path in DATA_POST:
+                app.router.add_post(prefix + path, partial(self._generate, path))
         for path in CONTROL_POST:
-            app.router.add_post(path, self._guard(self._control_call, control=True))
-        app.router.add_post("/shutdown", self._guard(self._shutdown, control=True))
-        app.router.add_route("*", "/t/{token}/{path:.*}", self._prefixed)
+            app.router.add_post(path, self._control_call)
+        app.router.add_post("/shutdown", self._shutdown)
         # a client that hangs up cancels its handler, which aborts the request in the backend
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
         await self._runner.setup()
@@ -99,45 +92,33 @@ class Proxy:
         if self._runner:
             await self._runner.cleanup()
 
-    # who may
-    def _guard(
-        self, handler: Callable[[web.Request, str], Awaitable[web.Response]], control: bool
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def guarded(request: web.Request) -> web.Response:
-            needed = Access.CONTROL if control else Access.DATA
-            if self._tokens.access(request.headers.get("Authorization", "")) >= needed:
-                return await handler(request, request.path)
+    @web.middleware
+    async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse a request without the token that its path needs; the one in the path is the data token."""
+        path = request.path
+        if path.startswith("/t/"):
+            access = self._tokens.access("", path.split("/")[2])
+        else:
+            access = self._tokens.access(request.headers.get("Authorization", ""))
+        needed = Access.CONTROL if path in (*CONTROL_POST, "/shutdown") else Access.DATA
+        if access < needed:
             return _json(401, {"error": {"message": f"the {needed.name.lower()} token is needed"}})
-
-        return guarded
-
-    async def _prefixed(self, request: web.Request) -> web.Response:
-        """`/t/<data token>/…`, for clients that can't send headers; data paths only."""
-        path = "/" + request.match_info["path"]
-        if self._tokens.access("", request.match_info["token"]) < Access.DATA:
-            return _json(401, {"error": {"message": "the data token is needed"}})
-        if request.method == "POST" and path in DATA_POST:
-            return await self._generate(request, path)
-        if request.method == "GET" and path == "/model_info":
-            return await self._forward_get(request, path)
-        if request.method == "GET" and path == "/health":
-            return await self._health(request, path)
-        return _json(404, {"error": {"message": f"no such path for the data token: {request.method} {path}"}})
+        try:
+            return await handler(request)
+        except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
+            message = f"no such path for the {needed.name.lower()} token: {request.method} {path}"
+            return _json(error.status, {"error": {"message": message}})
 
     # data
-    async def _health(self, _request: web.Request, _path: str) -> web.Response:
+    async def _health(self, _request: web.Request) -> web.Response:
         state = "dead" if self.lifecycle in UP and self.backend.alive() else self.state
         known = {"state": state, "epoch": self.epoch, "weight_version": self.version}
-        ok = state in ("serving", "paused", "waiting")
-        return _json(
-            200 if ok else 503, {**known, "attempt": self._attempt, "incarnation": self._incarnation}
-        )
+        known |= {"attempt": self._attempt, "incarnation": self._incarnation}
+        return _json(200 if state in ("serving", "paused", "waiting") else 503, known)
 
-    async def _generate(self, request: web.Request, path: str) -> web.Response:
+    async def _generate(self, path: str, request: web.Request) -> web.Response:
         if self.lifecycle != "serving":
-            return _json(
-                503, {"error": {"message": f"the server is {self.lifecycle}"}, "state": self.lifecycle}
-            )
+            return _json(*self._not_up())
         least = request.headers.get(MIN_VERSION_HEADER, "")
         try:
             if least and is_older(self.version, least):
@@ -147,23 +128,26 @@ class Proxy:
             return _json(400, {"error": {"message": f"{error}"}})
         return _json(*await self.backend.request(path, body))
 
-    async def _forward_get(self, _request: web.Request, path: str) -> web.Response:
+    async def _model_info(self, _request: web.Request) -> web.Response:
         if self.lifecycle not in UP:
-            return _json(503, {"error": {"message": f"the server is {self.lifecycle}"}})
-        status, answer = await self.backend.request(path, None)
+            return _json(*self._not_up())
+        status, answer = await self.backend.request("/model_info", None)
         if status == 200:
             answer = {**answer, "weight_version": self.version, "epoch": self.epoch}
         return _json(status, answer)
 
+    def _not_up(self) -> Answer:
+        return 503, {"error": {"message": f"the server is {self.lifecycle}"}, "state": self.lifecycle}
+
     # control
-    async def _control_call(self, request: web.Request, path: str) -> web.Response:
+    async def _control_call(self, request: web.Request) -> web.Response:
         try:
             raw = await request.read()
             body = json_object(raw) if raw else {}
         except ValueError as error:
             return _json(400, {"error": {"message": f"{error}"}})
         # a publisher that hangs up must not leave an update half recorded: the call goes on without it
-        return _json(*await asyncio.shield(asyncio.ensure_future(self.control(path, body))))
+        return _json(*await asyncio.shield(asyncio.ensure_future(self.control(request.path, body))))
 
     async def control(self, path: str, body: dict[str, Any]) -> Answer:
         """Answer a control call of a client with the control token, or of the replica itself.
@@ -171,18 +155,15 @@ class Proxy:
         Updates run one at a time.
         """
         if self.lifecycle not in UP:
-            return 503, {"error": {"message": f"the server is {self.lifecycle}"}, "state": self.lifecycle}
+            return self._not_up()
         if path == "/update_weights_from_disk":
             async with self._control_lock:
                 answer = await self._update(body)
         else:
             answer = await self.backend.request(path, body)
         self.last_control_at = time.monotonic()
-        if answer[0] == 200 and path == "/pause_generation":
-            self.pause_mode = str(body.get("mode", "abort"))
-            self._on_change()
-        if answer[0] == 200 and path == "/continue_generation":
-            self.pause_mode = ""
+        if answer[0] == 200 and path in ("/pause_generation", "/continue_generation"):
+            self.pause_mode = str(body.get("mode", "abort")) if path == "/pause_generation" else ""
             self._on_change()
         return answer
 
@@ -190,9 +171,9 @@ class Proxy:
         label = body.get("weight_version")
         try:
             if not isinstance(label, str) or is_older(label, self.version or "0.0"):
-                return _not_updated(
-                    f"weight_version must be a label not older than {self.version or '0.0'!r}, got {label!r}"
-                )
+                oldest = self.version or "0.0"
+                allowed = f"a label not older than {oldest!r}"
+                return _not_updated(f"weight_version must be {allowed}, got {label!r}")
         except ValueError as error:
             return _not_updated(str(error))
         if self.pause_mode == "in_place" and body.get("flush_cache", True):
@@ -211,7 +192,7 @@ class Proxy:
             logger.warning("weights %s were not loaded, %r stays: %s", label, self.version, answer)
         return status, answer
 
-    async def _shutdown(self, _request: web.Request, _path: str) -> web.Response:
+    async def _shutdown(self, _request: web.Request) -> web.Response:
         self._on_shutdown()
         return _json(200, {"status": "ok"})
 

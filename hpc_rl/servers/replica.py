@@ -47,15 +47,7 @@ class Identity:
 class Replica:
     """Runs one backend behind its proxy until asked to stop.
 
-    Args:
-        backend: What generates.
-        trial: Whose weights to follow.
-        names: Where the lease goes.
-        tokens: The trial's two tokens.
-        identity: Who this is.
-        base_path: Checkpoint to start from before anything is published; "" waits for the first publish
-            instead.
-        address: Address of this host to publish.
+    Before anything is published it starts from the checkpoint at `base_path`; "" waits for the first publish.
     """
 
     def __init__(
@@ -68,13 +60,8 @@ class Replica:
         base_path: str,
         address: str = "127.0.0.1",
     ) -> None:
-        self._backend, self._trial, self._names, self._who, self._base = (
-            backend,
-            trial,
-            names,
-            identity,
-            base_path,
-        )
+        self._backend, self._trial, self._names = backend, trial, names
+        self._who, self._base = identity, base_path
         self._address = address
         self._shutdown = threading.Event()
         self._changed = asyncio.Event()
@@ -95,34 +82,28 @@ class Replica:
         sock = bind()
         self._url = http_url(self._address, sock.getsockname()[1])
         await self.proxy.serve(sock)
-        value = self._value()
-        self._lease = await asyncio.to_thread(
-            self._names.lease, keys.server(self._who.index), value, LEASE_TTL_S
-        )
+        key, value = keys.server(self._who.index), self._value()
+        self._lease = await asyncio.to_thread(self._names.lease, key, value, LEASE_TTL_S)
         self.proxy.epoch = self._lease.epoch
         logger.info("server %d at %s, epoch %d", self._who.index, self._url, self._lease.epoch)
-        heartbeat = asyncio.create_task(self._heartbeat(), name="heartbeat")
-        life = asyncio.create_task(self._live(), name="life")
+        tasks = {asyncio.create_task(self._heartbeat()), asyncio.create_task(self._live())}
         try:
             while not (stopping.is_set() or self._shutdown.is_set()):
-                done, _ = await asyncio.wait(
-                    {heartbeat, life}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED
-                )
+                done, _ = await asyncio.wait(tasks, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
             return ExitCode.STOPPED
         finally:
-            await self._end(heartbeat, life)
+            await self._end(tasks)
 
-    async def _end(self, *tasks: asyncio.Task[None]) -> None:
+    async def _end(self, tasks: set[asyncio.Task[None]]) -> None:
         lost = self.proxy.lifecycle == "stale"
         self.proxy.enter("stopping")
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if (
-            not self._backend.alive() and self.proxy.version
-        ):  # running requests go back to their clients with what they have
+        if not self._backend.alive() and self.proxy.version:
+            # running requests go back to their clients with what they have
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_S):
                     await self._backend.request("/pause_generation", {"mode": "abort"})
@@ -133,14 +114,14 @@ class Replica:
                 await asyncio.to_thread(self._lease.release)
 
     def _value(self) -> dict[str, Any]:
-        process = {"pid": os.getpid(), "host": socket.gethostname()}
-        start = {"attempt": self._who.attempt, "incarnation": self._who.incarnation}
         return {
             "url": self._url,
             "version": self._loading or self.proxy.version,
             "state": self.proxy.state,
-            **start,
-            **process,
+            "attempt": self._who.attempt,
+            "incarnation": self._who.incarnation,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
         }
 
     async def _heartbeat(self) -> None:
@@ -155,9 +136,8 @@ class Replica:
             except Stale as error:
                 self.proxy.enter("stale")
                 raise RoleFailed(f"another server {self._who.index} has taken over: {error}") from error
-            except (
-                OSError
-            ) as error:  # a shared file system may fail for a while; the lease's age tells readers
+            # a shared file system may fail for a while; the lease's age tells readers
+            except OSError as error:
                 logger.warning("can't renew the lease: %s", error)
 
     async def _live(self) -> None:
@@ -180,9 +160,8 @@ class Replica:
             except (ConfigError, OSError, ValueError) as error:
                 newer = self._current()
                 if newer == current:
-                    kind = (
-                        RoleFailed if current else ConfigError
-                    )  # what was published may be whole again when we come back
+                    # what was published may be whole again when we come back
+                    kind = RoleFailed if current else ConfigError
                     raise kind(f"the checkpoint at {path} can't be served: {error}") from error
                 logger.info("weights %r went while they were loaded: %s", self._loading, error)
                 current = newer
@@ -192,12 +171,10 @@ class Replica:
 
     async def _first(self) -> dict[str, Any] | None:
         """What to start from: the newest published weights, or None for the base checkpoint."""
-        current = self._current()
-        if current is None and not self._base:
+        if not self._base and self._current() is None:
             logger.info("waiting for the first published weights")
-        while current is None and not self._base:
+        while (current := self._current()) is None and not self._base:
             await asyncio.sleep(HEARTBEAT_S / 2)
-            current = self._current()
         return current
 
     def _current(self) -> dict[str, Any] | None:
@@ -213,11 +190,8 @@ class Replica:
             if now - self._newer[1] >= SELF_LOAD_AFTER_S:
                 await self._load(current)
         elif proxy.pause_mode and now - proxy.last_control_at > PAUSE_LIMIT_S:
-            logger.warning(
-                "paused for %.0f s without a control call: resuming with weights %s",
-                PAUSE_LIMIT_S,
-                proxy.version,
-            )
+            form = "paused for %.0f s without a control call: resuming with weights %s"
+            logger.warning(form, PAUSE_LIMIT_S, proxy.version)
             await proxy.control("/continue_generation", {})
 
     async def _load(self, current: dict[str, Any]) -> None:

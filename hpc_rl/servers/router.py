@@ -49,25 +49,15 @@ class Server:
 
 @dataclass
 class Router:
-    """Use as `async with Router(...) as router`.
-
-    Args:
-        names: The trial's name resolve; this router calls it from one thread at a time.
-        data_token: Token for generation.
-        setup_timeout_s: Seconds to wait for a server when there is none.
-        request_timeout_s: Seconds that one generation may take.
-        request_retries: Times that a request is sent again after a failure.
-        policy: Which server gets a request: the one with the fewest of ours, or one after the other.
-        poll_s: Seconds between reads of the leases.
-    """
+    """Use as `async with Router(...) as router`; it calls `names` from one thread at a time."""
 
     names: NameResolve
     data_token: str
-    setup_timeout_s: float = 600.0
-    request_timeout_s: float = 3600.0
+    setup_timeout_s: float = 600.0  # to wait for a server when there is none
+    request_timeout_s: float = 3600.0  # of one generation
     request_retries: int = 3
-    policy: Literal["least_loaded", "round_robin"] = "least_loaded"
-    poll_s: float = 0.5
+    policy: Literal["least_loaded", "round_robin"] = "least_loaded"  # by the requests of this router
+    poll_s: float = 0.5  # between reads of the leases
     _servers: dict[str, Server] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _last_turn: int = 0  # of round_robin
@@ -115,9 +105,8 @@ class Router:
 
     def _suspect(self, server: Server, error: Exception) -> None:
         if not server.suspect:
-            logger.warning(
-                "server %s (epoch %d) is left out until it answers again: %s", server.key, server.epoch, error
-            )
+            form = "server %s (epoch %d) is left out until it answers again: %s"
+            logger.warning(form, server.key, server.epoch, error)
         server.suspect = True
 
     async def _pick(self, min_version: str) -> Server:
@@ -173,12 +162,10 @@ class Router:
         for key, lease in alive.items():
             known, value = self._servers.get(key), lease.value
             if known is None or known.epoch != lease.epoch:
-                client = HttpServerClient(
-                    self._session, value["url"], self.data_token, None, self.request_timeout_s
-                )
-                self._servers[key] = Server(
-                    key, lease.epoch, value["url"], value["version"], value["state"], client
-                )
+                url, timeout_s = value["url"], self.request_timeout_s
+                client = HttpServerClient(self._session, url, self.data_token, timeout_s=timeout_s)
+                state, version = value["state"], value["version"]
+                self._servers[key] = Server(key, lease.epoch, url, version, state, client)
                 logger.info("server %s, epoch %d: %s", key, lease.epoch, value["state"])
             else:
                 known.version, known.state = value["version"], value["state"]

@@ -26,11 +26,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "custom_params": ({},),
 }
-_TEXT_ONLY = (
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "no_stop_trim",
-)  # they change `text`, which isn't made
+# they change `text`, which isn't made
+_TEXT_ONLY = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +63,8 @@ def parse(given: dict[str, Any] | None) -> SamplingParams:
                 values[key] = value
         elif key in _NEUTRAL:
             if value is not None and value not in _NEUTRAL[key]:
-                raise RequestRefused(
-                    f"sampling key {key!r}: the embedded engine does not serve it, got {value!r}; use sglang"
-                )
+                problem = f"the embedded engine does not serve it, got {value!r}; use sglang"
+                raise RequestRefused(f"sampling key {key!r}: {problem}")
         elif key not in _TEXT_ONLY:
             near = difflib.get_close_matches(key, [*KNOWN, *_NEUTRAL], 1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(KNOWN)}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -18,9 +17,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 
@@ -29,6 +29,7 @@ from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.sections.inference import SGLangConfig
 from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS, Flags
 from hpc_rl.errors import ConfigError, RoleFailed
+from hpc_rl.files import last_lines
 from hpc_rl.net import bind
 from hpc_rl.servers.base import Answer, ReplicaPlace
 from hpc_rl.servers.client import open_session
@@ -36,36 +37,17 @@ from hpc_rl.trial import write_atomic
 
 logger = logging.getLogger(__name__)
 
-_NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
-_UPDATE_KEYS = ("model_path", "weight_version", "flush_cache")
-
-
 Setting = str | int | float | bool | list[int]
 
+_NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
+_UPDATE_KEYS = ("model_path", "weight_version", "flush_cache")
 CPU_MAX_TOTAL_TOKENS = 65536  # without a bound SGLang takes a share of the host's memory
-
-
+NO_LIMIT = aiohttp.ClientTimeout(total=None)
+LAST_LINES = 20  # of its log, in a failure
 # options of the section that are no flags: ours, set elsewhere, refused at other values, or dropped by every
 # version we know
-NOT_FLAGS = {
-    "version",
-    "extra_args",
-    "model_path",
-    "dp_size",
-    "enable_dp_attention",
-    *(n for gone in DROPPED.values() for n in gone),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SGLangLaunch:
-    """What one replica is started with, before model and ports are known; `version` is the configured one."""
-
-    python: str
-    env: dict[str, str]
-    settings: dict[str, Setting]
-    version: str = ""
-    extra_args: list[str] = field(default_factory=list)
+NOT_FLAGS = {"version", "extra_args", "model_path", "dp_size", "enable_dp_attention"}
+NOT_FLAGS |= {name for gone in DROPPED.values() for name in gone}
 
 
 def table_for(version: str, configured: str = "") -> tuple[Flags, str]:
@@ -73,22 +55,18 @@ def table_for(version: str, configured: str = "") -> tuple[Flags, str]:
     if version in FLAGS:
         other = f"SGLang is {version}, but sglang.version, by which the options were checked, is {configured}"
         return FLAGS[version], other if configured and version != configured else ""
-    newest = max(FLAGS, key=_numbers)
-    return FLAGS[
-        newest
-    ], f"SGLang {version} is not in the flag table (known: {', '.join(FLAGS)}): taking the flags of {newest}"
+    newest = max(FLAGS, key=lambda known: [int(part) for part in known.split(".") if part.isdigit()])
+    known = ", ".join(FLAGS)
+    return FLAGS[newest], f"SGLang {version} is not in the flag table ({known}): taking the flags of {newest}"
 
 
 def settings_of(
     config: SGLangConfig, device: str, tensor_parallel_size: int, index: int
 ) -> dict[str, Setting]:
-    """Return what the configuration says, and what a CPU needs additionally.
-
-    Values that are None are left to SGLang.
-    """
-    own = {field.name for field in dataclasses.fields(config)} - NOT_FLAGS
-    settings: dict[str, Setting | None] = {name: getattr(config, name) for name in sorted(own)}
-    settings |= {
+    """Return what the configuration says, and what a CPU needs additionally; None is left to SGLang."""
+    own = {name: value for name, value in sorted(vars(config).items()) if name not in NOT_FLAGS}
+    settings: dict[str, Setting | None] = {
+        **own,
         "host": "127.0.0.1",
         "random_seed": config.random_seed + index,
         "tensor_parallel_size": tensor_parallel_size,
@@ -99,14 +77,10 @@ def settings_of(
         backend = config.sampling_backend or "pytorch"
         settings |= {"device": "cpu", "sampling_backend": backend, "disable_overlap_schedule": True}
         settings["max_total_tokens"] = config.max_total_tokens or CPU_MAX_TOTAL_TOKENS
-    return {
-        name: value
-        for name, value in settings.items()
-        if value is not None and value is not False and value != ""
-    }
+    return {name: value for name, value in settings.items() if value not in (None, "") and value is not False}
 
 
-def arguments(settings: dict[str, Setting], extra_args: list[str], flags: Flags) -> list[str]:
+def arguments(settings: Mapping[str, Setting], extra_args: Sequence[str], flags: Flags) -> list[str]:
     """argv behind the interpreter."""
     argv = ["-m", "sglang.launch_server"]
     for name, value in settings.items():
@@ -119,92 +93,78 @@ def arguments(settings: dict[str, Setting], extra_args: list[str], flags: Flags)
     return [*argv, *extra_args]
 
 
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in version.split(".") if part.isdigit()]
-
-
-def launch_of(
-    config: GRPOConfig, device: str, num_gpus: int, index: int, tokenizer_path: str
-) -> SGLangLaunch:
-    """Return how replica `index` is started on a device with `num_gpus` GPUs. Raises ConfigError."""
-    python = config.launcher.inference_server_python or sys.executable
-    env = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-    env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if device == "cpu":
-        env["SGLANG_USE_CPU_ENGINE"] = "1"
-    env |= environment_of("launcher.inference_server_env_vars", config.launcher.inference_server_env_vars)
-    settings = settings_of(config.sglang, device, max(1, num_gpus), index)
-    settings["tokenizer_path"] = str(Path(tokenizer_path).expanduser().absolute())
-    own = config.sglang
-    return SGLangLaunch(
-        python=python, env=env, settings=settings, version=own.version, extra_args=list(own.extra_args)
-    )
-
-
+@dataclass(kw_only=True)
 class SGLangBackend:
-    """See Backend.
+    """See Backend."""
 
-    Args:
-        launch: Interpreter, environment and flags.
-        log: File for SGLang's own output.
-        secret: File for the config that holds its API key; SGLang wants it to end in .yaml.
-        ready_timeout_s: Seconds from the start to the first healthy answer.
-    """
+    python: str
+    env: dict[str, str]
+    settings: dict[str, Setting]
+    log: Path  # of SGLang's own output
+    secret: Path  # the config file with its API key; SGLang wants it to end in .yaml
+    version: str = ""  # by which the options were checked
+    extra_args: Sequence[str] = ()
+    ready_timeout_s: float = 600.0  # from the start to the first healthy answer
 
-    def __init__(self, launch: SGLangLaunch, log: Path, secret: Path, ready_timeout_s: float = 600.0) -> None:
-        self._launch, self._log, self._secret, self._ready_timeout_s = launch, log, secret, ready_timeout_s
-        self._process: TiedProcess | None = None
-        self._session: aiohttp.ClientSession | None = None
-        self._url = ""
-        self._headers: dict[str, str] = {}
+    makes_initial_weights: ClassVar[bool] = False
+    _process: TiedProcess | None = None
+    _session: aiohttp.ClientSession | None = None
+    _url: str = ""
+    _headers: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> SGLangBackend:
-        tokenizer = config.tokenizer_path or config.actor.path
-        launch = launch_of(config, place.device, place.num_gpus, place.index, tokenizer)
-        return cls(launch, place.log, place.secret, config.rollout.setup_timeout)
+        env = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+        env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if place.device == "cpu":
+            env["SGLANG_USE_CPU_ENGINE"] = "1"
+        env |= environment_of("launcher.inference_server_env_vars", config.launcher.inference_server_env_vars)
+        settings = settings_of(config.sglang, place.device, max(1, place.num_gpus), place.index)
+        tokenizer = Path(config.tokenizer_path or config.actor.path)
+        settings["tokenizer_path"] = str(tokenizer.expanduser().absolute())
+        return cls(
+            python=config.launcher.inference_server_python or sys.executable,
+            env=env,
+            settings=settings,
+            log=place.log,
+            secret=place.secret,
+            version=config.sglang.version,
+            extra_args=config.sglang.extra_args,
+            ready_timeout_s=config.rollout.setup_timeout,
+        )
 
     async def start(self, path: str, version: str) -> None:
         begin = time.monotonic()
-        flags, warning = table_for(await self._installed_version(), self._launch.version)
+        flags, warning = table_for(await self._installed_version(), self.version)
         if warning:
             logger.warning(warning)
-        key, port = secrets.token_hex(32), _free_port()
-        write_atomic(self._secret, json.dumps({"api-key": key}) + "\n", mode=0o600)  # JSON is YAML
-        settings = {
-            "config_file": str(self._secret),
-            "model_path": path,
-            **self._launch.settings,
-            "port": port,
-        }
-        settings["weight_version"] = version or "none"
-        argv = arguments(settings, self._launch.extra_args, flags)
+        key = secrets.token_hex(32)
+        with bind("127.0.0.1") as sock:  # free now; a SGLang that loses the race for it is restarted
+            port = sock.getsockname()[1]
+        write_atomic(self.secret, json.dumps({"api-key": key}) + "\n", mode=0o600)  # JSON is YAML
+        files = {"config_file": str(self.secret), "model_path": path}
+        settings = {**files, **self.settings, "port": port, "weight_version": version or "none"}
+        argv = arguments(settings, self.extra_args, flags)
         self._url, self._headers = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {key}"}
         self._session = open_session()
-        self._process = TiedProcess(self._launch.python, argv, self._launch.env, self._log)
+        self._process = TiedProcess(self.python, argv, self.env, self.log)
         logger.info("starting SGLang, pid %d: %s", self._process.pid, " ".join(argv))
-        await self._ready(begin + self._ready_timeout_s)
+        await self._ready(begin + self.ready_timeout_s)
         logger.info("SGLang is ready after %.0f s", time.monotonic() - begin)
 
     async def _installed_version(self) -> str:
         code = "from importlib.metadata import version; print(version('sglang'))"
         try:
             process = await asyncio.create_subprocess_exec(
-                self._launch.python,
-                "-c",
-                code,
-                env=self._launch.env,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
+                *(self.python, "-c", code), env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )
         except OSError as error:
-            raise ConfigError(
-                f"launcher.inference_server_python {self._launch.python!r} can't be started: {error}"
-            ) from error
+            problem = f"launcher.inference_server_python {self.python!r} can't be started: {error}"
+            raise ConfigError(problem) from error
         output, errors = await process.communicate()
         if process.returncode != 0:
             raise ConfigError(
-                f"there is no SGLang in {self._launch.python!r} (launcher.inference_server_python): "
+                f"there is no SGLang in {self.python!r} (launcher.inference_server_python): "
                 f"{errors.decode(errors='replace').strip().splitlines()[-1:]}"
             )
         return output.decode().strip()
@@ -217,18 +177,11 @@ class SGLangBackend:
         assert self._process is not None and self._session is not None
         timeout = aiohttp.ClientTimeout(total=30)
         while True:
-            status = self._process.exit_status()
-            if status:
-                raise RoleFailed(
-                    f"SGLang ended while starting ({status}); "
-                    f"the end of {self._log}:\n{self._process.last_lines()}"
-                )
-            if time.monotonic() > deadline:
-                lines = self._process.last_lines()
-                raise RoleFailed(
-                    f"SGLang was not ready within {self._ready_timeout_s:.0f} s; "
-                    f"the end of {self._log}:\n{lines}"
-                )
+            problem = self.alive()
+            if not problem and time.monotonic() > deadline:
+                problem = f"SGLang was not ready within {self.ready_timeout_s:.0f} s; {self._said()}"
+            if problem:
+                raise RoleFailed(problem)
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 async with self._session.get(
                     f"{self._url}/health", headers=self._headers, timeout=timeout
@@ -238,17 +191,18 @@ class SGLangBackend:
             await asyncio.sleep(0.25)
 
     def alive(self) -> str:
-        if self._process is None:
-            return ""
-        status = self._process.exit_status()
-        return f"SGLang: {status}; the end of {self._log}:\n{self._process.last_lines()}" if status else ""
+        status = self._process.exit_status() if self._process else ""
+        return f"SGLang ended ({status}); {self._said()}" if status else ""
+
+    def _said(self) -> str:
+        return "\n".join([f"the end of {self.log}:", *last_lines(self.log, LAST_LINES)])
 
     async def stop(self) -> None:
         if self._session:
             await self._session.close()
         if self._process:
             await self._process.stop()
-        self._secret.unlink(missing_ok=True)
+        self.secret.unlink(missing_ok=True)
 
     async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
         assert self._session is not None
@@ -257,11 +211,7 @@ class SGLangBackend:
         method = "GET" if body is None else "POST"
         try:
             async with self._session.request(
-                method,
-                self._url + path,
-                json=body,
-                headers=self._headers,
-                timeout=aiohttp.ClientTimeout(total=None),
+                method, self._url + path, json=body, headers=self._headers, timeout=NO_LIMIT
             ) as response:
                 return response.status, _json_or_text(await response.read())
         except aiohttp.ClientError as error:
@@ -275,12 +225,6 @@ def _json_or_text(raw: bytes) -> Any:
         return {"message": raw.decode(errors="replace")}
 
 
-def _free_port() -> int:
-    """Return a port that is free now; a SGLang that loses the race for it is restarted."""
-    with bind("127.0.0.1") as sock:
-        return sock.getsockname()[1]
-
-
 _TIE = (
     "import ctypes, os, sys\n"
     "ctypes.CDLL(None, use_errno=True).prctl(1, 9, 0, 0, 0)\n"  # PR_SET_PDEATHSIG, SIGKILL; exec keeps it
@@ -290,15 +234,12 @@ _TIE = (
 
 
 class TiedProcess:
-    """`python arguments…`, which gets SIGKILL when this process dies.
+    """`python arguments…`, killed when the thread that starts it dies: start it from the main thread.
 
     Raises OSError where it can't be started.
-
-    Start it from the main thread: the tie is to the thread that starts it.
     """
 
     def __init__(self, python: str, arguments: list[str], env: dict[str, str], log: Path) -> None:
-        self.log = log
         with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as output:
             self._process = subprocess.Popen(
                 [python, "-c", _TIE, str(os.getpid()), *arguments],
@@ -320,21 +261,12 @@ class TiedProcess:
             return ""
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
-    def last_lines(self, count: int = 20) -> str:
-        """The end of its log."""
-        with contextlib.suppress(OSError), self.log.open("rb") as opened:
-            opened.seek(max(0, self.log.stat().st_size - 32768))
-            return "\n".join(opened.read().decode(errors="replace").splitlines()[-count:])
-        return ""
-
     async def stop(self, grace_s: float = 15.0) -> None:
         """TERM to the process, then KILL to its session."""
         if self._process.poll() is None:
             self._process.terminate()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
-                    while self._process.poll() is None:
-                        await asyncio.sleep(0.05)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, grace_s)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

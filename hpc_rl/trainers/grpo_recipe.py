@@ -25,7 +25,7 @@ from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.trainers.minibatches import Cut, Known, Minibatch, ScoredRows, rectangle, shares
 from hpc_rl.trainers.run import Run
 from hpc_rl.types import Batch, Trajectory, decode
-from hpc_rl.weights.publish import Transport
+from hpc_rl.weights.publish import DiskTransport
 
 logger = logging.getLogger(__name__)
 MAX_STEPS_WITHOUT_UPDATE = 20  # in a row; with float16 also as many as the loss scale may need to come down
@@ -55,7 +55,7 @@ class GRPO:
         self,
         run: Run,
         rollout: RolloutClient,
-        transport: Transport,
+        transport: DiskTransport,
         num_prompts: int,
         reference: Engine | None = None,
     ) -> None:

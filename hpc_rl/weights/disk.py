@@ -11,7 +11,6 @@ import shutil
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from hpc_rl.errors import Stale
 from hpc_rl.trial import Trial, read_json
@@ -37,16 +36,16 @@ def finish(trial: Trial, version: WeightVersion, temporary: Path) -> Path:
     """
     pointer = read_json(trial.current_weights)
     if pointer and (pointer["lineage"], pointer["step"]) > (version.lineage, version.step):
-        raise Stale(
-            f"weights {pointer['label']} are current: a later trainer than this one ({version}) has published"
-        )
+        newer = pointer["label"]
+        raise Stale(f"weights {newer} are current: a later trainer than this one ({version}) has published")
     final = trial.published(str(version))
     if final.exists():
         shutil.rmtree(final)
     os.rename(temporary, final)
-    _point(
-        trial, {"label": str(version), "lineage": version.lineage, "step": version.step, "path": str(final)}
-    )
+    record = {"label": str(version), "lineage": version.lineage, "step": version.step, "path": str(final)}
+    temp = trial.weights / f".{trial.current_weights.name}.{uuid.uuid4().hex[:12]}.tmp"
+    temp.write_text(json.dumps(record) + "\n")
+    os.replace(temp, trial.current_weights)
     return final
 
 
@@ -56,11 +55,7 @@ def size_bytes(folder: Path) -> int:
 
 def prune(trial: Trial, held: Iterable[str], keep: int = KEEP) -> list[str]:
     """Remove all versions but the newest `keep`, those in `held` and the current one; return what went."""
-    versions = sorted(
-        (v for v in map(_version, os.listdir(trial.weights)) if v),
-        key=lambda v: (v.lineage, v.step),
-        reverse=True,
-    )
+    versions = sorted(filter(None, map(_version, os.listdir(trial.weights))), reverse=True)
     current = read_json(trial.current_weights) or {}
     staying = {*held, current.get("label")}
     going = [str(version) for version in versions[keep:] if str(version) not in staying]
@@ -77,12 +72,6 @@ def clear_leftovers(trial: Trial) -> None:
                 shutil.rmtree(entry.path, ignore_errors=True)
             else:
                 Path(entry.path).unlink(missing_ok=True)
-
-
-def _point(trial: Trial, value: dict[str, Any]) -> None:
-    temp = trial.weights / f".{trial.current_weights.name}.{uuid.uuid4().hex[:12]}.tmp"
-    temp.write_text(json.dumps(value) + "\n")
-    os.replace(temp, trial.current_weights)
 
 
 def _version(name: str) -> WeightVersion | None:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 
@@ -45,29 +45,18 @@ class Published:
     failed: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass
 class Publisher:
-    """Rank 0's connections to the generation servers; to be closed.
+    """Rank 0's connections to the generation servers; to be closed. Only its own thread uses `names`."""
 
-    Args:
-        trial: The trial.
-        names: The directory with the servers' leases; used by the publisher's own thread only.
-        tokens: The trial's two tokens.
-        setup_timeout_s: Seconds to wait for the first acknowledgement of a publish.
-        update_timeout_s: Seconds that one server may take, in addition to the time for loading the bytes.
-        watch_s: Seconds between two reads of the leases between publishes.
-    """
+    trial: Trial
+    names: NameResolve
+    tokens: dict[str, str]
+    setup_timeout_s: float = 600.0  # to wait for the first acknowledgement of a publish
+    update_timeout_s: float = 60.0  # of one server, in addition to the time for loading the bytes
+    watch_s: float = 1.0  # between two reads of the leases between publishes
 
-    def __init__(
-        self,
-        trial: Trial,
-        names: NameResolve,
-        tokens: dict[str, str],
-        setup_timeout_s: float = 600.0,
-        update_timeout_s: float = 60.0,
-        watch_s: float = 1.0,
-    ) -> None:
-        self.trial, self.names, self.tokens = trial, names, tokens
-        self.setup_timeout_s, self.update_timeout_s, self.watch_s = setup_timeout_s, update_timeout_s, watch_s
+    def __post_init__(self) -> None:
         self._left_out: dict[str, tuple[int, str]] = {}  # key -> epoch that failed, label that it did not get
         self._leases: dict[str, LeaseView] = {}
         self._session: aiohttp.ClientSession | None = None
@@ -84,9 +73,8 @@ class Publisher:
 
         Raises RoleFailed if no server took them within setup_timeout_s.
         """
-        work: Future[Published] = asyncio.run_coroutine_threadsafe(
-            self._publish(str(version), path, stopping), self._loop
-        )
+        publishing = self._publish(str(version), path, stopping)
+        work: Future[Published] = asyncio.run_coroutine_threadsafe(publishing, self._loop)
         return work.result()
 
     def close(self) -> None:
@@ -102,13 +90,14 @@ class Publisher:
         waiting = False
         while True:
             targets = self._targets()
-            answers = await asyncio.gather(
-                *(self._update(key, seen, label, path, limit_s) for key, seen in targets.items())
-            )
-            result = Published(
-                [key for key, problem in zip(targets, answers, strict=True) if not problem],
-                {key: problem for key, problem in zip(targets, answers, strict=True) if problem},
-            )
+            update = partial(self._update, label=label, path=path, limit_s=limit_s)
+            answers = await asyncio.gather(*(update(key, seen) for key, seen in targets.items()))
+            result = Published()
+            for key, problem in zip(targets, answers, strict=True):
+                if problem:
+                    result.failed[key] = problem
+                else:
+                    result.acknowledged.append(key)
             self._remember(result, targets, label)
             if result.acknowledged:
                 self._prune()
@@ -144,9 +133,8 @@ class Publisher:
             self._left_out.pop(key, None)
         for key, problem in result.failed.items():
             if key not in self._left_out:
-                logger.warning(
-                    "weights %s: %s is left out until it has loaded by itself: %s", label, key, problem
-                )
+                form = "weights %s: %s is left out until it has loaded by itself: %s"
+                logger.warning(form, label, key, problem)
             self._left_out[key] = (targets[key].epoch, label)
 
     async def _update(self, key: str, seen: LeaseView, label: str, path: Path, limit_s: float) -> str:
@@ -202,8 +190,12 @@ def _problems(result: Published) -> str:
 WriteWeights = Callable[..., bool]
 
 
-class Transport(Protocol):
-    """A way to bring the trainer's weights to the generation servers. Every rank has one."""
+@dataclass
+class DiskTransport:
+    """Weights through the trial directory: written by rank 0, loaded by the servers. Every rank has one."""
+
+    trial: Trial
+    publisher: Publisher | None  # of rank 0
 
     def publish(
         self, version: WeightVersion, write: WriteWeights, stopping: threading.Event
@@ -212,23 +204,6 @@ class Transport(Protocol):
 
         Raises RoleFailed if no server took them, OSError.
         """
-
-
-@dataclass
-class DiskTransport:
-    """Weights through the trial directory: written by rank 0, loaded by the servers.
-
-    Args:
-        trial: The trial.
-        publisher: Rank 0's; None on other ranks.
-    """
-
-    trial: Trial
-    publisher: Publisher | None
-
-    def publish(
-        self, version: WeightVersion, write: WriteWeights, stopping: threading.Event
-    ) -> Published | None:
         folder = self.trial.published(str(version))
         begin, finish = partial(disk.begin, self.trial, version), partial(disk.finish, self.trial, version)
         if not write(f"weights {version}", folder, begin, finish, durable=False):
@@ -236,4 +211,4 @@ class DiskTransport:
         return Published() if self.publisher is None else self.publisher.publish(version, folder, stopping)
 
 
-TRANSPORTS: dict[str, Callable[[Trial, Publisher | None], Transport]] = {"disk": DiskTransport}
+TRANSPORTS: dict[str, type[DiskTransport]] = {"disk": DiskTransport}

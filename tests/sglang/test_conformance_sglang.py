@@ -16,17 +16,13 @@ from conformance import Conformance, ServedReplica, api, make_model  # noqa: E40
 
 from hpc_rl.config.sections.inference import SGLangConfig  # noqa: E402
 from hpc_rl.errors import RoleFailed  # noqa: E402
-from hpc_rl.servers.sglang import (  # noqa: E402
-    SGLangBackend,
-    SGLangLaunch,
-    settings_of,
-)
+from hpc_rl.servers.sglang import SGLangBackend, settings_of  # noqa: E402
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 
-def launch(python: str, tokenizer: Path, extra_args: list[str] | None = None) -> SGLangLaunch:
+def backend_of(python: str, tokenizer: Path, folder: Path, extra_args: tuple[str, ...] = ()) -> SGLangBackend:
     env = {
         "PATH": os.environ["PATH"],
         "HOME": os.environ.get("HOME", "/"),
@@ -39,23 +35,19 @@ def launch(python: str, tokenizer: Path, extra_args: list[str] | None = None) ->
     )
     settings = settings_of(of_cpu, "cpu", 1, 0)
     settings["tokenizer_path"] = str(tokenizer)
-    return SGLangLaunch(python=python, env=env, settings=settings, extra_args=extra_args or [])
+    files = {"log": folder / "sglang.log", "secret": folder / "sglang.yaml"}
+    return SGLangBackend(python=python, env=env, settings=settings, extra_args=extra_args, **files)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, sglang_python):
     folder = tmp_path_factory.mktemp("sglang")
-    secret = folder / "sglang.yaml"
-
-    def backend(_trial, model: Path) -> SGLangBackend:
-        return SGLangBackend(launch(sglang_python, model), folder / "sglang.log", secret)
-
-    replica = ServedReplica(folder, backend)
+    replica = ServedReplica(folder, lambda _trial, model: backend_of(sglang_python, model, folder))
     replica.start(300)
-    replica.secret = secret
+    replica.secret = folder / "sglang.yaml"
     yield replica
     replica.stop()
-    assert not secret.exists()
+    assert not replica.secret.exists()
 
 
 class TestSGLang(Conformance):
@@ -70,8 +62,7 @@ class TestSGLang(Conformance):
 
 async def test_failed_start_shows_sglangs_own_words(tmp_path, sglang_python):
     make_model(tmp_path / "model", 0)
-    wrong = launch(sglang_python, tmp_path / "model", ["--no-such-flag"])
-    backend = SGLangBackend(wrong, tmp_path / "log", tmp_path / "sglang.yaml")
+    backend = backend_of(sglang_python, tmp_path / "model", tmp_path, ("--no-such-flag",))
     try:
         with pytest.raises(RoleFailed, match="no-such-flag"):
             await backend.start(str(tmp_path / "model"), "0.0")
@@ -82,9 +73,7 @@ async def test_failed_start_shows_sglangs_own_words(tmp_path, sglang_python):
 @pytest.mark.soak
 async def test_replica_ends_when_sglang_is_killed(tmp_path, sglang_python):
     make_model(tmp_path / "model", 0)
-    backend = SGLangBackend(
-        launch(sglang_python, tmp_path / "model"), tmp_path / "log", tmp_path / "sglang.yaml"
-    )
+    backend = backend_of(sglang_python, tmp_path / "model", tmp_path)
     await backend.start(str(tmp_path / "model"), "0.0")
     assert not backend.alive()
     os.kill(backend._process.pid, 9)

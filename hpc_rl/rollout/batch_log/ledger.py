@@ -142,9 +142,8 @@ def read_segment(folder: Path, number: int) -> Iterator[tuple[RecordPlace, Recor
             offset += FRAME.size + length
         size = os.fstat(file.fileno()).st_size
         if offset < size:
-            logger.warning(
-                "ledger segment %d: the last %d bytes are torn and left out", number, size - offset
-            )
+            form = "ledger segment %d: the last %d bytes are torn and left out"
+            logger.warning(form, number, size - offset)
 
 
 def group_at(fd: int, place: RecordPlace) -> bytes:
@@ -193,16 +192,13 @@ class Ledger:
     `append_*` only buffer; `commit` writes and fsyncs all that was appended before it. Append from one
     thread, commit from any. On a full disk a commit waits for room until `close` is called.
 
-    Args:
-        folder: The trial's `rollout/`.
-        segment_bytes: A segment that reached this size is followed by a new one.
+    A segment that reached `segment_bytes` is followed by a new one.
     """
 
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.folder = folder
         self.segment_bytes = segment_bytes
         self.room = Room(folder)
-        self.bytes_written = 0
         self._appending = threading.Lock()  # buffer and place of the next record
         self._committing = threading.Lock()
         self._fds: dict[int, int] = {}  # of segments that groups were read from
@@ -227,7 +223,6 @@ class Ledger:
             place = RecordPlace(self.segment, self._size)
             self._waiting.append((self.segment, data))
             self._size += len(data)
-            self.bytes_written += len(data)
         return place
 
     def begin_segment(self) -> None:
@@ -251,10 +246,7 @@ class Ledger:
         return bool(self._waiting)
 
     def commit(self) -> None:
-        """Make all that was appended durable.
-
-        Raises OSError, after which the ledger must not be used any more.
-        """
+        """Make all that was appended durable. After an OSError the ledger must not be used any more."""
         with self._committing:
             with self._appending:
                 waiting, self._waiting = self._waiting, []
@@ -262,9 +254,8 @@ class Ledger:
             for number in dict.fromkeys(number for number, _ in waiting):
                 data = b"".join(data for owner, data in waiting if owner == number)
                 self.room.write("the batch log", partial(_write_durably, self._write_fds[number], data))
-            for number in [
-                number for number in list(self._write_fds) if number < current
-            ]:  # a later one may be open by now
+            # a later one may be open by now
+            for number in [number for number in list(self._write_fds) if number < current]:
                 os.close(self._write_fds.pop(number))
 
     def read_group(self, place: RecordPlace) -> bytes:

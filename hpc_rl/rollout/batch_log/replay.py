@@ -160,9 +160,7 @@ class LogState:
 
 def read_state(folder: Path) -> LogState:
     """The state of the trial whose `rollout/` this is. Raises OSError."""
-    records = [
-        (place, record) for number in segments(folder) for place, record in read_segment(folder, number)
-    ]
+    records = [one for number in segments(folder) for one in read_segment(folder, number)]
     return replay(records, read_seals(folder))
 
 

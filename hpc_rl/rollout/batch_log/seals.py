@@ -49,12 +49,7 @@ def batch_bytes(step: int, groups: list[bytes]) -> bytes:
 
 
 class Batches:
-    """The seals of a trial.
-
-    Args:
-        folder: The trial's `rollout/`; seals are in `batches/` below it.
-        ledger: Where the groups are read from.
-    """
+    """The seals of a trial, in `batches/` below its `rollout/`."""
 
     def __init__(self, folder: Path, ledger: Ledger) -> None:
         self.folder = folder / "batches"
@@ -103,10 +98,7 @@ class Batches:
         self._path(step).unlink(missing_ok=True)
 
     def note_trimmed(self, step: int) -> None:
-        """For checkpoint/start_facts.py, which does not read the log: what it can replay.
-
-        Seals tell only while one is left.
-        """
+        """Tell checkpoint/start_facts.py, which does not read the log, from where it can be replayed."""
         path = self.folder.parent / TRIMMED
         self.ledger.room.write(TRIMMED, lambda: write_json(path, {"step": step}))
 

@@ -38,13 +38,7 @@ class _Call:
 
 
 class RewardProcess:
-    """The executor's end.
-
-    Args:
-        path: `package.module:name` of the function.
-        timeout_s: Seconds that one call may take.
-        argv: What starts the other end; None for this module.
-    """
+    """The executor's end: `path` names the function, `argv` starts the other end, None for this module."""
 
     def __init__(self, path: str, timeout_s: float, argv: list[str] | None = None) -> None:
         self.path = path

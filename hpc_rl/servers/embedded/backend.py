@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,9 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, RequestRefused
 from hpc_rl.servers.base import Answer, ReplicaPlace
 from hpc_rl.servers.chat import to_completion, to_generate
+from hpc_rl.servers.embedded.decode_batch import Sequence
 from hpc_rl.servers.embedded.decoder import Model
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
-from hpc_rl.servers.embedded.lanes import Sequence
 from hpc_rl.servers.sampling import SamplingParams, parse
 
 logger = logging.getLogger(__name__)
@@ -36,23 +38,23 @@ MAX_SEQUENCES = 4096  # of one request
 
 
 class EmbeddedBackend:
-    """See Backend.
+    """See Backend. `seed` is that of requests that bring none; `tokenizer_path` "" takes the model's.
 
-    Args:
-        config: The section `embedded`.
-        seed: Seed of requests that bring none.
-        tokenizer_path: Directory of the tokenizer, for text and chat; "" takes the model's.
-        scratch: The initial weights are random, of the architecture at the model's path.
+    With `scratch` the initial weights are random, of the architecture at the model's path.
     """
+
+    makes_initial_weights = True
 
     def __init__(
         self, config: EmbeddedConfig, seed: int = 1, tokenizer_path: str = "", scratch: bool = False
     ) -> None:
-        self._config, self._seed, self._tokenizer_path, self._scratch = config, seed, tokenizer_path, scratch
+        self._config, self._tokenizer_path, self._scratch = config, tokenizer_path, scratch
+        self._random = random.Random(seed)
         self._engine: EmbeddedEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tokenizer: Tokenizer | None = None
-        self._live: set[str] = set()
+        self._live: set[str] = set()  # ids of requests
+        self._waiting: dict[Sequence, asyncio.Future[None]] = {}
 
     @classmethod
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> EmbeddedBackend:
@@ -73,8 +75,9 @@ class EmbeddedBackend:
         scratch = self._scratch and not version
         model = await asyncio.to_thread(Model, path, self._config.dtype, scratch)
         self._tokenizer = _tokenizer(self._tokenizer_path or path)
-        max_running, invariant = self._config.max_running_requests, self._config.batch_invariant
-        self._engine = EmbeddedEngine(model, version, max_running, invariant, self._seed, self._deliver)
+        config = self._config
+        limits = config.max_running_requests, config.batch_invariant
+        self._engine = EmbeddedEngine(model, version, self._deliver, *limits)
         self._engine.start()
         name = type(model.decoder).__name__
         logger.info("embedded engine: %s with %s in %.1f s", path, name, time.monotonic() - start)
@@ -103,17 +106,12 @@ class EmbeddedBackend:
     async def _generate(self, body: dict[str, Any]) -> Any:
         unknown = body.keys() - _GENERATE_KEYS
         if unknown:
-            raise RequestRefused(
-                f"unknown key {min(unknown)!r}; known are {', '.join(sorted(_GENERATE_KEYS))}"
-            )
-        if (
-            body.get("stream")
-            or body.get("top_logprobs_num")
-            or body.get("logprob_start_len") not in (None, -1)
-        ):
-            raise RequestRefused(
-                "stream, top_logprobs_num and logprob_start_len are not served by the embedded engine"
-            )
+            known = ", ".join(sorted(_GENERATE_KEYS))
+            raise RequestRefused(f"unknown key {min(unknown)!r}; known are {known}")
+        whole_prompt = body.get("logprob_start_len") not in (None, -1)
+        if body.get("stream") or body.get("top_logprobs_num") or whole_prompt:
+            unserved = "stream, top_logprobs_num and logprob_start_len"
+            raise RequestRefused(f"{unserved} are not served by the embedded engine")
         inputs, batched = self._inputs(body)
         rids = self._rids(body.get("rid"), len(inputs), batched)
         given = body.get("sampling_params")
@@ -155,12 +153,8 @@ class EmbeddedBackend:
 
     def _sequences(self, ids: list[int], rid: str, params: SamplingParams) -> list[Sequence]:
         model = self.engine.model
-        if (
-            not isinstance(ids, list)
-            or set(map(type, ids)) != {int}
-            or min(ids) < 0
-            or max(ids) >= model.vocab_size
-        ):
+        is_list = isinstance(ids, list) and set(map(type, ids)) == {int}
+        if not is_list or min(ids) < 0 or max(ids) >= model.vocab_size:
             raise RequestRefused(f"input_ids must be integers from 0 to {model.vocab_size - 1}, at least one")
         total = len(ids) + params.max_new_tokens
         if len(ids) >= model.context_length or total > model.context_length:
@@ -169,49 +163,46 @@ class EmbeddedBackend:
                 f"the model's {model.context_length}"
             )
         rid = rid or uuid.uuid4().hex
-        sequences = []
-        for index in range(params.n):
-            # samples of one request differ; a sequence resubmitted after an abort goes on where it was
-            seed = (
-                self.engine.draw_seed()
-                if params.sampling_seed is None
-                else (params.sampling_seed + index) & _MASK_63
-            )
-            sequences.append(Sequence(ids, params, seed, rid if params.n == 1 else f"{rid}_{index}", _ignore))
-        return sequences
+        # samples of one request differ; a sequence resubmitted after an abort goes on where it was
+        given = params.sampling_seed
+        seeds = [
+            self._random.getrandbits(63) if given is None else (given + index) & _MASK_63
+            for index in range(params.n)
+        ]
+        rids = [rid] if params.n == 1 else [f"{rid}_{index}" for index in range(params.n)]
+        return [Sequence(ids, params, seed, own) for seed, own in zip(seeds, rids, strict=True)]
 
     async def _run(self, sequences: list[Sequence], rids: set[str]) -> list[Sequence]:
-        assert self._loop is not None
-        future: asyncio.Future[None] = self._loop.create_future()
-        left = len(sequences)
-
-        def done(_sequence: Sequence) -> None:
-            nonlocal left
-            left -= 1
-            if not left and not future.done():
-                future.set_result(None)
-
-        for sequence in sequences:
-            sequence.done = done
-        self._live |= rids
         if self.engine.failure:
             raise RuntimeError(self.engine.failure)
+        futures = {sequence: asyncio.get_running_loop().create_future() for sequence in sequences}
+        self._waiting |= futures
+        self._live |= rids
         self.engine.submit(sequences)
         try:
-            await future
+            await asyncio.wait(futures.values())
         except asyncio.CancelledError:  # the client has gone: nobody wants the rest
             for sequence in sequences:
                 sequence.cancelled = True
-            self.engine.abort(lambda sequence: sequence.cancelled, "the client has gone")
+            self.engine.command(lambda: self.engine.abort(lambda one: one.cancelled, "the client has gone"))
             raise
         finally:
             self._live -= rids
+            for sequence in sequences:
+                self._waiting.pop(sequence, None)
         return sequences
 
     def _deliver(self, finished: list[Sequence]) -> None:
+        """Pass finished sequences from the engine's thread to this event loop."""
         assert self._loop is not None
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_call_done, finished)
+            self._loop.call_soon_threadsafe(self._settle, finished)
+
+    def _settle(self, finished: list[Sequence]) -> None:
+        for sequence in finished:
+            future = self._waiting.pop(sequence, None)
+            if future is not None and not future.done():
+                future.set_result(None)
 
     def _answer(self, sequence: Sequence, return_logprob: bool) -> dict[str, Any]:
         ids = sequence.tokens
@@ -228,9 +219,8 @@ class EmbeddedBackend:
             "num_retractions": sequence.num_retractions,
         }
         if return_logprob:
-            meta["output_token_logprobs"] = [
-                [value, token, None] for value, token in zip(sequence.logprobs, ids, strict=True)
-            ]
+            pairs = zip(sequence.logprobs, ids, strict=True)
+            meta["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
             meta["output_token_logprobs_length"] = len(ids)
         return {"output_ids": ids, "meta_info": meta}
 
@@ -246,15 +236,18 @@ class EmbeddedBackend:
         return self._tokenizer
 
     # control
+    async def _in_engine(self, command: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self.engine.command(command))
+
     async def _pause(self, body: dict[str, Any]) -> dict[str, Any]:
         mode = body.get("mode", "abort")
         if mode not in _PAUSE_MODES:
             raise RequestRefused(f"mode must be one of {', '.join(_PAUSE_MODES)}, got {mode!r}")
-        await asyncio.wrap_future(self.engine.pause(mode))
+        await self._in_engine(lambda: self.engine.pause(mode))
         return {"status": "ok", "message": f"paused ({mode})"}
 
     async def _continue(self, _body: dict[str, Any]) -> dict[str, Any]:
-        await asyncio.wrap_future(self.engine.resume())
+        await self._in_engine(self.engine.resume)
         return {"status": "ok", "message": "continued"}
 
     async def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -263,22 +256,20 @@ class EmbeddedBackend:
         def match(sequence: Sequence) -> bool:
             return everything or (bool(rid) and (sequence.rid == rid or sequence.rid.startswith(f"{rid}_")))
 
-        count = await asyncio.wrap_future(self.engine.abort(match, "aborted by abort_request"))
+        count = await self._in_engine(lambda: self.engine.abort(match, "aborted by abort_request"))
         return {"status": "ok", "num_aborted": count}
 
     async def _update(self, body: dict[str, Any]) -> dict[str, Any]:
         path, version = body.get("model_path"), body.get("weight_version")
         if not isinstance(path, str) or not path:
             raise RequestRefused("model_path must be a directory")
+        label = None if version is None else str(version)
         keep_cache = not body.get("flush_cache", True)
         try:
-            await asyncio.wrap_future(
-                self.engine.update(path, None if version is None else str(version), keep_cache)
-            )
+            await self._in_engine(lambda: self.engine.update(path, label, keep_cache))
         except (OSError, ValueError) as error:
-            raise RequestRefused(
-                f"the weights at {path} can't be loaded, the old ones stay: {error}"
-            ) from error
+            message = f"the weights at {path} can't be loaded, the old ones stay: {error}"
+            raise RequestRefused(message) from error
         return {"success": True, "message": "updated", "num_paused_requests": 0}
 
     async def _flush(self, _body: dict[str, Any]) -> dict[str, Any]:
@@ -299,15 +290,6 @@ class EmbeddedBackend:
         "/flush_cache": _flush,
         "/model_info": _info,
     }
-
-
-def _ignore(_sequence: Sequence) -> None:
-    pass
-
-
-def _call_done(finished: list[Sequence]) -> None:
-    for sequence in finished:
-        sequence.done(sequence)
 
 
 def _error(message: str) -> dict[str, Any]:

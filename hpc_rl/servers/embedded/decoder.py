@@ -32,18 +32,17 @@ PROBE_TOLERANCE = 1e-3
 class CacheRows:
     """KV cache of rows decoded together: row i holds its tokens in columns 0 … length_i - 1, unshifted.
 
-    keys, values: per layer [rows, K, columns, D]. Rows beyond the live ones and columns beyond a row's
-    length are garbage.
+    `tensors` [rows, K, columns, D] are keys and values of the first layer, of the second, and so on. Rows
+    beyond the live ones and columns beyond a row's length are garbage.
     """
 
     def __init__(self, num_layers: int) -> None:
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
         self.num_layers = num_layers
 
     @property
     def capacity(self) -> tuple[int, int]:
-        return (self.keys[0].shape[0], self.keys[0].shape[2]) if self.keys else (0, 0)
+        return (self.tensors[0].shape[0], self.tensors[0].shape[2]) if self.tensors else (0, 0)
 
     def reserve(
         self, rows: int, columns: int, like: torch.Tensor, live: tuple[int, int], exact: bool
@@ -53,50 +52,34 @@ class CacheRows:
         if rows <= have_rows and columns <= have_columns:
             return
         if not exact:
-            rows = max(rows, have_rows if rows <= have_rows else 2 * have_rows)
-            columns = max(
-                columns,
-                have_columns if columns <= have_columns else have_columns + max(64, have_columns // 2),
-            )
-        heads, size = like.shape[1], like.shape[3]
-        for layer in range(self.num_layers):
-            for store in (self.keys, self.values):
-                new = like.new_zeros(
-                    rows, heads, columns, size
-                )  # zeros: garbage times a weight of 0 must not be NaN
-                if have_rows and live[0]:
-                    new[: live[0], :, : live[1]] = store[layer][: live[0], :, : live[1]]
-                if have_rows:
-                    store[layer] = new
-                else:
-                    store.append(new)
+            rows = have_rows if rows <= have_rows else max(rows, 2 * have_rows)
+            more = 0 if columns <= have_columns else max(64, have_columns // 2)
+            columns = max(columns, have_columns + more)
+        self.tensors = self.tensors or [like[:0]] * (2 * self.num_layers)
+        for index, tensor in enumerate(self.tensors):
+            # zeros: garbage times a weight of 0 must not be NaN
+            new = like.new_zeros(rows, like.shape[1], columns, like.shape[3])
+            new[: live[0], :, : live[1]] = tensor[: live[0], :, : live[1]]
+            self.tensors[index] = new
 
-    def write(
-        self, first: int, keys: list[torch.Tensor], values: list[torch.Tensor], pick: torch.Tensor | None
-    ) -> None:
+    def write(self, first: int, prefilled: list[torch.Tensor], pick: torch.Tensor | None) -> None:
         """Put prefilled rows [m, K, T, D] at `first`: those in `pick`, in order, or all for None."""
-        num_rows, columns = keys[0].shape[0] if pick is None else len(pick), keys[0].shape[2]
-        for store, new in ((self.keys, keys), (self.values, values)):
-            for layer in range(self.num_layers):
-                store[layer][first : first + num_rows, :, :columns] = (
-                    new[layer] if pick is None else new[layer][pick]
-                )
+        for tensor, new in zip(self.tensors, prefilled, strict=True):
+            rows = new if pick is None else new[pick]
+            tensor[first : first + len(rows), :, : rows.shape[2]] = rows
 
     def copy(self, sources: list[int], targets: list[int], columns: int) -> None:
         """Copy the first `columns` columns of rows."""
         source, target = torch.tensor(sources), torch.tensor(targets)
-        for store in (self.keys, self.values):
-            for tensor in store:
-                tensor[target, :, :columns] = tensor[source, :, :columns]
+        for tensor in self.tensors:
+            tensor[target, :, :columns] = tensor[source, :, :columns]
 
 
 class Decoder(Protocol):
     """`prefill` starts rows, `decode` adds one token to each."""
 
-    def prefill(
-        self, ids: torch.Tensor, lengths: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """Return logits [m, V] after each row's last token, and keys and values per layer [m, K, T, D].
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return logits [m, V] after each row's last token, keys and values [m, K, T, D] as in CacheRows.
 
         `ids` [m, T] are padded on the right.
         """
@@ -140,36 +123,23 @@ class HFDecoder:
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def prefill(
-        self, ids: torch.Tensor, lengths: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         cache: Any = DynamicCache()
         wanted, where = torch.unique(lengths - 1, return_inverse=True)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        output = self.model(
-            input_ids=ids,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=wanted,
-        )
+        at = {"position_ids": positions, "past_key_values": cache, "logits_to_keep": wanted}
+        output = self.model(input_ids=ids, use_cache=True, **at)
         logits = output.logits[torch.arange(len(ids), device=ids.device), where]
-        return (
-            logits.float(),
-            [layer.keys for layer in cache.layers],
-            [layer.values for layer in cache.layers],
-        )
+        return logits.float(), [part for layer in cache.layers for part in (layer.keys, layer.values)]
 
     def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: CacheRows, columns: int) -> torch.Tensor:
-        layers: list[Any] = [
-            _RowsLayer(k, v, lengths, columns) for k, v in zip(rows.keys, rows.values, strict=True)
-        ]
+        pairs = zip(rows.tensors[::2], rows.tensors[1::2], strict=True)
+        layers: list[Any] = [_RowsLayer(keys, values, lengths, columns) for keys, values in pairs]
         mask = torch.arange(columns, device=ids.device)[None] <= lengths[:, None]
         mask = mask[:, None, None, :]
         if self.model.config._attn_implementation == "eager":
-            mask = torch.zeros_like(mask, dtype=self.model.dtype).masked_fill_(
-                ~mask, torch.finfo(self.model.dtype).min
-            )
+            dtype = self.model.dtype
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
         cache = Cache(layers=layers)
         at = {"position_ids": lengths[:, None], "attention_mask": mask}
         output = self.model(input_ids=ids[:, None], past_key_values=cache, use_cache=True, **at)
@@ -199,9 +169,8 @@ class FusedDecoder:
             raise NotImplementedError("biases on output projections")
         norms = None
         if hasattr(attention, "q_norm"):  # Qwen3: per head, one weight for queries and one for keys
-            parts = [attention.q_norm.weight] * self.num_heads + [
-                attention.k_norm.weight
-            ] * self.num_key_heads
+            parts = [attention.q_norm.weight] * self.num_heads
+            parts += [attention.k_norm.weight] * self.num_key_heads
             norms = torch.stack([part.detach() for part in parts])
         return {
             "norm": layer.input_layernorm.weight.detach(),
@@ -219,9 +188,8 @@ class FusedDecoder:
         at = torch.arange(num_positions, device=self.base.embed_tokens.weight.device)[None]
         cos, sin = self.base.rotary_emb(self.base.embed_tokens.weight[:1], at)
         half = self.head_size // 2
-        return cos[0, :, None].clone(), torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)[
-            :, None
-        ].clone()
+        signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+        return cos[0, :, None].clone(), signed[:, None]
 
     def _tables(self, positions: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
         if largest >= len(self.cos):
@@ -244,35 +212,28 @@ class FusedDecoder:
 
     def _finish(self, x: torch.Tensor, attended: torch.Tensor, layer: dict[str, Any]) -> torch.Tensor:
         x = torch.addmm(x, attended, layer["out"])
-        gate, up = F.linear(F.rms_norm(x, x.shape[-1:], layer["mlp_norm"], self.eps), layer["gate_up"]).chunk(
-            2, dim=-1
-        )
+        normed = F.rms_norm(x, x.shape[-1:], layer["mlp_norm"], self.eps)
+        gate, up = F.linear(normed, layer["gate_up"]).chunk(2, dim=-1)
         return torch.addmm(x, F.silu(gate).mul_(up), layer["down"])
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(
-            F.rms_norm(x, x.shape[-1:], self.base.norm.weight, self.eps), self.model.lm_head.weight
-        ).float()
+        normed = F.rms_norm(x, x.shape[-1:], self.base.norm.weight, self.eps)
+        return F.linear(normed, self.model.lm_head.weight).float()
 
-    def prefill(
-        self, ids: torch.Tensor, lengths: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         m, t = ids.shape
         cos, sin = self._tables(torch.arange(t, device=ids.device).repeat(m), t)
         x = F.embedding(ids.view(-1), self.base.embed_tokens.weight)
-        all_keys, all_values = [], []
+        prefilled = []
         for layer in self.layers:
             q, k, v = self._heads(x, layer, cos, sin)
             q, k, v = (part.reshape(m, t, -1, self.head_size).transpose(1, 2) for part in (q, k, v))
-            all_keys.append(k)
-            all_values.append(v)
-            gqa = self.num_heads != self.num_key_heads
-            attended = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.scale, enable_gqa=gqa
-            )
+            prefilled += [k, v]
+            options = {"scale": self.scale, "enable_gqa": self.num_heads != self.num_key_heads}
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
             x = self._finish(x, attended.transpose(1, 2).reshape(m * t, -1), layer)
         last = torch.arange(m, device=ids.device) * t + lengths - 1
-        return self._logits(x[last]), all_keys, all_values
+        return self._logits(x[last]), prefilled
 
     def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: CacheRows, columns: int) -> torch.Tensor:
         n, heads, size = len(ids), self.num_key_heads, self.head_size
@@ -282,13 +243,12 @@ class FusedDecoder:
         lengths = lengths.repeat_interleave(heads)
         slots = numbers * capacity + lengths  # where each (row, head) stores its token in the flat cache
         mask = torch.zeros(n * heads, 1, columns, dtype=self.cos.dtype, device=ids.device)
-        mask.masked_fill_(
-            (torch.arange(columns, device=ids.device)[None] > lengths[:, None])[:, None], float("-inf")
-        )
+        beyond = torch.arange(columns, device=ids.device)[None] > lengths[:, None]
+        mask.masked_fill_(beyond[:, None], float("-inf"))
         x = F.embedding(ids, self.base.embed_tokens.weight)
         for index, layer in enumerate(self.layers):
             q, k, v = self._heads(x, layer, cos, sin)
-            keys, values = rows.keys[index], rows.values[index]
+            keys, values = rows.tensors[2 * index : 2 * index + 2]
             keys.view(-1, size).index_copy_(0, slots, k.reshape(-1, size))
             values.view(-1, size).index_copy_(0, slots, v.reshape(-1, size))
             k, v = (store[:n, :, :columns].flatten(0, 1) for store in (keys, values))
@@ -311,10 +271,9 @@ def _join(modules: tuple[Any, ...], name: str) -> torch.Tensor | None:
 class Model:
     """A checkpoint in memory, its decoder, and what requests need to know of it."""
 
-    def __init__(self, path: str, dtype: str, scratch: bool = False, fused: bool = True) -> None:
+    def __init__(self, path: str, dtype: str, scratch: bool = False) -> None:
         """Raises ConfigError for a model that can't be served, OSError for a path that can't be read."""
         self.path, self.dtype = path, getattr(torch, dtype)
-        self._allow_fused = fused
         self._set(_build(path, self.dtype, scratch))
 
     def _set(self, module: Any) -> None:
@@ -336,23 +295,19 @@ class Model:
         config = self.module.config
         generic = HFDecoder(self.module)
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-        if not self._allow_fused or config.model_type not in FUSED_TYPES or rope in ("dynamic", "longrope"):
+        if config.model_type not in FUSED_TYPES or rope in ("dynamic", "longrope"):
             return generic
         try:
             fused = FusedDecoder(self.module)
             difference = _probe(generic, fused, self.num_layers, min(self.vocab_size, 1000))
-        except (
-            NotImplementedError,
-            AttributeError,
-            RuntimeError,
-        ) as error:  # a variant that this file does not know
+        # a variant that this file does not know
+        except (NotImplementedError, AttributeError, RuntimeError) as error:
             logger.warning("the fused decoder does not fit this %s: %s", config.model_type, error)
             return generic
         tolerance = PROBE_TOLERANCE if self.dtype == torch.float32 else 1.0
         if not difference < tolerance:
-            logger.warning(
-                "the fused decoder differs from this %s by %.2g: not used", config.model_type, difference
-            )
+            form = "the fused decoder differs from this %s by %.2g: not used"
+            logger.warning(form, config.model_type, difference)
             return generic
         return fused
 
@@ -370,9 +325,8 @@ class Model:
             return
         for name, parameter in own.items():
             if tensors[name].shape != parameter.shape:
-                raise ValueError(
-                    f"{path}: {name} is {list(tensors[name].shape)}, the model has {list(parameter.shape)}"
-                )
+                found, own_shape = list(tensors[name].shape), list(parameter.shape)
+                raise ValueError(f"{path}: {name} is {found}, the model has {own_shape}")
         for name, parameter in own.items():
             parameter.data.copy_(tensors[name])
         if isinstance(self.decoder, FusedDecoder):
@@ -391,25 +345,21 @@ def _build(path: str, dtype: torch.dtype, scratch: bool) -> Any:
     disable_progress_bar()
     try:
         if scratch:
-            return AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(path, local_files_only=True), dtype=dtype
-            )
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     except (KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(
-            f"{path}: not a causal language model that transformers can load: {error}"
-        ) from error
+        message = f"{path}: not a causal language model that transformers can load: {error}"
+        raise ValueError(message) from error
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     index = path / "model.safetensors.index.json"
-    files = (
-        sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        if index.exists()
-        else ["model.safetensors"]
-    )
+    files = {"model.safetensors"}
+    if index.exists():
+        files = set(json.loads(index.read_text())["weight_map"].values())
     tensors: dict[str, torch.Tensor] = {}
-    for file in files:
+    for file in sorted(files):
         if not (path / file).is_file():
             raise FileNotFoundError(f"{path / file} does not exist")
         try:
@@ -437,9 +387,9 @@ def _probe(one: Decoder, other: Decoder, num_layers: int, vocab_size: int) -> fl
     lengths = torch.tensor([5, 3])
     results = []
     for decoder in (one, other):
-        logits, keys, values = decoder.prefill(ids, lengths)
+        logits, prefilled = decoder.prefill(ids, lengths)
         rows = CacheRows(num_layers)
-        rows.reserve(2, 8, keys[0], (0, 0), exact=True)
-        rows.write(0, keys, values, None)
+        rows.reserve(2, 8, prefilled[0], (0, 0), exact=True)
+        rows.write(0, prefilled, None)
         results.append((logits, decoder.decode(ids[:, 0].clone(), lengths, rows, 6)))
     return max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))

@@ -9,7 +9,6 @@ decoder.py.
 import array
 import collections
 import logging
-import random
 import threading
 import time
 import traceback
@@ -20,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpc_rl.servers.embedded.decode_batch import DecodeBatch, Sequence
 from hpc_rl.servers.embedded.decoder import Model
-from hpc_rl.servers.embedded.lanes import Lane, Sequence
 from hpc_rl.servers.embedded.sampler import sample, uniforms
 from hpc_rl.servers.sampling import SamplingParams
 
@@ -32,36 +31,28 @@ MAX_STOP_SETS = 64  # distinct sets of stop tokens that are remembered while not
 
 
 class EmbeddedEngine:
-    """Start with start(); submit and the commands may be called from any thread.
+    """Start with start(); submit and command may be called from any thread.
 
-    Args:
-        model: The model; the engine thread is the only one that uses it from now on.
-        version: Label of the model's weights.
-        max_running: Rows decoded at once.
-        batch_invariant: Decode every sequence by itself, in a cache whose shape depends on its own length
-            only.
-        seed: Seeds the requests that bring no seed.
-        deliver: Gets the sequences that finished in one step, in the engine's thread.
+    Its thread is the only one that uses the model from then on; there `deliver` gets the sequences that
+    finished in one step. At most `max_running` rows are decoded at once; with `batch_invariant` each by
+    itself, in a cache whose shape depends on its own length only.
     """
 
     def __init__(
         self,
         model: Model,
         version: str,
+        deliver: Callable[[list[Sequence]], None],
         max_running: int = 256,
         batch_invariant: bool = False,
-        seed: int = 0,
-        deliver: Callable[[list[Sequence]], None] | None = None,
     ) -> None:
         self.model, self.version = model, version
         self.max_running, self.batch_invariant = max_running, batch_invariant
         self.paused: str | None = None  # the mode
-        self.num_steps, self.num_tokens = 0, 0
         self.failure = ""
-        self._deliver = deliver or _call_each
-        self._random = random.Random(seed)
+        self._deliver = deliver
         self._waiting: collections.deque[Sequence] = collections.deque()
-        self._lanes: list[Lane] = []
+        self._batches: list[DecodeBatch] = []
         self._commands: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
         self._inbox: collections.deque[Sequence] = collections.deque()
         self._wake = threading.Event()
@@ -84,9 +75,6 @@ class EmbeddedEngine:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
-    def draw_seed(self) -> int:
-        return self._random.getrandbits(63)
-
     def submit(self, sequences: list[Sequence]) -> None:
         self._inbox.extend(sequences)
         self._wake.set()
@@ -94,25 +82,12 @@ class EmbeddedEngine:
     def load(self) -> dict[str, int]:
         """Numbers of running and waiting sequences; approximate while the engine works."""
         return {
-            "running": sum(len(lane) for lane in self._lanes),
+            "running": sum(len(batch) for batch in self._batches),
             "waiting": len(self._waiting) + len(self._inbox),
         }
 
-    # commands: run between two steps, in the engine's thread
-    def pause(self, mode: str) -> Future[None]:
-        return self._command(lambda: self._pause(mode))
-
-    def resume(self) -> Future[None]:
-        return self._command(self._resume)
-
-    def update(self, path: str, version: str | None, keep_cache: bool) -> Future[None]:
-        """Load weights; the future raises OSError or ValueError if the old ones stay."""
-        return self._command(lambda: self._update(path, version, keep_cache))
-
-    def abort(self, match: Callable[[Sequence], bool], message: str) -> Future[int]:
-        return self._command(lambda: self._abort(match, message))
-
-    def _command(self, call: Callable[[], Any]) -> Future[Any]:
+    def command(self, call: Callable[[], Any]) -> Future[Any]:
+        """Have one of the commands below called between two steps, in the engine's thread."""
         future: Future[Any] = Future()
         if self.failure:
             future.set_exception(RuntimeError(f"the engine has failed: {self.failure}"))
@@ -121,37 +96,39 @@ class EmbeddedEngine:
         self._wake.set()
         return future
 
-    def _pause(self, mode: str) -> None:
+    # commands
+    def pause(self, mode: str) -> None:
         self._take_inbox()
         self.paused = mode
         if mode == "abort":
-            self._abort(lambda _sequence: True, "aborted by pause_generation")
+            self.abort(lambda _sequence: True, "aborted by pause_generation")
         elif mode == "retract":
             self._retract()
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         self.paused = None
 
     def _retract(self) -> None:
         """Running sequences go back to the head of the queue, without their cache; their order stays."""
         back = []
-        for lane in self._lanes:
-            for row in range(len(lane)):
-                sequence = lane.collect(row, self.version)
+        for batch in self._batches:
+            for row in range(len(batch)):
+                sequence = batch.collect(row, self.version)
                 sequence.num_retractions += 1
-                sequence.lane, sequence.row = None, -1
+                sequence.row = -1
                 back.append(sequence)
         self._waiting.extendleft(reversed(back))
-        self._lanes.clear()
+        self._batches.clear()
         self._donors.clear()
 
-    def _update(self, path: str, version: str | None, keep_cache: bool) -> None:
+    def update(self, path: str, version: str | None, keep_cache: bool) -> None:
+        """Load weights. Raises OSError or ValueError if the old ones stay."""
         start = time.monotonic()
         self.model.load(path)
         if keep_cache:
-            for lane in self._lanes:
-                for row in range(len(lane)):
-                    lane.close_span(row, self.version)
+            for batch in self._batches:
+                for row in range(len(batch)):
+                    batch.close_span(row, self.version)
         else:
             self._retract()
         self._donors.clear()
@@ -159,7 +136,8 @@ class EmbeddedEngine:
             self.version = version
         logger.info("weights %s loaded from %s in %.2f s", self.version, path, time.monotonic() - start)
 
-    def _abort(self, match: Callable[[Sequence], bool], message: str) -> int:
+    def abort(self, match: Callable[[Sequence], bool], message: str) -> int:
+        """End the sequences that match; return how many."""
         self._take_inbox()
         reason = {"type": "abort", "message": message}
         waiting, count = list(self._waiting), 0
@@ -170,13 +148,13 @@ class EmbeddedEngine:
                 count += 1
             else:
                 self._waiting.append(sequence)
-        for lane in self._lanes:
-            leaving = [row for row, sequence in enumerate(lane.sequences) if match(sequence)]
+        for batch in self._batches:
+            leaving = [row for row, sequence in enumerate(batch.sequences) if match(sequence)]
             for row in leaving:
-                self._finish(lane.collect(row, self.version), reason)
-            lane.leave(leaving)
+                self._finish(batch.collect(row, self.version), reason)
+            batch.leave(leaving)
             count += len(leaving)
-        self._lanes = [lane for lane in self._lanes if len(lane)]
+        self._batches = [batch for batch in self._batches if len(batch)]
         return count
 
     # the thread
@@ -194,7 +172,7 @@ class EmbeddedEngine:
 
     def _end(self) -> None:
         self._take_inbox()
-        for sequence in [*self._waiting, *(s for lane in self._lanes for s in lane.sequences)]:
+        for sequence in [*self._waiting, *(s for batch in self._batches for s in batch.sequences)]:
             self._finish(sequence, {"type": "abort", "message": self.failure or "the server stops"})
         self._flush()
         while self._commands:
@@ -205,14 +183,13 @@ class EmbeddedEngine:
         while self._commands:
             self._run_command(*self._commands.popleft())
         self._take_inbox()
-        if self.paused or not (self._waiting or self._lanes):
+        if self.paused or not (self._waiting or self._batches):
             self._flush()
             return bool(self._commands)
         self._admit()
-        for lane in self._lanes:
-            self._decode(lane)
-        self._lanes = [lane for lane in self._lanes if len(lane)]
-        self.num_steps += 1
+        for batch in self._batches:
+            self._decode(batch)
+        self._batches = [batch for batch in self._batches if len(batch)]
         self._flush()
         return True
 
@@ -245,10 +222,10 @@ class EmbeddedEngine:
 
     # newcomers
     def _admit(self) -> None:
-        if not self._lanes and len(self._stop_sets) > MAX_STOP_SETS:
+        if not self._batches and len(self._stop_sets) > MAX_STOP_SETS:
             self._stop_sets.clear()
             self._stop_table = self._stop_table[:0]
-        room = self.max_running - sum(len(lane) for lane in self._lanes)
+        room = self.max_running - sum(len(batch) for batch in self._batches)
         fresh: dict[bytes, list[Sequence]] = {}
         shared: list[Sequence] = []
         longest, joining = 0, 0
@@ -260,8 +237,8 @@ class EmbeddedEngine:
             sequence.prompt_key = array.array("i", sequence.ids + sequence.tokens).tobytes()
             new = sequence.prompt_key not in fresh
             if self.batch_invariant:
-                self._lanes.append(Lane(self.model, exact=True))
-                self._prefill(self._lanes[-1], {sequence.prompt_key: [sequence]})
+                self._batches.append(DecodeBatch(self.model, exact=True))
+                self._prefill(self._batches[-1], {sequence.prompt_key: [sequence]})
             elif new and sequence.prompt_key in self._donors:
                 shared.append(sequence)
             else:
@@ -273,26 +250,25 @@ class EmbeddedEngine:
             self._waiting.popleft()
             joining += 1
         if shared:
-            self._share(self._lanes[0], shared)
+            self._share(self._batches[0], shared)
         if fresh:
-            if not self._lanes:
-                self._lanes.append(Lane(self.model, exact=False))
+            if not self._batches:
+                self._batches.append(DecodeBatch(self.model, exact=False))
             for bucket in _buckets(fresh):
-                self._prefill(self._lanes[0], bucket)
+                self._prefill(self._batches[0], bucket)
 
-    def _share(self, lane: Lane, sequences: list[Sequence]) -> None:
+    def _share(self, batch: DecodeBatch, sequences: list[Sequence]) -> None:
         """Copy the prompts' cache from running samples, less the last token, which the next step feeds."""
-        first, donors = len(lane), [self._donors[sequence.prompt_key].row for sequence in sequences]
+        first, donors = len(batch), [self._donors[sequence.prompt_key].row for sequence in sequences]
         lengths = [len(sequence.prompt_key) // 4 for sequence in sequences]
-        lane.reserve(first + len(sequences), max(lengths), 1)
+        batch.reserve(first + len(sequences), max(lengths), 1)
         if max(lengths) > 1:
-            lane.rows.copy(donors, list(range(first, first + len(sequences))), max(lengths) - 1)
+            batch.rows.copy(donors, list(range(first, first + len(sequences))), max(lengths) - 1)
         last = [sequence.tokens[-1] if sequence.tokens else sequence.ids[-1] for sequence in sequences]
-        lane.join(
-            sequences, [self._stop_set(s.params) for s in sequences], [length - 1 for length in lengths], last
-        )
+        stops = [self._stop_set(one.params) for one in sequences]
+        batch.join(sequences, stops, [length - 1 for length in lengths], last)
 
-    def _prefill(self, lane: Lane, prompts: dict[bytes, list[Sequence]]) -> None:
+    def _prefill(self, batch: DecodeBatch, prompts: dict[bytes, list[Sequence]]) -> None:
         """One forward over distinct prompts; each of their sequences gets a row and its first token."""
         keys = list(prompts)
         ids = [np.frombuffer(key, np.int32) for key in keys]
@@ -300,70 +276,61 @@ class EmbeddedEngine:
         padded = np.zeros((len(ids), lengths.max()), np.int64)
         for row, tokens in enumerate(ids):
             padded[row, : len(tokens)] = tokens
-        logits, keys_, values = self.model.decoder.prefill(
-            torch.from_numpy(padded), torch.from_numpy(lengths)
-        )
+        logits, cache = self.model.decoder.prefill(torch.from_numpy(padded), torch.from_numpy(lengths))
         pick = [index for index, key in enumerate(keys) for _ in prompts[key]]
         sequences = [sequence for key in keys for sequence in prompts[key]]
-        first = len(lane)
+        first = len(batch)
         limits = [s.params.max_new_tokens - len(s.tokens) for s in sequences]
-        columns = int(lengths.max()) + (max(limits) if lane.exact else 16)
-        lane.reserve(first + len(sequences), columns, max(limits) if lane.exact else 16, keys_[0])
+        columns = int(lengths.max()) + (max(limits) if batch.exact else 16)
+        batch.reserve(first + len(sequences), columns, max(limits) if batch.exact else 16, cache[0])
         expand = None if len(pick) == len(keys) else torch.tensor(pick)
-        lane.rows.write(first, keys_, values, expand)
-        lane.join(
-            sequences, [self._stop_set(s.params) for s in sequences], lengths[pick].tolist(), [0] * len(pick)
-        )
-        if not lane.exact:
+        batch.rows.write(first, cache, expand)
+        stops = [self._stop_set(one.params) for one in sequences]
+        batch.join(sequences, stops, lengths[pick].tolist(), [0] * len(pick))
+        if not batch.exact:
             self._donors.update((key, prompts[key][0]) for key in keys)
-        self._accept(lane, first, logits if expand is None else logits[expand])
+        self._accept(batch, first, logits if expand is None else logits[expand])
 
     # tokens
-    def _decode(self, lane: Lane) -> None:
-        num_rows = len(lane)
+    def _decode(self, batch: DecodeBatch) -> None:
+        num_rows = len(batch)
         if not num_rows:
             return
-        state = lane.state
-        columns = lane.longest() + 1
-        lane.reserve(num_rows, columns, int(state["made"][:num_rows].max()) + 1)
-        ids, lengths = (
-            torch.from_numpy(state["pending"][:num_rows]),
-            torch.from_numpy(state["length"][:num_rows]),
-        )
-        logits = self.model.decoder.decode(ids, lengths, lane.rows, columns)
-        state["length"][:num_rows] += 1
-        self._accept(lane, 0, logits)
+        state = batch.state[:num_rows]
+        columns = batch.longest() + 1
+        batch.reserve(num_rows, columns, int(state["made"].max()) + 1)
+        ids, lengths = torch.from_numpy(state["pending"]), torch.from_numpy(state["length"])
+        logits = self.model.decoder.decode(ids, lengths, batch.rows, columns)
+        state["length"] += 1
+        self._accept(batch, 0, logits)
 
-    def _accept(self, lane: Lane, first: int, logits: torch.Tensor) -> None:
+    def _accept(self, batch: DecodeBatch, first: int, logits: torch.Tensor) -> None:
         """Sample the next token of rows `first` …, and take out the rows that are finished by it."""
-        rows = slice(first, len(lane))
-        state = {name: array[rows] for name, array in lane.state.items()}
+        rows = slice(first, len(batch))
+        state = batch.state[rows]
         early = state["made"] < state["least"]
         if early.any():
             at = torch.from_numpy(np.flatnonzero(early))
-            logits[at] = logits[at].masked_fill(
-                self._stop_table[torch.from_numpy(state["stop"][early])], float("-inf")
-            )
+            stops = self._stop_table[torch.from_numpy(state["stop"][early])]
+            logits[at] = logits[at].masked_fill(stops, float("-inf"))
         uniform = uniforms(state["seed"], state["length"])
         tokens, logprobs = sample(logits, state["temperature"], state["top_k"], state["top_p"], uniform)
         made = state["made"]
         numbers = np.arange(first, first + len(tokens))
-        lane.tokens[numbers, made] = tokens
-        lane.logprobs[numbers, made] = logprobs
+        batch.tokens[numbers, made] = tokens
+        batch.logprobs[numbers, made] = logprobs
         made += 1
         state["pending"][:] = tokens
-        self.num_tokens += len(tokens)
         stopped = self._stop_table.numpy()[state["stop"], tokens]
         ended = stopped | (made >= state["limit"])
-        if ended.any():
-            leaving = np.flatnonzero(ended)
-            for index in leaving.tolist():
-                sequence = lane.collect(first + index, self.version)
-                if stopped[index]:
-                    self._finish(sequence, {"type": "stop", "matched": int(tokens[index])})
-                else:
-                    self._finish(sequence, {"type": "length", "length": len(sequence.tokens)})
-            lane.leave((leaving + first).tolist())
+        leaving = np.flatnonzero(ended)
+        for index in leaving.tolist():
+            sequence = batch.collect(first + index, self.version)
+            if stopped[index]:
+                self._finish(sequence, {"type": "stop", "matched": int(tokens[index])})
+            else:
+                self._finish(sequence, {"type": "length", "length": len(sequence.tokens)})
+        batch.leave((leaving + first).tolist())
 
     def _stop_set(self, params: SamplingParams) -> int:
         """Index of the row of the stop table for this request."""
@@ -378,16 +345,10 @@ class EmbeddedEngine:
 
 def _buckets(prompts: dict[bytes, list[Sequence]]) -> list[dict[bytes, list[Sequence]]]:
     """Prompts of similar length together, so that padding costs less than a second forward would."""
-    ordered = sorted(prompts, key=len)
     buckets: list[dict[bytes, list[Sequence]]] = []
-    for key in ordered:
+    for key in sorted(prompts, key=len):
         shortest = len(next(iter(buckets[-1]))) if buckets else 0
         if not buckets or len(key) > 1.5 * shortest + 64:
             buckets.append({})
         buckets[-1][key] = prompts[key]
     return buckets
-
-
-def _call_each(finished: list[Sequence]) -> None:
-    for sequence in finished:
-        sequence.done(sequence)

@@ -288,10 +288,9 @@ def test_of_takers_in_several_processes_each_has_epochs_of_its_own(tmp_path):
     assert len(set(epochs)) == 60
 
 
-def test_open_names_by_trial_path_and_root(tmp_path):
+def test_open_names_by_trial_and_root(tmp_path):
     trial = Trial.of(tmp_path, "me", "exp", "one")
     assert open_names(trial).root == trial.names
-    assert open_names(str(trial.dir)).root == trial.names
     elsewhere = SimpleNamespace(nfs_record_root=str(tmp_path / "records"))
     config = SimpleNamespace(cluster=SimpleNamespace(name_resolve=elsewhere))
     assert open_names(trial, config).root == tmp_path / "records" / "me" / "exp" / "one"

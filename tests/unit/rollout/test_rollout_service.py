@@ -295,11 +295,11 @@ async def test_a_disk_that_fails_while_a_batch_is_sealed_ends_the_role_and_the_n
     whole = await service.batch(1, 0, 5)
     running = asyncio.create_task(service.run())
 
-    def broken(*_: object) -> int:
+    def broken(_fd: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr("hpc_rl.rollout.batch_log.ledger.os.write", broken)
+        patched.setattr(os, "fsync", broken)
         with pytest.raises(Refused, match="Input/output error"):
             await service.batch(2, 0, 5)
         with pytest.raises(OSError, match="Input/output error"):
@@ -318,14 +318,14 @@ async def test_on_a_full_disk_the_batch_waits_for_room_and_who_asks_hears_that_i
     await service.batch(1, 0, 5)
     running = asyncio.create_task(service.run())
 
-    room, write = False, os.write
+    room, fsync = False, os.fsync
 
     def perhaps(*what):
         if not room:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(*what)
+        return fsync(*what)
 
-    monkeypatch.setattr("hpc_rl.rollout.batch_log.ledger.os.write", perhaps)
+    monkeypatch.setattr(os, "fsync", perhaps)
     first = asyncio.create_task(service.batch(2, 0, 5))
     while not service.ledger.room.waiting:
         await asyncio.sleep(0.01)

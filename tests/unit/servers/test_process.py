@@ -8,6 +8,7 @@ import textwrap
 import time
 from pathlib import Path
 
+from hpc_rl.files import last_lines
 from hpc_rl.servers.sglang import TiedProcess
 
 
@@ -46,14 +47,14 @@ async def test_end_and_last_words_are_told(tmp_path):
     while not process.exit_status():
         await asyncio.sleep(0.02)
     assert process.exit_status() == "exit code 3"
-    assert process.last_lines() == "last words"
+    assert last_lines(tmp_path / "log", 20) == ["last words"]
     assert (tmp_path / "log").stat().st_mode & 0o077 == 0
 
 
 async def test_stop_kills_what_ignores_term(tmp_path):
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     process = TiedProcess(sys.executable, ["-c", code], dict(os.environ), tmp_path / "log")
-    while process.last_lines() != "up":
+    while last_lines(tmp_path / "log", 20) != ["up"]:
         await asyncio.sleep(0.02)
     await process.stop(grace_s=0.2)
     assert process.exit_status() == "signal SIGKILL"

@@ -86,7 +86,7 @@ async def servers(trial):
 
 @pytest.fixture
 def publisher(trial, servers):
-    made = Publisher(trial, servers[0].names, TOKENS, setup_timeout_s=2.0, update_timeout_s=0.5, watch_s=0.05)
+    made = Publisher(trial, servers[0].names, TOKENS, setup_timeout_s=2.0, update_timeout_s=2.0, watch_s=0.05)
     yield made
     made.close()
 

@@ -3,9 +3,6 @@
 What a row made stays in arrays until it leaves, so that a step costs no Python per row.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,40 +21,40 @@ class Sequence:
     params: SamplingParams
     seed: int
     rid: str
-    done: Callable[[Sequence], None]
     tokens: list[int] = field(default_factory=list)  # made so far, once it has left the rows
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     finish: dict[str, Any] | None = None
-    lane: Lane | None = None
     row: int = -1
     num_retractions: int = 0
     prompt_key: bytes = b""
     cancelled: bool = False
 
 
-_COLUMNS: dict[str, Any] = {
-    "length": np.int64,  # tokens in the cache
-    "pending": np.int64,  # the token to feed next
-    "made": np.int64,  # tokens made in this stay
-    "limit": np.int64,  # tokens that it may make in this stay
-    "least": np.int64,  # tokens before which no stop token is sampled
-    "seed": np.uint64,
-    "temperature": np.float64,
-    "top_k": np.int64,
-    "top_p": np.float64,
-    "stop": np.int64,  # index of the set of stop tokens
-}
+_STATE = np.dtype(
+    [
+        ("length", np.int64),  # tokens in the cache
+        ("pending", np.int64),  # the token to feed next
+        ("made", np.int64),  # tokens made in this stay
+        ("limit", np.int64),  # tokens that it may make in this stay
+        ("least", np.int64),  # tokens before which no stop token is sampled
+        ("seed", np.uint64),
+        ("temperature", np.float64),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("stop", np.int64),  # index of the set of stop tokens
+    ]
+)
 
 
-class Lane:
-    """Rows decoded together. There is one, or one per sequence in batch-invariant mode."""
+class DecodeBatch:
+    """Rows decoded together. There is one, or one per sequence (`exact`) in batch-invariant mode."""
 
     def __init__(self, model: Model, exact: bool) -> None:
         self.model, self.exact = model, exact
         self.sequences: list[Sequence] = []
         self.rows = CacheRows(model.num_layers)
-        self.state = {name: np.zeros(0, dtype) for name, dtype in _COLUMNS.items()}
+        self.state = np.zeros(0, _STATE)
         self.tokens = np.zeros((0, 0), np.int64)
         self.logprobs = np.zeros((0, 0), np.float32)
 
@@ -69,21 +66,15 @@ class Lane:
 
     def reserve(self, num_rows: int, columns: int, made: int, like: torch.Tensor | None = None) -> None:
         """Room for rows, for cache columns (needs `like` the first time) and for made tokens."""
-        if num_rows > len(self.state["length"]):
-            size = num_rows if self.exact else max(num_rows, 2 * len(self.state["length"]))
-            for name, array in self.state.items():
-                self.state[name] = np.resize(array, size) if len(array) else np.zeros(size, array.dtype)
+        if num_rows > len(self.state):
+            self.state = np.resize(self.state, num_rows if self.exact else max(num_rows, 2 * len(self.state)))
         have_rows, have_made = self.tokens.shape
         if num_rows > have_rows or made > have_made:
-            shape = (
-                max(have_rows, len(self.state["length"])),
-                have_made if made <= have_made else max(made, 2 * have_made),
-            )
-            for name in ("tokens", "logprobs"):
-                old, new = getattr(self, name), np.zeros(shape, getattr(self, name).dtype)
-                new[:have_rows, :have_made] = old
-                setattr(self, name, new)
-        sample_of = self.rows.keys[0] if self.rows.keys else like
+            more_rows = max(have_rows, len(self.state)) - have_rows
+            more_made = 0 if made <= have_made else max(made, 2 * have_made) - have_made
+            self.tokens = np.pad(self.tokens, ((0, more_rows), (0, more_made)))
+            self.logprobs = np.pad(self.logprobs, ((0, more_rows), (0, more_made)))
+        sample_of = self.rows.tensors[0] if self.rows.tensors else like
         assert sample_of is not None
         self.rows.reserve(num_rows, columns, sample_of, (len(self), self.longest()), self.exact)
 
@@ -109,7 +100,7 @@ class Lane:
         for name, values in columns.items():
             self.state[name][rows] = values
         for row, sequence in enumerate(sequences, first):
-            sequence.lane, sequence.row = self, row
+            sequence.row = row
         self.sequences += sequences
 
     def leave(self, leaving: list[int]) -> None:
@@ -119,11 +110,11 @@ class Lane:
         holes = [row for row in leaving if row < keep]
         movers = [row for row in range(keep, len(self)) if row not in gone]
         for row in leaving:
-            self.sequences[row].lane, self.sequences[row].row = None, -1
+            self.sequences[row].row = -1
         if holes:
             columns = int(self.state["length"][movers].max())
             self.rows.copy(movers, holes, columns)
-            for array in (*self.state.values(), self.tokens, self.logprobs):
+            for array in (self.state, self.tokens, self.logprobs):
                 array[holes] = array[movers]
             for hole, mover in zip(holes, movers, strict=True):
                 self.sequences[hole] = self.sequences[mover]
