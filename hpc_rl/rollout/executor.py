@@ -64,7 +64,6 @@ class Executor:
         self.restarts = 0
         self._argv = argv
         self._slots = [_WorkerSlot(number) for number in range(num_workers)]
-        self._owner: dict[int, _WorkerSlot] = {}
         self._queue: list[RunPrompt] = []  # while no worker is ready
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -83,16 +82,15 @@ class Executor:
             return
         slot = min(live, key=lambda slot: len(slot.tickets))
         slot.tickets.add(frame["ticket"])
-        self._owner[frame["ticket"]] = slot
         self._write(slot, frame)
 
     def cancel(self, ticket: int) -> None:
         """Drop a ticket: its answer is not wanted any more."""
         self._queue = [frame for frame in self._queue if frame["ticket"] != ticket]
-        slot = self._owner.pop(ticket, None)
-        if slot is not None:
-            slot.tickets.discard(ticket)
-            self._write(slot, CancelPrompt(op="cancel", ticket=ticket))
+        for slot in self._slots:
+            if ticket in slot.tickets:
+                slot.tickets.remove(ticket)
+                self._write(slot, CancelPrompt(op="cancel", ticket=ticket))
 
     async def close(self) -> None:
         """Kill the workers; their unfinished prompts are issued again by the next incarnation."""
@@ -122,8 +120,6 @@ class Executor:
             finally:
                 slot.ready = False
                 lost, slot.tickets = list(slot.tickets), set()
-                for ticket in lost:
-                    self._owner.pop(ticket, None)
             code = await pipes.exit_code(slot.process)
             if code == ExitCode.BAD_CONFIG:
                 unknown = "an executor worker rejected the configuration without giving a reason"
@@ -151,7 +147,6 @@ class Executor:
                     self.run(waiting)
             elif frame["op"] == "ends":
                 slot.error = frame["error"]
-            elif self._owner.get(frame["ticket"]) is slot:
-                del self._owner[frame["ticket"]]
-                slot.tickets.discard(frame["ticket"])
+            elif frame["ticket"] in slot.tickets:
+                slot.tickets.remove(frame["ticket"])
                 self.on_outcome(frame)

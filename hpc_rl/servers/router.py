@@ -13,11 +13,11 @@ import logging
 import random
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from hpc_rl.errors import HpcRlError, RoleFailed, ServerStale, ServerUnavailable
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.shared_fs import NameResolve
+from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
 from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_session
 from hpc_rl.types import Turn, WeightVersion
 
@@ -37,14 +37,14 @@ def is_older(version: str, minimum: str) -> bool:
 class Server:
     """One replica as this router sees it."""
 
-    key: str
-    epoch: int
-    url: str
-    version: str
-    state: str
+    lease: LeaseView
     client: HttpServerClient
     suspect: bool = False  # a request failed to reach it
     running: int = 0
+
+    @property
+    def state(self) -> str:
+        return self.lease.value["state"]
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Router:
     def _suspect(self, server: Server, error: Exception) -> None:
         if not server.suspect:
             form = "server %s (epoch %d) is left out until it answers again: %s"
-            logger.warning(form, server.key, server.epoch, error)
+            logger.warning(form, server.lease.key, server.lease.epoch, error)
         server.suspect = True
 
     async def _pick(self, min_version: str) -> Server:
@@ -115,7 +115,7 @@ class Router:
         while True:
             live = [s for s in self._servers.values() if s.state in keys.ROUTABLE and not s.suspect]
             if live:
-                fresh = [s for s in live if not is_older(s.version, min_version)]
+                fresh = [s for s in live if not is_older(s.lease.value["version"], min_version)]
                 return self._choose(fresh or live)
             now = time.monotonic()
             if now > deadline:
@@ -131,15 +131,14 @@ class Router:
     def _choose(self, servers: list[Server]) -> Server:
         if self.policy == "round_robin":
             self._last_turn += 1
-            return sorted(servers, key=lambda s: s.key)[self._last_turn % len(servers)]
+            return sorted(servers, key=lambda s: s.lease.key)[self._last_turn % len(servers)]
         return min(servers, key=lambda s: (s.running, random.random()))
 
     def _known(self) -> str:
         if not self._servers:
             return f"no lease under {keys.SERVERS!r}"
-        return ", ".join(
-            f"{s.key} is {'out of reach' if s.suspect else s.state}" for s in self._servers.values()
-        )
+        known = [(key, "out of reach" if s.suspect else s.state) for key, s in self._servers.items()]
+        return ", ".join(f"{key} is {state}" for key, state in known)
 
     async def _poll(self) -> None:
         while True:
@@ -154,21 +153,20 @@ class Router:
             self._changed.set()
             await asyncio.sleep(self.poll_s)
 
-    def _merge(self, seen: dict[str, Any]) -> None:
+    def _merge(self, seen: dict[str, LeaseView]) -> None:
         alive = {key: lease for key, lease in seen.items() if lease.alive and lease.value.get("url")}
         for key in self._servers.keys() - alive.keys():
             logger.info("server %s is gone", key)
             del self._servers[key]
         for key, lease in alive.items():
-            known, value = self._servers.get(key), lease.value
-            if known is None or known.epoch != lease.epoch:
-                url, timeout_s = value["url"], self.request_timeout_s
-                client = HttpServerClient(self._session, url, self.data_token, timeout_s=timeout_s)
-                state, version = value["state"], value["version"]
-                self._servers[key] = Server(key, lease.epoch, url, version, state, client)
-                logger.info("server %s, epoch %d: %s", key, lease.epoch, value["state"])
-            else:
-                known.version, known.state = value["version"], value["state"]
+            known = self._servers.get(key)
+            if known is not None and known.lease.epoch == lease.epoch:
+                known.lease = lease
+                continue
+            url, timeout_s = lease.value["url"], self.request_timeout_s
+            client = HttpServerClient(self._session, url, self.data_token, timeout_s=timeout_s)
+            self._servers[key] = Server(lease, client)
+            logger.info("server %s, epoch %d: %s", key, lease.epoch, lease.value["state"])
 
     async def _probe(self, server: Server) -> None:
         with contextlib.suppress(HpcRlError):

@@ -12,7 +12,7 @@ vocabulary.
 import json
 import logging
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,19 +75,6 @@ class CacheRows:
             tensor[target, :, :columns] = tensor[source, :, :columns]
 
 
-class Decoder(Protocol):
-    """`prefill` starts rows, `decode` adds one token to each."""
-
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return logits [m, V] after each row's last token, keys and values [m, K, T, D] as in CacheRows.
-
-        `ids` [m, T] are padded on the right.
-        """
-
-    def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: CacheRows, columns: int) -> torch.Tensor:
-        """Return logits [N, V] of ids [N] at positions `lengths` in rows 0 … N - 1 of `columns` columns."""
-
-
 class _RowsLayer(CacheLayerMixin):
     """One layer of `CacheRows` behind transformers' cache protocol, for one decode step."""
 
@@ -118,12 +105,19 @@ class _RowsLayer(CacheLayerMixin):
 
 
 class HFDecoder:
-    """Any causal LM with full attention, through its own forward."""
+    """Any causal LM with full attention, through its own forward.
+
+    `prefill` starts rows, `decode` adds one token to each.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
     def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return logits [m, V] after each row's last token, keys and values [m, K, T, D] as in CacheRows.
+
+        `ids` [m, T] are padded on the right.
+        """
         cache: Any = DynamicCache()
         wanted, where = torch.unique(lengths - 1, return_inverse=True)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -133,6 +127,7 @@ class HFDecoder:
         return logits.float(), [part for layer in cache.layers for part in (layer.keys, layer.values)]
 
     def decode(self, ids: torch.Tensor, lengths: torch.Tensor, rows: CacheRows, columns: int) -> torch.Tensor:
+        """Return logits [N, V] of ids [N] at positions `lengths` in rows 0 … N - 1 of `columns` columns."""
         pairs = zip(rows.tensors[::2], rows.tensors[1::2], strict=True)
         layers: list[Any] = [_RowsLayer(keys, values, lengths, columns) for keys, values in pairs]
         mask = torch.arange(columns, device=ids.device)[None] <= lengths[:, None]
@@ -266,6 +261,9 @@ def _join(modules: tuple[Any, ...], name: str) -> torch.Tensor | None:
     for part, view in zip(parts, joined.split([len(part) for part in parts]), strict=True):
         part.data = view
     return joined
+
+
+Decoder = HFDecoder | FusedDecoder
 
 
 class Model:
