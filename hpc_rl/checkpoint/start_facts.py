@@ -9,7 +9,7 @@ from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE
 from hpc_rl.errors import ExitCode, FailureClass, StopCause
 from hpc_rl.records import EndedRecord, Event, EventKind, JobRecord, LineageRecord, read_events, read_lineages
-from hpc_rl.trial import Attempt, AttemptId, Trial, entries, read_json
+from hpc_rl.trial import Attempt, Trial, entries, read_json
 
 _SEAL = re.compile(r"(\d+)\.seal")
 IN_PASSING_BYTES = (
@@ -187,13 +187,6 @@ def _verified(
     return infos, damaged
 
 
-def attempts_of(trial: Trial, submission: str) -> list[Attempt]:
-    """Return the attempts of one job, oldest first."""
-    found = [AttemptId.parse(entry.name) for entry in entries(trial.attempts) if entry.is_dir()]
-    own = sorted(one for one in found if one is not None and one.job_id == submission)
-    return [trial.attempt(str(one)) for one in own]
-
-
 def failures_without_progress(events: list[Event]) -> int:
     """Return how many exits since the newest generation use up retries."""
     count = 0
@@ -231,7 +224,7 @@ def _failures(trial: Trial, submission: str) -> tuple[list[PastStart], tuple[int
     """Return the failures since the newest generation, and (restart, incarnation) that made it."""
     failed: list[PastStart] = []
     fruitful, running = (-1, -1), (-1, -1)
-    for attempt in attempts_of(trial, submission):
+    for attempt in trial.attempts_of(submission):
         for event in read_events(attempt):
             number = -1 if event.incarnation is None else event.incarnation
             if event.kind is EventKind.PROGRESS:

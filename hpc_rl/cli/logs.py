@@ -15,7 +15,6 @@ from hpc_rl.status.formatting import format_time, printable
 from hpc_rl.status.scheduler_view import TrialWatch, current_status
 from hpc_rl.status.trial_status import TrialStatus, read_status
 from hpc_rl.submit import trial_index
-from hpc_rl.supervise.server_array import attempts_of
 from hpc_rl.trial import Trial
 
 ROLES = ("trainer", "rollout", "server", "sglang", "supervisor", "job")
@@ -107,7 +106,9 @@ def collect(status: TrialStatus) -> list[Log]:
     found = [log for job_id in job_ids for log in _outputs(trial, job_id)]
     number = {job.job_id: number for number, job in enumerate(status.jobs)}
     attempts = [
-        (number.get(array.serves, -1), name) for array, task in tasks for name in attempts_of(trial, task.id)
+        (number.get(array.serves, -1), attempt.id)
+        for array, task in tasks
+        for attempt in trial.attempts_of(task.id)
     ]
     attempts += [(number.get(attempt.job_id, len(number)), attempt.id) for attempt in status.attempts]
     for _, name in sorted(attempts, key=lambda pair: pair[0]):  # of one submission, servers come first

@@ -8,7 +8,6 @@ from hpc_rl.errors import TrialStateError
 from hpc_rl.records import ProcessFile, ProcessRecord, read_events
 from hpc_rl.status.attempts import ROLE_ORDER, roles_of
 from hpc_rl.status.trial_status import TrialStatus
-from hpc_rl.supervise.server_array import attempts_of
 from hpc_rl.trial import Attempt
 
 SHELL = ("bash", "--login")
@@ -35,10 +34,10 @@ class RoleProcess:
 
 def role_processes(status: TrialStatus) -> list[RoleProcess]:
     """Return the newest processes of the live attempt and of its server jobs, trainer first."""
-    names = [status.live.id] if status.live else []
+    attempts = [status.trial.attempt(status.live.id)] if status.live else []
     for task in status.servers[-1].tasks if status.servers else []:
-        names += attempts_of(status.trial, task.id)[-1:] if task.state == "running" else []
-    alive = [process for name in names for process in _live_processes(status.trial.attempt(name))]
+        attempts += status.trial.attempts_of(task.id)[-1:] if task.state == "running" else []
+    alive = [process for attempt in attempts for process in _live_processes(attempt)]
     order = sorted(ROLE_ORDER, key=lambda role: (role == "supervisor", ROLE_ORDER[role]))
     number = {role: place for place, role in enumerate(order)}
     return sorted(alive, key=lambda one: (number.get(one.role, 9), one.role, one.index, one.rank))

@@ -5,7 +5,7 @@ nothing may move follows from the trial's own step times. Where a trainer waits 
 is to blame; while no server serves (those of layout `jobs` may be preempted for an hour), neither is.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,13 +74,11 @@ class HangDetector:
             self._watched[key] = _Watched(now, mark, doing, seen=True)
 
     def observe_leases(self, leases: Mapping[str, LeaseView], attempt_id: str, now: float) -> None:
-        """Note which units of this attempt hold a live lease; keys are `<role>/<index>`."""
-        for name, seen in leases.items():
-            if seen.alive and seen.value.get("attempt") == attempt_id:
-                role, _, index = name.rpartition("/")
-                self.observe((role, int(index)), now, now)
-                if seen.value.get(keys.WAITS_FOR_ROOM):  # on a full disk: it serves no unit that waits for it
-                    self._excuse(WAITS_FOR_ROLLOUT, now)
+        """Note which units of this attempt hold a live lease."""
+        for key, value in _live_units(leases, attempt_id):
+            self.observe(key, now, now)
+            if value.get(keys.WAITS_FOR_ROOM):  # on a full disk: it serves no unit that waits for it
+                self._excuse(WAITS_FOR_ROLLOUT, now)
 
     def observe_pool(self, leases: Mapping[str, LeaseView], now: float) -> None:
         """Note whether any server serves, in whichever job: a trainer waits for the first, up to `away_s`."""
@@ -142,7 +140,15 @@ class HangDetector:
 def serving(leases: Mapping[str, LeaseView], attempt_id: str) -> list[tuple[Key, int]]:
     """Return the servers of an attempt that serve, each with its incarnation."""
     return [
-        (("server", int(name.rpartition("/")[2])), int(seen.value.get("incarnation", -1)))
-        for name, seen in leases.items()
-        if seen.alive and seen.value.get("attempt") == attempt_id and seen.value.get("state") in keys.ROUTABLE
+        (key, int(value.get("incarnation", -1)))
+        for key, value in _live_units(leases, attempt_id)
+        if value.get("state") in keys.ROUTABLE
     ]
+
+
+def _live_units(leases: Mapping[str, LeaseView], attempt_id: str) -> Iterator[tuple[Key, Mapping[str, Any]]]:
+    """Yield the units of an attempt that hold a live lease, with its value; names are `<role>/<index>`."""
+    for name, seen in leases.items():
+        if seen.alive and seen.value.get("attempt") == attempt_id:
+            role, _, index = name.rpartition("/")
+            yield (role, int(index)), seen.value

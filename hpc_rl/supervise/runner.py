@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable
 
-from hpc_rl.checkpoint.start_facts import attempts_of, failures_without_progress
+from hpc_rl.checkpoint.start_facts import failures_without_progress
 from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.errors import ExitCode, Stale, StopCause
 from hpc_rl.name_resolve import keys
@@ -84,23 +84,23 @@ class TrialRunner(UnitLoop):
         record = process_record("supervisor", os.getpid())
         write_json(self.attempt.process_record("supervisor", 0, number, 0), record.to_json())
         details = {"role": "supervisor", "number": number, "pid": os.getpid()}
-        self.events.write(EventKind.SUPERVISOR_STARTED, details)
+        self.write_event(EventKind.SUPERVISOR_STARTED, details)
         self._lease = ownership.take_ownership(self.names, self.attempt)
         for left in ownership.kill_leftovers(self.trial):
             reason = "a process of an earlier start can't be killed"
             details = {"role": left.role, "pid": left.pid, "reason": reason}
-            self.events.write(EventKind.LEFT_BEHIND, details)
+            self.write_event(EventKind.LEFT_BEHIND, details)
 
     def _restore(self) -> None:
         """Make the state machine as the supervisors before this one left it."""
         self._generations = self._list_generations()
-        attempts = attempts_of(self.trial, self.attempt.job_id)
+        attempts = self.trial.attempts_of(self.attempt.job_id)
         failures = failures_without_progress([event for one in attempts for event in read_events(one)])
         self.machine.restore(failures, ownership.next_incarnations(self.attempt))
 
     def _check_fruitless_attempts(self) -> None:
         """End a job whose attempts lead to nothing new, whatever ends them."""
-        earlier = [one for one in attempts_of(self.trial, self.attempt.job_id) if one.id != self.attempt.id]
+        earlier = [one for one in self.trial.attempts_of(self.attempt.job_id) if one.id != self.attempt.id]
         count = exit_policy.fruitless_attempts([read_events(one) for one in earlier])
         if count >= max(exit_policy.MAX_FRUITLESS_ATTEMPTS, self.rules.retries + 1):
             why = f"{count} attempts in a row ended without a new checkpoint; see why, {RESUME}"
@@ -148,7 +148,7 @@ class TrialRunner(UnitLoop):
         for cause in self.requests.take():
             if self.plan.recover_mode != "disabled" and self.deadline.is_early_warning(cause):
                 left_s, until_stop_s = self.deadline.left_s, self.deadline.until_drain_s
-                self.events.write(EventKind.REMINDED, {"left_s": left_s, "until_stop_s": until_stop_s})
+                self.write_event(EventKind.REMINDED, {"left_s": left_s, "until_stop_s": until_stop_s})
             else:
                 self._stop(cause)
 
@@ -188,7 +188,7 @@ class TrialRunner(UnitLoop):
         if self._clock_watching.due(now):
             if self.deadline.update():
                 details = {"ends_at": self.deadline.ends_at, "reason": "the scheduler ends the job then"}
-                self.events.write(EventKind.END_TIME, details)
+                self.write_event(EventKind.END_TIME, details)
             self._notify_rollout()
         if self.machine.phase is Phase.RUNNING and self.deadline.is_reached():
             self.requests.add(StopCause.TIME_LIMIT)

@@ -14,7 +14,7 @@ from hpc_rl.plan.schema import Plan
 from hpc_rl.records import EndedRecord, JobEvent, JobRecord, JobStateLine, newest_job, read_job_state
 from hpc_rl.schedulers.base import JobSpec, JobState, Scheduler, State
 from hpc_rl.supervise.successor import users_comment
-from hpc_rl.trial import AttemptId, Trial, create_exclusive
+from hpc_rl.trial import Trial, create_exclusive
 
 SCRIPT = "servers.sbatch"  # as render names it; importing that would bring jinja2 to every `status`
 # A trainer job that starts at once waits this long for the submitter of its servers.
@@ -103,12 +103,6 @@ def successors(trial: Trial, array: str) -> list[str]:
     """Return the ids of the jobs that continue single tasks of an array, where requeue is refused."""
     tasks = {path.stem for path in trial.jobs.glob(f"{array}_*.next-*")}
     return sorted(newest_job(trial, task) for task in tasks)
-
-
-def attempts_of(trial: Trial, task: str) -> list[str]:
-    """Return the attempts of one task, oldest first."""
-    found = [AttemptId.parse(path.name) for path in trial.server_attempts.glob(f"{task}.*")]
-    return [str(one) for one in sorted(one for one in found if one is not None)]
 
 
 def read_arrays(trial: Trial) -> list[ServerArray]:

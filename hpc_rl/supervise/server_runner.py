@@ -58,7 +58,7 @@ class ServerRunner(UnitLoop):
 
     def begin(self) -> bool:
         details = {"role": "supervisor", "pid": os.getpid(), "serves": self.serves}
-        self.events.write(EventKind.SUPERVISOR_STARTED, details)
+        self.write_event(EventKind.SUPERVISOR_STARTED, details)
         self.machine.restore(0, ownership.next_incarnations(self.attempt))
         self._not_needed = self._why_not_needed()
         if self._not_needed:

@@ -98,24 +98,6 @@ class RateLimit:
         return True
 
 
-class EventWriter:
-    """Writes the events of an attempt, one line each, for people and for the next supervisor."""
-
-    def __init__(self, attempt: Attempt) -> None:
-        self._path = attempt.events
-        self._wrote = False
-
-    def write(self, kind: EventKind, details: dict[str, Any]) -> None:
-        """Append a line. Opened and closed each time so that readers on other nodes see it."""
-        line = json.dumps({"time": time.time(), "event": kind.value, **details}) + "\n"
-        logger.info("%s %s", kind, details)
-        with tolerant("writing an event"), self._path.open("a+b") as file:
-            if file.seek(0, os.SEEK_END) and not self._wrote:
-                line = "\n" + line  # a killed supervisor may have left a torn line
-            self._wrote = True
-            file.write(line.encode())
-
-
 class UnitLoop(ABC):
     """Starts, watches and stops the units of an attempt as its state machine decides."""
 
@@ -133,7 +115,6 @@ class UnitLoop(ABC):
         self.plan, self.steps, self.names, self.rules = plan, steps, names, rules
         self.machine = machine
         self.hangs = HangDetector(rules.hang_factor, rules.hang_min_s, rules.hang_max_s, servers_away_s)
-        self.events = EventWriter(attempt)
         self.requests = StopRequests()
         self.handles: dict[Key, tuple[Handle, int]] = {}
         self.finish: Finish | None = None
@@ -207,7 +188,7 @@ class UnitLoop(ABC):
                 case state_machine.Avoid(nodes, reason):
                     self._avoid(nodes, reason)
                 case state_machine.LogEvent(kind, details):
-                    self.events.write(kind, details)
+                    self.write_event(kind, details)
                 case Finish():
                     self.finish = action
 
@@ -228,9 +209,21 @@ class UnitLoop(ABC):
         with tolerant("writing the nodes to avoid"):
             bad_nodes.write_exclude_file(self.trial, self.attempt.job_id, time.time())
 
+    def write_event(self, kind: EventKind, details: dict[str, Any]) -> None:
+        """Append a line to the events, for people and for the next supervisor."""
+        line = json.dumps({"time": time.time(), "event": kind.value, **details}).encode() + b"\n"
+        logger.info("%s %s", kind, details)
+        # Opened and closed each time so that readers on other nodes see it.
+        with tolerant("writing an event"), self.attempt.events.open("a+b") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                is_torn = file.read(1) != b"\n"  # by a supervisor that was killed
+                line = b"\n" + line if is_torn else line
+            file.write(line)
+
     def write_ended(self, code: int, reason: str) -> None:
         """Record how the attempt ended. The exit code tells too, so an OSError is only logged."""
-        self.events.write(EventKind.ENDED, {"role": "supervisor", "code": int(code), "reason": reason})
+        self.write_event(EventKind.ENDED, {"role": "supervisor", "code": int(code), "reason": reason})
         self.update_exclude_file()
         cause = self.machine.stop_cause
         record = EndedRecord(exit_code=int(code), reason=reason, cause=cause, time=time.time())
@@ -275,7 +268,7 @@ class UnitLoop(ABC):
     def _avoid(self, nodes: Sequence[str], reason: str) -> None:
         # Where that can't be written the next start may get these nodes, and will report them again.
         details = {"nodes": list(nodes), "hours": self.rules.avoid_hours, "reason": reason}
-        self.events.write(EventKind.BAD_NODES, details)
+        self.write_event(EventKind.BAD_NODES, details)
         with tolerant("recording bad nodes"):
             bad_nodes.add(self.trial, self.attempt, nodes, reason, time.time(), self.rules.avoid_hours)
         self.update_exclude_file()
