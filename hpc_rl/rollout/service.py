@@ -17,7 +17,7 @@ from hpc_rl.datasets.encode import Prompts
 from hpc_rl.errors import DataUnusable, HpcRlError, Stale
 from hpc_rl.records import LineageRecord
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, RejectReason, RejectRecord, segments
-from hpc_rl.rollout.batch_log.replay import LogState, Renewal, check_data, read_state, renewed_base
+from hpc_rl.rollout.batch_log.replay import LogState, NewBatches, base_of_new_batches, check_data, read_state
 from hpc_rl.rollout.batch_log.seals import Batches
 from hpc_rl.rollout.evaluation import Evaluations
 from hpc_rl.rollout.executor import Executor, run_prompt
@@ -78,9 +78,9 @@ class RolloutService:
         state = self._read_state()
         check_data(folder, state, prompts.path, prompts.rows.fingerprint)
         self.batches.drop_trimmed(state.trimmed)
-        # the last lineage that gave batches up
-        self._renewed = state.renewal.lineage if state.renewal else -1
-        self.batches.set_aside(state.given_up.values(), self._renewed)
+        # the last lineage that began new batches
+        self._new_batches_of = state.new_batches.lineage if state.new_batches else -1
+        self.batches.set_aside(state.set_aside.values(), self._new_batches_of)
         state.lineage = max(0, lineages()[0])
         sequencer.restore(state)
         self._begun: int | None = None  # the lineage that the trainer has shown
@@ -191,19 +191,19 @@ class RolloutService:
                 message = f"lineage {lineage} has no record; the newest is {newest}"
                 raise Refused(HTTPStatus.TOO_EARLY, message)
             for record in sorted(records, key=lambda record: record.lineage):
-                if record.new_batches and self._renewed < record.lineage <= lineage:
-                    await self._renew(record)
+                if record.new_batches and self._new_batches_of < record.lineage <= lineage:
+                    await self._begin_new_batches(record)
             self._begun = lineage
 
     def _refuse_older(self, lineage: int) -> None:
         if lineage < self.sequencer.log.lineage:
             raise Stale(f"lineage {lineage} asks, but lineage {self.sequencer.log.lineage} has begun")
 
-    async def _renew(self, record: LineageRecord) -> None:
-        """Give up the batches after `from_step` and what is in no batch: their prompts are issued again.
+    async def _begin_new_batches(self, record: LineageRecord) -> None:
+        """Set aside the batches after `from_step` and what is in no batch: their prompts are issued again.
 
-        The new base is durable before anything is moved, and tells which seals are given up: after a kill the
-        next incarnation moves the rest.
+        The new base is durable before anything is moved, and tells which seals are set aside: after a kill
+        the next incarnation moves the rest.
         """
         given_up = list(self.sequencer.running)
         self.sequencer.lost(given_up)
@@ -212,17 +212,17 @@ class RolloutService:
         async with self._or_end():
             await asyncio.to_thread(self.ledger.begin_segment)
             state = self._read_state()
-            renewal = Renewal(record.lineage, record.from_step, self.ledger.segment)
-            self.ledger.append_base(renewed_base(state, renewal))
+            new = NewBatches(record.lineage, record.from_step, self.ledger.segment)
+            self.ledger.append_base(base_of_new_batches(state, new))
             await asyncio.to_thread(self.ledger.commit)
             state = self._read_state()
-            await asyncio.to_thread(self.batches.set_aside, state.given_up.values(), record.lineage)
+            await asyncio.to_thread(self.batches.set_aside, state.set_aside.values(), record.lineage)
         self._bodies.clear()
         self.sequencer.restore(state)
-        self._renewed = record.lineage
+        self._new_batches_of = record.lineage
         logger.info(
             "lineage %d begins after batch %d: %d batches are set aside, their prompts issued again",
-            record.lineage, record.from_step, len(state.given_up),
+            record.lineage, record.from_step, len(state.set_aside),
         )  # fmt: skip
 
     def _cancel(self, tickets: Iterable[int]) -> None:

@@ -64,8 +64,8 @@ class IndexSet:
 
 
 @dataclass(frozen=True)
-class Renewal:
-    """Where a lineage gave batches up: those after `after` that are made of segments below `segment`.
+class NewBatches:
+    """Where a lineage began new batches: those after `after` of segments below `segment` are set aside.
 
     Of such segments nothing counts but what the batches up to `after` are made of.
     """
@@ -74,7 +74,7 @@ class Renewal:
     after: int
     segment: int
 
-    def gives_up(self, seal: Seal) -> bool:
+    def sets_aside(self, seal: Seal) -> bool:
         return seal.step > self.after and any(place.segment < self.segment for place in seal.places.values())
 
 
@@ -94,8 +94,8 @@ class LogState:
     consumed: int = 0  # groups in batches, trimmed ones included
     trimmed: int = 0  # batches up to this one are gone
     lineage: int = 0  # the latest that asked for a batch
-    renewal: Renewal | None = None  # the latest
-    given_up: dict[int, Seal] = field(default_factory=dict)  # seals that it gave up and that are still there
+    new_batches: NewBatches | None = None  # the latest
+    set_aside: dict[int, Seal] = field(default_factory=dict)  # their seals that are still there
 
     @property
     def top(self) -> int:
@@ -144,7 +144,7 @@ class LogState:
             "staleness": dict(+ages),
             "floor": self.resolved.floor,
             "above": sorted(self.resolved.above),
-            "renewal": asdict(self.renewal) if self.renewal else None,
+            "renewal": asdict(self.new_batches) if self.new_batches else None,
         }
 
     def add_base(self, content: dict[str, Any]) -> None:
@@ -203,15 +203,17 @@ def replay(records: list[tuple[RecordPlace, Record]], seals: dict[int, Seal]) ->
     """Return the state that these records and seals amount to. Pure."""
     state = LogState()
     bases = [record.content for _, record in records if isinstance(record, BaseRecord)]
-    state.renewal = max(filter(None, map(_renewal_of, bases)), key=lambda one: one.segment, default=None)
-    renewal = state.renewal
-    if renewal is not None:
-        bases = [content for content in bases if _renewal_of(content) == renewal]
-        records = [(place, record) for place, record in records if place.segment >= renewal.segment]
-        state.given_up = {step: seal for step, seal in seals.items() if renewal.gives_up(seal)}
+    state.new_batches = max(
+        filter(None, map(_stored_new_batches, bases)), key=lambda one: one.segment, default=None
+    )
+    new = state.new_batches
+    if new is not None:
+        bases = [content for content in bases if _stored_new_batches(content) == new]
+        records = [(place, record) for place, record in records if place.segment >= new.segment]
+        state.set_aside = {step: seal for step, seal in seals.items() if new.sets_aside(seal)}
     for content in sorted(bases, key=lambda content: content["trimmed"]):
         state.add_base(content)
-    for step in sorted(step for step in seals.keys() - state.given_up if step > state.trimmed):
+    for step in sorted(step for step in seals.keys() - state.set_aside if step > state.trimmed):
         state.add_seal(seals[step])
     for place, record in records:
         if isinstance(record, BaseRecord) or record.index in state.resolved:
@@ -223,8 +225,8 @@ def replay(records: list[tuple[RecordPlace, Record]], seals: dict[int, Seal]) ->
     return state
 
 
-def renewed_base(state: LogState, renewal: Renewal) -> dict[str, Any]:
-    """Return the content of the base record with which `renewal` begins: what of `state` still counts.
+def base_of_new_batches(state: LogState, new: NewBatches) -> dict[str, Any]:
+    """Return the content of the base record with which `new` begins: what of `state` still counts.
 
     Open again are the prompts of batches that are given up, those that were rejected after the step that the
     lineage starts from, and those that were rejected for what user code did, which may be other code now.
@@ -232,9 +234,9 @@ def renewed_base(state: LogState, renewal: Renewal) -> dict[str, Any]:
     again = {
         index: record
         for index, record in state.rejected.items()
-        if record.version >= renewal.after or record.reason in OF_USER_CODE
+        if record.version >= new.after or record.reason in OF_USER_CODE
     }
-    lost = {index for step, seal in state.seals.items() if step > renewal.after for index in seal.places}
+    lost = {index for step, seal in state.seals.items() if step > new.after for index in seal.places}
     lost |= again.keys()
     floor = min([*lost, state.resolved.floor])
     return {
@@ -242,10 +244,10 @@ def renewed_base(state: LogState, renewal: Renewal) -> dict[str, Any]:
         "rejections": dict(state.rejections - Counter(record.reason for record in again.values())),
         "floor": floor,
         "above": [i for i in range(floor, state.resolved.end) if i in state.resolved and i not in lost],
-        "renewal": asdict(renewal),
+        "renewal": asdict(new),
     }
 
 
-def _renewal_of(content: dict[str, Any]) -> Renewal | None:
+def _stored_new_batches(content: dict[str, Any]) -> NewBatches | None:
     found = content.get("renewal")
-    return Renewal(**found) if found else None
+    return NewBatches(**found) if found else None

@@ -543,7 +543,7 @@ async def test_a_lineage_with_new_batches_gives_the_later_ones_up_and_issues_the
         assert await one.batch(step, 1, 5) == bodies[step]
     await one.close()
     state = read_state(tmp_path)
-    assert sorted(state.seals) == [1, 2, 3, 4, 5, 6, 7] and state.consumed == 14 and not state.given_up
+    assert sorted(state.seals) == [1, 2, 3, 4, 5, 6, 7] and state.consumed == 14 and not state.set_aside
     assert [seal.lineage for _, seal in sorted(state.seals.items())] == [0, 0, 0, 1, 1, 1, 1]
     aside = read_state(tmp_path / "set-aside" / "1")
     assert sorted(aside.seals) == [4, 5, 6]
