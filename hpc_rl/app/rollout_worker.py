@@ -25,7 +25,7 @@ from hpc_rl.trial import Trial
 
 def main() -> int:
     pipes.die_with_parent()
-    out = pipes.take_stdout()
+    out = pipes.reserve_stdout()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trial_dir", type=Path, required=True)
     parser.add_argument("--attempt", required=True)

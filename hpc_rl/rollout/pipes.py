@@ -99,7 +99,7 @@ def read_blocking(file: BinaryIO) -> dict[str, Any] | None:
     return decode(data) if len(data) == length else None
 
 
-def take_stdout() -> int:
+def reserve_stdout() -> int:
     """Return a copy of standard output for messages; from now on user code prints to standard error."""
     own = os.dup(1)
     os.dup2(2, 1)

@@ -75,8 +75,8 @@ class _PartialTurn:
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and reason.get("status_code") == 400:
             raise InputRefused(f"aborted: {reason.get('message')}")
-        whole = {"version": meta.get("weight_version", ""), "start": 0, "end": len(ids)}
-        spans = meta.get("weight_versions") or [whole]
+        only_span = {"version": meta.get("weight_version", ""), "start": 0, "end": len(ids)}
+        spans = meta.get("weight_versions") or [only_span]
         append_spans(turn.versions, spans, len(turn.output_ids))
         turn.output_ids += ids
         turn.output_logprobs += [entry[0] for entry in meta.get("output_token_logprobs") or ()]

@@ -183,7 +183,7 @@ class RewardProcess:
 
 def serve(path: str) -> None:
     """Answer calls until the input ends. Raises ConfigError for a path that can't be imported."""
-    out = pipes.take_stdout()
+    out = pipes.reserve_stdout()
     loop = asyncio.new_event_loop()
     writing = threading.Lock()
     errors = ErrorLog()

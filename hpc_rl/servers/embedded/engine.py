@@ -98,7 +98,7 @@ class EmbeddedEngine:
 
     # commands
     def pause(self, mode: str) -> None:
-        self._take_inbox()
+        self._queue_newcomers()
         self.paused = mode
         if mode == "abort":
             self.abort(lambda _sequence: True, "aborted by pause_generation")
@@ -138,7 +138,7 @@ class EmbeddedEngine:
 
     def abort(self, match: Callable[[Sequence], bool], message: str) -> int:
         """End the sequences that match; return how many."""
-        self._take_inbox()
+        self._queue_newcomers()
         reason = {"type": "abort", "message": message}
         waiting, count = list(self._waiting), 0
         self._waiting.clear()
@@ -171,7 +171,7 @@ class EmbeddedEngine:
         self._end()
 
     def _end(self) -> None:
-        self._take_inbox()
+        self._queue_newcomers()
         for sequence in [*self._waiting, *(s for batch in self._batches for s in batch.sequences)]:
             self._finish(sequence, {"type": "abort", "message": self.failure or "the server stops"})
         self._flush()
@@ -182,7 +182,7 @@ class EmbeddedEngine:
         """Commands, newcomers, one token for each row. False when there is nothing to do."""
         while self._commands:
             self._run_command(*self._commands.popleft())
-        self._take_inbox()
+        self._queue_newcomers()
         if self.paused or not (self._waiting or self._batches):
             self._flush()
             return bool(self._commands)
@@ -201,7 +201,7 @@ class EmbeddedEngine:
         else:
             future.set_result(result)
 
-    def _take_inbox(self) -> None:
+    def _queue_newcomers(self) -> None:
         while self._inbox:
             sequence = self._inbox.popleft()
             if sequence.params.max_new_tokens == 0:
