@@ -13,7 +13,8 @@ The parser accepts the whole grammar; what this version can't start is refused b
 import difflib
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from hpc_rl.errors import ConfigError
@@ -21,13 +22,20 @@ from hpc_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class ServerBackend:
-    """A kind of generation server."""
+    """A kind of generation server: what config, plan and app know of it."""
 
-    section: str  # of the configuration with its options
-    implementation: str = ""  # `module:class` of its `hpc_rl.servers.base.Backend`; empty: none yet
+    section: str  # section of the configuration with its options
+    implementation: str = ""  # `module:class` of its `hpc_rl.servers.base.Backend`; empty: there is none yet
     dimensions: str = "dtp"  # that an expression may give
     supported: str = "d"  # dimensions that can be above 1 today
-    on_gpus: bool = True  # it can use GPUs
+    on_gpus: bool = True  # whether it can use GPUs
+    is_process: bool = True  # of its own: it, not the role, gets the environment variables of servers
+    # Options of its section: the most tokens of a sequence; what must divide the units of a server.
+    context_option: str = ""
+    divisor_option: str = ""
+    without_gpus: Mapping[str, Any] = field(default_factory=dict)  # option -> what its default becomes
+    # Option of gconfig that it can't do -> what to use.
+    lacks: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,9 +49,30 @@ class TrainBackend:
 
 SERVER_BACKENDS: dict[str, ServerBackend] = {
     "embedded": ServerBackend(
-        "embedded", "hpc_rl.servers.embedded.backend:EmbeddedBackend", dimensions="d", on_gpus=False
+        "embedded",
+        "hpc_rl.servers.embedded.backend:EmbeddedBackend",
+        dimensions="d",
+        on_gpus=False,
+        is_process=False,
+        lacks={
+            "stop": "use gconfig.stop_token_ids, or sglang servers",
+            **dict.fromkeys(("frequency_penalty", "min_p", "repetition_penalty"), "use sglang servers"),
+        },
     ),
-    "sglang": ServerBackend("sglang", "hpc_rl.servers.sglang:SGLangBackend", supported="dt"),
+    "sglang": ServerBackend(
+        "sglang",
+        "hpc_rl.servers.sglang:SGLangBackend",
+        supported="dt",
+        context_option="context_length",
+        divisor_option="ep_size",
+        without_gpus={
+            "dtype": "float32",
+            "attention_backend": "torch_native",
+            "mem_fraction_static": None,
+            "chunked_prefill_size": None,
+            "max_prefill_tokens": None,
+        },
+    ),
     "vllm": ServerBackend("vllm"),
 }
 TRAIN_BACKENDS: dict[str, TrainBackend] = {

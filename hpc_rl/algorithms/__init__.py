@@ -1,4 +1,4 @@
-"""Policy-gradient algorithms: to add one, add a module and a row; `actor.compat` selects the row."""
+"""Policy-gradient algorithms: to add one, add a module and a row; `actor.algorithm` names the row."""
 
 from hpc_rl.algorithms import advantages, areal, grpo
 from hpc_rl.algorithms.base import Algorithm

@@ -1,4 +1,4 @@
-"""`compat: areal`: the advantages of AReaL v0.3 with their known mistakes, for comparisons only.
+"""`algorithm: areal`: the advantages of AReaL v0.3 with their known mistakes, for comparisons only.
 
 Differences from grpo.py: a completion counts as truncated if its row is the longest of the batch; the
 recursion of GAE runs through every token, not only the model's own; a group is `group_size` consecutive rows,

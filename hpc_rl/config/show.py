@@ -6,14 +6,16 @@ What follows from other options (`derived_values`) is filled in to be shown: the
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.config.loading.fields import default_of, hints, section_of
+from hpc_rl.config.loading.fields import defaults, options
 from hpc_rl.config.loading.source import literal
 from hpc_rl.config.loading.stored import Loaded, redact
-from hpc_rl.config.sections.experiment import Config, GRPOConfig
+from hpc_rl.config.rules.consistency import FOLLOWS
+from hpc_rl.config.rules.training_rules import trained
+from hpc_rl.config.sections.experiment import ABSENT, Config, GRPOConfig, value_of
 
 _PLAIN = re.compile(r"[A-Za-z_./~][A-Za-z0-9_./+-]*")
 _UNPRINTABLE = re.compile(
@@ -33,32 +35,25 @@ class ResolvedValue:
 def show(loaded: Loaded, derived: Mapping[str, ResolvedValue] | None = None) -> dict[str, ResolvedValue]:
     """Return value and origin of every option by dotted name; a section that is null has its own name."""
     found: dict[str, ResolvedValue] = {}
-    for name, value, default in _options(loaded.config, type(loaded.config), ""):
-        without = "default" if value == default else "adapted"
+    cls: type = type(loaded.config)
+    for name in options(cls):
+        value = value_of(loaded.config, name)
+        if value is ABSENT or dataclasses.is_dataclass(value):
+            continue
+        is_default = value == defaults(cls).get(name, dataclasses.MISSING)
+        origin = "default" if is_default else "adapted"
         if name == "trainer":
-            without = "derived: the section of the model"
-        found[name] = ResolvedValue(redact(name, value), loaded.origins.get(name, without))
+            origin = "derived: the section of the model"
+        found[name] = ResolvedValue(redact(name, value), loaded.origins.get(name, origin))
     for name, shown in (derived or {}).items():
         if name in found and found[name].value in (None, ""):
             found[name] = shown
     return found
 
 
-def _options(section: Any, cls: type, prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    for field in dataclasses.fields(cls):
-        value, name = getattr(section, field.name), prefix + field.name
-        if section_of(hints(cls)[field.name]) and value is not None:
-            yield from _options(value, type(value), f"{name}.")
-        elif field.name == "trainer" and not prefix:
-            yield name, value, value
-        else:
-            yield name, value, default_of(field)
-
-
 def derived_values(config: Config, allocation: str = "") -> dict[str, ResolvedValue]:
     """Return what follows for options that are left out."""
-    model = config.actor if isinstance(config, GRPOConfig) else config.model
-    section = "actor" if isinstance(config, GRPOConfig) else "model"
+    section, model = trained(config)
     found = {"tokenizer_path": ResolvedValue(model.path, f"derived: {section}.path")}
     if allocation:
         found["allocation_mode"] = ResolvedValue(
@@ -67,23 +62,11 @@ def derived_values(config: Config, allocation: str = "") -> dict[str, ResolvedVa
     if isinstance(config, GRPOConfig):
         batch_size = config.train_dataset.batch_size
         found |= {
-            "actor.group_size": ResolvedValue(config.gconfig.n_samples, "derived: gconfig.n_samples"),
-            **{
-                f"actor.{norm}.group_size": ResolvedValue(
-                    config.gconfig.n_samples, "derived: gconfig.n_samples"
-                )
-                for norm in ("reward_norm", "adv_norm")
-            },
-            "actor.max_new_tokens": ResolvedValue(
-                config.gconfig.max_new_tokens, "derived: gconfig.max_new_tokens"
-            ),
-            "sglang.model_path": ResolvedValue(model.path, "derived: actor.path"),
-            "actor.temperature": ResolvedValue(config.gconfig.temperature, "derived: gconfig.temperature"),
-            "rollout.consumer_batch_size": ResolvedValue(batch_size, "derived: train_dataset.batch_size"),
-            "rollout.max_concurrent_rollouts": ResolvedValue(
-                2 * batch_size, "derived: twice train_dataset.batch_size"
-            ),
+            name: ResolvedValue(value_of(config, root), f"derived: {root}") for name, root in FOLLOWS.items()
         }
+        found["rollout.max_concurrent_rollouts"] = ResolvedValue(
+            2 * batch_size, "derived: twice train_dataset.batch_size"
+        )
     return found
 
 

@@ -19,7 +19,7 @@ from hpc_rl.config.loading.stored import trainer_of
 from hpc_rl.config.rules.slurm_rules import asks_for_gpus
 from hpc_rl.config.rules.training_rules import models, trained
 from hpc_rl.config.sections.cluster import environment_of
-from hpc_rl.config.sections.experiment import Config, GRPOConfig
+from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan import containers
 from hpc_rl.plan.placement import Demand, Placement, nearest, place
@@ -230,11 +230,10 @@ def _refuse_servers(config: Config, servers: Servers, name: str) -> None:
     if servers.t > max(n_gpus, 1):
         most = f"t can be at most cluster.n_gpus_per_node, {n_gpus}"
         raise NotBuilt(f"{name}: a server that spans nodes is not implemented; {most}.")
-    if isinstance(config, GRPOConfig) and servers.backend == "sglang" and servers.t % config.sglang.ep_size:
-        size = config.sglang.ep_size
-        raise ConfigError(
-            f"sglang.ep_size {size} must divide the GPUs of a server: {name} has t {servers.t}."
-        )
+    option = f"{backend.section}.{backend.divisor_option}"
+    if backend.divisor_option and servers.t % value_of(config, option):
+        size = value_of(config, option)
+        raise ConfigError(f"{option} {size} must divide the GPUs of a server: {name} has t {servers.t}.")
 
 
 def _not_built(config: Config, allocation: Allocation) -> str:
@@ -353,8 +352,8 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
         return [trainer]
     size = servers.units_per_replica
     server_env = environment_of("launcher.inference_server_env_vars", launcher.inference_server_env_vars)
-    if servers.backend == "sglang":
-        # servers.sglang passes them to the process of SGLang; the role itself must not have them
+    if SERVER_BACKENDS[servers.backend].is_process:
+        # The backend passes them to its process; the role itself must not have them.
         server_env = {}
     replicas = [
         Unit(

@@ -11,56 +11,32 @@ from hpc_rl.errors import NotBuilt
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
-    """The container that a unit's processes run in.
-
-    Args:
-        type: Program that starts it.
-        image: Path of the image on the nodes.
-        python: Interpreter within the image.
-        program: The program of apptainer; unused with pyxis.
-        mounts: Binds, `source:target`; the directories of trial and submission are added when it starts.
-        args: Further options.
-    """
+    """The container that a unit's processes run in."""
 
     type: Literal["apptainer", "pyxis"]
-    image: str
-    python: str
-    program: str
-    mounts: list[str]
+    image: str  # path on the nodes
+    python: str  # interpreter within the image
+    program: str  # of apptainer; unused with pyxis
+    mounts: list[str]  # `source:target`; the directories of trial and submission are added when it starts
     args: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One step for the supervisor to start: a server replica, the rollout role, or all trainer ranks.
-
-    Args:
-        role: Which role.
-        index: Replica index of the role.
-        nodes: Node indexes within the allocation, in rank order.
-        tasks_per_node: Processes on each of these nodes.
-        cpus_per_task: CPUs of each process; also its OMP_NUM_THREADS.
-        mem_mb_per_task: Memory of each process, in MB.
-        gpus_per_task: GPUs of each process; 0 for none.
-        gpu_offset: First GPU of the unit on each of its nodes.
-        module: What `python -m` starts.
-        env: Environment variables of the unit.
-        srun_args: Further options of its srun.
-        container: Container of its processes; None for the node itself.
-    """
+    """One step for the supervisor to start: a server replica, the rollout role, or all trainer ranks."""
 
     role: Literal["server", "rollout", "trainer"]
-    index: int
-    nodes: list[int]
+    index: int  # replica index of the role
+    nodes: list[int]  # node indexes within the allocation, in rank order
     tasks_per_node: int
-    cpus_per_task: int
+    cpus_per_task: int  # also its OMP_NUM_THREADS
     mem_mb_per_task: int
     gpus_per_task: int
-    gpu_offset: int = 0
-    module: str
+    gpu_offset: int = 0  # first GPU of the unit on each of its nodes
+    module: str  # what `python -m` starts
     env: dict[str, str] = field(default_factory=dict)
     srun_args: list[str] = field(default_factory=list)
-    container: Container | None = None
+    container: Container | None = None  # None: the node itself
 
     @property
     def num_tasks(self) -> int:
@@ -69,18 +45,11 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Nodes that are requested together, all alike.
-
-    Args:
-        name: `trial`: nodes of supervisor, rollout and trainer. `servers`: nodes of servers only.
-        nodes: Their indexes, as in the units.
-        cpus_per_node: Largest demand of any of them, the supervisor's share included.
-        mem_mb_per_node: The same for memory, in MB.
-    """
+    """Nodes that are requested together, all alike: those of the trial's other roles, or of servers only."""
 
     name: Literal["trial", "servers"]
-    nodes: list[int]
-    cpus_per_node: int
+    nodes: list[int]  # their indexes, as in the units
+    cpus_per_node: int  # largest demand of any of them, the supervisor's share included
     mem_mb_per_node: int
 
 
@@ -103,17 +72,12 @@ class Plan:
     recover_retries: int
     python: str
     layout: Literal["allocation", "hetjob", "jobs"] = "allocation"
-    groups: list[Group] = field(
-        default_factory=list
-    )  # of the layouts hetjob and jobs: the nodes of the trial, then the servers'
+    # In the layouts hetjob and jobs: the nodes of the trial, then the servers'.
+    groups: list[Group] = field(default_factory=list)
     threads_per_core: int = 1  # each step is given whole cores, and its CPUs are counted so
-    slurm_knows_gpus: bool = (
-        True  # false: steps say nothing of GPUs, and the units' environment deals them out
-    )
+    slurm_knows_gpus: bool = True  # false: the units' environment deals them out
     notes: list[str] = field(default_factory=list)  # what was derived or adapted, in words; printed by submit
-    not_built: str = (
-        ""  # what the trial needs and this version has not: it can be planned and rendered, not started
-    )
+    not_built: str = ""  # why it can be planned and rendered, but not started
 
     def refuse_unbuilt(self) -> None:
         """Raise NotBuilt for a plan that can be rendered but not started."""

@@ -67,7 +67,7 @@ class GRPO:
         self.reference = reference
         self.config = run.config
         self.actor = run.config.actor
-        self.algorithm = ALGORITHMS[self.actor.compat or "grpo"]
+        self.algorithm = ALGORITHMS[self.actor.algorithm]
         self.total_steps = total_steps(run.config, num_prompts)
         own, sampling = self.actor.temperature, self.config.gconfig.temperature
         # greedy sampling has temperature 0: log-probabilities are those of the plain distribution

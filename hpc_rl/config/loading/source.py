@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from hpc_rl.config.loading.fields import options, section_of
+from hpc_rl.config.loading.stored import RENAMED
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.errors import ConfigError
 
@@ -131,6 +132,10 @@ def settings_of(tree: SourceValue, prefix: str = "") -> Settings:
     found: Settings = {}
     for key, value in tree.value.items():
         name, item = prefix + key, replace(value, is_argument=value.is_argument or tree.is_argument)
+        if name in RENAMED:
+            if item.value is None:
+                continue
+            name = RENAMED[name]
         is_section = isinstance(item.value, dict) and item.value and name in _section_names()
         for inner, setting in (settings_of(item, f"{name}.") if is_section else {name: item}).items():
             if inner in found:

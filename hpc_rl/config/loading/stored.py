@@ -12,6 +12,7 @@ from hpc_rl.config.sections.experiment import CONFIGS, Config, RWConfig, SFTConf
 from hpc_rl.errors import ConfigError
 
 REDACTED = "***"
+RENAMED = {"actor.compat": "actor.algorithm"}  # of earlier versions; null was the default
 _SECRET = re.compile(r"(^|_)(api_?key|token|secret|password)($|_)", re.IGNORECASE)
 
 
@@ -51,6 +52,10 @@ def construct(cls: type, data: Mapping[str, Any], prefix: str = "") -> Any:
     """Return a section from nested plain data. Raises ConfigError for unknown and missing names."""
     values: dict[str, Any] = {}
     for name, value in data.items():
+        if prefix + name in RENAMED:
+            if value is None:
+                continue
+            name = RENAMED[prefix + name].rpartition(".")[2]
         if name not in hints(cls):
             near = difflib.get_close_matches(name, hints(cls), n=1, cutoff=0.8)
             hint = f": did you mean {prefix}{near[0]}?" if near else "."

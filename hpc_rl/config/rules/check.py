@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from hpc_rl.allocation import SERVER_BACKENDS
 from hpc_rl.config.loading.stored import Loaded
 from hpc_rl.config.rules import (
     consistency,
@@ -16,6 +17,7 @@ from hpc_rl.config.rules import (
     slurm_rules,
     training_rules,
 )
+from hpc_rl.config.rules.consistency import server_backend
 from hpc_rl.config.sections.experiment import (
     ABSENT,
     LENGTH_OPTIONS,
@@ -75,14 +77,10 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
     if isinstance(config, SFTConfig):
         wanted |= {f"{section}.type": ("sft", "") for section in ("train_dataset", "valid_dataset")}
     if isinstance(config, GRPOConfig) and not config.cluster.n_gpus_per_node:
-        reason = "the plan has no GPUs" if config.allocation_mode.startswith("sglang") else ""
-        wanted |= {
-            "sglang.dtype": ("float32", reason),
-            "sglang.attention_backend": ("torch_native", reason),
-            "sglang.mem_fraction_static": (None, reason),
-            "sglang.chunked_prefill_size": (None, reason),
-            "sglang.max_prefill_tokens": (None, reason),
-        }
+        for name, backend in SERVER_BACKENDS.items():
+            reason = "the plan has no GPUs" if name == server_backend(config) else ""
+            for option, value in backend.without_gpus.items():
+                wanted[f"{backend.section}.{option}"] = (value, reason)
     wanted |= training_rules.adapted(config)
     notes = []
     for name, (value, reason) in wanted.items():

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator
 
 from hpc_rl.allocation import SERVER_BACKENDS, usual_server_backend
+from hpc_rl.config.loading.fields import defaults
 from hpc_rl.config.loading.stored import REDACTED, is_secret
 from hpc_rl.config.sections.cluster import environment_of
 from hpc_rl.config.sections.experiment import (
@@ -25,6 +26,17 @@ METRICS = {  # trainer -> the metrics of its evaluations; the first is the defau
 }
 _SECTIONS = ("saver", "evaluator", "recover", "stats_logger", "rollout", "actor", "ref", "model")
 _ROOTS = {"experiment_name": "experiment_name", "trial_name": "trial_name", "fileroot": "cluster.fileroot"}
+FOLLOWS = {  # option -> the one that it must equal, and defaults to
+    "actor.group_size": "gconfig.n_samples",
+    "actor.reward_norm.group_size": "gconfig.n_samples",
+    "actor.adv_norm.group_size": "gconfig.n_samples",
+    "actor.max_new_tokens": "gconfig.max_new_tokens",
+    "actor.temperature": "gconfig.temperature",
+    "rollout.consumer_batch_size": "train_dataset.batch_size",
+    **{f"{backend.section}.model_path": "actor.path" for backend in SERVER_BACKENDS.values()},
+}
+# AReaL repeats experiment, trial and fileroot in most sections.
+_IDENTITY = {f"{section}.{name}": root for section in _SECTIONS for name, root in _ROOTS.items()}
 
 
 def server_backend(config: Config) -> str:
@@ -34,10 +46,27 @@ def server_backend(config: Config) -> str:
     return next(named, "") if mode else usual_server_backend(config.cluster.n_gpus_per_node)
 
 
+def server_context(config: GRPOConfig) -> tuple[str, int | None]:
+    """Return the option that limits the tokens of a sequence in the servers, and its value."""
+    backend = SERVER_BACKENDS.get(server_backend(config))
+    if backend is None or not backend.context_option:
+        return "", None
+    name = f"{backend.section}.{backend.context_option}"
+    return name, value_of(config, name)
+
+
 def periods(section: FrequencyConfig) -> list[str]:
     """Return the names of the periods that are set."""
     names = ("freq_epochs", "freq_steps", "freq_secs")
     return [name for name in names if getattr(section, name) is not None]
+
+
+def given(config: Config, explicit: Collection[str], prefixes: str | tuple[str, ...]) -> list[str]:
+    """Return the options that were set to more than their default, which `config show` prints too."""
+    cls: type = type(config)
+    usual = defaults(cls)
+    chosen = (name for name in sorted(explicit) if name.startswith(prefixes))
+    return [name for name in chosen if name not in usual or value_of(config, name) != usual[name]]
 
 
 def names(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -48,13 +77,11 @@ def names(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield str(error)
 
 
-def identity(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    # AReaL repeats experiment, trial and fileroot in most sections.
-    for section in _SECTIONS:
-        for name, root in _ROOTS.items():
-            value, expected = value_of(config, f"{section}.{name}"), value_of(config, root)
-            if value not in (ABSENT, None, "", expected):
-                yield f"{section}.{name} {value} must equal {root} {expected}; omit it: it defaults to that."
+def equal(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    for name, other in (_IDENTITY | FOLLOWS).items():
+        value, expected = value_of(config, name), value_of(config, other)
+        if value not in (ABSENT, None, "", expected):
+            yield f"{name} {value} must equal {other} {expected}; omit it: it defaults to that."
 
 
 def length(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -109,7 +136,7 @@ def unavailable(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"{name} {shown} can't be used: {row.why}."
 
 
-RULES = [names, identity, length, datasets, evaluation, environments, unavailable]
+RULES = [names, equal, length, datasets, evaluation, environments, unavailable]
 
 
 def idle_notes(config: Config, explicit: Collection[str]) -> Iterator[str]:

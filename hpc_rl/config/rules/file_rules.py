@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.rules.consistency import server_backend
+from hpc_rl.config.rules.consistency import server_context
 from hpc_rl.config.rules.training_rules import models
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
 from hpc_rl.config.sections.training import TrainEngineConfig
@@ -68,7 +68,7 @@ def context_of(config: GRPOConfig) -> int | None:
     """Return the largest number of tokens of prompt and completion; None if nothing limits it."""
     found = read_json(Path(config.actor.path) / "config.json")
     limits = [found.get("max_position_embeddings") if isinstance(found, dict) else None]
-    limits += [] if server_backend(config) == "embedded" else [config.sglang.context_length]
+    limits.append(server_context(config)[1])
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 

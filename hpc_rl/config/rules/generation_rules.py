@@ -4,32 +4,22 @@ import difflib
 import re
 from collections.abc import Collection, Iterator
 
-from hpc_rl.config.rules.consistency import server_backend
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
-from hpc_rl.config.sections.inference import SGLangConfig
+from hpc_rl.allocation import SERVER_BACKENDS
+from hpc_rl.config.rules.consistency import given, server_backend, server_context
+from hpc_rl.config.sections.experiment import Config, GRPOConfig
+from hpc_rl.config.sections.inference import GenerationHyperparameters, SGLangConfig
 from hpc_rl.config.tables.sglang_versions import ALSO, DROPPED, FLAGS, SET_BY_THE_TRIAL
 
 BUILT_IN = {"workflow": ["single_turn"], "reward_fn": ["exact_match", "contains"]}
 _IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
-_EMBEDDED: dict[
-    str, tuple[tuple, str]
-] = {  # sampling options that embedded servers lack: the values that change nothing, and what to use
-    "stop": ((None, []), "use gconfig.stop_token_ids, or sglang servers"),
-    "frequency_penalty": ((0.0,), "use sglang servers"),
-    "min_p": ((0.0,), "use sglang servers"),
-    "repetition_penalty": ((1.0,), "use sglang servers"),
-}
 
 
 def no_servers(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if isinstance(config, GRPOConfig):
         return
-    defaults = SGLangConfig()  # an option at its default, as `config show` prints it, changes nothing
-    for name in sorted(explicit):
-        section, _, option = name.rpartition(".")
-        if section == "sglang" and value_of(config, name) != getattr(defaults, option):
-            yield f"{name} has no effect: trainer {config.trainer} has no generation servers; omit it."
-            return
+    sections = tuple(f"{backend.section}." for backend in SERVER_BACKENDS.values())
+    for name in given(config, explicit, sections)[:1]:
+        yield f"{name} has no effect: trainer {config.trainer} has no generation servers; omit it."
 
 
 def devices(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
@@ -45,11 +35,6 @@ def devices(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
 
 def groups(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     actor, n_samples = config.actor, config.gconfig.n_samples
-    if actor.group_size not in (None, n_samples):
-        yield (
-            f"actor.group_size {actor.group_size} must equal gconfig.n_samples {n_samples}; "
-            "omit it: it defaults to that."
-        )
     for name, norm in (("reward_norm", actor.reward_norm), ("adv_norm", actor.adv_norm)):
         if norm and "group" in (norm.mean_level, norm.std_level) and n_samples < 2:
             yield f"gconfig.n_samples {n_samples}: actor.{name} normalizes by group; use at least 2."
@@ -63,16 +48,11 @@ def groups(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
 
 
 def sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
-    g, actor = config.gconfig, config.actor
+    g = config.gconfig
     if g.greedy or g.temperature == 0:
         option = "gconfig.greedy true" if g.greedy else "gconfig.temperature 0"
         equal = f"all {g.n_samples} samples of a prompt would be equal, so nothing is learned"
         yield f"{option}: {equal}; use a temperature above 0."
-    elif actor.temperature not in (None, g.temperature):
-        yield (
-            f"actor.temperature {actor.temperature} must equal gconfig.temperature {g.temperature}; "
-            "omit it: it defaults to that."
-        )
     if g.min_new_tokens > g.max_new_tokens:
         most = f"gconfig.max_new_tokens {g.max_new_tokens}"
         yield f"gconfig.min_new_tokens {g.min_new_tokens} must not exceed {most}."
@@ -80,22 +60,17 @@ def sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
 
 def lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     new, total = config.gconfig.max_new_tokens, config.gconfig.max_tokens
-    limit, context = config.actor.mb_spec.max_tokens_per_mb, config.sglang.context_length
+    limit, (option, context) = config.actor.mb_spec.max_tokens_per_mb, server_context(config)
     if new >= total:
         yield f"gconfig.max_new_tokens {new} leaves no room for a prompt: gconfig.max_tokens is {total}."
     if limit is not None and limit <= new:
         yield f"actor.mb_spec.max_tokens_per_mb {limit} can't hold gconfig.max_new_tokens {new} and a prompt."
-    if server_backend(config) != "embedded" and context is not None and new >= context:
-        yield f"gconfig.max_new_tokens {new} leaves no room for a prompt: sglang.context_length is {context}."
+    if context is not None and new >= context:
+        yield f"gconfig.max_new_tokens {new} leaves no room for a prompt: {option} is {context}."
 
 
 def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     options, batch_size = config.rollout, config.train_dataset.batch_size
-    if options.consumer_batch_size not in (None, batch_size):
-        yield (
-            f"rollout.consumer_batch_size {options.consumer_batch_size} must equal train_dataset.batch_size "
-            f"{batch_size}; omit it: it defaults to that."
-        )
     if options.queue_size is not None and options.queue_size < batch_size:
         size = options.queue_size
         yield f"rollout.queue_size {size} can't hold a batch: train_dataset.batch_size is {batch_size}."
@@ -116,11 +91,6 @@ def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
 
 def servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     g, sglang = config.gconfig, config.sglang
-    if sglang.model_path not in ("", config.actor.path):
-        yield (
-            f"sglang.model_path {sglang.model_path} must equal actor.path {config.actor.path}; "
-            "omit it: it defaults to that."
-        )
     for name, why in DROPPED.get(sglang.version, {}).items():
         value = getattr(sglang, name)
         if value:
@@ -132,10 +102,11 @@ def servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
             "gconfig.stop needs the server's tokenizer: set sglang.skip_tokenizer_init to false, "
             "or use gconfig.stop_token_ids."
         )
-    if server_backend(config) == "embedded":
-        for name, (neutral, instead) in _EMBEDDED.items():
-            if getattr(g, name) not in neutral:
-                yield f"gconfig.{name} {getattr(g, name)} can't be used with embedded servers; {instead}."
+    used, defaults = server_backend(config), GenerationHyperparameters()
+    for name, instead in SERVER_BACKENDS[used].lacks.items() if used else ():
+        value = getattr(g, name)
+        if value and value != getattr(defaults, name):
+            yield f"gconfig.{name} {value} can't be used with {used} servers; {instead}."
 
 
 def _sglang_extra_args(sglang: SGLangConfig) -> Iterator[str]:

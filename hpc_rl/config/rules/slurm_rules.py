@@ -8,8 +8,9 @@ import re
 import shlex
 from collections.abc import Collection, Iterator
 
-from hpc_rl.config.sections.cluster import ServerJobsConfig, SlurmLauncherConfig
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
+from hpc_rl.config.rules.consistency import given
+from hpc_rl.config.sections.cluster import SlurmLauncherConfig
+from hpc_rl.config.sections.experiment import Config, GRPOConfig
 
 DERIVED = "derived"  # the value of an option that the plan decides
 
@@ -164,11 +165,7 @@ def layouts(config: Config, explicit: Collection[str]) -> Iterator[str]:
             "launcher.slurm.servers.time can't be used with layout hetjob: its components stop together; "
             "use launcher.slurm.time."
         )
-    defaults = ServerJobsConfig()  # an option at its default, as `config show` prints it, changes nothing
-    options = [name for name in sorted(explicit) if name.startswith("launcher.slurm.servers.")]
-    options = [
-        name for name in options if value_of(config, name) != getattr(defaults, name.rpartition(".")[2])
-    ]
+    options = given(config, explicit, "launcher.slurm.servers.")
     elastic = [name for name in options if name.endswith((".max_running", ".idle_s"))]
     if slurm.layout == "allocation" and options:
         use = "where servers share the trainer's job; use layout jobs or hetjob"

@@ -50,7 +50,7 @@ def adapted(config: Config) -> dict[str, tuple[Any, str]]:
     if config.total_train_steps is not None or config.total_train_n_seqs is not None:
         wanted["total_train_epochs"] = (None, "")
     if isinstance(config, GRPOConfig):
-        if config.ref is None and config.actor.compat is None:
+        if config.ref is None and config.actor.algorithm != "areal":
             wanted["actor.kl_ctl"] = (0.0, "there is no section ref, so no reference model")
         elif config.actor.beta:
             wanted["actor.kl_ctl"] = (0.0, "actor.beta is the KL term, in the loss")
@@ -90,8 +90,8 @@ def notes(config: GRPOConfig) -> Iterator[str]:
         for name in ("overlong_tokens", "overlong_penalty_factor"):
             if getattr(actor, name) is not None:
                 yield f"actor.{name} has no effect: actor.overlong_reward_penalty is false."
-    if actor.compat and actor.kl_ctl and config.ref is None:
-        rewards = "rewards improbable tokens, as AReaL did (actor.compat areal)"
+    if actor.algorithm == "areal" and actor.kl_ctl and config.ref is None:
+        rewards = "rewards improbable tokens, as AReaL did (actor.algorithm areal)"
         yield f"actor.kl_ctl {actor.kl_ctl:g} without a reference model {rewards}."
     if config.ref is None:
         return
@@ -121,18 +121,13 @@ def policy_loss(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
             "actor.behav_imp_weight_cap has no effect without actor.use_decoupled_loss: "
             "set that to true, or omit the cap."
         )
-    if actor.compat and actor.loss_aggregation != "token_mean":
-        use = "use token_mean with actor.compat areal"
+    if actor.algorithm == "areal" and actor.loss_aggregation != "token_mean":
+        use = "use token_mean with actor.algorithm areal"
         yield f"actor.loss_aggregation {actor.loss_aggregation} is not AReaL's; {use}."
 
 
 def rewards(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     actor, budget, n_samples = config.actor, config.gconfig.max_new_tokens, config.gconfig.n_samples
-    if actor.max_new_tokens not in (None, budget):
-        yield (
-            f"actor.max_new_tokens {actor.max_new_tokens} must equal gconfig.max_new_tokens {budget}; "
-            "omit it: it defaults to that."
-        )
     if actor.overlong_reward_penalty:
         needed = ("overlong_tokens", "overlong_penalty_factor")
         missing = [f"actor.{name}" for name in needed if getattr(actor, name) is None]
@@ -142,9 +137,6 @@ def rewards(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
             tokens = actor.overlong_tokens
             yield f"actor.overlong_tokens {tokens} must not exceed gconfig.max_new_tokens {budget}."
     for name, norm in _norms(config):
-        if norm.group_size not in (None, n_samples):
-            expected = f"gconfig.n_samples {n_samples}; omit it: it defaults to that"
-            yield f"actor.{name}.group_size {norm.group_size} must equal {expected}."
         if norm.mean_leave1out and norm.mean_level is None:
             yield f"actor.{name}.mean_leave1out has no effect: mean_level is null."
     if actor.log_agent_stats and not actor.log_agent_stats_keys:
@@ -159,7 +151,7 @@ def reference_model(config: GRPOConfig, explicit: Collection[str]) -> Iterator[s
     for name in ("kl_ctl", "beta"):
         value = getattr(config.actor, name)
         # Without a reference model a KL term would reward improbable tokens, whatever they are.
-        if value and config.ref is None and not (name == "kl_ctl" and config.actor.compat):
+        if value and config.ref is None and not (name == "kl_ctl" and config.actor.algorithm == "areal"):
             use = f"add a section ref with ref.path, or set actor.{name} to 0"
             yield f"actor.{name} {value:g} needs a reference model: {use}."
     if config.ref is None:

@@ -65,23 +65,20 @@ class ClusterSpecConfig:
 
 
 @dataclass(kw_only=True)
-class ServerJobsConfig:
-    """Slurm options of the server nodes (layouts `hetjob` and `jobs`); null means as in `launcher.slurm`.
+class SlurmNodesConfig:
+    """Which nodes a job requests, and for how long.
 
     Args:
-        partition: Partition. A preemptible one is safe: losing servers only slows the trial down.
+        partition: Partition. For servers a preemptible one is safe: losing them only slows the trial down.
         account: Account to charge.
         qos: Quality of service.
-        time: Time limit of each server node, in Slurm's format.
+        time: Time limit in Slurm's format: `24:00:00`, `2-12` (days-hours), or `'90'` in quotes (minutes).
         constraint: Node features.
         reservation: Reservation.
         nodelist: Nodes to use.
         exclude: Nodes to avoid.
-        gpu_type: Type of GPU.
-        gres: Generic resources per node.
-        max_running: Largest number of server nodes at once, in layout `jobs`; null means all of them.
-        idle_s: Seconds without a running supervisor of the trial after which servers stop, in layout `jobs`.
-            The next trainer job submits them again.
+        gpu_type: GPU type, such as `a100`.
+        gres: Generic resources per node; if it names GPUs, it is what requests them.
     """
 
     partition: str | None = None
@@ -94,23 +91,27 @@ class ServerJobsConfig:
     exclude: str | None = None
     gpu_type: GpuType | None = None
     gres: str | None = None
+
+
+@dataclass(kw_only=True)
+class ServerJobsConfig(SlurmNodesConfig):
+    """Slurm options of the server nodes (layouts `hetjob` and `jobs`); null means as in `launcher.slurm`.
+
+    Args:
+        max_running: Largest number of server nodes at once, in layout `jobs`; null means all of them.
+        idle_s: Seconds without a running supervisor of the trial after which servers stop, in layout `jobs`.
+            The next trainer job submits them again.
+    """
+
     max_running: PositiveInt | None = None
     idle_s: PositiveInt = 900
 
 
 @dataclass(kw_only=True)
-class SlurmLauncherConfig:
+class SlurmLauncherConfig(SlurmNodesConfig):
     """Slurm options. `null` omits an option; `derived` takes the number from the plan.
 
     Args:
-        partition: Partition.
-        account: Account to charge.
-        qos: Quality of service.
-        time: Time limit in Slurm's format: `24:00:00`, `2-12` (days-hours), or `'90'` in quotes (minutes).
-        constraint: Node features.
-        reservation: Reservation.
-        nodelist: Nodes to use.
-        exclude: Nodes to avoid.
         ntasks_per_node: `--ntasks-per-node`; null for sites that forbid it.
         cpus_per_task: CPUs per node; null for sites that allocate whole nodes.
         mem: Memory per node; `0` requests all of it; null for sites that forbid `--mem`.
@@ -118,8 +119,6 @@ class SlurmLauncherConfig:
         mem_per_gpu: Memory per GPU, instead of per node.
         gpus_by: Option that requests the GPUs; null where Slurm does not manage GPUs (this requires whole
             nodes).
-        gpu_type: GPU type, such as `a100`.
-        gres: Generic resources per node; if it names GPUs, it is what requests them.
         exclusive: Whole nodes (true), or nodes not shared with other users (`user`), accounts (`mcs`) or
             switches (`topo`).
         tmp: Local disk space per node.
@@ -157,22 +156,12 @@ class SlurmLauncherConfig:
         backend: How jobs are submitted: by `sbatch`, or by `submitit` (needs the extra of that name).
     """
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    time: SlurmTime | None = None
-    constraint: str | None = None
-    reservation: str | None = None
-    nodelist: str | None = None
-    exclude: str | None = None
     ntasks_per_node: Literal[1] | None = 1
     cpus_per_task: SlurmCountOrDerived | None = "derived"
     mem: SlurmMemoryOrDerived | None = "derived"
     mem_per_cpu: SlurmMemory | None = None
     mem_per_gpu: SlurmMemory | None = None
     gpus_by: Literal["gpus-per-node", "gres"] | None = "gpus-per-node"
-    gpu_type: GpuType | None = None
-    gres: str | None = None
     exclusive: bool | Literal["user", "mcs", "topo"] | None = None
     tmp: SlurmMemory | None = None
     switches: str | None = None

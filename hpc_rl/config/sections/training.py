@@ -199,8 +199,9 @@ class PPOActorConfig(TrainEngineConfig):
         loss_aggregation: `token_mean`: every token of a minibatch has the same weight; `sequence_mean`: every
             completion has; `constant_length`: the sum over a completion divided by `gconfig.max_new_tokens`
             (Dr.GRPO, with std_level null). hpc-rl extension.
-        compat: `areal` computes rewards, advantages and dynamic sampling exactly as AReaL v0.3 did, mistakes
-            included. hpc-rl extension.
+        algorithm: Row of the table of algorithms: `grpo`, also for DAPO and Dr.GRPO by the options of this
+            section; `areal` computes rewards, advantages and dynamic sampling exactly as AReaL v0.3 did,
+            mistakes included. hpc-rl extension.
         log_agent_stats: Log the entries of `Trajectory.stats` that `log_agent_stats_keys` names.
         log_agent_stats_keys: Keys of `Trajectory.stats`, which the workflow fills.
         adv_norm: Normalization of advantages; null means none.
@@ -233,7 +234,7 @@ class PPOActorConfig(TrainEngineConfig):
     mask_no_eos_with_zero: bool = False
     dynamic_sampling: bool = False
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
-    compat: Literal["areal"] | None = None
+    algorithm: Literal["grpo", "areal"] = "grpo"
     log_agent_stats: bool = False
     log_agent_stats_keys: list[str] = field(default_factory=list)
     adv_norm: NormConfig | None = None

@@ -132,7 +132,7 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
             ["actor.log_agent_stats_keys=[a]"],
             "actor.log_agent_stats_keys has no effect without actor.log_agent_stats",
         ),
-        (["actor.compat=areal", "actor.loss_aggregation=sequence_mean"], "is not AReaL's"),
+        (["actor.algorithm=areal", "actor.loss_aggregation=sequence_mean"], "is not AReaL's"),
         (
             ["gconfig.n_samples=1", "train_dataset.batch_size=4", "actor.dynamic_sampling=true"],
             "would drop every group",
@@ -335,7 +335,7 @@ def test_the_kl_in_the_reward_needs_a_reference_model_and_its_default_adapts():
         "sdpa",
     )
     assert "ref.disable_dropout: no effect, because the reference model is not trained." in loaded.notes
-    assert checked("actor.compat=areal").config.actor.kl_ctl == 0.1
+    assert checked("actor.algorithm=areal").config.actor.kl_ctl == 0.1
     idle = checked("ref.path=/models/m", "actor.kl_ctl=0")
     assert any(
         note.startswith("ref has no effect, and the reference model is not loaded") for note in idle.notes

@@ -337,6 +337,15 @@ def test_round_trip_through_json(model):
         from_dict(data)
 
 
+def test_an_earlier_name_of_an_option_is_read(files):
+    assert files.load(more="actor: {compat: areal}").config.actor.algorithm == "areal"
+    assert files.load("actor.compat=null").config.actor.algorithm == "grpo"
+    data = to_dict(files.load("actor.algorithm=areal").config)
+    del data["actor"]["algorithm"]
+    assert from_dict(data | {"actor": data["actor"] | {"compat": "areal"}}).actor.algorithm == "areal"
+    assert from_dict(data | {"actor": data["actor"] | {"compat": None}}).actor.algorithm == "grpo"
+
+
 def test_an_unknown_key_is_not_drowned_in_values_that_were_not_interpolated(files):
     message = files.refusal(more="sead: 1\ngconfig: {n_samples: '${seed}'}\n")
     assert message.startswith("unknown key sead") and "\n" not in message

@@ -217,14 +217,14 @@ def test_the_longest_row_that_is_complete_is_truncated_for_areal_only(tmp_path):
     recipe = grpo_recipe(tmp_path, mask_no_eos_with_zero=True)
     recipe.update(6, batch)
     assert recipe.run.stats.take()["rows_masked"] == 0 and len(recipe.run.engine.updates[0][0]) == 4
-    recipe = grpo_recipe(tmp_path, mask_no_eos_with_zero=True, compat="areal", kl_ctl=0.0)
+    recipe = grpo_recipe(tmp_path, mask_no_eos_with_zero=True, algorithm="areal", kl_ctl=0.0)
     recipe.update(6, batch)
     ((rows, weight, _),) = recipe.run.engine.updates
     assert weight == 12.0 and not any(column.any() for column in rows.columns["advantages"])
 
 
 def test_areal_rewards_improbable_tokens_where_there_is_no_reference_model(tmp_path):
-    recipe = grpo_recipe(tmp_path, compat="areal", kl_ctl=0.1)
+    recipe = grpo_recipe(tmp_path, algorithm="areal", kl_ctl=0.1)
     recipe.update(6, batch_of([1.0, 1.0], [1.0, 1.0]))
     rows = recipe.run.engine.updates[0][0]
     np.testing.assert_allclose(
@@ -239,8 +239,8 @@ def test_overlong_completions_lose_at_most_the_factor_except_for_areal(tmp_path)
         "overlong_penalty_factor": 2.0,
         "kl_ctl": 0.0,
     }
-    for compat, penalty in ((None, -2.0), ("areal", -2.5)):
-        recipe = grpo_recipe(tmp_path, compat=compat, **options)
+    for algorithm, penalty in (("grpo", -2.0), ("areal", -2.5)):
+        recipe = grpo_recipe(tmp_path, algorithm=algorithm, **options)
         recipe.config.gconfig.max_new_tokens = 20
         recipe.update(
             6, Batch(6, [TrajectoryGroup(i, [trajectory(1.0, n) for n in (16, 21)]) for i in range(2)])
@@ -343,7 +343,7 @@ def sequence_ratio_loss(batch: TokenBatch, *, eps_clip: float, **_: object) -> t
 def test_another_algorithm_is_a_row_of_the_table(tmp_path, monkeypatch):
     row = dataclasses.replace(ALGORITHMS["grpo"], policy_loss=sequence_ratio_loss)
     monkeypatch.setitem(ALGORITHMS, "throw-away", row)
-    recipe = grpo_recipe(tmp_path, compat="throw-away")
+    recipe = grpo_recipe(tmp_path, algorithm="throw-away")
     recipe.update(6, batch_of([1.0, 0.0], [0.0, 1.0]))
     # ratio e^(-1+2) of every sequence, clipped to 1.2 where A = 0.5, not where A = -0.5
     loss = recipe.run.stats.take()["loss"]
@@ -351,8 +351,7 @@ def test_another_algorithm_is_a_row_of_the_table(tmp_path, monkeypatch):
 
 
 def test_every_algorithm_can_be_selected():
-    values = get_args(get_args(get_type_hints(PPOActorConfig)["compat"])[0])
-    assert set(values) | {"grpo"} == ALGORITHMS.keys()
+    assert set(get_args(get_type_hints(PPOActorConfig)["algorithm"])) == ALGORITHMS.keys()
 
 
 @given(
