@@ -30,22 +30,16 @@ _BOUNDS = {
 
 def schema(trainer: str | None = None) -> dict[str, Any]:
     """Return the schema of one trainer's configuration, or of any."""
-    defs: dict[str, Any] = {
-        "reference": {
-            "type": "string",
-            "pattern": r"\$\{",
-            "description": "A value taken from another option: ${a.b}.",
-        }
-    }
+    text = "A value taken from another option: ${a.b}."
+    defs: dict[str, Any] = {"reference": {"type": "string", "pattern": r"\$\{", "description": text}}
     chosen = [trainer] if trainer else list(CONFIGS)
     draft = ""
     for name in chosen:
         made = json.loads(config_parser(CONFIGS[name]).get_completion_script("jsonschema"))
         draft = made.pop("$schema")
         defs[CONFIGS[name].__name__] = _section(CONFIGS[name], made)
-        made["properties"] |= {
-            alias: {"description": f"ATLAS: {what.describe()}"} for alias, what in ALIASES.items()
-        }
+        for alias, what in ALIASES.items():
+            made["properties"][alias] = {"description": f"ATLAS: {what.describe()}"}
         made["patternProperties"] = {r"^[a-z0-9_]+\.[a-z0-9_.]+$": {}}
     refs = [{"$ref": f"#/$defs/{CONFIGS[name].__name__}"} for name in chosen]
     whole = refs[0] if len(refs) == 1 else {"anyOf": refs}
@@ -74,22 +68,15 @@ def _section(cls: type, made: dict[str, Any]) -> dict[str, Any]:
 def _option(hint: Any, of: dict[str, Any]) -> dict[str, Any]:
     kept = {key: of.pop(key) for key in ("default",) if key in of}
     of.pop("description", None)
-    for kind in alternatives(hint):
-        for extra in extras_of(kind):
-            if isinstance(extra, Limits):
-                of |= {
-                    word: getattr(extra, name)
-                    for name, word in _BOUNDS.items()
-                    if getattr(extra, name) is not None
-                }
-            elif isinstance(extra, Grammar):
-                of["pattern"] = f"^(?:{extra.pattern})$"
+    extras = extras_of(hint)
+    for extra in extras:
+        if isinstance(extra, Grammar):
+            of["pattern"] = f"^(?:{extra.pattern})$"
+        elif isinstance(extra, Limits):
+            bounds = {word: getattr(extra, name) for name, word in _BOUNDS.items()}
+            of |= {word: bound for word, bound in bounds.items() if bound is not None}
     is_text = any(base_of(kind) is str for kind in alternatives(hint))
-    quoted = any(
-        isinstance(extra, Grammar) and extra.quoted
-        for kind in alternatives(hint)
-        for extra in extras_of(kind)
-    )
+    quoted = any(isinstance(extra, Grammar) and extra.quoted for extra in extras)
     # `account: 1234` is text: the digits are kept as they were written.
     number = [{"type": "number"}] if is_text and not quoted else []
     return {"anyOf": [of, *number, REFERENCE], **kept}

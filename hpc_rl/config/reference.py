@@ -53,77 +53,50 @@ def section_help(topic: str) -> str:
 
 def reference() -> str:
     """Return the whole page."""
-    return (
-        "\n".join([_HEAD, *_sections(), *_short_names(), *_atlas(), *_departures(), *_unavailable()]) + "\n"
-    )
+    return "\n".join([_HEAD, *_sections(), *_tables()])
 
 
 def _sections() -> Iterator[str]:
     owners: dict[str, list[str]] = {}
-    shown: dict[str, tuple[type, str, list[str]]] = {}
+    shown: dict[
+        str, tuple[str, dict[str, list[str]]]
+    ] = {}  # prefix -> text of the section, option -> its row
     for trainer, cls in CONFIGS.items():
         for prefix, section, text in sections(cls):
             owners.setdefault(prefix, []).append(trainer)
-            known = shown.setdefault(prefix, (section, text, []))[2]
+            rows = shown.setdefault(prefix, (text, {}))[1]
             for option in describe_options(section):
-                cells = (_cell(text) for text in (option.type, option.default, option.text))
-                row = f"| `{option.name}` | {' | '.join(cells)} |"
-                if row not in known and not any(other.startswith(f"| `{option.name}` ") for other in known):
-                    known.append(row)
-    for prefix, (_, text, rows) in shown.items():
-        yield f"## `{prefix[:-1]}`" if prefix else "## Top level"
+                rows.setdefault(option.name, [f"`{option.name}`", option.type, option.default, option.text])
+    for prefix, (text, rows) in shown.items():
+        only = "" if len(owners[prefix]) == len(CONFIGS) else f" Trainer: {', '.join(owners[prefix])}."
+        title, texts = (f"`{prefix[:-1]}`", [f"{text}{only}"]) if prefix else ("Top level", [])
+        yield from _table(title, texts, ["option", "type", "default", "meaning"], list(rows.values()))
+
+
+def _tables() -> Iterator[str]:
+    short = [[f"`--{name}`", f"`{full.replace('{model}', 'actor')}`"] for name, full in ALIASES.items()]
+    yield from _table("Short names on the command line", [], ["short", "option"], short)
+    accepted = "Accepted at the top level of a file and on the command line."
+    conflict = "A name and its alias with different values are an error."
+    names = [[f"`{name}`", alias.describe()] for name, alias in ATLAS.items()]
+    yield from _table("ATLAS names", [accepted, conflict], ["ATLAS", "here"], names)
+    departures = [[f"`{name}`", theirs, why] for name, (theirs, why) in DEPARTURES.items()]
+    title = "Where our default departs from AReaL's"
+    yield from _table(title, [], ["option", "AReaL", "why ours differs"], departures)
+    refused = [[f"`{name}`", item.accepted(), item.why] for name, item in UNAVAILABLE.items()]
+    heads = ["option", "accepted", "why, and what to use"]
+    yield from _table("What can be named and is refused", [], heads, refused)
+
+
+def _table(title: str, texts: list[str], heads: list[str], rows: list[list[str]]) -> Iterator[str]:
+    yield f"## {title}\n"
+    if texts:
+        yield "\n".join(texts) + "\n"
+    if rows:
+        yield f"| {' | '.join(heads)} |"
+        yield "|---" * len(heads) + "|"
+        yield from (f"| {' | '.join(map(_cell, row))} |" for row in rows)
         yield ""
-        if prefix:
-            only = owners[prefix]
-            yield text + ("" if len(only) == len(CONFIGS) else f" Trainer: {', '.join(only)}.")
-            yield ""
-        if rows:
-            yield "| option | type | default | meaning |"
-            yield "|---|---|---|---|"
-            yield from rows
-            yield ""
-
-
-def _short_names() -> Iterator[str]:
-    yield "## Short names on the command line"
-    yield ""
-    yield "| short | option |"
-    yield "|---|---|"
-    names = {short: full.replace("{model}", "actor") for short, full in ALIASES.items()}
-    yield from (f"| `--{short}` | `{full}` |" for short, full in names.items())
-    yield ""
-
-
-def _atlas() -> Iterator[str]:
-    yield "## ATLAS names"
-    yield ""
-    yield "Accepted at the top level of a file and on the command line."
-    yield "A name and its alias with different values are an error."
-    yield ""
-    yield "| ATLAS | here |"
-    yield "|---|---|"
-    yield from (f"| `{name}` | {_cell(alias.describe())} |" for name, alias in ATLAS.items())
-    yield ""
-
-
-def _departures() -> Iterator[str]:
-    yield "## Where our default departs from AReaL's"
-    yield ""
-    yield "| option | AReaL | why ours differs |"
-    yield "|---|---|---|"
-    yield from (
-        f"| `{name}` | {_cell(theirs)} | {_cell(why)} |" for name, (theirs, why) in DEPARTURES.items()
-    )
-    yield ""
-
-
-def _unavailable() -> Iterator[str]:
-    yield "## What can be named and is refused"
-    yield ""
-    yield "| option | accepted | why, and what to use |"
-    yield "|---|---|---|"
-    for name, item in UNAVAILABLE.items():
-        yield f"| `{name}` | {_cell(item.accepted())} | {_cell(item.why)} |"
 
 
 def _cell(text: str) -> str:

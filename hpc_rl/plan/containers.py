@@ -3,16 +3,10 @@
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
-from hpc_rl.config.rules.container_rules import Role, binds_of, bound_paths, image_of
+from hpc_rl.config.rules.container_rules import PYTHONS, Role, binds_of, bound_paths, image_of
 from hpc_rl.config.sections.experiment import Config
-from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Container
 
-PYTHONS: dict[Role, str] = {
-    "trainer": "trainer_image_python",
-    "rollout": "rollout_image_python",
-    "server": "inference_server_image_python",
-}
 _HUB_CACHE = ("models--", "datasets--")
 
 
@@ -32,16 +26,6 @@ def container_of(config: Config, role: Role) -> Container | None:
         mounts=with_paths(given, needed),
         args=list(slurm.container_args),
     )
-
-
-def refuse_scheduler(config: Config, scheduler: str) -> None:
-    """Raise ConfigError for pyxis, which is an extension of srun, on this machine."""
-    pyxis = config.launcher.slurm.container_type == "pyxis"
-    if scheduler == "local" and pyxis and any(container_of(config, role) for role in PYTHONS):
-        raise ConfigError(
-            "launcher.slurm.container_type pyxis needs srun, which launcher.type local does not use; "
-            "use container_type apptainer, or omit the images."
-        )
 
 
 def with_paths(binds: list[str], paths: Iterable[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -36,29 +36,21 @@ def make_plan(
     *,
     interpreter: str,
     scheduler: Literal["slurm", "local"],
-    threads_per_core: int = 1,
+    threads_per_core: int = 1,  # of the nodes: Slurm gives each step whole cores
 ) -> Plan:
-    """Decide what runs where; what can be planned but not started yet is recorded in `not_built`.
+    """Decide what runs where; `explicit` are the options that the user set, `interpreter` is who submits.
 
-    Args:
-        config: The checked configuration.
-        explicit: Options that the user set.
-        interpreter: The Python that submits.
-        scheduler: What runs the trial.
-        threads_per_core: Of the nodes; Slurm gives each step whole cores.
-
-    Raises NotBuilt for what this version can't plan, DoesNotFit with the nearest that fits, ConfigError.
+    What can be planned but not started yet is recorded in `not_built`. Raises NotBuilt for what this version
+    can't plan, DoesNotFit with the nearest that fits, ConfigError.
     """
     refuse_scheduler(config, scheduler)
-    containers.refuse_scheduler(config, scheduler)
     allocation, notes = _allocation(config)
     _refuse_unbuilt(config, allocation)
     allocation = _fill_stars(config, allocation)
     demand = _demand(allocation)
     if demand.units > MAX_UNITS:
-        raise DoesNotFit(
-            f"allocation_mode {allocation} needs {demand.units} units; at most {MAX_UNITS} are allowed."
-        )
+        most = f"at most {MAX_UNITS} are allowed"
+        raise DoesNotFit(f"allocation_mode {allocation} needs {demand.units} units; {most}.")
     placement = _placement(config, allocation, demand)
     ranks_per_row = allocation.train.units_per_replica if allocation.train else 1
     _refuse_idle_ranks(config, demand.ranks // ranks_per_row)
@@ -112,25 +104,23 @@ def with_threads_per_core(plan: Plan, threads_per_core: int) -> Plan:
 
 
 def refuse_scheduler(config: Config, scheduler: str) -> None:
-    """Raise ConfigError where several nodes or jobs are needed and the scheduler is this machine."""
+    """Raise ConfigError for what needs Slurm where the scheduler is this machine."""
     if scheduler != "local":
         return
     layout, n_nodes = config.launcher.slurm.layout, config.cluster.n_nodes
     if layout != "allocation":
-        raise ConfigError(
-            f"launcher.slurm.layout {layout} needs Slurm, but the trial would run on this machine; "
-            "use layout allocation."
-        )
+        here = "the trial would run on this machine; use layout allocation"
+        raise ConfigError(f"launcher.slurm.layout {layout} needs Slurm, but {here}.")
     if n_nodes > 1 and config.launcher.type == "auto":
-        raise ConfigError(
-            f"cluster.n_nodes {n_nodes} needs Slurm, but sbatch is not on the PATH; "
-            "submit from a machine that has it, or use --n_nodes 1."
-        )
+        here = "sbatch is not on the PATH; submit from a machine that has it, or use --n_nodes 1"
+        raise ConfigError(f"cluster.n_nodes {n_nodes} needs Slurm, but {here}.")
     if n_nodes > 1:
-        raise ConfigError(
-            f"cluster.n_nodes {n_nodes} can't be used with launcher.type local, which is this machine; "
-            "use --n_nodes 1, or launcher.type slurm."
-        )
+        here = "launcher.type local, which is this machine; use --n_nodes 1, or launcher.type slurm"
+        raise ConfigError(f"cluster.n_nodes {n_nodes} can't be used with {here}.")
+    pyxis = config.launcher.slurm.container_type == "pyxis"
+    if pyxis and any(containers.container_of(config, role) for role in containers.PYTHONS):
+        instead = "launcher.type local does not use; use container_type apptainer, or omit the images"
+        raise ConfigError(f"launcher.slurm.container_type pyxis needs srun, which {instead}.")
 
 
 def slurm_knows_gpus(config: Config) -> bool:
@@ -164,76 +154,60 @@ def _derive(config: Config) -> Allocation:
     engine, servers = trained(config)[1].backend or "fsdp", usual_server_backend(n_gpus)
     if not isinstance(config, GRPOConfig):
         return Allocation(train=Train(engine, d=n_nodes * max(n_gpus, 1)))
-    if not n_gpus:
-        trainers = max(n_nodes // 2, 1)
-        return Allocation(
-            servers=Servers(servers, d=max(n_nodes - trainers, 1)), train=Train(engine, d=trainers)
-        )
     if n_nodes * n_gpus == 1:
-        raise DoesNotFit(
-            "cluster.n_gpus_per_node 1: one GPU can't hold both a server and a trainer; use 2 or more, "
-            "or 0 to run everything as processes without a GPU."
-        )
-    trainers = n_gpus // 2 if n_nodes == 1 else (n_nodes // 2) * n_gpus
-    return Allocation(
-        servers=Servers(servers, d=n_nodes * n_gpus - trainers), train=Train(engine, d=trainers)
-    )
+        use = "use 2 or more, or 0 for processes without a GPU"
+        raise DoesNotFit(f"cluster.n_gpus_per_node 1: one GPU can't hold both server and trainer; {use}.")
+    per_node = max(n_gpus, 1)
+    trainers = max(n_gpus // 2, 1) if n_nodes == 1 else (n_nodes // 2) * per_node
+    num_servers = max(n_nodes * per_node - trainers, 1)
+    return Allocation(servers=Servers(servers, d=num_servers), train=Train(engine, d=trainers))
 
 
 def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
     """Raise NotBuilt for what this version can't plan, ConfigError for what contradicts the trainer."""
-    servers, train = allocation.servers, allocation.train
-    name = f"allocation_mode {allocation}"
+    servers, train, name = allocation.servers, allocation.train, f"allocation_mode {allocation}"
+    if servers and train and not isinstance(config, GRPOConfig):
+        raise ConfigError(f"{name}: trainer {config.trainer} has no generation servers; use {train}.")
+    if reason := next(_unbuilt(config, allocation), ""):
+        raise NotBuilt(f"{name}: {reason}.")
+    option = servers and SERVER_BACKENDS[servers.backend].divisor_option
+    if servers and option:
+        option = f"{SERVER_BACKENDS[servers.backend].section}.{option}"
+        size = value_of(config, option)
+        if servers.t % size:
+            raise ConfigError(f"{option} {size} must divide the GPUs of a server: {name} has t {servers.t}.")
+
+
+def _unbuilt(config: Config, allocation: Allocation) -> Iterator[str]:
+    servers, train, n_gpus = allocation.servers, allocation.train, config.cluster.n_gpus_per_node
+    usual = usual_server_backend(n_gpus)
     if allocation.evaluate:
-        raise NotBuilt(
-            f"{name}: a trial that only evaluates is not implemented; every trial evaluates at its end."
-        )
+        yield "a trial that only evaluates is not implemented; every trial evaluates at its end"
     if allocation.colocate:
-        raise NotBuilt(f"{name}: sharing units ('|') is not implemented; use '+': {servers}+{train}.")
+        yield f"sharing units ('|') is not implemented; use '+': {servers}+{train}"
     if servers and not train:
-        raise NotBuilt(
-            f"{name}: a trial of servers alone is not implemented; add a trainer: {servers}+fsdp:d1."
-        )
+        yield f"a trial of servers alone is not implemented; add a trainer: {servers}+fsdp:d1"
     if train and TRAIN_BACKENDS[train.backend].supported == "d" and train.units_per_replica > 1:
         only_d = f"use d only, as {train.backend}:d{train.num_units or '*'}"
-        raise NotBuilt(f"{name}: {train.backend} with t or c is not implemented; {only_d}.")
-    if servers and not isinstance(config, GRPOConfig):
-        raise ConfigError(f"{name}: trainer {config.trainer} has no generation servers; use {train}.")
-    if servers:
-        _refuse_servers(config, servers, name)
-    elif isinstance(config, GRPOConfig):
-        usual = usual_server_backend(config.cluster.n_gpus_per_node)
-        raise NotBuilt(
-            f"{name}: generation by the trainer is not implemented; add servers, as {usual}:d1+{train}."
-        )
-
-
-def _refuse_servers(config: Config, servers: Servers, name: str) -> None:
-    n_gpus, backend = config.cluster.n_gpus_per_node, SERVER_BACKENDS[servers.backend]
-    usual = usual_server_backend(n_gpus)
+        yield f"{train.backend} with t or c is not implemented; {only_d}"
+    if not servers:
+        if isinstance(config, GRPOConfig):
+            yield f"generation by the trainer is not implemented; add servers, as {usual}:d1+{train}"
+        return
+    backend = SERVER_BACKENDS[servers.backend]
     if not backend.implementation:
-        raise NotBuilt(f"{name}: {servers.backend} servers are not implemented; use {usual}.")
+        yield f"{servers.backend} servers are not implemented; use {usual}"
     if n_gpus and not backend.on_gpus:
-        raise NotBuilt(
-            f"{name}: {servers.backend} servers can't use GPUs, but cluster.n_gpus_per_node is {n_gpus}; "
-            f"use {usual}, or cluster.n_gpus_per_node 0."
-        )
+        use = f"use {usual}, or cluster.n_gpus_per_node 0"
+        yield f"{servers.backend} servers can't use GPUs, but cluster.n_gpus_per_node is {n_gpus}; {use}"
     if servers.p > 1 and "p" not in backend.supported:
-        size = servers.units_per_replica
-        raise NotBuilt(
-            f"{name}: {servers.backend} servers with p are not implemented; use t: {servers.backend}:t{size}."
-        )
+        use = f"use t: {servers.backend}:t{servers.units_per_replica}"
+        yield f"{servers.backend} servers with p are not implemented; {use}"
     if servers.t > 1 and not n_gpus:
-        raise NotBuilt(
-            f"{name}: t needs GPUs, but cluster.n_gpus_per_node is 0; use d, as {usual}:d{servers.t}."
-        )
+        yield f"t needs GPUs, but cluster.n_gpus_per_node is 0; use d, as {usual}:d{servers.t}"
     if servers.t > max(n_gpus, 1):
         most = f"t can be at most cluster.n_gpus_per_node, {n_gpus}"
-        raise NotBuilt(f"{name}: a server that spans nodes is not implemented; {most}.")
-    option = f"{backend.section}.{backend.divisor_option}"
-    if backend.divisor_option and servers.t % value_of(config, option):
-        size = value_of(config, option)
-        raise ConfigError(f"{option} {size} must divide the GPUs of a server: {name} has t {servers.t}.")
+        yield f"a server that spans nodes is not implemented; {most}"
 
 
 def _not_built(config: Config, allocation: Allocation) -> str:
@@ -247,9 +221,8 @@ def _not_built(config: Config, allocation: Allocation) -> str:
     if train and train.backend in lacking:
         named.insert(0, f"allocation_mode {allocation}")
     elif trained(config)[1].backend in lacking:
-        raise ConfigError(
-            f"{named[0]}, but allocation_mode {allocation} trains with another engine; make them agree."
-        )
+        other = f"allocation_mode {allocation} trains with another engine; make them agree"
+        raise ConfigError(f"{named[0]}, but {other}.")
     if not named:
         return ""
     count = (train.num_units if train else None) or "*"
@@ -268,14 +241,11 @@ def _fill_stars(config: Config, allocation: Allocation) -> Allocation:
     cluster = config.cluster
     taken = sum(part.num_units or 0 for part in (servers, train) if part)
     left = cluster.n_nodes * max(cluster.n_gpus_per_node, 1) - taken
-    if not cluster.n_gpus_per_node:
-        left = max(left, 1)
+    left = left if cluster.n_gpus_per_node else max(left, 1)
     count = left // starred[0].units_per_replica
     if count < 1:
-        used = f"{taken} of {taken + left} units are used"
-        raise DoesNotFit(
-            f"allocation_mode {allocation}: nothing is left for d*: {used}; use fewer, or more nodes."
-        )
+        used = f"{taken} of {taken + left} units are used; use fewer, or more nodes"
+        raise DoesNotFit(f"allocation_mode {allocation}: nothing is left for d*: {used}.")
     filled = replace(starred[0], d=count)
     if isinstance(filled, Servers):
         return replace(allocation, servers=filled)
@@ -297,10 +267,10 @@ def _placement(config: Config, allocation: Allocation, demand: Demand) -> Placem
     placement = place(demand, n_nodes, n_gpus)
     if placement:
         return placement
-    other = nearest(demand, n_nodes, n_gpus)
-    fits = (
-        f"the nearest that fits: {_as_text(allocation, other)}" if other else "no number of such servers fits"
-    )
+    fits = "no number of such servers fits"
+    if other := nearest(demand, n_nodes, n_gpus):
+        servers = replace(allocation.servers, d=other.replicas) if allocation.servers else None
+        fits = f"the nearest that fits: {Allocation(servers=servers, train=Train('fsdp', d=other.ranks))}"
     have = f"{n_nodes} node(s) of {n_gpus} GPUs have {n_nodes * n_gpus}"
     if n_gpus and demand.units != n_nodes * n_gpus:
         why = f"it needs {demand.units} GPUs, {have}"
@@ -313,11 +283,6 @@ def _placement(config: Config, allocation: Allocation, demand: Demand) -> Placem
     else:
         why = f"each of {n_nodes} nodes must have only servers, or the same number of ranks as the others"
     raise DoesNotFit(f"allocation_mode {allocation} does not fit: {why}; {fits}.")
-
-
-def _as_text(allocation: Allocation, demand: Demand) -> str:
-    servers = replace(allocation.servers, d=demand.replicas) if allocation.servers else None
-    return str(Allocation(servers=servers, train=Train("fsdp", d=demand.ranks)))
 
 
 def _refuse_idle_ranks(config: Config, ranks: int) -> None:
@@ -352,9 +317,8 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
         return [trainer]
     size = servers.units_per_replica
     server_env = environment_of("launcher.inference_server_env_vars", launcher.inference_server_env_vars)
-    if SERVER_BACKENDS[servers.backend].is_process:
-        # The backend passes them to its process; the role itself must not have them.
-        server_env = {}
+    # A process of the backend gets them from the role, which must not have them itself.
+    server_env = {} if SERVER_BACKENDS[servers.backend].is_process else server_env
     replicas = [
         Unit(
             role="server",
@@ -406,10 +370,8 @@ def _groups(config: Config, layout: str, units: list[Unit]) -> list[Group]:
     of_trial = {node for unit in units if unit.role != "server" for node in unit.nodes}
     of_servers = [node for node in range(config.cluster.n_nodes) if node not in of_trial]
     if not of_servers:
-        raise DoesNotFit(
-            f"launcher.slurm.layout {layout} needs nodes with servers only, but the trainer is on all "
-            f"{config.cluster.n_nodes} node(s); use more nodes, fewer trainer ranks, or layout allocation."
-        )
+        why = f"but the trainer is on all {config.cluster.n_nodes}; use more nodes, or layout allocation"
+        raise DoesNotFit(f"launcher.slurm.layout {layout} needs nodes with servers only, {why}.")
     return [
         Group(name="trial", nodes=sorted(of_trial), cpus_per_node=0, mem_mb_per_node=0),
         Group(name="servers", nodes=of_servers, cpus_per_node=0, mem_mb_per_node=0),

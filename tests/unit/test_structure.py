@@ -25,6 +25,8 @@ SMALL = {
     "checkpoint/lineage.py": "writes what records.py reads",
     "cli/quickstart.py": "a command of its own",
     "cli/render.py": "a command of its own",
+    "plan/containers.py": "imported by plan and render",
+    "config/rules/sglang_rules.py": "rules of one server backend",
     "config/loading/stored.py": "what roles read: no parser, no YAML",
     "config/loading/profiles.py": "imported by config, render and doctor",
     "config/sections/dataset.py": "a section of its own",

@@ -25,9 +25,10 @@ def base_of(kind: Any) -> Any:
     return typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
 
 
-def extras_of(kind: Any) -> tuple[Any, ...]:
-    """Return the limits of a type."""
-    return typing.get_args(kind)[1:] if typing.get_origin(kind) is typing.Annotated else ()
+def extras_of(hint: Any) -> tuple[Any, ...]:
+    """Return the limits of a type, or of the members of a union."""
+    annotated = (kind for kind in alternatives(hint) if typing.get_origin(kind) is typing.Annotated)
+    return tuple(extra for kind in annotated for extra in typing.get_args(kind)[1:])
 
 
 def section_of(hint: Any) -> type | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hpc_rl.config import presets as presets_of
 from hpc_rl.config.loading import parser
-from hpc_rl.config.loading.fields import alternatives, defaults, extras_of, hints, options, section_of
+from hpc_rl.config.loading.fields import defaults, extras_of, hints, options, section_of
 from hpc_rl.config.loading.names import ALIASES, nearest, refused_names
 from hpc_rl.config.loading.profiles import SHIPPED_PROFILES, known_profiles, profile_dirs
 from hpc_rl.config.loading.source import (
@@ -229,16 +229,6 @@ def _absolute(section: Any) -> Any:
         value = getattr(section, name)
         if dataclasses.is_dataclass(value):
             changes[name] = _absolute(value)
-        elif isinstance(value, str) and value:
-            place = next(
-                (
-                    extra
-                    for kind in alternatives(hint)
-                    for extra in extras_of(kind)
-                    if isinstance(extra, Place)
-                ),
-                None,
-            )
-            if place and place.is_path(value):
-                changes[name] = os.path.abspath(os.path.expanduser(value))
+        elif value and any(isinstance(extra, Place) and extra.is_path(value) for extra in extras_of(hint)):
+            changes[name] = os.path.abspath(os.path.expanduser(value))
     return dataclasses.replace(section, **changes)

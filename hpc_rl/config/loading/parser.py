@@ -6,7 +6,6 @@ limits, nearest choices, and refusals of all values at once, each with its origi
 
 import dataclasses
 import math
-import re
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping
@@ -28,7 +27,7 @@ from hpc_rl.config.loading.fields import (
 from hpc_rl.config.loading.names import nearest
 from hpc_rl.config.loading.source import Settings, SourceValue
 from hpc_rl.config.loading.stored import construct
-from hpc_rl.config.sections.limits import Grammar, Limits, Place
+from hpc_rl.config.sections.limits import Grammar, Limits
 from hpc_rl.errors import ConfigError
 
 LARGEST_INT = 2**53 - 1  # exact in every JSON reader
@@ -247,24 +246,12 @@ def _limit_reason(hint: Any, value: Any, item: SourceValue) -> str | None:
         return "It must be text without NUL, in UTF-8."
     if isinstance(value, int | float) and not math.isfinite(value):
         return "It must be finite."
-    for extra in (extra for kind in alternatives(hint) if _is_a(value, kind) for extra in extras_of(kind)):
-        if not _allows(extra, value, item):
-            return extra.refusal(value) if isinstance(extra, Place) else ""
+    is_bare_number = not isinstance(item.value, str) and not item.is_argument
+    for kind in alternatives(hint):
+        if type(value) is base_of(kind):
+            reasons = (extra.refusal(value, is_bare_number) for extra in extras_of(kind))
+            return next((reason for reason in reasons if reason is not None), None)
     return None
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    base = base_of(kind)
-    return isinstance(base, type) and isinstance(value, base)
-
-
-def _allows(extra: Any, value: Any, item: SourceValue) -> bool:
-    if isinstance(extra, Limits):
-        return extra.allows(value)
-    if isinstance(extra, Grammar):
-        is_bare_number = not isinstance(item.value, str) and not item.is_argument
-        return re.fullmatch(extra.pattern, value) is not None and not (extra.quoted and is_bare_number)
-    return not (isinstance(extra, Place) and extra.refusal(value))
 
 
 def put(tree: dict[str, Any], path: list[str], value: Any) -> None:

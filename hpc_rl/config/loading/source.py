@@ -34,9 +34,7 @@ class SourceValue:
         """Return the value without origins."""
         if isinstance(self.value, dict):
             return {key: item.plain() for key, item in self.value.items()}
-        if isinstance(self.value, list):
-            return [item.plain() for item in self.value]
-        return self.value
+        return [item.plain() for item in self.value] if isinstance(self.value, list) else self.value
 
     def __str__(self) -> str:
         """Return the value as messages show it, with its type."""

@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from hpc_rl.allocation import SERVER_BACKENDS
-from hpc_rl.config.loading.stored import Loaded
+from hpc_rl.config.loading.stored import Loaded, trainer_of
 from hpc_rl.config.rules import (
     consistency,
     container_rules,
     file_rules,
     generation_rules,
+    sglang_rules,
     slurm_rules,
     training_rules,
 )
@@ -23,7 +24,6 @@ from hpc_rl.config.sections.experiment import (
     LENGTH_OPTIONS,
     Config,
     GRPOConfig,
-    SFTConfig,
     replaced,
     value_of,
 )
@@ -41,6 +41,7 @@ RULES: list[Rule] = [
 ]
 GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[str]]] = [
     *generation_rules.GRPO_RULES,
+    *sglang_rules.GRPO_RULES,
     *training_rules.GRPO_RULES,
 ]
 FILE_RULES: list[Rule] = [*file_rules.RULES, *container_rules.FILE_RULES]
@@ -74,9 +75,10 @@ def _with_origins(refusal: str, origins: Mapping[str, str]) -> str:
 def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]:
     """Replace defaults that the planned device or trainer can't do; what is in `explicit` stays."""
     wanted: dict[str, tuple[Any, str]] = {}  # option -> value, and the reason for the note; empty for no note
-    if isinstance(config, SFTConfig):
-        wanted |= {f"{section}.type": ("sft", "") for section in ("train_dataset", "valid_dataset")}
-    if isinstance(config, GRPOConfig) and not config.cluster.n_gpus_per_node:
+    if not isinstance(config, GRPOConfig):
+        kind = trainer_of(config)
+        wanted |= {f"{section}.type": (kind, "") for section in ("train_dataset", "valid_dataset")}
+    elif not config.cluster.n_gpus_per_node:
         for name, backend in SERVER_BACKENDS.items():
             reason = "the plan has no GPUs" if name == server_backend(config) else ""
             for option, value in backend.without_gpus.items():
@@ -105,11 +107,10 @@ def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     yield from consistency.idle_notes(config, explicit)
     if config.recover.mode == "disabled" and consistency.periods(config.recover):
         yield "recover.freq_* has no effect: recover.mode disabled neither saves nor loads checkpoints."
-    limits = [
-        f"{name} {getattr(config, name)}" for name in LENGTH_OPTIONS if getattr(config, name) is not None
-    ]
-    if len(limits) > 1:
-        yield f"the trial stops at the earliest of {', '.join(limits)}."
+    limits = {name: getattr(config, name) for name in LENGTH_OPTIONS}
+    texts = [f"{name} {limit}" for name, limit in limits.items() if limit is not None]
+    if len(texts) > 1:
+        yield f"the trial stops at the earliest of {', '.join(texts)}."
     if config.saver.keep_best is not None and not consistency.periods(config.evaluator):
         yield "saver.keep_best has only the first and last weights to compare: set evaluator.freq_*."
     if isinstance(config, GRPOConfig) and config.async_training and not config.rollout.max_head_offpolicyness:

@@ -4,14 +4,13 @@ from collections.abc import Collection, Iterator
 
 from hpc_rl.allocation import SERVER_BACKENDS, usual_server_backend
 from hpc_rl.config.loading.fields import defaults
-from hpc_rl.config.loading.stored import REDACTED, is_secret
+from hpc_rl.config.loading.stored import REDACTED, is_secret, trainer_of
 from hpc_rl.config.sections.cluster import environment_of
 from hpc_rl.config.sections.experiment import (
     ABSENT,
     LENGTH_OPTIONS,
     Config,
     GRPOConfig,
-    SFTConfig,
     value_of,
 )
 from hpc_rl.config.sections.operations import FrequencyConfig
@@ -34,6 +33,24 @@ FOLLOWS = {  # option -> the one that it must equal, and defaults to
     "actor.temperature": "gconfig.temperature",
     "rollout.consumer_batch_size": "train_dataset.batch_size",
     **{f"{backend.section}.model_path": "actor.path" for backend in SERVER_BACKENDS.values()},
+}
+_NORMS = ("actor.reward_norm", "actor.adv_norm")
+_MODELS = ("actor", "ref", "model")
+NEEDS = {  # option -> the one without which it has no effect
+    "evaluator.freq_epochs": "valid_dataset",
+    "evaluator.freq_steps": "valid_dataset",
+    "evaluator.freq_secs": "valid_dataset",
+    "recover.keep_best": "valid_dataset",
+    "saver.keep_best": "valid_dataset",
+    "train_dataset.pin_memory": "cluster.n_gpus_per_node",
+    "actor.optimizer.offload": "cluster.n_gpus_per_node",
+    "model.optimizer.offload": "cluster.n_gpus_per_node",
+    "actor.behav_imp_weight_cap": "actor.use_decoupled_loss",
+    "actor.log_agent_stats": "actor.log_agent_stats_keys",
+    "actor.log_agent_stats_keys": "actor.log_agent_stats",
+    **{f"{norm}.mean_leave1out": f"{norm}.mean_level" for norm in _NORMS},
+    **{f"{model}.pad_to_maximum": f"{model}.mb_spec.max_tokens_per_mb" for model in _MODELS},
+    "launcher.slurm.mail_user": "launcher.slurm.mail_type",
 }
 # AReaL repeats experiment, trial and fileroot in most sections.
 _IDENTITY = {f"{section}.{name}": root for section in _SECTIONS for name, root in _ROOTS.items()}
@@ -84,35 +101,31 @@ def equal(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"{name} {value} must equal {other} {expected}; omit it: it defaults to that."
 
 
+def needs(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    for name, needed in NEEDS.items():
+        if value_of(config, name) and not value_of(config, needed):
+            what = "GPUs (cluster.n_gpus_per_node 0)" if needed == "cluster.n_gpus_per_node" else needed
+            yield f"{name} has no effect without {what}: set both, or omit it."
+
+
 def length(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if all(getattr(config, name) is None for name in LENGTH_OPTIONS):
         yield f"{', '.join(LENGTH_OPTIONS)} are all null, so the trial would never stop; set one of them."
 
 
 def datasets(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    wanted = "rl" if isinstance(config, GRPOConfig) else "sft" if isinstance(config, SFTConfig) else "rw"
+    wanted = "rl" if isinstance(config, GRPOConfig) else trainer_of(config)
     for section in ("train_dataset", "valid_dataset"):
         dataset = getattr(config, section)
         if dataset and dataset.type != wanted:
             yield f"{section}.type {dataset.type}: trainer {config.trainer} needs rows of type {wanted}."
-    if config.train_dataset.pin_memory and not config.cluster.n_gpus_per_node:
-        yield "train_dataset.pin_memory has no effect without GPUs (cluster.n_gpus_per_node 0); omit it."
 
 
 def evaluation(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    keep = config.saver.keep_best
-    if config.valid_dataset is None:
-        needing = [f"evaluator.{name}" for name in periods(config.evaluator)[:1]]
-        needing += ["recover.keep_best"] if config.recover.keep_best else []
-        needing += ["saver.keep_best"] if keep is not None else []
-        for option in needing:
-            yield f"{option} has no effect without valid_dataset: nothing is evaluated."
-    allowed = METRICS[config.trainer or "grpo"]  # load sets it
+    keep, allowed = config.saver.keep_best, METRICS[config.trainer or "grpo"]  # load sets it
     if keep is not None and keep.metric not in (None, *allowed):
-        yield (
-            f"saver.keep_best.metric {keep.metric} is not measured by trainer {config.trainer}; "
-            f"allowed: {', '.join(allowed)}."
-        )
+        measured = f"trainer {config.trainer} measures {' and '.join(allowed)}"
+        yield f"saver.keep_best.metric {keep.metric} can't be used: {measured}."
 
 
 def environments(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -136,7 +149,7 @@ def unavailable(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"{name} {shown} can't be used: {row.why}."
 
 
-RULES = [names, equal, length, datasets, evaluation, environments, unavailable]
+RULES = [names, equal, needs, length, datasets, evaluation, environments, unavailable]
 
 
 def idle_notes(config: Config, explicit: Collection[str]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
-from hpc_rl.config.sections.experiment import Config
+from hpc_rl.config.sections.experiment import Config, value_of
 
 Role = Literal["server", "rollout", "trainer"]
 OPTION: dict[Role, str] = {
@@ -17,6 +17,7 @@ OPTION: dict[Role, str] = {
     "rollout": "rollout_image",
     "server": "inference_server_image",
 }
+PYTHONS: dict[Role, str] = {role: f"{image}_python" for role, image in OPTION.items()}
 SEPARATORS = ',:\\"'  # what apptainer and pyxis read within a bind: parts, lists, escapes, quotes
 
 _PIDS = "the supervisor stops roles by their process ids, which must be the node's"
@@ -40,11 +41,6 @@ _PYXIS = {  # option of pyxis -> why it can't be given
     "--container-env": _ENV,
     "--container-entrypoint": "an entry point would read what the supervisor sends to the role",
 }
-_PYTHON_OF = {
-    "trainer_image_python": "trainer",
-    "rollout_image_python": "rollout",
-    "inference_server_image_python": "server",
-}
 
 
 def image_of(slurm: SlurmLauncherConfig, role: Role) -> str:
@@ -66,18 +62,15 @@ def images(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm, defaults = config.launcher.slurm, SlurmLauncherConfig()
     given = [name for name in OPTION.values() if getattr(slurm, name) not in (None, "", "none")]
     if given and slurm.container_type == "none":
-        yield (
-            f"launcher.slurm.{given[0]} contradicts launcher.slurm.container_type none: use apptainer, "
-            "or omit the image."
-        )
+        use = "use apptainer, or omit the image"
+        yield f"launcher.slurm.{given[0]} contradicts launcher.slurm.container_type none: {use}."
     for name in given:
         yield from _image(f"launcher.slurm.{name}", getattr(slurm, name), slurm.container_type)
-    for name in ("mount", "container_args", *_PYTHON_OF):
-        roles = [_PYTHON_OF[name]] if name in _PYTHON_OF else list(OPTION)
-        has_image = any(image_of(slurm, role) for role in roles)  # type: ignore[arg-type]
-        if getattr(slurm, name) != getattr(defaults, name) and not has_image:
-            both = "trainer_image or inference_server_image"
-            needed = OPTION[roles[0]] if name in _PYTHON_OF else both  # type: ignore[index]
+    has_image = any(image_of(slurm, role) for role in OPTION)
+    needs = dict.fromkeys(("mount", "container_args"), (has_image, "trainer_image or inference_server_image"))
+    needs |= {PYTHONS[role]: (bool(image_of(slurm, role)), OPTION[role]) for role in OPTION}
+    for name, (is_there, needed) in needs.items():
+        if getattr(slurm, name) != getattr(defaults, name) and not is_there:
             yield f"launcher.slurm.{name} has no effect without launcher.slurm.{needed}."
 
 
@@ -95,11 +88,8 @@ def mounts(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm = config.launcher.slurm
     for bind in slurm.mount.split(",") if slurm.mount else []:
         parts = bind.split(":")
-        if (
-            not 1 <= len(parts) <= 3
-            or not all(part.startswith("/") for part in parts[:2])
-            or set(bind) & set('\\"')
-        ):
+        are_paths = all(part.startswith("/") for part in parts[:2])
+        if len(parts) > 3 or not are_paths or set(bind) & set('\\"'):
             yield f"launcher.slurm.mount: {bind!r} is not a bind; use /source:/target, separated by commas."
     if not any(image_of(slurm, role) for role in OPTION):
         return
@@ -111,15 +101,15 @@ def mounts(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 def bound_paths(config: Config) -> Iterator[tuple[str, str]]:
     """Yield option and absolute path of what every container needs."""
-    yield "cluster.fileroot", config.cluster.fileroot
-    yield "cluster.name_resolve.nfs_record_root", config.cluster.name_resolve.nfs_record_root
-    for name in ("actor", "ref", "model"):
-        section = getattr(config, name, None)
-        yield f"{name}.path", section.path if section else ""
-    yield "tokenizer_path", config.tokenizer_path
-    for name in ("train_dataset", "valid_dataset"):
-        section = getattr(config, name)
-        yield f"{name}.path", section.path if section else ""
+    names = [
+        "cluster.fileroot",
+        "cluster.name_resolve.nfs_record_root",
+        "actor.path",
+        "ref.path",
+        "model.path",
+    ]
+    for name in (*names, "tokenizer_path", "train_dataset.path", "valid_dataset.path"):
+        yield name, value_of(config, name) or ""
 
 
 def arguments(config: Config, explicit: Collection[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Rules about generation: groups, sampling, lengths, the rollout role and the options of servers."""
+"""Rules about generation: groups, sampling, lengths, the rollout role, and what servers can do."""
 
 import difflib
 import re
@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterator
 from hpc_rl.allocation import SERVER_BACKENDS
 from hpc_rl.config.rules.consistency import given, server_backend, server_context
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
-from hpc_rl.config.sections.inference import GenerationHyperparameters, SGLangConfig
-from hpc_rl.config.tables.sglang_versions import ALSO, DROPPED, FLAGS, SET_BY_THE_TRIAL
+from hpc_rl.config.sections.inference import GenerationHyperparameters
 
 BUILT_IN = {"workflow": ["single_turn"], "reward_fn": ["exact_match", "contains"]}
 _IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
@@ -20,17 +19,6 @@ def no_servers(config: Config, explicit: Collection[str]) -> Iterator[str]:
     sections = tuple(f"{backend.section}." for backend in SERVER_BACKENDS.values())
     for name in given(config, explicit, sections)[:1]:
         yield f"{name} has no effect: trainer {config.trainer} has no generation servers; omit it."
-
-
-def devices(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
-    if config.cluster.n_gpus_per_node:
-        return
-    backend, allowed = config.sglang.attention_backend, ("torch_native", "intel_amx")
-    without = "can't be used without GPUs (cluster.n_gpus_per_node 0)"
-    if backend is not None and backend not in allowed:
-        yield f"sglang.attention_backend {backend} {without}; allowed: {', '.join(allowed)}."
-    if config.sglang.dtype == "float16":
-        yield f"sglang.dtype float16 {without}; allowed: bfloat16, float32."
 
 
 def groups(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
@@ -76,10 +64,8 @@ def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         yield f"rollout.queue_size {size} can't hold a batch: train_dataset.batch_size is {batch_size}."
     ahead = options.max_head_offpolicyness
     if not config.async_training and ahead:
-        yield (
-            f"rollout.max_head_offpolicyness {ahead} contradicts async_training false; "
-            "use 0, or async_training true."
-        )
+        use = "use 0, or async_training true"
+        yield f"rollout.max_head_offpolicyness {ahead} contradicts async_training false; {use}."
     for name, known in BUILT_IN.items():
         value = getattr(options, name)
         if value not in known and not re.fullmatch(_IMPORT_PATH, value):
@@ -90,37 +76,12 @@ def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
 
 
 def servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
-    g, sglang = config.gconfig, config.sglang
-    for name, why in DROPPED.get(sglang.version, {}).items():
-        value = getattr(sglang, name)
-        if value:
-            shown = str(value).lower()
-            yield f"sglang.{name} {shown} can't be used: SGLang {sglang.version} has no such option; {why}."
-    yield from _sglang_extra_args(sglang)
-    if g.stop and sglang.skip_tokenizer_init:
-        yield (
-            "gconfig.stop needs the server's tokenizer: set sglang.skip_tokenizer_init to false, "
-            "or use gconfig.stop_token_ids."
-        )
     used, defaults = server_backend(config), GenerationHyperparameters()
     for name, instead in SERVER_BACKENDS[used].lacks.items() if used else ():
-        value = getattr(g, name)
+        value = getattr(config.gconfig, name)
         if value and value != getattr(defaults, name):
             yield f"gconfig.{name} {value} can't be used with {used} servers; {instead}."
 
 
-def _sglang_extra_args(sglang: SGLangConfig) -> Iterator[str]:
-    # SGLang would silently take the later one of two equal flags.
-    options = {flag: name for name, flag in FLAGS[sglang.version].items() if isinstance(flag, str)}
-    for arg in sglang.extra_args:
-        came = arg.partition("=")[0]
-        flag = ALSO.get(came, came)
-        name = options.get(flag)
-        if flag in SET_BY_THE_TRIAL or (name and not hasattr(sglang, name)) or name == "model_path":
-            yield f"sglang.extra_args: {came} is derived from the plan and can't be given."
-        elif name and getattr(sglang, name) not in (None, False):
-            yield f"sglang.extra_args: {came} can't be given; use sglang.{name}."
-
-
 RULES = [no_servers]
-GRPO_RULES = [devices, groups, sampling, lengths, rollout, servers]
+GRPO_RULES = [groups, sampling, lengths, rollout, servers]

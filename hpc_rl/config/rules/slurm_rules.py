@@ -88,25 +88,19 @@ def conflicts(config: Config, explicit: Collection[str]) -> Iterator[str]:
         yield from _gpus_in_gres(config)
     elif slurm.gpu_type is not None and slurm.gpus_by is None:
         yield f"{name}.gpu_type has no effect, because {name}.gpus_by is null: no GPUs are requested."
-    if slurm.mail_user is not None and slurm.mail_type is None:
-        yield f"{name}.mail_user has no effect without {name}.mail_type: set the events, such as END,FAIL."
 
 
 def _gpus_in_gres(config: Config) -> Iterator[str]:
     slurm, per_node = config.launcher.slurm, config.cluster.n_gpus_per_node
     for name in ("gpus_by", "gpu_type"):
         if getattr(slurm, name) not in (None, getattr(SlurmLauncherConfig(), name)):
-            yield (
-                f"launcher.slurm.gres {slurm.gres} names GPUs, and so does launcher.slurm.{name}: "
-                "Slurm would accept both and apply one. Omit one."
-            )
+            other = f"launcher.slurm.{name}: Slurm would apply one of the two. Omit one"
+            yield f"launcher.slurm.gres {slurm.gres} names GPUs, and so does {other}."
     counts = [_count(part) for part in (slurm.gres or "").split(",") if asks_for_gpus(part)]
     total = sum(filter(None, counts))
     if None not in counts and total != per_node and per_node:
-        yield (
-            f"launcher.slurm.gres {slurm.gres} requests {total} GPUs per node, but cluster.n_gpus_per_node "
-            f"is {per_node}: make them equal, or use launcher.slurm.gpu_type with the number of the plan."
-        )
+        planned = f"cluster.n_gpus_per_node is {per_node}: make them equal, or use launcher.slurm.gpu_type"
+        yield f"launcher.slurm.gres {slurm.gres} requests {total} GPUs per node, but {planned}."
 
 
 def _count(gres: str) -> int | None:
@@ -143,17 +137,13 @@ def extra_args(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 def layouts(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm = config.launcher.slurm
-    layout = f"layout {slurm.layout}"
+    layout, no_submitit = f"layout {slurm.layout}", "launcher.slurm.backend submitit can't be used with"
     if slurm.backend == "submitit" and slurm.layout != "allocation":
-        yield (
-            f"launcher.slurm.backend submitit can't be used with {layout}: submitit submits single jobs and "
-            "arrays of one function only; use backend sbatch, or layout allocation."
-        )
+        why = "submitit submits single jobs only; use backend sbatch, or layout allocation"
+        yield f"{no_submitit} {layout}: {why}."
     if slurm.backend == "submitit" and slurm.continue_by == "successor":
-        yield (
-            "launcher.slurm.backend submitit can't be used with continue_by successor: submitit requeues "
-            "its job; use backend sbatch, or continue_by requeue."
-        )
+        why = "submitit requeues its job; use backend sbatch, or continue_by requeue"
+        yield f"{no_submitit} continue_by successor: {why}."
     if slurm.layout != "allocation" and not isinstance(config, GRPOConfig):
         yield f"launcher.slurm.{layout} needs servers, but trainer {config.trainer} has none; use allocation."
     if slurm.layout != "allocation" and config.launcher.type == "local":
@@ -161,10 +151,8 @@ def layouts(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if slurm.layout == "hetjob" and slurm.switches is not None:
         yield "launcher.slurm.switches can't be used with layout hetjob: Slurm counts switches per component."
     if slurm.layout == "hetjob" and slurm.servers.time is not None:
-        yield (
-            "launcher.slurm.servers.time can't be used with layout hetjob: its components stop together; "
-            "use launcher.slurm.time."
-        )
+        why = "its components stop together; use launcher.slurm.time"
+        yield f"launcher.slurm.servers.time can't be used with layout hetjob: {why}."
     options = given(config, explicit, "launcher.slurm.servers.")
     elastic = [name for name in options if name.endswith((".max_running", ".idle_s"))]
     if slurm.layout == "allocation" and options:

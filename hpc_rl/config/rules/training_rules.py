@@ -1,11 +1,10 @@
 """Rules about models in the trainer (sections `actor`, `ref` and `model`), and how their defaults adapt."""
 
-import dataclasses
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from hpc_rl.config.loading.fields import default_of
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, RWConfig
+from hpc_rl.config.loading.fields import defaults
+from hpc_rl.config.sections.experiment import Config, GRPOConfig, RWConfig, value_of
 from hpc_rl.config.sections.training import NormConfig, TrainEngineConfig
 
 _ONLY_FOR_TRAINING = ("gradient_checkpointing", "disable_dropout", "grad_reduce_dtype")
@@ -27,12 +26,9 @@ def models(config: Config) -> Iterator[tuple[str, TrainEngineConfig]]:
 
 def changed(section: Any) -> list[str]:
     """Return the options of a section that are not at their default; a file may spell every default out."""
-    found = []
-    for field in dataclasses.fields(section):
-        default = default_of(field)
-        if default is not dataclasses.MISSING and getattr(section, field.name) != default:
-            found.append(field.name)
-    return found
+    cls: type = type(section)
+    usual = defaults(cls)
+    return [name for name, default in usual.items() if value_of(section, name) != default]
 
 
 def adapted(config: Config) -> dict[str, tuple[Any, str]]:
@@ -44,7 +40,6 @@ def adapted(config: Config) -> dict[str, tuple[Any, str]]:
             wanted[f"{section}.attn_impl"] = ("sdpa", "the plan has no GPUs")
     if isinstance(config, RWConfig):
         wanted |= {"model.is_critic": (True, ""), "model.mb_spec.granularity": (2, "")}
-        wanted |= {f"{section}.type": ("rw", "") for section in ("train_dataset", "valid_dataset")}
     for name, bound, limit in sorted(too_long(config), key=lambda one: -one[1]):
         wanted[name] = (bound, f"{limit} does not allow more")
     if config.total_train_steps is not None or config.total_train_n_seqs is not None:
@@ -116,11 +111,6 @@ def policy_loss(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     actor, recompute = config.actor, "actor.recompute_logprob"
     if actor.use_decoupled_loss and recompute in explicit and not actor.recompute_logprob:
         yield f"{recompute} false contradicts actor.use_decoupled_loss, which needs it; omit it."
-    if actor.behav_imp_weight_cap is not None and not actor.use_decoupled_loss:
-        yield (
-            "actor.behav_imp_weight_cap has no effect without actor.use_decoupled_loss: "
-            "set that to true, or omit the cap."
-        )
     if actor.algorithm == "areal" and actor.loss_aggregation != "token_mean":
         use = "use token_mean with actor.algorithm areal"
         yield f"actor.loss_aggregation {actor.loss_aggregation} is not AReaL's; {use}."
@@ -136,13 +126,6 @@ def rewards(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         elif (actor.overlong_tokens or 0) > budget:
             tokens = actor.overlong_tokens
             yield f"actor.overlong_tokens {tokens} must not exceed gconfig.max_new_tokens {budget}."
-    for name, norm in _norms(config):
-        if norm.mean_leave1out and norm.mean_level is None:
-            yield f"actor.{name}.mean_leave1out has no effect: mean_level is null."
-    if actor.log_agent_stats and not actor.log_agent_stats_keys:
-        yield "actor.log_agent_stats has no effect without actor.log_agent_stats_keys: set both, or neither."
-    if actor.log_agent_stats_keys and not actor.log_agent_stats:
-        yield "actor.log_agent_stats_keys has no effect without actor.log_agent_stats: set both, or neither."
     if actor.dynamic_sampling and n_samples < 2:
         yield f"gconfig.n_samples {n_samples}: actor.dynamic_sampling would drop every group; use at least 2."
 
@@ -186,8 +169,6 @@ def optimizers(config: Config, explicit: Collection[str]) -> Iterator[str]:
         came = f"{name} null" if optimizer is None else f"{name}.type empty"
         yield f"{came}: nothing would be trained; use type adam."
         return
-    if optimizer.offload and not config.cluster.n_gpus_per_node:
-        yield f"{name}.offload has no effect {_WITHOUT_GPUS}: everything is in CPU memory."
     for option in _LOSS_SCALE:
         if option in changed(optimizer) and engine.dtype != "float16":
             yield f"{name}.{option} has no effect with dtype {engine.dtype}: only float16 needs loss scaling."
@@ -212,16 +193,11 @@ def engines(config: Config, explicit: Collection[str]) -> Iterator[str]:
     for section, engine in models(config):
         size = engine.ds_auto_tp.autotp_size
         if size != 1:
-            yield (
-                f"{section}.ds_auto_tp.autotp_size {size}: the DeepSpeed backend and tensor parallelism "
-                "are not implemented; use 1, and more data-parallel ranks."
-            )
+            lacking = "the DeepSpeed backend and tensor parallelism are not implemented; use 1"
+            yield f"{section}.ds_auto_tp.autotp_size {size}: {lacking}, and more data-parallel ranks."
         if engine.fsdp.offload_params:
             use = f"use {section}.optimizer.offload, or more ranks"
             yield f"{section}.fsdp.offload_params is not implemented; {use}."
-        if engine.pad_to_maximum and engine.mb_spec.max_tokens_per_mb is None:
-            needed = f"{section}.mb_spec.max_tokens_per_mb"
-            yield f"{section}.pad_to_maximum has no effect without {needed}: set that too."
         yield from _critic(config, section, engine)
 
 

@@ -160,8 +160,8 @@ def last_step(config: Config, num_rows: int | None) -> int | None:
 
 
 class _Absent:
-    def __repr__(self) -> str:
-        return "absent"
+    def __bool__(self) -> bool:
+        return False
 
 
 ABSENT: Any = _Absent()

@@ -5,6 +5,7 @@ Only the loader reads them; for all other code these are plain `int`, `float` an
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -20,13 +21,15 @@ class Limits:
     above: float | None = None
     below: float | None = None
 
-    def allows(self, value: float) -> bool:
-        return (
+    def refusal(self, value: float, is_bare_number: bool) -> str | None:
+        """Return why a value is refused, which may be empty; None where it is allowed."""
+        is_inside = (
             (self.at_least is None or value >= self.at_least)
             and (self.at_most is None or value <= self.at_most)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
         )
+        return None if is_inside else ""
 
     def __str__(self) -> str:
         words = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
@@ -46,14 +49,14 @@ class Place:
             return False
         return not (self.bare_names and "/" not in text)
 
-    def refusal(self, text: str) -> str:
-        """Return why the text can't be a path, or an empty text."""
+    def refusal(self, text: str, is_bare_number: bool) -> str | None:
+        """Return why the text can't be a path; None where it can."""
         if self.or_script and not self.is_path(text):
-            return ""
+            return None
         if any(ord(char) < 32 or ord(char) == 127 for char in text):
             return "A path can't contain line breaks or control characters."
         too_long = len(text.encode()) > 3000 or any(len(part.encode()) > 255 for part in text.split("/"))
-        return "It is too long for a path." if too_long else ""
+        return "It is too long for a path." if too_long else None
 
 
 PositiveInt = Annotated[int, Limits(at_least=1)]
@@ -81,6 +84,11 @@ class Grammar:
     pattern: str
     words: str
     quoted: bool = False
+
+    def refusal(self, text: str, is_bare_number: bool) -> str | None:
+        """Return an empty text where the format is another; None where it is allowed."""
+        fits = re.fullmatch(self.pattern, text) and not (self.quoted and is_bare_number)
+        return None if fits else ""
 
     def __str__(self) -> str:
         return self.words

@@ -19,34 +19,25 @@ _QUESTIONS = (
 )
 
 
+ANY = object()  # among the values that have no effect: every value
+
+
 @dataclass(frozen=True)
 class Alias:
-    """What an ATLAS name stands for.
+    """What an ATLAS name stands for."""
 
-    Args:
-        to: The option; empty where there is none.
-        translate: Return the option's value for ATLAS's; raises ValueError with the reason.
-        accepts: Without `to`: values that are accepted and have no effect.
-        unless: With `to`: values that have no effect.
-        why: Why there is no effect, and what to use.
-        note: With `to`: what differs.
-        any_value: Accept every value, without effect.
-    """
-
-    to: str = ""
-    translate: Callable[[Any], Any] | None = None
-    accepts: tuple[Any, ...] = ()
-    unless: tuple[Any, ...] = ()
-    why: str = ""
-    note: str = ""
-    any_value: bool = False
+    to: str = ""  # the option; empty where there is none
+    translate: Callable[[Any], Any] = lambda value: value  # raises ValueError with the reason
+    idle: tuple[Any, ...] = ()  # values that have no effect; without `to` the others are refused
+    why: str = ""  # why there is no effect, and what to use
+    note: str = ""  # with `to`: what differs
 
     def describe(self) -> str:
         if self.to:
             return f"{self.to}{'; ' + self.note if self.note else ''}"
-        if self.any_value:
+        if ANY in self.idle:
             return f"no effect: {self.why}"
-        accepted = ", ".join(str(value).lower().replace("none", "null") for value in self.accepts)
+        accepted = ", ".join(str(value).lower().replace("none", "null") for value in self.idle)
         return f"refused: only {accepted}: {self.why}" if accepted else f"refused: {self.why}"
 
 
@@ -86,7 +77,7 @@ ALIASES: dict[str, Alias] = {
     "learning_rate": Alias("{model}.optimizer.lr"),
     "num_train_epochs": Alias("total_train_epochs"),
     "per_device_train_batch_size": Alias(why=_QUESTIONS),
-    "gradient_accumulation_steps": Alias(accepts=(1,), why=_QUESTIONS),
+    "gradient_accumulation_steps": Alias(idle=(1,), why=_QUESTIONS),
     "warmup_ratio": Alias("{model}.optimizer.warmup_steps_proportion"),
     "weight_decay": Alias("{model}.optimizer.weight_decay"),
     "max_grad_norm": Alias("{model}.optimizer.gradient_clipping"),
@@ -96,62 +87,63 @@ ALIASES: dict[str, Alias] = {
     "max_completion_length": Alias("gconfig.max_new_tokens"),
     "max_prompt_length": Alias("train_dataset.max_length", note="longer prompts are dropped, not truncated"),
     "reward_weights": Alias(
-        accepts=(None,),
+        idle=(None,),
         why="a trial has one reward function: weigh inside it, with rollout.reward_fn package.module:name",
     ),
     "top_k": Alias("gconfig.top_k", _all_if_null),
     "top_p": Alias("gconfig.top_p"),
     "min_p": Alias("gconfig.min_p", _neutral_if_null(0.0)),
     "repetition_penalty": Alias("gconfig.repetition_penalty", _neutral_if_null(1.0)),
-    "generation_aggregation_steps": Alias(any_value=True, why="servers batch whatever is in flight"),
-    "shuffle_generation_inputs": Alias(any_value=True, why="each prompt goes to whichever server is free"),
-    "use_vllm": Alias(accepts=(False,), why=_NOT_BUILT_VLLM),
-    "use_vllm_server": Alias(accepts=(False,), why=_NOT_BUILT_VLLM),
-    "vllm_device": Alias(accepts=("auto",), why=_NOT_BUILT_VLLM),
+    "generation_aggregation_steps": Alias(idle=(ANY,), why="servers batch whatever is in flight"),
+    "shuffle_generation_inputs": Alias(idle=(ANY,), why="each prompt goes to whichever server is free"),
+    **dict.fromkeys(("use_vllm", "use_vllm_server"), Alias(idle=(False,), why=_NOT_BUILT_VLLM)),
+    "vllm_device": Alias(idle=("auto",), why=_NOT_BUILT_VLLM),
     "vllm_gpu_memory_utilization": Alias(why=_NOT_BUILT_VLLM + ", and sglang.mem_fraction_static"),
-    "vllm_dtype": Alias(accepts=("auto",), why=_NOT_BUILT_VLLM + ", and sglang.dtype"),
-    "vllm_max_model_len": Alias(accepts=(None,), why=_NOT_BUILT_VLLM + ", and sglang.context_length"),
-    "vllm_host": Alias(accepts=(None,), why=_NOT_BUILT_VLLM),
-    "vllm_port": Alias(accepts=(None,), why=_NOT_BUILT_VLLM),
-    "num_vllm_clients": Alias(accepts=(1,), why=_NOT_BUILT_VLLM),
+    "vllm_dtype": Alias(idle=("auto",), why=_NOT_BUILT_VLLM + ", and sglang.dtype"),
+    "vllm_max_model_len": Alias(idle=(None,), why=_NOT_BUILT_VLLM + ", and sglang.context_length"),
+    **dict.fromkeys(("vllm_host", "vllm_port"), Alias(idle=(None,), why=_NOT_BUILT_VLLM)),
+    "num_vllm_clients": Alias(idle=(1,), why=_NOT_BUILT_VLLM),
     "offload_untrained_models": Alias(
-        accepts=(False,), why="offloading the reference model is not implemented; omit it"
+        idle=(False,), why="offloading the reference model is not implemented; omit it"
     ),
     "ds3_gather_for_generation": Alias(
-        accepts=(True,),
+        idle=(True,),
         why="weights are always published whole; servers generate, not the trainer; omit it",
     ),
     "backprop_accumulation_steps": Alias("{model}.mb_spec.n_mbs", _neutral_if_null(1)),
     "backprop_accumulation_micro_batch_size": Alias(
-        accepts=(None,), why="micro-batches are cut by tokens; use {model}.mb_spec.max_tokens_per_mb"
+        idle=(None,), why="micro-batches are cut by tokens; use {model}.mb_spec.max_tokens_per_mb"
     ),
     "remove_unused_columns": Alias(
-        accepts=(False,), why="the reward function gets every column of a row; omit it"
+        idle=(False,), why="the reward function gets every column of a row; omit it"
     ),
     "max_probe_tokens": Alias(why=_NOT_BUILT_TEACHER),
-    "student_diagnostic_template": Alias(accepts=(None,), why=_NOT_BUILT_TEACHER),
-    "teacher_adaptive_template": Alias(accepts=(None,), why=_NOT_BUILT_TEACHER),
-    "student_with_teaching_template": Alias(accepts=(None,), why=_NOT_BUILT_TEACHER),
-    "student_baseline_template": Alias(accepts=(None,), why=_NOT_BUILT_TEACHER),
-    "logging_steps": Alias(any_value=True, why="every step is logged"),
+    **dict.fromkeys(
+        (
+            *("student_diagnostic_template", "teacher_adaptive_template"),
+            *("student_with_teaching_template", "student_baseline_template"),
+        ),
+        Alias(idle=(None,), why=_NOT_BUILT_TEACHER),
+    ),
+    "logging_steps": Alias(idle=(ANY,), why="every step is logged"),
     "save_steps": Alias("saver.freq_steps"),
     "eval_steps": Alias("evaluator.freq_steps"),
     "save_total_limit": Alias("saver.keep_last"),
     "load_best_model_at_end": Alias(
         "saver.keep_best.as_final",
-        unless=(False,),
+        idle=(False,),
         why="the final export is the last step's",
         note="exports/final is the best model",
     ),
     "metric_for_best_model": Alias(
         "saver.keep_best.metric",
         _metric,
-        unless=(None,),
+        idle=(None,),
         why="the trainer's own is used",
         note="exports/best is the best model",
     ),
     "greater_is_better": Alias(
-        "saver.keep_best.mode", _mode, unless=(None,), why="smaller is better for a loss only"
+        "saver.keep_best.mode", _mode, idle=(None,), why="smaller is better for a loss only"
     ),
     "report_to": Alias(
         "stats_logger.wandb.mode", _report_to, note="JSON lines and TensorBoard files are always written"
@@ -209,8 +201,7 @@ def _one(
     """Return the option that a name stands for, with its value; None where it has no effect or is refused."""
     model = "actor" if "actor" in known else "model"
     value, why = item.plain(), alias.why.replace("{model}", model)
-    idle = alias.unless if alias.to else alias.accepts
-    if alias.any_value or any(value == one and type(value) is type(one) for one in idle):
+    if ANY in alias.idle or any(value == one and type(value) is type(one) for one in alias.idle):
         done.notes.append(f"{name} ({item.origin}) has no effect here: {why}.")
         return None
     if not alias.to:
@@ -224,13 +215,11 @@ def _one(
         )
         return None
     done.notes.append(f"{name} ({item.origin}) is {option}{'; ' + alias.note if alias.note else ''}.")
-    made = value
-    if alias.translate is not None and "${" not in str(value):
-        try:
-            made = alias.translate(value)
-        except ValueError as error:
-            done.refusals.append(f"{name} ({item.origin}): {value} can't be used: {error}.")
-            return None
+    try:
+        made = value if "${" in str(value) else alias.translate(value)
+    except ValueError as error:
+        done.refusals.append(f"{name} ({item.origin}): {value} can't be used: {error}.")
+        return None
     if made != value:
         item = dataclasses.replace(item, value=made, text=str(made))
     return option, dataclasses.replace(item, origin=f"{item.origin} ({name})")

@@ -66,27 +66,14 @@ _SAME = {"": "fsdp"}  # two values of model.backend that mean the same
 
 @dataclass(frozen=True)
 class Change:
-    """One option that differs.
+    """One option that differs."""
 
-    Args:
-        name: Name of the option, or of a section that is added or removed.
-        old: Previous value.
-        new: New value.
-        safe: Whether the state of the trial allows it.
-        reason: Why it is unsafe, or what a safe change leaves as it was; may be empty then.
-        new_batches: Whether earlier batches are set aside, and their prompts issued again.
-    """
-
-    name: str
+    name: str  # of the option, or of a section that is added or removed
     old: Any
     new: Any
-    safe: bool
-    reason: str = ""
-    new_batches: bool = False
-
-    @property
-    def way(self) -> str:
-        return f"from {_shown(self.name, self.old)} to {_shown(self.name, self.new)}"
+    safe: bool  # the state of the trial allows it
+    reason: str = ""  # why it is unsafe, or what a safe change leaves as it was
+    new_batches: bool = False  # earlier batches are set aside, and their prompts issued again
 
     def __str__(self) -> str:
         text = f"{self.name}: {_shown(self.name, self.old)} -> {_shown(self.name, self.new)}"
@@ -95,13 +82,11 @@ class Change:
 
 def changes(old: Config, new: Config) -> list[Change]:
     """Return the options whose values differ; a section that is added or removed is one change."""
-    found = _differences(old, new, "")
-    return [Change(name, a, b, *classify(name), needs_new_batches(name)) for name, a, b in found]
-
-
-def needs_new_batches(name: str) -> bool:
-    """Return whether a change of this option changes the policy or the data."""
-    return next((one in NEW_BATCHES for one in _ways(name) if one in NEW_BATCHES or one in REPLAYS), False)
+    found = []
+    for name, a, b in _differences(old, new, ""):
+        nearest = next((one for one in _ways(name) if one in NEW_BATCHES or one in REPLAYS), "")
+        found.append(Change(name, a, b, *classify(name), new_batches=nearest in NEW_BATCHES))
+    return found
 
 
 def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> None:
@@ -115,13 +100,12 @@ def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> 
         wrong += [replace(change, reason=f"{_GROUPS}, and --replay keeps them") for change in mixed]
     if not wrong:
         return
-    lines = [
-        f"{change.name} can't change {change.way} in trial {trial}: {change.reason}." for change in wrong
-    ]
-    keep = " ".join(
-        f"{change.name}={_shown(change.name, change.old)}" for change in wrong if change.old is not ABSENT
-    )
-    back = f"To resume {trial}, use {keep}" if keep else f"To resume {trial}, omit it"
+    lines, keep = [], ""
+    for change in wrong:
+        old, new = _shown(change.name, change.old), _shown(change.name, change.new)
+        lines.append(f"{change.name} can't change from {old} to {new} in trial {trial}: {change.reason}.")
+        keep += f" {change.name}={old}" if change.old is not ABSENT else ""
+    back = f"To resume {trial}, use{keep}" if keep else f"To resume {trial}, omit it"
     raise ConfigError("\n".join([*lines, f"{back}; for the new values submit another trial_name."]))
 
 
@@ -159,11 +143,8 @@ def _canonical(name: str, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return (
-        dataclasses.asdict(value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type)
-        else value
-    )
+    is_section = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return dataclasses.asdict(value) if is_section else value
 
 
 def _shown(name: str, value: Any) -> str:

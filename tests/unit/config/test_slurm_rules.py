@@ -7,18 +7,20 @@ import json
 import pytest
 
 from hpc_rl.config.loading.load import load
-from hpc_rl.config.rules.slurm_rules import RULES
+from hpc_rl.config.rules import consistency, slurm_rules
 
 
 @pytest.fixture
 def refusals(tmp_path):
     (tmp_path / "sft.yaml").write_text(
-        "experiment_name: e\ntrial_name: t\nmodel: {path: /m}\ntrain_dataset: {path: /d}\n"
+        "experiment_name: e\ntrial_name: t\nmodel: {path: /m}\ntrain_dataset: {path: /d, type: sft}\n"
     )
+
+    rules = [*slurm_rules.RULES, *consistency.RULES]
 
     def ask(*options: str) -> list[str]:
         loaded = load([tmp_path / "sft.yaml"], options)
-        return [refusal for rule in RULES for refusal in rule(loaded.config, loaded.explicit)]
+        return [refusal for rule in rules for refusal in rule(loaded.config, loaded.explicit)]
 
     return ask
 

@@ -1,0 +1,45 @@
+"""Rules about the section `sglang`; another server backend has a file like this."""
+
+from collections.abc import Collection, Iterator
+
+from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.config.tables.sglang_versions import ALSO, DROPPED, FLAGS, SET_BY_THE_TRIAL
+
+
+def devices(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    if config.cluster.n_gpus_per_node:
+        return
+    backend, allowed = config.sglang.attention_backend, ("torch_native", "intel_amx")
+    without = "can't be used without GPUs (cluster.n_gpus_per_node 0)"
+    if backend is not None and backend not in allowed:
+        yield f"sglang.attention_backend {backend} {without}; allowed: {', '.join(allowed)}."
+    if config.sglang.dtype == "float16":
+        yield f"sglang.dtype float16 {without}; allowed: bfloat16, float32."
+
+
+def options(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    sglang = config.sglang
+    for name, why in DROPPED.get(sglang.version, {}).items():
+        if value := getattr(sglang, name):
+            lacking = f"can't be used: SGLang {sglang.version} has no such option; {why}"
+            yield f"sglang.{name} {str(value).lower()} {lacking}."
+    if config.gconfig.stop and sglang.skip_tokenizer_init:
+        use = "set sglang.skip_tokenizer_init to false, or use gconfig.stop_token_ids"
+        yield f"gconfig.stop needs the server's tokenizer: {use}."
+
+
+def extra_args(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    sglang = config.sglang
+    # SGLang would silently take the later one of two equal flags.
+    names = {flag: name for name, flag in FLAGS[sglang.version].items() if isinstance(flag, str)}
+    for arg in sglang.extra_args:
+        came = arg.partition("=")[0]
+        flag = ALSO.get(came, came)
+        name = names.get(flag)
+        if flag in SET_BY_THE_TRIAL or (name and not hasattr(sglang, name)) or name == "model_path":
+            yield f"sglang.extra_args: {came} is derived from the plan and can't be given."
+        elif name and getattr(sglang, name) not in (None, False):
+            yield f"sglang.extra_args: {came} can't be given; use sglang.{name}."
+
+
+GRPO_RULES = [devices, options, extra_args]
