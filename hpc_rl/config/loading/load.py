@@ -51,13 +51,12 @@ def load(
     files = [read_yaml(Path(file)) for file in config_files]
     profiles = profile_dirs() if profiles is None else profiles
     if cluster is not None:
-        _require_profile(cluster, list(profiles))
         overrides = [f"cluster.cluster_name={cluster}", *overrides]
     typed = read_overrides(list(overrides))
     model = _model_section(files, typed)
     aliases = {short: full.replace("{model}", model) for short, full in ALIASES.items()}
     arguments = [settings_of(SourceValue({aliases.get(name, name): item}, "")) for name, item in typed]
-    profile, notes = _profile(merge([*files, *arguments]), profiles)
+    profile, notes = _profile(merge([*files, *arguments]), profiles, required=cluster is not None)
     trainer = pick_trainer(merge([*profile, *files, *arguments]), config_files, "atlas" in presets)
     cls = CONFIGS[trainer]
     below, over = presets_of.read(presets, options(cls), [*profile, *files, *arguments])
@@ -82,18 +81,8 @@ def _model_section(files: Sequence[Settings], typed: Sequence[tuple[str, SourceV
     return "model" if has_model or values.get("trainer") in ("sft", "rw") else "actor"
 
 
-def _require_profile(name: str, folders: list[Path]) -> None:
-    known = known_profiles(folders)
-    if name not in known:
-        places = ", ".join(str(folder) for folder in folders if folder.is_dir()) or "no directory that exists"
-        raise ConfigError(
-            f"--cluster {name}: there is no such profile; known: {', '.join(sorted(known)) or 'none'} "
-            f"(in {places})."
-        )
-
-
-def _profile(settings: Settings, profiles: Sequence[Path]) -> tuple[list[Settings], list[str]]:
-    """Return the profile that `cluster.cluster_name` names, with a note. Raises ConfigError if unreadable."""
+def _profile(settings: Settings, folders: Sequence[Path], required: bool) -> tuple[list[Settings], list[str]]:
+    """Return the profile that `cluster.cluster_name` names, with a note. Raises ConfigError."""
     item = settings.get("cluster.cluster_name")
     name = item.value if item else None
     if item and isinstance(name, str) and is_reference(name):
@@ -101,12 +90,17 @@ def _profile(settings: Settings, profiles: Sequence[Path]) -> tuple[list[Setting
             f"cluster.cluster_name ({item.origin}): {name} can't be used: its profile is read "
             "before references are resolved; write the name, or give --cluster NAME."
         )
-    if not isinstance(name, str) or name == "local" or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+    known = known_profiles([folder.expanduser() for folder in folders])
+    if isinstance(name, str) and name in known and name != "local":
+        note = f"cluster.cluster_name {name}: {known[name]} is loaded before every other file."
+        return [read_yaml(known[name])], [note]
+    if required:
+        places = ", ".join(str(folder) for folder in folders if folder.is_dir()) or "no directory that exists"
+        names = ", ".join(sorted(known)) or "none"
+        raise ConfigError(f"--cluster {name}: there is no such profile; known: {names} (in {places}).")
+    if not isinstance(name, str) or name == "local":
         return [], []
-    path = known_profiles([folder.expanduser() for folder in profiles]).get(name)
-    if path:
-        return [read_yaml(path)], [f"cluster.cluster_name {name}: {path} is loaded before every other file."]
-    places = " nor ".join(str(folder) for folder in profiles if folder not in SHIPPED_PROFILES)
+    places = " nor ".join(str(folder) for folder in folders if folder not in SHIPPED_PROFILES)
     return [], [f"cluster.cluster_name {name} is only a name: there is no profile {name}.yaml in {places}."]
 
 

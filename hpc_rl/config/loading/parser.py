@@ -78,11 +78,11 @@ class Option:
     text: str
 
 
-def describe_options(cls: type, prefix: str = "") -> list[Option]:
+def describe_options(cls: type) -> list[Option]:
     """Return the options of one section, subsections left out."""
     texts = docstring_texts(cls)
     return [
-        Option(prefix + field.name, allowed(hints(cls)[field.name]), _default(field), texts[field.name])
+        Option(field.name, allowed(hints(cls)[field.name]), _default(field), texts[field.name])
         for field in dataclasses.fields(cls)
         if section_of(hints(cls)[field.name]) is None
     ]

@@ -63,13 +63,10 @@ def server_backend(config: Config) -> str:
     return next(named, "") if mode else usual_server_backend(config.cluster.n_gpus_per_node)
 
 
-def server_context(config: GRPOConfig) -> tuple[str, int | None]:
-    """Return the option that limits the tokens of a sequence in the servers, and its value."""
+def context_option(config: GRPOConfig) -> str:
+    """Return the option that limits the tokens of a sequence in the servers; empty where none does."""
     backend = SERVER_BACKENDS.get(server_backend(config))
-    if backend is None or not backend.context_option:
-        return "", None
-    name = f"{backend.section}.{backend.context_option}"
-    return name, value_of(config, name)
+    return f"{backend.section}.{backend.context_option}" if backend and backend.context_option else ""
 
 
 def periods(section: FrequencyConfig) -> list[str]:

@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.rules.consistency import server_context
+from hpc_rl.config.rules.consistency import context_option
 from hpc_rl.config.rules.training_rules import models
-from hpc_rl.config.sections.experiment import Config, GRPOConfig
+from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.files import mount_of
 from hpc_rl.trial import read_json
@@ -24,13 +24,11 @@ def model_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
 def _model(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[str]:
     name, path = f"{section}.path", Path(engine.path)
     if not path.is_dir():
-        hint = "a hub name is not enough, download the model first"
+        hint = "download it first (a hub name is not enough); relative paths start at the working directory"
         if "quickstart" in path.parts:
             hint = "`hpc-rl quickstart` makes the models of the shipped examples"
-        yield (
-            f"{name} {path} is not a directory: it must be a Hugging Face checkpoint on a disk that all "
-            f"nodes see; {hint}. Relative paths start at the working directory."
-        )
+        needed = "it must be a Hugging Face checkpoint that all nodes see"
+        yield f"{name} {path} is not a directory: {needed}; {hint}."
         return
     found = read_json(path / "config.json")
     if not isinstance(found, dict):
@@ -58,17 +56,15 @@ def _context(config: GRPOConfig, model: dict[str, Any]) -> Iterator[str]:
     if new >= limit:
         yield f"gconfig.max_new_tokens {new} leaves no room for a prompt: {context}."
     elif prompt is not None and prompt + new > limit:
-        both = (
-            f"train_dataset.max_length {prompt} and gconfig.max_new_tokens {new} make {prompt + new} tokens"
-        )
-        yield f"{both}, but {context}."
+        both = f"train_dataset.max_length {prompt} and gconfig.max_new_tokens {new}"
+        yield f"{both} make {prompt + new} tokens, but {context}."
 
 
 def context_of(config: GRPOConfig) -> int | None:
     """Return the largest number of tokens of prompt and completion; None if nothing limits it."""
     found = read_json(Path(config.actor.path) / "config.json")
     limits = [found.get("max_position_embeddings") if isinstance(found, dict) else None]
-    limits.append(server_context(config)[1])
+    limits.append(value_of(config, context_option(config)))
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
@@ -136,10 +132,7 @@ def notes(config: Config) -> Iterator[str]:
 
 def _places(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield option, directory and file system of what all nodes share; nothing for one node."""
-    places = {
-        "cluster.fileroot": config.cluster.fileroot,
-        "cluster.name_resolve.nfs_record_root": config.cluster.name_resolve.nfs_record_root,
-    }
-    for name, place in places.items() if config.cluster.n_nodes > 1 else ():
-        if place:
+    for name in ("cluster.fileroot", "cluster.name_resolve.nfs_record_root"):
+        place = value_of(config, name)
+        if place and config.cluster.n_nodes > 1:
             yield name, place, mount_of(Path(place))[0]

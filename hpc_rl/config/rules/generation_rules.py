@@ -5,8 +5,8 @@ import re
 from collections.abc import Collection, Iterator
 
 from hpc_rl.allocation import SERVER_BACKENDS
-from hpc_rl.config.rules.consistency import given, server_backend, server_context
-from hpc_rl.config.sections.experiment import Config, GRPOConfig
+from hpc_rl.config.rules.consistency import context_option, given, server_backend
+from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 
 BUILT_IN = {"workflow": ["single_turn"], "reward_fn": ["exact_match", "contains"]}
@@ -47,14 +47,12 @@ def sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
 
 
 def lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
-    new, total = config.gconfig.max_new_tokens, config.gconfig.max_tokens
-    limit, (option, context) = config.actor.mb_spec.max_tokens_per_mb, server_context(config)
-    if new >= total:
-        yield f"gconfig.max_new_tokens {new} leaves no room for a prompt: gconfig.max_tokens is {total}."
-    if limit is not None and limit <= new:
-        yield f"actor.mb_spec.max_tokens_per_mb {limit} can't hold gconfig.max_new_tokens {new} and a prompt."
-    if context is not None and new >= context:
-        yield f"gconfig.max_new_tokens {new} leaves no room for a prompt: {option} is {context}."
+    new = config.gconfig.max_new_tokens
+    micro_batches = [f"{section}.mb_spec.max_tokens_per_mb" for section in ("actor", "ref")]
+    for name in ("gconfig.max_tokens", *micro_batches, context_option(config)):
+        limit = value_of(config, name)
+        if limit and limit <= new:
+            yield f"{name} {limit} can't hold gconfig.max_new_tokens {new} and a prompt."
 
 
 def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:

@@ -142,9 +142,6 @@ def reference_model(config: GRPOConfig, explicit: Collection[str]) -> Iterator[s
     for name in changed(config.ref.optimizer) if config.ref.optimizer is not None else ():
         if name != "type":
             yield f"ref.optimizer.{name}: the reference model is not trained; omit ref.optimizer."
-    limit, new = config.ref.mb_spec.max_tokens_per_mb, config.gconfig.max_new_tokens
-    if limit is not None and limit <= new:
-        yield f"ref.mb_spec.max_tokens_per_mb {limit} can't hold gconfig.max_new_tokens {new} and a prompt."
 
 
 GRPO_RULES = [policy_loss, rewards, reference_model]
@@ -156,10 +153,9 @@ GRPO_RULES = [policy_loss, rewards, reference_model]
 def micro_batches(config: Config, explicit: Collection[str]) -> Iterator[str]:
     # A sequence that exceeds a micro-batch would end the trial at the step that has it.
     for name, bound, limit in too_long(config):
-        section, option = name.split(".")
-        value = getattr(getattr(config, section), option)
         remedy = f"reduce {name}, or increase {limit}"
-        yield f"{name} {value}: {limit} holds at most {bound} tokens of a sequence; {remedy}."
+        holds = f"{limit} holds at most {bound} tokens of a sequence"
+        yield f"{name} {value_of(config, name)}: {holds}; {remedy}."
 
 
 def optimizers(config: Config, explicit: Collection[str]) -> Iterator[str]:
