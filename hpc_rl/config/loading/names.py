@@ -68,8 +68,10 @@ def refused_names(cls: type, settings: Settings, aliases: Mapping[str, str]) -> 
             suggested.add(meant)
             shown = unknown if unknown.isprintable() else repr(unknown)
             refusals.setdefault(unknown, f"unknown key {shown} ({item.origin}): {hint}")
-        elif section_of(known[name]) and item.value not in ({}, None if is_optional(known[name]) else {}):
-            refusals[name] = _no_section(name, item)
+        elif section_of(known[name]):
+            is_left_out = item.value is None and is_optional(known[name])
+            if item.value != {} and not is_left_out:
+                refusals[name] = _no_section(name, item)
     missing = [line for name, line in _missing(cls, settings) if name not in suggested]
     return [*refusals.values(), *missing]
 

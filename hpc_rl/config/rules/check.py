@@ -94,7 +94,7 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
             old, new = ("null" if one is None else one for one in (old, value))
             notes.append(f"{name} is {new} instead of the default {old}: {reason}.")
     recover = config.recover
-    if recover.mode != "disabled" and not consistency.periods(recover):
+    if recover.mode != "disabled" and not consistency.has_period(recover):
         config = replaced(config, ["recover", "freq_secs"], DEFAULT_RECOVER_SECS)
         unset = "none of recover.freq_epochs, freq_steps, freq_secs is set"
         notes.append(f"recover: saves every {DEFAULT_RECOVER_SECS} s, because {unset}.")
@@ -105,13 +105,13 @@ def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if isinstance(config, GRPOConfig):
         yield from training_rules.notes(config)
     yield from consistency.idle_notes(config, explicit)
-    if config.recover.mode == "disabled" and consistency.periods(config.recover):
+    if config.recover.mode == "disabled" and consistency.has_period(config.recover):
         yield "recover.freq_* has no effect: recover.mode disabled neither saves nor loads checkpoints."
     limits = {name: getattr(config, name) for name in LENGTH_OPTIONS}
     texts = [f"{name} {limit}" for name, limit in limits.items() if limit is not None]
     if len(texts) > 1:
         yield f"the trial stops at the earliest of {', '.join(texts)}."
-    if config.saver.keep_best is not None and not consistency.periods(config.evaluator):
+    if config.saver.keep_best is not None and not consistency.has_period(config.evaluator):
         yield "saver.keep_best has only the first and last weights to compare: set evaluator.freq_*."
     if isinstance(config, GRPOConfig) and config.async_training and not config.rollout.max_head_offpolicyness:
         waits = "generation waits for every update, because rollout.max_head_offpolicyness is 0"

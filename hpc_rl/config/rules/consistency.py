@@ -69,10 +69,9 @@ def context_option(config: GRPOConfig) -> str:
     return f"{backend.section}.{backend.context_option}" if backend and backend.context_option else ""
 
 
-def periods(section: FrequencyConfig) -> list[str]:
-    """Return the names of the periods that are set."""
-    names = ("freq_epochs", "freq_steps", "freq_secs")
-    return [name for name in names if getattr(section, name) is not None]
+def has_period(section: FrequencyConfig) -> bool:
+    """Return whether one of the periods is set."""
+    return any(value is not None for value in (section.freq_epochs, section.freq_steps, section.freq_secs))
 
 
 def given(config: Config, explicit: Collection[str], prefixes: str | tuple[str, ...]) -> list[str]:

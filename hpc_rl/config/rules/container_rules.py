@@ -66,12 +66,13 @@ def images(config: Config, explicit: Collection[str]) -> Iterator[str]:
         yield f"launcher.slurm.{given[0]} contradicts launcher.slurm.container_type none: {use}."
     for name in given:
         yield from _image(f"launcher.slurm.{name}", getattr(slurm, name), slurm.container_type)
-    has_image = any(image_of(slurm, role) for role in OPTION)
-    needs = dict.fromkeys(("mount", "container_args"), (has_image, "trainer_image or inference_server_image"))
-    needs |= {PYTHONS[role]: (bool(image_of(slurm, role)), OPTION[role]) for role in OPTION}
-    for name, (is_there, needed) in needs.items():
-        if getattr(slurm, name) != getattr(defaults, name) and not is_there:
-            yield f"launcher.slurm.{name} has no effect without launcher.slurm.{needed}."
+    for role, name in PYTHONS.items():
+        if getattr(slurm, name) != getattr(defaults, name) and not image_of(slurm, role):
+            yield f"launcher.slurm.{name} has no effect without launcher.slurm.{OPTION[role]}."
+    for name in ("mount", "container_args"):
+        if getattr(slurm, name) and not any(image_of(slurm, role) for role in OPTION):
+            images = "launcher.slurm.trainer_image or inference_server_image"
+            yield f"launcher.slurm.{name} has no effect without {images}."
 
 
 def _image(name: str, image: str, kind: str) -> Iterator[str]:
