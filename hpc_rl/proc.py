@@ -53,18 +53,11 @@ def end_processes(
     for number, patience_s in ((signal.SIGTERM, term_s), (signal.SIGKILL, kill_s)):
         for pid, ticks in left:
             if is_alive(pid, ticks):
-                _send(pid, number)
+                # It may end meanwhile, and its pid may go to another user's process.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
         left = _wait(left, patience_s)
     return left
-
-
-def _send(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
-    except PermissionError:  # the pid went to another user's process between the check and the signal
-        return
 
 
 def _wait(processes: list[tuple[int, int]], timeout_s: float) -> list[tuple[int, int]]:

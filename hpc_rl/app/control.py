@@ -1,6 +1,6 @@
 """What reaches a role process from outside: lines through the supervisor's pipe, and signals.
 
-Lines: `stop` (save and exit), `ends_in <seconds>` (the attempt is stopped then; `-` withdraws it), `stacks`
+Lines: `stop` (save and exit), `ends_in <seconds>` (the attempt is stopped then), `stacks`
 (dump the stacks of all threads). End of the pipe: the supervisor is gone, exit at once. Signals: TERM and
 USR2 are `stop`, a later TERM ends the process, USR1 is `stacks` and works whatever the interpreter is
 stuck in.
@@ -107,8 +107,6 @@ def obey(line: list[str], stopping: threading.Event, deadline: Deadline, stacks:
             stopping.set()
         case ["stacks"]:
             stacks.dump()
-        case ["ends_in", "-"]:
-            deadline.at = None
         case ["ends_in", seconds]:
             deadline.at = time.monotonic() + float(seconds)
         case _:

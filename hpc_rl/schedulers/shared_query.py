@@ -97,6 +97,10 @@ class SharedAnswer:
         self.ends = dict(list(self.ends.items())[-MAX_KEPT_ENDS:])
 
 
+# Answers of this process, by the folder that can't be written.
+_UNSHARED: dict[Path, SharedAnswer] = {}
+
+
 class Poller:
     """The shared view of one scheduler, kept in a folder of the user's state directory."""
 
@@ -109,16 +113,15 @@ class Poller:
         self.scheduler = scheduler
         self.folder = folder or state_home() / "polling" / cluster_key()
         self._clock = clock
-        self._own: SharedAnswer | None = None  # where the folder can't be written
 
     def look(
         self, wanted: Mapping[str, float], uid: int, newer_than: float = 0.0, patience_s: float = 0.0
     ) -> QueryResult:
-        """Return what is known of these jobs, after a query where one is due.
+        """Return what is known of the jobs of an account, after a query where one is due.
 
         Args:
             wanted: Job id -> when it was submitted, Unix seconds (0 where that is not known).
-            uid: Account that they belong to.
+            uid: The account.
             newer_than: An older answer is of little use: the next query may come soon, within the budget.
             patience_s: Time to wait for the query of another process where nothing is known of the jobs.
         """
@@ -132,7 +135,7 @@ class Poller:
         return self._result(answer, wanted, uid)
 
     def _answer(self) -> SharedAnswer:
-        return self._own or SharedAnswer.read(self.folder / "answer.json")
+        return _UNSHARED.get(self.folder) or SharedAnswer.read(self.folder / "answer.json")
 
     def _covers(self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int) -> bool:
         """Whether the last answer could know these jobs."""
@@ -168,12 +171,13 @@ class Poller:
                 return current
             answer = self._query(answer, wanted, uid)
             write_json(self.folder / "answer.json", asdict(answer), mode=0o600)
+            _UNSHARED.pop(self.folder, None)
             self._sweep(answer.sequence)
         except OSError as error:
             logger.debug("the answer can't be shared (%s): this process asks by itself", error)
-            if self._own is None or self._own.sequence == answer.sequence:
+            if self._answer().sequence == answer.sequence:
                 answer = self._query(answer, wanted, uid)
-            self._own = answer
+            _UNSHARED[self.folder] = answer
         return answer
 
     def _query(self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int) -> SharedAnswer:

@@ -17,12 +17,7 @@ POLL_S = 0.5
 
 
 class TrialTask:
-    """The callable of one submission.
-
-    Args:
-        script: The rendered script.
-        jobs: Folder for its output.
-    """
+    """The callable of one submission: a rendered script, and the folder for its output."""
 
     def __init__(self, script: str, jobs: str) -> None:
         self.script, self.jobs = script, jobs
@@ -33,15 +28,13 @@ class TrialTask:
         from submitit.core.job_environment import JobEnvironment
 
         number = getattr(signal, f"SIG{JobEnvironment.USR_SIG}")
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, {number}
-        )  # the handler requeues: not before the state is saved
+        # The handler requeues: not before the state is saved.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {number})
         self.code = self._run(number)
         if self._is_requeued():
             os.kill(os.getpid(), number)
-            signal.pthread_sigmask(
-                signal.SIG_UNBLOCK, {number}
-            )  # here the handler runs: checkpoint(), requeue, exit
+            # Here the handler runs: checkpoint(), requeue, exit.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
             time.sleep(60)
         if self.code:
             raise RuntimeError(f"the trial ended with code {self.code}; see `hpc-rl status`")

@@ -165,8 +165,8 @@ def test_where_the_state_directory_cannot_be_written_a_process_still_keeps_the_t
 ):
     (tmp_path / "file").write_text("")
     cluster.has("7", State.RUNNING)
-    watcher = Poller(cluster, tmp_path / "file" / "polling", clock)
     for _ in range(60):
+        watcher = Poller(cluster, tmp_path / "file" / "polling", clock)
         assert watcher.look({"7": 1.0}, UID).states["7"].state is State.RUNNING
         clock.now += 0.5
     assert len(cluster.asked) == 2
