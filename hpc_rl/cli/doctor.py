@@ -22,7 +22,7 @@ from hpc_rl.doctor.node import NodeReport
 from hpc_rl.doctor.slurm_checks import check_slurm
 from hpc_rl.errors import ConfigError, HpcRlError
 from hpc_rl.plan.schema import Group
-from hpc_rl.render.directives import directives
+from hpc_rl.render.slurm_options import directives
 from hpc_rl.schedulers import pick
 
 FAILED = 1  # exit code where a check failed

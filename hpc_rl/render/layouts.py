@@ -10,7 +10,7 @@ from hpc_rl import slurm_time
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Group, Plan
-from hpc_rl.render.directives import Directives, directives, of_component, signal_lead_s
+from hpc_rl.render.slurm_options import Directives, directives, of_component, signal_lead_s
 
 ELASTIC = ("max_running", "idle_s")  # of launcher.slurm.servers; the rest are sbatch's
 UNLIMITED_MIN = 365 * 24 * 60

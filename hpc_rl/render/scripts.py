@@ -20,12 +20,9 @@ from hpc_rl.requeue import AFTER_EXIT, AFTER_OTHER_EXIT, AFTER_SIGNAL, AFTER_STO
 from hpc_rl.schedulers.submitit import PARAMETERS
 from hpc_rl.trial import Trial
 
-TRIAL = ("sbatch/trial.sbatch.j2", "trial.sbatch")
-SERVERS = ("sbatch/servers.sbatch.j2", "servers.sbatch")  # of layout jobs, in addition to the trial's own
-LOCAL = ("templates/local.sh.j2", "local.sh")
-SITE = ("templates/site.sh.j2", "site.sh")
-STEPS = ("templates/steps.sh.j2", "steps.sh")
-EXITS = ("templates/exit_policy.sh.j2", "exit_policy.sh")
+TRIAL, LOCAL = "trial.sbatch", "local.sh"
+SERVERS = "servers.sbatch"  # of layout jobs, in addition to the trial's own
+SITE, STEPS, EXITS = "site.sh", "steps.sh", "exit_policy.sh"
 POLICY = "job_policy.sh"  # the same text for every trial
 
 
@@ -51,7 +48,7 @@ def job_name(trial: Trial) -> str:
 
 def script_name(scheduler: str) -> str:
     """Return the file name below scripts/ of what the scheduler gets."""
-    return LOCAL[1] if scheduler == "local" else TRIAL[1]
+    return LOCAL if scheduler == "local" else TRIAL
 
 
 def render(
@@ -74,19 +71,19 @@ def render(
     }
     texts = {hook.name: hook.text for hook in hooks}
     texts[POLICY] = (template_root() / "templates" / POLICY).read_text(encoding="utf-8")
-    for script in (SITE, EXITS):
-        texts[script[1]] = _text(jinja, script, trial, common)
+    for name in (SITE, EXITS):
+        texts[name] = _text(jinja, name, trial, common)
     if scheduler == "local":
-        texts[LOCAL[1]] = _text(jinja, LOCAL, trial, common | {"n_nodes": 1, "layout": "allocation"})
+        texts[LOCAL] = _text(jinja, LOCAL, trial, common | {"n_nodes": 1, "layout": "allocation"})
         return texts
     slurm = config.launcher.slurm
     requests = layouts.SbatchRequests(
         slurm, plan, job_name(trial), stamp.tag, str(stamp.workdir), trial.jobs, stamp.avoid
     )
-    texts[STEPS[1]] = render_steps(plan, trial, stamp.workdir, folders)
-    texts[TRIAL[1]] = _text(jinja, TRIAL, trial, common | requests.trial())
+    texts[STEPS] = render_steps(plan, trial, stamp.workdir, folders)
+    texts[TRIAL] = _text(jinja, TRIAL, trial, common | requests.trial())
     if plan.layout == "jobs":
-        texts[SERVERS[1]] = _text(jinja, SERVERS, trial, common | requests.servers())
+        texts[SERVERS] = _text(jinja, SERVERS, trial, common | requests.servers())
     if slurm.backend == "submitit":
         texts[PARAMETERS] = requests.submitit()
     return texts
@@ -100,10 +97,10 @@ def render_steps(plan: Plan, trial: Trial, workdir: Path, folders: Sequence[Path
     return _text(environment(folders), STEPS, trial, values)
 
 
-def _text(jinja: LayeredEnvironment, script: tuple[str, str], trial: Trial, values: dict[str, Any]) -> str:
-    template, name = script
+def _text(jinja: LayeredEnvironment, name: str, trial: Trial, values: dict[str, Any]) -> str:
+    template = f"{'sbatch' if name.endswith('.sbatch') else 'templates'}/{name}.j2"
     overrides = jinja.overrides(template)
-    submit = ["bash" if name == LOCAL[1] else "sbatch", str(trial.scripts / name)]
+    submit = ["bash" if name == LOCAL else "sbatch", str(trial.scripts / name)]
     own = {
         "template": template,
         "script_name": name,

@@ -21,8 +21,8 @@ from hpc_rl.config.sections.experiment import CONFIGS, last_step
 from hpc_rl.config.tables.areal_options import UNAVAILABLE
 from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS
 from hpc_rl.plan.containers import PYTHONS
-from hpc_rl.render.directives import SLURM_OPTIONS
 from hpc_rl.render.hooks import EVENTS
+from hpc_rl.render.slurm_options import SLURM_OPTIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = {

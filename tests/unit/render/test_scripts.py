@@ -8,8 +8,8 @@ import pytest
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Group, Unit
-from hpc_rl.render.directives import directives, signal_lead_s
 from hpc_rl.render.jinja_environment import template_root
+from hpc_rl.render.slurm_options import directives, signal_lead_s
 
 
 def test_options_that_are_not_set_are_not_there(script):

@@ -1,4 +1,4 @@
-"""Directives: what one job, or one component of it, asks of sbatch: options in order, by heading. Pure."""
+"""What one job, or one component of it, asks of sbatch: every option, in order, by heading. Pure."""
 
 import shlex
 from collections.abc import Mapping
