@@ -19,9 +19,7 @@ class _Redacting(logging.Formatter):
         return text
 
 
-def setup(
-    role: str, rank: int | str = 0, secrets: list[str] | None = None, level: int = logging.INFO
-) -> None:
+def setup(role: str, rank: int | str = 0, secrets: list[str] | None = None) -> None:
     """Send all logging to stderr with a `time role rank host` prefix."""
     handler = logging.StreamHandler(sys.stderr)
     host = socket.gethostname().split(".")[0]
@@ -29,6 +27,6 @@ def setup(
     handler.setFormatter(_Redacting(layout, [secret for secret in secrets or [] if secret]))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     for noisy in ("aiohttp.access", "urllib3", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -46,10 +46,10 @@ def published_address(num_hosts: int, interface: str = "", peers: Iterable[str] 
     found = _address_toward(peers) or _address_toward(PUBLIC_HOSTS)
     if found:
         return found
-    candidates = [[one for one in known.addresses if _reaches_others(one)] for known in interfaces()]
-    usable = [addresses for addresses in candidates if addresses]
+    candidates = (next(filter(_reaches_others, known.addresses), None) for known in interfaces())
+    usable = [address for address in candidates if address is not None]
     if len(usable) == 1:
-        return str(usable[0][0])
+        return str(usable[0])
     raise ConfigError(
         f"no address that the other {num_hosts - 1} hosts of the trial can reach: no route leads to them; "
         f"this host has {_listed()}. Set cluster.interface to a name or network (10.1.0.0/16) of these."

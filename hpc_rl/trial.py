@@ -39,10 +39,9 @@ def check_name(what: str, name: str) -> str:
 def account() -> str:
     """Return the name of this account; its number where it has none, as in many containers."""
     try:
-        name = getpass.getuser()
-    except (KeyError, OSError):
+        return check_name("account", getpass.getuser())
+    except (KeyError, OSError, ConfigError):
         return str(os.getuid())
-    return name if NAME.fullmatch(name) and ".." not in name else str(os.getuid())
 
 
 def state_home() -> Path:

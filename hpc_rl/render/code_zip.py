@@ -17,12 +17,11 @@ def build() -> tuple[str, bytes]:
     """Return file name (version, hash) and content; equal sources give equal bytes. Raises OSError."""
     sources = _sources(Path(hpc_rl.__file__).parent)
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(buffer, "w") as archive:
         for name, data in sorted(sources.items()):
             entry = zipfile.ZipInfo(name, _LONG_AGO)
-            entry.compress_type = zipfile.ZIP_DEFLATED
             entry.external_attr = 0o644 << 16
-            archive.writestr(entry, data)
+            archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
     content = buffer.getvalue()
     return f"hpc_rl-{hpc_rl.__version__}-{hashlib.sha256(content).hexdigest()[:12]}.zip", content
 

@@ -32,9 +32,8 @@ def gather(hooks: HooksConfig, site: Sequence[Path]) -> list[Hook]:
             scripts.reverse()
         for number, (origin, text) in enumerate(scripts):
             text = text if text.startswith("#!") else f"#!/bin/bash\n{text}"
-            found.append(
-                Hook(event, f"hook.{event}.{number}", text if text.endswith("\n") else f"{text}\n", origin)
-            )
+            text = text if text.endswith("\n") else f"{text}\n"
+            found.append(Hook(event, f"hook.{event}.{number}", text, origin))
     return found
 
 
@@ -45,8 +44,7 @@ def _scripts(event: str, hooks: HooksConfig, site: Sequence[Path]) -> Iterator[t
         if not Path(hooks.dir).is_dir():
             raise ConfigError(f"launcher.hooks.dir: {hooks.dir!r} is not a directory.")
         folders.append(Path(hooks.dir))
-    for folder in folders:
-        path = folder / event
+    for path in (folder / event for folder in folders):
         if path.exists():
             yield str(path), _read(path, str(path))
     option, value = f"launcher.hooks.{event}", getattr(hooks, event)
