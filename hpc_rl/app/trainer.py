@@ -51,7 +51,7 @@ def body(context: Context) -> int:
         config=context.config,
         tokens=context.tokens,
         names=names,
-        engine=train_part.backend,
+        backend=train_part.backend,
         device=device,
         ranks=Ranks(),
         stopping=context.stopping,

@@ -75,35 +75,20 @@ class PastStart:
 
 @dataclass(frozen=True)
 class Situation:
-    """Everything that the decision depends on.
+    """Everything that the decision depends on: what was requested, and what the trial directory has."""
 
-    Args:
-        mode: `recover.mode`.
-        start_mode: Mode of the submission's first start; `resume` for `hpc-rl recover`.
-        first_start: No trainer of this submission has a lineage.
-        generations: Those in `recover/`.
-        ancestry: This submission and those whose state it continues.
-        has_state: The trial directory has state of another submission.
-        cause: Why the start before this one ended; None where there was none.
-        history: Starts of this submission since its last new generation, oldest first.
-        retries: `recover.retries`.
-        wanted: Step of `hpc-rl recover --from`, for a first start; None otherwise.
-        trimmed: Batches up to this step are gone from the batch log; 0 where all are there.
-        lost: Lineages that this submission continues and of which nothing can be read.
-    """
-
-    mode: str
-    start_mode: str
-    first_start: bool
-    generations: tuple[GenerationInfo, ...] = ()
-    ancestry: frozenset[str] = frozenset()
-    has_state: bool = False
-    cause: Cause | None = None
-    history: tuple[PastStart, ...] = ()
-    retries: int = 3
-    wanted: int | None = None
-    trimmed: int = 0
-    lost: tuple[int, ...] = ()
+    mode: str  # recover.mode
+    start_mode: str  # mode of the submission's first start; `resume` for `hpc-rl recover`
+    first_start: bool = True  # no trainer of this submission has a lineage
+    generations: tuple[GenerationInfo, ...] = ()  # those in `recover/`
+    ancestry: frozenset[str] = frozenset()  # this submission and those whose state it continues
+    has_state: bool = False  # the trial directory has state of another submission
+    cause: Cause | None = None  # why the start before this one ended; None where there was none
+    history: tuple[PastStart, ...] = ()  # starts of this submission since its last generation, oldest first
+    retries: int = 3  # recover.retries
+    wanted: int | None = None  # step of `hpc-rl recover --from`, for a first start
+    trimmed: int = 0  # batches up to this step are gone from the batch log; 0 where all are there
+    lost: tuple[int, ...] = ()  # lineages that this submission continues and of which nothing can be read
 
 
 @dataclass(frozen=True)
@@ -124,12 +109,16 @@ class Decision:
 def decide(situation: Situation) -> Decision:
     """Return what the table says, with the reason."""
     if reason := guard(situation.history, situation.retries):
-        return Decision("end", reason, exit_code=ExitCode.FAILED)
-    if situation.first_start:
-        return _first_start(situation)
-    if situation.cause in CONTINUATIONS:
-        return _continuation(situation)
-    return _after_failure(situation)
+        return _end(reason)
+    return _first_start(situation) if situation.first_start else _later_start(situation)
+
+
+def _end(reason: str) -> Decision:
+    return Decision("end", reason, exit_code=ExitCode.FAILED)
+
+
+def _nothing_to_resume(reason: str) -> Decision:
+    return Decision("refuse", reason, exit_code=ExitCode.NOTHING_TO_RESUME)
 
 
 def guard(history: tuple[PastStart, ...], retries: int) -> str:
@@ -165,12 +154,8 @@ def _first_start(situation: Situation) -> Decision:
             )
             return Decision("refuse", reason, exit_code=ExitCode.BAD_CONFIG)
         return Decision("fresh", f"first start, recover.mode {mode}")
-    return _newest(
-        situation,
-        eligible=situation.generations,
-        when=f"first start, mode {mode}",
-        must_load=mode == "resume",
-    )
+    when = f"first start, mode {mode}"
+    return _newest(situation, situation.generations, when, must_load=mode == "resume")
 
 
 def _from(situation: Situation, step: int) -> Decision:
@@ -183,45 +168,27 @@ def _from(situation: Situation, step: int) -> Decision:
     )
     if found is None:
         there = ", ".join(str(one) for one in sorted({one.step for one in situation.generations})) or "none"
-        return Decision(
-            "refuse",
-            f"{when}: it does not exist; there are {there}",
-            exit_code=ExitCode.NOTHING_TO_RESUME,
-        )
+        return _nothing_to_resume(f"{when}: it does not exist; there are {there}")
     if not found.valid:
-        reason = f"{when}: checkpoint {step} {found.problem or 'is not valid'}"
-        return Decision("refuse", reason, exit_code=ExitCode.NOTHING_TO_RESUME)
+        return _nothing_to_resume(f"{when}: checkpoint {step} {found.problem or 'is not valid'}")
     if trimmed := _trimmed(situation, step):
-        return Decision("refuse", f"{when}: {trimmed}", exit_code=ExitCode.NOTHING_TO_RESUME)
+        return _nothing_to_resume(f"{when}: {trimmed}")
     later = tuple(sorted({one.step for one in situation.generations if one.step > step}))
     notes = f" (later ones are set aside: {', '.join(map(str, later))})" if later else ""
     return Decision("load", f"{when}: loading it{notes}", step, found.lineage, set_aside=later)
 
 
-def _after_failure(situation: Situation) -> Decision:
+def _later_start(situation: Situation) -> Decision:
     ended = f"the start before this one {situation.cause or Cause.FAILED}"
+    continues = situation.cause in CONTINUATIONS
     if situation.mode == "disabled":
-        return Decision(
-            "end", f"{ended}; recover.mode disabled does not start again", exit_code=ExitCode.FAILED
-        )
-    if situation.mode == "resume":
-        return Decision(
-            "end", f"{ended}; recover.mode resume does not resume a failure twice", exit_code=ExitCode.FAILED
-        )
-    return _newest(situation, _eligible(situation), when=ended, must_load=False)
-
-
-def _continuation(situation: Situation) -> Decision:
-    ended = f"the start before this one {situation.cause}"
-    if situation.mode == "disabled":
-        return Decision("end", f"{ended}; recover.mode disabled does not continue", exit_code=ExitCode.FAILED)
-    return _newest(situation, _eligible(situation), when=ended, must_load=situation.mode == "resume")
-
-
-def _eligible(situation: Situation) -> tuple[GenerationInfo, ...]:
-    if situation.mode != "fault":
-        return situation.generations
-    return tuple(one for one in situation.generations if one.submission in situation.ancestry)
+        return _end(f"{ended}; recover.mode disabled does not {'continue' if continues else 'start again'}")
+    if situation.mode == "resume" and not continues:
+        return _end(f"{ended}; recover.mode resume does not resume a failure twice")
+    eligible = situation.generations
+    if situation.mode == "fault":
+        eligible = tuple(one for one in eligible if one.submission in situation.ancestry)
+    return _newest(situation, eligible, ended, must_load=situation.mode == "resume")
 
 
 def _trimmed(situation: Situation, step: int) -> str:
@@ -257,20 +224,12 @@ def _newest(
         reason = f"{when}: loading checkpoint {newest.step}, the newest valid one{notes}"
         return Decision("load", reason, newest.step, newest.lineage)
     if must_load:
-        return Decision(
-            "refuse",
-            f"{when}: no valid checkpoint to resume from{notes}",
-            exit_code=ExitCode.NOTHING_TO_RESUME,
-        )
+        return _nothing_to_resume(f"{when}: no valid checkpoint to resume from{notes}")
     if situation.lost and len(eligible) < len(situation.generations):
         records = ", ".join(f"lineages/{number:04d}.json" for number in situation.lost)
         reason = f"{when}: no valid checkpoint{notes}, but some may be its own: {records} can't be read"
-        return Decision(
-            "refuse",
-            f"{reason}; hpc-rl recover takes the newest valid one",
-            exit_code=ExitCode.NOTHING_TO_RESUME,
-        )
+        return _nothing_to_resume(f"{reason}; hpc-rl recover takes the newest valid one")
     if trimmed := _trimmed(situation, 0):
         reason = f"{when}: no valid checkpoint{notes}, and {trimmed}; use another trial_name"
-        return Decision("refuse", reason, exit_code=ExitCode.NOTHING_TO_RESUME)
+        return _nothing_to_resume(reason)
     return Decision("fresh", f"{when}: there is no valid checkpoint, so from step 0{notes}")

@@ -42,14 +42,7 @@ _LEFTOVER = re.compile(r"\.gen-.*\.(tmp|gone)")
 
 
 class Commit:
-    """A generation that is being written. Every rank has one; `begin` and `commit` are rank 0's.
-
-    Args:
-        trial: The trial.
-        step: The step whose state is written.
-        attempt: Attempt id.
-        incarnation: Trainer incarnation.
-    """
+    """A generation that is being written. Every rank has one; `begin` and `commit` are rank 0's."""
 
     def __init__(self, trial: Trial, step: int, attempt: str, incarnation: int) -> None:
         self.step = step

@@ -20,7 +20,7 @@ def next_lineage(
 ) -> LineageRecord:
     """Create the record of this start under the next free number. Raises OSError."""
     trial.lineages.mkdir(exist_ok=True)
-    number = max(_numbers(trial), default=-1) + 1
+    number = newest_number(trial) + 1
     while True:
         record = LineageRecord(
             lineage=number,
@@ -42,15 +42,10 @@ def next_lineage(
 
 def newest_number(trial: Trial) -> int:
     """Return the highest that a record, a generation or published weights bear; -1 where there is none."""
-    return max(_numbers(trial), default=-1)
-
-
-def _numbers(trial: Trial) -> list[int]:
-    """Return the numbers in use."""
-    # Also by generations and weights: where records are lost, no label may be used twice.
+    # also of generations and weights: where records are lost, no label may be used twice
     made = [found.manifest.lineage for found in generation.scan(trial) if found.manifest]
     published = [int(match[1]) for entry in entries(trial.weights) if (match := _LABEL.fullmatch(entry.name))]
-    return [*lineage_files(trial), *made, *published]
+    return max([*lineage_files(trial), *made, *published], default=-1)
 
 
 def withdraw(trial: Trial, lineage: int) -> None:

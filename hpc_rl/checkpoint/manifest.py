@@ -27,49 +27,32 @@ IMPORTED_LINEAGE = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """State after `step` as `lineage` made it.
+    """State after `step` as `lineage` made it."""
 
-    Args:
-        step: Last finished step.
-        lineage: Lineage that wrote it.
-        attempt: Attempt that wrote it.
-        incarnation: Trainer incarnation within the attempt.
-        submission: Job id of the submission.
-        version: Weight version label `<lineage>.<step>`.
-        num_ranks: Ranks that wrote files.
-        config_hash: Of the configuration in force, to detect changes.
-        epoch: Finished passes over the data.
-        cursor: Rows of the current pass that are used up.
-        data: Fingerprint of the rows trained on (datasets/rows.py); {} if none was taken.
-        ledger: Position of the batch log, {"sealed": newest batch in this state}; {} without such a log.
-        counters: Position of the engine's schedule and optimizer, compared after loading.
-        timers: What has elapsed of each timer, never the frequencies.
-        stats: Position of each sink.
-        metrics: Numbers of the evaluation of this very state, as `eval_reward`; {} if it was not evaluated.
-        versions: Of this package, the libraries and Python; `commit` of a checkout.
-        files: Every other file of the folder.
-        schema: Layout of this record.
-    """
-
-    step: int
+    step: int  # the last finished one
     lineage: int
     attempt: str
     incarnation: int
-    submission: str
-    version: str
-    num_ranks: int
-    config_hash: str
-    epoch: int = 0
-    cursor: int = 0
+    submission: str  # its job id
+    version: str  # weight version label, `<lineage>.<step>`
+    num_ranks: int  # that wrote files
+    config_hash: str  # of the configuration in force, to detect changes
+    epoch: int = 0  # finished passes over the data
+    cursor: int = 0  # rows of the current pass that are used up
+    # fingerprint of the rows trained on (datasets/rows.py); {} if none was taken
     data: dict[str, Any] = field(default_factory=dict)
+    # position of the batch log, {"sealed": newest batch in this state}; {} without such a log
     ledger: dict[str, int] = field(default_factory=dict)
+    # position of the engine's schedule and optimizer, compared after loading
     counters: dict[str, int] = field(default_factory=dict)
-    timers: dict[str, Any] = field(default_factory=dict)
-    stats: dict[str, Any] = field(default_factory=dict)
+    timers: dict[str, Any] = field(default_factory=dict)  # what has elapsed of each, never the frequencies
+    stats: dict[str, Any] = field(default_factory=dict)  # position of each sink
+    # numbers of the evaluation of this very state, as `eval_reward`; {} if it was not evaluated
     metrics: dict[str, float] = field(default_factory=dict)
+    # of this package, the libraries and Python; `commit` of a checkout
     versions: dict[str, str] = field(default_factory=dict)
-    files: list[FileRecord] = field(default_factory=list)
-    schema: int = SCHEMA
+    files: list[FileRecord] = field(default_factory=list)  # every other file of the folder
+    schema: int = SCHEMA  # layout of this record
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -19,11 +19,10 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from hpc_rl.checkpoint.generation import LIGHT_BYTES, Found, scan, verify
 from hpc_rl.errors import NothingToResume
@@ -38,34 +37,16 @@ _NAME = re.compile(r"\.hold-(\d{8,})\.[0-9a-f]+\.json")
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What is kept: a generation is removed when none of the three rules wants it.
+    """What is kept: a generation is removed when none of the three rules wants it."""
 
-    Args:
-        newest: Number of newest generations; at least one is always kept.
-        every_steps: Additionally those whose step is a multiple of this; None keeps none.
-        best: Additionally the number with the best `metric`; those without this number don't count.
-        metric: Name of a number of the evaluation of that state, as `eval_reward`.
-        higher_is_better: Whether a larger number is better.
-    """
-
-    newest: int = 2
-    every_steps: int | None = None
-    best: int = 0
-    metric: str = "eval_reward"
+    newest: int = 2  # so many newest ones; at least one is always kept
+    every_steps: int | None = None  # additionally those whose step is a multiple of this
+    best: int = 0  # additionally so many with the best `metric`; those without this number don't count
+    metric: str = "eval_reward"  # a number of the evaluation of that state
     higher_is_better: bool = True
 
 
-class Generation(Protocol):
-    """What the rule needs of a generation; `metrics` are the numbers of its evaluation."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-
-
-def keep(generations: Iterable[Generation], policy: RetentionPolicy) -> set[int]:
+def keep(generations: Iterable[Found], policy: RetentionPolicy) -> set[int]:
     """Return the steps that are kept, of generations in any order."""
     newest_first = sorted(generations, key=lambda one: one.step, reverse=True)
     staying = {one.step for one in newest_first[: max(1, policy.newest)]}
@@ -74,7 +55,7 @@ def keep(generations: Iterable[Generation], policy: RetentionPolicy) -> set[int]
     return staying | set(best(newest_first, policy.metric, policy.higher_is_better)[: policy.best])
 
 
-def best(generations: Iterable[Generation], metric: str, higher_is_better: bool = True) -> list[int]:
+def best(generations: Iterable[Found], metric: str, higher_is_better: bool = True) -> list[int]:
     """Return the steps that have the metric, best first; of equal ones the newer first."""
     measured = [one for one in generations if isinstance(one.metrics.get(metric), int | float)]
     sign = -1.0 if higher_is_better else 1.0

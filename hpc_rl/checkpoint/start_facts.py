@@ -12,19 +12,12 @@ from hpc_rl.records import EndedRecord, Event, EventKind, JobRecord, LineageReco
 from hpc_rl.trial import Attempt, Trial, entries, read_json
 
 _SEAL = re.compile(r"(\d+)\.seal")
-IN_PASSING_BYTES = (
-    1 << 30
-)  # a command reads a whole generation up to this size before it submits a start from it
+# a command reads a whole generation up to this size before it submits a start from it
+IN_PASSING_BYTES = 1 << 30
 
 
 def decide_start(
-    trial: Trial,
-    attempt: Attempt,
-    incarnation: int,
-    mode: str,
-    start_mode: str,
-    retries: int,
-    wanted: int | None = None,
+    trial: Trial, attempt: Attempt, incarnation: int, asked: Situation
 ) -> tuple[Decision, list[Found]]:
     """Return the decision for a trainer that starts now, and the generations to be set aside before it does.
 
@@ -32,7 +25,7 @@ def decide_start(
     Reads every byte of the generations that it considers, newest first, up to the first that is valid and
     eligible.
     """
-    situation, damaged = gather(trial, attempt, incarnation, mode, start_mode, retries, wanted)
+    situation, damaged = gather(trial, attempt, incarnation, asked)
     decision = decide(situation)
     if decision.action not in ("load", "fresh"):
         return decision, []
@@ -45,39 +38,31 @@ def decide_start(
 
 
 def gather(
-    trial: Trial,
-    attempt: Attempt,
-    incarnation: int,
-    mode: str,
-    start_mode: str,
-    retries: int,
-    wanted: int | None = None,
-    in_passing: bool = False,
+    trial: Trial, attempt: Attempt, incarnation: int, asked: Situation, in_passing: bool = False
 ) -> tuple[Situation, list[Found]]:
     """Return what decide() needs of the trial directory, and the generations that do not verify.
 
-    `in_passing` is for a command that only asks what a start would do: see read_limit.
+    `asked` has what was requested: modes, retries, wanted. `in_passing` is for a command that only asks what
+    a start would do: see read_limit.
     """
     submission = attempt.job_id
     records = read_lineages(trial)
     own = [record for record in records if record.submission == submission]
-    wanted = None if own else wanted
+    wanted = None if own else asked.wanted
     found = generation.scan(trial)
     ancestors, lost = _ancestors(trial, records, own, found)
     ancestry = frozenset({submission}) | ancestors
-    only = ancestry if mode == "fault" and own else None
+    only = ancestry if asked.mode == "fault" and own else None
     generations, damaged = _verified(found, only, wanted, in_passing)
     before = [record for record in own if (record.attempt, record.incarnation) != (attempt.id, incarnation)]
-    situation = Situation(
-        mode=mode,
-        start_mode=start_mode,
+    situation = replace(
+        asked,
         first_start=not own,
         generations=tuple(generations),
         ancestry=ancestry,
         has_state=len(own) < len(records),
         cause=cause_of(trial, before[-1], attempt.id)[0] if before else None,
         history=past_starts(trial, attempt.id, before, generations),
-        retries=retries,
         wanted=wanted,
         trimmed=trimmed(trial),
         lost=lost,
@@ -210,9 +195,8 @@ def past_starts(
     newest = max([one.lineage for one in found] + parents, default=-1)
     failed, fruitful = _failures(trial, submission)
     made = [_order(trial, one) for one in own if one.lineage <= newest]
-    fruitful = max(
-        fruitful, max(made, default=(-1, -1))
-    )  # a supervisor that was killed may have missed the progress
+    # a supervisor that was killed may have missed the progress
+    fruitful = max([fruitful, *made])
     failed = [past for past in failed if _order(trial, past) > fruitful]
     silent = [one for one in own if one.lineage > newest and _order(trial, one) > fruitful]
     starts = [PastStart(one.attempt, one.incarnation, *cause_of(trial, one, attempt_id)) for one in silent]

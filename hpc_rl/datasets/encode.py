@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from hpc_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Encoded = tuple[np.ndarray, np.ndarray]
 
 
 def encode_prompt(tokenizer: Tokenizer, row: dict[str, Any]) -> list[int]:
@@ -28,7 +30,7 @@ def encode_prompt(tokenizer: Tokenizer, row: dict[str, Any]) -> list[int]:
     raise ConfigError(f"a row needs a `prompt` (text) or `messages` (a list); this one has {has}.")
 
 
-def encode_sequence(tokenizer: Tokenizer, row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def encode_sequence(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
     """Return ids [L] of prompt, completion and end of sequence, and loss_mask [L], false for the prompt."""
     completion = row.get("completion")
     if not isinstance(completion, str):
@@ -55,13 +57,7 @@ class Prompt:
 
 
 class Prompts:
-    """The prompts of a dataset in their order over epochs.
-
-    Args:
-        dataset: Which rows; those with a prompt above `max_length` tokens are left out.
-        tokenizer: Makes their tokens, when they are asked for.
-        seed: Of the order.
-    """
+    """The prompts of a dataset in their order over epochs; those above `max_length` tokens are left out."""
 
     def __init__(self, dataset: DatasetConfig, tokenizer: Tokenizer, seed: int) -> None:
         self.path = dataset.path
@@ -70,9 +66,8 @@ class Prompts:
         self.seed = seed
         self.shuffle = dataset.shuffle
         self._kept = list(range(len(self.rows)))
-        encode_prompt(
-            tokenizer, self.rows[0]
-        )  # a dataset of the wrong kind is refused at the start, not at the first prompt
+        # a dataset of the wrong kind is refused at the start, not at the first prompt
+        encode_prompt(tokenizer, self.rows[0])
         if dataset.max_length is not None:
             lengths = encode_all(
                 lambda row: len(encode_prompt(tokenizer, row)), self.rows, dataset.num_workers
@@ -81,9 +76,7 @@ class Prompts:
             numbers = (len(self._kept), len(self.rows), dataset.max_length)
             logger.info("%s: %d of %d prompts have at most %d tokens", dataset.path, *numbers)
         if not self._kept:
-            raise ConfigError(
-                f"dataset {dataset.path}: no prompt has at most max_length = {dataset.max_length} tokens."
-            )
+            raise _none_left(dataset, "prompt")
 
     def __len__(self) -> int:
         """Prompts of one epoch."""
@@ -113,23 +106,33 @@ def encode_all(
         return list(pool.map(encode, rows, chunksize=64))
 
 
-def load_sequences(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[tuple[np.ndarray, np.ndarray]]:
-    """encode_sequence of every row with at most `max_length` tokens, in file order.
+def load_sequences(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[Encoded]:
+    """Return encode_sequence of every row that `max_length` allows. Raises ConfigError if none is left."""
+    return _load(dataset, "sequence", partial(encode_sequence, tokenizer))
 
-    Raises ConfigError if none is left.
-    """
+
+def load_pairs(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[Encoded]:
+    """Return encode_pair of every row that `max_length` allows. Raises ConfigError if none is left."""
+    return _load(dataset, "pair", partial(encode_pair, tokenizer))
+
+
+def _load(dataset: DatasetConfig, what: str, encode: Callable[[dict[str, Any]], Encoded]) -> Rows[Encoded]:
     read = load_rows(dataset.path)
-    rows = encode_all(lambda row: encode_sequence(tokenizer, row), read, dataset.num_workers)
+    rows = encode_all(encode, read, dataset.num_workers)
     if dataset.max_length is not None:
-        rows = [row for row in rows if len(row[0]) <= dataset.max_length]
+        rows = [row for row in rows if max(map(len, row)) <= dataset.max_length]
     if not rows:
-        raise ConfigError(
-            f"dataset {dataset.path}: no sequence has at most max_length = {dataset.max_length} tokens."
-        )
+        raise _none_left(dataset, what)
     return Rows(rows, read.fingerprint)
 
 
-def encode_pair(tokenizer: Tokenizer, row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def _none_left(dataset: DatasetConfig, what: str) -> ConfigError:
+    return ConfigError(
+        f"dataset {dataset.path}: no {what} has at most max_length = {dataset.max_length} tokens."
+    )
+
+
+def encode_pair(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
     """(ids of chosen, ids of rejected), int32, each with the end-of-sequence token.
 
     `chosen` and `rejected` are completions of `prompt` (or of `messages`), or, without one, whole texts or
@@ -158,19 +161,3 @@ def _scored(tokenizer: Tokenizer, row: dict[str, Any], text: Any) -> np.ndarray:
     if not ids:
         raise ConfigError("an rw row has an empty text, and the tokenizer has no end-of-sequence token.")
     return np.array(ids, np.int32)
-
-
-def load_pairs(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[tuple[np.ndarray, np.ndarray]]:
-    """encode_pair of every row without those above `max_length` tokens, in file order.
-
-    Raises ConfigError if none is left.
-    """
-    read = load_rows(dataset.path)
-    pairs = encode_all(lambda row: encode_pair(tokenizer, row), read, dataset.num_workers)
-    if dataset.max_length is not None:
-        pairs = [pair for pair in pairs if max(map(len, pair)) <= dataset.max_length]
-    if not pairs:
-        raise ConfigError(
-            f"dataset {dataset.path}: no pair has at most max_length = {dataset.max_length} tokens each."
-        )
-    return Rows(pairs, read.fingerprint)

@@ -16,9 +16,8 @@ from hpc_rl.errors import ConfigError
 
 T = TypeVar("T")
 JSONL = (".jsonl", ".json", ".ndjson")
-IN_PASSING_BYTES = (
-    64 << 20
-)  # a command reads a dataset of this size before it submits a trial that goes on with it
+# a command reads a dataset of this size before it submits a trial that continues with it
+IN_PASSING_BYTES = 64 << 20
 
 
 class Rows(list[T]):

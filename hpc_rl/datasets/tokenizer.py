@@ -21,12 +21,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Tokenizer:
-    """Text to ids and back.
-
-    Args:
-        folder: Holds tokenizer.json, and beside it tokenizer_config.json, chat_template.jinja,
-            generation_config.json.
-    """
+    """Text to ids and back."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()

@@ -9,22 +9,27 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from hpc_rl import checked_file
 from hpc_rl.checked_file import FileRecord
 from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.trial import fsync_dir
 
 
-class Snapshot(Protocol):
-    """One rank's recover state at one instant."""
+@dataclass
+class Snapshot:
+    """One rank's recover state at one instant, as the parts of its file."""
 
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
+    name: str
+    parts: list[memoryview]
 
     def write(self, folder: Path, cancel: threading.Event | None = None) -> list[FileRecord]:
-        """Write the state durably into an existing folder; may be called on any thread.
+        """Write the file durably into an existing folder; may be called on any thread.
 
         Raises OSError, and checked_file.Abandoned once `cancel` is set.
         """
+        record = checked_file.write(folder / self.name, self.parts, cancel)
+        fsync_dir(folder)
+        return [record]
 
 
 @dataclass
@@ -116,9 +121,6 @@ class Engine(Protocol):
         With `copied` it is in memory that the next snapshot reuses, and may be written while training
         continues; without, it must be written before the next update. Not collective.
         """
-
-    def save(self, folder: Path) -> list[FileRecord]:
-        """Write a snapshot at once. Raises OSError. Not collective."""
 
     def state_bytes(self) -> int:
         """Return about how many bytes this rank's snapshot takes. Not collective."""

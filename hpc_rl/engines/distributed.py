@@ -23,16 +23,9 @@ def init_ranks(
 ) -> None:
     """Join the process group: gloo on CPU, NCCL on CUDA. A single rank gets none.
 
-    Args:
-        rank: This rank.
-        num_ranks: All ranks.
-        device: Device of the ranks.
-        publish: Called by rank 0 with address and port of the store, which it starts on a port that the
-            system chooses.
-        find: Called by the other ranks; waits for what rank 0 published. May raise TimeoutError.
-        timeout_s: Time limit of a collective, in seconds.
-        join_timeout_s: Time limit for all ranks to join, in seconds; by default that of a collective.
-        address: Address of this host that the other ranks can reach.
+    Rank 0 starts the store on a port that the system chooses, and gives `publish` its address, which is
+    `address` of this host, and port; the others wait for that in `find`, which may raise TimeoutError.
+    `timeout_s` limits a collective, `join_timeout_s` (by default the same) the time until all have joined.
 
     Raises RoleFailed where ranks are missing after `join_timeout_s`, RuntimeError (DistStoreError) without
     the store.

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from hpc_rl.checked_file import FileRecord
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.engines import hf_io, model, state
-from hpc_rl.engines.base import LossFn, Sequences, sum_over_ranks
+from hpc_rl.engines.base import LossFn, Sequences, Snapshot, sum_over_ranks
 from hpc_rl.engines.distributed import init_alone
 from hpc_rl.engines.micro_batches import Inputs, Layout, cut, inputs_of, micro_batch
 from hpc_rl.engines.optimizer import LossScale, Optimizer, learning_rate, shards_of
@@ -182,7 +182,7 @@ class FSDPEngine:
             inputs.input_ids, inputs.position_ids, inputs.source_N, inputs.targets_N, temperature
         )
 
-    def snapshot(self, copied: bool) -> state.ShardSnapshot:
+    def snapshot(self, copied: bool) -> Snapshot:
         if copied and self._buffer is None:
             self._buffer = state.Buffer(pin=self.device.type == "cuda")
         counters = {"updates": self.num_updates, **self.scale.state()}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -105,23 +106,15 @@ def fsync_file(path: Path) -> None:
 
 
 def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> list[Path]:
-    parts = _cut(tensors)
-    if len(parts) == 1:
-        _save(tensors, folder / "model.safetensors")
-        return [folder / "model.safetensors"]
-    written: list[Path] = []
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(parts, 1):
-        path = folder / f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        _save({name: tensors[name] for name in names}, path)
-        weight_map |= dict.fromkeys(names, path.name)
-        written.append(path)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index = folder / "model.safetensors.index.json"
-    index.write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-    )
-    return [*written, index]
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=MAX_FILE_BYTES)
+    for file, names in split.filename_to_tensors.items():
+        _save({name: tensors[name] for name in names}, folder / file)
+    written = [folder / file for file in split.filename_to_tensors]
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        written.append(folder / "model.safetensors.index.json")
+        written[-1].write_text(json.dumps(index, indent=2) + "\n")
+    return written
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -132,15 +125,3 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         if code := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
         raise
-
-
-def _cut(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if parts[-1] and size + tensor.nbytes > MAX_FILE_BYTES:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += tensor.nbytes
-    return parts

@@ -26,17 +26,12 @@ LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits
 
 
 class LanguageModel(nn.Module):
-    """A causal language model that returns log-probabilities and entropies of wanted tokens.
-
-    Args:
-        hf: The model of transformers.
-        unread: Names of tensors in its files that the model does not use.
-    """
+    """A causal model of transformers that returns log-probabilities and entropies of wanted tokens."""
 
     def __init__(self, hf: Any, unread: Sequence[str] = ()) -> None:
         super().__init__()
         self.hf = hf
-        self.unread = unread
+        self.unread = unread  # names of tensors in its files that the model does not use
 
     def forward(
         self,

@@ -6,7 +6,7 @@
 A rank that loads reads the rows that it needs from the files that have them, and checks the checksums of
 those blocks.
 
-A ShardSnapshot is either views of the live tensors, to be written before the next update, or a copy of them
+A Snapshot is either views of the live tensors, to be written before the next update, or a copy of them
 in a reused Buffer, to be written while training continues.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hpc_rl import checked_file
 from hpc_rl.checked_file import CheckedReader, FileRecord
+from hpc_rl.engines.base import Snapshot
 from hpc_rl.engines.optimizer import Optimizer, Shard
 from hpc_rl.errors import Damaged
-from hpc_rl.trial import fsync_dir
 
 FORMAT = 2
 KINDS = ("model", "exp_avg", "exp_avg_sq")
@@ -38,24 +36,6 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 
 def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
-
-
-@dataclass
-class ShardSnapshot:
-    """One rank's state at one instant, as the parts of its file; `write` may be called on any thread."""
-
-    name: str
-    parts: list[memoryview]
-
-    @property
-    def size(self) -> int:
-        return sum(len(part) for part in self.parts)
-
-    def write(self, folder: Path, cancel: threading.Event | None = None) -> list[FileRecord]:
-        """Write the file into an existing folder, durably. Raises OSError, checked_file.Abandoned."""
-        record = checked_file.write(folder / self.name, self.parts, cancel)
-        fsync_dir(folder)
-        return [record]
 
 
 class Buffer:
@@ -87,7 +67,7 @@ def take(
     optimizer: Optimizer,
     counters: dict[str, Any],
     buffer: Buffer | None,
-) -> ShardSnapshot:
+) -> Snapshot:
     """Return this rank's state now; without a buffer, live tensors in CPU memory are not copied."""
     named = {f"rng/{kind}": state for kind, state in _torch_rng().items()}
     for shard in shards:
@@ -105,7 +85,7 @@ def take(
     tensors = buffer.copy(live) if buffer else [tensor.cpu().contiguous() for tensor in live]
     parts = [_bytes_of(tensor).data for tensor in tensors if tensor.numel()]
     header = memoryview(_header(named, {"state": json.dumps(state)}))
-    return ShardSnapshot(file_name(rank), [header, *parts])
+    return Snapshot(file_name(rank), [header, *parts])
 
 
 def size_bytes(shards: list[Shard], optimizer: Optimizer) -> int:

@@ -10,7 +10,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
@@ -35,6 +36,26 @@ class StatsSink(Protocol):
         """Return the sink's position, for the manifest of a generation."""
 
 
+class FullDisk:
+    """Reports that a disk is full, once until there is space again."""
+
+    def __init__(self) -> None:
+        self._reported = False
+
+    @contextmanager
+    def reported(self, message: str) -> Iterator[None]:
+        """Log the message where the block fails for lack of space; raise any other error."""
+        try:
+            yield
+            self._reported = False
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if not self._reported:
+                logger.error("DISK FULL: %s (%s)", message, error)
+            self._reported = True
+
+
 class JsonlSink:
     """One JSON object per line, `step` first; NaN and infinity become null.
 
@@ -47,7 +68,7 @@ class JsonlSink:
         self.path = path
         self._file: Any = file or path.open("ab", buffering=0)
         self._waiting = b""
-        self._told = False
+        self._full = FullDisk()
 
     def log(self, step: int, scalars: Scalars) -> None:
         row = {"step": step, **{name: _finite(value) for name, value in scalars.items()}}
@@ -55,21 +76,9 @@ class JsonlSink:
         self._write()
 
     def _write(self) -> None:
-        try:
+        with self._full.reported(f"metrics wait in memory until there is space in {self.path.parent}"):
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) or 0 :]
-        except OSError as error:
-            if not is_full(error):
-                raise
-            if not self._told:
-                logger.error(
-                    "DISK FULL: metrics wait in memory until there is space in %s (%s)",
-                    self.path.parent,
-                    error,
-                )
-            self._told = True
-        else:
-            self._told = False
 
     def close(self) -> None:
         if not self._file.closed:
@@ -105,7 +114,7 @@ class TensorBoardSink:
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         self._open = open_writer or (lambda: EventFileWriter(str(folder), flush_secs=5))
         self._writer: Any = None
-        self._told = False
+        self._full = FullDisk()
         # readers drop the events of earlier starts that are beyond this one
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=start))
@@ -113,21 +122,10 @@ class TensorBoardSink:
     def _add(self, event: Any) -> None:
         # the writer's thread may have failed since the last event: it reports that now, and cannot be used
         # again
-        try:
-            self._writer = self._writer or self._open()
-            self._writer.add_event(event)
-        except OSError as error:
-            if not is_full(error):
-                raise
-            if not self._told:
-                logger.error(
-                    "DISK FULL: TensorBoard's files in %s lack metrics until there is space (%s)",
-                    self.folder,
-                    error,
-                )
-            self._told, self._writer = True, None
-        else:
-            self._told = False
+        with self._full.reported(f"TensorBoard's files in {self.folder} lack metrics until there is space"):
+            writer, self._writer = self._writer or self._open(), None
+            writer.add_event(event)
+            self._writer = writer
 
     def log(self, step: int, scalars: Scalars) -> None:
         numbers = _numbers(scalars).items()
@@ -136,15 +134,9 @@ class TensorBoardSink:
         self._add(self._event(wall_time=float(when), step=step, summary=self._summary(value=values)))
 
     def close(self) -> None:
-        try:
+        with FullDisk().reported(f"TensorBoard's files in {self.folder} lack the last metrics"):
             if self._writer is not None:
                 self._writer.close()
-        except OSError as error:
-            if not is_full(error):
-                raise
-            logger.error(
-                "DISK FULL: TensorBoard's files in %s lack the last metrics (%s)", self.folder, error
-            )
 
     def state(self) -> dict[str, Any]:
         return {"folder": str(self.folder)}
@@ -170,11 +162,11 @@ class Sinks:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """A trial as a metrics service shows it: names, a folder for the service's files, configuration."""
+    """A trial as a metrics service shows it."""
 
     experiment_name: str
     trial_name: str
-    folder: Path
+    folder: Path  # for the service's files
     config: Mapping[str, Any]
 
 
@@ -236,6 +228,10 @@ class SwanlabSink:
         return {}
 
 
+# section of `stats_logger` -> its sink
+SERVICES: dict[str, Callable[..., StatsSink]] = {"wandb": WandBSink, "swanlab": SwanlabSink}
+
+
 def _load(package: str, option: str, value: str) -> Any:
     try:
         return importlib.import_module(package)
@@ -257,13 +253,12 @@ def open_sinks(
     tensorboard: Path,
     start_step: int = 0,
     who: RunIdentity | None = None,
-    wandb: Any = None,
-    swanlab: Any = None,
+    stats_logger: Any = None,
 ) -> Sinks:
     """Open the sinks of an incarnation that continues from `start_step`.
 
-    These are JSON lines, TensorBoard if it is installed, and the services whose section is present and not
-    disabled. Raises ConfigError if the package of a service is missing.
+    These are JSON lines, TensorBoard if it is installed, and the services whose section in `stats_logger` is
+    present and not disabled. Raises ConfigError if the package of a service is missing.
     """
     sinks: list[StatsSink] = [JsonlSink(metrics)]
     try:
@@ -272,10 +267,10 @@ def open_sinks(
         logger.warning("no TensorBoard files: %s", error)
     opened = Sinks(sinks)
     try:
-        if who is not None and wandb is not None and wandb.mode != "disabled":
-            sinks.append(WandBSink(who, wandb))
-        if who is not None and swanlab is not None and swanlab.mode != "disabled":
-            sinks.append(SwanlabSink(who, swanlab))
+        for name, service in SERVICES.items():
+            settings = getattr(stats_logger, name, None)
+            if settings is not None and settings.mode != "disabled":
+                sinks.append(service(who, settings))
     except BaseException:
         opened.close()
         raise

@@ -45,11 +45,13 @@ class FirstStart:
         self.mode = "resume" if recovery else config.recover.mode
         self.changes: list[Change] = []  # by find_changes
         self._replay = recovery is not None and recovery.replay
-        mode, wanted = config.recover.mode, recovery.from_step if recovery else None
-        self.situation = Situation(mode, self.mode, first_start=True, wanted=wanted)
+        wanted = recovery.from_step if recovery else None
+        self.situation = Situation(
+            config.recover.mode, self.mode, retries=config.recover.retries, wanted=wanted
+        )
         if os.path.isdir(trial.dir):
-            attempt, retries = trial.attempt(PLACEHOLDER_ATTEMPT), config.recover.retries
-            self.situation, _ = gather(trial, attempt, 0, mode, self.mode, retries, wanted, in_passing=True)
+            attempt = trial.attempt(PLACEHOLDER_ATTEMPT)
+            self.situation, _ = gather(trial, attempt, 0, self.situation, in_passing=True)
         self.decision = decide(self.situation)
         self.step = self.decision.step
         # files of that checkpoint that only the start reads

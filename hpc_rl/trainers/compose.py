@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -34,8 +33,8 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
     """Compose RL training: batches from the rollout role, weights to the servers."""
     config = start.config
     assert isinstance(config, GRPOConfig)
-    num_prompts, fingerprint = start.ranks.from_rank0(lambda: _prompts(config))
-    start, begun = _begin(start, fingerprint)
+    num_prompts, start.data = start.ranks.from_rank0(lambda: _prompts(config))
+    begun = start.ranks.from_rank0(lambda: begin(start))
     reference = _reference(start, config)
     run = _run(start, begun, config.actor, num_updates(config, num_prompts), stack)
     place_schedule(run.engine, run.step, config)
@@ -57,7 +56,8 @@ def compose_supervised(task: SupervisedTask, start: TrainerContext, stack: ExitS
     assert isinstance(config, SFTConfig | RWConfig)
     tokenizer = Tokenizer(tokenizer_folder(config))
     rows = task.load(config.train_dataset, tokenizer)
-    start, begun = _begin(start, rows.fingerprint)
+    start.data = rows.fingerprint
+    begun = start.ranks.from_rank0(lambda: begin(start))
     held_out = task.load(config.valid_dataset, tokenizer) if config.valid_dataset is not None else None
     run = _run(start, begun, config.model, total_steps(config, len(rows)), stack)
     return run, SupervisedRecipe(run, task, rows, held_out)
@@ -76,12 +76,6 @@ def _prompts(config: GRPOConfig) -> tuple[int, dict[str, Any]]:
     return len(prompts), prompts.rows.fingerprint
 
 
-def _begin(start: TrainerContext, fingerprint: dict[str, Any]) -> tuple[TrainerContext, dict[str, Any]]:
-    """Return the context with the fingerprint of its data, and what start.begin returns on rank 0."""
-    start = replace(start, data=fingerprint)
-    return start, start.ranks.from_rank0(lambda: begin(start))
-
-
 def _reference(start: TrainerContext, config: GRPOConfig) -> Engine | None:
     """Return the frozen model of the KL terms, if one has a coefficient; it is never saved."""
     if config.ref is None or not (config.actor.kl_ctl or config.actor.beta):
@@ -92,12 +86,11 @@ def _reference(start: TrainerContext, config: GRPOConfig) -> Engine | None:
 
 
 def _engine(start: TrainerContext, model: TrainEngineConfig, frozen: bool = False) -> Engine:
-    ranks = start.ranks
-    module, _, name = TRAIN_BACKENDS[start.engine].implementation.partition(":")
+    module, _, name = TRAIN_BACKENDS[start.backend].implementation.partition(":")
     engine: Engine = getattr(import_module(module), name)(
         model,
-        rank=ranks.rank,
-        num_ranks=ranks.num,
+        rank=start.ranks.rank,
+        num_ranks=start.ranks.num,
         device=start.device,
         seed=start.config.seed,
         frozen=frozen,
@@ -108,45 +101,27 @@ def _engine(start: TrainerContext, model: TrainEngineConfig, frozen: bool = Fals
 
 def _sinks(start: TrainerContext, step: int) -> Sinks:
     config, attempt = start.config, start.attempt
-    logger = config.stats_logger
-    folder = Path(logger.tensorboard.path).expanduser() if logger.tensorboard.path else attempt.tensorboard
-    who = RunIdentity(
-        config.experiment_name,
-        config.trial_name,
-        attempt.dir,
-        redacted(read_json(start.trial.config_json) or {}),
-    )
-    return open_sinks(attempt.metrics(start.incarnation), folder, step, who, logger.wandb, logger.swanlab)
+    tensorboard = config.stats_logger.tensorboard.path
+    folder = Path(tensorboard).expanduser() if tensorboard else attempt.tensorboard
+    stored = redacted(read_json(start.trial.config_json) or {})
+    who = RunIdentity(config.experiment_name, config.trial_name, attempt.dir, stored)
+    return open_sinks(attempt.metrics(start.incarnation), folder, step, who, config.stats_logger)
 
 
 def _run(
     start: TrainerContext, begun: dict[str, Any], model: TrainEngineConfig, updates: int, stack: ExitStack
 ) -> Run:
     """Return the run around an engine with its state. `begun` is what start.begin returned on rank 0."""
-    ranks = start.ranks
     engine = _engine(start, model)
     engine.initialize(updates)
     begun = load_state(start, begun, engine)
-    manifest = begun["manifest"]
     sinks = Sinks([])
-    if ranks.rank == 0:
+    if start.ranks.rank == 0:
         sinks = _sinks(start, begun["step"])
         stack.callback(sinks.close)
-    run = Run(
-        trial=start.trial,
-        attempt=start.attempt,
-        incarnation=start.incarnation,
-        config=start.config,
-        engine=engine,
-        ranks=ranks,
-        stopping=start.stopping,
-        lineage=begun["lineage"],
-        step=begun["step"],
-        sinks=sinks,
-        data=start.data,
-    )
-    if ranks.rank == 0:
+    run = Run(**vars(start), engine=engine, lineage=begun["lineage"], step=begun["step"], sinks=sinks)
+    if start.ranks.rank == 0:
         run.activity = Activity(start.attempt.activity("trainer", 0, start.incarnation))
-    if manifest is not None:
-        run.restore(manifest)
+    if begun["manifest"] is not None:
+        run.restore(begun["manifest"])
     return run

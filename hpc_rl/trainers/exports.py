@@ -81,21 +81,13 @@ def _beside(folder: Path, mark: str) -> Path:
 
 @dataclass
 class WeightWriter:
-    """Writes weights for all ranks together, and waits while the disk is full.
-
-    Args:
-        engine: Whose weights.
-        ranks: All ranks.
-        stopping: Ends the waiting.
-        tokenizer: Folder whose tokenizer files go with the weights.
-        on_wait: Called before each further try.
-    """
+    """Writes weights for all ranks together, and waits while the disk is full."""
 
     engine: Engine
     ranks: Ranks
-    stopping: threading.Event
-    tokenizer: Path
-    on_wait: Callable[[], None] = lambda: None
+    stopping: threading.Event  # ends the waiting
+    tokenizer: Path  # folder whose tokenizer files go with the weights
+    on_wait: Callable[[], None] = lambda: None  # called before each further try
 
     def write(
         self,
@@ -207,29 +199,19 @@ class Ranking:
 class Exports:
     """The folders in `exports/` that training writes: `step-…` now and then, `best` and `final`.
 
-    Every rank has one.
-
     What is on disk is the memory: a restart compares with the best there. A best model of steps that a
     recover discarded stays, since it was evaluated and is whole.
-
-    Args:
-        trial: The trial.
-        config: The configuration in force.
-        writer: Writes the weights.
-        ranks: All ranks.
-        version_of: The label of the weights after a step.
-        on_export: Called with the step before weights are written.
     """
 
     trial: Trial
     config: Config
     writer: WeightWriter
-    ranks: Ranks
-    version_of: Callable[[int], str]
-    on_export: Callable[[int], None] = lambda step: None
+    version_of: Callable[[int], str]  # the label of the weights after a step
+    on_export: Callable[[int], None]  # called with the step before weights are written
 
     def __post_init__(self) -> None:
         self.folder = self.trial.exports
+        self.ranks = self.writer.ranks
         self.saver = self.config.saver
 
     def write_step(self, step: int) -> None:

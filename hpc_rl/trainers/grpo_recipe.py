@@ -22,7 +22,7 @@ from hpc_rl.engines.base import Engine, MicroBatch, Sequences
 from hpc_rl.engines.packing import balance
 from hpc_rl.errors import DataUnusable
 from hpc_rl.rollout.batch_client import RolloutClient
-from hpc_rl.trainers.minibatches import Cut, Known, Minibatch, ScoredRows, rectangle, shares
+from hpc_rl.trainers.minibatches import Known, Minibatch, ScoredRows, rectangle, shares
 from hpc_rl.trainers.run import Run
 from hpc_rl.types import Batch, Trajectory, decode
 from hpc_rl.weights.publish import DiskTransport
@@ -37,18 +37,14 @@ MEANS_OVER_TOKENS = (
     "importance_weight",
     "behave_imp_weight",
     "behave_approx_kl",
+    "kl_loss",
 )
 
 
 class GRPO:
     """The recipe of a GRPO trial, and of the other algorithms.
 
-    Args:
-        run: This incarnation.
-        rollout: The rollout role.
-        transport: Brings weights to the generation servers.
-        num_prompts: Prompts of one epoch.
-        reference: The frozen model of the KL terms; None without such a term.
+    `num_prompts` are those of one epoch; `reference` is the frozen model of the KL terms, if there are any.
     """
 
     def __init__(
@@ -105,7 +101,9 @@ class GRPO:
 
     def update(self, step: int, batch: Batch) -> None:
         """Train on a batch. Raises DataUnusable after too many steps in a row without an optimizer update."""
-        scored = self._drop_uninformative(self._score(step, batch))
+        scored = self._score(step, batch)
+        if self.algorithm.drops_groups_first:
+            scored = scored.select(self._informative_rows(scored))
         rows = scored.rows
         minibatches: list[Minibatch] = []
         known, advantages = None, []
@@ -185,12 +183,10 @@ class GRPO:
         self.run.stats.mean("overlong_penalty", float(penalty_B.sum()), len(rows))
         return ScoredRows(rows, rewards_B + penalty_B, group_B)
 
-    def _drop_uninformative(self, scored: ScoredRows) -> ScoredRows:
-        if not self.algorithm.drops_groups_first or not self.actor.dynamic_sampling:
-            return scored
-        return scored.select(self._informative_rows(scored))
-
     def _informative_rows(self, scored: ScoredRows) -> list[int]:
+        """Return the rows that dynamic sampling keeps; all without it."""
+        if not self.actor.dynamic_sampling:
+            return list(range(len(scored.rows)))
         kept = self.algorithm.informative_rows(scored.rewards_B, scored.group_B, self.group_size)
         num_dropped = len(scored.group_B.unique()) - len(scored.group_B[kept].unique())
         self.run.stats.add("groups_dropped", num_dropped)
@@ -225,19 +221,20 @@ class GRPO:
     def _minibatches(self, scored: ScoredRows, advantages: list[np.ndarray]) -> list[Minibatch]:
         """Return the rows that are trained on, cut and shared out."""
         rows = scored.rows
-        members = list(range(len(rows)))
-        if not self.algorithm.drops_groups_first and self.actor.dynamic_sampling:
-            members = self._informative_rows(scored)
+        all_rows = list(range(len(rows)))
+        members = all_rows if self.algorithm.drops_groups_first else self._informative_rows(scored)
         if self.actor.mask_no_eos_with_zero and not self.algorithm.zeroes_truncated:
             members = [i for i in members if rows[i].finish_reason != "length"]
             self.run.stats.add("rows_masked", len(rows) - len(members))
-        how = Cut(
-            num_minibatches=self.actor.ppo_n_minibatches,
-            num_ranks=self.run.ranks.num,
+        return shares(
+            rows,
+            advantages,
+            members,
+            self.actor.ppo_n_minibatches,
+            self.run.ranks.num,
             keep_all=self.reference is not None and self.actor.beta > 0,
             weight_by_row=self.actor.loss_aggregation != "token_mean",
         )
-        return shares(rows, advantages, members, how)
 
     def _pass_updates(self, done: int) -> None:
         # the schedule counts the updates of a whole batch, also if dynamic sampling or the mask left fewer
@@ -348,9 +345,8 @@ class GRPO:
         stats = self.run.stats
         tokens = sums.get("num_tokens", 0.0)
         for name in MEANS_OVER_TOKENS:
-            stats.mean(name, sums.get(name, 0.0), tokens)
-        if "kl_loss" in sums:
-            stats.mean("kl_loss", sums["kl_loss"], tokens)
+            if name in sums:
+                stats.mean(name, sums[name], tokens)
         stats.mean("loss", sums["loss"] * minibatch.loss_weight, minibatch.loss_weight)
         stats.mean("grad_norm", sums["grad_norm"], 1)
         stats.mean("update_successful", sums["update_successful"], 1)

@@ -40,45 +40,36 @@ class Minibatch:
     num_skipped: int
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How `shares` cuts.
-
-    Args:
-        num_minibatches: Number of optimizer updates.
-        num_ranks: Number of data ranks.
-        keep_all: Compute also rows without advantage, because the loss has another term.
-        weight_by_row: The loss weight counts rows, not tokens.
-    """
-
-    num_minibatches: int
-    num_ranks: int
-    keep_all: bool = False
-    weight_by_row: bool = False
-
-
 def is_useful(advantages: np.ndarray) -> bool:
     """Whether a row can change the weights."""
     return bool(advantages.any())
 
 
 def shares(
-    rows: list[Trajectory], advantages: list[np.ndarray], members: list[int], how: Cut
+    rows: list[Trajectory],
+    advantages: list[np.ndarray],
+    members: list[int],
+    num_minibatches: int,
+    num_ranks: int,
+    *,
+    keep_all: bool = False,
+    weight_by_row: bool = False,
 ) -> list[Minibatch]:
     """Cut the `members` among the rows into mini-batches, then each over the ranks, both by length.
 
-    A row whose advantages are all exactly 0 adds nothing to the loss and the gradient: it is not computed,
-    but counts in the loss weight. If all rows of a mini-batch are such, the shortest is kept: the update
-    happens, with gradient 0.
+    A row whose advantages are all exactly 0 adds nothing to the loss and the gradient: it is not computed
+    (unless `keep_all`, because the loss has another term), but counts in the loss weight. If all rows of a
+    mini-batch are such, the shortest is kept: the update happens, with gradient 0. The loss weight counts
+    tokens, with `weight_by_row` rows.
     """
     lengths = [len(row.ids) for row in rows]
     result = []
-    for places in filter(None, balance([lengths[i] for i in members], how.num_minibatches)):
+    for places in filter(None, balance([lengths[i] for i in members], num_minibatches)):
         part = [members[place] for place in places]
-        weight = len(part) if how.weight_by_row else sum(int(rows[i].loss_mask.sum()) for i in part)
-        useful = [i for i in part if how.keep_all or is_useful(advantages[i])]
+        weight = len(part) if weight_by_row else sum(int(rows[i].loss_mask.sum()) for i in part)
+        useful = [i for i in part if keep_all or is_useful(advantages[i])]
         useful = useful or [min(part, key=lambda i: lengths[i])]
-        by_rank = balance([lengths[i] for i in useful], how.num_ranks)
+        by_rank = balance([lengths[i] for i in useful], num_ranks)
         per_rank = [[useful[j] for j in share] for share in by_rank]
         result.append(Minibatch(per_rank, float(max(1, weight)), len(part) - len(useful)))
     return result

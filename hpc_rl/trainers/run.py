@@ -6,7 +6,6 @@ The loop (loop.py) decides when, this does it for all ranks together; what a ste
 import functools
 import logging
 import platform
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,9 +25,9 @@ from hpc_rl.stats.sinks import Sinks
 from hpc_rl.stats.tracker import Tracker
 from hpc_rl.trainers.activity import Activity
 from hpc_rl.trainers.exports import Exports, Ranking, WeightWriter
-from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.saving import Saving
-from hpc_rl.trial import Attempt, Trial, read_json, submission_of
+from hpc_rl.trainers.start import TrainerContext
+from hpc_rl.trial import Trial, read_json, submission_of
 from hpc_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -84,47 +83,22 @@ class Due:
     export: bool
 
 
-@dataclass
-class Run:
-    """What a recipe and the loop need to know of this incarnation; every rank has one.
+@dataclass(kw_only=True)
+class Run(TrainerContext):
+    """A trainer incarnation with its engine: what a recipe and the loop need to know of it."""
 
-    Args:
-        trial: The trial.
-        attempt: This attempt.
-        incarnation: This trainer incarnation.
-        config: The configuration in force.
-        engine: Initialized, its state loaded.
-        ranks: All ranks.
-        stopping: Set when this process is asked to stop.
-        lineage: The lineage that this incarnation writes.
-        step: The step that it starts from: the loaded generation's, or 0.
-        sinks: Where metrics go; rank 0 only.
-        data: Fingerprint of the training rows; {} if none was taken.
-        stats: Metrics of the current step.
-        total_steps: Number of steps of the training, once the loop knows it.
-        metrics: Numbers of the last evaluation, and its step; rank 0 only.
-        loaded: Version of the generation that was loaded; '' after a fresh start.
-        owes_evaluation: An evaluation was due and postponed by a stop.
-        activity: What this process does, for the supervisor; rank 0 only.
-    """
-
-    trial: Trial
-    attempt: Attempt
-    incarnation: int
-    config: Config
-    engine: Engine
-    ranks: Ranks
-    stopping: threading.Event
-    lineage: int
-    step: int
-    sinks: Sinks
-    data: dict[str, Any] = field(default_factory=dict)
-    stats: Tracker = field(default_factory=Tracker)
-    total_steps: int | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    loaded: str = ""
-    owes_evaluation: bool = False
-    activity: Activity | None = None
+    engine: Engine  # initialized, its state loaded
+    lineage: int  # that this incarnation writes
+    step: int  # that it starts from: the loaded generation's, or 0
+    sinks: Sinks  # where metrics go; rank 0 only
+    stats: Tracker = field(default_factory=Tracker)  # metrics of the current step
+    total_steps: int | None = None  # once the loop knows it
+    metrics: dict[str, float] = field(
+        default_factory=dict
+    )  # of the last evaluation, with its step; on rank 0
+    loaded: str = ""  # version of the generation that was loaded; '' after a fresh start
+    owes_evaluation: bool = False  # an evaluation was due, and was postponed by a stop
+    activity: Activity | None = None  # what this process does, for the supervisor; rank 0 only
     _line_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -146,12 +120,7 @@ class Run:
             lambda: self.does("wait for room", self.step),
         )
         self.exports = Exports(
-            self.trial,
-            self.config,
-            self.writer,
-            self.ranks,
-            self.export_version,
-            lambda step: self.does("export", step),
+            self.trial, self.config, self.writer, self.export_version, lambda step: self.does("export", step)
         )
         self.timers = {
             "save": Timer(self.config.recover),

@@ -45,17 +45,7 @@ class PendingSave:
 
 @dataclass
 class Saving:
-    """The saves of one trainer incarnation; every rank has one and calls its methods in the same order.
-
-    Args:
-        trial: The trial.
-        attempt_id: This attempt.
-        incarnation: This trainer incarnation.
-        engine: Whose state is saved.
-        ranks: All ranks.
-        policy: What retention keeps.
-        newest: Step of the newest committed generation, -1 if there is none.
-    """
+    """The saves of one trainer incarnation; every rank has one and calls its methods in the same order."""
 
     trial: Trial
     attempt_id: str
@@ -63,7 +53,7 @@ class Saving:
     engine: Engine
     ranks: Ranks
     policy: RetentionPolicy
-    newest: int = -1
+    newest: int = -1  # step of the newest committed generation, -1 if there is none
     problem: str = ""  # why the newest save failed; '' if it did not
     num_failed: int = 0  # saves in a row that failed
     owed: bool = False  # a save was due while another was in flight
@@ -84,8 +74,7 @@ class Saving:
         self.owed, self._last = False, last
         commit = Commit(self.trial, step, self.attempt_id, self.incarnation)
         size = int(sum_over_ranks([float(self.engine.state_bytes())])[0])
-        problem = self._on_rank0(lambda: self._make_room(commit, size))
-        if problem:
+        if problem := self.ranks.from_rank0(lambda: self._make_room(commit, size)):
             self._failed(step, problem)
             return
         first = self.ranks.rank == 0
@@ -132,23 +121,16 @@ class Saving:
         """Whether this rank's thread still works on a save."""
         return self._job is not None and not self._job.ended.is_set()
 
-    def _make_room(self, commit: Commit, size: int) -> None:
-        self.trial.recover.mkdir(exist_ok=True)
-        if problem := room_problem(self.trial, size):
-            raise OSError(problem)
-        commit.begin()
-
-    def _on_rank0(self, work: Callable[[], None]) -> str:
-        """Do work on rank 0; return its problem on every rank, '' without one."""
-        problem = ""
-        if self.ranks.rank == 0:
-            try:
-                work()
-            except OSError as error:
-                problem = str(error)
-        if not self.ranks.any(bool(problem))[0]:
-            return ""
-        return problem or "rank 0 could not begin it; its log has the reason"
+    def _make_room(self, commit: Commit, size: int) -> str:
+        """Make the folder to write into; return why that is not possible, or ''."""
+        try:
+            self.trial.recover.mkdir(exist_ok=True)
+            if problem := room_problem(self.trial, size):
+                return problem
+            commit.begin()
+        except OSError as error:
+            return str(error)
+        return ""
 
     def _work(self, job: PendingSave) -> None:
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpc_rl.checked_file import FileRecord
 from hpc_rl.checkpoint import generation
-from hpc_rl.checkpoint.decide import Decision
+from hpc_rl.checkpoint.decide import Decision, Situation
 from hpc_rl.checkpoint.lineage import next_lineage, withdraw
 from hpc_rl.checkpoint.start_facts import decide_start
 from hpc_rl.config.sections.experiment import Config
@@ -33,35 +33,21 @@ REFUSALS: dict[int, type[HpcRlError]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class TrainerContext:
-    """One trainer incarnation and what it was given.
-
-    Args:
-        trial: The trial.
-        attempt: This attempt.
-        incarnation: Number of this trainer incarnation within the attempt.
-        config: The configuration in force.
-        tokens: The trial's two tokens.
-        names: The trial's name-resolve directory.
-        engine: Name of the engine in the allocation.
-        device: Torch device of this rank.
-        ranks: All ranks.
-        stopping: Set when this process is asked to stop.
-        data: Fingerprint of the training rows; {} if none was taken.
-    """
+    """One trainer incarnation and what it was given; every rank has one."""
 
     trial: Trial
     attempt: Attempt
     incarnation: int
-    config: Config
+    config: Config  # in force
     tokens: dict[str, str]
     names: NameResolve
-    engine: str
-    device: str
+    backend: str  # the engine that the allocation names
+    device: str  # of this rank
     ranks: Ranks
-    stopping: threading.Event
-    data: dict[str, Any] = field(default_factory=dict)
+    stopping: threading.Event  # set when this process is asked to stop
+    data: dict[str, Any] = field(default_factory=dict)  # fingerprint of the training rows; {} if not taken
 
 
 def begin(start: TrainerContext) -> dict[str, Any]:
@@ -72,9 +58,8 @@ def begin(start: TrainerContext) -> dict[str, Any]:
     """
     trial, attempt, recover = start.trial, start.attempt, start.config.recover
     first_mode, wanted, new_batches = first_start(trial, attempt, recover)
-    decision, unwanted = decide_start(
-        trial, attempt, start.incarnation, recover.mode, first_mode, recover.retries, wanted
-    )
+    asked = Situation(recover.mode, first_mode, retries=recover.retries, wanted=wanted)
+    decision, unwanted = decide_start(trial, attempt, start.incarnation, asked)
     logger.info("%s", decision.reason)
     if decision.action in ("refuse", "end"):
         raise REFUSALS.get(decision.exit_code, GivenUp)(decision.reason)

@@ -24,36 +24,19 @@ Row = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class SupervisedTask:
-    """What one kind of supervised training makes of its rows.
+    """What one kind of supervised training makes of its rows."""
 
-    Args:
-        load: Reads a dataset into rows with a fingerprint.
-        num_tokens: Tokens of a row.
-        encode: Rows as sequences for the engine.
-        loss: The loss of a micro-batch of these.
-        weight: What the sum of the loss over a batch is divided by.
-        means: Metric -> sum of the loss function that is divided by the number of rows.
-        evaluate: Metrics of this rank's share of the held-out rows. Collective.
-    """
-
-    load: Callable[[DatasetConfig, Tokenizer], Any]
+    load: Callable[[DatasetConfig, Tokenizer], Any]  # reads a dataset into rows with a fingerprint
     num_tokens: Callable[[Row], int]
-    encode: Callable[[list[Row]], Sequences]
-    loss: LossFn
-    weight: Callable[[list[Row]], int]
-    means: dict[str, str]
-    evaluate: Callable[[Engine, Sequences], dict[str, float]]
+    encode: Callable[[list[Row]], Sequences]  # rows as sequences for the engine
+    loss: LossFn  # of a micro-batch of these
+    weight: Callable[[list[Row]], int]  # what the sum of the loss over a batch is divided by
+    means: dict[str, str]  # metric -> sum of the loss function that is divided by the number of rows
+    evaluate: Callable[[Engine, Sequences], dict[str, float]]  # metrics of held-out rows. Collective
 
 
 class SupervisedRecipe:
-    """The recipe of a supervised trial; its data is the whole dataset in memory.
-
-    Args:
-        run: This incarnation.
-        task: What is trained.
-        rows: All training rows, in file order.
-        held_out: Held-out rows; None if there are none.
-    """
+    """The recipe of a supervised trial; its data is the whole dataset in memory, in file order."""
 
     def __init__(self, run: Run, task: SupervisedTask, rows: list[Row], held_out: list[Row] | None) -> None:
         assert isinstance(run.config, SFTConfig | RWConfig)

@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,8 +49,21 @@ class RecordingEngine:
         }
 
 
-def make_run(tmp_path: Path, config: Config) -> Run:
+def make_run(tmp_path: Path, config: Config, engine: Any = None) -> Run:
     trial = Trial(tmp_path / "trial")
     return Run(
-        trial, trial.attempt("1.0"), 0, config, RecordingEngine(), Ranks(), threading.Event(), 0, 0, Sinks([])
+        trial=trial,
+        attempt=trial.attempt("1.0"),
+        incarnation=0,
+        config=config,
+        tokens={},
+        names=None,  # type: ignore[arg-type]
+        backend="fsdp",
+        device="cpu",
+        ranks=Ranks(),
+        stopping=threading.Event(),
+        engine=engine or RecordingEngine(),
+        lineage=0,
+        step=0,
+        sinks=Sinks([]),
     )

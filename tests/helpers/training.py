@@ -135,20 +135,23 @@ class Starter:
         attempt.make_dirs()
         stopping = threading.Event()
         tokens, names = {"control": "c", "data": "d"}, open_names(self.trial)
-        who = {
-            "trial": self.trial,
-            "attempt": attempt,
-            "incarnation": self.incarnation,
-            "config": self.config,
-            "ranks": Ranks(),
-            "stopping": stopping,
-            "data": self.data,
-        }
-        context = start.TrainerContext(tokens=tokens, names=names, engine="fsdp", device="cpu", **who)
+        context = start.TrainerContext(
+            trial=self.trial,
+            attempt=attempt,
+            incarnation=self.incarnation,
+            config=self.config,
+            tokens=tokens,
+            names=names,
+            backend="fsdp",
+            device="cpu",
+            ranks=Ranks(),
+            stopping=stopping,
+            data=self.data,
+        )
         engine = self.engine = FakeEngine()
         begun = start.load_state(context, start.begin(context), engine)
         sinks = Sinks([JsonlSink(attempt.metrics(self.incarnation))])
-        run = Run(engine=engine, lineage=begun["lineage"], step=begun["step"], sinks=sinks, **who)
+        run = Run(**vars(context), engine=engine, lineage=begun["lineage"], step=begun["step"], sinks=sinks)
         if begun["manifest"]:
             run.restore(begun["manifest"])
         recipe = FakeRecipe(run, total, at)

@@ -188,7 +188,7 @@ def scenario_walk_back(folder: Path, rank: int, num_ranks: int) -> None:
         config=config,  # type: ignore[arg-type]
         tokens={},
         names=None,  # type: ignore[arg-type]
-        engine="fsdp",
+        backend="fsdp",
         device="cpu",
         ranks=ranks,
         stopping=threading.Event(),

@@ -1,12 +1,12 @@
 """The trainer as real processes on a tiny model: it learns, and a resumed run equals an unbroken one."""
 
 import signal
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from recipes import make_run
 from toy_trials import make_toy
 from trainer_processes import Roles, make_trial, write_plan
 
@@ -16,10 +16,7 @@ from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
 from hpc_rl.engines.fsdp import FSDPEngine
-from hpc_rl.stats.sinks import Sinks
 from hpc_rl.trainers.grpo_recipe import GRPO
-from hpc_rl.trainers.ranks import Ranks
-from hpc_rl.trainers.run import Run
 from hpc_rl.trial import Trial, read_json, write_json
 from hpc_rl.types import Batch, Trajectory, TrajectoryGroup
 
@@ -137,8 +134,7 @@ def test_rows_without_advantage_change_nothing(toy, tmp_path, monkeypatch):
         )
         engine = FSDPEngine(config.actor)
         engine.initialize(2)
-        trial = Trial(tmp_path / "trial")
-        run = Run(trial, trial.attempt("1.0"), 0, config, engine, Ranks(), threading.Event(), 0, 0, Sinks([]))
+        run = make_run(tmp_path, config, engine)
         recipe = GRPO(run, None, None, num_prompts=3)
         if not skip:
             monkeypatch.setattr("hpc_rl.trainers.minibatches.is_useful", lambda advantages: True)

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_rl import checked_file
 from hpc_rl.checkpoint import generation
-from hpc_rl.checkpoint.decide import Cause, Decision
+from hpc_rl.checkpoint.decide import Cause, Decision, Situation
 from hpc_rl.checkpoint.generation import Commit, set_aside
 from hpc_rl.checkpoint.lineage import next_lineage
 from hpc_rl.checkpoint.manifest import Manifest
@@ -70,7 +70,7 @@ def event(one: Attempt, **row) -> None:
 
 
 def look(trial: Trial, one: Attempt, incarnation: int = 0, mode: str = "auto", start_mode: str = ""):
-    return gather(trial, one, incarnation, mode, start_mode or mode, 3)[0]
+    return gather(trial, one, incarnation, Situation(mode, start_mode or mode))[0]
 
 
 def test_numbers_count_up_and_name_where_they_come_from(trial):
@@ -177,7 +177,7 @@ def test_a_lost_parent_record_keeps_mode_fault_from_a_fresh_start(trial, known_b
     else:
         (trial.lineages / "0000.json").write_bytes(bytes(40))
         next_lineage(trial, attempt(trial, "3.0"), 0, Decision("load", "", step=3, lineage=0))
-    decision, _ = decide_start(trial, attempt(trial, "3.0"), 1, "fault", "resume", 3)
+    decision, _ = decide_start(trial, attempt(trial, "3.0"), 1, Situation("fault", "resume", retries=3))
     if known_by == "nothing":
         assert (decision.action, decision.exit_code) == (
             "refuse",
@@ -193,7 +193,7 @@ def test_a_damaged_generation_is_named_and_the_next_one_loaded(trial):
     commit(trial, 3, "7.0")
     commit(trial, 6, "7.0")
     (trial.generation(6) / "state").write_text("state of 9")  # the same size, other content
-    decision, damaged = decide_start(trial, one, 1, "auto", "auto", 3)
+    decision, damaged = decide_start(trial, one, 1, Situation("auto", "auto", retries=3))
     assert (decision.action, decision.step) == ("load", 3)
     assert [found.step for found in damaged] == [6]
     assert "checkpoint 6" in decision.reason
@@ -204,7 +204,7 @@ def test_mode_fault_passes_over_a_newer_generation_of_a_stranger(trial):
     next_lineage(trial, attempt(trial, "7.0"), 0, FRESH)
     commit(trial, 3, "7.0", lineage=1)
     commit(trial, 9, "1.0")
-    assert decide_start(trial, attempt(trial, "7.0"), 1, "fault", "fault", 3)[0].step == 3
+    assert decide_start(trial, attempt(trial, "7.0"), 1, Situation("fault", "fault", retries=3))[0].step == 3
 
 
 def test_failures_are_counted_since_the_last_progress_over_all_attempts(trial):
@@ -238,7 +238,7 @@ def test_starts_that_led_to_no_generation_are_counted_over_requeues_whatever_end
     causes = [Cause.WALLTIME, Cause.PREEMPTED, Cause.WALLTIME, Cause.NODE]
     assert [one.cause for one in look(trial, attempt(trial, "7.4")).history] == causes
     assert [one.cause for one in fruitless_starts(trial, "7")] == causes
-    decision, _ = decide_start(trial, attempt(trial, "7.4"), 0, "auto", "auto", 1)
+    decision, _ = decide_start(trial, attempt(trial, "7.4"), 0, Situation("auto", "auto", retries=1))
     assert decision.action == "end" and "2 starts in a row without a new checkpoint" in decision.reason
     commit(trial, 4, "7.3", lineage=3)
     assert look(trial, attempt(trial, "7.4")).history == fruitless_starts(trial, "7") == ()
@@ -264,7 +264,7 @@ def test_a_start_that_made_a_generation_and_failed_then_is_none_without_a_new_on
     event(one, event="progress", step=3)
     event(one, event="exited", role="trainer", incarnation=0, code=137, failure=True)
     assert fruitless_starts(trial, "7") == look(trial, one, 1).history == ()
-    assert decide_start(trial, one, 1, "auto", "auto", 0)[0].action == "load"
+    assert decide_start(trial, one, 1, Situation("auto", "auto", retries=0))[0].action == "load"
     next_lineage(trial, one, 1, Decision("load", "", step=3, lineage=0))
     event(one, event="started", role="trainer", index=0, incarnation=1)
     event(one, event="exited", role="trainer", incarnation=1, code=137, failure=True)
@@ -293,16 +293,15 @@ def test_from_an_older_generation_the_later_ones_are_set_aside_and_the_record_sa
         commit(trial, step, "1.0")
     (trial.generation(9) / "state").write_text("torn")
     two = attempt(trial, "2.0")
-    decision, unwanted = decide_start(trial, two, 0, "fault", "resume", 3, wanted=3)
+    decision, unwanted = decide_start(trial, two, 0, Situation("fault", "resume", retries=3, wanted=3))
     assert (decision.action, decision.step, decision.set_aside) == ("load", 3, (6, 9))
     assert sorted((one.step, one.problem) for one in unwanted)[0] == (6, "is later than 3")
     record = next_lineage(trial, two, 0, decision)
     assert read_lineages(trial)[-1] == record and record.set_aside == (6, 9) and record.from_step == 3
     for found in unwanted:
         set_aside(found.path, found.problem)
-    again, _ = decide_start(
-        trial, two, 1, "fault", "resume", 3, wanted=3
-    )  # its own next start, by the stored mode
+    # its own next start, by the stored mode
+    again, _ = decide_start(trial, two, 1, Situation("fault", "resume", wanted=3))
     assert (again.action, again.step) == ("load", 3) and "as asked" not in again.reason
 
 
@@ -313,7 +312,9 @@ def test_a_named_generation_is_read_to_its_last_byte(trial, monkeypatch):
     commit(trial, 3, "1.0")
     commit(trial, 5, "1.0")
     (trial.generation(3) / "state").write_text("state of 4")
-    decision, unwanted = decide_start(trial, attempt(trial, "2.0"), 0, "auto", "resume", 3, wanted=3)
+    decision, unwanted = decide_start(
+        trial, attempt(trial, "2.0"), 0, Situation("auto", "resume", retries=3, wanted=3)
+    )
     assert decision.action == "refuse" and decision.exit_code == 3 and unwanted == []
     assert [found.step for found in generation.scan(trial)] == [5, 3]
 
@@ -330,18 +331,18 @@ def test_the_batch_log_says_from_where_it_can_replay(trial):
     for path in trial.batches.iterdir():
         path.unlink()
     assert trimmed(trial) == 7  # the oldest generation kept is that of the newest batch: no seal is left
-    decision, _ = decide_start(trial, attempt(trial, "2.0"), 0, "auto", "auto", 3)
+    decision, _ = decide_start(trial, attempt(trial, "2.0"), 0, Situation("auto", "auto", retries=3))
     assert decision.action == "refuse" and "batches 1 to 7 were trimmed" in decision.reason
 
 
 def test_mode_fault_takes_the_imported_generation_that_its_submission_began_with(trial):
     commit(trial, 4, "import.0", lineage=-1)
     one = attempt(trial, "7.0")
-    first, _ = decide_start(trial, one, 0, "fault", "resume", 3)
+    first, _ = decide_start(trial, one, 0, Situation("fault", "resume", retries=3))
     assert (first.action, first.step, first.lineage) == ("load", 4, -1)
     next_lineage(trial, one, 0, first)
     event(one, event="exited", role="trainer", incarnation=0, code=70)
-    again, _ = decide_start(trial, one, 1, "fault", "resume", 3)
+    again, _ = decide_start(trial, one, 1, Situation("fault", "resume", retries=3))
     assert (again.action, again.step) == ("load", 4), again.reason
 
 
@@ -350,7 +351,7 @@ def test_mode_fault_passes_over_an_import_that_is_none_of_its_own(trial):
     next_lineage(trial, one, 0, FRESH)
     commit(trial, 3, "7.0")
     commit(trial, 4, "import.0", lineage=-1)
-    assert decide_start(trial, one, 1, "fault", "fault", 3)[0].step == 3
+    assert decide_start(trial, one, 1, Situation("fault", "fault", retries=3))[0].step == 3
 
 
 @pytest.mark.parametrize("failures", [1, 2])
@@ -369,5 +370,5 @@ def test_a_manifest_that_fails_to_be_read_for_an_instant_is_no_reason_to_set_asi
         return read(path)
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
-    decision, damaged = decide_start(trial, attempt(trial, "8.0"), 0, "auto", "auto", 3)
+    decision, damaged = decide_start(trial, attempt(trial, "8.0"), 0, Situation("auto", "auto", retries=3))
     assert (decision.step, [one.step for one in damaged]) == ((5, []) if failures == 1 else (3, [5]))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.checkpoint.decide import Situation
 from hpc_rl.checkpoint.generation import Commit
 from hpc_rl.checkpoint.manifest import Manifest
 from hpc_rl.checkpoint.retention import Holds
@@ -215,7 +216,9 @@ def test_an_import_rescues_a_trial_whose_generations_are_all_damaged(rendered, c
     for step in (5, 6, 7, 8, 9):
         torch_half(lambda given, step=step: commit(rendered, step))
         assert main(["checkpoint", "import", str(rendered.dir), model, "--step", str(step)]) == 0
-        decision, passed_over = decide_start(rendered, rendered.attempt("1.0"), 0, "resume", "resume", 3)
+        decision, passed_over = decide_start(
+            rendered, rendered.attempt("1.0"), 0, Situation("resume", "resume")
+        )
         assert (decision.action, decision.step) == ("load", step)
         assert {one.step for one in passed_over} == {6, 8} - set(range(step + 1))
         shutil.rmtree(rendered.generation(step))

@@ -65,7 +65,7 @@ def start(trial: Trial, job_id: str) -> TrainerContext:
         config=config,
         tokens={},
         names=None,  # type: ignore[arg-type]
-        engine="fsdp",
+        backend="fsdp",
         device="cpu",
         ranks=None,  # type: ignore[arg-type]
         stopping=threading.Event(),

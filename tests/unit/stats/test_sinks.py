@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hpc_rl.config.sections.operations import SwanlabConfig, WandBConfig
+from hpc_rl.config.sections.operations import StatsLoggerConfig, SwanlabConfig, WandBConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.stats.sinks import JsonlSink, RunIdentity, TensorBoardSink, open_sinks
 from hpc_rl.stats.tracker import Tracker
@@ -170,8 +170,10 @@ def test_services_get_names_tags_and_numbers(tmp_path, monkeypatch):
         tmp_path / "tb",
         0,
         who,
-        WandBConfig(mode="offline", tags=["a"], entity="team", wandb_base_url="http://w"),
-        SwanlabConfig(mode="local", project="p", logdir=str(tmp_path / "s")),
+        StatsLoggerConfig(
+            wandb=WandBConfig(mode="offline", tags=["a"], entity="team", wandb_base_url="http://w"),
+            swanlab=SwanlabConfig(mode="local", project="p", logdir=str(tmp_path / "s")),
+        ),
     )
     sinks.log(3, {"loss": 0.5, "version": "0.3", "time": 1.0})
     sinks.close()
@@ -201,14 +203,10 @@ def test_services_get_names_tags_and_numbers(tmp_path, monkeypatch):
 @pytest.mark.parametrize("package", ["wandb", "swanlab"])
 def test_a_service_that_is_not_installed_says_how_to_install_it(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    modes = (
-        {"wandb": WandBConfig(mode="online"), "swanlab": None}
-        if package == "wandb"
-        else {"swanlab": SwanlabConfig(mode="cloud")}
-    )
+    section = WandBConfig(mode="online") if package == "wandb" else SwanlabConfig(mode="cloud")
     who = RunIdentity("sums", "grpo", tmp_path, {})
     with pytest.raises(ConfigError, match=rf"pip install 'hpc-rl\[{package}\]', or set it to disabled"):
-        open_sinks(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, **modes)
+        open_sinks(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, StatsLoggerConfig(**{package: section}))
 
 
 def test_services_are_not_imported_while_they_are_disabled(tmp_path, monkeypatch):
@@ -219,6 +217,5 @@ def test_services_are_not_imported_while_they_are_disabled(tmp_path, monkeypatch
         tmp_path / "tb",
         0,
         RunIdentity("e", "t", tmp_path, {}),
-        WandBConfig(),
-        SwanlabConfig(),
+        StatsLoggerConfig(wandb=WandBConfig(), swanlab=SwanlabConfig()),
     ).close()

@@ -19,7 +19,7 @@ from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
 from hpc_rl.errors import DataUnusable
 from hpc_rl.trainers.grpo_recipe import GRPO, max_steps_without_update, num_updates, place_schedule
-from hpc_rl.trainers.minibatches import Cut, shares
+from hpc_rl.trainers.minibatches import shares
 from hpc_rl.types import Batch, EvalResult, Trajectory, TrajectoryGroup, encode
 from hpc_rl.weights.publish import DiskTransport
 
@@ -365,8 +365,8 @@ def test_nothing_but_the_share_depends_on_the_number_of_ranks(drawn, num_minibat
         np.full(len(row.ids), float(useful), np.float32) for row, (_, useful) in zip(rows, drawn, strict=True)
     ]
     members = list(range(len(rows)))
-    one = shares(rows, advantages, members, Cut(num_minibatches, 1))
-    many = shares(rows, advantages, members, Cut(num_minibatches, num_ranks))
+    one = shares(rows, advantages, members, num_minibatches, 1)
+    many = shares(rows, advantages, members, num_minibatches, num_ranks)
     assert [part.loss_weight for part in one] == [part.loss_weight for part in many]
     assert [sorted(i for rank in part.rows for i in rank) for part in one] == [
         sorted(i for rank in part.rows for i in rank) for part in many
