@@ -51,29 +51,18 @@ def place_rewards(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tenso
 
 
 def gae(
-    rewards_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
-    discount: float = 1.0,
-    gae_lambda: float = 1.0,
-    values_BT: torch.Tensor | None = None,
-    bootstrap_B: torch.Tensor | None = None,
+    rewards_BT: torch.Tensor, mask_BT: torch.Tensor, discount: float = 1.0, gae_lambda: float = 1.0
 ) -> torch.Tensor:
     """Return generalized advantage estimates at the masked tokens, 0 elsewhere, as a new float32 [B, T].
 
-    Over a row's masked tokens only: A_i = r_i + discount * V_{i+1} - V_i + discount * lambda * A_{i+1}
-    (Schulman et al., arXiv 1506.02438, equation 16). The value after the last one is `bootstrap_B` [B], by
-    default 0: the trajectory ended.
+    Over a row's masked tokens only: A_i = r_i + discount * lambda * A_{i+1} (Schulman et al., arXiv
+    1506.02438, equation 16, with values of 0).
     """
     # masked tokens to the end of their row, in order
     order_BT = torch.argsort(mask_BT.to(torch.uint8), dim=1, stable=True)
     valid_BT = mask_BT.gather(1, order_BT)
-    delta_BT = rewards_BT.float().gather(1, order_BT) * valid_BT
-    if values_BT is not None:
-        value_BT = values_BT.float().gather(1, order_BT) * valid_BT
-        after_B1 = torch.zeros(len(value_BT), 1) if bootstrap_B is None else bootstrap_B.float()[:, None]
-        next_BT = torch.cat([value_BT[:, 1:], after_B1], dim=1) * valid_BT
-        delta_BT = delta_BT + discount * next_BT - value_BT
-    sums_BT = _discounted_sums(delta_BT, discount * gae_lambda) * valid_BT
+    ordered_BT = rewards_BT.float().gather(1, order_BT) * valid_BT
+    sums_BT = _discounted_sums(ordered_BT, discount * gae_lambda) * valid_BT
     return torch.zeros_like(sums_BT).scatter_(1, order_BT, sums_BT)
 
 

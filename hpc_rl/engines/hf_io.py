@@ -91,11 +91,6 @@ def write_checkpoint(
         fsync_dir(folder)
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the paths that a tokenizer's files may have in a directory, whether they exist or not."""
-    return [folder / name for name in TOKENIZER_FILES]
-
-
 def fsync_file(path: Path) -> None:
     """Make a file durable that a library has written."""
     fd = os.open(path, os.O_RDONLY)

@@ -220,7 +220,9 @@ def write_export(
 ) -> None:
     """Write a Hugging Face checkpoint of a model that was built from `config`. Raises OSError."""
     source = Path(config.path)
-    others = [source / "generation_config.json", *(hf_io.tokenizer_files(tokenizer) if tokenizer else [])]
+    others = [source / "generation_config.json"]
+    if tokenizer is not None:
+        others += [tokenizer / name for name in hf_io.TOKENIZER_FILES]
     hf_io.write_checkpoint(folder, tensors, _exported_config(source, hf, config), others, durable)
 
 

@@ -140,7 +140,7 @@ class WeightWriter:
                     part()
                 except OSError as caught:
                     error = caught
-                full, broken, stop = self.ranks.any(
+                full, broken, stop = self.ranks.any_of(
                     files.is_full(error),
                     error is not None and not files.is_full(error),
                     self.stopping.is_set(),
@@ -229,7 +229,7 @@ class Exports:
         found = None
         if self.saver.keep_best is not None and self.ranks.rank == 0:
             found = Ranking.of(self.config).improvement(numbers, self.record("best") or {})
-        if not self.ranks.any(found is not None)[0]:
+        if not self.ranks.any(found is not None):
             return True
         if not self._write(self.folder / "best", step, found or {}):
             return False
@@ -245,7 +245,7 @@ class Exports:
         folder = self.folder / "final"
         keep, best = self.saver.keep_best, self.record("best")
         use_best = keep is not None and keep.as_final and best is not None
-        if not self.ranks.any(self.ranks.rank == 0 and use_best)[0]:
+        if not self.ranks.any(self.ranks.rank == 0 and use_best):
             return self._write(folder, step)
         copy = [lambda: self._best_as_final(folder, step, best or {}) if self.ranks.rank == 0 else None]
         clear = partial(shutil.rmtree, _beside(folder, "tmp"), ignore_errors=True)

@@ -96,7 +96,7 @@ class GRPO:
                 newest = max((group.index for group in batch.groups), default=-1)
                 self._frontier = {"sealed": step, "newest_prompt": newest}
                 return batch
-            if run.any_rank(body is None or run.stopping.is_set()):
+            if run.ranks.any(body is None or run.stopping.is_set()):
                 return None
 
     def update(self, step: int, batch: Batch) -> None:

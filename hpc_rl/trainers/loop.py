@@ -64,7 +64,7 @@ def train(run: Run, recipe: Recipe) -> ExitCode:
         run.does("wait", step)
         with run.stats.timed("wait_s"):
             batch = recipe.batch(step)
-        if run.any_rank(batch is None):
+        if run.ranks.any(batch is None):
             return run.stop(recipe, step - 1)
         run.does("train", step)
         with run.stats.timed("train_s"):

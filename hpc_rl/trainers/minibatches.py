@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hpc_rl.engines.packing import balance
 from hpc_rl.types import Trajectory
@@ -77,7 +78,4 @@ def shares(
 
 def rectangle(rows: list[np.ndarray]) -> torch.Tensor:
     """Return ragged rows as one tensor [B, T], filled with 0 (false) on the right."""
-    out_BT = np.zeros((len(rows), max(len(row) for row in rows)), rows[0].dtype)
-    for i, row in enumerate(rows):
-        out_BT[i, : len(row)] = row
-    return torch.from_numpy(out_BT)
+    return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)

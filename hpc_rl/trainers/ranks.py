@@ -22,23 +22,13 @@ class Ranks:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.num = dist.get_world_size() if dist.is_initialized() else 1
 
-    def any(self, *flags: bool) -> list[bool]:
-        """Return, per flag, whether any rank set it. Also a barrier."""
+    def any(self, flag: bool) -> bool:
+        """Return whether any rank set the flag. Also a barrier."""
+        return self.any_of(flag)[0]
+
+    def any_of(self, *flags: bool) -> list[bool]:
+        """Return, per flag, whether any rank set it."""
         return [total > 0 for total in sum_over_ranks([float(flag) for flag in flags])]
-
-    def barrier(self) -> None:
-        self.any(False)
-
-    def together(self, work: Callable[[], Any]) -> Any:
-        """Do work that may fail on one rank alone; then all ranks raise, and none waits for that one."""
-        result, problem = None, None
-        try:
-            result = work()
-        except (OSError, HpcRlError) as error:
-            problem = error
-        if self.any(problem is not None)[0]:
-            raise problem or RoleFailed("another rank failed at this point; its log has the reason")
-        return result
 
     def from_rank0(self, make: Callable[[], Any]) -> Any:
         """Return on every rank the plain data that `make` returns on rank 0; all raise its HpcRlError."""

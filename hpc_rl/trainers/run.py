@@ -143,9 +143,6 @@ class Run(TrainerContext):
         """Return the version of an export after `step`; for weights that were only loaded, their maker's."""
         return self.loaded if step == self.step and self.loaded else str(self.version(step))
 
-    def any_rank(self, flag: bool) -> bool:
-        return self.ranks.any(flag)[0]
-
     def does(self, what: str, step: int) -> None:
         """Report to the supervisor what this rank does now."""
         if self.activity is not None:
@@ -158,7 +155,7 @@ class Run(TrainerContext):
         self.settle(recipe)
         self._trim_unsaved(recipe, step)
         saves = (fired["save"] and self.config.recover.mode != "disabled") or self.saving.owed
-        return Due(*self.ranks.any(self.stopping.is_set(), saves, fired["evaluate"], fired["export"]))
+        return Due(*self.ranks.any_of(self.stopping.is_set(), saves, fired["evaluate"], fired["export"]))
 
     def evaluate(self, recipe: Any, step: int) -> None:
         """Evaluate now; if the trainer is asked to stop meanwhile, the evaluation is owed."""
@@ -169,7 +166,7 @@ class Run(TrainerContext):
             known = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
             self.metrics = {**known, "step": step}
         kept = self.exports.keep_best(numbers, step)
-        self.owes_evaluation = self.any_rank(numbers is None or not kept)
+        self.owes_evaluation = self.ranks.any(numbers is None or not kept)
 
     def log(self, step: int) -> None:
         """Log one line of metrics for the step: what was tracked since the previous line."""
@@ -252,7 +249,7 @@ class Run(TrainerContext):
         """Whether an earlier start finished these `total` steps: its final export has the loaded version."""
         record = self.exports.record("final") or {}
         exported = record.get("step") == total and record.get("version") == self.loaded
-        return self.step >= total and self.any_rank(self.ranks.rank == 0 and exported)
+        return self.step >= total and self.ranks.any(self.ranks.rank == 0 and exported)
 
     def finish(self, recipe: Any, step: int) -> ExitCode:
         """Exit after the final export. A failed last save is tried once more, then recorded."""

@@ -93,11 +93,11 @@ class Saving:
             return None
         if wait:
             job.written.wait()
-        failed, committed = self.ranks.any(job.error is not None, job.committed)
+        failed, committed = self.ranks.any_of(job.error is not None, job.committed)
         if wait and not failed:
             if self.ranks.rank == 0:
                 job.ended.wait()
-            failed, committed = self.ranks.any(job.error is not None, job.committed)
+            failed, committed = self.ranks.any_of(job.error is not None, job.committed)
         if not failed and not committed:
             return None
         job.cancel.set()
@@ -115,11 +115,6 @@ class Saving:
     def in_flight(self) -> bool:
         """Whether a save was started and not settled."""
         return self._job is not None
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether this rank's thread still works on a save."""
-        return self._job is not None and not self._job.ended.is_set()
 
     def _make_room(self, commit: Commit, size: int) -> str:
         """Make the folder to write into; return why that is not possible, or ''."""
@@ -162,11 +157,11 @@ class Saving:
         job.committed = True
 
     def _call_off(self, job: PendingSave) -> None:
-        self.ranks.barrier()  # from here on no rank writes
+        self.ranks.any(False)  # from here on no rank writes
         if self.ranks.rank == 0:
             job.commit.abandon()
         error = job.error
-        if self.ranks.any(error is not None and not isinstance(error, OSError | Abandoned))[0]:
+        if self.ranks.any(error is not None and not isinstance(error, OSError | Abandoned)):
             raise error or CannotWrite(
                 f"checkpoint {job.commit.step}: another rank failed to save; its log has the reason"
             )

@@ -99,7 +99,7 @@ def load_state(start: TrainerContext, begun: dict[str, Any], engine: Engine) -> 
         except Damaged as error:
             problem = str(error)
             logger.error("checkpoint %d can't be loaded: %s", begun["step"], problem)
-        if not start.ranks.any(bool(problem))[0]:
+        if not start.ranks.any(bool(problem)):
             return begun
         problem = problem or "a file that another rank reads is not what was written; its log names it"
         lineage = begun["lineage"]

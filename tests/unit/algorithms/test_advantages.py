@@ -14,17 +14,16 @@ from hpc_rl.algorithms.advantages import (
 )
 
 
-def plain_gae(rewards, mask, discount, gae_lambda, values=None, bootstrap=None) -> torch.Tensor:
+def plain_gae(rewards, mask, discount, gae_lambda) -> torch.Tensor:
     """Token by token, from the end, over the masked tokens only."""
     out = torch.zeros(rewards.shape)
     for row in range(len(rewards)):
-        after, carry = 0.0 if bootstrap is None else float(bootstrap[row]), 0.0
+        carry = 0.0
         for t in reversed(range(rewards.shape[1])):
             if not mask[row, t]:
                 continue
-            value = 0.0 if values is None else float(values[row, t])
-            carry = float(rewards[row, t]) + discount * after - value + discount * gae_lambda * carry
-            out[row, t], after = carry, value
+            carry = float(rewards[row, t]) + discount * gae_lambda * carry
+            out[row, t] = carry
     return out
 
 
@@ -60,32 +59,20 @@ def test_gae_by_hand_skips_tokens_that_the_model_did_not_make() -> None:
     assert gae(rewards, mask, discount=0.5, gae_lambda=1.0).tolist() == [[0.0, 2.0, 0.0, 4.0, 8.0]]
 
 
-def test_gae_with_values_and_bootstrap_by_hand() -> None:
-    rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]])
-    # delta_1 = 1 + 0.5 * 2 - 0.25 = 1.75; delta_0 = 0 + 0.5 * 0.25 - 0.5 = -0.375; A_0 = -0.375 + 0.25 * 1.75
-    got = gae(rewards, torch.ones(1, 2).bool(), 0.5, 0.5, values, torch.tensor([2.0]))
-    torch.testing.assert_close(got, torch.tensor([[0.0625, 1.75]]))
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(1, 5),
     st.integers(1, 400),
     st.floats(0.0, 1.0),
     st.floats(0.0, 1.0),
-    st.booleans(),
     st.integers(0, 99),
 )
-def test_blocked_gae_equals_the_plain_recursion(rows, width, discount, gae_lambda, with_values, seed) -> None:
+def test_blocked_gae_equals_the_plain_recursion(rows, width, discount, gae_lambda, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     rewards = torch.randn(rows, width, generator=generator)
     mask = torch.rand(rows, width, generator=generator) < 0.7
-    values = torch.randn(rows, width, generator=generator) if with_values else None
-    bootstrap = torch.randn(rows, generator=generator) if with_values else None
-    want = plain_gae(rewards, mask, discount, gae_lambda, values, bootstrap)
-    torch.testing.assert_close(
-        gae(rewards, mask, discount, gae_lambda, values, bootstrap), want, atol=1e-4, rtol=1e-5
-    )
+    want = plain_gae(rewards, mask, discount, gae_lambda)
+    torch.testing.assert_close(gae(rewards, mask, discount, gae_lambda), want, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])

@@ -4,6 +4,7 @@ lies on disk.
 
 import json
 import shutil
+import threading
 import time
 
 import pytest
@@ -401,7 +402,7 @@ class TestAsynchronous:
 
 
 def written(starter) -> bool:
-    return not starter.last.saving.is_writing
+    return not any(thread.name.startswith("save-") for thread in threading.enumerate())
 
 
 def wait_until(what, timeout_s: float = 60.0) -> None:
