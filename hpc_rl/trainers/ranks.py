@@ -40,7 +40,7 @@ class Ranks:
                 answer = {"error": type(error).__name__, "message": str(error)}
                 if self.num == 1:
                     raise
-        answer = self._broadcast(answer)
+        answer = json.loads(self._broadcast(json.dumps(answer).encode()))
         if "error" in answer:
             raise getattr(errors, answer["error"], RoleFailed)(answer["message"])
         return answer["value"]
@@ -59,39 +59,28 @@ class Ranks:
 
     def bytes_from_rank0(self, make: Callable[[], bytes | None]) -> bytes | None:
         """Return what `make` returns on rank 0, as from_rank0 does, for bytes of any size or None."""
-        body = b""
+        body: bytes | None = None
 
-        def size() -> int | None:
+        def made() -> bool:
             nonlocal body
-            made = make()
-            body = made or b""
-            return None if made is None else len(made)
+            body = make()
+            return body is not None
 
-        num_bytes = self.from_rank0(size)
-        if num_bytes is None or self.num == 1:
-            return None if num_bytes is None else body
-        whole = bytearray()
-        for start in range(0, num_bytes, CHUNK_BYTES):
-            part = torch.empty(min(CHUNK_BYTES, num_bytes - start), dtype=torch.uint8)
-            if self.rank == 0:
-                part = torch.frombuffer(bytearray(body[start : start + CHUNK_BYTES]), dtype=torch.uint8)
-            part = part.to(_device())
-            dist.broadcast(part, src=0)
-            if self.rank:
-                whole += part.cpu().numpy().tobytes()
-        return bytes(whole) if self.rank else body
+        return self._broadcast(body or b"") if self.from_rank0(made) else None
 
-    def _broadcast(self, value: dict[str, Any]) -> dict[str, Any]:
+    def _broadcast(self, body: bytes) -> bytes:
+        """Return rank 0's bytes."""
         if self.num == 1:
-            return value
-        raw = json.dumps(value).encode() if self.rank == 0 else b""
-        size = torch.tensor([len(raw)], dtype=torch.int64, device=_device())
+            return body
+        size = torch.tensor([len(body)], dtype=torch.int64, device=_device())
         dist.broadcast(size, src=0)
-        data = torch.zeros(int(size), dtype=torch.uint8, device=_device())
-        if self.rank == 0:
-            data.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-        dist.broadcast(data, src=0)
-        return json.loads(bytes(data.cpu().numpy()))
+        whole = bytearray(body if self.rank == 0 else int(size))
+        for start in range(0, len(whole), CHUNK_BYTES):
+            chunk = memoryview(whole)[start : start + CHUNK_BYTES]
+            part = torch.frombuffer(chunk, dtype=torch.uint8).to(_device())
+            dist.broadcast(part, src=0)
+            chunk[:] = part.cpu().numpy().data
+        return bytes(whole)
 
 
 def _device() -> str:
