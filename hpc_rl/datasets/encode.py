@@ -127,8 +127,9 @@ def _load(dataset: DatasetConfig, what: str, encode: Callable[[dict[str, Any]], 
 
 
 def _none_left(dataset: DatasetConfig, what: str) -> ConfigError:
+    each = " each" if what == "pair" else ""
     return ConfigError(
-        f"dataset {dataset.path}: no {what} has at most max_length = {dataset.max_length} tokens."
+        f"dataset {dataset.path}: no {what} has at most max_length = {dataset.max_length} tokens{each}."
     )
 
 
