@@ -32,7 +32,7 @@ def init_ranks(
     """
     if num_ranks == 1:
         return
-    timeout = timedelta(seconds=timeout_s)
+    device, timeout = torch.device(device), timedelta(seconds=timeout_s)
     if rank == 0:
         assert publish is not None, "rank 0 needs a way to publish the store's address"
         store = dist.TCPStore(address, 0, num_ranks, is_master=True, timeout=timeout, wait_for_workers=False)
@@ -42,7 +42,13 @@ def init_ranks(
         host, port = find()
         store = dist.TCPStore(host, port, num_ranks, is_master=False, timeout=timeout, wait_for_workers=False)
     _wait_for_all(store, num_ranks, timeout_s if join_timeout_s is None else join_timeout_s)
-    _join(store, rank, num_ranks, torch.device(device), timeout, address)
+    if device.type == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # gloo would bind to what the host's own name resolves to, which is loopback on many systems
+        if interface := interface_of(address):
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    elif device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(_backend(device), store=store, rank=rank, world_size=num_ranks, timeout=timeout)
 
 
 def init_alone(device: torch.device | str) -> None:
@@ -67,19 +73,6 @@ def _wait_for_all(store: dist.Store, num_ranks: int, timeout_s: float) -> None:
         raise RoleFailed(
             f"{joined} of {num_ranks} ranks joined within {timeout_s:g} s; see the logs of the others"
         ) from error
-
-
-def _join(
-    store: dist.Store, rank: int, num_ranks: int, device: torch.device, timeout: timedelta, address: str
-) -> None:
-    if device.type == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # gloo would bind to what the host's own name resolves to, which is loopback on many systems
-        interface = interface_of(address)
-        if interface:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(_backend(device), store=store, rank=rank, world_size=num_ranks, timeout=timeout)
 
 
 def _backend(device: torch.device) -> str:
