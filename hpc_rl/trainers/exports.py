@@ -35,16 +35,16 @@ _LEFTOVER = re.compile(r"\.(best|final|step-\d{8,})\.(tmp|old|gone)")
 
 def begin(folder: Path) -> Path:
     """Make an empty folder beside `folder`, hidden from readers, to write into. Raises OSError."""
-    temporary = _beside(folder, "tmp")
+    temporary = beside(folder)
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
     return temporary
 
 
-def put(temporary: Path, folder: Path) -> None:
+def put(folder: Path) -> None:
     """Give what was written the name of `folder`, durably, in place of what has it now. Raises OSError."""
-    old = _beside(folder, "old")
+    temporary, old = beside(folder), beside(folder, "old")
     fsync_dir(temporary)
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -56,7 +56,7 @@ def put(temporary: Path, folder: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Remove an export: first its name, so that no reader sees half of it. Raises OSError."""
-    gone = _beside(folder, "gone")
+    gone = beside(folder, "gone")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(folder, gone)
     fsync_dir(folder.parent)  # a power failure must not bring the name back to a half
@@ -75,7 +75,8 @@ def repair(exports: Path) -> None:
                 shutil.rmtree(exports / entry, ignore_errors=True)
 
 
-def _beside(folder: Path, mark: str) -> Path:
+def beside(folder: Path, mark: str = "tmp") -> Path:
+    """Return the hidden place where a folder is written, or to which it is moved."""
     return folder.with_name(f".{folder.name}.{mark}")
 
 
@@ -90,46 +91,25 @@ class WeightWriter:
     on_wait: Callable[[], None] = lambda: None  # called before each further try
 
     def write(
-        self,
-        what: str,
-        folder: Path,
-        begin: Callable[[], Path],
-        finish: Callable[[Path], object],
-        durable: bool,
-        patient: bool = True,
+        self, what: str, folder: Path, finish: Callable[[], object], durable: bool, patient: bool = True
     ) -> bool:
-        """Write the weights into the folder that `begin` makes, then give that to `finish`. Collective.
+        """Write the weights to a hidden place beside `folder`, then call `finish` on rank 0. Collective.
 
-        Both callables run on rank 0; `folder` is the final place. On a full disk: wait for space, or return
-        False at once unless `patient`. Returns False if nothing was written because of that, or of a stop.
-        Any other error is raised on every rank.
+        On a full disk: wait for space, or return False at once unless `patient`. Returns False if nothing was
+        written because of that, or of a stop. Any other error is raised on every rank.
         """
-        first = self.ranks.rank == 0
-        temporary = folder
-
-        def make() -> None:
-            nonlocal temporary
-            temporary = begin()
+        first, temporary = self.ranks.rank == 0, beside(folder)
 
         def export() -> None:
             self.engine.export(temporary, self.tokenizer, durable=durable)
             if first:
-                finish(temporary)
+                finish()
 
-        def clear() -> None:
-            if temporary != folder:
-                shutil.rmtree(temporary, ignore_errors=True)
-
-        parts = [lambda: make() if first else None, export]
-        return self.until_space(what, folder.parent, parts, clear, patient)
+        parts = [lambda: begin(folder) if first else None, export]
+        return self.until_space(what, folder, parts, patient)
 
     def until_space(
-        self,
-        what: str,
-        where: Path,
-        parts: Sequence[Callable[[], object]],
-        clear: Callable[[], None],
-        patient: bool = True,
+        self, what: str, folder: Path, parts: Sequence[Callable[[], object]], patient: bool = True
     ) -> bool:
         """Run the parts in order, again from the first whenever rank 0 finds the disk full; see `write`."""
         reported = False
@@ -154,9 +134,10 @@ class WeightWriter:
                     files.tell_room(what)
                 return True
             if self.ranks.rank == 0:
-                clear()  # other writers need the little space that it took
+                # other writers need the little space that it took
+                shutil.rmtree(beside(folder), ignore_errors=True)
                 if patient and not reported:
-                    files.tell_full(what, error, where)
+                    files.tell_full(what, error, folder.parent)
             if stop or not patient:
                 return False
             reported = True
@@ -248,8 +229,7 @@ class Exports:
         if not self.ranks.any(self.ranks.rank == 0 and use_best):
             return self._write(folder, step)
         copy = [lambda: self._best_as_final(folder, step, best or {}) if self.ranks.rank == 0 else None]
-        clear = partial(shutil.rmtree, _beside(folder, "tmp"), ignore_errors=True)
-        return self.writer.until_space("exports/final", self.folder, copy, clear)
+        return self.writer.until_space("exports/final", folder, copy)
 
     def record(self, name: str) -> dict[str, Any] | None:
         """Return the record of an export, None if there is no such export."""
@@ -269,7 +249,7 @@ class Exports:
         self.on_export(step)
         finish = partial(self._finish, folder, step, extra or {})
         what = f"exports/{folder.name}"
-        done = self.writer.write(what, folder, partial(begin, folder), finish, durable=True, patient=patient)
+        done = self.writer.write(what, folder, finish, durable=True, patient=patient)
         if done and self.ranks.rank == 0:
             logger.info("step %d exported to %s", step, folder)
         return done
@@ -278,13 +258,13 @@ class Exports:
         temporary = begin(folder)
         for source in sorted((self.folder / "best").iterdir()):
             fsync_file(Path(shutil.copyfile(source, temporary / source.name)))
-        self._finish(folder, step, {"version": best["version"], "best": best}, temporary)
+        self._finish(folder, step, {"version": best["version"], "best": best})
         logger.info("the final export is the best model, of step %d", best["step"])
 
-    def _finish(self, folder: Path, step: int, extra: Mapping[str, Any], temporary: Path) -> None:
+    def _finish(self, folder: Path, step: int, extra: Mapping[str, Any]) -> None:
         record = {"step": step, "version": self.version_of(step), "trial": str(self.trial), **extra}
-        write_json(temporary / RECORD_NAME, record)
-        put(temporary, folder)
+        write_json(beside(folder) / RECORD_NAME, record)
+        put(folder)
         drop_old_exports(self.folder, self.saver.keep_last)
 
 

@@ -20,17 +20,8 @@ logger = logging.getLogger(__name__)
 KEEP = 2  # newest versions
 
 
-def begin(trial: Trial, version: WeightVersion) -> Path:
-    """Make an empty folder, hidden from readers, to write the weights into. Raises OSError."""
-    folder = trial.weights / f".{version}.tmp"
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    return folder
-
-
-def finish(trial: Trial, version: WeightVersion, temporary: Path) -> Path:
-    """Give the folder made by `begin` its name and point to it.
+def finish(trial: Trial, version: WeightVersion) -> Path:
+    """Give weights that were written to `.<version>.tmp` their name, and point to it.
 
     Raises OSError, and Stale if newer weights are current.
     """
@@ -41,7 +32,7 @@ def finish(trial: Trial, version: WeightVersion, temporary: Path) -> Path:
     final = trial.published(str(version))
     if final.exists():
         shutil.rmtree(final)
-    os.rename(temporary, final)
+    os.rename(trial.weights / f".{version}.tmp", final)
     record = {"label": str(version), "lineage": version.lineage, "step": version.step, "path": str(final)}
     temp = trial.weights / f".{trial.current_weights.name}.{uuid.uuid4().hex[:12]}.tmp"
     temp.write_text(json.dumps(record) + "\n")

@@ -185,8 +185,7 @@ def _problems(result: Published) -> str:
     return "; ".join(f"{key}: {problem}" for key, problem in result.failed.items()) or "none is ready"
 
 
-# trainers/exports.py: (what, final folder, begin, finish, durable) -> whether all ranks have written the
-# weights
+# trainers/exports.py: (what, final folder, finish, durable) -> whether all ranks have written the weights
 WriteWeights = Callable[..., bool]
 
 
@@ -205,8 +204,7 @@ class DiskTransport:
         Raises RoleFailed if no server took them, OSError.
         """
         folder = self.trial.published(str(version))
-        begin, finish = partial(disk.begin, self.trial, version), partial(disk.finish, self.trial, version)
-        if not write(f"weights {version}", folder, begin, finish, durable=False):
+        if not write(f"weights {version}", folder, partial(disk.finish, self.trial, version), durable=False):
             return None
         return Published() if self.publisher is None else self.publisher.publish(version, folder, stopping)
 

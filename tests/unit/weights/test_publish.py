@@ -93,9 +93,14 @@ def publisher(trial, servers):
 
 def write(trial: Trial, lineage: int, step: int) -> tuple[WeightVersion, object]:
     version = WeightVersion(lineage, step)
-    folder = disk.begin(trial, version)
+    half_written(trial, version)
+    return version, disk.finish(trial, version)
+
+
+def half_written(trial: Trial, version: WeightVersion) -> None:
+    folder = trial.weights / f".{version}.tmp"
+    folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"weights")
-    return version, disk.finish(trial, version, folder)
 
 
 async def publish(publisher: Publisher, trial: Trial, step: int, stopping: threading.Event | None = None):
@@ -220,7 +225,7 @@ def test_versions_order_by_lineage_first_and_by_number(trial):
 
 def test_what_a_killed_trainer_left_is_not_seen_and_goes(trial):
     write(trial, 0, 1)
-    (disk.begin(trial, WeightVersion(0, 2)) / "model.safetensors").write_bytes(b"half")
+    half_written(trial, WeightVersion(0, 2))
     (trial.weights / ".current.json.abc.tmp").write_text("{")
     assert disk.prune(trial, held=[]) == []
     disk.clear_leftovers(trial)
