@@ -17,7 +17,7 @@ from hpc_rl.checkpoint.generation import Commit
 from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE, Manifest, config_hash
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.errors import ConfigError, Damaged, ExitCode, HpcRlError
+from hpc_rl.errors import Damaged, ExitCode, HpcRlError
 from hpc_rl.files import is_full
 from hpc_rl.trainers.exports import RECORD_NAME
 from hpc_rl.trainers.grpo_recipe import updates_per_step
@@ -98,9 +98,6 @@ def main() -> int:
             export(trial, args.step, args.to)
         else:
             import_(trial, args.step, args.source)
-    except ConfigError as error:
-        print(f"hpc-rl: {error}", file=sys.stderr)
-        return ConfigError.exit_code
     except HpcRlError as error:
         print(f"hpc-rl: {error}", file=sys.stderr)
         return error.exit_code

@@ -32,11 +32,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="hpc-rl quickstart", description=__doc__, allow_abbrev=False)
     parser.add_argument("--dir", type=Path, required=True, help="directory for model, task and trials")
     parser.add_argument("--seed", type=int, required=True, help="seed of model, task and training")
-    parser.add_argument(
-        "--only_prepare",
-        action="store_true",
-        help="only make the model and the task, and warm the model up",
-    )
+    only = "only make the model and the task, and warm the model up"
+    parser.add_argument("--only_prepare", action="store_true", help=only)
     args, overrides = parser.parse_known_args()
     # A SIGTERM is handled like an interrupt: the trial must not be left behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -59,12 +56,10 @@ def run(here: Path, seed: int, only_prepare: bool, overrides: list[str]) -> None
     if only_prepare:
         print(f"ready: {here}\nnext:  {submit_line(here)}")
         return
-    elsewhere = any(
-        word.startswith(("--launcher", "launcher.", "--n_nodes", "--cluster", "cluster."))
-        for word in overrides
-    )
+    places = ("--launcher", "launcher.", "--n_nodes", "--cluster", "cluster.")
+    elsewhere = any(word.startswith(places) for word in overrides)
     print("3/3  asynchronous GRPO: generation servers, a rollout service and a trainer", flush=True)
-    trial = train(here, "grpo", seed, [*([] if elsewhere else ["--launcher.type=local"]), *overrides])
+    trial = train(here, "grpo", seed, overrides if elsewhere else ["--launcher.type=local", *overrides])
     show(here, trial, time.monotonic() - started)
 
 
@@ -83,18 +78,15 @@ def prepare(here: Path, seed: int) -> None:
     try:
         here.mkdir(parents=True, exist_ok=True)
         write_json(made, {"seed": seed, "ready": False})
-        print(
-            f"1/3  a toy in {here}: 1,000 sums of three digits (200 held out) and a Qwen3 of 131k parameters",
-            flush=True,
-        )
+        toys = "1,000 sums of three digits (200 held out) and a Qwen3 of 131k parameters"
+        print(f"1/3  a toy in {here}: {toys}", flush=True)
         for name in MADE:
             shutil.rmtree(here / name, ignore_errors=True)
         toy.make_task(here / "task", seed)
         toy.make_model(here / "base", seed)
     except OSError as error:
-        raise CannotWrite(
-            f"{here} can't be written: {error.strerror or error}. Give another directory with --dir."
-        ) from error
+        why = error.strerror or error
+        raise CannotWrite(f"{here} can't be written: {why}. Give another directory with --dir.") from error
     print("2/3  warming the model up: an SFT trial", flush=True)
     trial = train(here, "sft", seed, ["--launcher.type=local"])
     shutil.copytree(trial.exports / "final", here / "warm")
@@ -104,51 +96,36 @@ def prepare(here: Path, seed: int) -> None:
 def train(here: Path, kind: str, seed: int, overrides: list[str]) -> Trial:
     """Submit a trial and follow it to its end. Raises CalledProcessError, RoleFailed, SystemExit."""
     name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
-    fixed = [f"trial_name={name}", f"seed={seed}", *settings(here, kind)]
-    command = [
-        sys.executable,
-        "-m",
-        "hpc_rl.cli",
-        "submit",
-        "--json",
-        "--config",
-        str(config_of(f"quickstart/{kind}")),
-    ]
-    done = subprocess.run([*command, *fixed, *overrides], check=True, stdout=subprocess.PIPE, text=True)
+    config = config_of(f"quickstart/{kind}")
+    command = [sys.executable, "-m", "hpc_rl.cli", "submit", "--json", "--config", str(config)]
+    command += [f"trial_name={name}", f"seed={seed}", *settings(here, kind), *overrides]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     made: dict[str, Any] = json.loads(done.stdout)
     trial = Trial(Path(made["dir"]))
-    print(
-        f"     trial {trial_index.cli_name(trial)}: {made['allocation']} as job {made['job_id']}", flush=True
-    )
+    known_as = trial_index.cli_name(trial)
+    print(f"     trial {known_as}: {made['allocation']} as job {made['job_id']}", flush=True)
     try:
         code = follow(trial)
     except KeyboardInterrupt:
         cancel(trial)
         note = "interrupted; the trial saves its state and stops. To resume it:"
-        print(
-            f"\nhpc-rl quickstart: {note} {program_name()} recover {trial_index.cli_name(trial)}",
-            file=sys.stderr,
-        )
+        print(f"\nhpc-rl quickstart: {note}", *trial_index.commands(trial, "recover"), file=sys.stderr)
         raise SystemExit(int(ExitCode.KILLED_BY_PERSON)) from None
     if code:
-        raise RoleFailed(
-            f"trial {trial} exited with code {code}; see "
-            f"{program_name()} status {trial_index.cli_name(trial)}"
-        )
+        [see] = trial_index.commands(trial, "status")
+        raise RoleFailed(f"trial {trial} exited with code {code}; see {see}")
     return trial
 
 
 def settings(here: Path, kind: str) -> list[str]:
     """Return the paths of model and data, as overrides of a configuration."""
+    paths = {"cluster.fileroot": "runs"}
     if kind == "sft":
-        paths = {"model.path": "base", "train_dataset.path": "task/sft.jsonl"}
+        paths |= {"model.path": "base", "train_dataset.path": "task/sft.jsonl"}
     else:
-        paths = {
-            "actor.path": "warm",
-            "train_dataset.path": "task/train.jsonl",
-            "valid_dataset.path": "task/heldout.jsonl",
-        }
-    return [f"{option}={here / path}" for option, path in {"cluster.fileroot": "runs", **paths}.items()]
+        paths |= {"actor.path": "warm", "train_dataset.path": "task/train.jsonl"}
+        paths |= {"valid_dataset.path": "task/heldout.jsonl"}
+    return [f"{option}={here / path}" for option, path in paths.items()]
 
 
 def config_of(name: str) -> Path:
@@ -157,11 +134,8 @@ def config_of(name: str) -> Path:
 
 def submit_line(here: Path) -> str:
     """Return the command that trains the toy by the documented configuration, from the working directory."""
-    edits = (
-        []
-        if here == Path.cwd() / "quickstart"
-        else [shell_path(Path(setting)) for setting in settings(here, "grpo")]
-    )
+    default = here == Path.cwd() / "quickstart"
+    edits = [] if default else [shell_path(Path(setting)) for setting in settings(here, "grpo")]
     return " ".join([program_name(), "submit", "--config", shell_path(config_of("grpo")), *edits])
 
 
@@ -170,12 +144,11 @@ def show(here: Path, trial: Trial, seconds: float) -> None:
     history = read.read(trial)
     heldout = [(row["step"], row["eval_reward"]) for row in history.evaluations]
     train_points = [(row["step"], row["reward"]) for row in history.steps]
-    name = trial_index.cli_name(trial)
     print(f"\n{learning_curve(train_points, heldout)}\n")
     print(f"trial directory  {trial.dir}")
     print(f"trained model    {trial.exports / 'final'}")
     print(f"curves           {program_name('tensorboard')} --logdir {shell_path(trial.attempts)}")
-    print(f"next             {program_name()} status {name}")
+    print("next            ", *trial_index.commands(trial, "status"))
     print(f"                 {submit_line(here)}   # on Slurm: --n_nodes 4")
     grpo_s = history.steps[-1]["time"] - history.steps[0]["time"]
     print(f"time             {seconds:.0f} s, of which GRPO {grpo_s:.0f} s")

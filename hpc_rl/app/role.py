@@ -48,15 +48,21 @@ class Context:
     incarnation: int
     rank: int
     num_ranks: int
-    config: Config
-    plan: Plan
     tokens: dict[str, str]
-    stopping: threading.Event
+    stopping: threading.Event = field(default_factory=threading.Event)
     deadline: Deadline = field(default_factory=Deadline)
 
     @property
     def trial(self) -> Trial:
         return self.attempt.trial
+
+    @cached_property
+    def config(self) -> Config:
+        return from_dict(json.loads(self.trial.config_json.read_bytes()))
+
+    @cached_property
+    def plan(self) -> Plan:
+        return Plan.from_json(json.loads(self.trial.plan_json.read_bytes()))
 
     @property
     def interface(self) -> str:
@@ -73,43 +79,26 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     """Run `body` as this process's role and exit with its code. Never returns."""
     args = _arguments(role)
     raise_limits()
-    rank = int(
-        os.environ.get("SLURM_PROCID" if os.environ.get("HPC_RL_STEPS") == "srun" else "HPC_RL_RANK", 0)
-    )
+    by_srun = os.environ.get("HPC_RL_STEPS") == "srun"
+    rank = int(os.environ.get("SLURM_PROCID" if by_srun else "HPC_RL_RANK", 0))
+    num_ranks = int(os.environ.get("HPC_RL_NUM_RANKS", 1))
     trial = Trial(Path(args.trial_dir))
-    attempt = trial.attempt(args.attempt)
-    tokens = trial.tokens()
+    attempt, tokens = trial.attempt(args.attempt), trial.tokens()
+    context = Context(role, attempt, args.index, args.incarnation, rank, num_ranks, tokens)
     log.setup(role, f"{args.index}/{rank}", list(tokens.values()))
-    stopping, deadline = threading.Event(), Deadline()
-    stacks = Stacks(attempt.stacks(role, args.index, args.incarnation, rank))
-    obey_signals(stopping)
-    threading.Thread(
-        target=listen, args=(stopping, deadline, stacks), daemon=True, name="supervisor-pipe"
-    ).start()
+    process = (role, args.index, args.incarnation, rank)  # names its files
+    stacks = Stacks(attempt.stacks(*process))
+    obey_signals(context.stopping)
+    heard = (context.stopping, context.deadline, stacks)
+    threading.Thread(target=listen, args=heard, daemon=True, name="supervisor-pipe").start()
 
     def start() -> int | None:
-        _leave_process_record(attempt, role, args.index, args.incarnation, rank)
-        config = from_dict(json.loads(trial.config_json.read_bytes()))
-        plan = Plan.from_json(json.loads(trial.plan_json.read_bytes()))
-        num_ranks = int(os.environ.get("HPC_RL_NUM_RANKS", 1))
-        context = Context(
-            role=role,
-            attempt=attempt,
-            index=args.index,
-            incarnation=args.incarnation,
-            rank=rank,
-            num_ranks=num_ranks,
-            config=config,
-            plan=plan,
-            tokens=tokens,
-            stopping=stopping,
-            deadline=deadline,
-        )
+        write_json(attempt.process_record(*process), _process_record(role, rank).to_json())
         return body(context)
 
     record = _guarded(start)
     try:
-        write_json(attempt.exit_record(role, args.index, args.incarnation, rank), record.to_json())
+        write_json(attempt.exit_record(*process), record.to_json())
     except OSError as error:  # a full disk: the supervisor still sees the exit code
         logger.error("the exit record can't be written: %s", error)
     stacks.close()
@@ -159,8 +148,8 @@ def _class_of(error: BaseException) -> FailureClass:
     return FailureClass.INFRASTRUCTURE if isinstance(error, OSError) else FailureClass.UNKNOWN
 
 
-def _leave_process_record(attempt: Attempt, role: str, index: int, incarnation: int, rank: int) -> None:
-    record = ProcessRecord(
+def _process_record(role: str, rank: int) -> ProcessRecord:
+    return ProcessRecord(
         pid=os.getpid(),
         start_ticks=start_ticks(os.getpid()),
         host=socket.gethostname(),
@@ -171,4 +160,3 @@ def _leave_process_record(attempt: Attempt, role: str, index: int, incarnation: 
         node=os.environ.get("SLURMD_NODENAME", ""),
         job_id=os.environ.get("SLURM_JOB_ID", ""),
     )
-    write_json(attempt.process_record(role, index, incarnation, rank), record.to_json())

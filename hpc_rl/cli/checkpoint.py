@@ -25,8 +25,7 @@ from hpc_rl.config.rules.consistency import METRICS
 from hpc_rl.datasets.rows import fingerprint_in_passing
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, TrialStateError
 from hpc_rl.status.formatting import one_line
-from hpc_rl.submit import submission as submission
-from hpc_rl.submit import trial_index
+from hpc_rl.submit import submission, trial_index
 from hpc_rl.submit.first_start import check_end, sound_steps
 from hpc_rl.submit.lock import TrialLock
 from hpc_rl.trial import Trial, fsync_dir, read_json
@@ -74,14 +73,14 @@ def _list_parser() -> CommandParser:
 
 def _list(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
-    found = generation.scan(trial)
+    rows = [_row(one) for one in generation.scan(trial)]
     set_aside = sorted(path.name for path in (trial.recover / "set-aside").glob("*"))
     if args.json:
-        print_json({"trial": str(trial), "generations": [_row(one) for one in found], "set_aside": set_aside})
+        print_json({"trial": str(trial), "generations": rows, "set_aside": set_aside})
         return 0
     usual = dict.fromkeys(name for names in METRICS.values() for name in names)
-    metric = args.metric or next((name for one in found for name in usual if name in one.metrics), "")
-    lines = _table(found, metric) if found else [_none_yet(trial)]
+    metric = args.metric or next((name for row in rows for name in usual if name in row["metrics"]), "")
+    lines = _table(rows, metric) if rows else [_none_yet(trial)]
     lines += [f"set aside: {trial.recover / 'set-aside' / name}" for name in set_aside]
     print("\n".join(map(one_line, lines)))
     return 0
@@ -93,6 +92,9 @@ def _none_yet(trial: Trial) -> str:
 
 def _row(one: Found) -> dict[str, Any]:
     made = one.manifest
+    written_at = None
+    with contextlib.suppress(OSError):
+        written_at = (one.path / manifest.NAME).stat().st_mtime
     return {
         "step": one.step,
         "path": str(one.path),
@@ -101,33 +103,21 @@ def _row(one: Found) -> dict[str, Any]:
         "lineage": made.lineage if made else None,
         "submission": made.submission if made else None,
         "num_ranks": made.num_ranks if made else None,
-        "bytes": _num_bytes(one),
+        "bytes": sum(file.size for file in made.files) if made else None,
         "metrics": one.metrics,
         "versions": made.versions if made else {},
-        "time": _written_at(one),
+        "time": written_at,
     }
 
 
-def _num_bytes(one: Found) -> int | None:
-    return sum(file.size for file in one.manifest.files) if one.manifest else None
-
-
-def _written_at(one: Found) -> float | None:
-    try:
-        return (one.path / manifest.NAME).stat().st_mtime
-    except OSError:
-        return None
-
-
-def _table(found: list[Found], metric: str) -> list[str]:
+def _table(rows: list[dict[str, Any]], metric: str) -> list[str]:
     cells = [["step", "lineage", "ranks", "size", "written", metric, "state"]]
-    for one in found:
-        made, at, num_bytes = one.manifest, _written_at(one), _num_bytes(one)
-        numbers = [str(made.lineage), str(made.num_ranks)] if made else ["", ""]
-        size = "" if num_bytes is None else f"{num_bytes / 1e6:.1f} MB"
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at else ""
-        value = f"{one.metrics[metric]:.4g}" if metric in one.metrics else "-"
-        cells.append([str(one.step), *numbers, size, when, value, one.problem or "sound"])
+    for row in rows:
+        numbers = ["" if row[name] is None else str(row[name]) for name in ("step", "lineage", "num_ranks")]
+        size = "" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f} MB"
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"])) if row["time"] else ""
+        value = f"{row['metrics'][metric]:.4g}" if metric in row["metrics"] else "-"
+        cells.append([*numbers, size, when, value, row["problem"] or "sound"])
     return columns(cells, str.rjust)
 
 
@@ -145,11 +135,17 @@ def _verify_parser() -> CommandParser:
 def _verify(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     found = [_chosen(trial, args.step)] if args.step is not None else generation.scan(trial)
-    results = [{"step": one.step, "path": str(one.path), "problems": _problems(trial, one)} for one in found]
+    results: list[dict[str, Any]] = [
+        {"step": one.step, "path": str(one.path), "problems": _problems(trial, one)} for one in found
+    ]
     if args.json:
         print_json(results)
     else:
-        print("\n".join(line for result in results for line in _result_lines(result)) or _none_yet(trial))
+        for result in results:
+            for problem in result["problems"] or ["every file is as it was written"]:
+                print(f"checkpoint {result['step']}: {problem}")
+        if not results:
+            print(_none_yet(trial))
     return 1 if any(result["problems"] for result in results) else 0
 
 
@@ -161,11 +157,6 @@ def _problems(trial: Trial, one: Found) -> list[str]:
             return manifest.damages(folder, one.manifest.files)
     except TrialStateError as error:
         return [str(error)]
-
-
-def _result_lines(result: dict[str, Any]) -> list[str]:
-    name = f"checkpoint {result['step']}"
-    return [f"{name}: {one}" for one in result["problems"]] or [f"{name}: every file is as it was written"]
 
 
 def _export_parser() -> CommandParser:
@@ -213,9 +204,10 @@ def _export_to(there: Path, trial: Trial, step: int) -> int:
             fsync_dir(there.parent)
         return code
     except OSError as error:
-        problem = f"can't be written: {error.strerror or error}; give another folder by --to"
         if os.path.lexists(there):
             problem = "exists and is not overwritten: give another folder by --to, or remove it"
+        else:
+            problem = f"can't be written: {error.strerror or error}; give another folder by --to"
         raise CannotWrite(f"{there} {problem}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -247,7 +239,7 @@ def _import(args: Namespace) -> int:
         _check_end(trial, args.step)
         code = run_converter("import", trial, args.step, "--source", str(source), meanwhile=lock.renew)
     if code == 0:
-        resume = f"hpc-rl recover {trial_index.cli_name(trial)}"
+        [resume] = trial_index.commands(trial, "recover")
         print(f"{source} is checkpoint {args.step} of {trial}; to resume it, run: {resume}")
     return code
 
@@ -281,10 +273,8 @@ def _check_end(trial: Trial, step: int) -> None:
     """Raise ConfigError where the trial ends before this step: `recover` would refuse it."""
     config = read_json(trial.config_json)
     if not isinstance(config, dict):
-        raise ConfigError(
-            f"{trial.config_json} is missing or damaged; "
-            "`hpc-rl render` of the same configuration restores it"
-        )
+        fix = "`hpc-rl render` of the same configuration restores it"
+        raise ConfigError(f"{trial.config_json} is missing or damaged; {fix}")
     loaded = from_dict(config)
     check_end(step, trial, loaded, fingerprint_in_passing(loaded.train_dataset.path).get("rows"))
 

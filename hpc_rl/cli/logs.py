@@ -4,7 +4,9 @@ import argparse
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from hpc_rl.cli.options import CommandParser, Count, Namespace, print_json
 from hpc_rl.errors import ConfigError, TrialStateError
@@ -18,6 +20,7 @@ from hpc_rl.submit import trial_index
 from hpc_rl.trial import Trial
 
 ROLES = ("trainer", "rollout", "server", "sglang", "supervisor", "job")
+FILTERS = ("role", "index", "incarnation", "attempt", "rank")
 EVERY_RANK = "all"
 WHOLE = 1 << 40  # lines
 TICK_S = 0.5
@@ -105,13 +108,12 @@ def collect(status: TrialStatus) -> list[Log]:
     job_ids = [*(task.id for _, task in tasks), *(job.job_id for job in status.jobs)]
     found = [log for job_id in job_ids for log in _outputs(trial, job_id)]
     number = {job.job_id: number for number, job in enumerate(status.jobs)}
-    attempts = [
-        (number.get(array.serves, -1), attempt.id)
-        for array, task in tasks
-        for attempt in trial.attempts_of(task.id)
-    ]
+    attempts = []
+    for array, task in tasks:
+        rank = number.get(array.serves, -1)
+        attempts += [(rank, attempt.id) for attempt in trial.attempts_of(task.id)]
     attempts += [(number.get(attempt.job_id, len(number)), attempt.id) for attempt in status.attempts]
-    for _, name in sorted(attempts, key=lambda pair: pair[0]):  # of one submission, servers come first
+    for _, name in sorted(attempts, key=itemgetter(0)):  # of one submission, servers come first
         logs = log_files(trial.attempt(name).dir)
         found += [Log(log.path, name, log.role, log.index, log.incarnation, log.rank) for log in logs]
     return found
@@ -131,23 +133,19 @@ def choose(trial: Trial, found: list[Log], args: Namespace) -> list[Log]:
     """Return the logs that the options ask for. Raises TrialStateError where there is none."""
     if not any(log.role == "supervisor" for log in found) and args.role != "job":
         found = [_as_supervisor(log) for log in found]
-    matching = [log for log in found if _matches(log, args)]
+    wanted = {key: getattr(args, key) for key in FILTERS if getattr(args, key) is not None}
+    matching = [log for log in found if _matches(log, wanted)]
+    if not found:
+        raise TrialStateError(_nothing_yet(trial))
     if not matching:
-        if not found:
-            raise TrialStateError(_nothing_yet(trial))
-        given = {key: getattr(args, key) for key in ("role", "index", "incarnation", "attempt", "rank")}
-        wanted = " ".join(f"--{key} {value}" for key, value in given.items() if value is not None)
-        raise TrialStateError(
-            f"{trial} has no log for {wanted}. Run `hpc-rl logs {trial} --list` to see the available logs."
-        )
-    if args.role is None and args.index is None and args.incarnation is None and args.rank is None:
-        default = [
-            log
-            for role in ("trainer", "supervisor")
-            for log in _newest([log for log in matching if log.role == role])
-        ]
+        given = " ".join(f"--{key} {value}" for key, value in wanted.items())
+        advice = f"Run `hpc-rl logs {trial} --list` to see the available logs."
+        raise TrialStateError(f"{trial} has no log for {given}. {advice}")
+    if wanted.keys() <= {"attempt"}:
+        of_role = {role: [log for log in matching if log.role == role] for role in ("trainer", "supervisor")}
+        default = _newest(of_role["trainer"]) + _newest(of_role["supervisor"])
         return _first_rank(default or _newest(matching))
-    return _first_rank(_newest(matching)) if args.rank is None else _newest(matching)
+    return _newest(matching) if "rank" in wanted else _first_rank(_newest(matching))
 
 
 def _as_supervisor(log: Log) -> Log:
@@ -156,22 +154,17 @@ def _as_supervisor(log: Log) -> Log:
     return replace(log, role="supervisor") if is_output else log
 
 
-def _matches(log: Log, args: Namespace) -> bool:
-    if args.attempt is not None:
-        # An attempt also matches the output of its job, and a job id its attempts.
-        same_job = (
-            args.attempt == log.attempt.rpartition(".")[0] or args.attempt.rpartition(".")[0] == log.attempt
-        )
-        if args.attempt != log.attempt and not same_job:
+def _matches(log: Log, wanted: dict[str, Any]) -> bool:
+    for key, value in wanted.items():
+        if key == "attempt":
+            # An attempt also matches the output of its job, and a job id its attempts.
+            of_job = value.rpartition(".")[0] == log.attempt
+            same = of_job or value in (log.attempt, log.attempt.rpartition(".")[0])
+        else:
+            same = value in (getattr(log, key), EVERY_RANK)
+        if not same:
             return False
-    rank = None if args.rank == EVERY_RANK else args.rank
-    pairs = (
-        (args.role, log.role),
-        (args.index, log.index),
-        (args.incarnation, log.incarnation),
-        (rank, log.rank),
-    )
-    return all(wanted in (None, value) for wanted, value in pairs)
+    return True
 
 
 def _first_rank(logs: list[Log]) -> list[Log]:
@@ -197,9 +190,7 @@ def _newest(logs: list[Log]) -> list[Log]:
 
 def _list(trial: Trial, found: list[Log], as_json: bool) -> int:
     if as_json:
-        print_json(
-            [{**asdict(log), "path": str(log.path), "bytes": log.path.stat().st_size} for log in found]
-        )
+        print_json([asdict(log) | {"bytes": log.path.stat().st_size} for log in found])
         return 0
     print(f"in {trial.dir}")
     for log in found:

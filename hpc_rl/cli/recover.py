@@ -2,21 +2,20 @@
 
 import argparse
 import contextlib
-import dataclasses
 import re
-from typing import Any
+from dataclasses import asdict
 
 from hpc_rl.checkpoint.decide import Decision, Situation
 from hpc_rl.cli.options import CommandParser, Namespace, print_json
 from hpc_rl.cli.submit import (
     Planned,
     add_outcome,
-    announce,
     change_json,
     changed_lines,
     compared,
     new_batches_lines,
     plan_of,
+    submitted,
 )
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
@@ -24,8 +23,7 @@ from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialStateError
 from hpc_rl.records import read_lineages
 from hpc_rl.schedulers import pick, slurm
 from hpc_rl.status.formatting import printable
-from hpc_rl.submit import submission as submission
-from hpc_rl.submit import trial_index
+from hpc_rl.submit import submission, trial_index
 from hpc_rl.submit.first_start import FirstStart, Recovery
 from hpc_rl.submit.lock import check_unlocked
 from hpc_rl.trial import Trial
@@ -59,11 +57,7 @@ def run(args: Namespace) -> int:
     if args.explain:
         return explain(trial, loaded, recovery, args)
     planned = prepared(trial, loaded, args.no_check)
-    command = ["hpc-rl", *args.argv]
-    done = submission.submit(
-        planned.loaded, planned.plan, command=command, trial=trial, recovery=recovery, avoid=planned.avoid
-    )
-    return announce(done, planned, args)
+    return submitted(planned, args, trial, recovery)
 
 
 def prepared(trial: Trial, loaded: Loaded, no_check: bool) -> Planned:
@@ -79,9 +73,8 @@ def _step(text: str | int) -> int:
     """Return the step of `40` or `gen-00000040`; 0 is an imported checkpoint."""
     match = re.fullmatch(r"(?:gen-)?([0-9]+)", str(text))  # jsonargparse may convert what was converted
     if match is None:
-        raise argparse.ArgumentTypeError(
-            f"invalid checkpoint {text!r}: expected a step such as 40 or gen-00000040"
-        )
+        expected = "expected a step such as 40 or gen-00000040"
+        raise argparse.ArgumentTypeError(f"invalid checkpoint {text!r}: {expected}")
     return int(match[1])
 
 
@@ -104,37 +97,28 @@ def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: Namespace) -
     try:
         check_unlocked(trial)
         planned = prepared(trial, loaded, args.no_check)
-        submission.check_submittable(
-            trial, planned.loaded, planned.plan, pick(config.launcher.type), recovery
-        )
+        where = pick(config.launcher.type)
+        submission.check_submittable(trial, planned.loaded, planned.plan, where, recovery)
     except HpcRlError as error:
         decision = Decision("refuse", str(error), exit_code=error.exit_code)
     new_batches = start.new_batches and decision.action in ("load", "fresh")
     batches = start.batches_set_aside() if new_batches else []
+    unread = start.unread if decision.action == "load" else ()
     if args.json:
-        batch_facts = {"new_batches": new_batches, "set_aside_batches": batches}
-        print_json(as_json(start, decision) | batch_facts)
+        facts = {
+            "read_while_loading": unread,
+            "generations": [asdict(one) for one in start.situation.generations],
+            "changes": [change_json(change) for change in start.changes],
+            "new_batches": new_batches,
+            "set_aside_batches": batches,
+        }
+        print_json(asdict(decision) | facts)
     else:
         lines = explanation(trial, start.situation, decision)
-        if decision.action == "load" and start.unread:
-            lines.append(unread_line(trial, start))
+        lines += [unread_line(trial, start)] if unread else []
         lines += new_batches_lines(batches) if new_batches else []
         print(printable("\n".join([*lines, *changed_lines(start.changes)])))
     return ExitCode(decision.exit_code)
-
-
-def as_json(start: FirstStart, decision: Decision) -> dict[str, Any]:
-    return {
-        "action": decision.action,
-        "step": decision.step,
-        "lineage": decision.lineage,
-        "reason": decision.reason,
-        "exit_code": int(decision.exit_code),
-        "set_aside": decision.set_aside,
-        "read_while_loading": start.unread if decision.action == "load" else [],
-        "generations": [dataclasses.asdict(one) for one in start.situation.generations],
-        "changes": [change_json(change) for change in start.changes],
-    }
 
 
 def unread_line(trial: Trial, start: FirstStart) -> str:

@@ -208,9 +208,9 @@ def restart_text(role: RoleStatus) -> str:
     if not before:
         return ""
     last = max(before, key=lambda end: end.incarnation)
-    again = (
-        f"{len(before)} times, the last time" if len(before) > 1 else f"after incarnation {last.incarnation}"
-    )
+    again = f"after incarnation {last.incarnation}"
+    if len(before) > 1:
+        again = f"{len(before)} times, the last time"
     return f"{role.name} started again {again}: {formatting.exit_text(last.code, last.reason)}"
 
 
@@ -249,37 +249,33 @@ def role_line(role: RoleStatus) -> str:
     return one_line(row(role.name, state))
 
 
-METRICS = (  # key, label; in the order shown
-    ("reward", "reward"),
-    ("loss", "loss"),
-    ("grad_norm", "gradient norm"),
-    ("entropy", "entropy"),
-    ("staleness_mean", "staleness"),
-    ("staleness_max", "largest staleness"),
-    ("older_lineage", "trajectories of an earlier start"),
-    ("lr", "learning rate"),
-    ("step_s", "seconds per step"),
-    ("wait_s", "of them waiting"),
-)
-ONLY_IF_ANY = ("older_lineage",)
+METRICS = {  # in the order shown
+    "reward": "reward",
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "entropy": "entropy",
+    "staleness_mean": "staleness",
+    "staleness_max": "largest staleness",
+    "older_lineage": "trajectories of an earlier start",
+    "lr": "learning rate",
+    "step_s": "seconds per step",
+    "wait_s": "of them waiting",
+}
 
 
 def metric_lines(status: TrialStatus) -> list[str]:
     lines = []
     if status.history.steps:
         last = status.history.steps[-1]
-        if (
-            last.get("save_error") and status.state is not TrialState.DONE
-        ):  # the reason of a done trial has it
+        # The reason of a trial that is done has it.
+        if last.get("save_error") and status.state is not TrialState.DONE:
             failed = last.get("save_failed")
             times = "once" if failed == 1 else f"{failed} times in a row"
             lines.append(row("saving", one_line(f"FAILED {times}: {last['save_error']}")))
-        known = [(key, label) for key, label in METRICS if isinstance(last.get(key), (int, float))]
-        shown = [
-            f"{label} {format_number(last[key])}"
-            for key, label in known
-            if last[key] or key not in ONLY_IF_ANY
-        ]
+        known = {key: last[key] for key in METRICS if isinstance(last.get(key), (int, float))}
+        if not known.get("older_lineage"):
+            known.pop("older_lineage", None)
+        shown = [f"{METRICS[key]} {format_number(value)}" for key, value in known.items()]
         lines.append(row("metrics", f"step {last['step']}: " + ", ".join(shown)))
     name, values = status.history.held_out
     if values:

@@ -20,10 +20,9 @@ from hpc_rl.render.steps import plan_lines
 from hpc_rl.schedulers import pick
 from hpc_rl.schedulers.sinfo import UNKNOWN_THREADS_PER_CORE
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.submit import preflight, trial_index
-from hpc_rl.submit import submission as submission
+from hpc_rl.submit import preflight, submission, trial_index
 from hpc_rl.submit.lock import check_unlocked
-from hpc_rl.submit.submission import Submission
+from hpc_rl.submit.submission import Recovery, Submission
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.trial import Trial
 
@@ -49,11 +48,8 @@ def run(args: Namespace) -> int:
     planned = plan_of(loaded(args))
     if args.dry_run:
         return _dry_run(planned, args.json)
-    planned = compared(planned, submission.trial_of(planned.loaded.config), args.no_check)
-    made = submission.submit(
-        planned.loaded, planned.plan, command=["hpc-rl", *args.argv], avoid=planned.avoid
-    )
-    return announce(made, planned, args)
+    trial = submission.trial_of(planned.loaded.config)
+    return submitted(compared(planned, trial, args.no_check), args, trial)
 
 
 def parser() -> CommandParser:
@@ -139,8 +135,16 @@ def checked_scripts(planned: Planned, trial: Trial) -> preflight.PreflightReport
     return preflight.full_check(config, planned.plan, scripts, SlurmScheduler() if where == "slurm" else None)
 
 
-def announce(made: Submission, planned: Planned, args: Namespace) -> int:
-    """Tell what was submitted; with --follow stay until it is over. Returns the exit code."""
+def submitted(planned: Planned, args: Namespace, trial: Trial, recovery: Recovery | None = None) -> int:
+    """Submit, and tell what was submitted; with --follow stay until it is over. Returns the exit code."""
+    made = submission.submit(
+        planned.loaded,
+        planned.plan,
+        command=["hpc-rl", *args.argv],
+        trial=trial,
+        recovery=recovery,
+        avoid=planned.avoid,
+    )
     if args.json:
         print_json(as_json(made, planned))
     elif args.parsable:
