@@ -325,7 +325,7 @@ start_successor() { # NODES_TO_EXCLUDE: prints the id of the job that continues
   # Without this file no node was ever bad.
   if [[ -e $trial_dir/jobs/$job_id.exclude ]]; then flags=(--exclude "$1" "${flags[@]}"); fi
   if [[ $script_name == servers.sbatch ]]; then flags+=(--array "$SLURM_ARRAY_TASK_ID" "$trial_job"); fi
-  undisturbed "$python" -m hpc_rl.app.submit_successor --trial_dir "$trial_dir" --job_id "$job_id" \
+  undisturbed "$python" -m hpc_rl.app.submit_again successor --trial_dir "$trial_dir" --job_id "$job_id" \
     --restart $((restart + 1)) --after "$slurm_job" "${flags[@]}" </dev/null
 }
 
@@ -498,7 +498,8 @@ run_job() { # ARGUMENT_OF_THE_SCRIPT...: leaves its exit code in `rc`, or exits 
   if ((n_nodes > 1)); then watch_first_node; fi
   if [[ $scheduler == slurm && $layout == jobs && $script_name == trial.sbatch ]]; then
     # Servers that gave their nodes back while this job waited are submitted again.
-    ("$python" -m hpc_rl.app.submit_servers --trial_dir "$trial_dir" --job_id "$job_id" </dev/null || true) &
+    ("$python" -m hpc_rl.app.submit_again servers --trial_dir "$trial_dir" --job_id "$job_id" \
+      </dev/null || true) &
   fi
   trap told TERM INT HUP
   trap 'leave_drain_intent; forward USR1' USR1

@@ -9,7 +9,6 @@ from hpc_rl.allocation import parse
 from hpc_rl.app import role
 from hpc_rl.app.role import Context
 from hpc_rl.name_resolve import keys, open_names
-from hpc_rl.name_resolve.shared_fs import NameResolve
 
 logger = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 600.0
@@ -28,15 +27,23 @@ def body(context: Context) -> int:
     log_start(context, "libraries are imported")
     names = open_names(context.trial, context.config)
     device = device_of(context)
-    meet = Rendezvous(names, keys.rendezvous(context.attempt.id, context.incarnation))
+    key = keys.rendezvous(context.attempt.id, context.incarnation)  # of the process group's store
+
+    def publish(address: str, port: int) -> None:
+        names.put(key, {"address": address, "port": port})
+
+    def find() -> tuple[str, int]:
+        record = names.wait(key, JOIN_TIMEOUT_S)
+        return record["address"], record["port"]
+
     if context.interface:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", net.interface_of(context.address) or "")
     distributed.init_ranks(
         context.rank,
         context.num_ranks,
         device,
-        publish=meet.publish,
-        find=meet.find,
+        publish=publish,
+        find=find,
         timeout_s=COLLECTIVE_TIMEOUT_S,
         join_timeout_s=JOIN_TIMEOUT_S,
         address=context.address,
@@ -68,20 +75,6 @@ def log_start(context: Context, milestone: str) -> None:
     """Log a milestone of the start, on rank 0: the timestamps show where its time goes."""
     if context.rank == 0:
         logger.info("start: %s", milestone)
-
-
-class Rendezvous:
-    """The record by which rank 0 publishes the address of the process group's store."""
-
-    def __init__(self, names: NameResolve, key: str) -> None:
-        self.names, self.key = names, key
-
-    def publish(self, address: str, port: int) -> None:
-        self.names.put(self.key, {"address": address, "port": port})
-
-    def find(self) -> tuple[str, int]:
-        record = self.names.wait(self.key, JOIN_TIMEOUT_S)
-        return record["address"], record["port"]
 
 
 def device_of(context: Context) -> str:

@@ -45,7 +45,9 @@ def test_both_components_of_a_heterogeneous_job_get_them(tmp_path):
 )
 def test_a_successor_is_told_the_same(tmp_path, told, own, flags):
     [call] = asked(tmp_path, told, exclude=own, continue_by="successor")
-    assert call.startswith("python -m hpc_rl.app.submit_successor ") and f"--after 7{flags} --name" in call
+    assert (
+        call.startswith("python -m hpc_rl.app.submit_again successor ") and f"--after 7{flags} --name" in call
+    )
 
 
 def test_a_successor_of_a_server_task_continues_that_task_alone(tmp_path):
