@@ -4,6 +4,8 @@ import os
 import sys
 
 from hpc_rl.cli.options import CommandParser, Count, Namespace, require_torch
+from hpc_rl.config.loading.load import load
+from hpc_rl.render.jinja_environment import template_root
 
 
 def parser() -> CommandParser:
@@ -20,16 +22,9 @@ def parser() -> CommandParser:
 
 def run(args: Namespace) -> int:
     require_torch("quickstart trains a model here")
-    refuse(args.overrides)
+    # What the GRPO trial would refuse after the preparation is refused before it.
+    load([template_root() / "configs" / "quickstart" / "grpo.yaml"], args.overrides)
     where = os.path.abspath(os.path.expanduser(args.dir))
     command = [sys.executable, "-m", "hpc_rl.app.quickstart_trial", "--dir", where, "--seed", str(args.seed)]
     sys.stdout.flush()
     os.execv(sys.executable, [*command, *(["--only_prepare"] if args.only_prepare else []), *args.overrides])
-
-
-def refuse(overrides: list[str]) -> None:
-    """What the GRPO trial would refuse after the preparation is refused before it. Raises ConfigError."""
-    from hpc_rl.config.loading.load import load
-    from hpc_rl.render.jinja_environment import template_root
-
-    load([template_root() / "configs" / "quickstart" / "grpo.yaml"], overrides)

@@ -1,6 +1,5 @@
 """The doctor's visit to the nodes: one srun, in this job or a short one, and checks across all nodes."""
 
-import contextlib
 import os
 import secrets
 import shutil
@@ -45,27 +44,27 @@ def visit(needs: Requirements, options: Sequence[str], wait_s: float) -> VisitRe
         wait_s: Time for the nodes to be allocated and to report.
     """
     folder = Path(needs.fileroot) / f"{FOLDER}{secrets.token_hex(4)}"
-    is_inside = "SLURM_JOB_ID" in os.environ
-    num_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) if is_inside else needs.num_nodes
+    meet, requirements = folder / "meet", folder / "needs.json"
+    job_id = os.environ.get("SLURM_JOB_ID")
+    num_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) if job_id else needs.num_nodes
     name, code = code_zip.build()
     try:
         folder.mkdir(parents=True, mode=0o700)
-        (folder / "meet").mkdir()
+        meet.mkdir()
         (folder / name).write_bytes(code)
-        write_json(folder / "needs.json", asdict(replace(needs, num_nodes=num_nodes)))
+        write_json(requirements, asdict(replace(needs, num_nodes=num_nodes)))
     except OSError as error:
         raise CannotWrite(f"{folder} can't be written: {error.strerror or error}") from error
-    program = [needs.python, "-m", "hpc_rl.doctor.node", "--dir", str(folder / "meet")]
-    program += ["--needs", str(folder / "needs.json"), "--count", str(num_nodes)]
+    program = [needs.python, "-m", "hpc_rl.doctor.node", "--dir", str(meet)]
+    program += ["--needs", str(requirements), "--count", str(num_nodes)]
     environ = {**clean_environment(os.environ), "PYTHONPATH": str(folder / name)}
-    if is_inside:  # srun must know the job, and nothing else of what surrounds it
-        environ["SLURM_JOB_ID"] = os.environ["SLURM_JOB_ID"]
+    if job_id:  # srun must know the job, and nothing else of what surrounds it
+        environ["SLURM_JOB_ID"] = job_id
     try:
-        complaint = _run([*srun(num_nodes, is_inside, options), *program], environ, wait_s)
-        return VisitResult(read_reports(folder / "meet"), num_nodes, complaint)
+        complaint = _run([*srun(num_nodes, bool(job_id), options), *program], environ, wait_s)
+        return VisitResult(read_reports(meet), num_nodes, complaint)
     finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run(argv: list[str], environ: dict[str, str], wait_s: float) -> str:

@@ -1,5 +1,7 @@
 """A learning curve on a terminal."""
 
+from statistics import fmean
+
 
 def learning_curve(
     train: list[tuple[int, float]], heldout: list[tuple[int, float]], width: int = 72, height: int = 14
@@ -23,8 +25,5 @@ def learning_curve(
 
 
 def _smoothed(points: list[tuple[int, float]], window: int = 10) -> list[tuple[int, float]]:
-    means = []
-    for i, (step, _) in enumerate(points):
-        recent = [value for _, value in points[max(0, i - window + 1) : i + 1]]
-        means.append((step, sum(recent) / len(recent)))
-    return means
+    values = [value for _, value in points]
+    return [(step, fmean(values[max(0, i - window + 1) : i + 1])) for i, (step, _) in enumerate(points)]

@@ -18,24 +18,22 @@ def make_task(folder: Path, seed: int = 0) -> None:
     Additionally sft.jsonl (prompt, completion) and preferences.jsonl (prompt, chosen, rejected: a right and a
     wrong sum) with the prompts of train.jsonl, and preferences-heldout.jsonl with those of heldout.jsonl.
     """
-    rows = [(f"{a}+{b}+{c}=", str(a + b + c)) for a in range(10) for b in range(10) for c in range(10)]
-    random.Random(seed).shuffle(rows)
-    heldout, train = rows[:NUM_HELDOUT], rows[NUM_HELDOUT:]
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, part, column in (
-        ("train", train, "answer"),
-        ("heldout", heldout, "answer"),
-        ("sft", train, "completion"),
-    ):
-        lines = (json.dumps({"prompt": prompt, column: answer}) for prompt, answer in part)
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    sums = [(f"{a}+{b}+{c}=", str(a + b + c)) for a in range(10) for b in range(10) for c in range(10)]
+    random.Random(seed).shuffle(sums)
+    heldout, train = sums[:NUM_HELDOUT], sums[NUM_HELDOUT:]
+    files = {
+        "train": [{"prompt": prompt, "answer": answer} for prompt, answer in train],
+        "heldout": [{"prompt": prompt, "answer": answer} for prompt, answer in heldout],
+        "sft": [{"prompt": prompt, "completion": answer} for prompt, answer in train],
+    }
     for name, part in (("preferences", train), ("preferences-heldout", heldout)):
         draw = random.Random(f"{seed}/{name}")
-        lines = (
-            json.dumps({"prompt": prompt, "chosen": answer, "rejected": _wrong(answer, draw)})
-            for prompt, answer in part
-        )
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        files[name] = [
+            {"prompt": prompt, "chosen": answer, "rejected": _wrong(answer, draw)} for prompt, answer in part
+        ]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _wrong(answer: str, draw: random.Random) -> str:
