@@ -66,9 +66,8 @@ def parser() -> CommandParser:
 def requirements_of(args: Namespace) -> tuple[Requirements, SlurmLauncherConfig, list[Finding]]:
     """Return what a machine must have, and which files the configuration lacks. Raises ConfigError."""
     if args.overrides and not args.config:
-        raise ConfigError(
-            f"{args.overrides[0]!r}: configuration overrides require --config FILE (see --help)."
-        )
+        first = args.overrides[0]
+        raise ConfigError(f"{first!r}: configuration overrides require --config FILE (see --help).")
     findings: list[Finding] = []
     if args.config:
         loaded = load(args.config, args.overrides, presets=args.preset, cluster=args.cluster)
@@ -103,17 +102,15 @@ def requirements_of(args: Namespace) -> tuple[Requirements, SlurmLauncherConfig,
 def _of_config(loaded: Loaded) -> tuple[Requirements, SlurmLauncherConfig]:
     planned = plan_of(loaded, files=False)
     config, plan = planned.loaded.config, planned.plan
-    with_gpus = any(unit.gpus_per_task for unit in plan.units)
-    python = plan.python
     needs = Requirements(
         on_slurm=pick(config.launcher.type) == "slurm",
         num_nodes=plan.n_nodes,
         cpus=plan.cpus_per_node,
-        gpus=plan.n_gpus_per_node if with_gpus else 0,
+        gpus=plan.n_gpus_per_node if any(unit.gpus_per_task for unit in plan.units) else 0,
         mem_mb=plan.mem_mb_per_node,
         fileroot=str(config.cluster.fileroot),
-        python=python,
-        server_python=config.launcher.inference_server_python or python,
+        python=plan.python,
+        server_python=config.launcher.inference_server_python or plan.python,
         sglang=plan.server_backend == "sglang",
         megatron="megatron" in plan.allocation,
         partition=config.launcher.slurm.partition or "",

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
@@ -106,7 +107,7 @@ def arranged(parser: ArgumentParser, argv: list[str]) -> list[str]:
         if action is not None and action.dest != OVERRIDES:
             found.append(f"{flag}{equals}{value}")
             if not equals and action.nargs not in (0, "?"):
-                found += _next(rest)
+                found += islice(rest, 1)
         elif not with_config:
             found.append(token)
         elif token.startswith("-"):
@@ -124,15 +125,11 @@ def _override(own: dict[str, argparse.Action], token: str, rest: Iterator[str]) 
     """Return one option of the configuration, with its value where that is the next argument."""
     letter = own.get(token[:2])
     if letter is not None and not token.startswith("--"):
-        value = [token[2:].removeprefix("=")] if len(token) > 2 else _next(rest)
+        value = [token[2:].removeprefix("=")] if len(token) > 2 else islice(rest, 1)
         return [letter.option_strings[-1], *value]
     if token == "--":
         raise ConfigError("argument '--' is not understood: an option is set with --a.b VALUE or a.b=VALUE.")
-    return [token] if "=" in token else [token, *_next(rest)]
-
-
-def _next(rest: Iterator[str]) -> list[str]:
-    return [value for value in [next(rest, None)] if value is not None]
+    return [token] if "=" in token else [token, *islice(rest, 1)]
 
 
 def print_help(parser: ArgumentParser, argv: list[str]) -> bool:
