@@ -21,8 +21,9 @@ from hpc_rl.schedulers import pick
 from hpc_rl.schedulers.sinfo import UNKNOWN_THREADS_PER_CORE
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.submit import preflight, submission, trial_index
+from hpc_rl.submit.first_start import Recovery
 from hpc_rl.submit.lock import check_unlocked
-from hpc_rl.submit.submission import Recovery, Submission
+from hpc_rl.submit.submission import Submission
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.trial import Trial
 
