@@ -38,7 +38,7 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
     "reward_norm": {"norm"},
     "adv_norm": {"norm"},
     "gconfig": {"_gconfig"},
-    "embedded": {"_config"},
+    "embedded": {"config"},
     "sglang": {"own"},
     "wandb": {"settings"},
     "swanlab": {"settings"},
