@@ -81,7 +81,7 @@ def test_two_hundred_kills_at_any_instant_of_three_epochs(trials, folder, option
         assert one.kills
 
 
-def test_in_order_and_synchronous_the_weights_are_those_of_a_run_that_was_never_killed(trials):
+def test_in_order_and_synchronous_kills_change_no_weight(trials):
     luck = new_luck()
     whole = trials.start(EXACT, "-whole").finish()
     whole.promises.check()

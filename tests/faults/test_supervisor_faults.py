@@ -48,7 +48,7 @@ def test_the_end_of_training_ends_everything_and_says_done(fake):
     assert len(fake.events("started", "trainer")) == 1
 
 
-def test_what_a_later_job_finished_is_not_started_again_and_an_earlier_ones_mark_goes(fake):
+def test_a_later_jobs_end_is_kept_and_an_earlier_jobs_mark_goes(fake):
     fake.write({"trainer": ["train"]})
     write_json(fake.trial.job(JOB), {"time": 100.0})
     write_json(fake.trial.job("later"), {"time": 200.0})
@@ -61,7 +61,7 @@ def test_what_a_later_job_finished_is_not_started_again_and_an_earlier_ones_mark
     assert fake.events("started") and read_json(fake.trial.done)["job_id"] == JOB
 
 
-def test_the_script_is_told_which_nodes_are_bad_now_where_an_attempt_begins_and_where_it_ends(fake):
+def test_the_script_hears_of_bad_nodes_at_both_ends_of_an_attempt(fake):
     fake.write({"trainer": ["train"]})
     bad_nodes.add(
         fake.trial, fake.trial.attempt("earlier.0"), ["n1"], "lost", now=time.time() - 7200, hours=1

@@ -115,7 +115,7 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
 
 def test_one_heterogeneous_job(trials, cluster, until):
     one = trials.start(
-        JOBS | {"launcher.slurm.layout": "hetjob"}, scheduler="slurm", total_steps=60, held=True
+        JOBS | {"launcher.slurm.layout": "hetjob"}, scheduler="slurm", total_steps=30, held=True
     )
     one.until(lambda: len(serving(one)) == 2 and one.num_rows() >= 2)
     steps = dict(
@@ -212,9 +212,7 @@ def short_cluster(running_cluster, monkeypatch) -> Iterator[Cluster]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
-def test_a_trial_four_times_as_long_as_its_partition_allows_finishes_by_successors(
-    short_cluster, tmp_path, until
-):
+def test_a_trial_of_four_time_limits_finishes_by_successors(short_cluster, tmp_path, until):
     trials = Trials(make_workplace(tmp_path), "successors")
     (tmp_path / "some_reward.py").write_text(SLOW_REWARD)
     options = {

@@ -334,7 +334,7 @@ def test_the_death_of_another_node_leaves_the_job_alone(cluster, start, until):
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_the_time_limit_with_a_supervisor_that_is_stopped_brings_the_job_back(cluster, start, until):
+def test_the_time_limit_of_a_stopped_supervisor_requeues_the_job(cluster, start, until):
     """No clean exit at all: the script asks Slurm why the TERM came, and requeues before it is killed
     itself.
     """

@@ -88,7 +88,7 @@ UNITS = [
 ]
 
 
-def test_units_start_side_by_side_and_a_killed_supervisor_takes_them_with_it(fake):
+def test_units_start_at_once_and_end_with_a_killed_supervisor(fake):
     fake.write({"trainer": ["deaf", "train"], "total": 4}, units=UNITS)
     fake.submit(gpus=4)
     fake.until(everybody_up(fake, 7), 30)

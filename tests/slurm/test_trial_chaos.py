@@ -84,6 +84,7 @@ def all_events(luck: random.Random) -> list[str]:
 def test_chaos_for_two_minutes_changes_no_bit(start):
     luck = new_luck()
     options = {**EXACT, **OFTEN}
+    quiet = start(options, NUM_STEPS, quiet=True)  # trains beside it, without Slurm
     one = start(options, NUM_STEPS)
     for event in all_events(luck):
         one.between(luck, 2)
@@ -92,8 +93,7 @@ def test_chaos_for_two_minutes_changes_no_bit(start):
         one.strike(event, luck)
     assert len(one.events) >= 5
     check(one)
-    quiet = start(options, NUM_STEPS, quiet=True).finish()
-    assert one.weights() == quiet.weights() != one.base_weights()
+    assert one.weights() == quiet.finish().weights() != one.base_weights()
 
 
 @pytest.mark.soak
@@ -111,7 +111,7 @@ def test_the_first_node_dies_after_a_requeue_from_a_dead_node(start):
 
 
 @pytest.mark.soak
-def test_a_job_that_lost_a_node_and_gives_no_place_to_new_steps_is_exchanged_for_another(start):
+def test_a_job_that_lost_a_node_and_places_no_step_is_exchanged(start):
     """Slurm 22.05 does not take back the cores of steps that ran when the job lost a node: they can't be
     started again.
     """
