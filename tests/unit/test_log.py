@@ -15,7 +15,7 @@ def root_as_it_was():
     root.handlers[:], root.level = before[0], before[1]
 
 
-def test_tokens_appear_neither_in_messages_nor_in_arguments_nor_in_tracebacks(capsys):
+def test_tokens_are_in_no_message_argument_or_traceback(capsys):
     log.setup("server", "0/1", ["s3cret", ""])
     try:
         raise ValueError("GET /t/s3cret/generate")

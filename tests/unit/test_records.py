@@ -74,7 +74,7 @@ def test_the_newest_job_is_the_last_successor(trial):
     assert newest_job(trial, "17") == "23" and successors(trial, "17") == {1: "18", 2: "23"}
 
 
-def test_events_are_read_incrementally_and_anew_where_the_file_was_replaced(trial):
+def test_events_are_read_on_and_anew_where_the_file_was_replaced(trial):
     attempt = trial.attempt("1.0")
     attempt.make_dirs()
     log = EventLog(attempt)

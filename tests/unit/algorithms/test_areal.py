@@ -71,7 +71,7 @@ def test_remainder_rows_are_scaled_by_a_hundred_thousand() -> None:
     assert got[:, 1].tolist() == pytest.approx([-0.99998, 0.99998, 1e5], rel=1e-5)
 
 
-def test_dynamic_sampling_keeps_all_if_none_is_left_or_groups_are_not_whole() -> None:
+def test_dynamic_sampling_keeps_all_if_none_is_left_or_whole() -> None:
     def kept(*rewards: float) -> list[int]:
         return areal.informative_rows(torch.tensor(rewards), torch.arange(len(rewards)), 2)
 

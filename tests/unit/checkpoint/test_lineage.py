@@ -228,7 +228,7 @@ def drained(one: Attempt, why: str) -> None:
     write_json(one.ended, {"exit_code": 75, "reason": why})
 
 
-def test_starts_that_led_to_no_generation_are_counted_over_requeues_whatever_ended_them(trial):
+def test_starts_without_a_generation_are_counted_over_requeues(trial):
     """A job whose time is too short for one generation must not come back for ever."""
     for restart, why in enumerate(["the job's time is nearly over", "SIGTERM", "SIGUSR1", ""]):
         one = attempt(trial, f"7.{restart}")
@@ -244,7 +244,7 @@ def test_starts_that_led_to_no_generation_are_counted_over_requeues_whatever_end
     assert look(trial, attempt(trial, "7.4")).history == fruitless_starts(trial, "7") == ()
 
 
-def test_failures_before_the_start_that_made_the_newest_generation_are_over(trial):
+def test_failures_before_the_newest_generation_are_over(trial):
     """Nobody saw that progress: the supervisor was killed together with its trainer."""
     one = attempt(trial, "7.0")
     for incarnation in range(3):
@@ -256,7 +256,7 @@ def test_failures_before_the_start_that_made_the_newest_generation_are_over(tria
     assert look(trial, one, 4).history == ()
 
 
-def test_a_start_that_made_a_generation_and_failed_then_is_none_without_a_new_one(trial):
+def test_a_start_that_made_a_generation_is_none_without_one(trial):
     one = attempt(trial, "7.0")
     next_lineage(trial, one, 0, FRESH)
     event(one, event="started", role="trainer", index=0, incarnation=0)
@@ -287,7 +287,7 @@ def test_a_generation_that_was_lost_later_still_was_progress(trial):
     assert look(trial, attempt(trial, "7.1")).history == ()
 
 
-def test_from_an_older_generation_the_later_ones_are_set_aside_and_the_record_says_so(trial):
+def test_from_an_older_generation_the_later_ones_are_set_aside(trial):
     next_lineage(trial, attempt(trial, "1.0"), 0, FRESH)
     for step in (3, 6, 9):
         commit(trial, step, "1.0")
@@ -335,7 +335,7 @@ def test_the_batch_log_says_from_where_it_can_replay(trial):
     assert decision.action == "refuse" and "batches 1 to 7 were trimmed" in decision.reason
 
 
-def test_mode_fault_takes_the_imported_generation_that_its_submission_began_with(trial):
+def test_mode_fault_takes_the_imported_generation_it_began_with(trial):
     commit(trial, 4, "import.0", lineage=-1)
     one = attempt(trial, "7.0")
     first, _ = decide_start(trial, one, 0, Situation("fault", "resume", retries=3))
@@ -355,9 +355,7 @@ def test_mode_fault_passes_over_an_import_that_is_none_of_its_own(trial):
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_a_manifest_that_fails_to_be_read_for_an_instant_is_no_reason_to_set_aside(
-    trial, monkeypatch, failures
-):
+def test_a_manifest_unreadable_for_an_instant_is_not_set_aside(trial, monkeypatch, failures):
     monkeypatch.setattr(checked_file, "AGAIN_S", 0.0)
     commit(trial, 3, "7.0")
     commit(trial, 5, "7.0")

@@ -57,7 +57,7 @@ def write_weights(given: dict[str, str]) -> None:
     (Path(given["--to"]) / "model.safetensors").write_text("weights")
 
 
-def test_the_list_shows_what_is_evaluated_not_what_comes_first_in_the_alphabet(trial, capsys):
+def test_the_list_shows_what_is_evaluated_not_the_first_by_name(trial, capsys):
     commit(trial, 9, eval_asked_again=3.0, eval_num_prompts=200.0, eval_reward=0.75)
     assert main(["checkpoint", "list", str(trial.dir)]) == 0
     head, newest, *_ = capsys.readouterr().out.splitlines()
@@ -162,7 +162,7 @@ def test_the_help_says_how_a_trial_that_was_only_rendered_is_named(rendered, cap
     assert "is named by its path" in capsys.readouterr().out
 
 
-def test_while_a_checkpoint_is_imported_nobody_starts_the_trial_or_imports_another(
+def test_an_import_keeps_the_trial_from_starts_and_other_imports(
     rendered, config, scheduler, torch_half, capsys
 ):
     importing = ["checkpoint", "import", str(rendered.dir), str(config.parent / "model")]

@@ -28,7 +28,7 @@ def test_show_prints_yaml_that_loads_again(capsys, tmp_path):
     assert differ.keys() == {"gconfig.n_samples", "actor.group_size", "actor.reward_norm.group_size"}
 
 
-def test_diff_takes_the_configuration_of_a_trial_in_which_nothing_is_a_reference(capsys, tmp_path):
+def test_diff_takes_a_trials_configuration_without_references(capsys, tmp_path):
     config = check(load([GRPO], ["launcher.slurm.comment=a \\${x} b"]), files=False).config
     (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
     assert main(["config", "diff", str(tmp_path / "config.json"), GRPO, "--json"]) == 1

@@ -191,9 +191,7 @@ def test_explain_refuses_what_recover_refuses_in_the_same_words(trial, scheduler
     assert capsys.readouterr().err == f"hpc-rl: {said['reason']}\n"
 
 
-def test_other_rows_are_refused_before_anything_is_submitted_and_a_moved_file_is_not(
-    trial, config, capsys, monkeypatch
-):
+def test_other_rows_are_refused_before_submission_a_moved_file_is_not(trial, config, capsys, monkeypatch):
     rows = config.parent / "train.jsonl"
     moved = rows.rename(config.parent / "moved.jsonl")
     there = [f"train_dataset.path={moved}"]
@@ -220,7 +218,7 @@ def test_a_trial_directory_that_was_moved_goes_on_where_it_lies(trial, config, t
 
 
 @pytest.mark.parametrize("damage", ["a seal", "a segment", "none"])
-def test_a_batch_that_can_not_be_made_again_keeps_newer_generations_where_they_are(trial, capsys, damage):
+def test_a_batch_that_is_lost_keeps_newer_generations_where_they_are(trial, capsys, damage):
     log = Ledger(trial.rollout)
     batches = Batches(trial.rollout, log)
     for step in range(1, 10):
@@ -374,9 +372,7 @@ def test_of_two_recovers_at_once_one_wins_and_the_other_says_busy(trial, tmp_pat
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "{}"])
-def test_without_its_configuration_a_trial_is_compared_with_that_of_its_generation(
-    trial, scheduler, capsys, content
-):
+def test_without_config_a_trial_is_compared_by_its_generation(trial, scheduler, capsys, content):
     """Accepted unseen, such options train another trial on this one's batches."""
     trial.config_json.unlink()
     if content is not None:

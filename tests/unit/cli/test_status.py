@@ -142,9 +142,7 @@ def test_an_exception_of_two_lines_takes_one(fake_trial, scheduler, capsys):
     )
 
 
-def test_a_trial_that_goes_on_from_an_imported_generation_0_is_not_called_fresh(
-    fake_trial, scheduler, capsys
-):
+def test_from_an_imported_generation_0_a_trial_is_not_fresh(fake_trial, scheduler, capsys):
     fake_trial.run_to(0)
     record = fake_trial.trial.lineages / "0000.json"
     record.write_text(
@@ -156,9 +154,7 @@ def test_a_trial_that_goes_on_from_an_imported_generation_0_is_not_called_fresh(
     assert "from checkpoint 0" in out and "lineage 0 from checkpoint 0: " in out and "fresh" not in out
 
 
-def test_a_place_of_generations_that_is_no_folder_does_not_keep_status_from_the_rest(
-    fake_trial, scheduler, capsys
-):
+def test_status_shows_the_rest_where_generations_are_no_folder(fake_trial, scheduler, capsys):
     fake_trial.run_to(3)
     fake_trial.trial.recover.rmdir()
     fake_trial.trial.recover.write_text("")

@@ -102,9 +102,7 @@ def test_a_scheduler_that_refuses_leaves_nothing(config, scheduler, tmp_path, ca
     assert trial_index.entries() == []
 
 
-def test_nodes_that_failed_the_trial_are_avoided_where_enough_others_are_left(
-    config, scheduler, monkeypatch, capsys
-):
+def test_nodes_that_failed_the_trial_are_avoided_if_enough_are_left(config, scheduler, monkeypatch, capsys):
     nodes = [Node("main", name, 64, 256_000, is_default=True) for name in ("n1", "n2")]
     monkeypatch.setattr(submitting, "SlurmScheduler", lambda: SimpleNamespace(nodes=lambda: nodes))
     scheduler.name = "slurm"

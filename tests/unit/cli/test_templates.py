@@ -144,7 +144,7 @@ def test_check_renders_every_script(site, capsys, without_shellcheck):
         assert any(f": {name}: " in one for one in wrong), template
 
 
-def test_an_undefined_variable_in_the_block_of_the_second_component_is_refused(site, capsys):
+def test_an_undefined_variable_of_the_second_component_is_refused(site, capsys):
     block = "{% block resources_of_servers %}{{ nothing }}{% endblock %}"
     override(site_dirs()[1], f'{{% extends "below/{TRIAL}" %}}{block}')
     for action in ("check", "diff"):

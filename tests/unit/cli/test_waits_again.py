@@ -55,9 +55,7 @@ def test_cancel_takes_it_out_of_the_queue(trial, scheduler, fake_trial, capsys):
     assert "job 7 of exp/t1 was pending and has been removed from the queue" in capsys.readouterr().out
 
 
-def test_a_job_of_another_cluster_hides_none_from_a_cancel_and_starts_no_second(
-    trial, scheduler, fake_trial, monkeypatch
-):
+def test_another_clusters_job_hides_none_and_starts_no_second(trial, scheduler, fake_trial, monkeypatch):
     monkeypatch.setattr(asking, "cluster_name", lambda: "beta")
     fake_trial.job("6", at=-500, cluster="alpha")  # it may wait there: its id says nothing here
     fake_trial.job("8", at=500, cluster="beta")
@@ -69,9 +67,7 @@ def test_a_job_of_another_cluster_hides_none_from_a_cancel_and_starts_no_second(
     assert trial.cancel_intent("6").exists() and trial.cancel_intent("8").exists()
 
 
-def test_while_slurm_cleans_up_it_is_not_over_and_cancel_does_not_talk_to_a_script_that_is_gone(
-    trial, scheduler
-):
+def test_while_slurm_cleans_up_cancel_asks_no_script_that_is_gone(trial, scheduler):
     story = read_status(trial, JobState("7", State.RUNNING, "COMPLETING"), asked_at=time.time())
     assert not story.over and "only the scheduler knows whether it starts the job again" in story.reason
     scheduler.answers["7"] = State.RUNNING

@@ -104,7 +104,7 @@ def test_a_change_of_the_policy_or_of_what_is_generated_needs_new_batches():
         )
 
 
-def test_what_finished_groups_were_made_with_can_not_change_where_they_are_kept():
+def test_what_kept_groups_were_made_with_can_not_change():
     found = changes(load([], GIVEN).config, load([], [*GIVEN, "gconfig.n_samples=8"]).config)
     refuse_unsafe(found, "e/t")
     with pytest.raises(ConfigError, match=r"gconfig.n_samples can't change from \d to 8 .*--replay"):

@@ -321,7 +321,7 @@ def test_defaults_adapt_to_a_plan_without_gpus_and_say_so():
     )
 
 
-def test_the_kl_in_the_reward_needs_a_reference_model_and_its_default_adapts():
+def test_kl_in_the_reward_needs_a_reference_and_its_default_adapts():
     loaded = checked()
     assert loaded.config.actor.kl_ctl == 0
     assert (
@@ -371,7 +371,7 @@ def test_a_reward_model_trial_is_named_by_trainer_or_by_its_rows(named):
         checked("model.is_critic=true", base=SFT)
 
 
-def test_a_section_of_a_file_leaves_what_it_does_not_name_at_defaults_that_adapt(tmp_path):
+def test_what_a_section_does_not_name_keeps_defaults_that_adapt(tmp_path):
     file = tmp_path / "ref.yaml"
     file.write_text(
         "ref: {path: /m, optimizer: null, backend: fsdp}\nactor: {optimizer: {type: adam, lr: 1.0e-5}}\n"

@@ -346,7 +346,7 @@ def test_an_earlier_name_of_an_option_is_read(files):
     assert from_dict(data | {"actor": data["actor"] | {"compat": None}}).actor.algorithm == "grpo"
 
 
-def test_an_unknown_key_is_not_drowned_in_values_that_were_not_interpolated(files):
+def test_an_unknown_key_is_told_before_uninterpolated_values(files):
     message = files.refusal(more="sead: 1\ngconfig: {n_samples: '${seed}'}\n")
     assert message.startswith("unknown key sead") and "\n" not in message
 

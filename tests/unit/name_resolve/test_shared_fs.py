@@ -104,7 +104,7 @@ def test_leases_of_a_prefix_are_its_own_and_those_below_it(names):
     assert list(names.leases("nothing/here")) == []
 
 
-def test_of_many_takers_each_has_an_epoch_of_its_own_and_only_the_last_can_renew(names):
+def test_of_many_takers_each_has_an_epoch_and_the_last_renews(names):
     barrier, taken = threading.Barrier(16), []
 
     def take() -> None:

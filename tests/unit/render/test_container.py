@@ -107,7 +107,7 @@ def test_gpus_are_asked_for_only_where_they_are_planned():
     assert "--nv" not in argv(unit(*IMAGES, "cluster.n_gpus_per_node=0"))
 
 
-def test_what_must_hold_within_is_told_in_the_environment_and_never_in_the_arguments():
+def test_what_must_hold_within_is_in_the_environment_not_in_argv():
     made = unit(*IMAGES, "launcher.trainer_env_vars={KEY: 'a b,$(id)=\"'}", role="trainer")
     env = environ(made, ENV | common_env(made, "srun"))
     assert {name: value for name, value in env.items() if name.startswith("APPTAINER")} == {
@@ -160,7 +160,7 @@ def test_without_a_container_nothing_changes():
     assert (argv(unit()), environ(unit(), ENV)) == (["/host/python"], ENV)
 
 
-def test_binds_hold_each_path_once_and_a_snapshot_of_a_hub_with_what_it_links_to():
+def test_binds_hold_each_path_once_and_what_a_hub_snapshot_links_to():
     assert with_paths(["/a:/a:ro", "/x:/y"], ["/a/b", "/x/1", "/c/d", "/c", "/c", "/"]) == [
         "/a:/a:ro",
         "/x:/y",

@@ -56,7 +56,7 @@ SPARE = [
 ]
 
 
-def test_the_servers_array_has_options_of_its_own_and_the_others_from_the_section():
+def test_the_servers_array_takes_its_own_options_over_the_sections():
     texts = scripts(
         "layout=jobs", *SPARE, "servers.time=4:00:00", "servers.max_running=1", "dependency=afterok:7"
     )
@@ -120,7 +120,7 @@ def test_both_parts_are_compared_with_the_cluster():
     ]
 
 
-def test_hooks_on_every_node_are_refused_where_one_srun_does_not_reach_them():
+def test_node_hooks_are_refused_where_one_srun_does_not_reach_all():
     with pytest.raises(
         ConfigError, match=r"launcher.hooks.pre_node can't be used with launcher.slurm.layout hetjob"
     ):

@@ -23,7 +23,7 @@ async def end_of(argv: list[str]) -> None:
         await executor.close()
 
 
-async def test_a_reward_that_can_not_be_imported_is_told_in_the_words_of_its_own_process(tmp_path):
+async def test_a_reward_that_fails_to_import_is_told_in_its_own_words(tmp_path):
     trial = Trial(tmp_path / "runs/user/e/t")
     trial.make_dirs()
     trial.make_secret()

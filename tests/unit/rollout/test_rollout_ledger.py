@@ -84,7 +84,7 @@ def test_each_incarnation_has_its_own_segment_and_a_full_one_is_followed(tmp_pat
     second.close()
 
 
-def test_a_segment_that_is_begun_while_another_is_synced_can_still_be_written(tmp_path, monkeypatch):
+def test_a_segment_begun_during_a_sync_can_be_written(tmp_path, monkeypatch):
     ledger = Ledger(tmp_path, segment_bytes=100)
     ledger.append_group(record(0), b"x" * 100)
     sync, later = os.fsync, []
@@ -175,7 +175,7 @@ def test_a_seal_over_a_segment_that_a_later_owner_deleted_is_refused(tmp_path):
     ledger.close()
 
 
-def test_a_seal_counts_before_another_owners_rejection_and_the_first_record_before_later_ones():
+def test_a_seal_outranks_rejections_and_the_first_record_later_ones():
     places = [RecordPlace(0, i) for i in range(8)]
     records = [
         (places[0], record(0)),

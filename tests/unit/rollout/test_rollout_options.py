@@ -99,7 +99,7 @@ def group(**changes) -> TrajectoryGroup:
         (group(steps=np.array([-1, -1, 3], np.int32)), "must name a weight version"),
     ],
 )
-def test_a_group_that_can_not_be_trained_on_is_refused_whatever_the_options_say(made, words):
+def test_a_group_that_can_not_be_trained_on_is_always_refused(made, words):
     with pytest.raises(Rejection, match=words):
         check_group(made, 3)
     check_group(group(), 3)

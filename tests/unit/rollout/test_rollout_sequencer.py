@@ -313,7 +313,7 @@ def test_an_empty_ledger_can_begin_at_any_step():
 
 
 @pytest.mark.parametrize(("bound", "given_up"), [("soft", 0), ("hard", 2), ("drop", 2)])
-def test_where_age_is_bounded_a_trainer_that_goes_back_has_running_prompts_issued_again(bound, given_up):
+def test_a_trainer_that_goes_back_has_prompts_of_bounded_age_reissued(bound, given_up):
     core = Sequencer(Rules(batch_size=1, max_concurrent=2, eta=1, bound=bound))
     core.skip_to(4)
     core.observe(0, 3)

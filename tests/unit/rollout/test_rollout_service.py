@@ -152,7 +152,7 @@ async def test_requests_at_the_same_time_get_the_same_batch(tmp_path):
     await service.close()
 
 
-async def test_synchronous_no_group_is_made_by_weights_of_a_trainer_that_went_back_further(tmp_path):
+async def test_synchronous_no_group_is_made_by_weights_given_up(tmp_path):
     """It published 1.1 before it asked: what ran meanwhile is not the data of batch 4, and the server has
     nothing better yet.
     """
@@ -210,9 +210,7 @@ async def test_an_older_lineage_a_skipped_step_and_a_trimmed_batch_are_refused(t
     await later.close()
 
 
-async def test_what_a_trim_that_was_killed_left_goes_and_the_log_says_from_where_it_replays(
-    tmp_path, monkeypatch
-):
+async def test_what_a_killed_trim_left_goes_and_the_log_says_so(tmp_path, monkeypatch):
     trial = Trial(tmp_path)
     monkeypatch.setattr("hpc_rl.rollout.batch_log.ledger.Ledger.drop_segment", lambda *_: None)
     service = make(trial.rollout)
@@ -288,9 +286,7 @@ async def test_a_segment_that_is_begun_while_others_are_deleted_stays(tmp_path):
     await service.close()
 
 
-async def test_a_disk_that_fails_while_a_batch_is_sealed_ends_the_role_and_the_next_one_cuts_the_same_batch(
-    tmp_path, monkeypatch
-):
+async def test_after_a_failed_seal_the_next_role_cuts_the_same_batch(tmp_path, monkeypatch):
     service = make(tmp_path)
     whole = await service.batch(1, 0, 5)
     running = asyncio.create_task(service.run())
@@ -310,9 +306,7 @@ async def test_a_disk_that_fails_while_a_batch_is_sealed_ends_the_role_and_the_n
     await after.close()
 
 
-async def test_on_a_full_disk_the_batch_waits_for_room_and_who_asks_hears_that_it_is_not_there_yet(
-    tmp_path, monkeypatch, caplog
-):
+async def test_on_a_full_disk_the_batch_waits_for_room(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("hpc_rl.files.PAUSE_S", (0.01, 0.01))
     service = make(tmp_path)
     await service.batch(1, 0, 5)
@@ -527,9 +521,7 @@ def indexes(*bodies: bytes) -> list[int]:
 
 @pytest.mark.parametrize("order", ["ready", "in_order"])
 @pytest.mark.parametrize("restarts", [True, False])
-async def test_a_lineage_with_new_batches_gives_the_later_ones_up_and_issues_their_prompts_again(
-    tmp_path, order, restarts
-):
+async def test_a_lineage_with_new_batches_issues_later_prompts_again(tmp_path, order, restarts):
     known = [record(0)]
     one = make(tmp_path, order=order, lineages=lambda: (known[-1].lineage, known))
     bodies = {step: await one.batch(step, 0, 5) for step in range(1, 7)}

@@ -240,7 +240,7 @@ def test_a_job_of_another_host_is_not_judged(fake_trial):
         scheduler.cancel("local-1")
 
 
-def test_a_supervisor_that_does_nothing_for_long_is_killed_and_starts_again(start, monkeypatch):
+def test_a_supervisor_that_is_idle_too_long_is_started_again(start, monkeypatch):
     monkeypatch.setenv("HPC_RL_SUPERVISOR_HANG_S", "1")
     job = start("hang", "0")
     job.until(lambda: not job.state.alive, 60)

@@ -147,7 +147,7 @@ def test_a_scheduler_that_fails_is_asked_less_and_the_last_answer_stands(poller,
     assert poller().look({"7": 1.0}, UID).complaint == ""
 
 
-def test_one_that_dies_with_the_claim_holds_the_others_up_for_half_a_minute(tmp_path, poller, clock, cluster):
+def test_a_death_with_the_claim_delays_the_others_half_a_minute(tmp_path, poller, clock, cluster):
     cluster.has("7", State.RUNNING)
     poller().look({"7": 1.0}, UID)
     due = SharedAnswer.read(tmp_path / "polling" / "answer.json").next_at
@@ -160,9 +160,7 @@ def test_one_that_dies_with_the_claim_holds_the_others_up_for_half_a_minute(tmp_
     assert len(cluster.asked) == 2
 
 
-def test_where_the_state_directory_cannot_be_written_a_process_still_keeps_the_times(
-    tmp_path, clock, cluster
-):
+def test_without_a_writable_state_directory_the_times_are_kept(tmp_path, clock, cluster):
     (tmp_path / "file").write_text("")
     cluster.has("7", State.RUNNING)
     for _ in range(60):

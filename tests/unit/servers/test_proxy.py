@@ -105,7 +105,7 @@ async def test_min_version_is_compared_as_a_label():
         ] == 400
 
 
-async def test_update_of_the_same_label_loads_nothing_and_an_older_one_is_refused():
+async def test_the_same_label_loads_nothing_and_an_older_one_is_refused():
     async with proxy_at(version="1.3") as (proxy, call):
         body = {"model_path": "/p", "weight_version": "1.3"}
         assert (await call("POST", "/update_weights_from_disk", body, "control"))[0] == 200

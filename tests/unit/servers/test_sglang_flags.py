@@ -51,7 +51,7 @@ def test_a_cpu_replica_is_bounded_and_takes_native_paths():
     assert value(flags_of("cpu", SGLangConfig(max_total_tokens=100)), "--max-total-tokens") == "100"
 
 
-def test_what_a_request_omits_does_not_come_from_the_models_generation_config():
+def test_what_a_request_omits_is_not_taken_from_the_model():
     assert value(flags_of("cuda"), "--sampling-defaults") == "openai"
 
 

@@ -30,7 +30,7 @@ def test_evaluations_are_kept_apart_and_cut_alike():
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 8)), min_size=1, max_size=6))
-def test_every_step_appears_once_and_comes_from_the_newest_lineage_that_may_have_made_it(parts):
+def test_every_step_appears_once_from_the_newest_possible_lineage(parts):
     made, reached = [], 0
     for number, (wish, count) in enumerate(parts):
         start = min(wish, reached)
@@ -68,7 +68,7 @@ def test_attempts_and_incarnations_are_merged_by_their_lineages(fake_trial):
     assert [row["lineage"] for row in history.steps] == [0] * 12 + [1] * 8 + [2] * 2
 
 
-def test_a_file_whose_lineage_record_is_unreadable_takes_its_place_by_its_own_rows(fake_trial):
+def test_without_its_lineage_record_a_file_is_placed_by_its_rows(fake_trial):
     fake_trial.run_to(17)
     (fake_trial.trial.lineages / "0001.json").write_text('{"lineage": 1, "from')
     fake_trial.steps("7.0", 13, 14, lineage=1, incarnation=1, at=100)

@@ -61,7 +61,7 @@ def test_it_ends_when_the_trial_is_done(fake_trial, capsys):
     assert out.rstrip().endswith("exp/t1: done")
 
 
-def test_a_failure_shows_its_reason_and_the_log_of_the_role_that_failed_first(fake_trial, capsys):
+def test_a_failure_shows_its_reason_and_the_first_failed_roles_log(fake_trial, capsys):
     fake_trial.run_to(3)
     fake_trial.trial.attempt("7.0").log("rollout", 0, 0).write_text("fine\nValueError: bad reward\n")
     fake_trial.exited("7.0", "rollout", 70, "ValueError: bad reward", at=30)

@@ -102,7 +102,7 @@ def test_an_end_is_told_by_its_code_and_reason(fake_trial, code, reason, state):
     assert reason in story.reason
 
 
-def test_a_stop_is_pending_while_its_job_starts_again_and_stopped_where_it_does_not(fake_trial):
+def test_a_stop_is_pending_only_while_its_job_starts_again(fake_trial):
     fake_trial.run_to(5)
     fake_trial.ended("7.0", 75, "wall time", at=20)
     assert read_status(fake_trial.trial).state == "pending"
@@ -148,7 +148,7 @@ def test_the_scheduler_decides_whether_a_silent_attempt_still_runs(fake_trial, s
     assert (story.attempts[0].state == "running") is (said is State.RUNNING)
 
 
-def test_what_the_files_say_for_certain_outweighs_an_old_word_of_the_scheduler(fake_trial):
+def test_certain_files_outweigh_an_old_word_of_the_scheduler(fake_trial):
     fake_trial.run_to(5)
     fake_trial.ended("7.0", 70, "server-0 gave up")
     assert read_status(fake_trial.trial, JobState("7", State.RUNNING)).state == "failed"
@@ -197,7 +197,7 @@ def test_a_job_that_the_scheduler_does_not_list_any_more_was_killed(fake_trial):
     )
 
 
-def test_a_job_that_slurm_took_back_waits_and_its_attempt_says_why_it_ended(fake_trial):
+def test_a_job_taken_back_waits_and_its_attempt_says_why(fake_trial):
     fake_trial.run_to(5)
     story = read_status(
         fake_trial.trial, JobState("7", State.PENDING, "PENDING", "BeginTime"), asked_at=time.time()
@@ -212,7 +212,7 @@ def test_a_job_that_slurm_took_back_waits_and_its_attempt_says_why_it_ended(fake
 @pytest.mark.parametrize(
     "said", [JobState("7", State.CANCELLED, "CANCELLED by 1000"), JobState("7", State.UNKNOWN, NOT_LISTED)]
 )
-def test_a_job_that_ended_because_its_first_node_died_was_cancelled_by_nobody(fake_trial, said):
+def test_a_job_whose_first_node_died_was_cancelled_by_nobody(fake_trial, said):
     fake_trial.run_to(5)
     fake_trial.script_said("7", "started")
     fake_trial.script_said("7", "first_node_lost", at=40)
@@ -251,7 +251,7 @@ def test_epochs_alone_tell_how_far_it_is_once_a_step_is_logged(fake_trial):
     assert (story.total_steps, story.eta_s) == (60, pytest.approx(54.0, rel=0.2))
 
 
-def test_the_length_that_the_newest_submission_asked_for_counts_before_its_first_step(fake_trial):
+def test_the_newest_submissions_length_counts_before_its_first_step(fake_trial):
     fake_trial.run_to(5)
     fake_trial.row("7.0", {"step": 6, "time": T0 + 16, "lineage": 0, "total_steps": 60})
     fake_trial.job("8", 100, changed=["actor.optimizer.lr: 1e-05 -> 1e-06  (safe)"])

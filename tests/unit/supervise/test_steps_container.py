@@ -104,7 +104,7 @@ def gone(*pids: int) -> None:
         time.sleep(0.02)
 
 
-def test_a_role_is_asked_to_stop_through_its_container_and_its_code_comes_back(attempt, container):
+def test_a_role_is_stopped_through_its_container_and_gives_its_code(attempt, container):
     handle = start(attempt, container, ROLE)
     said(attempt, "up")
     handle.send(STOP)
