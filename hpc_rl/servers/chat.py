@@ -10,13 +10,14 @@ from typing import Any
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, RequestRefused
 
-_SAMPLING = {
+# keys of OpenAI, and of vLLM and SGLang beside them, and what they are called in a native request
+SAMPLING = {
     "seed": "sampling_seed",
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
 }
 _SAME = ("temperature", "top_p", "top_k", "n", "min_p", "stop_token_ids", "ignore_eos", "min_new_tokens")
-_SAMPLING |= {key: key for key in (*_SAME, "frequency_penalty", "presence_penalty")}
+SAMPLING |= {key: key for key in (*_SAME, "frequency_penalty", "presence_penalty")}
 _PLAIN = {"model", "messages", "stop", "user", "metadata", "store"}
 _REFUSED_UNLESS = {
     "stream": (False, None),
@@ -32,14 +33,14 @@ def to_generate(
     """Return an OpenAI chat request as a /generate request, and its stop strings. Raises RequestRefused."""
     sampling: dict[str, Any] = {}
     for key, value in body.items():
-        if key in _SAMPLING:
+        if key in SAMPLING:
             if value is not None:
-                sampling[_SAMPLING[key]] = value
+                sampling[SAMPLING[key]] = value
         elif key in _REFUSED_UNLESS:
             if value not in _REFUSED_UNLESS[key]:
                 raise RequestRefused(f"chat key {key!r} is not served by the embedded engine, got {value!r}")
         elif key not in _PLAIN:
-            known = ", ".join(sorted({*_SAMPLING, *_PLAIN}))
+            known = ", ".join(sorted({*SAMPLING, *_PLAIN}))
             raise RequestRefused(f"unknown chat key {key!r}; known are {known}")
     messages = body.get("messages")
     is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -86,10 +87,13 @@ class Router:
         deadline = time.monotonic() + self.request_timeout_s
         failures, stale_s = 0, 0.05
         while True:
-            server = await self._pick(requests[0].min_version)
+            server = await self._pick(requests)
             server.running += len(requests)
+            begun = time.monotonic()
             try:
-                return await server.client.generate_many(requests)
+                turns = await server.client.generate_many(requests)
+                self.observe(server, requests, turns, time.monotonic() - begun)
+                return turns
             except ServerStale:
                 if time.monotonic() > deadline:
                     raise
@@ -109,14 +113,14 @@ class Router:
             logger.warning(form, server.lease.key, server.lease.epoch, error)
         server.suspect = True
 
-    async def _pick(self, min_version: str) -> Server:
+    async def _pick(self, requests: Sequence[GenerateRequest]) -> Server:
         deadline = time.monotonic() + self.setup_timeout_s
         said = time.monotonic() + 5.0
         while True:
             live = [s for s in self._servers.values() if s.state in keys.ROUTABLE and not s.suspect]
             if live:
-                fresh = [s for s in live if not is_older(s.lease.value["version"], min_version)]
-                return self._choose(fresh or live)
+                fresh = [s for s in live if not is_older(s.lease.value["version"], requests[0].min_version)]
+                return self.choose(fresh or live, requests)
             now = time.monotonic()
             if now > deadline:
                 raise RoleFailed(f"no generation server within {self.setup_timeout_s:.0f} s: {self._known()}")
@@ -128,11 +132,17 @@ class Router:
                 async with asyncio.timeout(1.0):
                     await self._changed.wait()
 
-    def _choose(self, servers: list[Server]) -> Server:
+    def choose(self, servers: list[Server], requests: Sequence[GenerateRequest]) -> Server:
+        """Return the server for these requests. A subclass may choose otherwise."""
         if self.policy == "round_robin":
             self._last_turn += 1
             return sorted(servers, key=lambda s: s.lease.key)[self._last_turn % len(servers)]
         return min(servers, key=lambda s: (s.running, random.random()))
+
+    def observe(
+        self, server: Server, requests: Sequence[GenerateRequest], turns: Sequence[Turn], elapsed_s: float
+    ) -> None:
+        """Take note of an answer; for subclasses."""
 
     def _known(self) -> str:
         if not self._servers:

@@ -1,0 +1,1 @@
+"""Environments: what they generate with (the gateway) and how their groups arrive."""

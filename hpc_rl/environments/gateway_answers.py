@@ -1,0 +1,222 @@
+"""What the gateway answers, in the schema of the request: whole, or in the events of a stream."""
+
+import itertools
+import json
+import re
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.environments.completions import Completion
+from hpc_rl.environments.gateway_requests import Order, Wire
+
+_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+class AnswerWriter:
+    """Writes the answer to one order.
+
+    Args:
+        order: What was asked.
+        tokenizer: For the text of single tokens.
+    """
+
+    def __init__(self, order: Order, tokenizer: Tokenizer) -> None:
+        self.order = order
+        self._tokenizer = tokenizer
+        self._id = f"{'chatcmpl' if order.wire is Wire.CHAT else 'cmpl'}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._sent: dict[int, tuple[int, int, bool]] = {}  # of each completion: characters, tokens, all
+
+    def whole(self, completions: Sequence[Completion]) -> Any:
+        """Return the answer once all completions are done."""
+        order = self.order
+        if order.wire is Wire.SGLANG:
+            answers = [self._native(one) for one in completions]
+            single = len(answers) == 1 and not order.batched
+            return answers[0] if single else answers
+        if order.wire is Wire.VLLM:
+            return self._vllm(completions)
+        choices = [self._choice(one) for one in completions]
+        answer = {**self._head(order.wire), "choices": choices, "usage": _usage(completions)}
+        versions = [_spans(one) for one in completions]
+        newest = [spans[-1]["version"] for spans in versions if spans]
+        answer["metadata"] = {"weight_version": newest[-1] if newest else "", "weight_versions": versions[-1]}
+        if order.with_token_ids and order.wire is Wire.CHAT:
+            answer["prompt_token_ids"] = order.prompts[0].input_ids
+        return answer
+
+    def begin(self, completions: Sequence[Completion]) -> Iterator[Any]:
+        """Yield the events that open a stream."""
+        if self.order.wire is Wire.CHAT:
+            for one in completions:
+                yield self._chunk(one.index, {"delta": {"role": "assistant", "content": ""}}, None, None)
+
+    def more(self, completion: Completion) -> Iterator[Any]:
+        """Yield the events for what a completion has made since the last time."""
+        order, text, made = self.order, completion.stable_text(), len(completion.turn.output_ids)
+        before = self._sent.get(completion.index, (0, 0, False))
+        now = (len(text), made, completion.done)
+        # a tool call is one only when it is whole
+        if now == before or (order.with_tools and not completion.done):
+            return
+        self._sent[completion.index], (chars, tokens, _) = now, before
+        if order.wire is Wire.SGLANG:
+            yield {**self._native(completion, text), "index": completion.index}
+            return
+        logprobs = self._logprobs(completion, tokens, made) if order.with_logprobs else None
+        finish = completion.turn.finish_reason or None
+        if order.wire is Wire.CHAT:
+            message, finish = self._message(completion, text[chars:])
+            delta = {key: value for key, value in message.items() if value is not None and key != "role"}
+            part: dict[str, Any] = {"delta": delta}
+        else:
+            part = {"text": text[chars:]}
+        if order.with_token_ids:
+            part["token_ids"] = completion.turn.output_ids[tokens:made]
+        yield self._chunk(completion.index, part, logprobs, finish or None)
+
+    def end(self, completions: Sequence[Completion]) -> Iterator[Any]:
+        """Yield the events that close a stream, but for `[DONE]`."""
+        if self.order.with_usage:
+            head = {**self._head(self.order.wire), "choices": [], "usage": _usage(completions)}
+            yield head | ({"object": "chat.completion.chunk"} if self.order.wire is Wire.CHAT else {})
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": str(kind), "created": self._created, "model": self.order.model}
+
+    def _chunk(self, index: int, part: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.order.wire is Wire.CHAT else str(self.order.wire)
+        return {
+            **self._head(kind),
+            "choices": [{"index": index, **part, "logprobs": logprobs, "finish_reason": finish}],
+        }
+
+    def _choice(self, one: Completion) -> dict[str, Any]:
+        made = len(one.turn.output_ids)
+        choice: dict[str, Any] = {"index": one.index}
+        finish = one.turn.finish_reason
+        if self.order.wire is Wire.CHAT:
+            choice["message"], finish = self._message(one, one.text)
+        else:
+            choice["text"] = one.text
+        choice["logprobs"] = self._logprobs(one, 0, made) if self.order.with_logprobs else None
+        choice |= {"finish_reason": finish, "matched_stop": one.matched}
+        if self.order.with_token_ids:
+            choice["token_ids"] = one.turn.output_ids
+            if self.order.wire is Wire.COMPLETION:
+                choice["prompt_token_ids"] = one.order.input_ids
+        return choice
+
+    def _message(self, one: Completion, text: str) -> tuple[dict[str, Any], str]:
+        """Return the message, and the finish reason that goes with it."""
+        calls, content = _tool_calls(text) if self.order.with_tools else ([], text)
+        message = {"role": "assistant", "content": content, "tool_calls": calls or None}
+        finish = one.turn.finish_reason
+        return message, "tool_calls" if calls and finish == "stop" else finish
+
+    def _logprobs(self, one: Completion, start: int, end: int) -> dict[str, Any]:
+        ids, values = one.turn.output_ids[start:end], one.turn.output_logprobs[start:end]
+        texts = [self._tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+        if self.order.wire is Wire.CHAT:
+            entries = [
+                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, value in zip(texts, values, strict=True)
+            ]
+            return {"content": entries, "refusal": None}
+        offsets = list(itertools.accumulate(map(len, texts[:-1]), initial=0))[: len(texts)]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+
+    def _native(self, one: Completion, text: str | None = None) -> dict[str, Any]:
+        """Return SGLang's answer: cumulative also within a stream."""
+        turn, order = one.turn, self.order
+        finish: dict[str, Any] | None = None
+        if turn.finish_reason == "stop":
+            finish = {"type": "stop", "matched": one.matched}
+        elif turn.finish_reason:
+            finish = {"type": "length", "length": len(turn.output_ids)}
+        spans = _spans(one)
+        given = len(order.rids) == len(order.prompts) and one.order.n == 1
+        rid = order.rids[order.prompts.index(one.order)] if given else one.rid
+        meta: dict[str, Any] = {
+            "id": rid,
+            "finish_reason": finish,
+            "prompt_tokens": len(one.order.input_ids),
+            "completion_tokens": len(turn.output_ids),
+            "cached_tokens": 0,
+            "weight_version": spans[-1]["version"] if spans else "",
+            "weight_versions": spans,
+        }
+        if order.with_logprobs:
+            texts: Sequence[str | None] = [None] * len(turn.output_ids)
+            if order.with_token_text:
+                texts = [self._tokenizer.decode([token], False) for token in turn.output_ids]
+            entries = zip(turn.output_logprobs, turn.output_ids, texts, strict=True)
+            meta |= {
+                "input_token_logprobs": [],
+                "output_token_logprobs": [list(entry) for entry in entries],
+                "output_token_logprobs_length": len(turn.output_ids),
+            }
+        return {"text": one.text if text is None else text, "output_ids": turn.output_ids, "meta_info": meta}
+
+    def _vllm(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return what atroposlib's server in front of vLLM answers."""
+        turns = [one.turn for one in completions]
+        pairs = [zip(turn.output_ids, turn.output_logprobs, strict=True) for turn in turns]
+        return {
+            "text": [one.text for one in completions],
+            "token_ids": [turn.output_ids for turn in turns],
+            "logprobs": [[[{str(token): value}] for token, value in made] for made in pairs],
+            "finish_reasons": [turn.finish_reason for turn in turns],
+        }
+
+
+def probe_answer(wire: Wire, model: str) -> dict[str, Any]:
+    """Return the answer to a health probe: one that no server made."""
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
+    choice |= {"message": {"role": "assistant", "content": ""}} if wire is Wire.CHAT else {"text": ""}
+    usage = {"prompt_tokens": 1, "completion_tokens": 0, "total_tokens": 1}
+    head = {
+        "id": f"probe-{uuid.uuid4().hex}",
+        "object": str(wire),
+        "created": int(time.time()),
+        "model": model,
+    }
+    return {**head, "choices": [choice], "usage": usage}
+
+
+def error_answer(message: str, kind: str, name: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's format."""
+    return {"error": {"message": message, "type": kind, "param": name, "code": None}}
+
+
+def event(content: Any) -> bytes:
+    """Return one event of a stream."""
+    text = content if isinstance(content, str) else json.dumps(content)
+    return f"data: {text}\n\n".encode()
+
+
+def _spans(one: Completion) -> list[dict[str, Any]]:
+    return [{"version": label, "start": start, "end": end} for label, start, end in one.turn.versions]
+
+
+def _usage(completions: Sequence[Completion]) -> dict[str, int]:
+    prompts = {id(one.order): len(one.order.input_ids) for one in completions}
+    prompt, made = sum(prompts.values()), sum(len(one.turn.output_ids) for one in completions)
+    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
+def _tool_calls(text: str) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the calls in a text in the format of Hermes and Qwen, and the text before them."""
+    calls: list[dict[str, Any]] = []
+    for found in _TOOL_CALL.finditer(text):
+        try:
+            call = json.loads(found[1])
+            function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
+        except (ValueError, KeyError):
+            return [], text
+        calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
+        calls[-1]["index"] = len(calls) - 1  # of the call in a stream
+    return calls, text[: text.index("<tool_call>")].strip() or None if calls else text

@@ -1,0 +1,307 @@
+"""Gateway log: what made each token of each completion, found again by token ids. Append-only and bounded.
+
+Environments return token ids, often no log-probabilities, and never weight versions: `match` finds the logged
+completions in a sequence. Text is never tokenized for that. A segment `segment-<NNNN>.log` has one writer,
+the incarnation that created it; it holds msgpack records, one after the other. Records are not fsynced:
+they survive a killed process, which is what the log is for, and are advice after a lost node.
+"""
+
+import asyncio
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import xxhash
+
+from hpc_rl.types import Turn, WeightVersion
+
+logger = logging.getLogger(__name__)
+NUM_SEGMENTS = 16  # the oldest is deleted as a whole
+_SEGMENT = re.compile(r"segment-(\d+)\.log")
+
+
+@dataclass(slots=True)
+class Behavior:
+    """What the log knows of each token of a sequence. Shapes: [L].
+
+    `logprobs` counts where `has_logprob`; `lineages` and `steps` are -1 where the version is unknown. A
+    version without a log-probability is that of the same completion after another prompt.
+    """
+
+    logprobs: np.ndarray
+    has_logprob: np.ndarray
+    lineages: np.ndarray
+    steps: np.ndarray
+
+    @classmethod
+    def unknown(cls, length: int) -> "Behavior":
+        versions = np.full((2, length), -1, np.int32)
+        return cls(np.zeros(length, np.float32), np.zeros(length, bool), versions[0], versions[1])
+
+
+@dataclass(slots=True)
+class _Record:
+    """A completion as it was logged."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    spans: list[list[int]]  # lineage, step, start, end
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    output_hash: int
+    segment: int
+    offset: int
+    size: int
+
+
+@dataclass(slots=True)
+class _Segment:
+    fd: int
+    size: int = 0
+    places: list[tuple[int, _Place]] = field(default_factory=list)  # with the hash of the prompt
+
+
+class GatewayLog:
+    """The log in a folder: the records of earlier incarnations, and new ones.
+
+    Args:
+        folder: Holds the segments; made if it is not there.
+        max_bytes: Size of all segments together, about.
+        max_records: Number of records, about: each costs some 200 bytes of memory.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int = 1 << 30, max_records: int = 500_000) -> None:
+        self.folder = folder
+        self.num_lost = 0  # completions that could not be written
+        self._max_bytes, self._max_records = max_bytes, max_records
+        self._by_prompt: dict[int, list[_Place]] = {}
+        self._by_output: dict[int, _Place] = {}
+        self._segments: dict[int, _Segment] = {}
+        self._waiting: list[tuple[int, int, bytes]] = []
+        self._writing = asyncio.Lock()
+        self._lock = threading.Lock()  # of the index and the files
+        folder.mkdir(parents=True, exist_ok=True)
+        numbers = [int(found[1]) for name in os.listdir(folder) if (found := _SEGMENT.fullmatch(name))]
+        for number in sorted(numbers):
+            self._load(number)
+        self._current = max(numbers, default=-1)
+        self._begin_segment()
+
+    def status(self) -> dict[str, int]:
+        """Return sizes, for status pages."""
+        with self._lock:
+            kept = self._segments.values()
+            records, size = sum(len(one.places) for one in kept), sum(one.size for one in kept)
+        return {"records": records, "bytes": size, "lost": self.num_lost}
+
+    async def append(self, prompt_ids: Sequence[int], turns: Sequence[Turn], temperature: float) -> None:
+        """Log completions of one prompt; once it returns they survive the end of this process.
+
+        A failure to write is logged and counted: those completions are unknown later.
+        """
+        prompt_hash, now = _hash(_array(prompt_ids)), time.time()
+        for turn in turns:
+            ids = _array(turn.output_ids)
+            logprobs = np.asarray(turn.output_logprobs, np.float32)
+            content = (now, temperature, ids.tobytes(), logprobs.tobytes(), _spans(turn))
+            output_hash = _hash(ids)
+            packed = msgpack.packb((prompt_hash, output_hash, *content))
+            self._waiting.append((prompt_hash, output_hash, packed))
+        async with self._writing:
+            # whoever was first wrote for all that waited
+            if self._waiting:
+                waiting, self._waiting = self._waiting, []
+                await asyncio.to_thread(self._write, waiting)
+
+    def match(self, ids: Sequence[int], mask: Sequence[bool]) -> Behavior:
+        """Return what made the tokens of a sequence where `mask` is true.
+
+        A run of such tokens may be a completion, a part of one, or one with tokens behind it that no server
+        made, which stay unknown.
+        """
+        sequence, chosen = _array(ids), np.asarray(mask, bool)
+        found = Behavior.unknown(len(sequence))
+        edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
+        with self._lock:
+            for start, end in edges.reshape(-1, 2).tolist():
+                self._match_run(sequence, start, end, found)
+        return found
+
+    def close(self) -> None:
+        with self._lock:
+            for segment in self._segments.values():
+                os.close(segment.fd)
+            self._segments.clear()
+
+    def _match_run(self, ids: np.ndarray, start: int, end: int, found: Behavior) -> None:
+        at = start
+        while at < end:
+            first, record = self._longest(ids, at, at, end) or self._earlier(ids, at, end) or (at, None)
+            if record is None:
+                break
+            stop = min(end, first + _common(record.ids, ids[first:end]))
+            _copy(record, first, at, stop, found, with_logprobs=True)
+            at = stop
+        same = self._by_output.get(_hash(ids[start:end])) if at == start else None
+        record = self._read(same) if same else None
+        if record is not None and np.array_equal(record.ids, ids[start:end]):
+            _copy(record, start, start, end, found, with_logprobs=False)
+
+    def _longest(self, ids: np.ndarray, first: int, at: int, end: int) -> tuple[int, _Record] | None:
+        """Return the completion of ids[:first] that has most tokens in common, if it reaches beyond `at`."""
+        return self._best(self._by_prompt.get(_hash(ids[:first]), ()), ids, first, at, end)
+
+    def _earlier(self, ids: np.ndarray, at: int, end: int) -> tuple[int, _Record] | None:
+        """Return a completion that began before `at`: part of it is masked."""
+        prefix, hashes = xxhash.xxh3_64(), []
+        for first in range(at):
+            hashes.append(prefix.intdigest())
+            prefix.update(ids[first : first + 1].tobytes())
+        for first in range(at - 1, -1, -1):
+            best = self._best(self._by_prompt.get(hashes[first], ()), ids, first, at, end)
+            if best is not None:
+                return best
+        return None
+
+    def _best(
+        self, places: Sequence[_Place], ids: np.ndarray, first: int, at: int, end: int
+    ) -> tuple[int, _Record] | None:
+        if not places:
+            return None
+        output_hash = _hash(ids[first:end])
+        exact = [place for place in places if place.output_hash == output_hash]
+        records = [record for place in exact[-1:] or places if (record := self._read(place))]
+        best = max(records, key=lambda record: _common(record.ids, ids[first:end]), default=None)
+        return (first, best) if best and first + _common(best.ids, ids[first:end]) > at else None
+
+    def _read(self, place: _Place) -> _Record | None:
+        try:
+            raw = os.pread(self._segments[place.segment].fd, place.size, place.offset)
+            return _unpack(msgpack.unpackb(raw))
+        except (OSError, ValueError, TypeError) as error:
+            logger.warning("gateway log, segment %d offset %d: %s", place.segment, place.offset, error)
+            return None
+
+    def _write(self, waiting: list[tuple[int, int, bytes]]) -> None:
+        with self._lock:
+            try:
+                segment = self._segments[self._current]
+                data = b"".join(packed for *_, packed in waiting)
+                written = 0
+                while written < len(data):
+                    written += os.write(segment.fd, data[written:])
+            except (OSError, KeyError) as error:
+                self.num_lost += len(waiting)
+                logger.warning("the gateway log can't be written, %d are lost: %s", self.num_lost, error)
+                if self._segments:
+                    self._begin_segment()  # half a record may be at the end of this one
+                return
+            for prompt_hash, output_hash, packed in waiting:
+                self._index(prompt_hash, output_hash, self._current, len(packed))
+            size, num_records = self._max_bytes // NUM_SEGMENTS, self._max_records // NUM_SEGMENTS
+            if segment.size >= size or len(segment.places) >= num_records:
+                self._begin_segment()
+
+    def _index(self, prompt_hash: int, output_hash: int, number: int, size: int) -> None:
+        segment = self._segments[number]
+        place = _Place(output_hash, number, segment.size, size)
+        segment.size += size
+        segment.places.append((prompt_hash, place))
+        self._by_prompt.setdefault(prompt_hash, []).append(place)
+        self._by_output[output_hash] = place
+
+    def _begin_segment(self) -> None:
+        while True:
+            self._current += 1
+            path = self.folder / f"segment-{self._current:04d}.log"
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+                break
+            except FileExistsError:
+                continue
+            except OSError as error:
+                logger.warning("the gateway log can't begin a segment: %s", error)
+                return
+        self._segments[self._current] = _Segment(fd)
+        while len(self._segments) > NUM_SEGMENTS:
+            self._drop(min(self._segments))
+
+    def _drop(self, number: int) -> None:
+        segment = self._segments.pop(number)
+        for prompt_hash, place in segment.places:
+            same = self._by_prompt[prompt_hash]
+            same.remove(place)
+            if not same:
+                del self._by_prompt[prompt_hash]
+            if self._by_output.get(place.output_hash) is place:
+                del self._by_output[place.output_hash]
+        os.close(segment.fd)
+        (self.folder / f"segment-{number:04d}.log").unlink(missing_ok=True)
+
+    def _load(self, number: int) -> None:
+        """Index a segment of an earlier incarnation, up to the torn record of a writer that was killed."""
+        path = self.folder / f"segment-{number:04d}.log"
+        self._segments[number] = _Segment(os.open(path, os.O_RDONLY))
+        with path.open("rb") as file:
+            records = msgpack.Unpacker(file)
+            try:
+                for prompt_hash, output_hash, *_ in records:
+                    self._index(
+                        prompt_hash, output_hash, number, records.tell() - self._segments[number].size
+                    )
+            except (ValueError, TypeError, msgpack.UnpackException) as error:
+                logger.warning("gateway log, segment %d: the rest is left out: %s", number, error)
+
+
+def _array(ids: Sequence[int]) -> np.ndarray:
+    return np.ascontiguousarray(ids, np.int32)
+
+
+def _hash(ids: np.ndarray) -> int:
+    return xxhash.xxh3_64_intdigest(ids.tobytes())
+
+
+def _spans(turn: Turn) -> list[tuple[int, int, int, int]]:
+    """Return the spans with a version that is one of this trial's labels."""
+    spans = []
+    for label, start, end in turn.versions:
+        try:
+            version = WeightVersion.parse(label)
+        except ValueError:
+            continue
+        spans.append((version.lineage, version.step, start, end))
+    return spans
+
+
+def _unpack(content: list[Any]) -> _Record:
+    ids, logprobs, spans = content[-3:]
+    return _Record(np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32), spans)
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """Return the number of leading tokens that two sequences share."""
+    size = min(len(one), len(other))
+    differ = np.flatnonzero(one[:size] != other[:size])
+    return int(differ[0]) if len(differ) else size
+
+
+def _copy(
+    record: _Record, first: int, start: int, stop: int, found: Behavior, *, with_logprobs: bool
+) -> None:
+    """Copy what is known of tokens start to stop of a sequence in which the record begins at `first`."""
+    if with_logprobs and len(record.logprobs) == len(record.ids):
+        found.logprobs[start:stop] = record.logprobs[start - first : stop - first]
+        found.has_logprob[start:stop] = True
+    for lineage, step, begin, end in record.spans:
+        part = slice(max(start, first + begin), max(start, min(stop, first + end)))
+        found.lineages[part], found.steps[part] = lineage, step

@@ -1,0 +1,124 @@
+"""A gateway on a port of its own, and small servers for it that can be slow, wrong or away."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.environments.balance import BalancingRouter
+from hpc_rl.environments.gateway import Gateway, GatewaySettings
+from hpc_rl.environments.gateway_log import GatewayLog
+from hpc_rl.environments.gateway_requests import Bounds
+from hpc_rl.environments.gateway_routes import gateway_routes
+from hpc_rl.name_resolve import keys
+from hpc_rl.rollout.routes import application
+
+TOKENS = {"control": "control-token", "data": "data-token"}
+
+
+class FakeServer:
+    """Answers /generate one sample after the other with `reply(body)`: an answer, or a status."""
+
+    def __init__(self, version: str = "0.1") -> None:
+        self.version, self.bodies, self.cancelled = version, [], 0
+        self.reply = lambda body: answer([3 + len(body["input_ids"]) % 4, 1], self.version)
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_get("/health", lambda _request: web.json_response({"state": "serving"}))
+        self._runner = web.AppRunner(app, handler_cancellation=True)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    def announce(self, names: Any, index: int = 0, state: str = "serving") -> Any:
+        value = {"url": self.url, "version": self.version, "state": state}
+        return names.lease(keys.server(index), value, 60.0)
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.bodies.append(body)
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if not isinstance(body["rid"], list):
+            replies = [self.reply(body)]
+        else:
+            names = ("input_ids", "sampling_params", "rid")
+            parts = zip(*(body[name] for name in names), strict=True)
+            replies = [self.reply(dict(zip(names, part, strict=True))) for part in parts]
+        if isinstance(replies[0], int):
+            return web.json_response({"error": {"message": "no"}}, status=replies[0])
+        return web.json_response(replies if isinstance(body["rid"], list) else replies[0])
+
+
+def answer(ids: list[int], version: str, finish: str = "stop") -> dict[str, Any]:
+    spans = [{"version": version, "start": 0, "end": len(ids)}]
+    logprobs = [[-0.5 - token / 100, token, None] for token in ids]
+    meta = {"finish_reason": {"type": finish}, "output_token_logprobs": logprobs, "weight_versions": spans}
+    return {"output_ids": ids, "meta_info": {**meta, "weight_version": version}}
+
+
+class Caller:
+    """Raw HTTP to a gateway."""
+
+    def __init__(self, gateway: Gateway, url: str, session: aiohttp.ClientSession, token: str) -> None:
+        self.gateway, self.url, self.session, self.token = gateway, url, session, token
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {self.token}", **headers}
+        async with self.session.post(self.url + path, json=body, headers=headers) as response:
+            return response.status, await response.json(content_type=None)
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {self.token}"}
+        async with self.session.get(self.url + path, headers=headers) as response:
+            return response.status, await response.json()
+
+    async def stream(self, path: str, body: dict[str, Any]) -> list[str]:
+        """Return the data of all events."""
+        headers = {"Authorization": f"Bearer {self.token}"}
+        async with self.session.post(
+            self.url + path, json={**body, "stream": True}, headers=headers
+        ) as response:
+            assert response.status == 200 and response.content_type == "text/event-stream"
+            text = (await response.read()).decode()
+        return [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+
+
+@contextlib.asynccontextmanager
+async def open_gateway(
+    names: Any,
+    tokenizer: Tokenizer,
+    folder: Path,
+    settings: GatewaySettings | None = None,
+    bounds: Bounds | None = None,
+    tokens: dict[str, str] = TOKENS,
+):
+    """Yield a Caller of a gateway for the servers that `names` knows."""
+    log = GatewayLog(folder)
+    bounds = bounds or Bounds(max_new_tokens=32, context=4096, vocab_size=16)
+    router = BalancingRouter(names, tokens["data"], setup_timeout_s=0.3, request_retries=0, poll_s=0.02)
+    async with router, aiohttp.ClientSession() as session:
+        gateway = Gateway(router, tokenizer, log, bounds, settings, "toy")
+        runner = web.AppRunner(application(gateway_routes(gateway), tokens), access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield Caller(gateway, url, session, tokens["data"])
+        finally:
+            await runner.cleanup()
+            log.close()
