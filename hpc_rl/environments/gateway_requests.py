@@ -41,9 +41,10 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 _SERVED = {
     "model", "messages", "prompt", "n", "stop", "stream", "stream_options", "logprobs", "top_logprobs",
     "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt", "response_format",
-    "skip_special_tokens", "no_stop_trim", "include_stop_str_in_output", "return_token_ids", "user", "metadata", "store", "text",
-    "input_ids", "sampling_params", "return_logprob", "return_text_in_logprobs", "top_logprobs_num", "rid",
-    "spaces_between_special_tokens", "parallel_tool_calls",
+    "skip_special_tokens", "no_stop_trim", "include_stop_str_in_output", "return_token_ids", "user",
+    "metadata", "store", "text", "input_ids", "sampling_params", "return_logprob",
+    "return_text_in_logprobs", "top_logprobs_num", "rid", "spaces_between_special_tokens",
+    "parallel_tool_calls",
 }  # fmt: skip
 
 
@@ -154,7 +155,7 @@ class RequestReader:
         order.stream = _flag(body, "stream") and wire is not Wire.VLLM
         order.with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
         # chat says true or false, completions a number, where 0 asks for those of the sampled tokens
-        order.with_logprobs = body.get("logprobs") not in (None, False)
+        order.with_logprobs = body.get("logprobs") is not None and body["logprobs"] is not False
         if wire is Wire.SGLANG:
             order.with_logprobs = _flag(body, "return_logprob")
         order.with_token_ids = _flag(body, "return_token_ids")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ class FakeServer:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_post("/generate", self._generate)
-        app.router.add_get("/health", lambda _request: web.json_response({"state": "serving"}))
-        self._runner = web.AppRunner(app, handler_cancellation=True)
+        app.router.add_get("/health", self._health)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
@@ -44,6 +45,9 @@ class FakeServer:
     def announce(self, names: Any, index: int = 0, state: str = "serving") -> Any:
         value = {"url": self.url, "version": self.version, "state": state}
         return names.lease(keys.server(index), value, 60.0)
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.json_response({"state": "serving"})
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -66,7 +70,7 @@ class FakeServer:
 
 def answer(ids: list[int], version: str, finish: str = "stop") -> dict[str, Any]:
     spans = [{"version": version, "start": 0, "end": len(ids)}]
-    logprobs = [[-0.5 - token / 100, token, None] for token in ids]
+    logprobs = [[-(50 + token) / 100, token, None] for token in ids]
     meta = {"finish_reason": {"type": finish}, "output_token_logprobs": logprobs, "weight_versions": spans}
     return {"output_ids": ids, "meta_info": {**meta, "weight_version": version}}
 
@@ -80,7 +84,8 @@ class Caller:
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {self.token}", **headers}
         async with self.session.post(self.url + path, json=body, headers=headers) as response:
-            return response.status, await response.json(content_type=None)
+            raw = await response.read()
+            return response.status, json.loads(raw) if response.content_type == "application/json" else raw
 
     async def get(self, path: str) -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {self.token}"}
@@ -113,9 +118,11 @@ async def open_gateway(
     router = BalancingRouter(names, tokens["data"], setup_timeout_s=0.3, request_retries=0, poll_s=0.02)
     async with router, aiohttp.ClientSession() as session:
         gateway = Gateway(router, tokenizer, log, bounds, settings, "toy")
-        runner = web.AppRunner(application(gateway_routes(gateway), tokens), access_log=None)
+        runner = web.AppRunner(
+            application(gateway_routes(gateway), tokens), access_log=None, shutdown_timeout=0.1
+        )
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1).start()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
             yield Caller(gateway, url, session, tokens["data"])

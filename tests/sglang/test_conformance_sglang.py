@@ -6,45 +6,22 @@ import asyncio
 import os
 import stat
 import subprocess
-from pathlib import Path
 
 import pytest
 
 pytest.register_assert_rewrite("conformance")
 
-from conformance import Conformance, ServedReplica, api, make_model  # noqa: E402, F401
+from conformance import Conformance, api, make_model  # noqa: E402, F401
+from sglang_servers import backend_of, served_sglang  # noqa: E402
 
-from hpc_rl.config.sections.inference import SGLangConfig  # noqa: E402
 from hpc_rl.errors import RoleFailed  # noqa: E402
-from hpc_rl.servers.sglang import SGLangBackend, settings_of  # noqa: E402
 
-HERE = Path(__file__).parent
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
-
-
-def backend_of(python: str, tokenizer: Path, folder: Path, extra_args: tuple[str, ...] = ()) -> SGLangBackend:
-    env = {
-        "PATH": os.environ["PATH"],
-        "HOME": os.environ.get("HOME", "/"),
-        "HF_HUB_OFFLINE": "1",
-        "SGLANG_USE_CPU_ENGINE": "1",
-    }
-    env |= {"PYTHONPATH": str(HERE / "shim"), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    of_cpu = SGLangConfig(
-        dtype="float32", attention_backend="torch_native", context_length=4096, max_running_requests=64
-    )
-    settings = settings_of(of_cpu, "cpu", 1, 0)
-    settings["tokenizer_path"] = str(tokenizer)
-    files = {"log": folder / "sglang.log", "secret": folder / "sglang.yaml"}
-    return SGLangBackend(python=python, env=env, settings=settings, extra_args=extra_args, **files)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, sglang_python):
-    folder = tmp_path_factory.mktemp("sglang")
-    replica = ServedReplica(folder, lambda _trial, model: backend_of(sglang_python, model, folder))
-    replica.start(300)
-    replica.secret = folder / "sglang.yaml"
+    replica = served_sglang(tmp_path_factory.mktemp("sglang"), sglang_python)
     yield replica
     replica.stop()
     assert not replica.secret.exists()

@@ -1,0 +1,29 @@
+"""Interpreters with packages that this project's own environment does not have: SGLang's, atroposlib's."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def python_of(package: str) -> str:
+    """Return the interpreter in HPC_RL_<PACKAGE>_PYTHON, else of .venv-<package>, made on first use.
+
+    On a person's machine the tests skip where it can't be installed; under CI=true, and in `make test`, that
+    is a failure.
+    """
+    name = f"HPC_RL_{package.upper()}_PYTHON"
+    given = os.environ.get(name)
+    if given:
+        assert Path(given).exists(), f"{name} is {given!r}, which does not exist"
+        return given
+    install = subprocess.run([ROOT / "tests" / package / "install.sh"], capture_output=True, text=True)
+    if install.returncode != 0:
+        message = f"tests/{package}/install.sh failed: {install.stderr[-2000:]}"
+        if os.environ.get("CI") == "true" or package in os.environ.get("HPC_RL_TEST_REQUIRE", ""):
+            pytest.fail(message)
+        pytest.skip(message)
+    return str(ROOT / f".venv-{package}" / "bin" / "python")

@@ -1,0 +1,36 @@
+"""A replica over a real SGLang on the CPU."""
+
+import os
+from pathlib import Path
+
+from conformance import ServedReplica
+
+from hpc_rl.config.sections.inference import SGLangConfig
+from hpc_rl.servers.sglang import SGLangBackend, settings_of
+
+SHIM = Path(__file__).parents[1] / "sglang" / "shim"
+
+
+def backend_of(python: str, tokenizer: Path, folder: Path, extra_args: tuple[str, ...] = ()) -> SGLangBackend:
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": os.environ.get("HOME", "/"),
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_USE_CPU_ENGINE": "1",
+    }
+    env |= {"PYTHONPATH": str(SHIM), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    of_cpu = SGLangConfig(
+        dtype="float32", attention_backend="torch_native", context_length=4096, max_running_requests=64
+    )
+    settings = settings_of(of_cpu, "cpu", 1, 0)
+    settings["tokenizer_path"] = str(tokenizer)
+    files = {"log": folder / "sglang.log", "secret": folder / "sglang.yaml"}
+    return SGLangBackend(python=python, env=env, settings=settings, extra_args=extra_args, **files)
+
+
+def served_sglang(folder: Path, python: str) -> ServedReplica:
+    """Return a replica that serves; its attribute `secret` is the file with its key."""
+    replica = ServedReplica(folder, lambda _trial, model: backend_of(python, model, folder))
+    replica.start(300)
+    replica.secret = folder / "sglang.yaml"
+    return replica
