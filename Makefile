@@ -1,6 +1,6 @@
 # make quickstart   set up .venv and run the main job on this machine
 # make check        format, lint, types, unit and golden tests (under 2 minutes once set up)
-# make test         check, and integration, faults, a real Slurm and a real SGLang: what CI runs
+# make test         check, and integration, faults, a real Slurm, SGLang and atroposlib: what CI runs
 # make soak         what is too long for every landing
 PYTHON ?= python3
 VENV := .venv
@@ -14,8 +14,8 @@ WAITING_WORKERS ?= 4
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
-# a missing Slurm, SGLang or shellcheck fails instead of skipping
-export HPC_RL_TEST_REQUIRE ?= slurm,sglang,shellcheck
+# a missing Slurm, SGLang, atroposlib or shellcheck fails instead of skipping
+export HPC_RL_TEST_REQUIRE ?= slurm,sglang,atropos,shellcheck
 
 .PHONY: quickstart setup format check test soak clean
 
@@ -50,13 +50,15 @@ check: $(VENV)/dev
 test: check
 	$(BIN)/python tests/slurm/packages.py
 	tests/sglang/install.sh
+	tests/atropos/install.sh
 	$(BIN)/python -m pytest -n $(WAITING_WORKERS) --dist loadscope --no-loadscope-reorder \
-		tests/slurm tests/sglang tests/integration tests/faults -m "not soak" --durations 15
+		tests/slurm tests/sglang tests/atropos tests/integration tests/faults -m "not soak" --durations 15
 
 soak: $(VENV)/dev
 	$(BIN)/python tests/slurm/packages.py
 	tests/sglang/install.sh
+	tests/atropos/install.sh
 	$(BIN)/python -m pytest tests -m soak --timeout 7200
 
 clean:
-	rm -rf $(VENV) .venv-sglang .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) .venv-sglang .venv-atropos .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

@@ -235,6 +235,7 @@ class Trial:
     lineages = _Path("lineages")
     recover = _Path("recover")
     rollout = _Path("rollout")
+    gateway = _Path("rollout/gateway")  # segments of the gateway log
     batches = _Path("rollout/batches")  # seals of the batch log, `<step>.seal`
     # `{"step"}`: batches up to this one are gone from the batch log, or are about to be
     trimmed = _Path("rollout/trimmed.json")

@@ -68,4 +68,4 @@ def process_of(nodeid: str) -> str:
     path = Path(nodeid.partition("::")[0])
     if "slurm" in path.parts and path.name in SECOND_SLURM:
         return "slurm-2"
-    return next((kind for kind in STARTED_ONCE if kind in path.parts), str(path))
+    return next((kind for kind in STARTED_ONCE if kind in path.parts or path.stem.endswith(kind)), str(path))

@@ -92,6 +92,10 @@ class BalancingRouter(Router):
             self._remember(ids, server.key)
             self._remember(ids + turn.output_ids, server.key)
 
+    @property
+    def num_servers(self) -> int:
+        return len(self._servers)
+
     def servers(self) -> list[dict[str, Any]]:
         return [
             {**one, **(window.summary() if (window := self._windows.get(one["key"])) else {})}

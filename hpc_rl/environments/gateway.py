@@ -121,8 +121,8 @@ class Gateway:
         self.settings = settings or GatewaySettings()
         self.reader = RequestReader(tokenizer, bounds)
         self.counters = GatewayCounters()
-        self.train = Gate(lambda: self.settings.max_requests * max(1, len(router.servers())))
-        self.eval = Gate(lambda: self.settings.max_eval_requests * max(1, len(router.servers())))
+        self.train = Gate(lambda: self.settings.max_requests * max(1, router.num_servers))
+        self.eval = Gate(lambda: self.settings.max_eval_requests * max(1, router.num_servers))
 
     def status(self) -> dict[str, Any]:
         """Return counters, and what is known of each server."""

@@ -138,10 +138,8 @@ class AnswerWriter:
         elif turn.finish_reason:
             finish = {"type": "length", "length": len(turn.output_ids)}
         spans = _spans(one)
-        given = len(order.rids) == len(order.prompts) and one.order.n == 1
-        rid = order.rids[order.prompts.index(one.order)] if given else one.rid
         meta: dict[str, Any] = {
-            "id": rid,
+            "id": one.order.rid if one.order.rid and one.order.n == 1 else one.rid,
             "finish_reason": finish,
             "prompt_tokens": len(one.order.input_ids),
             "completion_tokens": len(turn.output_ids),

@@ -89,13 +89,12 @@ class GatewayLog:
         self._segments: dict[int, _Segment] = {}
         self._waiting: list[tuple[int, int, bytes]] = []
         self._writing = asyncio.Lock()
-        self._lock = threading.Lock()  # of the index and the files
+        self._write_lock = threading.Lock()  # a file system may take its time: match does not wait for it
+        self._lock = threading.Lock()  # of the index
         folder.mkdir(parents=True, exist_ok=True)
-        numbers = [int(found[1]) for name in os.listdir(folder) if (found := _SEGMENT.fullmatch(name))]
-        for number in sorted(numbers):
+        for number in self._numbers():
             self._load(number)
-        self._current = max(numbers, default=-1)
-        self._begin_segment()
+        self._current = -1  # none of ours yet
 
     def status(self) -> dict[str, int]:
         """Return sizes, for status pages."""
@@ -124,7 +123,7 @@ class GatewayLog:
                 await asyncio.to_thread(self._write, waiting)
 
     def match(self, ids: Sequence[int], mask: Sequence[bool]) -> Behavior:
-        """Return what made the tokens of a sequence where `mask` is true.
+        """Return what made the tokens of a sequence where `mask` is true. Reads files: call it in a thread.
 
         A run of such tokens may be a completion, a part of one, or one with tokens behind it that no server
         made, which stay unknown.
@@ -193,24 +192,30 @@ class GatewayLog:
             return None
 
     def _write(self, waiting: list[tuple[int, int, bytes]]) -> None:
-        with self._lock:
+        with self._write_lock:
             try:
-                segment = self._segments[self._current]
-                data = b"".join(packed for *_, packed in waiting)
-                written = 0
-                while written < len(data):
-                    written += os.write(segment.fd, data[written:])
-            except (OSError, KeyError) as error:
+                self._append(b"".join(packed for *_, packed in waiting))
+            except OSError as error:
                 self.num_lost += len(waiting)
                 logger.warning("the gateway log can't be written, %d are lost: %s", self.num_lost, error)
-                if self._segments:
-                    self._begin_segment()  # half a record may be at the end of this one
                 return
-            for prompt_hash, output_hash, packed in waiting:
-                self._index(prompt_hash, output_hash, self._current, len(packed))
-            size, num_records = self._max_bytes // NUM_SEGMENTS, self._max_records // NUM_SEGMENTS
-            if segment.size >= size or len(segment.places) >= num_records:
-                self._begin_segment()
+            with self._lock:
+                for prompt_hash, output_hash, packed in waiting:
+                    self._index(prompt_hash, output_hash, self._current, len(packed))
+
+    def _append(self, data: bytes) -> None:
+        """Write all or nothing to the current segment. Raises OSError."""
+        segment = self._segments.get(self._current)
+        size, num_records = self._max_bytes // NUM_SEGMENTS, self._max_records // NUM_SEGMENTS
+        if segment is None or segment.size >= size or len(segment.places) >= num_records:
+            segment = self._begin_segment()
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(segment.fd, left) :]
+        except OSError:
+            os.ftruncate(segment.fd, segment.size)
+            raise
 
     def _index(self, prompt_hash: int, output_hash: int, number: int, size: int) -> None:
         segment = self._segments[number]
@@ -220,21 +225,21 @@ class GatewayLog:
         self._by_prompt.setdefault(prompt_hash, []).append(place)
         self._by_output[output_hash] = place
 
-    def _begin_segment(self) -> None:
-        while True:
-            self._current += 1
-            path = self.folder / f"segment-{self._current:04d}.log"
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-                break
-            except FileExistsError:
-                continue
-            except OSError as error:
-                logger.warning("the gateway log can't begin a segment: %s", error)
-                return
-        self._segments[self._current] = _Segment(fd)
-        while len(self._segments) > NUM_SEGMENTS:
-            self._drop(min(self._segments))
+    def _begin_segment(self) -> _Segment:
+        number = max(self._numbers(), default=-1) + 1
+        path = self.folder / f"segment-{number:04d}.log"
+        segment = _Segment(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600))
+        self._current = number
+        with self._lock:
+            self._segments[number] = segment
+            while len(self._segments) > NUM_SEGMENTS:
+                self._drop(min(self._segments))
+        return segment
+
+    def _numbers(self) -> list[int]:
+        return sorted(
+            int(found[1]) for name in os.listdir(self.folder) if (found := _SEGMENT.fullmatch(name))
+        )
 
     def _drop(self, number: int) -> None:
         segment = self._segments.pop(number)

@@ -7,7 +7,7 @@ logged once. A key that is known is served, or refused where it asks for what th
 import enum
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -84,7 +84,10 @@ class Bounds:
 
 @dataclass(slots=True)
 class PromptOrder:
-    """The completions that are wanted of one prompt; `sampling` has SGLang's names, without n and stop."""
+    """The completions that are wanted of one prompt; `sampling` has SGLang's names, without n and stop.
+
+    `rid` is the client's name for it, "" where it has none.
+    """
 
     input_ids: list[int]
     sampling: dict[str, Any]
@@ -92,6 +95,7 @@ class PromptOrder:
     stops: list[str]
     trims_stop: bool
     skips_special: bool
+    rid: str = ""
 
     @property
     def sliced(self) -> bool:
@@ -113,13 +117,13 @@ class Order:
     with_token_ids: bool = False
     with_token_text: bool = False
     with_tools: bool = False
-    rids: list[str] = field(default_factory=list)
 
 
 def is_probe(body: dict[str, Any]) -> bool:
     """Whether this is the check that atroposlib's clients make each second: one token after `hi`."""
-    said = body.get("messages", body.get("prompt"))
-    return body.get("max_tokens") == 1 and said in ("hi", [{"role": "user", "content": "hi"}])
+    others = {key: value for key, value in body.items() if key != "model"}
+    hi = {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"}
+    return others in [{**said, "max_tokens": 1} for said in hi]
 
 
 class RequestReader:
@@ -161,8 +165,9 @@ class RequestReader:
         order.with_token_ids = _flag(body, "return_token_ids")
         order.with_token_text = _flag(body, "return_text_in_logprobs")
         order.with_tools = wire is Wire.CHAT and bool(body.get("tools")) and body.get("tool_choice") != "none"
-        rid = body.get("rid")
-        order.rids = [str(one) for one in rid] if isinstance(rid, list) else [str(rid)] if rid else []
+        rid = body.get("rid") or []
+        for prompt, given_rid in zip(orders, rid if isinstance(rid, list) else [rid], strict=False):
+            prompt.rid = str(given_rid)
         return order
 
     def _check_keys(self, body: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ def gateway_routes(gateway: Gateway) -> list[web.RouteDef]:
 
     async def healthy(_request: web.Request) -> web.Response:
         # also while no server answers: requests are held then, and a client that waits for health sends none
-        return web.json_response({"status": "ok", "servers": len(gateway.router.servers())})
+        return web.json_response({"status": "ok", "servers": gateway.router.num_servers})
 
     async def models(_request: web.Request) -> web.Response:
         one = {"id": gateway.model_name, "object": "model", "created": 0, "owned_by": "hpc-rl"}

@@ -57,7 +57,8 @@ def test_several_prompts_with_parameters_of_their_own(reader):
     }
     order = reader.read(Wire.SGLANG, body)
     assert [p.sampling["max_new_tokens"] for p in order.prompts] == [3, 63]
-    assert [p.n for p in order.prompts] == [1, 2] and order.batched and order.rids == ["a", "b"]
+    assert [p.n for p in order.prompts] == [1, 2] and order.batched
+    assert [p.rid for p in order.prompts] == ["a", "b"]
     texts = reader.read(Wire.COMPLETION, {"prompt": ["1+2=", "3"]})
     assert [len(p.input_ids) for p in texts.prompts] == [4, 1]
 
@@ -128,3 +129,4 @@ def test_health_probes_of_atroposlib():
     assert is_probe({"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1})
     assert is_probe({"model": "m", "prompt": "hi", "max_tokens": 1})
     assert not is_probe({"model": "m", "prompt": "hi", "max_tokens": 2})
+    assert not is_probe({"model": "m", "prompt": "hi", "max_tokens": 1, "logprobs": 0})
