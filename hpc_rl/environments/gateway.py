@@ -197,7 +197,8 @@ class Gateway:
             except RoleFailed as error:
                 if time.monotonic() - begun > self.settings.hold_s:
                     raise
-                logger.info("a request is held: %s", error)
+                if not self.counters.held:
+                    logger.info("requests are held: %s", error)
             self.counters.held += 1
             try:
                 await asyncio.sleep(pause_s)

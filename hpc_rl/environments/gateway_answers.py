@@ -154,7 +154,7 @@ class AnswerWriter:
             entries = zip(turn.output_logprobs, turn.output_ids, texts, strict=True)
             meta |= {
                 "input_token_logprobs": [],
-                "output_token_logprobs": [list(entry) for entry in entries],
+                "output_token_logprobs": list(entries),
                 "output_token_logprobs_length": len(turn.output_ids),
             }
         return {"text": one.text if text is None else text, "output_ids": turn.output_ids, "meta_info": meta}

@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 MAX_SAMPLES = 4096  # of one request
 MAX_STOPS = 64
 MAX_IGNORED = 1000  # keys that are remembered as logged
-COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
-GENERATE_TOKENS = 128  # SGLang's default of max_new_tokens
 _MANY = 1 << 62
 
 _NATIVE = {**SAMPLING, "min_tokens": "min_new_tokens", "max_new_tokens": "max_new_tokens"}
@@ -57,11 +55,14 @@ class Wire(enum.StrEnum):
     VLLM = "vllm"
 
 
-class FieldRefused(ValueError):
-    """A malformed request: names the field, and says what is allowed."""
+DEFAULT_TOKENS = {Wire.SGLANG: 128, Wire.COMPLETION: 16, Wire.VLLM: 16}  # as their schemas say
 
-    def __init__(self, name: str, message: str) -> None:
-        super().__init__(message)
+
+class FieldRefused(ValueError):
+    """A malformed request: the field, what came, and what is allowed."""
+
+    def __init__(self, name: str, rule: str, value: Any = None) -> None:
+        super().__init__(f"{name} {rule}" + ("" if value is None else f", got {value!r:.80}"))
         self.field = name
 
 
@@ -103,20 +104,20 @@ class PromptOrder:
         return not self.sampling.keys() & _WITH_STATE
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Order:
     """One request: `batched` means that it is answered with a list whatever the number of its completions."""
 
     wire: Wire
     prompts: list[PromptOrder]
     model: str
-    batched: bool = False
-    stream: bool = False
-    with_usage: bool = False
-    with_logprobs: bool = False
-    with_token_ids: bool = False
-    with_token_text: bool = False
-    with_tools: bool = False
+    batched: bool
+    stream: bool
+    with_usage: bool
+    with_logprobs: bool
+    with_token_ids: bool
+    with_token_text: bool
+    with_tools: bool
 
 
 def is_probe(body: dict[str, Any]) -> bool:
@@ -147,35 +148,36 @@ class RequestReader:
             given = body.get("sampling_params") or {}
         per_prompt = given if isinstance(given, list) else [given] * len(prompts)
         if len(per_prompt) != len(prompts):
-            raise FieldRefused("sampling_params", f"{len(per_prompt)} of them for {len(prompts)} prompts")
+            raise FieldRefused("sampling_params", f"has {len(per_prompt)} entries for {len(prompts)} prompts")
         orders = [
             self._prompt_order(wire, name, ids, one) for ids, one in zip(prompts, per_prompt, strict=True)
         ]
         total = sum(order.n for order in orders)
         if total > MAX_SAMPLES:
-            raise FieldRefused("n", f"{total} completions in one request; allowed are {MAX_SAMPLES}")
-        order = Order(wire, orders, str(body.get("model") or "default"), batched)
-        options = body.get("stream_options")
-        order.stream = _flag(body, "stream") and wire is not Wire.VLLM
-        order.with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
-        # chat says true or false, completions a number, where 0 asks for those of the sampled tokens
-        order.with_logprobs = body.get("logprobs") is not None and body["logprobs"] is not False
-        if wire is Wire.SGLANG:
-            order.with_logprobs = _flag(body, "return_logprob")
-        order.with_token_ids = _flag(body, "return_token_ids")
-        order.with_token_text = _flag(body, "return_text_in_logprobs")
-        order.with_tools = wire is Wire.CHAT and bool(body.get("tools")) and body.get("tool_choice") != "none"
+            raise FieldRefused("n", f"must make at most {MAX_SAMPLES} completions in one request", total)
         rid = body.get("rid") or []
         for prompt, given_rid in zip(orders, rid if isinstance(rid, list) else [rid], strict=False):
             prompt.rid = str(given_rid)
-        return order
+        options = body.get("stream_options")
+        # chat says true or false, completions a number, where 0 asks for those of the sampled tokens
+        asked = body.get("logprobs") is not None and body["logprobs"] is not False
+        return Order(
+            wire,
+            orders,
+            model=str(body.get("model") or "default"),
+            batched=batched,
+            stream=_flag(body, "stream") and wire is not Wire.VLLM,
+            with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+            with_logprobs=_flag(body, "return_logprob") if wire is Wire.SGLANG else asked,
+            with_token_ids=_flag(body, "return_token_ids"),
+            with_token_text=_flag(body, "return_text_in_logprobs"),
+            with_tools=bool(_tools(body)) and wire is Wire.CHAT,
+        )
 
     def _check_keys(self, body: dict[str, Any]) -> None:
         for key, value in body.items():
             if key in _REFUSED and value is not None and value not in _REFUSED[key]:
-                raise FieldRefused(
-                    key, f"{key}: the gateway can't do this, got {_short(value)}; leave it out"
-                )
+                raise FieldRefused(key, "is not served by the gateway; leave it out", value)
             known = key in _SERVED or key in _NATIVE or key in _PASSED or key in _REFUSED
             if not known and key not in self._ignored and len(self._ignored) < MAX_IGNORED:
                 self._ignored.add(key)
@@ -189,65 +191,61 @@ class RequestReader:
         if wire is Wire.SGLANG:
             names = [one for one in ("input_ids", "text") if body.get(one) is not None]
             if len(names) != 1:
-                raise FieldRefused("input_ids", "input_ids: give either input_ids or text")
+                raise FieldRefused("input_ids", "or text must be given, not both")
             name, given = names[0], body[names[0]]
         if isinstance(given, dict):
             given = given.get("prompt_token_ids", given.get("prompt"))
         if not isinstance(given, str | list) or not given:
-            raise FieldRefused(name, f"{name} must be text or token ids, or a list of these, not empty")
+            raise FieldRefused(name, "must be text or token ids, or a list of these, not empty", given)
         batched = isinstance(given, list) and not isinstance(given[0], int)
         several = given if batched else [given]
         if len(several) > MAX_SAMPLES:
-            raise FieldRefused(
-                name, f"{name}: {len(several)} prompts in one request; allowed are {MAX_SAMPLES}"
-            )
+            raise FieldRefused(name, f"must have at most {MAX_SAMPLES} prompts", len(several))
         return name, [self._ids(name, one) for one in several], batched
 
     def _ids(self, name: str, given: Any) -> list[int]:
         if isinstance(given, str):
-            return self.tokenizer.encode(given)
+            given = self.tokenizer.encode(given)
         if not isinstance(given, list) or set(map(type, given)) != {int}:
-            raise FieldRefused(
-                name, f"{name} must be text or a list of integers, not empty; got {_short(given)}"
-            )
+            raise FieldRefused(name, "must be text or a list of integers, not empty", given)
         limit = self.bounds.vocab_size or 1 << 31
         if min(given) < 0 or max(given) >= limit:
-            raise FieldRefused(name, f"{name}: token ids must be from 0 to {limit - 1}")
+            raise FieldRefused(name, f"must have token ids from 0 to {limit - 1}")
         return given
 
     def _chat(self, body: dict[str, Any]) -> list[int]:
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
-            raise FieldRefused("messages", "messages must be a list of objects, at least one")
+            raise FieldRefused("messages", "must be a list of objects, at least one", messages)
         plain = [_plain(f"messages[{number}]", one) for number, one in enumerate(messages)]
         variables = body.get("chat_template_kwargs") or {}
         if not isinstance(variables, dict):
-            raise FieldRefused("chat_template_kwargs", "chat_template_kwargs must be an object")
-        variables = {"add_generation_prompt": body.get("add_generation_prompt") is not False, **variables}
-        if body.get("tools") and body.get("tool_choice") != "none":
-            variables["tools"] = body["tools"]
+            raise FieldRefused("chat_template_kwargs", "must be an object", variables)
+        prompted = body.get("add_generation_prompt") is not False
+        variables = {"add_generation_prompt": prompted, "tools": _tools(body), **variables}
         try:
-            text = self.tokenizer.chat(plain, **{k: v for k, v in variables.items() if k != "messages"})
+            text = self.tokenizer.chat(plain, **variables)
         except (ConfigError, TypeError) as error:
-            raise FieldRefused("messages", f"messages: {error}") from error
-        return self.tokenizer.encode(text, add_special_tokens=False)
+            raise FieldRefused("messages", f"can't be rendered: {error}") from error
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if not ids:
+            raise FieldRefused("messages", "are rendered as no token")
+        return ids
 
     def _prompt_order(self, wire: Wire, name: str, ids: list[int], given: Any) -> PromptOrder:
         if not isinstance(given, dict):
-            raise FieldRefused("sampling_params", "sampling_params must be an object")
+            raise FieldRefused("sampling_params", "must be an object", given)
         if wire is Wire.SGLANG:
             self._check_keys(given)
         made = _sampling(given)
         n = made.pop("n", 1)
         if n > self.bounds.max_n:
-            raise FieldRefused("n", f"n must be at most {self.bounds.max_n}, got {n}")
-        wanted = made.get("max_new_tokens", self._default_tokens(wire))
+            raise FieldRefused("n", f"must be at most {self.bounds.max_n}", n)
+        wanted = made.get("max_new_tokens", DEFAULT_TOKENS.get(wire, self.bounds.max_new_tokens))
         if self.bounds.context is not None:
             room = self.bounds.context - len(ids)
             if room <= 0:
-                raise FieldRefused(
-                    name, f"{name}: {len(ids)} tokens; the model's context is {self.bounds.context}"
-                )
+                raise FieldRefused(name, f"must leave room in {self.bounds.context} tokens", len(ids))
             wanted = min(wanted, room)
         made["max_new_tokens"] = wanted
         if "min_new_tokens" in made:
@@ -258,14 +256,6 @@ class RequestReader:
         keeps_stop = _flag(given, "no_stop_trim") or _flag(given, "include_stop_str_in_output")
         skips = given.get("skip_special_tokens") is not False
         return PromptOrder(ids, made, n, _stops(given), not keeps_stop, skips)
-
-    def _default_tokens(self, wire: Wire) -> int:
-        fixed = {
-            Wire.SGLANG: GENERATE_TOKENS,
-            Wire.COMPLETION: COMPLETION_TOKENS,
-            Wire.VLLM: COMPLETION_TOKENS,
-        }
-        return fixed.get(wire, self.bounds.max_new_tokens)
 
 
 def _sampling(given: dict[str, Any]) -> dict[str, Any]:
@@ -278,20 +268,17 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
         if native == "top_k" and value == 0:  # vLLM's word for all
             value = -1
         if native in _NUMBERS:
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not abs(value) < sampling.MAX_NUMBER
-            ):
-                raise FieldRefused(key, f"{key} must be a finite number, got {_short(value)}")
+            finite = type(value) in (int, float) and abs(value) < sampling.MAX_NUMBER
+            if not finite:
+                raise FieldRefused(key, "must be a finite number", value)
         elif native in sampling.KNOWN:
             try:
                 sampling.parse({"max_new_tokens": _MANY, native: value})
             except RequestRefused as error:
-                raise FieldRefused(key, f"{key}: {error}") from error
+                raise FieldRefused(key, f"is refused: {error}") from error
         elif native in _PASSED:
             if not isinstance(value, _PASSED[native]):
-                raise FieldRefused(key, f"{key}: expected {_PASSED[native].__name__}, got {_short(value)}")
+                raise FieldRefused(key, f"must be of type {_PASSED[native].__name__}", value)
         else:
             continue
         made[native] = value
@@ -309,43 +296,38 @@ def _schema(response_format: Any) -> dict[str, str]:
             return {"json_schema": json.dumps(response_format["json_schema"]["schema"])}
     except (KeyError, TypeError):
         pass
-    raise FieldRefused("response_format", "response_format: type must be text, json_object or json_schema")
+    raise FieldRefused("response_format", "must be of type text, json_object or json_schema")
+
+
+def _tools(body: dict[str, Any]) -> Any:
+    return body.get("tools") if body.get("tool_choice") != "none" else None
 
 
 def _stops(given: dict[str, Any]) -> list[str]:
     stop = given.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
-    if (
-        not isinstance(stops, list)
-        or not all(isinstance(one, str) for one in stops)
-        or len(stops) > MAX_STOPS
-    ):
-        raise FieldRefused(
-            "stop", f"stop must be a string or a list of at most {MAX_STOPS}, got {_short(stop)}"
-        )
+    valid = isinstance(stops, list) and all(isinstance(one, str) for one in stops)
+    if not valid or len(stops) > MAX_STOPS:
+        raise FieldRefused("stop", f"must be a string or a list of at most {MAX_STOPS} strings", stop)
     return [one for one in stops if one]
 
 
 def _plain(name: str, message: Any) -> dict[str, Any]:
     """Return a message with its content as text."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise FieldRefused(name, f"{name} must be an object with role and content")
+        raise FieldRefused(name, "must be an object with role and content", message)
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise FieldRefused(f"{name}.content", f"{name}.content: only parts of type text are served")
+            raise FieldRefused(f"{name}.content", "must have parts of type text only")
         content = "".join(part["text"] for part in content)
     elif content is not None and not isinstance(content, str):
-        raise FieldRefused(f"{name}.content", f"{name}.content must be text, got {_short(content)}")
+        raise FieldRefused(f"{name}.content", "must be text", content)
     return {**message, "content": "" if content is None else content}
 
 
 def _flag(given: dict[str, Any], name: str) -> bool:
     value = given.get(name)
     if value not in (None, True, False):
-        raise FieldRefused(name, f"{name} must be true or false, got {_short(value)}")
+        raise FieldRefused(name, "must be true or false", value)
     return bool(value)
-
-
-def _short(value: Any) -> str:
-    return f"{value!r:.80}"

@@ -168,6 +168,7 @@ async def _stream(
         raise ClientGone from None
     finally:
         making.cancel()
+        await asyncio.gather(making, return_exceptions=True)
 
 
 async def _while_connected(request: web.Request, work: Coroutine[Any, Any, T]) -> T:

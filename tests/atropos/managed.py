@@ -1,7 +1,7 @@
 """One suite for every backend: atroposlib's ServerManager and managed server against the gateway.
 
 Subclass `Managed` and give a module-scoped fixture `served` (a ServedReplica). The server lives through the
-whole class.
+whole class. What only one backend is tried with is in its file.
 """
 
 import asyncio
@@ -32,8 +32,9 @@ async def caller(served, tmp_path):
         yield made
 
 
-async def start(python: str, scenario: str, caller, base: str = "/v1", token: str | None = None):
+async def start(python: str, scenario: str, caller, base: str = "/v1", token: str = "", length: int = 0):
     arguments = [CLIENT, scenario, caller.url + base, token or caller.token, caller.model]
+    arguments += [str(length)] if length else []
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(python, *arguments, stdout=pipe, stderr=pipe, env=env)
@@ -70,7 +71,9 @@ def check_counters(caller) -> None:
 
 
 class Managed:
-    """The suite."""
+    """The suite. LENGTH is how many tokens take a backend some seconds."""
+
+    LENGTH = 1500
 
     async def test_server_manager_of_an_openai_server(self, caller, atropos_python):
         got = await run(atropos_python, "openai", caller)
@@ -83,49 +86,48 @@ class Managed:
         assert caller.gateway.counters.probes >= 3
         check_counters(caller)
 
-    @pytest.mark.parametrize("kind", ["sglang", "vllm"])
-    async def test_managed_server_returns_what_was_sampled(self, caller, atropos_python, kind):
-        got = await run(atropos_python, kind, caller)
-        assert len(got["samples"]) == 12 and got["healthy"][0]
-        check_nodes(got["turns"] + got["samples"] + got["stops"], caller)
-        for answers in got["answers"]:
-            assert {one["finish"] for one in answers} <= FINISH_REASONS
-        tokenizer = caller.gateway.tokenizer
-        for node, answer in zip(got["samples"], got["answers"][2], strict=True):
-            sampled = [
-                token for token, entry in zip(node["tokens"], node["mask"], strict=True) if entry != MASKED
-            ]
-            assert tokenizer.decode(sampled) == answer["text"]
-        check_counters(caller)
+    async def test_managed_server_returns_what_was_sampled(self, caller, atropos_python):
+        await check_managed(caller, atropos_python, "sglang")
 
-    async def test_the_data_token_in_the_path_instead_of_the_key(self, caller, atropos_python):
-        got = await run(atropos_python, "sglang", caller, f"/t/{caller.token}/v1", "x")
-        check_nodes(got["turns"], caller)
-        got = await run(atropos_python, "openai", caller, f"/t/{caller.token}/eval/v1", "x")
-        assert len(got["chat"]) == 20
-        check_counters(caller)
+    async def test_a_weight_update_is_invisible(self, caller, served, atropos_python):
+        await check_update(caller, served, atropos_python, "abort", self.LENGTH)
 
-    @pytest.mark.parametrize("mode", ["retract", "abort"])
-    async def test_a_weight_update_is_invisible(self, caller, served, atropos_python, mode):
-        api = Api(served, caller.session)
-        before = served.label
-        client = await start(atropos_python, "long", caller)
-        while b"sampling" not in await client.stderr.readline():
-            pass
-        while not caller.gateway.train.running:
-            await asyncio.sleep(0.02)
-        await asyncio.sleep(0.7)
-        await api.client.pause(mode)
-        await asyncio.sleep(1.5)
-        await api.update(pause=False)
-        await api.client.resume()
-        got = await result_of(client)
-        assert len(got["samples"]) == 4 and got["healthy"][0]
-        check_nodes(got["samples"], caller)
-        steps = set()
-        for node in got["samples"]:
-            mask = [entry != MASKED for entry in node["mask"]]
-            assert sum(mask) == 1500
-            steps |= set(caller.gateway.log.match(node["tokens"], mask).steps[mask].tolist())
-        assert steps == {int(before.partition(".")[2]), served.step}
-        check_counters(caller)
+
+async def check_managed(caller, python: str, kind: str) -> None:
+    got = await run(python, kind, caller)
+    assert len(got["samples"]) == 12 and got["healthy"][0]
+    check_nodes(got["turns"] + got["samples"] + got["stops"], caller)
+    for answers in got["answers"]:
+        assert {one["finish"] for one in answers} <= FINISH_REASONS
+    tokenizer = caller.gateway.tokenizer
+    for node, answer in zip(got["samples"], got["answers"][2], strict=True):
+        sampled = [
+            token for token, entry in zip(node["tokens"], node["mask"], strict=True) if entry != MASKED
+        ]
+        assert tokenizer.decode(sampled) == answer["text"]
+    check_counters(caller)
+
+
+async def check_update(caller, served, python: str, mode: str, length: int) -> None:
+    """Sample while the servers are paused for a while and get other weights."""
+    api, before = Api(served, caller.session), served.step
+    client = await start(python, "long", caller, length=length)
+    while b"sampling" not in await client.stderr.readline():
+        pass
+    while not caller.gateway.train.running:
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.4)
+    await api.client.pause(mode)
+    await asyncio.sleep(1.5)
+    await api.update(pause=False)
+    await api.client.resume()
+    got = await result_of(client)
+    assert len(got["samples"]) == 4 and got["healthy"][0]
+    check_nodes(got["samples"], caller)
+    steps = set()
+    for node in got["samples"]:
+        mask = [entry != MASKED for entry in node["mask"]]
+        assert sum(mask) == length
+        steps |= set(caller.gateway.log.match(node["tokens"], mask).steps[mask].tolist())
+    assert steps == {before, served.step}
+    check_counters(caller)

@@ -1,6 +1,6 @@
 """What an environment does with its servers, by atroposlib's own ServerManager; run by atroposlib's interpreter.
 
-manager_client.py SCENARIO URL TOKEN MODEL     prints one JSON object
+manager_client.py SCENARIO URL TOKEN MODEL [LENGTH]     prints one JSON object
 """
 
 import asyncio
@@ -78,13 +78,15 @@ async def managed(kind, url, token, model):
     }
 
 
-async def long(url, token, model):
+async def long(url, token, model, length):
     """Sample for some seconds, while weights are updated."""
     servers = manager("sglang", url, token, model)
     async with servers.managed_server() as session:
         print("sampling", file=sys.stderr, flush=True)
         calls = [
-            session.chat_completion(messages=MESSAGES, n=2, max_tokens=1500, temperature=1.0, ignore_eos=True)
+            session.chat_completion(
+                messages=MESSAGES, n=2, max_tokens=int(length), temperature=1.0, ignore_eos=True
+            )
             for _ in range(2)
         ]
         await asyncio.gather(*calls)
@@ -93,13 +95,13 @@ async def long(url, token, model):
 
 
 def main() -> None:
-    scenario, url, token, model = sys.argv[1:]
+    scenario, *where = sys.argv[1:]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if scenario in ("openai", "long"):
-            result = asyncio.run({"openai": openai, "long": long}[scenario](url, token, model))
+            result = asyncio.run({"openai": openai, "long": long}[scenario](*where))
         else:
-            result = asyncio.run(managed(scenario, url, token, model))
+            result = asyncio.run(managed(scenario, *where))
     ours = [str(one.message) for one in caught if "atroposlib" in one.filename]
     print(json.dumps({**result, "warnings": ours}))
 

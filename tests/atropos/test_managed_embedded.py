@@ -5,7 +5,15 @@ import pytest
 pytest.register_assert_rewrite("conformance", "managed")
 
 from conformance import ServedReplica  # noqa: E402
-from managed import Managed, caller  # noqa: E402, F401
+from managed import (  # noqa: E402
+    Managed,
+    caller,  # noqa: F401
+    check_counters,
+    check_managed,
+    check_nodes,
+    check_update,
+    run,
+)
 
 from hpc_rl.config.sections.inference import EmbeddedConfig  # noqa: E402
 from hpc_rl.servers.embedded.backend import EmbeddedBackend  # noqa: E402
@@ -23,4 +31,13 @@ def served(tmp_path_factory):
 
 
 class TestManagedEmbedded(Managed):
-    pass
+    async def test_managed_server_of_a_vllm_server(self, caller, atropos_python):  # noqa: F811
+        await check_managed(caller, atropos_python, "vllm")
+
+    async def test_requests_are_held_while_weights_are_updated(self, caller, served, atropos_python):  # noqa: F811
+        await check_update(caller, served, atropos_python, "retract", self.LENGTH)
+
+    async def test_the_data_token_in_the_path_instead_of_the_key(self, caller, atropos_python):  # noqa: F811
+        got = await run(atropos_python, "sglang", caller, f"/t/{caller.token}/v1", "x")
+        check_nodes(got["turns"], caller)
+        check_counters(caller)

@@ -18,4 +18,4 @@ def served(tmp_path_factory, sglang_python):
 
 
 class TestManagedSGLang(Managed):
-    pass
+    LENGTH = 500

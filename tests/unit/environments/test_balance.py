@@ -3,7 +3,6 @@
 import pytest
 
 from hpc_rl.environments.balance import BLOCK_TOKENS, BalancingRouter
-from hpc_rl.name_resolve.memory import MemoryNames
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.servers.router import Server
 from hpc_rl.types import Turn
@@ -11,7 +10,7 @@ from hpc_rl.types import Turn
 
 @pytest.fixture
 def router():
-    return BalancingRouter(MemoryNames(), "data")
+    return BalancingRouter(None, "data")
 
 
 def server(key, running=0):
@@ -57,7 +56,7 @@ def test_a_common_beginning_alone_is_no_conversation(router):
 
 
 def test_metrics_are_of_the_latest_answers():
-    router = BalancingRouter(MemoryNames(), "data", metrics_window=2)
+    router = BalancingRouter(None, "data", metrics_window=2)
     a = router._servers["a"] = server("a")
     for seconds in (100.0, 1.0, 3.0):
         answered(router, a, request(), seconds)
