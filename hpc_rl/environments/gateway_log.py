@@ -2,8 +2,9 @@
 
 Environments return token ids, often no log-probabilities, and never weight versions: `match` finds the logged
 completions in a sequence. Text is never tokenized for that. A segment `segment-<NNNN>.log` has one writer,
-the incarnation that created it; it holds msgpack records, one after the other. Records are not fsynced:
-they survive a killed process, which is what the log is for, and are advice after a lost node.
+the process that created it; it holds msgpack records, one after the other. Gateways in several processes may
+share a folder, and any process may read what they write. Records are not fsynced: they survive a killed
+process, which is what the log is for, and are advice after a lost node.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +74,7 @@ class _Segment:
 
 
 class GatewayLog:
-    """The log in a folder: the records of earlier incarnations, and new ones.
+    """The log in a folder: what this process appends, and what others did.
 
     Args:
         folder: Holds the segments; made if it is not there.
@@ -92,9 +94,8 @@ class GatewayLog:
         self._write_lock = threading.Lock()  # a file system may take its time: match does not wait for it
         self._lock = threading.Lock()  # of the index
         folder.mkdir(parents=True, exist_ok=True)
-        for number in self._numbers():
-            self._load(number)
         self._current = -1  # none of ours yet
+        self._catch_up()
 
     def status(self) -> dict[str, int]:
         """Return sizes, for status pages."""
@@ -129,12 +130,14 @@ class GatewayLog:
         made, which stay unknown.
         """
         sequence, chosen = _array(ids), np.asarray(mask, bool)
-        found = Behavior.unknown(len(sequence))
-        edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
+        edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)).reshape(-1, 2)
         with self._lock:
-            for start, end in edges.reshape(-1, 2).tolist():
-                self._match_run(sequence, start, end, found)
-        return found
+            while True:
+                found = Behavior.unknown(len(sequence))
+                for start, end in edges.tolist():
+                    self._match_run(sequence, start, end, found)
+                if found.has_logprob[chosen].all() or not self._catch_up():
+                    return found
 
     def close(self) -> None:
         with self._lock:
@@ -226,15 +229,14 @@ class GatewayLog:
         self._by_output[output_hash] = place
 
     def _begin_segment(self) -> _Segment:
-        number = max(self._numbers(), default=-1) + 1
-        path = self.folder / f"segment-{number:04d}.log"
-        segment = _Segment(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600))
-        self._current = number
         with self._lock:
-            self._segments[number] = segment
+            number = max(self._numbers(), default=-1) + 1
+            path = self.folder / f"segment-{number:04d}.log"
+            segment = _Segment(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600))
+            self._segments[number], self._current = segment, number
             while len(self._segments) > NUM_SEGMENTS:
                 self._drop(min(self._segments))
-        return segment
+            return segment
 
     def _numbers(self) -> list[int]:
         return sorted(
@@ -253,19 +255,33 @@ class GatewayLog:
         os.close(segment.fd)
         (self.folder / f"segment-{number:04d}.log").unlink(missing_ok=True)
 
-    def _load(self, number: int) -> None:
-        """Index a segment of an earlier incarnation, up to the torn record of a writer that was killed."""
-        path = self.folder / f"segment-{number:04d}.log"
-        self._segments[number] = _Segment(os.open(path, os.O_RDONLY))
-        with path.open("rb") as file:
+    def _catch_up(self) -> bool:
+        """Index what other processes wrote, and forget what they deleted. Return whether there was more."""
+        numbers = self._numbers()
+        found = [self._load(number) for number in numbers if number != self._current]
+        for number in self._segments.keys() - {*numbers, self._current}:
+            self._drop(number)
+        return any(found)
+
+    def _load(self, number: int) -> bool:
+        """Index what is new in a segment, but for a record that is torn, or still being written."""
+        if number not in self._segments:
+            with suppress(FileNotFoundError):
+                fd = os.open(self.folder / f"segment-{number:04d}.log", os.O_RDONLY)
+                self._segments[number] = _Segment(fd)
+        segment = self._segments.get(number)
+        if segment is None or os.fstat(segment.fd).st_size <= segment.size:
+            return False
+        start = segment.size
+        with os.fdopen(os.dup(segment.fd), "rb") as file:
+            file.seek(start)
             records = msgpack.Unpacker(file)
             try:
                 for prompt_hash, output_hash, *_ in records:
-                    self._index(
-                        prompt_hash, output_hash, number, records.tell() - self._segments[number].size
-                    )
+                    self._index(prompt_hash, output_hash, number, start + records.tell() - segment.size)
             except (ValueError, TypeError, msgpack.UnpackException) as error:
                 logger.warning("gateway log, segment %d: the rest is left out: %s", number, error)
+        return segment.size > start
 
 
 def _array(ids: Sequence[int]) -> np.ndarray:

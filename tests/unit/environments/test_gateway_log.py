@@ -96,6 +96,23 @@ async def test_an_earlier_incarnation_and_its_torn_end(tmp_path):
     second.close()
 
 
+async def test_processes_share_a_folder(tmp_path):
+    service, gateways = GatewayLog(tmp_path), [GatewayLog(tmp_path) for _ in range(2)]
+    for number in range(4):
+        await gateways[number % 2].append(PROMPT, [turn([number, 1], f"0.{number}")], 1.0)
+        assert service.match(*masked(PROMPT, [number, 1])).steps.tolist()[3:] == [number] * 2
+    assert service.status()["records"] == 4 and len(list(tmp_path.iterdir())) == 2
+    path = min(tmp_path.iterdir())
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[: len(whole) // 4])  # a record that is still being written
+    assert not service.match(*masked(PROMPT, [9, 1])).has_logprob.any()
+    path.unlink()
+    assert not service.match(*masked(PROMPT, [9, 1])).has_logprob.any()
+    assert service.status()["records"] == 2
+    for log in (service, *gateways):
+        log.close()
+
+
 async def test_the_oldest_are_dropped(tmp_path):
     log = GatewayLog(tmp_path, max_records=32)
     for number in range(100):
