@@ -11,6 +11,7 @@ from typing import Any
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.environments.completions import Completion
 from hpc_rl.environments.gateway_requests import Order, Wire
+from hpc_rl.types import Turn
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
@@ -34,88 +35,68 @@ class AnswerWriter:
         """Return the answer once all completions are done."""
         order = self.order
         if order.wire is Wire.SGLANG:
-            answers = [self._native(one) for one in completions]
-            single = len(answers) == 1 and not order.batched
-            return answers[0] if single else answers
+            answers = [self._native(one, one.text) for one in completions]
+            return answers if order.batched or len(answers) > 1 else answers[0]
         if order.wire is Wire.VLLM:
-            return self._vllm(completions)
-        choices = [self._choice(one) for one in completions]
-        answer = {**self._head(order.wire), "choices": choices, "usage": _usage(completions)}
+            return _vllm([one.turn for one in completions], [one.text for one in completions])
+        choices = [self._choice(one, one.text, 0) for one in completions]
         versions = [_spans(one) for one in completions]
         newest = [spans[-1]["version"] for spans in versions if spans]
-        answer["metadata"] = {"weight_version": newest[-1] if newest else "", "weight_versions": versions[-1]}
-        if order.with_token_ids and order.wire is Wire.CHAT:
-            answer["prompt_token_ids"] = order.prompts[0].input_ids
-        return answer
+        metadata = {"weight_version": newest[-1] if newest else "", "weight_versions": versions[-1]}
+        return {**self._head(), "choices": choices, "usage": _usage(completions), "metadata": metadata}
 
     def begin(self, completions: Sequence[Completion]) -> Iterator[Any]:
         """Yield the events that open a stream."""
         if self.order.wire is Wire.CHAT:
             for one in completions:
-                yield self._chunk(one.index, {"delta": {"role": "assistant", "content": ""}}, None, None)
+                delta = {"role": "assistant", "content": ""}
+                yield self._chunk([{"index": one.index, "delta": delta, "finish_reason": None}])
 
-    def more(self, completion: Completion) -> Iterator[Any]:
-        """Yield the events for what a completion has made since the last time."""
-        order, text, made = self.order, completion.stable_text(), len(completion.turn.output_ids)
-        before = self._sent.get(completion.index, (0, 0, False))
-        now = (len(text), made, completion.done)
+    def more(self, one: Completion) -> Iterator[Any]:
+        """Yield the event for what a completion has made since the last time."""
+        text = one.stable_text()
+        before = self._sent.get(one.index, (0, 0, False))
+        now = (len(text), len(one.turn.output_ids), one.done)
         # a tool call is one only when it is whole
-        if now == before or (order.with_tools and not completion.done):
+        if now == before or (self.order.with_tools and not one.done):
             return
-        self._sent[completion.index], (chars, tokens, _) = now, before
-        if order.wire is Wire.SGLANG:
-            yield {**self._native(completion, text), "index": completion.index}
-            return
-        logprobs = self._logprobs(completion, tokens, made) if order.with_logprobs else None
-        finish = completion.turn.finish_reason or None
-        if order.wire is Wire.CHAT:
-            message, finish = self._message(completion, text[chars:])
-            delta = {key: value for key, value in message.items() if value is not None and key != "role"}
-            part: dict[str, Any] = {"delta": delta}
+        self._sent[one.index], (chars, tokens, _) = now, before
+        if self.order.wire is Wire.SGLANG:
+            yield {**self._native(one, text), "index": one.index}
         else:
-            part = {"text": text[chars:]}
-        if order.with_token_ids:
-            part["token_ids"] = completion.turn.output_ids[tokens:made]
-        yield self._chunk(completion.index, part, logprobs, finish or None)
+            yield self._chunk([self._choice(one, text[chars:], tokens)])
 
     def end(self, completions: Sequence[Completion]) -> Iterator[Any]:
         """Yield the events that close a stream, but for `[DONE]`."""
         if self.order.with_usage:
-            head = {**self._head(self.order.wire), "choices": [], "usage": _usage(completions)}
-            yield head | ({"object": "chat.completion.chunk"} if self.order.wire is Wire.CHAT else {})
+            yield {**self._chunk([]), "usage": _usage(completions)}
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": str(kind), "created": self._created, "model": self.order.model}
+    def _head(self) -> dict[str, Any]:
+        kind, model = str(self.order.wire), self.order.model
+        return {"id": self._id, "object": kind, "created": self._created, "model": model}
 
-    def _chunk(self, index: int, part: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.order.wire is Wire.CHAT else str(self.order.wire)
-        return {
-            **self._head(kind),
-            "choices": [{"index": index, **part, "logprobs": logprobs, "finish_reason": finish}],
-        }
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._head(), "choices": choices}
+        return {**chunk, "object": f"{self.order.wire}.chunk"} if self.order.wire is Wire.CHAT else chunk
 
-    def _choice(self, one: Completion) -> dict[str, Any]:
-        made = len(one.turn.output_ids)
-        choice: dict[str, Any] = {"index": one.index}
-        finish = one.turn.finish_reason
-        if self.order.wire is Wire.CHAT:
-            choice["message"], finish = self._message(one, one.text)
-        else:
-            choice["text"] = one.text
-        choice["logprobs"] = self._logprobs(one, 0, made) if self.order.with_logprobs else None
+    def _choice(self, one: Completion, text: str, start: int) -> dict[str, Any]:
+        """Return the choice, or the part of it with the tokens from `start` on."""
+        order, finish, end = self.order, one.turn.finish_reason or None, len(one.turn.output_ids)
+        choice: dict[str, Any] = {"index": one.index, "text": text}
+        if order.wire is Wire.CHAT:
+            calls, content = _tool_calls(text) if order.with_tools else ([], text)
+            finish = "tool_calls" if calls and finish == "stop" else finish
+            message: dict[str, Any] = {"role": "assistant", "content": content}
+            message |= {"tool_calls": calls} if calls else {}
+            choice = {"index": one.index, "delta" if order.stream else "message": message}
+        choice["logprobs"] = self._logprobs(one, start, end) if order.with_logprobs else None
         choice |= {"finish_reason": finish, "matched_stop": one.matched}
-        if self.order.with_token_ids:
-            choice["token_ids"] = one.turn.output_ids
-            if self.order.wire is Wire.COMPLETION:
-                choice["prompt_token_ids"] = one.order.input_ids
+        if order.with_token_ids:
+            choice |= {
+                "token_ids": one.turn.output_ids[start:],
+                "prompt_token_ids": [] if start else one.order.input_ids,
+            }
         return choice
-
-    def _message(self, one: Completion, text: str) -> tuple[dict[str, Any], str]:
-        """Return the message, and the finish reason that goes with it."""
-        calls, content = _tool_calls(text) if self.order.with_tools else ([], text)
-        message = {"role": "assistant", "content": content, "tool_calls": calls or None}
-        finish = one.turn.finish_reason
-        return message, "tool_calls" if calls and finish == "stop" else finish
 
     def _logprobs(self, one: Completion, start: int, end: int) -> dict[str, Any]:
         ids, values = one.turn.output_ids[start:end], one.turn.output_logprobs[start:end]
@@ -129,14 +110,13 @@ class AnswerWriter:
         offsets = list(itertools.accumulate(map(len, texts[:-1]), initial=0))[: len(texts)]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
-    def _native(self, one: Completion, text: str | None = None) -> dict[str, Any]:
-        """Return SGLang's answer: cumulative also within a stream."""
+    def _native(self, one: Completion, text: str) -> dict[str, Any]:
+        """Return SGLang's answer, which is cumulative within a stream."""
         turn, order = one.turn, self.order
-        finish: dict[str, Any] | None = None
-        if turn.finish_reason == "stop":
-            finish = {"type": "stop", "matched": one.matched}
-        elif turn.finish_reason:
-            finish = {"type": "length", "length": len(turn.output_ids)}
+        length = len(turn.output_ids)
+        ends: dict[str, dict[str, Any]] = {"stop": {"matched": one.matched}, "length": {"length": length}}
+        kind = turn.finish_reason
+        finish = {"type": kind, **ends[kind]} if kind else None
         spans = _spans(one)
         meta: dict[str, Any] = {
             "id": one.order.rid if one.order.rid and one.order.n == 1 else one.rid,
@@ -157,18 +137,18 @@ class AnswerWriter:
                 "output_token_logprobs": list(entries),
                 "output_token_logprobs_length": len(turn.output_ids),
             }
-        return {"text": one.text if text is None else text, "output_ids": turn.output_ids, "meta_info": meta}
+        return {"text": text, "output_ids": turn.output_ids, "meta_info": meta}
 
-    def _vllm(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Return what atroposlib's server in front of vLLM answers."""
-        turns = [one.turn for one in completions]
-        pairs = [zip(turn.output_ids, turn.output_logprobs, strict=True) for turn in turns]
-        return {
-            "text": [one.text for one in completions],
-            "token_ids": [turn.output_ids for turn in turns],
-            "logprobs": [[[{str(token): value}] for token, value in made] for made in pairs],
-            "finish_reasons": [turn.finish_reason for turn in turns],
-        }
+
+def _vllm(turns: Sequence[Turn], texts: Sequence[str]) -> dict[str, Any]:
+    """Return what atroposlib's server in front of vLLM answers."""
+    pairs = [zip(turn.output_ids, turn.output_logprobs, strict=True) for turn in turns]
+    return {
+        "text": texts,
+        "token_ids": [turn.output_ids for turn in turns],
+        "logprobs": [[[{str(token): value}] for token, value in made] for made in pairs],
+        "finish_reasons": [turn.finish_reason for turn in turns],
+    }
 
 
 def probe_answer(wire: Wire, model: str) -> dict[str, Any]:
@@ -176,13 +156,8 @@ def probe_answer(wire: Wire, model: str) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
     choice |= {"message": {"role": "assistant", "content": ""}} if wire is Wire.CHAT else {"text": ""}
     usage = {"prompt_tokens": 1, "completion_tokens": 0, "total_tokens": 1}
-    head = {
-        "id": f"probe-{uuid.uuid4().hex}",
-        "object": str(wire),
-        "created": int(time.time()),
-        "model": model,
-    }
-    return {**head, "choices": [choice], "usage": usage}
+    head = {"id": f"probe-{uuid.uuid4().hex}", "object": str(wire), "created": int(time.time())}
+    return {**head, "model": model, "choices": [choice], "usage": usage}
 
 
 def error_answer(message: str, kind: str, name: str | None = None) -> dict[str, Any]:
