@@ -49,8 +49,8 @@ class AnswerWriter:
         """Yield the events that open a stream."""
         if self.order.wire is Wire.CHAT:
             for one in completions:
-                delta = {"role": "assistant", "content": ""}
-                yield self._chunk([{"index": one.index, "delta": delta, "finish_reason": None}])
+                opening = {"index": one.index, "delta": {"role": "assistant", "content": ""}}
+                yield self._chunk([{**opening, "logprobs": None, "finish_reason": None}])
 
     def more(self, one: Completion) -> Iterator[Any]:
         """Yield the event for what a completion has made since the last time."""
