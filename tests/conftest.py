@@ -18,6 +18,7 @@ SECOND_SLURM = ("test_trial.py", "test_layouts.py", "test_endings.py", "test_opt
 # What takes minutes, the longest first: started last it would run alone, at the end.
 LONG = ("slurm", "slurm-2", "test_kill_anything.py", "sglang", "test_elastic.py", "test_rollout_faults.py")
 LONG += ("test_readme.py", "test_wheel.py", "test_fsdp.py", "test_supervisor_faults.py", "test_trainer.py")
+LONG += ("test_managed_embedded.py",)
 OWN = pytest.StashKey[Path]()
 
 
