@@ -67,40 +67,44 @@ class BalancingRouter(Router):
     def choose(self, servers: list[Server], requests: Sequence[GenerateRequest]) -> Server:
         if self.policy == "round_robin":
             return super().choose(servers, requests)
-        speeds = [self._windows[s.key].s_per_token for s in servers if s.key in self._windows]
+        speeds = [self._windows[s.lease.key].s_per_token for s in servers if s.lease.key in self._windows]
         known = [speed for speed in speeds if speed]
         typical = sum(known) / len(known) if known else 1.0
 
         def load(server: Server) -> float:
-            window = self._windows.get(server.key)
+            window = self._windows.get(server.lease.key)
             return (server.running + 1) * ((window and window.s_per_token) or typical)
 
         least = min(servers, key=lambda server: (load(server), random.random()))
         own = self._server_of(requests[0].input_ids)
         for server in servers:
-            if server.key == own and load(server) <= BUSIER * load(least) + typical:
+            if server.lease.key == own and load(server) <= BUSIER * load(least) + typical:
                 return server
         return least
 
     def observe(
         self, server: Server, requests: Sequence[GenerateRequest], turns: Sequence[Turn], elapsed_s: float
     ) -> None:
-        window = self._windows.setdefault(server.key, ServerWindow(self.metrics_window))
+        window = self._windows.setdefault(server.lease.key, ServerWindow(self.metrics_window))
         window.add(elapsed_s, max(len(turn.output_ids) for turn in turns))
         for request, turn in zip(requests, turns, strict=True):
             ids = request.input_ids
-            self._remember(ids, server.key)
-            self._remember(ids + turn.output_ids, server.key)
+            self._remember(ids, server.lease.key)
+            self._remember(ids + turn.output_ids, server.lease.key)
 
     @property
     def num_servers(self) -> int:
         return len(self._servers)
 
     def servers(self) -> list[dict[str, Any]]:
-        return [
-            {**one, **(window.summary() if (window := self._windows.get(one["key"])) else {})}
-            for one in super().servers()
-        ]
+        """Return what is known of each server, for status pages."""
+        shown = []
+        for key, server in self._servers.items():
+            window, version = self._windows.get(key), server.lease.value["version"]
+            state = {"key": key, "epoch": server.lease.epoch, "version": version, "state": server.state}
+            state |= {"suspect": server.suspect, "running": server.running}
+            shown.append({**state, **(window.summary() if window else {})})
+        return shown
 
     def _remember(self, ids: Sequence[int], key: str) -> None:
         """Note who has the whole blocks of these tokens in its cache."""

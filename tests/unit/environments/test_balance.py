@@ -3,6 +3,7 @@
 import pytest
 
 from hpc_rl.environments.balance import BLOCK_TOKENS, BalancingRouter
+from hpc_rl.name_resolve.shared_fs import LeaseView
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.servers.router import Server
 from hpc_rl.types import Turn
@@ -14,7 +15,8 @@ def router():
 
 
 def server(key, running=0):
-    return Server(key, 1, "http://host", "0.1", "serving", None, running=running)
+    value = {"url": "http://host", "version": "0.1", "state": "serving"}
+    return Server(LeaseView(key, value, 1, True, 0.0), None, running=running)
 
 
 def request(length=4, first=0):

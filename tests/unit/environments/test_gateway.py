@@ -9,7 +9,8 @@ import pytest
 from gateways import FakeServer, answer, open_gateway
 
 from hpc_rl.environments.gateway import Gate, GatewaySettings
-from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.name_resolve import keys
+from hpc_rl.name_resolve.shared_fs import NameResolve
 
 PROMPT = [4, 13, 5]
 CHAT = {"model": "any", "messages": [{"role": "user", "content": "1+2"}], "max_tokens": 8}
@@ -18,7 +19,7 @@ NATIVE = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 8}, "return
 
 @contextlib.asynccontextmanager
 async def gateway_of(tokenizer, folder, count=1, settings=None, announced=True):
-    names = open_names(folder / "trial")
+    names = NameResolve(folder / "names")
     fakes = [FakeServer() for _ in range(count)]
     for index, fake in enumerate(fakes):
         await fake.start()
