@@ -117,7 +117,7 @@ async def check_update(caller, served, python: str, mode: str, length: int) -> N
     while not caller.gateway.train.running:
         await asyncio.sleep(0.02)
     await asyncio.sleep(0.4)
-    await api.client.pause(mode)
+    await api.control("/pause_generation", {"mode": mode})
     await asyncio.sleep(1.5)
     await api.update(pause=False)
     await api.client.resume()
