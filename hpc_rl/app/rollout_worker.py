@@ -18,7 +18,7 @@ from hpc_rl.rollout import pipes
 from hpc_rl.rollout.rewards import BUILTINS, Reward, built_in
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
 from hpc_rl.rollout.worker import Worker
-from hpc_rl.rollout.workflow import load_workflow
+from hpc_rl.rollout.workflows import load_workflow
 from hpc_rl.servers.router import Router
 from hpc_rl.trial import Trial
 

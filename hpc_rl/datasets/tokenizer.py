@@ -43,6 +43,11 @@ class Tokenizer:
         self._template: jinja2.Template | None = None
 
     @property
+    def size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._tokenizer.get_vocab_size()
+
+    @property
     def eos_token_id(self) -> int | None:
         """The token that ends a completion; None where the folder names none."""
         return self.eos_token_ids[0] if self.eos_token_ids else None

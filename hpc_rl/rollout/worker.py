@@ -13,7 +13,8 @@ from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RejectReason
 from hpc_rl.rollout.pipes import GroupMade, NoGroup, Outcome, PromptScored, RunPrompt
 from hpc_rl.rollout.rewards import ErrorLog, Rejection, Reward, checked
-from hpc_rl.rollout.workflow import WORKFLOWS, Sampler, SamplerSettings, Workflow, check_group
+from hpc_rl.rollout.workflow import Sampler, SamplerSettings, Workflow, check_group
+from hpc_rl.rollout.workflows import WORKFLOWS
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.servers.router import Router
 from hpc_rl.types import TrajectoryGroup, Turn, WeightVersion, encode

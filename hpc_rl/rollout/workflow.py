@@ -5,7 +5,6 @@ that makes one without arguments, or such a function. `prompt` is the row as a d
 rejects the prompt.
 """
 
-import asyncio
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,10 +16,10 @@ import numpy as np
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.datasets.order import sample_seed
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.errors import ConfigError, InputRefused
+from hpc_rl.errors import InputRefused
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.pipes import RunPrompt
-from hpc_rl.rollout.rewards import Rejection, Reward, import_object
+from hpc_rl.rollout.rewards import Rejection, Reward
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.types import Trajectory, TrajectoryGroup, Turn, WeightVersion
 
@@ -201,30 +200,3 @@ def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Tr
             made.steps[start + first : start + last] = version.step
         at = end
     return made
-
-
-async def single_turn(prompt: dict[str, Any], generate: Sampler) -> TrajectoryGroup | None:
-    """n_samples completions of the prompt, each scored."""
-    ids = prompt["input_ids"]
-    turns = await generate.samples(ids)
-    texts = [generate.tokenizer.decode(turn.output_ids) for turn in turns]
-    rewards = await asyncio.gather(*(generate.reward(prompt, text) for text in texts))
-    scored = zip(turns, rewards, strict=True)
-    return TrajectoryGroup(generate.index, [trajectory([(ids, turn)], reward) for turn, reward in scored])
-
-
-WORKFLOWS: dict[str, Workflow] = {"single_turn": single_turn}
-
-
-def load_workflow(path: str) -> Workflow:
-    """A built-in or the user's workflow. Raises ConfigError."""
-    if path in WORKFLOWS:
-        return WORKFLOWS[path]
-    found = import_object("rollout.workflow", path)
-    if isinstance(found, type):
-        found = found()
-    run = getattr(found, "run", found)
-    if not callable(run):
-        allowed = "a function, or an object with a method `async run(prompt, generate)`"
-        raise ConfigError(f"rollout.workflow: {path!r} must be {allowed}.")
-    return run

@@ -9,7 +9,7 @@ from hpc_rl.config.rules.consistency import context_option, given, server_backen
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 
-BUILT_IN = {"workflow": ["single_turn"], "reward_fn": ["exact_match", "contains"]}
+BUILT_IN = {"workflow": ["single_turn", "multi_turn"], "reward_fn": ["exact_match", "contains"]}
 _IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
 

@@ -76,7 +76,8 @@ class InferenceEngineConfig:
         staleness_bound: `soft` limits the number of prompts issued (AReaL's rule), `hard` every trajectory,
             `drop` rejects stale trajectories. hpc-rl extension.
         batch_order: `ready` takes groups as they finish, `in_order` by prompt index. hpc-rl extension.
-        workflow: `single_turn`, or `package.module:name` of your own. hpc-rl extension.
+        workflow: `single_turn`; `multi_turn`, which lets the model try a second time; or
+            `package.module:name` of your own. hpc-rl extension.
         reward_fn: `exact_match`, `contains`, or `package.module:name` of your own. hpc-rl extension.
         reward_timeout_s: Time limit of one reward call in seconds; exceeding it rejects the prompt. hpc-rl
             extension.

@@ -15,7 +15,8 @@ from hpc_rl.rollout.rewards import Rejection, built_in, checked, contains, exact
 from hpc_rl.rollout.rewards import reward_process as reward_process_module
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
 from hpc_rl.rollout.worker import Worker
-from hpc_rl.rollout.workflow import WORKFLOWS, load_workflow, sampling, single_turn, trajectory
+from hpc_rl.rollout.workflow import sampling, trajectory
+from hpc_rl.rollout.workflows import WORKFLOWS, load_workflow, single_turn
 from hpc_rl.types import Turn, decode
 
 

@@ -1,0 +1,87 @@
+"""Conversation: several turns with a model as one token sequence.
+
+What the model made stays as it was sampled; only what is said to it between two turns is tokenized. So the
+log-probabilities of a trajectory belong to the very tokens that the model saw, which tokenizing the whole
+conversation again would not promise.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.types import Turn
+
+# Stands for a reply in a rendering of the chat template; no template changes such a text.
+REPLY = "hpc-rl-reply"
+
+Sample = Callable[[list[int]], Awaitable[Turn]]
+
+
+class Conversation:
+    """The turns of one trajectory.
+
+    Args:
+        tokenizer: Of the model.
+        sample: Returns one generation for the ids of the conversation so far.
+        messages: What is said first, rendered by the chat template.
+        input_ids: Begin with these tokens instead; then `say` adds plain text, without a template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sample: Sample,
+        messages: Sequence[dict[str, Any]] = (),
+        input_ids: Sequence[int] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.messages = [dict(message) for message in messages]
+        self.turns: list[tuple[list[int], Turn]] = []
+        self._sample = sample
+        self._is_chat = input_ids is None
+        self._context = list(input_ids or ())
+        self._unsaid = list(self.messages) if self._is_chat else []
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens so far, those that the next turn is sampled from."""
+        made = [token for context, turn in self.turns for token in (*context, *turn.output_ids)]
+        return made + self._context
+
+    def say(self, content: str, role: str = "user", **fields: Any) -> None:
+        """Add a message for the model to answer, for instance of role `user` or `tool`."""
+        message = {"role": role, "content": content, **fields}
+        self.messages.append(message)
+        if self._is_chat:
+            self._unsaid.append(message)
+        else:
+            self._context += self.tokenizer.encode(content, add_special_tokens=False)
+
+    async def reply(self) -> str:
+        """Let the model answer; return its text without special tokens. Raises what `sample` raises."""
+        if self._unsaid:
+            self._context += self._tokens_of_unsaid()
+            self._unsaid = []
+        turn = await self._sample(self.ids)
+        self.turns.append((self._context, turn))
+        self._context = []
+        text = self.tokenizer.decode(turn.output_ids)
+        self.messages.append({"role": "assistant", "content": text})
+        return text
+
+    @property
+    def was_cut_off(self) -> bool:
+        """Whether the last reply ended at its limit of tokens."""
+        return bool(self.turns) and self.turns[-1][1].finish_reason == "length"
+
+    def _tokens_of_unsaid(self) -> list[int]:
+        if not self.turns:
+            return self.tokenizer.encode(self.tokenizer.chat(self._unsaid), add_special_tokens=False)
+        # what the template puts after a reply: its end, the new messages, the beginning of the next reply
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": REPLY}]
+        text = self.tokenizer.chat([*before, *self._unsaid]).rpartition(REPLY)[2]
+        added = self.tokenizer.encode(text, add_special_tokens=False)
+        made = self.turns[-1][1].output_ids
+        # the model has already made the token that ends a reply
+        ended = bool(made) and made[-1] in self.tokenizer.eos_token_ids
+        return added[1:] if ended and added[:1] == made[-1:] else added

@@ -1,0 +1,105 @@
+"""The workflow `multi_turn`: the model tries again after feedback, and may call tools in between.
+
+Other numbers and tools are a class of your own, `rollout.workflow: my_module:Mine`:
+
+    class Mine(MultiTurn):
+        def __init__(self):
+            super().__init__(max_turns=4, turn_discount=0.9, tools=["my_module:search"])
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from hpc_rl.rollout.batch_log.ledger import RejectReason
+from hpc_rl.rollout.conversation import Conversation
+from hpc_rl.rollout.rewards import Rejection
+from hpc_rl.rollout.tool_call import ToolFailed, call_tool
+from hpc_rl.rollout.workflow import Sampler, trajectory
+from hpc_rl.types import Trajectory, TrajectoryGroup, Turn
+
+FEEDBACK = "Your answer is either wrong or can't be read. Please try again."
+# as Qwen and Hermes models write a call
+TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+class MultiTurn:
+    """Several turns for each trajectory, until the reward of one is above 0.
+
+    The reward of a trajectory is the sum of its turns' rewards, that of turn t times `turn_discount` ** t; a
+    turn that only calls tools has none, and does not count for the discount.
+
+    Args:
+        max_turns: Replies of the model, those that call tools included.
+        turn_discount: What one more turn costs, as a factor.
+        feedback: What the model is answered where its reward is 0 or less.
+        tools: Functions that the model may call, as `package.module:name`; a call has the name and keyword
+            arguments as JSON between <tool_call> and </tool_call>. Each runs in a process of its own.
+        tool_timeout_s: Seconds that one call may take.
+    """
+
+    def __init__(
+        self,
+        max_turns: int = 2,
+        turn_discount: float = 1.0,
+        feedback: str = FEEDBACK,
+        tools: Sequence[str] = (),
+        tool_timeout_s: float = 10.0,
+    ) -> None:
+        if max_turns < 1:
+            raise ValueError(f"max_turns must be at least 1, got {max_turns}")
+        self.max_turns = max_turns
+        self.turn_discount = turn_discount
+        self.feedback = feedback
+        self.tools = {path.rpartition(":")[2]: path for path in tools}
+        self.tool_timeout_s = tool_timeout_s
+
+    async def run(self, prompt: dict[str, Any], generate: Sampler) -> TrajectoryGroup:
+        """Return a group of n_samples trajectories."""
+        samples = (self._trajectory(prompt, generate, sample) for sample in range(generate.n_samples))
+        return TrajectoryGroup(generate.index, list(await asyncio.gather(*samples)))
+
+    async def _trajectory(self, prompt: dict[str, Any], generate: Sampler, sample: int) -> Trajectory:
+        async def turn_of(input_ids: list[int]) -> Turn:
+            return await generate(input_ids, sample)
+
+        messages = prompt.get("messages")
+        conversation = Conversation(
+            generate.tokenizer, turn_of, messages or (), None if messages else prompt["input_ids"]
+        )
+        total, answers = 0.0, 0
+        for _ in range(self.max_turns):
+            try:
+                reply = await conversation.reply()
+            except Rejection as rejection:
+                if rejection.reason != RejectReason.TOO_LONG or not conversation.turns:
+                    raise
+                break
+            if calls := TOOL_CALL.findall(reply) if self.tools else []:
+                for result in await asyncio.gather(*(self._result(call) for call in calls)):
+                    conversation.say(result, role="tool")
+                continue
+            reward = await generate.reward(prompt, reply)
+            total += self.turn_discount**answers * reward
+            answers += 1
+            if reward > 0 or conversation.was_cut_off:
+                break
+            conversation.say(self.feedback)
+        made = trajectory(conversation.turns, total)
+        made.stats = {"turns": float(len(conversation.turns)), "answers": float(answers)}
+        return made
+
+    async def _result(self, call: str) -> str:
+        """Return what a tool says, or an error for the model to read."""
+        try:
+            content = json.loads(call)
+            name, arguments = content["name"], content.get("arguments") or {}
+            path = self.tools[name]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"error: a call has a name and arguments; the tools are {', '.join(self.tools)}"
+        try:
+            return await call_tool(path, arguments, self.tool_timeout_s)
+        except ToolFailed as error:
+            return f"error: {error}"

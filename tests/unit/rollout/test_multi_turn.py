@@ -1,0 +1,132 @@
+"""Turns, discounts and tools of the workflow multi_turn."""
+
+import asyncio
+
+import psutil
+import pytest
+
+from hpc_rl.rollout.batch_log.ledger import RejectReason
+from hpc_rl.rollout.multi_turn import MultiTurn
+from hpc_rl.rollout.rewards import Rejection
+from hpc_rl.rollout.tool_call import ToolFailed, call_tool
+from hpc_rl.types import Turn
+
+
+class Letters:
+    """A tokenizer: one token per character."""
+
+    eos_token_ids = (0,)
+
+    def encode(self, text, add_special_tokens=True):
+        return [ord(sign) for sign in text]
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(chr(i) for i in ids if i)
+
+
+class Generate:
+    """A sampler whose replies are given; the reward of `yes` is 1, of `half` 0.5."""
+
+    index, n_samples, tokenizer = 3, 1, Letters()
+
+    def __init__(self, *replies, reason="stop"):
+        self.replies, self.reason, self.asked = list(replies), reason, []
+
+    async def __call__(self, input_ids, sample=0):
+        self.asked.append(self.tokenizer.decode(input_ids))
+        reply = self.replies.pop(0)
+        if reply is None:
+            raise Rejection(RejectReason.TOO_LONG, "no room")
+        ids = [*self.tokenizer.encode(reply), 0]
+        return Turn(ids, [-1.0] * len(ids), [("0.2", 0, len(ids))], self.reason)
+
+    async def reward(self, prompt, completion):
+        return {"yes": 1.0, "half": 0.5}.get(completion, 0.0)
+
+
+PROMPT = {"prompt": "q", "input_ids": [ord("q")]}
+
+
+async def only(workflow, generate):
+    group = await workflow.run(PROMPT, generate)
+    assert group.index == 3
+    (made,) = group.trajectories
+    return made
+
+
+async def test_it_stops_at_the_first_reward():
+    generate = Generate("yes")
+    made = await only(MultiTurn(max_turns=3), generate)
+    assert made.reward == 1.0 and made.stats["turns"] == 1
+    assert generate.asked == ["q"]
+
+
+async def test_the_discount_counts_once_for_each_turn_before():
+    made = await only(
+        MultiTurn(max_turns=4, turn_discount=0.5, feedback=" again "), Generate("no", "no", "yes")
+    )
+    assert made.reward == pytest.approx(0.25)
+    assert made.loss_mask.sum() == 3 + 3 + 4  # the model's tokens, with the end of each reply
+
+
+async def test_the_model_sees_the_feedback():
+    generate = Generate("no", "yes")
+    await only(MultiTurn(feedback=" again "), generate)
+    assert generate.asked[1] == "qno again "
+
+
+async def test_it_ends_after_max_turns_when_cut_off_or_without_room():
+    assert (await only(MultiTurn(max_turns=2), Generate("no", "no", "yes"))).reward == 0
+    assert (await only(MultiTurn(max_turns=3), Generate("no", "yes", reason="length"))).stats["turns"] == 1
+    assert (await only(MultiTurn(max_turns=3), Generate("no", None))).stats["turns"] == 1
+    with pytest.raises(Rejection):
+        await only(MultiTurn(), Generate(None))
+
+
+async def test_a_turn_that_calls_a_tool_is_no_answer(tmp_path, monkeypatch):
+    (tmp_path / "mytools.py").write_text("def double(x):\n    print('noise')\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    call = '<tool_call>{"name": "double", "arguments": {"x": 21}}</tool_call>'
+    generate = Generate(call, "yes")
+    made = await only(MultiTurn(max_turns=2, turn_discount=0.5, tools=["mytools:double"]), generate)
+    assert generate.asked[1] == f"q{call}42"
+    assert made.reward == 1.0 and made.stats == {"turns": 2.0, "answers": 1.0}
+
+
+async def test_a_wrong_call_is_answered_with_the_names_of_the_tools():
+    generate = Generate('<tool_call>{"name": "other"}</tool_call>', "yes")
+    await only(MultiTurn(tools=["mytools:double"]), generate)
+    assert generate.asked[1].endswith("the tools are double")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def f(): raise ValueError('no')", "ValueError: no"),
+        ("import sys\ndef f(): sys.exit(3)", "SystemExit: 3"),
+        ("import os\ndef f(): os._exit(3)", "without a result"),
+        ("def f(): return bytearray(8 << 30)", "MemoryError"),
+        ("import time\ndef f(): time.sleep(60)", "more than 2 s"),
+        ("def g(): pass", "AttributeError"),
+    ],
+)
+async def test_a_tool_that_fails_is_kept_apart(tmp_path, monkeypatch, code, said):
+    (tmp_path / "badtool.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ToolFailed, match=said):
+        await call_tool("badtool:f", {}, 2.0)
+
+
+async def test_a_tool_sees_no_secrets_and_leaves_no_process(tmp_path, monkeypatch):
+    (tmp_path / "spy.py").write_text(
+        "import os, subprocess, sys\n"
+        "def variables(): return sorted(os.environ)\n"
+        "def child():\n"
+        "    return subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    assert "WANDB_API_KEY" not in await call_tool("spy:variables", {}, 10.0)
+    pid = int(await call_tool("spy:child", {}, 10.0))
+    await asyncio.sleep(0.2)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
