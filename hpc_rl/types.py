@@ -66,6 +66,11 @@ class Trajectory:
     reward: float
     finish_reason: str  # stop | length
     stats: dict[str, float] = field(default_factory=dict)
+    # what an environment may send besides
+    has_logprobs: bool = True  # false: the trainer computes those of the behaviour policy itself
+    advantages: np.ndarray | None = None  # float32 [L]: instead of those that the trainer computes
+    ref_logprobs: np.ndarray | None = None  # float32 [L]: instead of the reference model's
+    zero_advantage: bool = False  # counts in its group, but is not trained on
 
     def oldest_step(self) -> int:
         """The smallest step among the model's own tokens, 0 when it made none."""

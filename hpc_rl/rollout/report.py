@@ -26,6 +26,9 @@ def counters(service: RolloutService) -> dict[str, Any]:
         "version": None if version is None else str(WeightVersion(log.lineage, version)),
         "running": len(sequencer.running),
         "ready": len(log.ready),
+        # the two that environments of atroposlib know
+        "current_step": version or 0,
+        "queue_size": len(log.ready),
         "issued": sequencer.next_index,
         "sealed": log.top,
         "trimmed": log.trimmed,

@@ -11,11 +11,20 @@ ticket that its index runs under: what a worker that was given up sends later is
 import heapq
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from hpc_rl.errors import Stale
-from hpc_rl.rollout.batch_log.ledger import GroupRecord, RecordPlace, RejectReason, RejectRecord
+from hpc_rl.rollout.batch_fill import fill
+from hpc_rl.rollout.batch_log.ledger import (
+    FIRST_OUTSIDE,
+    GroupRecord,
+    OutsideRecord,
+    RecordPlace,
+    RejectReason,
+    RejectRecord,
+)
 from hpc_rl.rollout.batch_log.replay import LogState, ReadyGroup
 from hpc_rl.rollout.batch_log.seals import Seal
 from hpc_rl.rollout.staleness import capacity, leaves_room, staleness
@@ -32,6 +41,9 @@ class Rules:
     order: Literal["ready", "in_order"] = "ready"
     prompt_retries: int = 2  # after a failure
     queue_size: int | None = None  # prompts running and groups ready together; None leaves that to staleness
+    batch_sequences: int | None = None  # per batch, where environments send groups; None elsewhere
+    n_samples: int = 1  # sequences that a prompt counts as there
+    own_prompts: bool = True  # whether prompts are issued at all
 
     @property
     def bounds_age(self) -> bool:
@@ -78,8 +90,11 @@ class Sequencer:
 
     @property
     def accepted(self) -> int:
-        """Prompts that became groups: consumed and ready."""
-        return self.log.consumed + len(self.log.ready)
+        """Prompts that became groups: consumed and ready. Groups from outside count by their sequences."""
+        if self.rules.batch_sequences is None:
+            return self.log.consumed + len(self.log.ready)
+        ready = sum(self._size(record) for record, _ in self.log.ready.values())
+        return self.log.top * self.rules.batch_size + ready // self.rules.n_samples
 
     @property
     def untouched(self) -> bool:
@@ -126,9 +141,9 @@ class Sequencer:
 
     def issue(self) -> list[Issue]:
         """Prompts to start now: those that wait to be issued again, then new ones."""
-        if self.version is None:
-            return []
         rules = self.rules
+        if self.version is None or not rules.own_prompts:
+            return []
         room = capacity(
             rules.max_concurrent, rules.batch_size, rules.eta, self.version, self.accepted, len(self.running)
         )
@@ -176,25 +191,35 @@ class Sequencer:
         self.log.reject(record)
 
     def too_old(self, step: int) -> list[int]:
-        """Return ready groups that are too old for batch `step`: the service rejects them before it cuts."""
-        if self.rules.bound == "soft":
-            return []
+        """Return ready groups that are too old for batch `step`: the service rejects them before it cuts.
+
+        Nothing limits what is sent from outside before it is made, so its age is bounded whatever the bound.
+        """
         return [
             index
             for index, (record, _) in self.log.ready.items()
-            if staleness(step, record.oldest_step) > self.rules.eta
+            if (self.rules.bound != "soft" or index >= FIRST_OUTSIDE)
+            and staleness(step, record.oldest_step) > self.rules.eta
         ]
 
-    def cut(self, step: int) -> dict[int, ReadyGroup] | None:
+    def cut(self, step: int, allocations: Mapping[int, int] | None = None) -> dict[int, ReadyGroup] | None:
         """Return the groups of batch `step`, ordered by index, or None while it can't be cut.
 
         Changes nothing; see sealed.
+
+        Args:
+            step: Of the batch.
+            allocations: Sequences of the batch that are for one environment, by env_id.
         """
         rules, ready = self.rules, self.log.ready
-        if step != self.log.top + 1 or len(ready) < rules.batch_size:
+        if step != self.log.top + 1:
             return None
-        chosen = self._in_order() if rules.order == "in_order" else self._oldest_first()
-        if len(chosen) < rules.batch_size:
+        if rules.batch_sequences is not None:
+            chosen = self._whole_groups(rules.batch_sequences, allocations or {})
+        else:
+            chosen = self._in_order() if rules.order == "in_order" else self._oldest_first()
+            chosen = chosen if len(chosen) == rules.batch_size else []
+        if not chosen:
             return None
         # if nothing runs, nothing would come of waiting; what gets too old is rejected
         if rules.bound == "hard" and self.running:
@@ -204,9 +229,36 @@ class Sequencer:
                 return None
         return {index: ready[index] for index in sorted(chosen)}
 
-    def _oldest_first(self) -> list[int]:
+    def _size(self, record: GroupRecord) -> int:
+        """Return the sequences that a group counts as."""
+        return record.num_trajectories if isinstance(record, OutsideRecord) else self.rules.n_samples
+
+    def _whole_groups(self, total: int, allocations: Mapping[int, int]) -> list[int]:
+        """Return groups that have `total` sequences together, the shares of environments among them."""
+        ready = self.log.ready
+        order = sorted(ready) if self.rules.order == "in_order" else self._by_age()
+        chosen: list[int] = []
+        of_environments = (
+            (share, [i for i in order if getattr(ready[i][0], "env_id", None) == env_id])
+            for env_id, share in allocations.items()
+        )
+        for share, candidates in of_environments:
+            picked = fill([self._size(ready[i][0]) for i in candidates], share)
+            if picked is None:
+                return []
+            chosen += [candidates[k] for k in picked]
+        taken = set(chosen)
+        rest = [i for i in order if i not in taken]
+        picked = fill([self._size(ready[i][0]) for i in rest], total - sum(allocations.values()))
+        return [] if picked is None else chosen + [rest[k] for k in picked]
+
+    def _by_age(self) -> list[int]:
+        """Return what is ready, the oldest first; of one age what came from outside, then by arrival."""
         ready = self.log.ready  # by arrival
-        return sorted(ready, key=lambda index: ready[index][0].begun)[: self.rules.batch_size]
+        return sorted(ready, key=lambda index: (ready[index][0].begun, index < FIRST_OUTSIDE))
+
+    def _oldest_first(self) -> list[int]:
+        return self._by_age()[: self.rules.batch_size]
 
     def _in_order(self) -> list[int]:
         chosen: list[int] = []
@@ -227,4 +279,5 @@ class Sequencer:
     def needed_segments(self) -> set[int]:
         """Return the segments with groups of batches, or of batches to come."""
         places = [place for seal in self.log.seals.values() for place in seal.places.values()]
-        return {place.segment for place in (*places, *(place for _, place in self.log.ready.values()))}
+        waiting = (*self.log.ready.values(), *self.log.parts.values())
+        return {place.segment for place in (*places, *(place for _, place in waiting))}

@@ -85,6 +85,7 @@ class RolloutService:
         sequencer.restore(state)
         self._begun: int | None = None  # the lineage that the trainer has shown
         self._bodies: dict[int, bytes] = {}
+        self.allocations: Callable[[], dict[int, int]] = dict  # sequences of a batch, by environment
         self._changed = asyncio.Event()
         self._cutting = asyncio.Lock()
         self._faults = 0  # rejections in a row that came of exceptions
@@ -112,6 +113,12 @@ class RolloutService:
                 await asyncio.to_thread(self.ledger.commit)
             if self.clock.resumes():
                 self._issue()
+
+    async def commit(self) -> None:
+        """Make all that was appended durable, and look again whether a batch can be cut. Raises Refused."""
+        async with self._or_end():
+            await asyncio.to_thread(self.ledger.commit)
+        self._changed.set()
 
     async def close(self) -> None:
         """Make everything that is finished durable."""
@@ -310,7 +317,7 @@ class RolloutService:
                 return self._bodies.get(step)
             for index in self.sequencer.too_old(step):
                 self._reject(index, RejectReason.STALE)
-            groups = self.sequencer.cut(step)
+            groups = self.sequencer.cut(step, self.allocations())
             if groups is None:
                 self._issue()
                 return None

@@ -22,6 +22,7 @@ from hpc_rl.engines.base import Engine, MicroBatch, Sequences
 from hpc_rl.engines.packing import balance
 from hpc_rl.errors import DataUnusable
 from hpc_rl.rollout.batch_client import RolloutClient
+from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
 from hpc_rl.trainers.minibatches import Known, Minibatch, ScoredRows, rectangle, shares
 from hpc_rl.trainers.run import Run
 from hpc_rl.types import Batch, Trajectory, decode
@@ -69,6 +70,7 @@ class GRPO:
         # greedy sampling has temperature 0: log-probabilities are those of the plain distribution
         self.temperature = (sampling if own is None else own) or 1.0
         self.group_size = self.actor.group_size or self.config.gconfig.n_samples
+        self.recomputes = self.actor.recompute_logprob or self.actor.use_decoupled_loss
         self.has_kl_rewards = self.actor.kl_ctl > 0 and (
             reference is not None or self.algorithm.zero_reference
         )
@@ -93,7 +95,8 @@ class GRPO:
             body = run.ranks.bytes_from_rank0(fetch)
             if body:
                 batch: Batch = decode(body)
-                newest = max((group.index for group in batch.groups), default=-1)
+                own = (group.index for group in batch.groups if group.index < FIRST_OUTSIDE)
+                newest = max(own, default=-1)
                 self._frontier = {"sealed": step, "newest_prompt": newest}
                 return batch
             if run.ranks.any(body is None or run.stopping.is_set()):
@@ -216,7 +219,8 @@ class GRPO:
             gae_lambda=self.actor.gae_lambda,
             **options,
         )
-        return [advantages_BT[i, : len(row.ids)].numpy() for i, row in enumerate(scored.rows)]
+        computed = (advantages_BT[i, : len(row.ids)].numpy() for i, row in enumerate(scored.rows))
+        return [sent_advantages(row, one) for row, one in zip(scored.rows, computed, strict=True)]
 
     def _minibatches(self, scored: ScoredRows, advantages: list[np.ndarray]) -> list[Minibatch]:
         """Return the rows that are trained on, cut and shared out."""
@@ -290,11 +294,14 @@ class GRPO:
                 return None
             return dict(zip(numbers, engine.logprobs(sequences, temperature), strict=True))
 
-        recompute = self.actor.recompute_logprob or self.actor.use_decoupled_loss
+        recompute = self.recomputes or not all(row.has_logprobs for row in rows)
         return Known(by_row(self.run.engine if recompute else None), by_row(self.reference))
 
     def _prox_and_behav(self, rows: list[Trajectory], known: Known, i: int) -> tuple[np.ndarray, np.ndarray]:
         recomputed = None if known.recomputed is None else known.recomputed[i]
+        if recomputed is not None and not rows[i].has_logprobs:
+            return recomputed, recomputed
+        recomputed = recomputed if self.recomputes else None
         return grpo.reference_logprobs(rows[i].logprobs, recomputed, self.actor.use_decoupled_loss)
 
     def _sequences(
@@ -308,7 +315,7 @@ class GRPO:
             "behav": [behav for _, behav in pairs],
         }
         if known.reference is not None and self.actor.beta:
-            columns["ref"] = [known.reference[i] for i in part]
+            columns["ref"] = [sent_or(rows[i].ref_logprobs, known.reference[i]) for i in part]
         if self.actor.loss_aggregation != "token_mean":
             columns["weights"] = [self._token_weights(rows[i]) for i in part]
         return Sequences([rows[i].ids for i in part], columns)
@@ -384,6 +391,17 @@ class GRPO:
                 ", ".join(missing),
                 ", ".join(sorted({name for row in rows for name in row.stats})) or "none",
             )
+
+
+def sent_advantages(row: Trajectory, computed: np.ndarray) -> np.ndarray:
+    """Return the advantages that an environment sent with a row, float32 [L], or the computed ones."""
+    if row.zero_advantage:
+        return np.zeros_like(computed)
+    return sent_or(row.advantages, computed) * row.loss_mask
+
+
+def sent_or(sent: np.ndarray | None, computed: np.ndarray) -> np.ndarray:
+    return computed if sent is None else sent
 
 
 def num_updates(config: GRPOConfig, num_prompts: int) -> int:

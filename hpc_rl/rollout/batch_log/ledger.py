@@ -8,6 +8,9 @@ xxh3-64 of the payload, then the payload: one byte of kind, then
             then the encoded group
     REJECT  `<Qi` index, version; then the reason in UTF-8
     BASE    msgpack: what became of the prompts whose records were trimmed
+    OUTSIDE as GROUP, then `<i16sBH` environment, key, flags, number of parts; `<Q` index of each part; then
+            the encoded group
+    ENVIRONMENT msgpack: an environment as it registered
 
 A reader stops at the first record that is short or does not match its checksum: the torn tail of a writer
 that was killed. Nothing is ever cut out of a file that another process may be writing.
@@ -37,8 +40,11 @@ logger = logging.getLogger(__name__)
 
 MAGIC = b"hpc-rl ledger 1\n"
 FRAME = struct.Struct("<IQ")
-GROUP, REJECT, BASE = 1, 2, 3
+GROUP, REJECT, BASE, OUTSIDE, ENVIRONMENT = 1, 2, 3, 4, 5
+FIRST_OUTSIDE = 1 << 48  # index of the first group from outside; those of prompts are below
+IS_PART, KEY_OF_CONTENT = 1, 2
 _GROUP = struct.Struct("<BQiiiIId")
+_OUTSIDE = struct.Struct("<i16sBH")
 _REJECT = struct.Struct("<BQi")
 _SEGMENT = re.compile(r"segment-(\d+)\.ledger")
 SEGMENT_BYTES = 256 << 20  # a full segment can be trimmed although its writer lives
@@ -95,6 +101,21 @@ class GroupRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class OutsideRecord(GroupRecord):
+    """A group that an environment sent; its index tells in which order they were acknowledged."""
+
+    env_id: int = -1
+    key: bytes = b""  # 16 bytes, the same for a group that is sent again
+    key_of_content: bool = False  # the sender gave no key
+    is_part: bool = False  # waits for others to make a whole group
+    joins: tuple[int, ...] = ()  # indexes of the parts that it is made of
+
+    @property
+    def flags(self) -> int:
+        return IS_PART * self.is_part | KEY_OF_CONTENT * self.key_of_content
+
+
+@dataclass(frozen=True, slots=True)
 class RejectRecord:
     index: int
     version: int
@@ -106,7 +127,12 @@ class BaseRecord:
     content: dict[str, Any]
 
 
-Record = GroupRecord | RejectRecord | BaseRecord
+@dataclass(frozen=True, slots=True)
+class EnvironmentRecord:
+    facts: dict[str, Any]
+
+
+Record = GroupRecord | RejectRecord | BaseRecord | EnvironmentRecord
 
 
 class LedgerDamaged(OSError):
@@ -156,9 +182,17 @@ def group_at(fd: int, place: RecordPlace) -> bytes:
         raise LedgerDamaged(f"{where}: {error}") from error
     if len(payload) < length or xxhash.xxh3_64_intdigest(payload) != checksum:
         raise LedgerDamaged(f"{where}: the record is damaged")
-    if payload[0] != GROUP:
+    if payload[0] not in (GROUP, OUTSIDE):
         raise LedgerDamaged(f"{where}: no group")
-    return payload[_GROUP.size :]
+    return payload[_head_size(payload) :]
+
+
+def _head_size(payload: bytes) -> int:
+    """Return how many bytes of a group's payload come before the encoded group."""
+    if payload[0] == GROUP:
+        return _GROUP.size
+    num_parts = _OUTSIDE.unpack_from(payload, _GROUP.size)[-1]
+    return _GROUP.size + _OUTSIDE.size + 8 * num_parts
 
 
 def _unpack(payload: bytes) -> Record:
@@ -167,7 +201,14 @@ def _unpack(payload: bytes) -> Record:
     if payload[0] == REJECT:
         _, index, version = _REJECT.unpack_from(payload)
         return RejectRecord(index, version, payload[_REJECT.size :].decode())
-    return BaseRecord(msgpack.unpackb(payload[1:], strict_map_key=False))
+    if payload[0] == OUTSIDE:
+        env_id, key, flags, num_parts = _OUTSIDE.unpack_from(payload, _GROUP.size)
+        joins = struct.unpack_from(f"<{num_parts}Q", payload, _GROUP.size + _OUTSIDE.size)
+        group = GroupRecord(*_GROUP.unpack_from(payload)[1:])
+        more = (env_id, key, bool(flags & KEY_OF_CONTENT), bool(flags & IS_PART), joins)
+        return OutsideRecord(*astuple(group), *more)  # type: ignore[call-arg]
+    content = msgpack.unpackb(payload[1:], strict_map_key=False)
+    return EnvironmentRecord(content) if payload[0] == ENVIRONMENT else BaseRecord(content)
 
 
 def _write_durably(fd: int, data: bytes) -> None:
@@ -208,6 +249,14 @@ class Ledger:
 
     def append_group(self, record: GroupRecord, encoded: bytes) -> RecordPlace:
         return self._append(_GROUP.pack(GROUP, *astuple(record)) + encoded)
+
+    def append_outside(self, record: OutsideRecord, encoded: bytes) -> RecordPlace:
+        group = _GROUP.pack(OUTSIDE, *astuple(record)[:7])
+        more = _OUTSIDE.pack(record.env_id, record.key, record.flags, len(record.joins))
+        return self._append(group + more + struct.pack(f"<{len(record.joins)}Q", *record.joins) + encoded)
+
+    def append_environment(self, facts: dict[str, Any]) -> RecordPlace:
+        return self._append(bytes([ENVIRONMENT]) + msgpack.packb(facts))
 
     def append_reject(self, record: RejectRecord) -> RecordPlace:
         return self._append(_REJECT.pack(REJECT, record.index, record.version) + record.reason.encode())

@@ -12,10 +12,13 @@ from typing import Any
 
 from hpc_rl.datasets.rows import check_same_rows
 from hpc_rl.rollout.batch_log.ledger import (
+    FIRST_OUTSIDE,
     OF_USER_CODE,
     BaseRecord,
+    EnvironmentRecord,
     GroupRecord,
     LedgerDamaged,
+    OutsideRecord,
     Record,
     RecordPlace,
     RejectRecord,
@@ -34,8 +37,8 @@ DATA_NAME = "data.json"  # fingerprint of the rows whose prompts this log is of
 class IndexSet:
     """A set of non-negative integers that is nearly a prefix: everything below `floor`, and some above."""
 
-    def __init__(self) -> None:
-        self.floor = 0
+    def __init__(self, floor: int = 0) -> None:
+        self.floor = floor
         self.above: set[int] = set()
 
     def add(self, index: int) -> None:
@@ -96,6 +99,12 @@ class LogState:
     lineage: int = 0  # the latest that asked for a batch
     new_batches: NewBatches | None = None  # the latest
     set_aside: dict[int, Seal] = field(default_factory=dict)  # their seals that are still there
+    # groups from outside have indexes from FIRST_OUTSIDE on, in the order of their acknowledgement
+    resolved_outside: IndexSet = field(default_factory=lambda: IndexSet(FIRST_OUTSIDE))
+    parts: dict[int, ReadyGroup] = field(default_factory=dict)  # of groups that are not whole yet
+    outside: dict[int, OutsideRecord] = field(default_factory=dict)  # all that are not trimmed
+    keys: set[bytes] = field(default_factory=set)  # theirs
+    environments: dict[int, dict[str, Any]] = field(default_factory=dict)  # by env_id, as they registered
 
     @property
     def top(self) -> int:
@@ -104,7 +113,35 @@ class LogState:
 
     @property
     def next_index(self) -> int:
-        return max(self.resolved.end, max(self.ready, default=-1) + 1)
+        own = (index for index in self.ready if index < FIRST_OUTSIDE)
+        return max(self.resolved.end, max(own, default=-1) + 1)
+
+    @property
+    def next_outside(self) -> int:
+        newest = max((*self.ready, *self.parts), default=-1)
+        return max(self.resolved_outside.end, newest + 1)
+
+    def is_resolved(self, index: int) -> bool:
+        return index in self._resolved(index)
+
+    def _resolved(self, index: int) -> IndexSet:
+        return self.resolved if index < FIRST_OUTSIDE else self.resolved_outside
+
+    def add_group(self, record: GroupRecord, place: RecordPlace) -> None:
+        """Take a group or a part of one; of two with one index the first counts."""
+        if not isinstance(record, OutsideRecord):
+            self.ready.setdefault(record.index, (record, place))
+            return
+        self.note_outside(record)
+        (self.parts if record.is_part else self.ready).setdefault(record.index, (record, place))
+
+    def note_outside(self, record: OutsideRecord) -> None:
+        """Remember a group or part from outside, whatever became of it; it stands for the parts it joins."""
+        self.outside[record.index] = record
+        self.keys.add(record.key)
+        for index in record.joins:
+            self.parts.pop(index, None)
+            self.resolved_outside.add(index)
 
     def add_seal(self, seal: Seal) -> None:
         self.seals[seal.step] = seal
@@ -113,11 +150,11 @@ class LogState:
         self.lineage = max(self.lineage, seal.lineage)
         for index in seal.places:
             self.ready.pop(index, None)
-            self.resolved.add(index)
+            self._resolved(index).add(index)
 
     def reject(self, record: RejectRecord) -> None:
         self.ready.pop(record.index, None)
-        self.resolved.add(record.index)
+        self._resolved(record.index).add(record.index)
         self.rejected[record.index] = record
         self.rejections[record.reason] += 1
 
@@ -128,6 +165,10 @@ class LogState:
             del self.seals[number]
         self.trimmed = max(self.trimmed, step)
         self.rejected.clear()
+        kept = {index for seal in self.seals.values() for index in seal.places}
+        kept |= self.ready.keys() | self.parts.keys()
+        self.outside = {index: record for index, record in self.outside.items() if index in kept}
+        self.keys = {record.key for record in self.outside.values()}
         return gone
 
     def base(self, step: int) -> dict[str, Any]:
@@ -145,6 +186,11 @@ class LogState:
             "floor": self.resolved.floor,
             "above": sorted(self.resolved.above),
             "renewal": asdict(self.new_batches) if self.new_batches else None,
+            "outside": {
+                "floor": self.resolved_outside.floor,
+                "above": sorted(self.resolved_outside.above),
+                "environments": list(self.environments.values()),
+            },
         }
 
     def add_base(self, content: dict[str, Any]) -> None:
@@ -156,6 +202,12 @@ class LogState:
         self.resolved.raise_floor(content["floor"])
         for index in content["above"]:
             self.resolved.add(index)
+        # logs that were begun before there were groups from outside don't have it
+        outside = content.get("outside") or {"floor": 0, "above": [], "environments": []}
+        self.resolved_outside.raise_floor(outside["floor"])
+        for index in outside["above"]:
+            self.resolved_outside.add(index)
+        self.environments |= {facts["env_id"]: facts for facts in outside["environments"]}
 
 
 def read_state(folder: Path) -> LogState:
@@ -216,12 +268,18 @@ def replay(records: list[tuple[RecordPlace, Record]], seals: dict[int, Seal]) ->
     for step in sorted(step for step in seals.keys() - state.set_aside if step > state.trimmed):
         state.add_seal(seals[step])
     for place, record in records:
-        if isinstance(record, BaseRecord) or record.index in state.resolved:
+        if isinstance(record, EnvironmentRecord):
+            state.environments[record.facts["env_id"]] = record.facts
+        elif isinstance(record, BaseRecord):
             continue
-        if isinstance(record, RejectRecord):
+        elif isinstance(record, OutsideRecord) and state.is_resolved(record.index):
+            state.note_outside(record)
+        elif state.is_resolved(record.index):
+            continue
+        elif isinstance(record, RejectRecord):
             state.reject(record)
         else:
-            state.ready.setdefault(record.index, (record, place))
+            state.add_group(record, place)
     return state
 
 
@@ -230,17 +288,20 @@ def base_of_new_batches(state: LogState, new: NewBatches) -> dict[str, Any]:
 
     Open again are the prompts of batches that are given up, those that were rejected after the step that the
     lineage starts from, and those that were rejected for what user code did, which may be other code now.
+    Groups from outside that are given up are gone: their environments make new ones.
     """
     again = {
         index: record
         for index, record in state.rejected.items()
-        if record.version >= new.after or record.reason in OF_USER_CODE
+        if index < FIRST_OUTSIDE and (record.version >= new.after or record.reason in OF_USER_CODE)
     }
-    lost = {index for step, seal in state.seals.items() if step > new.after for index in seal.places}
-    lost |= again.keys()
+    given_up = (seal for step, seal in state.seals.items() if step > new.after)
+    lost = {index for seal in given_up for index in seal.places if index < FIRST_OUTSIDE} | again.keys()
     floor = min([*lost, state.resolved.floor])
+    base = state.base(state.trimmed)
     return {
-        **state.base(state.trimmed),
+        **base,
+        "outside": {**base["outside"], "floor": state.next_outside, "above": []},
         "rejections": dict(state.rejections - Counter(record.reason for record in again.values())),
         "floor": floor,
         "above": [i for i in range(floor, state.resolved.end) if i in state.resolved and i not in lost],

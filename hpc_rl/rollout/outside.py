@@ -1,0 +1,184 @@
+"""Groups from outside: what environments send, in the same ledger and batches as our own.
+
+They have an index space of their own, in the order in which they were acknowledged. A group is durable before
+it is acknowledged. A sender that lost the acknowledgement sends it again: under its own key, or, where it
+gives none, with the same content; the latter counts as the same group only where an acknowledgement may have
+been lost, for a model may well say the same thing twice.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import Any
+
+import msgpack
+import xxhash
+
+from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE, GroupRecord, OutsideRecord
+from hpc_rl.rollout.batch_log.replay import LogState
+from hpc_rl.rollout.service import RolloutService
+from hpc_rl.types import TrajectoryGroup, decode, encode
+
+UNSURE_S = 60.0  # a client that got no answer has sent its group again by then
+UNSURE_GROUPS = 256  # of an earlier incarnation, whose acknowledgement may be lost
+ALLOCATION_WAIT_S = 120.0  # a batch waits so long for an environment's share
+COUNT_AGAIN_S = 0.05
+
+
+class OutsideGroups:
+    """The groups from outside of a rollout service.
+
+    Args:
+        service: Whose ledger and sequencer they go into; its rules have `batch_sequences`.
+    """
+
+    def __init__(self, service: RolloutService) -> None:
+        assert service.sequencer.rules.batch_sequences is not None
+        self.batch_size = service.sequencer.rules.batch_sequences
+        self._service = service
+        self._next_index = max(FIRST_OUTSIDE, service.sequencer.log.next_outside)
+        self._appended = self._committed = 0
+        self._committing = asyncio.Lock()
+        self._waiting: tuple[float, Counter[int], int] = (-1.0, Counter(), 0)
+        latest = list(service.sequencer.log.outside.values())[-UNSURE_GROUPS:]
+        self._unsure = Counter(record.key for record in latest if record.key_of_content)
+        self._unsure_until_s = time.monotonic() + UNSURE_S
+        self._starved: tuple[int, float] = (0, 0.0)  # step, since when
+        self.claims: Callable[[], dict[int, int]] = dict  # the shares of environments, in sequences
+        service.allocations = self._allocations
+
+    @property
+    def environments(self) -> list[dict[str, Any]]:
+        """All that ever registered, as they did."""
+        return list(self._log.environments.values())
+
+    @property
+    def has_trainer(self) -> bool:
+        return self._service.sequencer.version is not None
+
+    @property
+    def step(self) -> int:
+        """Batches that the trainer has finished."""
+        return self._service.sequencer.version or 0
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Lineage and step of the trainer."""
+        return self._log.lineage, self.step
+
+    @property
+    def num_waiting_groups(self) -> int:
+        self.waiting()
+        return self._waiting[2]
+
+    @property
+    def _log(self) -> LogState:
+        return self._service.sequencer.log
+
+    def waiting(self) -> Counter[int]:
+        """Return the sequences that the trainer has not finished with, by environment; our own under -1."""
+        now_s = time.monotonic()
+        if now_s - self._waiting[0] > COUNT_AGAIN_S:
+            waiting = (*self._log.ready.values(), *self._log.parts.values())
+            records = [*(record for record, _ in waiting), *self._sealed_records()]
+            sizes: Counter[int] = Counter()
+            for record in records:
+                sizes[getattr(record, "env_id", -1)] += record.num_trajectories
+            self._waiting = (now_s, sizes, len(records))
+        return self._waiting[1]
+
+    def _sealed_records(self) -> list[OutsideRecord]:
+        """Return the groups from outside in the batch that is being trained on."""
+        seal = self._log.seals.get(self.step + 1)
+        return [self._log.outside[i] for i in seal.places if i in self._log.outside] if seal else []
+
+    async def add_environment(self, facts: dict[str, Any]) -> None:
+        """Keep an environment's registration; durable when it returns. Raises Refused."""
+        self._service.ledger.append_environment(facts)
+        self._log.environments[facts["env_id"]] = facts
+        self._appended += 1
+        await self.commit()
+
+    def admit(
+        self, group: TrajectoryGroup, env_id: int, key: str, *, of_content: bool, is_part: bool = False
+    ) -> bool:
+        """Append a group, or a part of one; return whether it is new. Durable after the next commit."""
+        hashed = _hashed(key)
+        if self._is_repeated(hashed, of_content):
+            return False
+        self._append(group, env_id, hashed, of_content=of_content, is_part=is_part)
+        return True
+
+    def parts(self, env_id: int) -> list[tuple[int, int]]:
+        """Return index and size of the parts that wait, oldest first."""
+        waiting = sorted(self._log.parts.items())
+        own = ((index, record) for index, (record, _) in waiting if self._log.outside[index].env_id == env_id)
+        return [(index, record.num_trajectories) for index, record in own]
+
+    async def join(self, parts: list[int], env_id: int) -> None:
+        """Make one group of these parts, in their order."""
+        await self.commit()  # they are read from the file
+        places = [self._log.parts[index][1] for index in parts]
+        encoded = [self._service.ledger.read_group(place) for place in places]
+        trajectories = [one for part in encoded for one in decode(part).trajectories]
+        key = _hashed("join " + " ".join(map(str, parts)))
+        self._append(TrajectoryGroup(-1, trajectories), env_id, key, joins=tuple(parts))
+
+    async def commit(self) -> None:
+        """Make all that was appended durable; one write serves all that wait for it. Raises Refused."""
+        appended = self._appended
+        async with self._committing:
+            if self._committed < appended:
+                upto = self._appended
+                await self._service.commit()
+                self._committed = upto
+
+    def unsure_of(self, key: str) -> None:
+        """Note that the sender of a group with this content may not have got the acknowledgement."""
+        self._unsure[_hashed(key)] += 1
+        self._unsure_until_s = time.monotonic() + UNSURE_S
+
+    def _append(
+        self,
+        group: TrajectoryGroup,
+        env_id: int,
+        key: bytes,
+        *,
+        of_content: bool = False,
+        is_part: bool = False,
+        joins: tuple[int, ...] = (),
+    ) -> None:
+        group.index, self._next_index = self._next_index, self._next_index + 1
+        made = GroupRecord.of(group, self.step)
+        more = (env_id, key, of_content, is_part, joins)
+        record = OutsideRecord(*astuple(made), *more)  # type: ignore[call-arg]
+        place = self._service.ledger.append_outside(record, encode(group))
+        self._log.add_group(record, place)
+        self._appended += 1
+        self._waiting = (-1.0, Counter(), 0)  # is counted again
+
+    def _is_repeated(self, key: bytes, of_content: bool) -> bool:
+        if not of_content:
+            return key in self._log.keys
+        if not self._unsure[key] or time.monotonic() > self._unsure_until_s:
+            return False
+        self._unsure[key] -= 1
+        return True
+
+    def _allocations(self) -> dict[int, int]:
+        """Return the shares of the next batch; none once it has waited for them too long."""
+        step, now_s = self._log.top + 1, time.monotonic()
+        if self._starved[0] != step:
+            self._starved = (step, now_s)
+        return {} if now_s - self._starved[1] > ALLOCATION_WAIT_S else self.claims()
+
+
+def key_of(body: dict[str, Any]) -> str:
+    """Return the key of a group that came without one: a hash of its content."""
+    return xxhash.xxh3_128_hexdigest(msgpack.packb(body))
+
+
+def _hashed(key: str) -> bytes:
+    return xxhash.xxh3_128_digest(key.encode())

@@ -1,0 +1,24 @@
+"""Batches of exactly so many sequences."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_rl.rollout.batch_fill import fill
+
+
+def test_early_ones_come_first():
+    assert fill([4, 4, 8, 4], 16) == [0, 1, 2]
+    assert fill([3, 4, 8, 4], 16) == [1, 2, 3]
+    assert fill([8, 8], 12) is None
+    assert fill([], 0) == [] and fill([], 4) is None
+
+
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 40))
+def test_it_finds_a_sum_where_there_is_one(sizes, total):
+    sums = {0}
+    for size in sizes:
+        sums |= {one + size for one in sums}
+    chosen = fill(sizes, total)
+    assert (chosen is not None) == (total in sums)
+    if chosen is not None:
+        assert len(set(chosen)) == len(chosen) and sum(sizes[i] for i in chosen) == total
