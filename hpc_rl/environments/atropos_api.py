@@ -1,0 +1,192 @@
+"""The rollout API of Atropos on the rollout service: environments register, poll, and push scored groups.
+
+A group that is well formed is always answered with 200: environments give a group up after any 4xx, and end
+after a few refused connections. What can't be trained on is answered with its reason and counted. A group is
+durable before it is acknowledged; one that comes again, because its acknowledgement was lost, is taken once.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hpc_rl.environments.intake import GroupRejected, Lookup, check_shape, to_group
+from hpc_rl.environments.registry import RegisteredEnvironment, Registry
+from hpc_rl.rollout.batch_fill import fill
+from hpc_rl.rollout.outside import OutsideGroups, key_of
+
+logger = logging.getLogger(__name__)
+
+HOLD_POLL_S = 0.1
+HOLD_S = 20.0  # an acknowledgement waits so long for room in the queue
+HARD_BOUND = 16  # times max_queued_batches: beyond it nothing is taken
+UNREGISTERED = -1
+
+
+@dataclass(frozen=True)
+class TrialFacts:
+    """What environments learn of the trial when they register.
+
+    Args:
+        max_token_len: Largest number of tokens of a sequence.
+        wandb_group: Group of runs at Weights & Biases.
+        wandb_project: Project there; None where the trial does not log to it.
+        checkpoint_dir: Directory for files of environments.
+        checkpoint_interval: Steps between two of them.
+        num_steps: Training steps of the trial.
+    """
+
+    max_token_len: int
+    wandb_group: str
+    wandb_project: str | None
+    checkpoint_dir: str
+    checkpoint_interval: int
+    num_steps: int
+
+
+class QueueFull(Exception):
+    """No room came free while the acknowledgement was held; the caller is to try again."""
+
+
+class AtroposApi:
+    """What the routes do.
+
+    Args:
+        outside: The groups from outside in the rollout service.
+        lookup: What the gateway knows of tokens.
+        trial: What environments learn of it.
+        max_queued_batches: Batches of one environment that may wait before its acknowledgements are held.
+    """
+
+    def __init__(
+        self, outside: OutsideGroups, lookup: Lookup, trial: TrialFacts, max_queued_batches: int = 3
+    ) -> None:
+        self.outside = outside
+        self.registry = Registry(outside.batch_size)
+        self.counts: Counter[str] = Counter()
+        self.latest: dict[str, Any] = {}
+        self._lookup = lookup
+        self._trial = trial
+        self._max_queued = max_queued_batches * outside.batch_size
+        for facts in outside.environments:
+            known = RegisteredEnvironment(**facts)
+            known.connected = False  # until it polls again
+            self.registry.environments[known.env_id] = known
+        outside.claims = lambda: self.registry.allocations(time.monotonic())
+
+    # the trainer's side
+
+    def trainer_info(self) -> dict[str, Any]:
+        return {"batch_size": self.outside.batch_size, "max_token_len": self._trial.max_token_len}
+
+    def wandb_info(self) -> dict[str, Any]:
+        project = self._trial.wandb_project
+        return {"group": self._trial.wandb_group if project else None, "project": project}
+
+    # the environments' side
+
+    async def register(self, asked: RegisteredEnvironment) -> dict[str, Any]:
+        """Register an environment. Raises ValueError for sizes that no batch can hold."""
+        if not self.outside.has_trainer:
+            return {"status": "wait for trainer to start"}
+        made = self.registry.register(asked)
+        made.seen_s = time.monotonic()
+        await self.outside.add_environment({**asdict(made), "seen_s": 0.0})
+        logger.info("environment %d registered as %s: groups of %d", made.env_id, made.name, made.group_size)
+        return {
+            "status": "success",
+            "env_id": made.env_id,
+            "wandb_name": made.name,
+            "checkpoint_dir": self._trial.checkpoint_dir,
+            "starting_step": self.outside.step,
+            "checkpoint_interval": self._trial.checkpoint_interval,
+            "num_steps": self._trial.num_steps,
+        }
+
+    def disconnect(self, env_id: int) -> dict[str, Any]:
+        if self.registry.disconnect(env_id):
+            logger.info("environment %d has disconnected", env_id)
+            return {"status": "success"}
+        return {"status": "failure", "error": f"no connected environment has env_id {env_id}"}
+
+    def status_of(self, env_id: int) -> dict[str, Any]:
+        """Return what an environment's poll asks for."""
+        now_s = time.monotonic()
+        self.registry.heard_of(env_id, now_s)
+        view = self.registry.view(env_id, self.outside.waiting(), now_s)
+        return {"current_step": self.outside.step, **asdict(view)}
+
+    async def take(
+        self, bodies: list[Any], key: str = "", connected: Callable[[], bool] = lambda: True
+    ) -> list[dict[str, Any]]:
+        """Take scored groups; return an answer for each once all of them are durable.
+
+        Args:
+            bodies: The groups.
+            key: Given by a client that may send them again.
+            connected: Whether the client is still there to read the answer.
+
+        Raises:
+            MalformedRequest, QueueFull, Refused: Nothing was taken.
+        """
+        checked = [check_shape(body) for body in bodies]
+        for env_id in {body.get("env_id", UNREGISTERED) for body in checked}:
+            await self._wait_for_room(env_id)
+        answers = [
+            await self._take_one(body, f"{key}/{number}" if key else "")
+            for number, body in enumerate(checked)
+        ]
+        await self.outside.commit()
+        if not connected():
+            for body in checked:
+                self.outside.unsure_of(key_of(body))
+        return answers
+
+    async def _take_one(self, body: dict[str, Any], key: str) -> dict[str, Any]:
+        env_id = body.get("env_id", UNREGISTERED)
+        try:
+            group = to_group(body, self._lookup, self.outside.moment)
+            known = self.registry.environments.get(env_id)
+            if known is None and env_id != UNREGISTERED:
+                raise GroupRejected(f"env_id {env_id} is not registered here")
+            size = len(group.trajectories)
+            if known is not None and size > known.group_size:
+                raise GroupRejected(f"it has {size} sequences; its environment registered {known.group_size}")
+            if size > self.outside.batch_size:
+                raise GroupRejected(f"it has {size} sequences; a batch has {self.outside.batch_size}")
+        except GroupRejected as error:
+            self.counts["rejected"] += 1
+            logger.warning("a group of environment %d is rejected: %s", env_id, error)
+            return {"status": "rejected", "reason": str(error)}
+        self.latest = body
+        is_part = known is not None and size < known.group_size
+        is_new = self.outside.admit(group, env_id, key or key_of(body), of_content=not key, is_part=is_part)
+        if not is_part:
+            self.counts["accepted" if is_new else "repeated"] += 1
+            return {"status": "received"}
+        assert known is not None
+        return {"status": "buffered", "buffer_size": await self._join_parts(env_id, known.group_size)}
+
+    async def _join_parts(self, env_id: int, size: int) -> int:
+        """Join parts that add up to a whole group. Returns the sequences that still wait."""
+        parts = self.outside.parts(env_id)
+        chosen = fill([num for _, num in parts], size)
+        if chosen:
+            await self.outside.join([parts[i][0] for i in chosen], env_id)
+            self.counts["accepted"] += 1
+        return sum(num for _, num in self.outside.parts(env_id))
+
+    async def _wait_for_room(self, env_id: int) -> None:
+        """Hold while an environment has its bound of batches in the queue. Raises QueueFull."""
+        until_s = time.monotonic() + HOLD_S
+        while (waiting := self.outside.waiting().get(env_id, 0)) >= self._max_queued:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                if waiting >= HARD_BOUND * self._max_queued:
+                    self.counts["refused_full"] += 1
+                    raise QueueFull
+                return
+            await asyncio.sleep(min(HOLD_POLL_S, left_s))

@@ -1,0 +1,169 @@
+"""The routes of the rollout API of Atropos, a list for rollout.routes.application, which checks the tokens.
+
+Bodies may be compressed with gzip. A GET may have a body: environments poll `/status-env` so.
+"""
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from hpc_rl.environments.atropos_api import UNREGISTERED, AtroposApi, QueueFull
+from hpc_rl.environments.intake import MalformedRequest
+from hpc_rl.environments.registry import RegisteredEnvironment
+from hpc_rl.rollout.service import Refused
+
+COMPRESS_FROM_BYTES = 1000
+RETRY_AFTER_S = 5
+GROUP_FIELDS = (
+    "tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params",
+    "inference_logprobs", "overrides", "group_overrides", "images", "env_id",
+)  # fmt: skip
+Handler = Callable[[web.Request], Awaitable[Any]]
+
+
+class Unreadable(Exception):
+    """A body that can't be decompressed."""
+
+
+def atropos_routes(api: AtroposApi) -> list[web.RouteDef]:
+    """Return the routes of a rollout API."""
+
+    async def root(_request: web.Request) -> dict[str, Any]:
+        return {"message": "AtroposLib API"}
+
+    async def wandb_info(_request: web.Request) -> dict[str, Any]:
+        return api.wandb_info()
+
+    async def info(_request: web.Request) -> dict[str, Any]:
+        return api.trainer_info()
+
+    async def register_env(request: web.Request) -> dict[str, Any]:
+        body = _fields(
+            await _body(request), max_token_length=int, desired_name=str, weight=float, group_size=int
+        )
+        share = body.get("min_batch_allocation")
+        if share is not None and not _is_a(share, float):
+            raise MalformedRequest("min_batch_allocation", "must be a number or null")
+        asked = RegisteredEnvironment(
+            env_id=UNREGISTERED,
+            desired_name=body["desired_name"],
+            group_size=body["group_size"],
+            weight=body["weight"],
+            max_token_length=body["max_token_length"],
+            min_batch_allocation=share,
+        )
+        return await api.register(asked)
+
+    async def disconnect_env(request: web.Request) -> dict[str, Any]:
+        return api.disconnect(_fields(await _body(request), env_id=int)["env_id"])
+
+    async def status_env(request: web.Request) -> dict[str, Any]:
+        return api.status_of(_fields(await _body(request), env_id=int)["env_id"])
+
+    async def reset_data(_request: web.Request) -> dict[str, Any]:
+        raise web.HTTPForbidden(text="a trial's groups are not discarded by its environments")
+
+    return [
+        web.get("/", _answered(root)),
+        web.get("/wandb_info", _answered(wandb_info)),
+        web.get("/info", _answered(info)),
+        web.post("/register-env", _answered(register_env)),
+        web.post("/disconnect-env", _answered(disconnect_env)),
+        web.get("/status-env", _answered(status_env)),
+        web.get("/reset_data", _answered(reset_data)),
+        *_group_routes(api),
+    ]
+
+
+def _group_routes(api: AtroposApi) -> list[web.RouteDef]:
+    async def take(request: web.Request, bodies: list[Any]) -> list[dict[str, Any]]:
+        def connected() -> bool:
+            return request.transport is not None and not request.transport.is_closing()
+
+        return await api.take(bodies, request.headers.get("Idempotency-Key", ""), connected)
+
+    async def scored_data(request: web.Request) -> dict[str, Any]:
+        return (await take(request, [await _body(request)]))[0]
+
+    async def scored_data_list(request: web.Request) -> dict[str, Any]:
+        bodies = await _body(request)
+        if not isinstance(bodies, list):
+            raise MalformedRequest("body", "must be a list of groups")
+        answers = await take(request, bodies)
+        result: dict[str, Any] = {"status": "received", "groups_processed": len(answers)}
+        buffered = [answer["buffer_size"] for answer in answers if answer["status"] == "buffered"]
+        if buffered:
+            result |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
+        if rejected := [answer["reason"] for answer in answers if answer["status"] == "rejected"]:
+            result["rejected"] = rejected
+        return result
+
+    async def latest_example(_request: web.Request) -> dict[str, Any]:
+        empty: dict[str, Any] = {name: [] for name in GROUP_FIELDS[:4]}
+        return {name: api.latest.get(name, empty.get(name)) for name in GROUP_FIELDS}
+
+    return [
+        web.post("/scored_data", _answered(scored_data)),
+        web.post("/scored_data_list", _answered(scored_data_list)),
+        web.get("/latest_example", _answered(latest_example)),
+    ]
+
+
+def _answered(handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Answer with JSON; with 422 in FastAPI's form what is malformed, with 503 what is to come again."""
+
+    async def guarded(request: web.Request) -> web.Response:
+        headers: dict[str, str] = {}
+        try:
+            content, status = await handler(request), 200
+        except Unreadable as error:
+            response = web.json_response({"detail": str(error)}, status=400)
+            response.force_close()  # what follows on this connection can't be told apart
+            return response
+        except MalformedRequest as error:
+            detail = [{"loc": ["body", error.place], "msg": error.message, "type": "value_error"}]
+            content, status = {"detail": detail}, 422
+        except ValueError as error:
+            content, status = {"detail": str(error)}, 422
+        except (QueueFull, Refused) as error:
+            content, status = {"detail": str(error) or "the queue is full; send it again later"}, 503
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
+        response = web.Response(
+            body=json.dumps(content).encode(), status=status, content_type="application/json", headers=headers
+        )
+        if len(response.body) >= COMPRESS_FROM_BYTES:  # type: ignore[arg-type]
+            response.enable_compression()
+        return response
+
+    return guarded
+
+
+async def _body(request: web.Request) -> Any:
+    """Return the JSON of a request. Raises MalformedRequest."""
+    try:
+        return json.loads(await request.read())
+    except (web.RequestPayloadError, HttpProcessingError) as error:
+        raise Unreadable(f"the body can't be read: {error}") from None
+    except ValueError as error:
+        raise MalformedRequest("body", f"it is not valid JSON: {error}") from None
+
+
+def _fields(body: Any, **kinds: type) -> dict[str, Any]:
+    """Return an object that has these fields. Raises MalformedRequest."""
+    if not isinstance(body, dict):
+        raise MalformedRequest("body", f"must be an object, got {type(body).__name__}")
+    for name, kind in kinds.items():
+        if name not in body:
+            raise MalformedRequest(name, "field required")
+        if not _is_a(body[name], kind):
+            raise MalformedRequest(name, f"must be of type {kind.__name__}, got {body[name]!r:.80}")
+    return body
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float) if kind is float else isinstance(value, kind)

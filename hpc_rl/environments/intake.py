@@ -1,0 +1,163 @@
+"""From a group in the form of Atropos to a group that can be trained on, or the reason why it can't.
+
+Environments send token ids, masks and scores; the log-probabilities and weight versions of the tokens, which
+they rarely send, are those that the gateway logged. What neither has stays absent: the trainer computes such
+log-probabilities itself, and the tokens count as made by the weights of the moment.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpc_rl.environments.groups import NO_LOSS
+from hpc_rl.types import Trajectory, TrajectoryGroup
+
+MAX_TOKEN_ID = 2**31 - 1
+
+# ids [L], mask [L] -> (logprobs, has_logprob, lineages, steps), each [L]; lineages and steps -1 where unknown
+Lookup = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]
+
+
+class MalformedRequest(ValueError):
+    """The JSON is not of the protocol: fields are missing or of a wrong type. `place` names the field."""
+
+    def __init__(self, place: str, message: str) -> None:
+        super().__init__(f"{place}: {message}")
+        self.place, self.message = place, message
+
+
+class GroupRejected(ValueError):
+    """A group of the protocol that no trainer could use."""
+
+
+def check_shape(body: Any) -> dict[str, Any]:
+    """Return a scored group with its absent fields left out. Raises MalformedRequest."""
+    if not isinstance(body, dict):
+        raise MalformedRequest("body", f"a group is an object, got {type(body).__name__}")
+    for name in ("tokens", "masks", "scores"):
+        if name not in body:
+            raise MalformedRequest(name, "field required")
+    _check_lists(body, "tokens", int)
+    _check_lists(body, "masks", int)
+    _check_numbers(body["scores"], "scores")
+    for name in ("advantages", "ref_logprobs", "inference_logprobs"):
+        if body.get(name):
+            _check_lists(body, name, float)
+    for name in ("generation_params", "group_overrides"):
+        if body.get(name) is not None and not isinstance(body[name], dict):
+            raise MalformedRequest(name, "must be an object")
+    for name in ("overrides", "messages"):
+        if body.get(name) is not None and not isinstance(body[name], list):
+            raise MalformedRequest(name, "must be a list")
+    if not all(isinstance(one, dict) for one in body.get("overrides") or ()):
+        raise MalformedRequest("overrides", "must be a list of objects")
+    _check_messages(body.get("messages") or ())
+    env_id = body.get("env_id")
+    if env_id is not None and not _is_int(env_id):
+        raise MalformedRequest("env_id", "must be an integer")
+    # an empty list or object says the same as null
+    return {name: value for name, value in body.items() if value not in (None, [], {})} | {
+        name: body[name] for name in ("tokens", "masks", "scores")
+    }
+
+
+def to_group(body: dict[str, Any], lookup: Lookup, moment: tuple[int, int]) -> TrajectoryGroup:
+    """Return the group of a checked body.
+
+    Args:
+        body: What check_shape returned.
+        lookup: What the gateway knows of the tokens of a sequence.
+        moment: Lineage and step of the trainer; unknown tokens count as made by its weights.
+
+    Raises:
+        GroupRejected: Lengths differ, numbers are not finite, there is no token to learn from.
+    """
+    num = len(body["tokens"])
+    if not num:
+        raise GroupRejected("the group has no sequence")
+    for name in ("masks", "scores", "advantages", "ref_logprobs", "inference_logprobs", "overrides"):
+        if name in body and len(body[name]) != num:
+            raise GroupRejected(f"{name} has {len(body[name])} entries, tokens has {num}")
+    return TrajectoryGroup(-1, [_trajectory(body, i, lookup, moment) for i in range(num)])
+
+
+def _trajectory(body: dict[str, Any], i: int, lookup: Lookup, moment: tuple[int, int]) -> Trajectory:
+    ids = _array(body["tokens"][i], f"tokens[{i}]", np.int32)
+    if not len(ids):
+        raise GroupRejected(f"tokens[{i}] is empty")
+    if ids.min() < 0:
+        raise GroupRejected(f"tokens[{i}] has a negative token id")
+    mask = _array(body["masks"][i], f"masks[{i}]", np.int64, len(ids)) != NO_LOSS
+    if not mask.any():
+        raise GroupRejected(f"masks[{i}] marks no token, so there is nothing to learn from")
+    if not math.isfinite(body["scores"][i]):
+        raise GroupRejected(f"scores[{i}] is {body['scores'][i]}; allowed: a finite number")
+    logprobs, has_logprob, lineages, steps = lookup(ids, mask)
+    if "inference_logprobs" in body:
+        given = _array(body["inference_logprobs"][i], f"inference_logprobs[{i}]", np.float32, len(ids))
+        # what the servers said stands before what the environment says of it
+        use = mask & ~has_logprob & (given <= 0)
+        logprobs, has_logprob = np.where(use, given, logprobs), has_logprob | use
+    unknown = mask & (steps < 0)
+    override = body["overrides"][i] if "overrides" in body else {}
+    return Trajectory(
+        ids=ids,
+        loss_mask=mask,
+        logprobs=np.where(mask & has_logprob, logprobs, np.float32(0)).astype(np.float32),
+        lineages=np.where(unknown, moment[0], np.where(mask, lineages, -1)).astype(np.int32),
+        steps=np.where(unknown, moment[1], np.where(mask, steps, -1)).astype(np.int32),
+        reward=float(body["scores"][i]),
+        finish_reason="stop",
+        stats={"unknown_version_tokens": float(unknown.sum())},
+        has_logprobs=bool(has_logprob[mask].all()),
+        advantages=_optional(body, "advantages", i, len(ids)),
+        ref_logprobs=_optional(body, "ref_logprobs", i, len(ids)),
+        zero_advantage=bool(override.get("set_advantage_to_zero")),
+    )
+
+
+def _optional(body: dict[str, Any], name: str, i: int, length: int) -> np.ndarray | None:
+    return _array(body[name][i], f"{name}[{i}]", np.float32, length) if name in body else None
+
+
+def _array(values: Sequence[Any], place: str, dtype: Any, length: int | None = None) -> np.ndarray:
+    if length is not None and len(values) != length:
+        raise GroupRejected(f"{place} has {len(values)} entries for {length} tokens")
+    try:
+        made = np.asarray(values, dtype)
+    except (OverflowError, ValueError):
+        raise GroupRejected(f"{place} has a number that is out of range") from None
+    if not np.isfinite(made).all():
+        raise GroupRejected(f"{place} has a number that is not finite")
+    return made
+
+
+def _check_lists(body: dict[str, Any], name: str, kind: type) -> None:
+    values = body[name]
+    if not isinstance(values, list) or not all(isinstance(row, list) for row in values):
+        raise MalformedRequest(name, "must be a list of lists")
+    for number, row in enumerate(values):
+        if kind is float:
+            _check_numbers(row, f"{name}[{number}]")
+        elif not set(map(type, row)) <= {int}:
+            raise MalformedRequest(f"{name}[{number}]", "must be a list of integers")
+
+
+def _check_numbers(values: Any, place: str) -> None:
+    if not isinstance(values, list) or not set(map(type, values)) <= {int, float}:
+        raise MalformedRequest(place, "must be a list of numbers")
+
+
+def _check_messages(messages: Sequence[Any]) -> None:
+    for number, conversation in enumerate(messages):
+        if not isinstance(conversation, list):
+            raise MalformedRequest(f"messages[{number}]", "must be a list of messages")
+        for at, message in enumerate(conversation):
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise MalformedRequest(f"messages[{number}][{at}]", "must have role and content")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
