@@ -29,6 +29,7 @@ COMMANDS = {  # name -> (module, one line of help)
     "config": ("config", "show a resolved configuration, compare two; schema, reference, completion"),
     "templates": ("templates", "what job scripts are made of; override, compare and check a site's blocks"),
     "list": ("listing", "the trials that this account submitted"),
+    "env": ("env", "run an environment: tasks of your own that feed a trainer"),
     "doctor": ("doctor", "check this machine, the cluster and the shared directory, with fixes"),
 }
 SYNONYMS = {
@@ -77,6 +78,8 @@ def _command(argv: list[str]) -> int:
         return ExitCode.DONE
     if argv[0] not in COMMANDS and not argv[0].startswith("-"):
         return _unknown(argv[0])
+    if argv[0] == "env" and argv[1:2] and argv[1] in module("env").HANDED_OVER:
+        module("env").hand_over(argv[1:])
     return _guarded(argv)
 
 

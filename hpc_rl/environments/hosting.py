@@ -1,0 +1,96 @@
+"""What a rollout role serves to environments: the rollout API of Atropos, and the gateway to the servers."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+from aiohttp import web
+
+from hpc_rl.config.sections.experiment import GRPOConfig, total_steps
+from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.environments.atropos_api import AtroposApi, TrialFacts
+from hpc_rl.environments.atropos_routes import atropos_routes
+from hpc_rl.environments.balance import BalancingRouter
+from hpc_rl.environments.gateway import Gateway, GatewaySettings
+from hpc_rl.environments.gateway_log import GatewayLog
+from hpc_rl.environments.gateway_requests import Bounds
+from hpc_rl.environments.gateway_routes import gateway_routes
+from hpc_rl.name_resolve.shared_fs import NameResolve
+from hpc_rl.rollout.outside import OutsideGroups
+from hpc_rl.rollout.service import RolloutService
+from hpc_rl.trial import Trial
+
+CHECKPOINT_EVERY = 100  # steps between two files of an environment, where the trial saves by time
+
+
+@contextlib.asynccontextmanager
+async def hosted(
+    service: RolloutService,
+    config: GRPOConfig,
+    names: NameResolve,
+    trial: Trial,
+    context_length: int | None,
+) -> AsyncIterator[list[web.RouteDef]]:
+    """Yield the routes for environments while their router runs.
+
+    Args:
+        service: What takes their groups.
+        config: The trial's, with a section `environments`.
+        names: For the router alone.
+        trial: For its directory and its data token.
+        context_length: Tokens of prompt and completion together; None where that is not known.
+    """
+    section = config.environments
+    assert section is not None
+    tokenizer = Tokenizer(config.tokenizer_path or config.actor.path)
+    longest = min(context_length or config.gconfig.max_tokens, config.gconfig.max_tokens)
+    log = GatewayLog(trial.gateway)
+    router = BalancingRouter(
+        names,
+        trial.tokens()["data"],
+        config.rollout.setup_timeout,
+        config.rollout.request_timeout,
+        config.rollout.request_retries,
+        config.rollout.schedule_policy,
+        metrics_window=section.metrics_window,
+    )
+
+    def lookup(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        found = log.match(ids.tolist(), mask.tolist())
+        return found.logprobs, found.has_logprob, found.lineages, found.steps
+
+    try:
+        async with router:
+            gateway = Gateway(
+                router,
+                tokenizer,
+                log,
+                Bounds(config.gconfig.max_new_tokens, longest, tokenizer.size),
+                GatewaySettings(
+                    section.max_n_per_request,
+                    section.max_requests,
+                    section.max_eval_requests,
+                    section.hold_s,
+                ),
+                Path(config.actor.path).name,
+            )
+            facts = trial_facts(config, trial, len(service.prompts), longest)
+            api = AtroposApi(OutsideGroups(service), lookup, facts, section.max_queued_batches)
+            yield [*atropos_routes(api), *gateway_routes(gateway)]
+    finally:
+        log.close()
+
+
+def trial_facts(config: GRPOConfig, trial: Trial, num_prompts: int, longest: int) -> TrialFacts:
+    """Return what environments learn of a trial."""
+    wandb = config.stats_logger.wandb
+    project = None if wandb.mode == "disabled" else wandb.project or config.experiment_name
+    return TrialFacts(
+        max_token_len=longest,
+        wandb_group=wandb.group or f"{config.experiment_name}_{config.trial_name}",
+        wandb_project=project,
+        checkpoint_dir=str(trial.dir / "environments"),
+        checkpoint_interval=config.saver.freq_steps or CHECKPOINT_EVERY,
+        num_steps=total_steps(config, num_prompts),
+    )

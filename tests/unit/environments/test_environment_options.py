@@ -1,0 +1,318 @@
+"""Every option of an environment of atroposlib: its name and default as there, and what it does here.
+
+ROWS names for each parameter of the three classes the test that would notice if it did nothing.
+"""
+
+import ast
+import asyncio
+import dataclasses
+import json
+import logging
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from hpc_rl.environments import APIServerConfig, EnvConfig, EnvironmentSettings
+from hpc_rl.environments.inference_servers import InferenceServers, MadeUpServers
+from hpc_rl.environments.settings import EvalHandling
+from hpc_rl.errors import ConfigError, ServerUnavailable
+from tests.unit.environments.conftest import FakeApi, FakeServer
+from tests.unit.environments.test_environment import Echo, World
+
+ROWS = {
+    EnvConfig: {
+        "group_size": (4, "test_environment.py::test_it_feeds_a_trainer_until_its_steps_are_made"),
+        "max_num_workers": (-1, "test_environment_options.py::test_workers_per_server_or_in_all"),
+        "max_eval_workers": (16, "test_environment.py::test_an_evaluation_has_limits_of_its_own"),
+        "max_num_workers_per_node": (8, "test_environment_options.py::test_workers_per_server_or_in_all"),
+        "steps_per_eval": (100, "test_environment_options.py::test_an_evaluation_at_every_multiple"),
+        "max_token_length": (2048, "test_environment.py::test_an_episode_that_needs_too_many_tokens_is_dropped"),
+        "eval_handling": (EvalHandling.STOP_TRAIN, "test_environment.py::test_training_makes_room_for_an_evaluation"),
+        "eval_limit_ratio": (0.5, "test_environment.py::test_training_makes_room_for_an_evaluation"),
+        "inference_weight": (1.0, "test_environment_options.py::test_what_it_registers_with"),
+        "batch_size": (-1, "test_environment_options.py::test_the_trainer_decides_the_batch_size"),
+        "max_batches_offpolicy": (3, "test_environment_options.py::test_it_stops_where_the_queue_is_long"),
+        "tokenizer_name": (
+            "NousResearch/DeepHermes-3-Llama-3-3B-Preview",
+            "test_environment.py::test_a_wrong_option_is_named",
+        ),
+        "use_wandb": (True, "test_environment_options.py::test_rollouts_and_metrics_go_to_wandb"),
+        "rollout_server_url": ("http://localhost:8000", "test_environment_options.py::test_serve_takes_both_urls"),
+        "total_steps": (1000, "test_environment.py::test_it_feeds_a_trainer_until_its_steps_are_made"),
+        "wandb_name": (None, "test_environment_options.py::test_what_it_registers_with"),
+        "num_rollouts_to_keep": (32, "test_environment_options.py::test_rollouts_and_metrics_go_to_wandb"),
+        "num_rollouts_per_group_for_logging": (1, "test_environment_options.py::test_rollouts_and_metrics_go_to_wandb"),
+        "ensure_scores_are_not_same": (True, "test_environment.py::test_groups_with_equal_scores_are_dropped_and_counted"),
+        "data_path_to_save_groups": (None, "test_environment_options.py::test_groups_are_kept_while_serving"),
+        "min_items_sent_before_logging": (2, "test_environment_options.py::test_metrics_wait_for_enough_groups"),
+        "include_messages": (False, "test_environment.py::test_it_feeds_a_trainer_until_its_steps_are_made"),
+        "min_batch_allocation": (None, "test_environment_options.py::test_what_it_registers_with"),
+    },
+    EnvironmentSettings: {
+        "slurm": (True, "test_environment.py::test_servers_come_from_the_urls_or_the_slurm_job"),
+        "testing": (False, "test_environment.py::test_shipped_environments_make_groups_without_a_server"),
+        "max_n_completions": (8, "test_environment.py::test_completions_are_asked_for_in_parts"),
+    },
+    APIServerConfig: {
+        "timeout": (1200, "test_environment_options.py::test_a_request_takes_no_longer_than_its_timeout"),
+        "num_max_requests_at_once": (512, "test_environment_options.py::test_training_and_evaluation_have_own_limits"),
+        "num_requests_for_eval": (64, "test_environment_options.py::test_training_and_evaluation_have_own_limits"),
+        "model_name": ("default", "test_environment_options.py::test_the_openai_api_is_there_too"),
+        "rolling_buffer_length": (1000, "test_environment_options.py::test_metrics_are_of_the_latest_requests"),
+        "api_key": (None, "test_environment_options.py::test_the_openai_api_is_there_too"),
+        "base_url": (None, "test_environment.py::test_servers_come_from_the_urls_or_the_slurm_job"),
+        "n_kwarg_is_ignored": (False, "test_environment.py::test_completions_are_asked_for_in_parts"),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("cls", "name"), [(cls, name) for cls, rows in ROWS.items() for name in rows])
+def test_names_and_defaults_are_those_of_atroposlib(cls, name):
+    default, shown_by = ROWS[cls][name]
+    assert getattr(cls(), name) == default
+    file, _, test = shown_by.partition("::")
+    tree = ast.parse((Path(__file__).parent / file).read_text())
+    assert test in {
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+def test_no_option_is_without_a_row():
+    own = {"worker_timeout", "seed", "server_type", "env", "openai"}
+    for cls, rows in ROWS.items():
+        assert {field.name for field in dataclasses.fields(cls)} - own == rows.keys()
+
+
+@pytest.fixture
+async def world(chat_tokenizer, serve):
+    made = World(chat_tokenizer, FakeApi(4, 3), FakeServer(chat_tokenizer, lambda text: "ok"))
+    made.urls = (await serve(made.api.app()), await serve(made.server.app()))
+    return made
+
+
+async def test_what_it_registers_with(world):
+    await world.run(
+        total_steps=-1,
+        inference_weight=2.5,
+        wandb_name="mine",
+        min_batch_allocation=0.25,
+        max_token_length=64,
+    )
+    assert world.api.registered == [
+        {
+            "max_token_length": 64,
+            "desired_name": "mine",
+            "weight": 2.5,
+            "group_size": 2,
+            "min_batch_allocation": 0.25,
+        }
+    ]
+
+
+async def test_the_trainer_decides_the_batch_size(world):
+    await world.run(batch_size=1, group_size=2, total_steps=-1)  # 1 would be too small for a group
+    assert world.api.step == 3
+
+
+class Counting(Echo):
+    running = most = 0
+
+    async def episode(self, item, conversation):
+        cls = type(self)
+        cls.running, cls.most = cls.running + 1, max(cls.most, cls.running + 1)
+        await asyncio.sleep(0.05)
+        score = await super().episode(item, conversation)
+        cls.running -= 1
+        return score
+
+
+@pytest.mark.parametrize(
+    ("given", "groups"),
+    [({"max_num_workers": 3}, 3), ({"max_num_workers": -1, "max_num_workers_per_node": 2}, 2)],
+)
+async def test_workers_per_server_or_in_all(world, given, groups):
+    world.api.batch_size = 64
+    counting = type("Counting", (Counting,), {})
+    await world.run(counting, stop_after_s=1.0, total_steps=-1, **given)
+    assert counting.most == 2 * groups  # episodes of groups of two
+
+
+async def test_it_stops_where_the_queue_is_long(world, monkeypatch):
+    async def full(request):
+        answer = {"current_step": 0, "unallocated_fraction": 1.0, "self_queue_size": 4, "max_group_size": 2}
+        return web.json_response({**answer, "queue_size": 4, "env_weight": 1.0})
+
+    world.api.status = full
+    runner = web.AppRunner(world.api.app())
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    world.urls = (f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", world.urls[1])
+    await world.run(stop_after_s=0.6, max_batches_offpolicy=2)  # 4 groups of 2 are two batches of 4
+    assert not world.api.groups
+    await world.run(stop_after_s=0.6, max_batches_offpolicy=3)
+    assert world.api.groups
+    await runner.cleanup()
+
+
+async def test_an_evaluation_at_every_multiple(world):
+    evaluated = []
+
+    class Noting(Echo):
+        async def evaluate(self):
+            evaluated.append(world.api.step)
+            return {"eval_score": 0.0}
+
+    await world.run(Noting, total_steps=-1, steps_per_eval=1, eval_handling="NONE")
+    assert evaluated and len(evaluated) <= 3
+    evaluated.clear()
+    world.api.groups.clear()
+    await world.run(Noting, total_steps=-1, steps_per_eval=0)
+    assert not evaluated
+
+
+async def test_metrics_wait_for_enough_groups(world, caplog):
+    caplog.set_level(logging.INFO)
+    await world.run(total_steps=-1, min_items_sent_before_logging=1000)
+    lines = [one for one in caplog.messages if one.startswith("step ")]
+    assert len(lines) == 1  # at the end
+    caplog.clear()
+    world.api.groups.clear()
+    await world.run(total_steps=-1, min_items_sent_before_logging=0)
+    assert len([one for one in caplog.messages if one.startswith("step ")]) >= 2
+
+
+async def test_groups_are_kept_while_serving(world, tmp_path):
+    path = tmp_path / "kept" / "groups.jsonl"
+    await world.run(total_steps=-1, data_path_to_save_groups=str(path))
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(kept) == len(world.api.groups)
+    assert all(one["env_id"] == 7 and "step" in one and one["texts"] for one in kept)
+    assert path.with_suffix(".html").exists()
+
+
+async def test_rollouts_and_metrics_go_to_wandb(world, monkeypatch):
+    logged = []
+    module = types.ModuleType("wandb")
+    module.Table = lambda columns, data: (columns, data)
+    run = types.SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: None)
+    begun = []
+    module.init = lambda **given: begun.append(given) or run
+    monkeypatch.setitem(sys.modules, "wandb", module)
+
+    async def info(request):
+        return web.json_response({"group": "g", "project": "p"})
+
+    app = world.api.app()
+    app.add_routes([web.get("/wandb_info", info)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    world.urls = (f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", world.urls[1])
+    shown = {"num_rollouts_to_keep": 2, "num_rollouts_per_group_for_logging": -1}
+    await world.run(total_steps=-1, use_wandb=True, wandb_name="mine", **shown)
+    assert begun == [{"project": "p", "group": "g", "name": "mine"}]
+    columns, rows = logged[-1][1]["rollouts"]
+    assert columns == ["text", "score"] and len(rows) == 4  # two groups of two
+    assert "score" in logged[-1][1]
+    await runner.cleanup()
+
+
+async def test_wandb_that_is_missing_is_named(world, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    from hpc_rl.environments.serving import start_wandb
+
+    with pytest.raises(ConfigError, match=r"--env\.use_wandb false"):
+        start_wandb("g", "p", "n")
+
+
+async def test_a_request_takes_no_longer_than_its_timeout(serve, chat_tokenizer):
+    async def slow(request):
+        await asyncio.sleep(30)
+
+    app = web.Application()
+    app.add_routes([web.post("/generate", slow)])
+    config = APIServerConfig(base_url=f"{await serve(app)}/v1", timeout=0.05)
+    async with InferenceServers([config]) as servers:
+        with pytest.raises(ServerUnavailable):
+            await servers.generate([1])
+
+
+async def test_training_and_evaluation_have_own_limits(serve):
+    running = {"train": 0, "eval": 0}
+    most = dict(running)
+
+    async def count(request):
+        split = "eval" if (await request.json())["sampling_params"]["temperature"] == 0 else "train"
+        running[split] += 1
+        most[split] = max(most[split], running[split])
+        await asyncio.sleep(0.05)
+        running[split] -= 1
+        meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 5, None]]}
+        return web.json_response({"text": "", "output_ids": [5], "meta_info": meta})
+
+    app = web.Application()
+    app.add_routes([web.post("/generate", count)])
+    config = APIServerConfig(
+        base_url=f"{await serve(app)}/v1", num_max_requests_at_once=3, num_requests_for_eval=2
+    )
+    async with InferenceServers([config]) as servers:
+        train = [servers.generate([1], temperature=1.0) for _ in range(9)]
+        held_out = [servers.generate([1], temperature=0, evaluate=True) for _ in range(9)]
+        await asyncio.gather(*train, *held_out)
+    assert most == {"train": 3, "eval": 2}
+
+
+async def test_metrics_are_of_the_latest_requests(world):
+    config = APIServerConfig(base_url=f"{world.urls[1]}/v1", rolling_buffer_length=2)
+    async with InferenceServers([config]) as servers:
+        for _ in range(5):
+            await servers.generate([3])
+        (metrics,) = servers.metrics()
+    assert metrics.num_requests == 2 and metrics.median_latency_s > 0
+
+
+async def test_the_openai_api_is_there_too(serve):
+    asked = []
+
+    async def chat(request):
+        body = await request.json()
+        asked.append((request.path, body, request.headers["Authorization"]))
+        choices = [{"index": i, "message": {"content": "hi"}} for i in range(body["n"])]
+        return web.json_response({"choices": choices})
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/chat/completions", chat), web.post("/v1/completions", chat)])
+    config = APIServerConfig(base_url=f"{await serve(app)}/v1", model_name="m", api_key="key")
+    async with InferenceServers([config], max_n_completions=2) as servers:
+        answer = await servers.chat_completion(messages=[], n=3)
+        await servers.completion(prompt="x")
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert sorted(body["n"] for path, body, _ in asked if path.startswith("/v1/chat")) == [1, 2]
+    assert {(body["model"], key) for _, body, key in asked} == {("m", "Bearer key")}
+
+
+async def test_a_server_without_token_ids_is_refused():
+    with pytest.raises(ConfigError, match="server_type 'openai'"):
+        InferenceServers([APIServerConfig(base_url="http://a/v1", server_type="openai")])
+    async with MadeUpServers(5) as servers:
+        (turn,) = await servers.generate([1], max_new_tokens=3)
+    assert 1 <= len(turn.output_ids) <= 3
+
+
+async def test_serve_takes_both_urls(world):
+    base = f"{world.urls[1]}/v1"
+    options = [
+        f"--env.tokenizer_name={world.tokenizer.folder}", f"--env.rollout_server_url={world.urls[0]}",
+        f"--openai.base_url={base}", "--env.use_wandb=false", "--env.total_steps=-1", "--env.group_size=2",
+        "--env.ensure_scores_are_not_same=false",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "hpc_rl.cli", "env", "serve", "guess_number", *options]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0, errors.decode()
+    assert world.api.step == 3
