@@ -85,12 +85,15 @@ def http_url(address: str, port: int) -> str:
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
-def bind(host: str = "") -> socket.socket:
-    """Return a TCP socket that listens on a free port of `host`, or of all IPv4 and IPv6 addresses."""
+def bind(host: str = "", port: int = 0) -> socket.socket:
+    """Return a TCP socket that listens on a port of `host`, or of all IPv4 and IPv6 addresses; 0: a free one.
+
+    Raises OSError where the port is taken.
+    """
     if not host and socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # of a host where IPv6 is switched off
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=512, dualstack_ipv6=True)
-    return socket.create_server((host, 0), backlog=512)
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=512, dualstack_ipv6=True)
+    return socket.create_server((host, port), backlog=512)
 
 
 def _address_of_interface(wanted: str) -> str:

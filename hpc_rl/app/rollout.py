@@ -1,6 +1,7 @@
 """The rollout role: sequencer, ledger and service in this process, workflows in executor workers below it."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -11,9 +12,11 @@ from aiohttp import web
 from hpc_rl import net
 from hpc_rl.app import role
 from hpc_rl.checkpoint.lineage import newest_number
+from hpc_rl.config.rules.file_rules import context_of
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.environments.hosting import hosted
 from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.name_resolve.shared_fs import Lease
@@ -27,6 +30,7 @@ from hpc_rl.rollout.service import RolloutService
 logger = logging.getLogger(__name__)
 
 LEASE_TTL_S = 10.0
+LISTENER_VARIABLE = "HPC_RL_LISTENER_FD"
 
 
 def body(context: role.Context) -> int:
@@ -39,6 +43,7 @@ def body(context: role.Context) -> int:
 def rules(config: GRPOConfig) -> Rules:
     """What the configuration says of order, age and retries."""
     batch_size, rollout = config.train_dataset.batch_size, config.rollout
+    n_samples, section = config.gconfig.n_samples, config.environments
     return Rules(
         batch_size=batch_size,
         max_concurrent=rollout.max_concurrent_rollouts or 2 * batch_size,
@@ -47,6 +52,9 @@ def rules(config: GRPOConfig) -> Rules:
         order=rollout.batch_order,
         prompt_retries=rollout.prompt_retries,
         queue_size=rollout.queue_size,
+        batch_sequences=None if section is None else batch_size * n_samples,
+        n_samples=n_samples,
+        own_prompts=section is None or section.own_prompts,
     )
 
 
@@ -70,13 +78,15 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     def num_servers() -> int:
         return sum(seen.alive for seen in names.leases(keys.SERVERS).values())
 
-    runner = web.AppRunner(
-        routes.application(routes.routes(service, num_servers), context.tokens),
-        access_log=None,
-        shutdown_timeout=1.0,
-    )
+    stack = contextlib.AsyncExitStack()
+    defs = routes.routes(service, num_servers)
+    if config.environments is not None:
+        own_names, length = open_names(trial, config), context_of(config)
+        defs += await stack.enter_async_context(hosted(service, config, own_names, trial, length))
+    app = routes.application(defs, context.tokens)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
-    listener = net.bind()
+    listener = inherited_listener() or net.bind(port=config.environments.port if config.environments else 0)
     await web.SockSite(runner, listener).start()
     record = _record(context, listener.getsockname()[1])
     lease = await asyncio.to_thread(names.lease, keys.ROLLOUT, record, LEASE_TTL_S)
@@ -98,8 +108,15 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
         for duty in duties:
             duty.cancel()
         await runner.cleanup()
+        await stack.aclose()
         await executor.close()
         await service.close()
+
+
+def inherited_listener() -> socket.socket | None:
+    """Return the socket that app/rollout_front.py holds for this process, None where there is none."""
+    number = os.environ.get(LISTENER_VARIABLE)
+    return socket.socket(fileno=int(number)) if number else None
 
 
 def worker_argv(context: role.Context, number: int) -> list[str]:
@@ -117,7 +134,12 @@ async def _renew(lease: Lease, record: dict, service: RolloutService) -> None:
     while True:
         await asyncio.sleep(1.0)
         try:
-            await asyncio.to_thread(lease.renew, {**record, keys.WAITS_FOR_ROOM: service.ledger.room.waiting})
+            sequencer = service.sequencer
+            waits = {
+                keys.WAITS_FOR_ROOM: service.ledger.room.waiting,
+                keys.WAITS_FOR_GROUPS: sequencer.rules.batch_sequences is not None and not sequencer.running,
+            }
+            await asyncio.to_thread(lease.renew, record | waits)
         # a shared file system may fail for a while; the ledger's own writes decide whether we live
         except OSError as error:
             logger.warning("can't renew the lease: %s", error)

@@ -12,7 +12,7 @@ from hpc_rl.status.scheduler_view import current_status
 from hpc_rl.submit import trial_index
 from hpc_rl.submit.attachment import attach_command, choose_process, role_processes
 
-ROLES = ("trainer", "rollout", "server", "supervisor")
+ROLES = ("trainer", "rollout", "server", "environment", "supervisor")
 EPILOG = """The command is printed to standard output, so `$(hpc-rl attach TRIAL)` runs it too. On Slurm it is
 a step with a terminal that overlaps with those of the job; on this machine a shell in the trial's directory.
 What follows `--` is run there instead of a shell:

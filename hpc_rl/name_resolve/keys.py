@@ -1,8 +1,9 @@
 """Every name-resolve key, once. All are relative to the trial's names directory."""
 
 OWNER = "owner"  # lease: the supervisor that runs the trial
-WAITS_FOR_ROOM = "waits_for_room"
-# lease: {"url", "attempt", "pid", "host", "waits_for_room"}; the last one on a full disk
+WAITS_FOR_ROOM = "waits_for_room"  # the disk is full
+WAITS_FOR_GROUPS = "waits_for_groups"  # of environments; no prompt of our own runs
+# lease: {"url", "attempt", "pid", "host", "waits_for_room", "waits_for_groups"}
 ROLLOUT = "rollout/0"
 SERVERS = "server"  # prefix of server leases
 # States of a server that gets requests; a paused one holds them until its new weights are loaded.

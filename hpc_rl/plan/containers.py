@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import PurePosixPath
+from typing import Literal
 
 from hpc_rl.config.rules.container_rules import PYTHONS, Role, binds_of, bound_paths, image_of
 from hpc_rl.config.sections.experiment import Config
@@ -10,9 +11,11 @@ from hpc_rl.plan.schema import Container
 _HUB_CACHE = ("models--", "datasets--")
 
 
-def container_of(config: Config, role: Role) -> Container | None:
+def container_of(config: Config, role: Role | Literal["environment"]) -> Container | None:
     """Return the container of a role, or None where it runs on the node itself."""
     slurm = config.launcher.slurm
+    if role == "environment":  # its command names its container, if it has one
+        return None
     image = image_of(slurm, role)
     if not image or slurm.container_type == "none":
         return None

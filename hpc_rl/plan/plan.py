@@ -22,6 +22,7 @@ from hpc_rl.config.sections.cluster import environment_of
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan import containers
+from hpc_rl.plan.environment_units import environment_units, without_environment_nodes
 from hpc_rl.plan.placement import Demand, Placement, nearest, place
 from hpc_rl.plan.schema import Group, Plan, Unit
 
@@ -44,20 +45,21 @@ def make_plan(
     can't plan, DoesNotFit with the nearest that fits, ConfigError.
     """
     refuse_scheduler(config, scheduler)
-    allocation, notes = _allocation(config)
-    _refuse_unbuilt(config, allocation)
-    allocation = _fill_stars(config, allocation)
+    shared = without_environment_nodes(config)
+    allocation, notes = _allocation(shared)
+    _refuse_unbuilt(shared, allocation)
+    allocation = _fill_stars(shared, allocation)
     demand = _demand(allocation)
     if demand.units > MAX_UNITS:
         most = f"at most {MAX_UNITS} are allowed"
         raise DoesNotFit(f"allocation_mode {allocation} needs {demand.units} units; {most}.")
-    placement = _placement(config, allocation, demand)
+    placement = _placement(shared, allocation, demand)
     ranks_per_row = allocation.train.units_per_replica if allocation.train else 1
     _refuse_idle_ranks(config, demand.ranks // ranks_per_row)
     extra = shlex.split(config.launcher.slurm.srun_additional_args)
     units = [
         replace(unit, srun_args=extra, container=containers.container_of(config, unit.role))
-        for unit in _units(config, allocation, placement)
+        for unit in (*_units(config, allocation, placement), *environment_units(config))
     ]
     knows_gpus = scheduler != "slurm" or slurm_knows_gpus(config)
     if not knows_gpus:
@@ -334,6 +336,7 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
         )
         for index, (node, gpu) in enumerate(placement.servers)
     ]
+    has_environments = isinstance(config, GRPOConfig) and config.environments is not None
     rollout = Unit(
         role="rollout",
         index=0,
@@ -342,7 +345,7 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
         cpus_per_task=launcher.rollout_cpus,
         mem_mb_per_task=launcher.rollout_mem_mb,
         gpus_per_task=0,
-        module="hpc_rl.app.rollout",
+        module="hpc_rl.app.rollout_front" if has_environments else "hpc_rl.app.rollout",
     )
     return [*replicas, rollout, trainer]
 

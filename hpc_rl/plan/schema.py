@@ -23,9 +23,9 @@ class Container:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One step for the supervisor to start: a server replica, the rollout role, or all trainer ranks."""
+    """One step for the supervisor to start: a server replica, rollout, all trainer ranks, an environment."""
 
-    role: Literal["server", "rollout", "trainer"]
+    role: Literal["server", "rollout", "trainer", "environment"]
     index: int  # replica index of the role
     nodes: list[int]  # node indexes within the allocation, in rank order
     tasks_per_node: int

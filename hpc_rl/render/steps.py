@@ -10,7 +10,7 @@ from hpc_rl.plan.plan import SUPERVISOR_CPUS, SUPERVISOR_MEM_MB
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.render.container_command import command_of
 
-ROLES = ("server", "rollout", "trainer")
+ROLES = ("environment", "server", "rollout", "trainer")
 
 
 def launch_lines(plan: Plan, trial_dir: Path, workdir: Path) -> dict[str, dict[str, Any] | None]:

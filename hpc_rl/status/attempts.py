@@ -7,7 +7,7 @@ from pathlib import Path
 from hpc_rl.records import Event, EventKind, LineageRecord, ProcessFile, TrialState
 from hpc_rl.trial import Attempt
 
-ROLE_ORDER = {"supervisor": 0, "trainer": 1, "rollout": 2, "server": 3}
+ROLE_ORDER = {"supervisor": 0, "trainer": 1, "rollout": 2, "server": 3, "environment": 4}
 STOPPING_EVENTS = (EventKind.STOPPING, EventKind.FAILING, EventKind.ABANDONING)
 EXIT_EVENTS = (EventKind.EXITED, EventKind.ENDED)
 

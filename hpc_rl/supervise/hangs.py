@@ -60,7 +60,9 @@ class HangDetector:
         if key[0] != "server":
             self._away_since = None
             self._excuse(WAITS_FOR_ROLLOUT, now)
-        self._watched[key] = _Watched(now)
+        # an environment is a program that shows no sign of life
+        if key[0] != "environment":
+            self._watched[key] = _Watched(now)
 
     def exited(self, key: Key) -> None:
         """Stop watching a unit."""
@@ -77,7 +79,8 @@ class HangDetector:
         """Note which units of this attempt hold a live lease."""
         for key, value in _live_units(leases, attempt_id):
             self.observe(key, now, now)
-            if value.get(keys.WAITS_FOR_ROOM):  # on a full disk: it serves no unit that waits for it
+            # on a full disk, or without groups from outside, it serves no unit that waits for it
+            if value.get(keys.WAITS_FOR_ROOM) or value.get(keys.WAITS_FOR_GROUPS):
                 self._excuse(WAITS_FOR_ROLLOUT, now)
 
     def observe_pool(self, leases: Mapping[str, LeaseView], now: float) -> None:

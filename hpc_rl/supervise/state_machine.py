@@ -308,7 +308,9 @@ class AttemptMachine:
         if found.code == ExitCode.BAD_CONFIG and self._result is None:
             reason = found.reason or "invalid configuration"
             return self._fail(now, ExitCode.BAD_CONFIG, f"{slot.name}: {reason}")
-        if self.phase is Phase.DRAINING:
+        # an environment that has finished leaves the others to feed the trial
+        is_finished = slot.unit.role == "environment" and found.code == ExitCode.DONE
+        if self.phase is Phase.DRAINING or is_finished:
             return []
         slot.lost_node = found.failure is FailureClass.NODE
         return self._avoid(found) + self._restart_helper(slot, found, now)

@@ -28,8 +28,8 @@ FLOORS = [
     {"plan", "engines", "datasets"},
     {"servers"},
     {"render", "checkpoint", "rollout", "weights"},
-    {"supervise", "doctor", "trainers", "examples", "environments"},
-    {"status"},
+    {"supervise", "doctor", "trainers", "environments"},
+    {"status", "examples"},
     {"submit"},
     {"cli", "app"},
 ]
@@ -74,6 +74,7 @@ LIGHT = [
     "hpc_rl.app.supervisor",
     "hpc_rl.app.rollout",
     "hpc_rl.app.rollout_worker",
+    "hpc_rl.app.run_environment",
 ]
 
 

@@ -12,6 +12,7 @@ from hpc_rl.config.loading.stored import Loaded, trainer_of
 from hpc_rl.config.rules import (
     consistency,
     container_rules,
+    environment_rules,
     file_rules,
     generation_rules,
     sglang_rules,
@@ -43,6 +44,7 @@ GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[str]]] = [
     *generation_rules.GRPO_RULES,
     *sglang_rules.GRPO_RULES,
     *training_rules.GRPO_RULES,
+    *environment_rules.GRPO_RULES,
 ]
 FILE_RULES: list[Rule] = [*file_rules.RULES, *container_rules.FILE_RULES]
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from hpc_rl.config.sections.cluster import ClusterSpecConfig, LauncherConfig
 from hpc_rl.config.sections.dataset import DatasetConfig
+from hpc_rl.config.sections.environments import EnvironmentsConfig
 from hpc_rl.config.sections.inference import (
     EmbeddedConfig,
     GenerationHyperparameters,
@@ -90,6 +91,7 @@ class GRPOConfig(BaseExperimentConfig):
         ref: The frozen reference model for actor.kl_ctl and actor.beta, in the trainer's ranks; null means
             none.
         embedded: Embedded servers, if the allocation has them.
+        environments: What feeds the trial from outside; null means nothing does.
     """
 
     async_training: bool = True
@@ -98,6 +100,7 @@ class GRPOConfig(BaseExperimentConfig):
     actor: PPOActorConfig
     ref: TrainEngineConfig | None = None
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
+    environments: EnvironmentsConfig | None = None
 
 
 @dataclass(kw_only=True)

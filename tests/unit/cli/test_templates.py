@@ -54,7 +54,7 @@ def test_list_names_templates_blocks_profiles_and_hooks(site, capsys):
     found = json.loads(capsys.readouterr().out)
     rows = {row["template"]: row for row in found["templates"]}
     assert {"resources", "accounting", "environment", "teardown"} <= set(rows[TRIAL]["blocks"])
-    assert rows["templates/steps.sh.j2"]["blocks"] == ["server", "rollout", "trainer"]
+    assert rows["templates/steps.sh.j2"]["blocks"] == ["server", "rollout", "trainer", "environment"]
     assert rows[SITE]["overrides"] == [{"path": str(site / "etc" / SITE), "blocks": ["site"]}]
     assert found["hooks"]["pre_node"] == [str(site / "etc" / "hooks.d" / "pre_node")]
     assert found["profiles"]["ours"] == str(site / "etc" / "cluster" / "ours.yaml")

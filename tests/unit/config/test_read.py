@@ -39,6 +39,7 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
     "adv_norm": {"norm"},
     "gconfig": {"_gconfig"},
     "embedded": {"config"},
+    "environments": {"section"},
     "sglang": {"own"},
     "wandb": {"settings"},
     "swanlab": {"settings"},

@@ -1,0 +1,135 @@
+"""The environment role: runs the command of one environment beside the trial, with the URLs that it needs.
+
+The command gets a YAML file by `--config`, in the form that environments of hpc-rl and of atroposlib read.
+Where the rollout role comes back under another URL, the command is started again.
+"""
+
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import time
+from typing import Any
+
+import yaml
+
+from hpc_rl.app import role
+from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.errors import ConfigError, ExitCode, RoleFailed
+from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.name_resolve.shared_fs import NameResolve
+from hpc_rl.rollout.pipes import die_with_parent
+from hpc_rl.trial import write_atomic
+
+logger = logging.getLogger(__name__)
+POLL_S = 1.0
+OWN_END_S = 3.0
+END_GRACE_S = 5.0
+# of a cluster's job, which atroposlib would take its servers from
+HIDDEN_VARIABLES = ("SLURM_JOB_NODELIST", "INFER_TP", "NUM_TRAINING_NODES")
+
+
+def body(context: role.Context) -> int:
+    """Run the command until it has finished, or until asked to stop."""
+    if not isinstance(context.config, GRPOConfig) or context.config.environments is None:
+        raise ConfigError("this trial has no section environments")
+    name, command = list(context.config.environments.commands.items())[context.index]
+    names = open_names(context.trial, context.config)
+    while not context.stopping.is_set():
+        url = _rollout_url(names)
+        if url is None:
+            context.stopping.wait(POLL_S)
+            continue
+        settings = _settings(context.config, name, url, context.tokens["data"])
+        file = context.attempt.dir / f"environment-{context.index}.yaml"
+        write_atomic(file, yaml.safe_dump(settings), mode=0o600)
+        code = _run(context, names, [*shlex.split(command), "--config", str(file)], url)
+        if code == 0:
+            logger.info("environment %s has finished", name)
+            return ExitCode.DONE
+        if code is not None:
+            raise RoleFailed(f"environment {name} exited with code {code}; its output is in this log")
+    return ExitCode.STOPPED
+
+
+def _run(context: role.Context, names: NameResolve, argv: list[str], url: str) -> int | None:
+    """Return the exit code of the command; None where it was ended, to stop or to start again."""
+    environment = {name: value for name, value in os.environ.items() if name not in HIDDEN_VARIABLES}
+    logger.info("starting %s", shlex.join(argv))
+    try:
+        process = subprocess.Popen(
+            argv,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+    except OSError as error:
+        raise ConfigError(f"environments.commands: {argv[0]!r} can't be started: {error}.") from error
+    try:
+        while (code := process.poll()) is None:
+            if context.stopping.wait(POLL_S):
+                return _own_end(process)
+            if _rollout_url(names) not in (None, url):
+                logger.warning("the rollout API has another URL: starting the environment again")
+                return None
+        return code if code >= 0 else 128 - code
+    finally:
+        _end(process)
+
+
+def _own_end(process: subprocess.Popen[bytes]) -> int | None:
+    """Return 0 if the command finishes by itself, as it does after the trial's last step; else None."""
+    try:
+        return 0 if process.wait(OWN_END_S) == 0 else None
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the command and what it started."""
+    until_s = time.monotonic() + END_GRACE_S
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        while process.poll() is None and time.monotonic() < until_s:
+            time.sleep(0.05)
+    process.wait()
+
+
+def _rollout_url(names: NameResolve) -> str | None:
+    seen = names.leases(keys.ROLLOUT).get(keys.ROLLOUT)
+    return seen.value["url"] if seen is not None and seen.alive else None
+
+
+def _settings(config: GRPOConfig, name: str, url: str, token: str) -> dict[str, Any]:
+    """Return the settings that the trial knows better than the environment's author."""
+    assert config.environments is not None
+    tokenizer = config.tokenizer_path or config.actor.path
+    # only a list of two or more is taken by every kind of environment of atroposlib
+    server = {
+        "model_name": tokenizer,  # where atroposlib looks for the tokenizer of a server
+        "base_url": f"{url}/v1",
+        "api_key": token,
+        "num_max_requests_at_once": max(1, config.environments.max_requests // 2),
+        "server_type": "sglang",
+    }
+    return {
+        "env": {
+            "rollout_server_url": f"{url}/t/{token}",
+            "tokenizer_name": tokenizer,
+            "group_size": config.gconfig.n_samples,
+            "total_steps": -1,
+            "use_wandb": config.stats_logger.wandb.mode != "disabled",
+            "wandb_name": name,
+        },
+        "openai": [server, dict(server)],
+        "slurm": False,
+    }
+
+
+if __name__ == "__main__":
+    role.run("environment", body)

@@ -1,0 +1,38 @@
+"""What can't be combined with a section `environments`, and commands that can't be started."""
+
+import shlex
+from collections.abc import Collection, Iterator
+
+from hpc_rl.config.sections.experiment import GRPOConfig
+
+
+def commands(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    for name, command in (config.environments.commands if config.environments else {}).items():
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            yield f"environments.commands.{name}: {command!r} is not a command: {error}."
+            continue
+        if not words:
+            yield f"environments.commands.{name} is empty; give a command, as `hpc-rl env serve my_env.py`."
+
+
+def order(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    section = config.environments
+    if section and section.own_prompts and config.rollout.batch_order == "in_order":
+        yield (
+            "rollout.batch_order in_order can't be used with environments.own_prompts true, for the order of "
+            "prompts and of groups from outside can't both be kept; use ready, or own_prompts false."
+        )
+
+
+def placement(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    section = config.environments
+    if section and section.n_nodes and not section.commands:
+        yield (
+            f"environments.n_nodes {section.n_nodes} has no effect without environments.commands, "
+            "which run there."
+        )
+
+
+GRPO_RULES = [commands, order, placement]
