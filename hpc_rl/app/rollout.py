@@ -79,10 +79,12 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
         return sum(seen.alive for seen in names.leases(keys.SERVERS).values())
 
     stack = contextlib.AsyncExitStack()
-    defs = routes.routes(service, num_servers)
-    if config.environments is not None:
+    if config.environments is None:
+        defs = routes.routes(service, num_servers)
+    else:
         own_names, length = open_names(trial, config), context_of(config)
-        defs += await stack.enter_async_context(hosted(service, config, own_names, trial, length))
+        hosting = hosted(service, config, own_names, trial, length, num_servers)
+        defs = await stack.enter_async_context(hosting)
     app = routes.application(defs, context.tokens)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()

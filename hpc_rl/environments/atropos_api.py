@@ -7,6 +7,7 @@ durable before it is acknowledged; one that comes again, because its acknowledge
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -77,7 +78,22 @@ class AtroposApi:
             self.registry.environments[known.env_id] = known
         outside.claims = lambda: self.registry.allocations(time.monotonic())
 
-    # the trainer's side
+    # the trainer's side; the trial has a trainer of its own, which no other replaces
+
+    def register_trainer(self, batch_size: int) -> dict[str, Any]:
+        """Answer a trainer that registers; nothing changes. Raises ValueError for another batch size."""
+        if batch_size != self.outside.batch_size:
+            raise ValueError(
+                f"batch_size is {batch_size}, but this trial trains on {self.outside.batch_size} sequences "
+                "a step: set train_dataset.batch_size or gconfig.n_samples of the trial"
+            )
+        return {"uuid": secrets.randbits(128)}
+
+    def batch_without_step(self) -> dict[str, Any]:
+        """Answer `GET /batch` of a trainer of Atropos: the batches are for the trial's own trainer."""
+        if self.outside.has_trainer:
+            return {"batch": None}
+        return {"status": "error", "message": "the trainer has not started", "batch": []}
 
     def trainer_info(self) -> dict[str, Any]:
         return {"batch_size": self.outside.batch_size, "max_token_len": self._trial.max_token_len}
@@ -92,7 +108,7 @@ class AtroposApi:
         """Register an environment. Raises ValueError for sizes that no batch can hold."""
         if not self.outside.has_trainer:
             return {"status": "wait for trainer to start"}
-        made = self.registry.register(asked)
+        made = self.registry.register(asked, self.outside.own_group_size)
         made.seen_s = time.monotonic()
         await self.outside.add_environment({**asdict(made), "seen_s": 0.0})
         logger.info("environment %d registered as %s: groups of %d", made.env_id, made.name, made.group_size)

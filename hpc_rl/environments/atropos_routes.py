@@ -21,6 +21,12 @@ GROUP_FIELDS = (
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params",
     "inference_logprobs", "overrides", "group_overrides", "images", "env_id",
 )  # fmt: skip
+TRAINER_FIELDS = {
+    **dict.fromkeys(("wandb_group", "wandb_project", "checkpoint_dir"), str),
+    **dict.fromkeys(
+        ("batch_size", "max_token_len", "save_checkpoint_interval", "starting_step", "num_steps"), int
+    ),
+}
 Handler = Callable[[web.Request], Awaitable[Any]]
 
 
@@ -39,6 +45,9 @@ def atropos_routes(api: AtroposApi) -> list[web.RouteDef]:
 
     async def info(_request: web.Request) -> dict[str, Any]:
         return api.trainer_info()
+
+    async def register(request: web.Request) -> dict[str, Any]:
+        return api.register_trainer(_fields(await _body(request), **TRAINER_FIELDS)["batch_size"])
 
     async def register_env(request: web.Request) -> dict[str, Any]:
         body = _fields(
@@ -70,12 +79,22 @@ def atropos_routes(api: AtroposApi) -> list[web.RouteDef]:
         web.get("/", _answered(root)),
         web.get("/wandb_info", _answered(wandb_info)),
         web.get("/info", _answered(info)),
+        web.post("/register", _answered(register)),
         web.post("/register-env", _answered(register_env)),
         web.post("/disconnect-env", _answered(disconnect_env)),
         web.get("/status-env", _answered(status_env)),
         web.get("/reset_data", _answered(reset_data)),
         *_group_routes(api),
     ]
+
+
+def atropos_batch(api: AtroposApi) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return the handler of `GET /batch` without a step."""
+
+    async def batch(_request: web.Request) -> dict[str, Any]:
+        return api.batch_without_step()
+
+    return _answered(batch)
 
 
 def _group_routes(api: AtroposApi) -> list[web.RouteDef]:

@@ -1,7 +1,7 @@
 """What a rollout role serves to environments: the rollout API of Atropos, and the gateway to the servers."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ from aiohttp import web
 from hpc_rl.config.sections.experiment import GRPOConfig, total_steps
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.environments.atropos_api import AtroposApi, TrialFacts
-from hpc_rl.environments.atropos_routes import atropos_routes
+from hpc_rl.environments.atropos_routes import atropos_batch, atropos_routes
 from hpc_rl.environments.balance import BalancingRouter
 from hpc_rl.environments.gateway import Gateway, GatewaySettings
 from hpc_rl.environments.gateway_log import GatewayLog
@@ -18,6 +18,7 @@ from hpc_rl.environments.gateway_requests import Bounds
 from hpc_rl.environments.gateway_routes import gateway_routes
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.rollout.outside import OutsideGroups
+from hpc_rl.rollout.routes import routes
 from hpc_rl.rollout.service import RolloutService
 from hpc_rl.trial import Trial
 
@@ -31,8 +32,9 @@ async def hosted(
     names: NameResolve,
     trial: Trial,
     context_length: int | None,
+    num_servers: Callable[[], int],
 ) -> AsyncIterator[list[web.RouteDef]]:
-    """Yield the routes for environments while their router runs.
+    """Yield the routes of a rollout service that takes groups of environments, while their router runs.
 
     Args:
         service: What takes their groups.
@@ -40,6 +42,7 @@ async def hosted(
         names: For the router alone.
         trial: For its directory and its data token.
         context_length: Tokens of prompt and completion together; None where that is not known.
+        num_servers: Returns how many are alive.
     """
     section = config.environments
     assert section is not None
@@ -77,7 +80,8 @@ async def hosted(
             )
             facts = trial_facts(config, trial, len(service.prompts), longest)
             api = AtroposApi(OutsideGroups(service), lookup, facts, section.max_queued_batches)
-            yield [*atropos_routes(api), *gateway_routes(gateway)]
+            own = routes(service, num_servers, atropos_batch(api))
+            yield [*own, *atropos_routes(api), *gateway_routes(gateway)]
     finally:
         log.close()
 

@@ -5,7 +5,7 @@ has not finished with: ready groups, and those of the batch that is being traine
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 SMALLEST_WEIGHT = 0.01
@@ -68,15 +68,23 @@ class Registry:
     silent_s: float = 60.0
     environments: dict[int, RegisteredEnvironment] = field(default_factory=dict)
 
-    def register(self, environment: RegisteredEnvironment) -> RegisteredEnvironment:
+    def register(self, environment: RegisteredEnvironment, own_group_size: int = 0) -> RegisteredEnvironment:
         """Add an environment; it gets an id and a name that no other has.
 
-        Raises ValueError for a group size that no batch can hold.
+        Args:
+            environment: What registers.
+            own_group_size: Sequences of each of the trial's own groups, 0 where it has none.
+
+        Raises:
+            ValueError: Its groups and those of the connected others never add up to a batch.
         """
-        if environment.group_size > self.batch_size:
+        connected = {one.group_size for one in self.environments.values() if one.connected}
+        sizes = sorted({environment.group_size, own_group_size, *connected} - {0})
+        if environment.group_size > self.batch_size or not adds_up(sizes, self.batch_size):
             raise ValueError(
-                f"group_size is {environment.group_size}, but a batch has {self.batch_size} sequences; "
-                "a group is never split: use smaller groups or a larger batch"
+                f"group_size is {environment.group_size}, but a batch has {self.batch_size} sequences, which "
+                f"groups of {' and '.join(map(str, sizes))} never add up to; a group is never split: choose "
+                f"a group_size that divides {self.batch_size}, or another batch size"
             )
         of_this_name = [
             one for one in self.environments.values() if one.desired_name == environment.desired_name
@@ -146,3 +154,12 @@ class Registry:
             env_weight=max(SMALLEST_WEIGHT, own.load / loads if loads > 0 else 0.0),
             max_group_size=max((one.group_size for one in alive), default=1),
         )
+
+
+def adds_up(sizes: Iterable[int], total: int) -> bool:
+    """Return whether sizes, each taken any number of times, add up to `total`."""
+    reached = [True] + [False] * total
+    for size in sizes:
+        for at in range(size, total + 1):
+            reached[at] |= reached[at - size]
+    return reached[total]

@@ -59,6 +59,12 @@ class OutsideGroups:
         return self._service.sequencer.version is not None
 
     @property
+    def own_group_size(self) -> int:
+        """Sequences of each group of the trial's own prompts; 0 where it has none."""
+        rules = self._service.sequencer.rules
+        return rules.n_samples if rules.own_prompts else 0
+
+    @property
     def step(self) -> int:
         """Batches that the trainer has finished."""
         return self._service.sequencer.version or 0

@@ -19,14 +19,20 @@ TOKENS = web.AppKey("tokens", Tokens)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def routes(service: RolloutService, num_servers: Callable[[], int] = lambda: 0) -> list[web.RouteDef]:
+def routes(
+    service: RolloutService,
+    num_servers: Callable[[], int] = lambda: 0,
+    atropos_batch: Handler | None = None,
+) -> list[web.RouteDef]:
     """Return the routes of batches, evaluations, counters and trimming.
 
     The control token is the trainer's: only its requests cut a batch, begin a lineage or start an evaluation.
-    A request with the data token reads what is there.
+    A request with the data token reads what is there. `atropos_batch` answers `GET /batch` without a step.
     """
 
-    async def batch(request: web.Request) -> web.Response:
+    async def batch(request: web.Request) -> web.StreamResponse:
+        if atropos_batch is not None and "step" not in request.query:
+            return await atropos_batch(request)
         try:
             step, lineage = int(request.query["step"]), int(request.query["lineage"])
             wait_s = min(float(request.query.get("wait_s", LONG_POLL_S)), LONG_POLL_S)

@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from hpc_rl.environments import atropos_api
 from hpc_rl.environments.atropos_api import AtroposApi, TrialFacts
-from hpc_rl.environments.atropos_routes import atropos_routes
+from hpc_rl.environments.atropos_routes import atropos_batch, atropos_routes
 from hpc_rl.rollout import outside as outside_module
 from hpc_rl.rollout.outside import OutsideGroups
 from hpc_rl.rollout.routes import application, routes
@@ -37,7 +37,8 @@ class World:
         sequencer, lineages = Sequencer(self.rules), lambda: (0, [])
         self.service = RolloutService(self.folder, sequencer, Prompts(50), None, lineages, Instant())
         self.api = AtroposApi(OutsideGroups(self.service), nothing_known, TRIAL)
-        defs = [*atropos_routes(self.api), *routes(self.service)]
+        own = routes(self.service, atropos_batch=atropos_batch(self.api))
+        defs = [*atropos_routes(self.api), *own]
         self.client = TestClient(TestServer(application(defs, TOKENS)))
         await self.stack.enter_async_context(self.client)
         return self
@@ -321,6 +322,52 @@ async def test_an_environment_that_leaves_is_forgotten_politely(world):
         assert answer["status"] == "failure" and str(unknown) in answer["error"]
     assert (await world.status_of(77))["queue_size"] > 100
     await world.ask("GET", "/reset_data", status=403)
+
+
+TRAINER = {
+    "wandb_group": "", "wandb_project": "", "checkpoint_dir": "",
+    "batch_size": 16, "max_token_len": 64, "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10,
+}  # fmt: skip
+
+
+async def test_a_second_trainer_changes_nothing(world):
+    await world.trainer_at(1)
+    env_id = (await world.register())["env_id"]
+    for tag in range(4):
+        await world.push(env_id, tag)
+    first, second = [await world.ask("POST", "/register", TRAINER) for _ in range(2)]
+    assert first["uuid"] != second["uuid"]
+    refused = await world.ask("POST", "/register", {**TRAINER, "batch_size": 8}, status=422)
+    assert "this trial trains on 16 sequences a step" in refused["detail"]
+    missing = await world.ask("POST", "/register", {"batch_size": 16}, status=422)
+    assert missing["detail"][0]["loc"] == ["body", "wandb_group"]
+    # it gets no batch: those are for the trial's own trainer
+    assert await world.ask("GET", "/batch") == {"batch": None}
+    assert (await world.status_of(env_id))["queue_size"] == 4
+    assert tags(await world.trainer_at(1)) == [0, 1, 2, 3]
+
+
+async def test_groups_that_come_before_the_trainer_are_in_its_first_batch(world):
+    assert await world.ask("GET", "/batch") == {
+        "status": "error", "message": "the trainer has not started", "batch": [],
+    }  # fmt: skip
+    for tag in range(3):
+        assert await world.push(None, tag) == {"status": "received"}
+    await world.restart()
+    await world.push(None, 3)
+    assert tags(await world.trainer_at(1)) == [0, 1, 2, 3]
+    assert (await world.register())["status"] == "success"
+
+
+async def test_groups_that_never_add_up_to_a_batch_are_refused_when_they_register(tmp_path):
+    async with worlds(tmp_path, batch_sequences=12) as world:
+        await world.trainer_at(1)
+        body = {"max_token_length": 1, "desired_name": "x", "weight": 1, "group_size": 8}
+        refused = await world.ask("POST", "/register-env", body, status=422)
+        assert "12 sequences, which groups of 8 never add up to" in refused["detail"]
+        # beside groups of 4 they do
+        await world.register("four", 4)
+        assert (await world.register("eight", 8))["status"] == "success"
 
 
 async def test_a_group_that_no_batch_holds_is_refused_when_it_registers(world):

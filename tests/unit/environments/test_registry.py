@@ -81,5 +81,9 @@ def test_a_silent_environment_has_no_claim():
 def test_a_group_that_no_batch_can_hold_is_refused():
     with pytest.raises(ValueError, match="group_size is 64, but a batch has 32"):
         registered(Registry(32), size=64)
+    with pytest.raises(ValueError, match="groups of 5 never add up to"):
+        registered(Registry(32), size=5)
+    own = Registry(32).register(RegisteredEnvironment(-1, "x", 5), own_group_size=9)  # 5 + 3 * 9
+    assert own.env_id == 0
     with pytest.raises(ValueError, match="from 0 to 1"):
         registered(Registry(32), min_batch_allocation=1.5)
