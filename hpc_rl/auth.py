@@ -52,17 +52,35 @@ def json_object(body: bytes) -> dict[str, Any]:
 
     Raises ValueError for anything else, and for deep nesting.
     """
-    if _depth(body) > MAX_DEPTH:
-        raise ValueError(f"the body is nested deeper than {MAX_DEPTH} levels")
+    _check_depth(body)
     try:
-        found = json.loads(body)
-        if b"\\u" in body:
-            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is not text
+        found = _parsed(body)
     except ValueError as error:
         raise ValueError(f"the body must be a JSON object: {type(error).__name__}") from error
     if not isinstance(found, dict):
         raise ValueError(f"the body must be a JSON object, not {type(found).__name__}")
     return found
+
+
+def json_value(body: bytes) -> Any:
+    """Return what a request's body holds.
+
+    Raises ValueError for what is not JSON, for deep nesting, and for half a surrogate pair, which is not text.
+    """
+    _check_depth(body)
+    return _parsed(body)
+
+
+def _parsed(body: bytes) -> Any:
+    found = json.loads(body)
+    if b"\\u" in body:
+        json.dumps(found, ensure_ascii=False).encode()
+    return found
+
+
+def _check_depth(body: bytes) -> None:
+    if _depth(body) > MAX_DEPTH:
+        raise ValueError(f"the body is nested deeper than {MAX_DEPTH} levels")
 
 
 def _depth(body: bytes) -> int:

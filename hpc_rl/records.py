@@ -97,6 +97,10 @@ def _convert(value: Any, hint: Any) -> Any:
         return {key: _convert(one, arguments[1]) for key, one in value.items()}
     if isinstance(hint, enum.EnumType):
         return hint(value)
+    if isinstance(hint, type) and issubclass(hint, JsonRecord):
+        if (record := hint.parse(value)) is None:
+            raise ValueError(f"expected {hint}, got {value!r}")
+        return record
     if hint is float and type(value) is int:
         value = float(value)
     if type(value) is not hint or (hint is float and not math.isfinite(value)):
@@ -142,8 +146,15 @@ class JsonRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object, without fields that are None."""
-        pairs = [(key, getattr(self, name)) for name, key, _, _ in self._fields()]
+        pairs = [(key, _plain(getattr(self, name))) for name, key, _, _ in self._fields()]
         return {key: value for key, value in pairs if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    is_list = isinstance(value, list | tuple)
+    if is_list and any(isinstance(one, JsonRecord) for one in value):
+        return [one.to_json() for one in value]
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from hpc_rl import net
 from hpc_rl.app import role
 from hpc_rl.checkpoint.lineage import newest_number
 from hpc_rl.config.rules.file_rules import context_of
-from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.config.sections.experiment import GRPOConfig, has_own_prompts
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.environments.hosting import hosted
@@ -54,13 +54,14 @@ def rules(config: GRPOConfig) -> Rules:
         queue_size=rollout.queue_size,
         batch_sequences=None if section is None else batch_size * n_samples,
         n_samples=n_samples,
-        own_prompts=section is None or section.own_prompts,
+        own_prompts=has_own_prompts(config),
     )
 
 
 async def serve(context: role.Context, config: GRPOConfig) -> int:
     tokenizer = Tokenizer(config.tokenizer_path or config.actor.path)
-    prompts = Prompts(config.train_dataset, tokenizer, config.seed)
+    dataset = config.train_dataset if has_own_prompts(config) else None
+    prompts = Prompts(dataset, tokenizer, config.seed)
     held_out = Prompts(config.valid_dataset, tokenizer, config.seed) if config.valid_dataset else None
     names = open_names(context.trial, config)
     sequencer = Sequencer(rules(config))

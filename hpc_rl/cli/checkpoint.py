@@ -111,7 +111,7 @@ def _row(one: Found) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]], metric: str) -> list[str]:
-    cells = [["step", "lineage", "ranks", "size", "written", metric, "state"]]
+    cells = [["step", "lineage", "ranks", "size", "saved", metric, "state"]]
     for row in rows:
         numbers = ["" if row[name] is None else str(row[name]) for name in ("step", "lineage", "num_ranks")]
         size = "" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f} MB"

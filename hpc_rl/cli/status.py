@@ -13,7 +13,7 @@ from hpc_rl.records import LineageRecord, TrialState
 from hpc_rl.status import formatting
 from hpc_rl.status.attempts import AttemptStatus, RoleStatus
 from hpc_rl.status.formatting import format_duration, format_number, format_time, one_line, printable
-from hpc_rl.status.rollout_report import problems, summary
+from hpc_rl.status.rollout_report import environment_lines, problems, summary
 from hpc_rl.status.scheduler_view import SchedulerAnswer, query
 from hpc_rl.status.trial_status import TrialStatus, read_status
 from hpc_rl.submit import trial_index
@@ -123,7 +123,8 @@ def text(status: TrialStatus, max_attempts: int | None = None, past: tuple[PastS
     if status.rollout is not None and status.state is not TrialState.DONE:
         live = status.live is not None
         lines += ["", row("rollout", summary(status.rollout, live))]
-        lines += [row("", one_line(line)) for line in problems(status.rollout, live)]
+        more = [*environment_lines(status.rollout, live), *problems(status.rollout, live)]
+        lines += [row("", one_line(line)) for line in more]
     if status.history.steps or status.history.evaluations:
         lines += ["", *metric_lines(status)]
     return [*lines, "", *next_lines(status)]
@@ -246,7 +247,7 @@ def role_line(role: RoleStatus) -> str:
         state = f"about to be started again: {role.restarting}"
     elif role.incarnation:
         state += f", started again {counted(role.incarnation, 'time')}"
-    return one_line(row(role.name, state))
+    return one_line(f"{role.name:<{WIDTH - 1}} {state}")
 
 
 METRICS = {  # in the order shown

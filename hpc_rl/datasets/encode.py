@@ -57,15 +57,20 @@ class Prompt:
 
 
 class Prompts:
-    """The prompts of a dataset in their order over epochs; those above `max_length` tokens are left out."""
+    """The prompts of a dataset in their order over epochs; those above `max_length` tokens are left out.
 
-    def __init__(self, dataset: DatasetConfig, tokenizer: Tokenizer, seed: int) -> None:
-        self.path = dataset.path
-        self.rows = load_rows(dataset.path)
+    Without a dataset there are none: a trial on environments alone.
+    """
+
+    def __init__(self, dataset: DatasetConfig | None, tokenizer: Tokenizer, seed: int) -> None:
+        self.path = dataset.path if dataset else ""
+        self.rows: Rows[dict[str, Any]] = load_rows(dataset.path) if dataset else Rows([], {})
         self.tokenizer = tokenizer
         self.seed = seed
-        self.shuffle = dataset.shuffle
+        self.shuffle = dataset is not None and dataset.shuffle
         self._kept = list(range(len(self.rows)))
+        if dataset is None:
+            return
         # a dataset of the wrong kind is refused at the start, not at the first prompt
         encode_prompt(tokenizer, self.rows[0])
         if dataset.max_length is not None:

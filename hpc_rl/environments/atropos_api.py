@@ -67,7 +67,8 @@ class AtroposApi:
     ) -> None:
         self.outside = outside
         self.registry = Registry(outside.batch_size)
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[tuple[int, str]] = Counter()  # by env_id and what became of the group
+        self.reasons: dict[int, str] = {}  # of the newest rejection, by env_id
         self.latest: dict[str, Any] = {}
         self._lookup = lookup
         self._trial = trial
@@ -77,6 +78,7 @@ class AtroposApi:
             known.connected = False  # until it polls again
             self.registry.environments[known.env_id] = known
         outside.claims = lambda: self.registry.allocations(time.monotonic())
+        outside.describe_by(self.describe)
 
     # the trainer's side; the trial has a trainer of its own, which no other replaces
 
@@ -135,6 +137,23 @@ class AtroposApi:
         view = self.registry.view(env_id, self.outside.waiting(), now_s)
         return {"current_step": self.outside.step, **asdict(view)}
 
+    def describe(self) -> list[dict[str, Any]]:
+        """Return what `hpc-rl status` shows of each environment that is connected, or has sent something."""
+        now_s, waiting = time.monotonic(), self.outside.waiting()
+        return [
+            {
+                "name": one.name,
+                "group_size": one.group_size,
+                "queued": waiting.get(one.env_id, 0) // one.group_size,
+                "accepted": self.counts[one.env_id, "accepted"],
+                "rejected": self.counts[one.env_id, "rejected"],
+                "last_reason": self.reasons.get(one.env_id, ""),
+                "silent_s": round(now_s - one.seen_s) if one.connected else None,
+            }
+            for one in self.registry.environments.values()
+            if one.connected or self.counts[one.env_id, "accepted"]
+        ]
+
     async def take(
         self, bodies: list[Any], key: str = "", connected: Callable[[], bool] = lambda: True
     ) -> list[dict[str, Any]]:
@@ -174,14 +193,15 @@ class AtroposApi:
             if size > self.outside.batch_size:
                 raise GroupRejected(f"it has {size} sequences; a batch has {self.outside.batch_size}")
         except GroupRejected as error:
-            self.counts["rejected"] += 1
+            self.counts[env_id, "rejected"] += 1
+            self.reasons[env_id] = str(error)
             logger.warning("a group of environment %d is rejected: %s", env_id, error)
             return {"status": "rejected", "reason": str(error)}
         self.latest = body
         is_part = known is not None and size < known.group_size
         is_new = self.outside.admit(group, env_id, key or key_of(body), of_content=not key, is_part=is_part)
         if not is_part:
-            self.counts["accepted" if is_new else "repeated"] += 1
+            self.counts[env_id, "accepted" if is_new else "repeated"] += 1
             return {"status": "received"}
         assert known is not None
         return {"status": "buffered", "buffer_size": await self._join_parts(env_id, known.group_size)}
@@ -192,7 +212,7 @@ class AtroposApi:
         chosen = fill([num for _, num in parts], size)
         if chosen:
             await self.outside.join([parts[i][0] for i in chosen], env_id)
-            self.counts["accepted"] += 1
+            self.counts[env_id, "accepted"] += 1
         return sum(num for _, num in self.outside.parts(env_id))
 
     async def _wait_for_room(self, env_id: int) -> None:
@@ -202,7 +222,6 @@ class AtroposApi:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 if waiting >= HARD_BOUND * self._max_queued:
-                    self.counts["refused_full"] += 1
                     raise QueueFull
                 return
             await asyncio.sleep(min(HOLD_POLL_S, left_s))

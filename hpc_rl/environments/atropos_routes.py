@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from hpc_rl.auth import json_value
 from hpc_rl.environments.atropos_api import UNREGISTERED, AtroposApi, QueueFull
 from hpc_rl.environments.intake import MalformedRequest
 from hpc_rl.environments.registry import RegisteredEnvironment
@@ -163,7 +164,7 @@ def _answered(handler: Handler) -> Callable[[web.Request], Awaitable[web.Respons
 async def _body(request: web.Request) -> Any:
     """Return the JSON of a request. Raises MalformedRequest."""
     try:
-        return json.loads(await request.read())
+        return json_value(await request.read())
     except (web.RequestPayloadError, HttpProcessingError) as error:
         raise Unreadable(f"the body can't be read: {error}") from None
     except ValueError as error:

@@ -49,6 +49,10 @@ class OutsideGroups:
         self.claims: Callable[[], dict[int, int]] = dict  # the shares of environments, in sequences
         service.allocations = self._allocations
 
+    def describe_by(self, describe: Callable[[], list[dict[str, Any]]]) -> None:
+        """Let this say what `hpc-rl status` shows of each environment."""
+        self._service.environments = describe
+
     @property
     def environments(self) -> list[dict[str, Any]]:
         """All that ever registered, as they did."""

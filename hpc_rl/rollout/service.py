@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.errors import DataUnusable, HpcRlError, Stale
@@ -86,6 +87,7 @@ class RolloutService:
         self._begun: int | None = None  # the lineage that the trainer has shown
         self._bodies: dict[int, bytes] = {}
         self.allocations: Callable[[], dict[int, int]] = dict  # sequences of a batch, by environment
+        self.environments: Callable[[], list[dict[str, Any]]] = list  # what `hpc-rl status` shows of each
         self._changed = asyncio.Event()
         self._cutting = asyncio.Lock()
         self._faults = 0  # rejections in a row that came of exceptions

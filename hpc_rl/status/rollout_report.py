@@ -8,8 +8,22 @@ from hpc_rl.status.formatting import format_duration
 from hpc_rl.trial import Attempt
 
 HANGING_S = 60.0  # a prompt that runs for longer is reported where nothing else has finished meanwhile
+SILENT_ENVIRONMENT_S = 30  # an environment polls several times a second
 NO_SERVER_S = 20.0  # for which a prompt may wait for the first server
 MIN_REJECTED_IN_A_ROW = 4  # from which they are reported
+
+
+@dataclass
+class EnvironmentReport(JsonRecord):
+    """What one environment has sent to this incarnation of the rollout role, in groups."""
+
+    name: str
+    group_size: int
+    queued: int = 0  # the trainer has not finished with them
+    accepted: int = 0
+    rejected: int = 0
+    last_reason: str = ""  # of the newest rejection
+    silent_s: int | None = None  # since its latest poll; None once it has disconnected
 
 
 @dataclass
@@ -29,6 +43,7 @@ class RolloutReport(JsonRecord):
     quiet_s: float | None = None  # since the last group, rejection or exception; None before the first
     servers: int | None = None  # live generation servers
     evaluating: list[str] = field(default_factory=list)  # versions
+    environments: list[EnvironmentReport] = field(default_factory=list)
 
 
 def read_rollout(attempt: Attempt) -> RolloutReport | None:
@@ -43,15 +58,35 @@ def read_rollout(attempt: Attempt) -> RolloutReport | None:
 
 def summary(report: RolloutReport, live: bool) -> str:
     """Return one line of counters: of a live rollout role also what it is doing."""
-    accepted = f"{report.accepted} prompts accepted, {sum(report.rejected.values())} rejected"
+    what = "groups" if report.environments else "prompts"
+    accepted = f"{report.accepted} {what} accepted, {sum(report.rejected.values())} rejected"
     if not live:
         return accepted
-    parts = [f"{report.running} prompts running, {report.ready} groups ready", accepted]
+    running = [f"{report.running} prompts running"] if report.running or not report.environments else []
+    parts = [*running, f"{report.ready} groups ready", accepted]
     if report.servers is not None:
         parts.append(f"{report.servers} server{'' if report.servers == 1 else 's'} alive")
     if report.evaluating:
         parts.append("evaluating version " + ", ".join(map(str, report.evaluating)))
     return ", ".join(parts)
+
+
+def environment_lines(report: RolloutReport, live: bool) -> list[str]:
+    """Return a line for each environment: what it has sent, and whether it is there."""
+    return [
+        f"{one.name}: groups of {one.group_size}, {one.accepted} accepted, {one.queued} queued, "
+        + f"{one.rejected} rejected"
+        + (f" (the last: {one.last_reason})" if one.last_reason else "")
+        + (_silence(one) if live else "")
+        for one in report.environments
+    ]
+
+
+def _silence(environment: EnvironmentReport) -> str:
+    if environment.silent_s is None:
+        return "; disconnected"
+    silent_s = environment.silent_s
+    return f"; silent for {format_duration(silent_s)}" if silent_s > SILENT_ENVIRONMENT_S else ""
 
 
 def problems(report: RolloutReport, live: bool) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpc_rl.allocation import TRAIN_BACKENDS
 from hpc_rl.config.loading.stored import redacted
-from hpc_rl.config.sections.experiment import GRPOConfig, RWConfig, SFTConfig, total_steps
+from hpc_rl.config.sections.experiment import GRPOConfig, RWConfig, SFTConfig, has_own_prompts, total_steps
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -72,7 +72,8 @@ COMPOSE: dict[str, Callable[[TrainerContext, ExitStack], Composed]] = {
 
 def _prompts(config: GRPOConfig) -> tuple[int, dict[str, Any]]:
     """Return the number of prompts in an epoch and the fingerprint of the rows."""
-    prompts = Prompts(config.train_dataset, Tokenizer(tokenizer_folder(config)), config.seed)
+    dataset = config.train_dataset if has_own_prompts(config) else None
+    prompts = Prompts(dataset, Tokenizer(tokenizer_folder(config)), config.seed)
     return len(prompts), prompts.rows.fingerprint
 
 

@@ -159,7 +159,8 @@ class GRPO:
         return numbers
 
     def position(self, step: int) -> tuple[int, int]:
-        return divmod(step * self.config.train_dataset.batch_size, self.num_prompts)
+        consumed = step * self.config.train_dataset.batch_size
+        return divmod(consumed, self.num_prompts) if self.num_prompts else (0, consumed)
 
     def frontier(self, step: int) -> dict[str, int]:
         """Return the newest batch that went into the state, and the largest prompt index in it."""

@@ -30,6 +30,7 @@ def trial(tmp_path_factory, atropos_python):
         "experiment_name": "sums",
         "trial_name": "fed",
         "actor.path": "quickstart/base",
+        "train_dataset.path": "''",
         "train_dataset.batch_size": 4,
         "gconfig.n_samples": 4,
         "actor.ppo_n_minibatches": 1,

@@ -80,8 +80,9 @@ class Shell:
 
     def call(self, *args: str | bytes | Path) -> subprocess.CompletedProcess[str]:
         """`run` without a process: the program's main function, called with this shell's directory and
-        environment.
+        environment. A command that replaces its process needs one of its own.
         """
+        replaced = AssertionError("this command replaces its process: run it in one of its own")
         argv = [os.fsdecode(arg) for arg in args]
         out, err = io.StringIO(), io.StringIO()
         with (
@@ -89,6 +90,7 @@ class Shell:
             mock.patch.dict(os.environ, self.environ, clear=True),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
+            mock.patch.multiple(os, **dict.fromkeys(("execv", "execvpe"), mock.Mock(side_effect=replaced))),
         ):
             code = main(argv)
         return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())

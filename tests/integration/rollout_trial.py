@@ -22,6 +22,7 @@ from toy_plans import toy_plan
 from hpc_rl.config.loading.stored import to_dict
 from hpc_rl.config.sections.cluster import ClusterSpecConfig
 from hpc_rl.config.sections.dataset import DatasetConfig
+from hpc_rl.config.sections.environments import EnvironmentsConfig
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.sections.inference import GenerationHyperparameters, InferenceEngineConfig
 from hpc_rl.config.sections.training import PPOActorConfig
@@ -64,7 +65,13 @@ def begin_lineage(trial: Trial, number: int, from_step: int = 0, new_batches: bo
 
 
 def make_trial(
-    root: Path, *, batch_size: int = 2, num_rows: int = 10, n_samples: int = 2, **rollout
+    root: Path,
+    *,
+    batch_size: int = 2,
+    num_rows: int = 10,
+    n_samples: int = 2,
+    environments: EnvironmentsConfig | None = None,
+    **rollout,
 ) -> Trial:
     """A trial whose prompts are `i+1=`; keyword arguments go into the rollout section."""
     trial = Trial.of(root, "user", "exp", "trial")
@@ -82,6 +89,8 @@ def make_trial(
         gconfig=GenerationHyperparameters(n_samples=n_samples, max_new_tokens=6),
         rollout=InferenceEngineConfig(**{"max_head_offpolicyness": 2, **rollout}),
         actor=PPOActorConfig(path=str(model)),
+        environments=environments,
+        total_train_steps=1000 if environments else None,
     )
     write_json(trial.config_json, to_dict(config))
     plan = toy_plan([], sys.executable, experiment_name="exp", trial_name="trial")
@@ -183,6 +192,8 @@ class FakeServer:
 class RolloutRole:
     """The rollout role's process; start it again after a kill with the next incarnation."""
 
+    module = "hpc_rl.app.rollout"
+
     def __init__(self, trial: Trial, env: dict[str, str] | None = None) -> None:
         self.trial = trial
         self.env = env or {}
@@ -193,7 +204,7 @@ class RolloutRole:
         self.incarnation += 1
         argv = [
             "-m",
-            "hpc_rl.app.rollout",
+            self.module,
             "--trial_dir",
             str(self.trial.dir),
             "--attempt",

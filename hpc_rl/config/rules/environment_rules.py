@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Collection, Iterator
 
-from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.config.sections.experiment import GRPOConfig, has_own_prompts
 
 
 def commands(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
@@ -35,4 +35,19 @@ def placement(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         )
 
 
-GRPO_RULES = [commands, order, placement]
+def length(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    if has_own_prompts(config):
+        return
+    if config.total_train_steps is None and config.total_train_n_seqs is None:
+        yield (
+            "total_train_steps and total_train_n_seqs are both null, so a trial on environments alone "
+            "(environments.own_prompts false) would never stop; set one of them."
+        )
+    if config.total_train_epochs is not None and "total_train_epochs" in explicit:
+        yield (
+            f"total_train_epochs {config.total_train_epochs} has no effect with environments.own_prompts "
+            "false: environments have no epochs; set total_train_steps."
+        )
+
+
+GRPO_RULES = [commands, order, placement, length]

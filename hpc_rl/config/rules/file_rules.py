@@ -6,7 +6,7 @@ from typing import Any
 
 from hpc_rl.config.rules.consistency import context_option
 from hpc_rl.config.rules.training_rules import models
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
+from hpc_rl.config.sections.experiment import Config, GRPOConfig, has_own_prompts, value_of
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.files import mount_of
 from hpc_rl.trial import read_json
@@ -74,7 +74,10 @@ def dataset_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
         if dataset is None:
             continue
         name, path = f"{section}.path", Path(dataset.path)
-        if not path.exists():
+        if not dataset.path:
+            if section == "valid_dataset" or has_own_prompts(config):
+                yield f"{name} is empty; only a trial on environments alone needs no training data."
+        elif not path.exists():
             yield f"{name} {path} does not exist{_relative_hint(name, explicit)}."
         elif path.is_dir():
             yield from _saved_dataset(name, path)

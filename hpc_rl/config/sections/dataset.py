@@ -16,7 +16,8 @@ class DatasetConfig:
     reward function uses.
 
     Args:
-        path: A .jsonl or .parquet file, or a directory with a saved Hugging Face dataset.
+        path: A .jsonl or .parquet file, or a directory with a saved Hugging Face dataset; empty in a trial on
+            environments alone.
         type: `rl` rows have a prompt, `sft` rows a prompt and a completion, `rw` rows `chosen` and `rejected`
             (a prompt is optional). The default follows the trainer.
         batch_size: Prompts (rl), sequences (sft) or pairs (rw) per train batch.

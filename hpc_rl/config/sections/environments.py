@@ -18,7 +18,8 @@ class EnvironmentsConfig:
         n_nodes: Nodes of the cluster for these commands alone, the last ones; 0 runs them on the first node.
         cpus: CPUs of each command.
         mem_mb: Memory of each command, in MB.
-        own_prompts: Generate for the prompts of `train_dataset` as well; false trains on environments alone.
+        own_prompts: Generate for the prompts of `train_dataset` as well; false trains on environments alone:
+            train_dataset.path may be empty, and total_train_steps or total_train_n_seqs ends the trial.
         port: Port of the rollout API and the gateway, on the node of the rollout role; 0 takes a free one.
         max_queued_batches: Batches of one environment that may wait for the trainer before it is held.
         max_n_per_request: Completions that one request to a server asks for; more are split.

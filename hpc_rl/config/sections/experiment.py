@@ -130,6 +130,12 @@ CONFIGS: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig, "rw": RWConfig
 LENGTH_OPTIONS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")
 
 
+def has_own_prompts(config: Config) -> bool:
+    """Return whether `train_dataset` is read: always, but in a trial on environments alone."""
+    environments = config.environments if isinstance(config, GRPOConfig) else None
+    return environments is None or environments.own_prompts
+
+
 def total_steps(config: Config, num_rows: int) -> int:
     """Return the number of steps of a trial: the smallest that `LENGTH_OPTIONS` give.
 
@@ -156,7 +162,7 @@ def last_step(config: Config, num_rows: int | None) -> int | None:
     if config.total_train_n_seqs is not None:
         num_samples = config.gconfig.n_samples if isinstance(config, GRPOConfig) else 1
         bounds.append(-(-config.total_train_n_seqs // (size * num_samples)))
-    if config.total_train_epochs is not None and num_rows is not None:
+    if config.total_train_epochs is not None and num_rows is not None and has_own_prompts(config):
         rows = config.total_train_epochs * num_rows
         bounds.append(rows // size if config.train_dataset.drop_last else -(-rows // size))
     return min(bounds, default=None)

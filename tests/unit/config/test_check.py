@@ -10,7 +10,7 @@ import pytest
 
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.sections.experiment import value_of
+from hpc_rl.config.sections.experiment import last_step, total_steps, value_of
 from hpc_rl.errors import ConfigError
 
 GRPO = [
@@ -41,6 +41,11 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
     [
         (["experiment_name=a/b"], "experiment_name 'a/b' can't be used"),
         (["trial_name=.."], "trial_name '..' can't be used"),
+        (["environments={}"], "total_train_steps and total_train_n_seqs are both null"),
+        (
+            ["environments={}", "total_train_steps=9", "total_train_epochs=2"],
+            "total_train_epochs 2 has no effect with environments.own_prompts false",
+        ),
         (["train_dataset.type=sft"], "train_dataset.type sft: trainer grpo needs rows of type rl"),
         (
             ["actor.attn_impl=flash_attention_2"],
@@ -216,6 +221,9 @@ def test_what_has_no_effect_in_a_norm_is_noted():
 
 def test_the_ends_of_a_trial():
     assert checked().config.total_train_epochs == 1
+    # a trial on environments alone has no epochs
+    alone = checked("environments={}", "total_train_steps=9", "train_dataset.path=''").config
+    assert total_steps(alone, num_rows=0) == last_step(alone, num_rows=8) == 9
     assert checked("total_train_steps=9").config.total_train_epochs is None
     both = checked("total_train_steps=9", "total_train_epochs=2")
     assert both.config.total_train_epochs == 2

@@ -13,6 +13,7 @@ from hpc_rl.environments.atropos_api import AtroposApi, TrialFacts
 from hpc_rl.environments.atropos_routes import atropos_batch, atropos_routes
 from hpc_rl.rollout import outside as outside_module
 from hpc_rl.rollout.outside import OutsideGroups
+from hpc_rl.rollout.report import progress
 from hpc_rl.rollout.routes import application, routes
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.service import RolloutService
@@ -161,6 +162,11 @@ async def test_bodies_may_be_compressed_and_wrong_ones_are_400(world):
         assert response.status == 400
     example = await world.ask("GET", "/latest_example")
     assert example["tokens"][0][0] == 5 and len(example) == 12
+    # the parser recurses
+    headers = {"Authorization": f"Bearer {TOKENS['data']}"}
+    for data in (b"[" * 100_000, b'{"tokens": ' + b"[" * 300 + b"]" * 300 + b"}"):
+        async with world.client.post("/scored_data", data=data, headers=headers) as response:
+            assert response.status == 422
 
 
 async def test_parts_that_add_up_are_joined(world):
@@ -206,7 +212,21 @@ async def test_what_no_trainer_could_use_is_answered_with_its_reason(world):
     for tag in range(4):
         await world.push(0, 50 + tag)
     assert tags(await world.trainer_at(1)) == [50, 51, 52, 53]  # none of them is in a batch
-    assert world.api.counts["rejected"] == 4
+    assert sum(num for (_, what), num in world.api.counts.items() if what == "rejected") == 4
+
+
+async def test_status_has_what_became_of_the_groups(world):
+    await world.trainer_at(1)
+    await world.register()
+    await world.push(0, 1)
+    await world.ask("POST", "/scored_data", group(0, 5, scores=[float("nan")] * 4))
+    (shown,) = progress(world.service)["environments"]
+    assert shown == {
+        "name": "conf_0", "group_size": 4, "queued": 1, "accepted": 1, "rejected": 1,
+        "last_reason": "scores[0] is nan; allowed: a finite number", "silent_s": 0,
+    }  # fmt: skip
+    await world.ask("POST", "/disconnect-env", {"env_id": 0})
+    assert progress(world.service)["environments"][0]["silent_s"] is None
 
 
 async def test_a_list_of_groups_is_taken_at_once(world):
@@ -232,7 +252,7 @@ async def test_a_kill_loses_nothing_and_repeats_nothing(world):
     await world.push(0, 16)
     assert tags(await world.trainer_at(1)) == [10, 11, 12, 13]
     assert tags(await world.trainer_at(2) or await world.trainer_at(2)) == [14, 15, 16, 16]
-    assert world.api.counts["repeated"] == 2
+    assert world.api.counts[0, "repeated"] == 2
     # the environment is still known, under its id; a new one gets another
     assert (await world.status_of(0))["max_group_size"] == 4
     assert (await world.register())["env_id"] == 1

@@ -77,6 +77,29 @@ def test_a_busy_rollout_is_no_trouble():
     assert "running" not in summary(rollout, live=False)
 
 
+def test_each_environment_has_a_line(fake_trial):
+    fake_trial.run_to(3)
+    sums = {"name": "sums_0", "group_size": 4, "queued": 3, "accepted": 9, "silent_s": 1}
+    game = {"name": "game_0", "group_size": 8, "rejected": 2, "last_reason": "scores[1] is nan"}
+    words = {"accepted": 9, "ready": 3, "time": time.time(), "environments": [sums, game, {"name": "torn"}]}
+    path = fake_trial.trial.attempt("7.0").rollout_report(0)
+    write_json(path, words)
+    assert read_status(fake_trial.trial).rollout.environments == []  # what is not sound is left out
+    words["environments"].pop()
+    write_json(path, words)
+    status = read_status(fake_trial.trial)
+    said = "\n".join(text(status))
+    assert "3 groups ready, 9 groups accepted, 0 rejected" in said and "prompts running" not in said
+    assert "sums_0: groups of 4, 9 accepted, 3 queued, 0 rejected\n" in said
+    assert (
+        "game_0: groups of 8, 0 accepted, 0 queued, 2 rejected (the last: scores[1] is nan); disconn" in said
+    )
+    assert status.to_json()["rollout"]["environments"][0]["name"] == "sums_0"
+    sums["silent_s"] = 90
+    write_json(path, words)
+    assert "0 rejected; silent for 1 min 30 s" in "\n".join(text(read_status(fake_trial.trial)))
+
+
 async def test_the_report_is_written_while_it_changes_and_at_the_end(tmp_path):
     path, state = tmp_path / "rollout.0.json", {"accepted": 0}
     task = asyncio.create_task(
