@@ -65,7 +65,7 @@ def json_object(body: bytes) -> dict[str, Any]:
 def json_value(body: bytes) -> Any:
     """Return what a request's body holds.
 
-    Raises ValueError for what is not JSON, for deep nesting, and for half a surrogate pair, which is not text.
+    Raises ValueError for what is not JSON, for deep nesting, and for half a surrogate pair.
     """
     _check_depth(body)
     return _parsed(body)
