@@ -5,6 +5,7 @@ files, the overrides from left to right. Sections merge by key; lists and mappin
 Rules across sections are those of rules/check.py.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -182,9 +183,10 @@ def _resolve(cls: type, settings: Settings, mark: str) -> None:
     for name, default in defaults(cls).items():
         parser.put(tree, name.split("."), default)
     for name, item in settings.items():
-        plain = item.plain()
-        is_option = section_of(options(cls)[name]) is None and "${" not in repr(plain)
-        value = parser.as_written(options(cls)[name], item) if is_option else plain
+        value = item.plain()
+        if section_of(options(cls)[name]) is None and "${" not in repr(value):
+            with contextlib.suppress(ValueError):  # the parser refuses it later
+                value = parser.typed(options(cls)[name], item)
         parser.put(tree, name.split("."), value)
     try:
         whole = omegaconf.OmegaConf.create(tree)

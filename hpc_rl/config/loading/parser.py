@@ -8,9 +8,9 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, Literal
 
 from jsonargparse import ArgumentError, ArgumentParser, set_loader
@@ -131,127 +131,93 @@ def _describe(kind: Any) -> str:
 
 def parse(cls: type, settings: Settings, refusals: list[str]) -> Any:
     """Return the configuration. Raises ConfigError with these and every other refusal, one a line."""
-    known, given = options(cls), {name: item for name, item in settings.items() if name in options(cls)}
-    written: dict[str, Any] = {}
-    for name, item in given.items():
-        if section_of(known[name]):
-            continue
-        if item.value == "???":
-            refusals = [*refusals, f"{name} ({item.origin}): ??? stands for a value that is missing; set it."]
-        elif not (refusals and isinstance(item.value, str) and "${" in item.value):
-            written[name] = as_written(known[name], item)
-    values = typed(cls, written)
-    for name in written:
-        hint, item = known[name], given[name]
-        reason = _limit_reason(hint, values[name], item) if name in values else _type_reason(hint, item)
-        if reason is not None:
-            line = f"{name} ({item.origin}): {item} can't be used; allowed: {allowed(hint)}. {reason}"
-            refusals = [*refusals, line.strip()]
-    if refusals:
-        raise ConfigError("\n".join(refusals))
+    known, is_unresolved, refusals = options(cls), bool(refusals), list(refusals)
     tree: dict[str, Any] = {}
     for name, item in settings.items():
-        section: dict[str, Any] | None = None if item.value is None else {}
-        put(tree, name.split("."), values.get(name, section))
+        if name not in known:
+            continue  # it is among the refusals
+        value: Any = None if item.value is None else {}
+        if item.value == "???":
+            refusals.append(f"{name} ({item.origin}): ??? stands for a value that is missing; set it.")
+        elif section_of(known[name]) is None and not (is_unresolved and "${" in str(item.value)):
+            try:
+                value = typed(known[name], item)
+            except ValueError as error:
+                line = (
+                    f"{name} ({item.origin}): {item} can't be used; allowed: {allowed(known[name])}. {error}"
+                )
+                refusals.append(line.strip())
+        put(tree, name.split("."), value)
+    if refusals:
+        raise ConfigError("\n".join(refusals))
     return construct(cls, tree)
 
 
-def typed(cls: type, written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the right type, by dotted name; the others are left out."""
-    found: dict[str, Any] = {}
-    judged: dict[str, Any] = {}
-    for name, value in written.items():
-        # The library would convert them: the text 'null' to null, '1_0' to an integer, true to 1.
-        if value is None or isinstance(value, bool | str):
-            kinds = [base_of(kind) for kind in alternatives(options(cls)[name])]
-            choices = [
-                one for kind in kinds if typing.get_origin(kind) is Literal for one in typing.get_args(kind)
-            ]
-            if type(value) in kinds or (isinstance(value, str) and value in choices):
-                found[name] = value
-        elif not (isinstance(value, int) and abs(value) > LARGEST_INT):
-            judged[name] = value
-    return found | _judged(cls, judged)
+def typed(hint: Any, item: SourceValue) -> Any:
+    """Return a value as the option has it: text as in the source, integers for whole floats.
 
-
-def _judged(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that the library accepts; as it stops at the first other one, ask for each then."""
-    tree: dict[str, Any] = {}
-    for name, value in values.items():
-        put(tree, name.split("."), value)
-    try:
-        parsed = _parser_of(cls, frozenset(values)).parse_object(tree)
-    except ArgumentError:
-        if len(values) == 1:
-            return {}
-        return {key: one for name in values for key, one in _judged(cls, {name: values[name]}).items()}
-    return {name: parsed[name] for name in values}
-
-
-@lru_cache(maxsize=32)
-def _parser_of(cls: type, names: frozenset[str]) -> ArgumentParser:
-    return config_parser(cls, names)
-
-
-def as_written(hint: Any, item: SourceValue) -> Any:
-    """Return plain data as the option has it: text as in the source, integers for whole floats."""
+    Raises ValueError, with the reason where there is more to say than what is allowed.
+    """
     kinds = [base_of(kind) for kind in alternatives(hint)]
     value = item.value
     if isinstance(value, list | dict):
-        inner = _inner(kinds, type(value))
-        if inner is None:  # `a: b` on the command line is text where an option is
-            return item.text if item.text is not None and str in kinds else item.plain()
-        if isinstance(value, list):
-            return [as_written(inner, part) for part in value]
-        return {key: as_written(inner, part) for key, part in value.items()}
-    if value is None:
-        return "" if item.is_argument and not item.text and not is_optional(hint) else None
-    if isinstance(value, float) and int in kinds and value.is_integer():
-        return int(value)
-    is_text = str in kinds and item.text is not None
-    return item.text if is_text and (item.is_argument or not isinstance(value, bool)) else value
-
-
-def _inner(kinds: list[Any], container: type) -> Any:
-    """Return the type of the members of a list or mapping; None where an option takes none."""
-    found = [typing.get_args(kind)[-1] for kind in kinds if typing.get_origin(kind) is container]
-    return found[0] if found else None
-
-
-def _type_reason(hint: Any, item: SourceValue) -> str:
-    if isinstance(item.value, int) and abs(item.value) > LARGEST_INT:
-        return f"Numbers end at {LARGEST_INT}."
-    if isinstance(item.value, dict):
-        for key, part in item.value.items():
-            if isinstance(part.value, dict | list | bool | None):
-                return f"{key} is {part}."
-    choices = [
-        str(one)
-        for kind in alternatives(hint)
-        if typing.get_origin(kind) is Literal
-        for one in typing.get_args(kind)
-    ]
-    near = nearest(str(item.plain()), choices, cutoff=0.6)
-    return f"Did you mean {near}?" if near else ""
-
-
-def _limit_reason(hint: Any, value: Any, item: SourceValue) -> str | None:
-    """Return why a value of the right type is refused, which may be empty; None where it is allowed."""
-    if isinstance(value, list | dict):
-        inner = _inner(list(alternatives(hint)), type(value))
-        parts = item.value.items() if isinstance(value, dict) else enumerate(item.value)
-        reasons = (_limit_reason(inner, value[key], part) for key, part in parts)
-        return next((reason for reason in reasons if reason is not None), None)
+        inner = [typing.get_args(kind)[-1] for kind in kinds if typing.get_origin(kind) is type(value)]
+        if inner and isinstance(value, list):
+            return [typed(inner[0], part) for part in value]
+        if inner:
+            return {key: _member(inner[0], key, part) for key, part in value.items()}
+        # `a: b` on the command line is text where an option is
+        value = item.plain() if item.text is None else item.text
+    elif value is None:
+        value = "" if item.is_argument and not item.text and not is_optional(hint) else None
+    elif isinstance(value, float) and int in kinds and value.is_integer():
+        value = int(value)
+    elif str in kinds and item.text is not None and (item.is_argument or not isinstance(value, bool)):
+        value = item.text
+    value = _judged(hint, kinds, value)
     if isinstance(value, str) and ("\0" in value or any("\ud800" <= char <= "\udfff" for char in value)):
-        return "It must be text without NUL, in UTF-8."
+        raise ValueError("It must be text without NUL, in UTF-8.")
     if isinstance(value, int | float) and not math.isfinite(value):
-        return "It must be finite."
+        raise ValueError("It must be finite.")
     is_bare_number = not isinstance(item.value, str) and not item.is_argument
-    for kind in alternatives(hint):
-        if type(value) is base_of(kind):
-            reasons = (extra.refusal(value, is_bare_number) for extra in extras_of(kind))
-            return next((reason for reason in reasons if reason is not None), None)
-    return None
+    for limit in extras_of(hint) if value is not None else ():
+        reason = limit.refusal(value, is_bare_number)
+        if reason is not None:
+            raise ValueError(reason)
+    return value
+
+
+def _member(hint: Any, key: str, item: SourceValue) -> Any:
+    try:
+        return typed(hint, item)
+    except ValueError as error:
+        raise ValueError(str(error) or f"{key} is {item}.") from error
+
+
+def _judged(hint: Any, kinds: list[Any], value: Any) -> Any:
+    """Return the value if the library accepts it. Raises ValueError, with the nearest choice."""
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        raise ValueError(f"Numbers end at {LARGEST_INT}.")
+    choices = [one for kind in kinds if typing.get_origin(kind) is Literal for one in typing.get_args(kind)]
+    try:
+        # The library would convert them: the text 'null' to null, '1_0' to an integer, true to 1.
+        if value is None or isinstance(value, bool | str):
+            if type(value) in kinds or (isinstance(value, str) and value in choices):
+                return value
+        else:
+            return _parser_of(hint).parse_object({"value": value})["value"]
+    except ArgumentError:
+        pass
+    near = nearest(str(value), [str(one) for one in choices], cutoff=0.6)
+    raise ValueError(f"Did you mean {near}?" if near else "")
+
+
+@cache
+def _parser_of(hint: Any) -> ArgumentParser:
+    """Return a parser of one value."""
+    parser = ArgumentParser(exit_on_error=False, parser_mode="as_it_is", add_help=False)
+    parser.add_argument("--value", type=hint)
+    return parser
 
 
 def put(tree: dict[str, Any], path: list[str], value: Any) -> None:
