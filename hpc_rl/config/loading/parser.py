@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from jsonargparse import ArgumentError, ArgumentParser, set_loader
+from jsonargparse import ArgumentError, ArgumentParser, set_loader, set_parsing_settings
 
 from hpc_rl.config.loading.fields import (
     alternatives,
@@ -33,6 +33,7 @@ from hpc_rl.errors import ConfigError
 LARGEST_INT = 2**53 - 1  # exact in every JSON reader
 # Values come from our own readers: the library must not read the text 'null' or '5' as YAML once more.
 set_loader("as_it_is", lambda text: text)
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 def config_parser(cls: type, chosen: Collection[str] | None = None, **settings: Any) -> ArgumentParser:
@@ -90,13 +91,13 @@ def describe_options(cls: type) -> list[Option]:
 
 @cache
 def docstring_texts(cls: type) -> dict[str, str]:
-    """Return the `Args:` texts of a dataclass and its bases, by field."""
+    """Return the texts below the fields of a dataclass and its bases, by field."""
     import docstring_parser
 
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base) and base.__doc__:
-            params = docstring_parser.parse(base.__doc__).params
+        if dataclasses.is_dataclass(base):
+            params = docstring_parser.parse_from_object(base).params
             found |= {param.arg_name: " ".join((param.description or "").split()) for param in params}
     return found
 

@@ -24,169 +24,149 @@ from hpc_rl.errors import ConfigError
 
 @dataclass(kw_only=True)
 class NameResolveConfig:
-    """How the processes of a trial find each other.
-
-    Args:
-        type: `nfs` is a directory on the shared file system; the only type that is supported.
-        nfs_record_root: Directory of the records; empty means `names/` in the trial directory.
-        etcd3_addr: Address of etcd; only the default is accepted, because hpc-rl uses no etcd.
-        ray_actor_name: Name of a Ray actor; only the default is accepted, because hpc-rl uses no Ray.
-    """
+    """How the processes of a trial find each other."""
 
     type: Literal["nfs", "etcd3", "ray"] = "nfs"
+    """`nfs` is a directory on the shared file system; the only type that is supported."""
     nfs_record_root: PathText = ""
+    """Directory of the records; empty means `names/` in the trial directory."""
     etcd3_addr: str = "localhost:2379"
+    """Address of etcd; only the default is accepted, because hpc-rl uses no etcd."""
     ray_actor_name: str = "ray_kv_store"
+    """Name of a Ray actor; only the default is accepted, because hpc-rl uses no Ray."""
 
 
 @dataclass(kw_only=True)
 class ClusterSpecConfig:
-    """The cluster that a trial runs on.
-
-    Args:
-        name_resolve: How the processes of a trial find each other.
-        cluster_name: Profile to load before all other files: `cluster/<name>.yaml` in the site's directories,
-            else one of configs/cluster. If no such profile exists, the value is only a label; `--cluster
-            NAME` requires one.
-        fileroot: Directory on a file system that all nodes share; trials are stored in
-            `{fileroot}/{user}/{experiment}/{trial}`.
-        n_nodes: Number of nodes.
-        n_gpus_per_node: GPUs per node; with 0, allocation units are processes without a GPU.
-        interface: Network interface that the roles publish, by name (`ib0`) or network (`10.1.0.0/16`); empty
-            means the variable HPC_RL_INTERFACE of the job, else the route to the other nodes.
-    """
+    """The cluster that a trial runs on."""
 
     name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
+    """How the processes of a trial find each other."""
     cluster_name: str = "local"
+    """Profile to load before all other files: `cluster/<name>.yaml` in the site's directories, else one of
+    configs/cluster. If no such profile exists, the value is only a label; `--cluster NAME` requires one."""
     fileroot: PathText = "~/hpc-rl"
+    """Directory on a file system that all nodes share; trials are stored in
+    `{fileroot}/{user}/{experiment}/{trial}`."""
     n_nodes: NodeCount = 1
+    """Number of nodes."""
     n_gpus_per_node: UnitCount = 8
+    """GPUs per node; with 0, allocation units are processes without a GPU."""
     interface: str = ""
+    """Network interface that the roles publish, by name (`ib0`) or network (`10.1.0.0/16`); empty means the
+    variable HPC_RL_INTERFACE of the job, else the route to the other nodes."""
 
 
 @dataclass(kw_only=True)
 class SlurmNodesConfig:
-    """Which nodes a job requests, and for how long.
-
-    Args:
-        partition: Partition. For servers a preemptible one is safe: losing them only slows the trial down.
-        account: Account to charge.
-        qos: Quality of service.
-        time: Time limit in Slurm's format: `24:00:00`, `2-12` (days-hours), or `'90'` in quotes (minutes).
-        constraint: Node features.
-        reservation: Reservation.
-        nodelist: Nodes to use.
-        exclude: Nodes to avoid.
-        gpu_type: GPU type, such as `a100`.
-        gres: Generic resources per node; if it names GPUs, it is what requests them.
-    """
+    """Which nodes a job requests, and for how long."""
 
     partition: str | None = None
+    """Partition. For servers a preemptible one is safe: losing them only slows the trial down."""
     account: str | None = None
+    """Account to charge."""
     qos: str | None = None
+    """Quality of service."""
     time: SlurmTime | None = None
+    """Time limit in Slurm's format: `24:00:00`, `2-12` (days-hours), or `'90'` in quotes (minutes)."""
     constraint: str | None = None
+    """Node features."""
     reservation: str | None = None
+    """Reservation."""
     nodelist: str | None = None
+    """Nodes to use."""
     exclude: str | None = None
+    """Nodes to avoid."""
     gpu_type: GpuType | None = None
+    """GPU type, such as `a100`."""
     gres: str | None = None
+    """Generic resources per node; if it names GPUs, it is what requests them."""
 
 
 @dataclass(kw_only=True)
 class ServerJobsConfig(SlurmNodesConfig):
-    """Slurm options of the server nodes (layouts `hetjob` and `jobs`); null means as in `launcher.slurm`.
-
-    Args:
-        max_running: Largest number of server nodes at once, in layout `jobs`; null means all of them.
-        idle_s: Seconds without a running supervisor of the trial after which servers stop, in layout `jobs`.
-            The next trainer job submits them again.
-    """
+    """Slurm options of the server nodes (layouts `hetjob` and `jobs`); null means as in `launcher.slurm`."""
 
     max_running: PositiveInt | None = None
+    """Largest number of server nodes at once, in layout `jobs`; null means all of them."""
     idle_s: PositiveInt = 900
+    """Seconds without a running supervisor of the trial after which servers stop, in layout `jobs`. The next
+    trainer job submits them again."""
 
 
 @dataclass(kw_only=True)
 class SlurmLauncherConfig(SlurmNodesConfig):
-    """Slurm options. `null` omits an option; `derived` takes the number from the plan.
-
-    Args:
-        ntasks_per_node: `--ntasks-per-node`; null for sites that forbid it.
-        cpus_per_task: CPUs per node; null for sites that allocate whole nodes.
-        mem: Memory per node; `0` requests all of it; null for sites that forbid `--mem`.
-        mem_per_cpu: Memory per CPU, instead of per node.
-        mem_per_gpu: Memory per GPU, instead of per node.
-        gpus_by: Option that requests the GPUs; null where Slurm does not manage GPUs (this requires whole
-            nodes).
-        exclusive: Whole nodes (true), or nodes not shared with other users (`user`), accounts (`mcs`) or
-            switches (`topo`).
-        tmp: Local disk space per node.
-        switches: Largest number of leaf switches, and how long to wait for them, such as `1@60:00`.
-        licenses: Licenses, such as `name:1`.
-        wckey: Workload characterisation key.
-        dependency: Jobs to wait for, such as `afterany:1234`.
-        mail_type: Events to send mail for, such as `END,FAIL`.
-        mail_user: Recipient of mail; null means the submitting user.
-        comment: Comment of the job, appended to hpc-rl's own tag.
-        extra_args: Further sbatch options, one per item, such as `--hint=nomultithread`.
-        srun_additional_args: Further options of every role's srun, split as by a shell; variables are not
-            expanded.
-        container_type: Program that starts the images. A role without an image runs without a container; the
-            supervisor always does. `pyxis` needs Slurm.
-        mount: Further binds of the containers: `source:target`, separated by commas. The trial directory, the
-            working directory, models and datasets are always bound, each at its own path.
-        trainer_image: Container image of the trainer, a path that all nodes see; null means no container.
-        rollout_image: Container image of the rollout role; null means the trainer's, `none` no container.
-        inference_server_image: Container image of the generation servers; null means no container.
-        trainer_image_python: Python interpreter in `trainer_image`.
-        rollout_image_python: Python interpreter in the rollout role's image.
-        inference_server_image_python: Python interpreter in `inference_server_image`; SGLang uses it too,
-            unless `launcher.inference_server_python` names another.
-        container_program: Program for `container_type: apptainer`: a name or a path; `singularity` works too.
-        container_args: Further options of `apptainer exec`, or `--container-…` options of pyxis, one per
-            item.
-        layout: Jobs of a trial. `allocation`: one job for all roles. `hetjob`: one heterogeneous job, with
-            the server nodes as a second component. `jobs`: a trainer job and a job array of server nodes,
-            which may be preempted and may join and leave at any time.
-        servers: Options that differ for the server nodes, in the layouts `hetjob` and `jobs`.
-        continue_by: How a job that stopped with its state saved resumes. `requeue`: `scontrol requeue`, or a
-            successor job if Slurm refuses; `successor`: always a new job that depends on this one
-            (`--no-requeue`).
-        backend: How jobs are submitted: by `sbatch`, or by `submitit` (needs the extra of that name).
-    """
+    """Slurm options. `null` omits an option; `derived` takes the number from the plan."""
 
     ntasks_per_node: Literal[1] | None = 1
+    """`--ntasks-per-node`; null for sites that forbid it."""
     cpus_per_task: SlurmCountOrDerived | None = "derived"
+    """CPUs per node; null for sites that allocate whole nodes."""
     mem: SlurmMemoryOrDerived | None = "derived"
+    """Memory per node; `0` requests all of it; null for sites that forbid `--mem`."""
     mem_per_cpu: SlurmMemory | None = None
+    """Memory per CPU, instead of per node."""
     mem_per_gpu: SlurmMemory | None = None
+    """Memory per GPU, instead of per node."""
     gpus_by: Literal["gpus-per-node", "gres"] | None = "gpus-per-node"
+    """Option that requests the GPUs; null where Slurm does not manage GPUs (this requires whole nodes)."""
     exclusive: bool | Literal["user", "mcs", "topo"] | None = None
+    """Whole nodes (true), or nodes not shared with other users (`user`), accounts (`mcs`) or switches
+    (`topo`)."""
     tmp: SlurmMemory | None = None
+    """Local disk space per node."""
     switches: str | None = None
+    """Largest number of leaf switches, and how long to wait for them, such as `1@60:00`."""
     licenses: str | None = None
+    """Licenses, such as `name:1`."""
     wckey: str | None = None
+    """Workload characterisation key."""
     dependency: str | None = None
+    """Jobs to wait for, such as `afterany:1234`."""
     mail_type: str | None = None
+    """Events to send mail for, such as `END,FAIL`."""
     mail_user: str | None = None
+    """Recipient of mail; null means the submitting user."""
     comment: str | None = None
+    """Comment of the job, appended to hpc-rl's own tag."""
     extra_args: list[str] = field(default_factory=list)
+    """Further sbatch options, one per item, such as `--hint=nomultithread`."""
     srun_additional_args: str = ""
+    """Further options of every role's srun, split as by a shell; variables are not expanded."""
     container_type: Literal["apptainer", "pyxis", "none"] = "apptainer"
+    """Program that starts the images. A role without an image runs without a container; the supervisor always
+    does. `pyxis` needs Slurm."""
     mount: str = ""
+    """Further binds of the containers: `source:target`, separated by commas. The trial directory, the working
+    directory, models and datasets are always bound, each at its own path."""
     trainer_image: PathText | None = None
+    """Container image of the trainer, a path that all nodes see; null means no container."""
     rollout_image: Executable | None = None
+    """Container image of the rollout role; null means the trainer's, `none` no container."""
     inference_server_image: PathText | None = None
+    """Container image of the generation servers; null means no container."""
     trainer_image_python: Executable = "python3"
+    """Python interpreter in `trainer_image`."""
     rollout_image_python: Executable = "python3"
+    """Python interpreter in the rollout role's image."""
     inference_server_image_python: Executable = "python3"
+    """Python interpreter in `inference_server_image`; SGLang uses it too, unless
+    `launcher.inference_server_python` names another."""
     container_program: Executable = "apptainer"
+    """Program for `container_type: apptainer`: a name or a path; `singularity` works too."""
     container_args: list[str] = field(default_factory=list)
+    """Further options of `apptainer exec`, or `--container-…` options of pyxis, one per item."""
     layout: Literal["allocation", "hetjob", "jobs"] = "allocation"
+    """Jobs of a trial. `allocation`: one job for all roles. `hetjob`: one heterogeneous job, with the server
+    nodes as a second component. `jobs`: a trainer job and a job array of server nodes, which may be preempted
+    and may join and leave at any time."""
     servers: ServerJobsConfig = field(default_factory=ServerJobsConfig)
+    """Options that differ for the server nodes, in the layouts `hetjob` and `jobs`."""
     continue_by: Literal["requeue", "successor"] = "requeue"
+    """How a job that stopped with its state saved resumes. `requeue`: `scontrol requeue`, or a successor job
+    if Slurm refuses; `successor`: always a new job that depends on this one (`--no-requeue`)."""
     backend: Literal["sbatch", "submitit"] = "sbatch"
+    """How jobs are submitted: by `sbatch`, or by `submitit` (needs the extra of that name)."""
 
 
 @dataclass(kw_only=True)
@@ -195,67 +175,60 @@ class HooksConfig:
 
     They run after those in the site's `hooks.d`. A script is a path or inline text (several lines, or one
     that begins with `#!`); a copy is submitted.
-
-    Args:
-        dir: Directory with scripts that are named after the moments below.
-        pre_job: Runs on the first node before anything else; a failure ends the job.
-        pre_node: Runs on every node after pre_job; a failure on any node ends the job and names the node.
-        post_node: Runs on every node after the supervisor has stopped.
-        post_job: Runs on the first node, last of all.
-        on_preempt: Runs on the first node as soon as Slurm asks the job to stop (preemption, time limit),
-            while the state is being saved.
-        timeout_s: Time limit of each script in seconds; a script that exceeds it counts as failed.
-        on_preempt_timeout_s: Time limit of on_preempt in seconds; Slurm kills the job soon after.
     """
 
     dir: PathText = ""
+    """Directory with scripts that are named after the moments below."""
     pre_job: ScriptOrPath | None = None
+    """Runs on the first node before anything else; a failure ends the job."""
     pre_node: ScriptOrPath | None = None
+    """Runs on every node after pre_job; a failure on any node ends the job and names the node."""
     post_node: ScriptOrPath | None = None
+    """Runs on every node after the supervisor has stopped."""
     post_job: ScriptOrPath | None = None
+    """Runs on the first node, last of all."""
     on_preempt: ScriptOrPath | None = None
+    """Runs on the first node as soon as Slurm asks the job to stop (preemption, time limit), while the state
+    is being saved."""
     timeout_s: PositiveInt = 300
+    """Time limit of each script in seconds; a script that exceeds it counts as failed."""
     on_preempt_timeout_s: PositiveInt = 20
+    """Time limit of on_preempt in seconds; Slurm kills the job soon after."""
 
 
 @dataclass(kw_only=True)
 class LauncherConfig:
-    """How processes are started.
-
-    Args:
-        type: `auto` uses Slurm if `sbatch` is on the PATH, else this machine.
-        python: Python interpreter of the supervisor and of roles without a container; null means the one that
-            submits.
-        inference_server_python: Python interpreter of SGLang, which has an environment of its own; null means
-            that of its role.
-        templates_dir: Directory of templates that take precedence over the site's and the packaged ones;
-            empty means none.
-        inference_server_cpus_per_gpu: CPUs per unit of the generation servers.
-        inference_server_mem_per_gpu: Memory per unit of the generation servers, in MB.
-        trainer_cpus_per_gpu: CPUs per trainer rank.
-        trainer_mem_per_gpu: Memory per trainer rank, in MB.
-        rollout_cpus: CPUs of the rollout role.
-        rollout_mem_mb: Memory of the rollout role, in MB.
-        inference_server_env_vars: Environment variables of the generation servers: a mapping, or `A=b,C=d`.
-        trainer_env_vars: Environment variables of the trainer ranks: a mapping, or `A=b,C=d`.
-        hooks: Scripts that run at fixed moments of every attempt.
-        slurm: Slurm options.
-    """
+    """How processes are started."""
 
     type: Literal["auto", "slurm", "local"] = "auto"
+    """`auto` uses Slurm if `sbatch` is on the PATH, else this machine."""
     python: Executable | None = None
+    """Python interpreter of the supervisor and of roles without a container; null means the one that submits.
+    """
     inference_server_python: Executable | None = None
+    """Python interpreter of SGLang, which has an environment of its own; null means that of its role."""
     templates_dir: PathText = ""
+    """Directory of templates that take precedence over the site's and the packaged ones; empty means none."""
     inference_server_cpus_per_gpu: PositiveInt = 4
+    """CPUs per unit of the generation servers."""
     inference_server_mem_per_gpu: PositiveInt = 32768
+    """Memory per unit of the generation servers, in MB."""
     trainer_cpus_per_gpu: PositiveInt = 4
+    """CPUs per trainer rank."""
     trainer_mem_per_gpu: PositiveInt = 32768
+    """Memory per trainer rank, in MB."""
     rollout_cpus: PositiveInt = 4
+    """CPUs of the rollout role."""
     rollout_mem_mb: PositiveInt = 16384
+    """Memory of the rollout role, in MB."""
     inference_server_env_vars: dict[str, str] | str = ""
+    """Environment variables of the generation servers: a mapping, or `A=b,C=d`."""
     trainer_env_vars: dict[str, str] | str = ""
+    """Environment variables of the trainer ranks: a mapping, or `A=b,C=d`."""
     hooks: HooksConfig = field(default_factory=HooksConfig)
+    """Scripts that run at fixed moments of every attempt."""
     slurm: SlurmLauncherConfig = field(default_factory=SlurmLauncherConfig)
+    """Slurm options."""
 
 
 def environment_of(option: str, value: dict[str, str] | str) -> dict[str, str]:

@@ -14,27 +14,25 @@ class DatasetConfig:
 
     Its rows have a `prompt` (text, or a list of chat messages under `messages`) and any columns that the
     reward function uses.
-
-    Args:
-        path: A .jsonl or .parquet file, or a directory with a saved Hugging Face dataset; empty in a trial on
-            environments alone.
-        type: `rl` rows have a prompt, `sft` rows a prompt and a completion, `rw` rows `chosen` and `rejected`
-            (a prompt is optional). The default follows the trainer.
-        batch_size: Prompts (rl), sequences (sft) or pairs (rw) per train batch.
-        shuffle: Shuffle the rows in every epoch, by `seed`.
-        pin_memory: Use page-locked memory for transfers to the GPU.
-        num_workers: Threads that tokenize the rows when the dataset is read; 0 means the main thread only.
-        drop_last: Drop the last batch of the trial if the rows don't fill it; false fills it with rows of
-            another pass.
-        max_length: Largest number of tokens of a prompt (rl) or sequence (sft, rw); longer rows are dropped.
-            null means no limit.
     """
 
     path: PathText
+    """A .jsonl or .parquet file, or a directory with a saved Hugging Face dataset; empty in a trial on
+    environments alone."""
     type: Literal["rl", "sft", "rw"] = "rl"
+    """`rl` rows have a prompt, `sft` rows a prompt and a completion, `rw` rows `chosen` and `rejected` (a
+    prompt is optional). The default follows the trainer."""
     batch_size: PositiveInt = 1
+    """Prompts (rl), sequences (sft) or pairs (rw) per train batch."""
     shuffle: bool = True
+    """Shuffle the rows in every epoch, by `seed`."""
     pin_memory: bool = False
+    """Use page-locked memory for transfers to the GPU."""
     num_workers: NonNegativeInt = 0
+    """Threads that tokenize the rows when the dataset is read; 0 means the main thread only."""
     drop_last: bool = True
+    """Drop the last batch of the trial if the rows don't fill it; false fills it with rows of another pass.
+    """
     max_length: PositiveInt | None = None
+    """Largest number of tokens of a prompt (rl) or sequence (sft, rw); longer rows are dropped. null means no
+    limit."""

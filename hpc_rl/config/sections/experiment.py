@@ -29,100 +29,85 @@ from hpc_rl.errors import ConfigError
 
 @dataclass(kw_only=True)
 class BaseExperimentConfig:
-    """Options of every trial.
-
-    Args:
-        experiment_name: Name of the experiment; groups related trials.
-        trial_name: Name of the trial; unique within the experiment.
-        trainer: Trainer; null derives it from the sections: `actor` means grpo; `model` means rw if
-            train_dataset.type is rw, else sft.
-        seed: Random seed.
-        allocation_mode: How devices are divided between generation servers and the trainer, such as
-            `sglang:d4+fsdp:d4` or `embedded:d1+fsdp:d1`; empty means derived.
-        total_train_epochs: Number of passes over the training data. Defaults to null (as many as needed) when
-            either of the next two options is set.
-        total_train_steps: Stop after N steps; null means no such limit.
-        total_train_n_seqs: Stop after N sequences (prompts times samples for grpo). Of several limits the
-            earliest applies.
-        tokenizer_path: Directory of the tokenizer; empty means the model's.
-        cluster: The cluster that the trial runs on.
-        train_dataset: Training data.
-        valid_dataset: Held-out data.
-        saver: Exports in Hugging Face format.
-        evaluator: When to evaluate.
-        stats_logger: Where metrics go.
-        recover: Checkpoints.
-        sglang: SGLang servers, if the allocation has them.
-        launcher: How processes are started.
-        scheduler: AReaL's scheduler service, which hpc-rl does not have.
-    """
+    """Options of every trial."""
 
     experiment_name: str
+    """Name of the experiment; groups related trials."""
     trial_name: str
+    """Name of the trial; unique within the experiment."""
     trainer: Literal["grpo", "sft", "rw"] | None = None
+    """Trainer; null derives it from the sections: `actor` means grpo; `model` means rw if train_dataset.type
+    is rw, else sft."""
     seed: NonNegativeInt = 1
+    """Random seed."""
     allocation_mode: str = ""
+    """How devices are divided between generation servers and the trainer, such as `sglang:d4+fsdp:d4` or
+    `embedded:d1+fsdp:d1`; empty means derived."""
     total_train_epochs: PositiveInt | None = 1
+    """Number of passes over the training data. Defaults to null (as many as needed) when either of the next
+    two options is set."""
     total_train_steps: PositiveInt | None = None
+    """Stop after N steps; null means no such limit."""
     total_train_n_seqs: PositiveInt | None = None
+    """Stop after N sequences (prompts times samples for grpo). Of several limits the earliest applies."""
     tokenizer_path: PathText = ""
+    """Directory of the tokenizer; empty means the model's."""
     cluster: ClusterSpecConfig = field(default_factory=ClusterSpecConfig)
+    """The cluster that the trial runs on."""
     train_dataset: DatasetConfig
+    """Training data."""
     valid_dataset: DatasetConfig | None = None
+    """Held-out data."""
     saver: SaverConfig = field(default_factory=SaverConfig)
+    """Exports in Hugging Face format."""
     evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    """When to evaluate."""
     stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
+    """Where metrics go."""
     recover: RecoverConfig = field(default_factory=RecoverConfig)
+    """Checkpoints."""
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    """SGLang servers, if the allocation has them."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    """How processes are started."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """AReaL's scheduler service, which hpc-rl does not have."""
 
 
 @dataclass(kw_only=True)
 class GRPOConfig(BaseExperimentConfig):
-    """A GRPO trial.
-
-    Args:
-        async_training: Generate while training; false alternates the two: each batch is made by the newest
-            weights.
-        gconfig: Sampling of completions.
-        rollout: The rollout role.
-        actor: The policy.
-        ref: The frozen reference model for actor.kl_ctl and actor.beta, in the trainer's ranks; null means
-            none.
-        embedded: Embedded servers, if the allocation has them.
-        environments: What feeds the trial from outside; null means nothing does.
-    """
+    """A GRPO trial."""
 
     async_training: bool = True
+    """Generate while training; false alternates the two: each batch is made by the newest weights."""
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    """Sampling of completions."""
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    """The rollout role."""
     actor: PPOActorConfig
+    """The policy."""
     ref: TrainEngineConfig | None = None
+    """The frozen reference model for actor.kl_ctl and actor.beta, in the trainer's ranks; null means none."""
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
+    """Embedded servers, if the allocation has them."""
     environments: EnvironmentsConfig | None = None
+    """What feeds the trial from outside; null means nothing does."""
 
 
 @dataclass(kw_only=True)
 class SFTConfig(BaseExperimentConfig):
-    """A supervised fine-tuning trial.
-
-    Args:
-        model: The model.
-    """
+    """A supervised fine-tuning trial."""
 
     model: TrainEngineConfig
+    """The model."""
 
 
 @dataclass(kw_only=True)
 class RWConfig(BaseExperimentConfig):
-    """A reward-model trial, on rows with a chosen and a rejected text.
-
-    Args:
-        model: The model; its head is replaced by a scalar one.
-    """
+    """A reward-model trial, on rows with a chosen and a rejected text."""
 
     model: TrainEngineConfig
+    """The model; its head is replaced by a scalar one."""
 
 
 Config = GRPOConfig | SFTConfig | RWConfig

@@ -20,95 +20,83 @@ from hpc_rl.config.sections.limits import (
 
 @dataclass(kw_only=True)
 class GenerationHyperparameters:
-    """Sampling of completions.
-
-    Args:
-        n_samples: Trajectories per prompt.
-        max_new_tokens: Largest number of tokens in a completion.
-        min_new_tokens: Smallest number of tokens in a completion.
-        max_tokens: Largest number of tokens in prompt and completion together.
-        greedy: Always take the most likely token (temperature 0).
-        top_p: Nucleus sampling: probability mass to sample from; 1 means all.
-        top_k: Number of most likely tokens to sample from; 100000000 means all.
-        temperature: Sampling temperature.
-        min_p: Drop tokens less likely than this share of the most likely one; 0 disables it. hpc-rl
-            extension.
-        repetition_penalty: Values above 1 make tokens that already occurred less likely; 1 disables it.
-            hpc-rl extension.
-        stop: Texts that end a completion; null means none. Needs sglang servers.
-        frequency_penalty: Values above 0 make tokens less likely the more often they occurred. Needs sglang
-            servers.
-        stop_token_ids: Tokens that end a completion, in addition to the tokenizer's end-of-sequence token.
-    """
+    """Sampling of completions."""
 
     n_samples: PositiveInt = 1
+    """Trajectories per prompt."""
     max_new_tokens: PositiveInt = 16384
+    """Largest number of tokens in a completion."""
     min_new_tokens: NonNegativeInt = 0
+    """Smallest number of tokens in a completion."""
     max_tokens: PositiveInt = 65536
+    """Largest number of tokens in prompt and completion together."""
     greedy: bool = False
+    """Always take the most likely token (temperature 0)."""
     top_p: PositiveShare = 1.0
+    """Nucleus sampling: probability mass to sample from; 1 means all."""
     top_k: PositiveInt = 100_000_000
+    """Number of most likely tokens to sample from; 100000000 means all."""
     temperature: NonNegativeFloat = 1.0
+    """Sampling temperature."""
     min_p: ShareBelowOne = 0.0
+    """Drop tokens less likely than this share of the most likely one; 0 disables it. hpc-rl extension."""
     repetition_penalty: PositiveFloat = 1.0
+    """Values above 1 make tokens that already occurred less likely; 1 disables it. hpc-rl extension."""
     stop: list[str] | None = None
+    """Texts that end a completion; null means none. Needs sglang servers."""
     frequency_penalty: Penalty = 0.0
+    """Values above 0 make tokens less likely the more often they occurred. Needs sglang servers."""
     stop_token_ids: list[NonNegativeInt] = field(default_factory=list)
+    """Tokens that end a completion, in addition to the tokenizer's end-of-sequence token."""
 
 
 @dataclass(kw_only=True)
 class InferenceEngineConfig:
-    """The rollout role.
-
-    Args:
-        experiment_name: The root's `experiment_name`; null follows it.
-        trial_name: The root's `trial_name`; null follows it.
-        queue_size: Largest number of prompts in flight plus finished groups not yet in a batch; null leaves
-            it to the staleness bound.
-        consumer_batch_size: Must equal `train_dataset.batch_size`; null follows it.
-        enable_rollout_tracing: Log every generation request when it is sent and when it is answered.
-        check_trajectory_format: Check shapes and types of what a workflow returns; a bad trajectory rejects
-            the prompt, with the reason.
-        schedule_policy: Server for a request: the one with the fewest requests of this trial, or one after
-            the other.
-        max_concurrent_rollouts: Largest number of prompts in flight; null means twice the batch size.
-        max_head_offpolicyness: Largest number of weight versions that the data may lag behind the trainer.
-        staleness_bound: `soft` limits the number of prompts issued (AReaL's rule), `hard` every trajectory,
-            `drop` rejects stale trajectories. hpc-rl extension.
-        batch_order: `ready` takes groups as they finish, `in_order` by prompt index. hpc-rl extension.
-        workflow: `single_turn`; `multi_turn`, which lets the model try a second time; or
-            `package.module:name` of your own. hpc-rl extension.
-        reward_fn: `exact_match`, `contains`, or `package.module:name` of your own. hpc-rl extension.
-        reward_timeout_s: Time limit of one reward call in seconds; exceeding it rejects the prompt. hpc-rl
-            extension.
-        num_workers: Number of executor processes. hpc-rl extension.
-        setup_timeout: Seconds to wait while no server is available; in layout `jobs` also the longest time
-            that all servers may be missing.
-        request_timeout: Time limit of one generation request in seconds, weight updates included.
-        request_retries: Times that a failed request is sent again, to another server.
-        prompt_retries: Times that a prompt is issued again after an exception before it is rejected. hpc-rl
-            extension.
-    """
+    """The rollout role."""
 
     experiment_name: str | None = None
+    """The root's `experiment_name`; null follows it."""
     trial_name: str | None = None
+    """The root's `trial_name`; null follows it."""
     queue_size: PositiveInt | None = None
+    """Largest number of prompts in flight plus finished groups not yet in a batch; null leaves it to the
+    staleness bound."""
     consumer_batch_size: PositiveInt | None = None
+    """Must equal `train_dataset.batch_size`; null follows it."""
     enable_rollout_tracing: bool = False
+    """Log every generation request when it is sent and when it is answered."""
     check_trajectory_format: bool = False
+    """Check shapes and types of what a workflow returns; a bad trajectory rejects the prompt, with the
+    reason."""
     schedule_policy: Literal["least_loaded", "round_robin"] = "least_loaded"
+    """Server for a request: the one with the fewest requests of this trial, or one after the other."""
     max_concurrent_rollouts: PositiveInt | None = None
+    """Largest number of prompts in flight; null means twice the batch size."""
     max_head_offpolicyness: NonNegativeInt = 0
+    """Largest number of weight versions that the data may lag behind the trainer."""
     staleness_bound: Literal["soft", "hard", "drop"] = "soft"
+    """`soft` limits the number of prompts issued (AReaL's rule), `hard` every trajectory, `drop` rejects
+    stale trajectories. hpc-rl extension."""
     batch_order: Literal["ready", "in_order"] = "ready"
+    """`ready` takes groups as they finish, `in_order` by prompt index. hpc-rl extension."""
     workflow: str = "single_turn"
+    """`single_turn`; `multi_turn`, which lets the model try a second time; or `package.module:name` of your
+    own. hpc-rl extension."""
     reward_fn: str = "exact_match"
+    """`exact_match`, `contains`, or `package.module:name` of your own. hpc-rl extension."""
     reward_timeout_s: PositiveFloat = 15.0
+    """Time limit of one reward call in seconds; exceeding it rejects the prompt. hpc-rl extension."""
     num_workers: PositiveInt = 1
+    """Number of executor processes. hpc-rl extension."""
     setup_timeout: PositiveFloat = 600.0
+    """Seconds to wait while no server is available; in layout `jobs` also the longest time that all servers
+    may be missing."""
     request_timeout: PositiveFloat = 3600.0
+    """Time limit of one generation request in seconds, weight updates included."""
     request_retries: NonNegativeInt = 3
+    """Times that a failed request is sent again, to another server."""
     prompt_retries: NonNegativeInt = 2
+    """Times that a prompt is issued again after an exception before it is rejected. hpc-rl extension."""
 
 
 # The choices of version 0.5.23. For the backend of a plug-in: null here, and its flag in extra_args.
@@ -128,127 +116,120 @@ LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 @dataclass(kw_only=True)
 class SGLangConfig:
-    """Options of each SGLang server; further flags go into `extra_args`.
-
-    Args:
-        version: SGLang version of the servers; selects the table of flags. hpc-rl extension.
-        model_path: Must equal `actor.path`; empty follows it.
-        random_seed: Seed of the first server; server i adds i.
-        skip_tokenizer_init: Start without a tokenizer: the rollout role exchanges token ids only.
-        disable_cuda_graph: Use no CUDA graphs, neither in prefill nor in decode.
-        disable_radix_cache: Disable the prefix cache.
-        disable_cuda_graph_padding: Use no CUDA graph when the batch would have to be padded.
-        enable_nccl_nvls: Use NCCL's NVLS for prefill.
-        disable_outlines_disk_cache: Disable the disk cache of grammars.
-        disable_custom_all_reduce: Use NCCL instead of the custom all-reduce.
-        disable_overlap_schedule: Do not overlap the scheduler with the model.
-        enable_mixed_chunk: Mix prefill and decode in one batch.
-        enable_dp_attention: Data-parallel attention; needs dp_size above 1, which is not implemented.
-        enable_ep_moe: Expert-parallel MoE layers, in older versions.
-        enable_torch_compile: Compile the model.
-        torch_compile_max_bs: Largest batch size that is compiled.
-        cuda_graph_max_bs: Largest batch size with a CUDA graph (decode); null leaves it to SGLang.
-        cuda_graph_bs: Batch sizes with a CUDA graph (decode); null leaves it to SGLang.
-        torchao_config: Quantization by torchao, in older versions.
-        enable_nan_detection: Detect NaN, in older versions.
-        enable_p2p_check: Check peer access between GPUs first.
-        triton_attention_reduce_in_fp32: Reduce in float32 in Triton attention.
-        triton_attention_num_kv_splits: Number of KV splits in Triton's decode kernel.
-        num_continuous_decode_steps: Decode steps between two checks of the queue.
-        enable_memory_saver: Allow memory to be released and taken again.
-        allow_auto_truncate: Truncate inputs that are too long instead of refusing them.
-        attention_backend: Attention kernels; null leaves it to SGLang. Defaults to `torch_native` without
-            GPUs.
-        enable_multimodal: Serve the other modalities of a multimodal model.
-        sampling_backend: Sampling kernels; null leaves it to SGLang, or means `pytorch` without GPUs.
-        context_length: Longest sequence; null means the model's limit.
-        mem_fraction_static: Share of GPU memory for weights and KV cache; null leaves it to SGLang. Defaults
-            to null without GPUs.
-        max_running_requests: Largest number of requests decoded at once; null leaves it to SGLang.
-        max_total_tokens: Tokens in the KV cache; null leaves it to SGLang. hpc-rl extension.
-        chunked_prefill_size: Tokens per prefill chunk; -1 means whole prompts, null leaves it to SGLang.
-            Defaults to null without GPUs.
-        max_prefill_tokens: Tokens per prefill batch; null leaves it to SGLang. Defaults to null without GPUs.
-        schedule_policy: Order of waiting requests in a server.
-        schedule_conservativeness: Values above 1 admit fewer requests, so fewer are retracted.
-        cpu_offload_gb: GB of weights kept in host memory.
-        dtype: Data type of weights and compute. Defaults to float32 without GPUs.
-        kv_cache_dtype: Data type of the KV cache; `auto` means the model's.
-        dp_size: Replicas within one server; only 1 is accepted, because `allocation_mode` sets the number of
-            servers.
-        ep_size: Expert-parallel size within a server.
-        log_level: Log level.
-        log_level_http: Log level of the HTTP server; null means `log_level`.
-        log_requests: Log requests.
-        log_requests_level: How much of a request is logged.
-        show_time_cost: Log the time of marked sections.
-        enable_metrics: Serve Prometheus metrics.
-        decode_log_interval: Decode batches between two log lines.
-        extra_args: Further flags of `sglang.launch_server`, passed as they are. hpc-rl extension.
-    """
+    """Options of each SGLang server; further flags go into `extra_args`."""
 
     version: Literal["0.5.23"] = "0.5.23"
+    """SGLang version of the servers; selects the table of flags. hpc-rl extension."""
     model_path: PathText = ""
+    """Must equal `actor.path`; empty follows it."""
     random_seed: NonNegativeInt = 1
+    """Seed of the first server; server i adds i."""
     skip_tokenizer_init: bool = False
+    """Start without a tokenizer: the rollout role exchanges token ids only."""
     disable_cuda_graph: bool = False
+    """Use no CUDA graphs, neither in prefill nor in decode."""
     disable_radix_cache: bool = False
+    """Disable the prefix cache."""
     disable_cuda_graph_padding: bool = False
+    """Use no CUDA graph when the batch would have to be padded."""
     enable_nccl_nvls: bool = False
+    """Use NCCL's NVLS for prefill."""
     disable_outlines_disk_cache: bool = False
+    """Disable the disk cache of grammars."""
     disable_custom_all_reduce: bool = False
+    """Use NCCL instead of the custom all-reduce."""
     disable_overlap_schedule: bool = False
+    """Do not overlap the scheduler with the model."""
     enable_mixed_chunk: bool = False
+    """Mix prefill and decode in one batch."""
     enable_dp_attention: bool = False
+    """Data-parallel attention; needs dp_size above 1, which is not implemented."""
     enable_ep_moe: bool = False
+    """Expert-parallel MoE layers, in older versions."""
     enable_torch_compile: bool = False
+    """Compile the model."""
     torch_compile_max_bs: PositiveInt = 32
+    """Largest batch size that is compiled."""
     cuda_graph_max_bs: PositiveInt | None = None
+    """Largest batch size with a CUDA graph (decode); null leaves it to SGLang."""
     cuda_graph_bs: list[PositiveInt] | None = None
+    """Batch sizes with a CUDA graph (decode); null leaves it to SGLang."""
     torchao_config: str = ""
+    """Quantization by torchao, in older versions."""
     enable_nan_detection: bool = False
+    """Detect NaN, in older versions."""
     enable_p2p_check: bool = False
+    """Check peer access between GPUs first."""
     triton_attention_reduce_in_fp32: bool = False
+    """Reduce in float32 in Triton attention."""
     triton_attention_num_kv_splits: PositiveInt = 8
+    """Number of KV splits in Triton's decode kernel."""
     num_continuous_decode_steps: PositiveInt = 1
+    """Decode steps between two checks of the queue."""
     enable_memory_saver: bool = False
+    """Allow memory to be released and taken again."""
     allow_auto_truncate: bool = False
+    """Truncate inputs that are too long instead of refusing them."""
     attention_backend: AttentionBackend | None = "fa3"
+    """Attention kernels; null leaves it to SGLang. Defaults to `torch_native` without GPUs."""
     enable_multimodal: bool = False
+    """Serve the other modalities of a multimodal model."""
     sampling_backend: SamplingBackend | None = None
+    """Sampling kernels; null leaves it to SGLang, or means `pytorch` without GPUs."""
     context_length: PositiveInt | None = 32768
+    """Longest sequence; null means the model's limit."""
     mem_fraction_static: PositiveShare | None = 0.9
+    """Share of GPU memory for weights and KV cache; null leaves it to SGLang. Defaults to null without GPUs.
+    """
     max_running_requests: PositiveInt | None = None
+    """Largest number of requests decoded at once; null leaves it to SGLang."""
     max_total_tokens: PositiveInt | None = None
+    """Tokens in the KV cache; null leaves it to SGLang. hpc-rl extension."""
     chunked_prefill_size: ChunkTokens | None = -1
+    """Tokens per prefill chunk; -1 means whole prompts, null leaves it to SGLang. Defaults to null without
+    GPUs."""
     max_prefill_tokens: PositiveInt | None = 32768
+    """Tokens per prefill batch; null leaves it to SGLang. Defaults to null without GPUs."""
     schedule_policy: SchedulePolicy = "lpm"
+    """Order of waiting requests in a server."""
     schedule_conservativeness: PositiveFloat = 1.0
+    """Values above 1 admit fewer requests, so fewer are retracted."""
     cpu_offload_gb: NonNegativeInt = 0
+    """GB of weights kept in host memory."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Data type of weights and compute. Defaults to float32 without GPUs."""
     kv_cache_dtype: KVCacheDtype = "auto"
+    """Data type of the KV cache; `auto` means the model's."""
     dp_size: PositiveInt = 1
+    """Replicas within one server; only 1 is accepted, because `allocation_mode` sets the number of servers.
+    """
     ep_size: PositiveInt = 1
+    """Expert-parallel size within a server."""
     log_level: LogLevel = "warning"
+    """Log level."""
     log_level_http: LogLevel | None = "warning"
+    """Log level of the HTTP server; null means `log_level`."""
     log_requests: bool = False
+    """Log requests."""
     log_requests_level: Literal[0, 1, 2, 3] = 0
+    """How much of a request is logged."""
     show_time_cost: bool = False
+    """Log the time of marked sections."""
     enable_metrics: bool = True
+    """Serve Prometheus metrics."""
     decode_log_interval: PositiveInt = 1
+    """Decode batches between two log lines."""
     extra_args: list[str] = field(default_factory=list)
+    """Further flags of `sglang.launch_server`, passed as they are. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)
 class EmbeddedConfig:
-    """The embedded engine, on transformers, which needs no GPU.
-
-    Args:
-        max_running_requests: Largest number of sequences decoded at once.
-        batch_invariant: Decode each sequence by itself, so that its tokens do not depend on the others; slow.
-        dtype: Data type of weights and compute.
-    """
+    """The embedded engine, on transformers, which needs no GPU."""
 
     max_running_requests: PositiveInt = 256
+    """Largest number of sequences decoded at once."""
     batch_invariant: bool = False
+    """Decode each sequence by itself, so that its tokens do not depend on the others; slow."""
     dtype: Literal["bfloat16", "float32"] = "float32"
+    """Data type of weights and compute."""
