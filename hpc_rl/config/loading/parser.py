@@ -163,10 +163,10 @@ def typed(hint: Any, item: SourceValue) -> Any:
     value = item.value
     if isinstance(value, list | dict):
         inner = [typing.get_args(kind)[-1] for kind in kinds if typing.get_origin(kind) is type(value)]
-        if inner and isinstance(value, list):
-            return [typed(inner[0], part) for part in value]
-        if inner:
+        if inner and isinstance(value, dict):
             return {key: _member(inner[0], key, part) for key, part in value.items()}
+        if inner:
+            return [typed(inner[0], part) for part in value]
         # `a: b` on the command line is text where an option is
         value = item.plain() if item.text is None else item.text
     elif value is None:
