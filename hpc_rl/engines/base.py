@@ -141,12 +141,12 @@ class Engine(Protocol):
         """
 
 
-def sum_over_ranks(values: Sequence[float], group: Any = None) -> list[float]:
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
     """Return the sums of a few numbers over all ranks, in float64. Collective."""
     if not torch.distributed.is_initialized():
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64)
-    if torch.distributed.get_backend(group) == "nccl":
+    if torch.distributed.get_backend() == "nccl":
         tensor = tensor.cuda()
-    torch.distributed.all_reduce(tensor, group=group)
+    torch.distributed.all_reduce(tensor)
     return tensor.tolist()

@@ -63,26 +63,21 @@ class FSDPEngine:
         saved = set(self.model.hf.state_dict())
         self.buffer_names = [name for name, _ in self.model.hf.named_buffers() if name in saved]
         if self.frozen:
-            self._freeze()
-            return
-        if self.num_ranks > 1 or self.config.dtype != "float32":
+            # buffers keep their type: positions in bfloat16 would be wrong
+            for parameter in self.model.parameters():
+                parameter.requires_grad_(False)
+                parameter.data = parameter.data.to(model.DTYPES[self.config.dtype])
+        if self.num_ranks > 1 or (self.config.dtype != "float32" and not self.frozen):
             self._shard()
         self.model.to(self.device)
-        assert self.config.optimizer is not None, "check.py refuses a trained model without an optimizer"
         parameters = dict(self.model.hf.named_parameters())
         self.shards = shards_of({name: parameters[name] for name in names}, self.rank, self.num_ranks)
+        if self.frozen:
+            return
+        assert self.config.optimizer is not None, "check.py refuses a trained model without an optimizer"
         self.optimizer = Optimizer(self.config.optimizer, self.shards)
         self.scale = LossScale(self.config.optimizer, self.config.dtype == "float16")
         torch.manual_seed(self.seed * 1_000_003 + self.rank)
-
-    def _freeze(self) -> None:
-        # buffers keep their type: positions in bfloat16 would be wrong
-        for parameter in self.model.parameters():
-            parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(model.DTYPES[self.config.dtype])
-        if self.num_ranks > 1:
-            self._shard()
-        self.model.to(self.device)
 
     def _shard(self) -> None:
         if not dist.is_initialized():

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from hpc_rl.errors import ConfigError
 from hpc_rl.trial import fsync_dir
@@ -79,14 +78,18 @@ def write_checkpoint(
     `others` are files to copy; those that do not exist are left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written = _write_tensors(folder, tensors)
+    try:
+        save_torch_state_dict(tensors, folder, max_shard_size=MAX_FILE_BYTES)
+    except SafetensorError as error:
+        # safetensors wraps errors of the file system: they are raised as the OSError that they were
+        if code := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(folder)) from error
+        raise
     (folder / "config.json").write_text(config_json)
-    written.append(folder / "config.json")
-    for source in others:
-        if source.is_file():
-            written.append(Path(shutil.copyfile(source, folder / source.name)))
+    for source in filter(Path.is_file, others):
+        shutil.copyfile(source, folder / source.name)
     if durable:
-        for path in written:
+        for path in folder.iterdir():
             fsync_file(path)
         fsync_dir(folder)
 
@@ -98,25 +101,3 @@ def fsync_file(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> list[Path]:
-    split = split_torch_state_dict_into_shards(tensors, max_shard_size=MAX_FILE_BYTES)
-    for file, names in split.filename_to_tensors.items():
-        _save({name: tensors[name] for name in names}, folder / file)
-    written = [folder / file for file in split.filename_to_tensors]
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        written.append(folder / "model.safetensors.index.json")
-        written[-1].write_text(json.dumps(index, indent=2) + "\n")
-    return written
-
-
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    # safetensors wraps errors of the file system: they are raised as the OSError that they were
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        if code := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
-        raise

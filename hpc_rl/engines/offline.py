@@ -41,15 +41,10 @@ def export_state(
 
     Raises Damaged, OSError, ConfigError, and ValueError for the state of another model.
     """
-    config = on_cpu(config)
-    model.check(config, torch.device("cpu"))
-    built = model.build(config, seed, frozen=True)
-    parameters = {name: parameter.detach() for name, parameter in built.hf.named_parameters()}
-    state.load_model(folder, num_ranks, parameters, files)
-    dtype, saved = model.DTYPES[config.dtype], set(built.hf.state_dict())
-    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in parameters.items()}
-    tensors |= {name: buffer for name, buffer in built.hf.named_buffers() if name in saved}
-    model.write_export(out, config, built.hf, hf_io.on_disk_names(built.hf, tensors), tokenizer, durable=True)
+    engine = FSDPEngine(on_cpu(config), seed=seed, frozen=True)
+    engine.initialize(0)
+    state.load(folder, num_ranks, 0, 1, engine.shards, None, files)
+    engine.export(out, tokenizer)
 
 
 def import_weights(

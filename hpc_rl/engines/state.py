@@ -70,9 +70,7 @@ def take(
 ) -> Snapshot:
     """Return this rank's state now; without a buffer, live tensors in CPU memory are not copied."""
     named = {f"rng/{kind}": state for kind, state in _torch_rng().items()}
-    for shard in shards:
-        for kind, tensor in zip(KINDS, (shard.local, *optimizer.moments[shard.name]), strict=True):
-            named[f"{kind}/{shard.name}"] = tensor.detach()
+    named |= {name: tensor.detach() for _, name, tensor in _tensors(shards, optimizer)}
     state = {
         "format": FORMAT,
         "rank": rank,
@@ -90,46 +88,16 @@ def take(
 
 def size_bytes(shards: list[Shard], optimizer: Optimizer) -> int:
     """Return about how large this rank's file is."""
-    tensors = [tensor for shard in shards for tensor in (shard.local, *optimizer.moments[shard.name])]
+    tensors = [tensor for _, _, tensor in _tensors(shards, optimizer)]
     return sum(tensor.nbytes for tensor in tensors) + len(tensors) * 200 + 65536
 
 
-def load(
-    folder: Path,
-    saved_num_ranks: int,
-    rank: int,
-    num_ranks: int,
-    shards: list[Shard],
-    optimizer: Optimizer,
-    files: Mapping[str, FileRecord] | None = None,
-) -> dict[str, Any]:
-    """Fill this rank's shards, moments and (at the same number of ranks) random states; return the counters.
-
-    What is read is checked against `files`. Raises Damaged with the file's name if it is missing, truncated
-    or changed; OSError; ValueError for the state of another model.
-    """
-    targets = {
-        f"{kind}/{shard.name}": Target(_rows(tensor), shard.name, shard.offset)
-        for shard in shards
-        for kind, tensor in zip(KINDS, (shard.local, *optimizer.moments[shard.name]), strict=True)
-    }
-    shapes = {shard.name: list(shard.global_shape) for shard in shards}
-    own_rank = rank if saved_num_ranks == num_ranks else None
-    counters = _load(folder, saved_num_ranks, targets, shapes, files, own_rank)
-    optimizer.set_num_steps(counters["adam_steps"])
-    return counters
-
-
-def load_model(
-    folder: Path,
-    saved_num_ranks: int,
-    tensors: dict[str, torch.Tensor],
-    files: Mapping[str, FileRecord] | None = None,
-) -> None:
-    """Fill whole tensors on the CPU, by Hugging Face names, from a saved state. Raises as `load` does."""
-    targets = {f"model/{name}": Target(_rows(tensor), name, 0) for name, tensor in tensors.items()}
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    _load(folder, saved_num_ranks, targets, shapes, files)
+def _tensors(shards: list[Shard], optimizer: Optimizer | None) -> Iterator[tuple[Shard, str, torch.Tensor]]:
+    """Yield the tensors of a state with their names in the file; without an optimizer only the model's."""
+    for shard in shards:
+        moments = optimizer.moments[shard.name] if optimizer else ()
+        for kind, tensor in zip(KINDS, (shard.local, *moments), strict=False):
+            yield shard, f"{kind}/{shard.name}", tensor
 
 
 class Target(NamedTuple):
@@ -140,27 +108,40 @@ class Target(NamedTuple):
     offset: int
 
 
-def _load(
+def load(
     folder: Path,
     saved_num_ranks: int,
-    targets: Mapping[str, Target],
-    shapes: dict[str, list[int]],
-    files: Mapping[str, FileRecord] | None,
-    own_rank: int | None = None,
+    rank: int,
+    num_ranks: int,
+    shards: list[Shard],
+    optimizer: Optimizer | None,
+    files: Mapping[str, FileRecord] | None = None,
 ) -> dict[str, Any]:
-    """Fill the targets from all files, and restore the random states of `own_rank`'s; return the counters."""
+    """Fill this rank's shards, moments and (at the same number of ranks) random states; return the counters.
+
+    Without an optimizer only the shards are filled. What is read is checked against `files`. Raises Damaged
+    with the file's name if it is missing, truncated or changed; OSError; ValueError for the state of another
+    model.
+    """
+    targets = {
+        name: Target(_rows(tensor), shard.name, shard.offset)
+        for shard, name, tensor in _tensors(shards, optimizer)
+    }
     missing = {name: len(target.rows) for name, target in targets.items()}
+    shapes = {shard.name: list(shard.global_shape) for shard in shards}
     counters: dict[str, Any] = {}
     for saved_rank in range(saved_num_ranks):
         with _open(folder / file_name(saved_rank), files) as reader:
             header = Header.read(reader, saved_rank, saved_num_ranks)
             header.check_shapes(shapes, folder)
             counters = header.state["counters"]
-            if saved_rank == own_rank:
+            if optimizer and (saved_rank, saved_num_ranks) == (rank, num_ranks):
                 _restore_rng(reader, header)
             _fill(reader, header, targets, missing)
     if lacking := [name for name, rows in missing.items() if rows]:
         raise Damaged(f"{folder.name} lacks rows of {', '.join(lacking[:5])}")
+    if optimizer:
+        optimizer.set_num_steps(counters["adam_steps"])
     return counters
 
 
