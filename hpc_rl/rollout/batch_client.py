@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from hpc_rl.errors import RoleFailed, Stale
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.types import Batch, EvalResult, decode
+from hpc_rl.types import EvalResult, decode
 
 logger = logging.getLogger(__name__)
 
@@ -37,26 +37,22 @@ class RolloutClient:
     _connection: http.client.HTTPConnection | None = None
     _away_since: float | None = None
 
-    def batch(self, step: int, lineage: int, stopping: threading.Event | None = None) -> Batch | None:
-        """Return batch `step` for a trainer at version step-1 of `lineage`; None when stopped or out of time.
-
-        Raises Stale where a trainer of a later lineage has asked before, RoleFailed where the role stays away
-        or can't answer.
-        """
-        body = self.batch_bytes(step, lineage, stopping)
-        return None if body is None else decode(body)
-
     def batch_bytes(
         self, step: int, lineage: int, stopping: threading.Event | None = None, within_s: float = math.inf
     ) -> bytes | None:
-        """As batch, still encoded. Raises TimeoutError where it is not there within_s; ask again then."""
+        """Return the encoded batch `step` for a trainer at version step-1 of `lineage`; None when stopped.
+
+        None also where the time is up. Raises Stale where a trainer of a later lineage has asked before,
+        RoleFailed where the role stays away or can't answer, TimeoutError where the batch is not there
+        within_s: ask again then.
+        """
         path = f"/batch?step={step}&lineage={lineage}&wait_s={self.poll_s}"
         return self._until_answered("GET", path, None, stopping, within_s)
 
     def evaluate(self, label: str, stopping: threading.Event | None = None) -> EvalResult | None:
         """Mean reward over the held-out prompts under the weights `label`; None if `stopping` was set.
 
-        Raises as batch does.
+        Raises as batch_bytes does.
         """
         payload = {"version": label, "wait_s": self.poll_s}
         body = self._until_answered("POST", "/evaluate", payload, stopping)
@@ -65,13 +61,9 @@ class RolloutClient:
     def retain(self, step: int) -> None:
         """Report that batches up to `step` are not needed any more. A role that is away hears it later."""
         try:
-            self._request("POST", "/retain", {"step": step}, "control")
+            self._request("POST", "/retain", {"step": step})
         except (OSError, http.client.HTTPException, LookupError) as error:
             logger.info("could not send retain(%d) to the rollout service: %s", step, error)
-
-    def status(self) -> dict[str, Any]:
-        """The role's counters. Raises OSError, LookupError while it is away."""
-        return json.loads(self._request("GET", "/status", None, "data")[1])
 
     def close(self) -> None:
         if self._connection is not None:
@@ -91,7 +83,7 @@ class RolloutClient:
             if time.monotonic() > until:
                 raise TimeoutError(f"no answer to {path} within {within_s:g} s")
             try:
-                status, body = self._request(method, path, payload, "control")
+                status, body = self._request(method, path, payload)
             except (OSError, http.client.HTTPException, LookupError) as error:
                 status, body = 0, str(error).encode()
             if status in NOT_YET:
@@ -118,11 +110,9 @@ class RolloutClient:
         if now - self._away_since > self.deadline_s:
             raise RoleFailed(f"the rollout role was away for {self.deadline_s:.0f} s: {why}")
 
-    def _request(
-        self, method: str, path: str, payload: dict[str, Any] | None, token: str
-    ) -> tuple[int, bytes]:
+    def _request(self, method: str, path: str, payload: dict[str, Any] | None) -> tuple[int, bytes]:
         data = None if payload is None else json.dumps(payload).encode()
-        headers = {"Authorization": f"Bearer {self.tokens[token]}", "Content-Type": "application/json"}
+        headers = {"Authorization": f"Bearer {self.tokens['control']}", "Content-Type": "application/json"}
         try:
             if self._connection is None:
                 self._connection = self._connect()

@@ -61,16 +61,8 @@ class Evaluations:
             if version.lineage < lineage:
                 task.cancel()
 
-    def answer(self, outcome: Outcome) -> None:
-        """Take the answer to one of its tickets."""
-        self._settle(outcome["ticket"], outcome)
-
-    def lost(self, tickets: list[int]) -> None:
-        """Ask again for the tickets of a worker that died."""
-        for ticket in tickets:
-            self._settle(ticket, None)
-
-    def _settle(self, ticket: int, outcome: Outcome | None) -> None:
+    def answer(self, ticket: int, outcome: Outcome | None) -> None:
+        """Take the answer to one of its tickets; None where its worker died, and it is asked again."""
         future = self._outcomes.get(ticket)
         if future is not None and not future.done():
             future.set_result(outcome)

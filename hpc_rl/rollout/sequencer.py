@@ -217,7 +217,7 @@ class Sequencer:
         if rules.batch_sequences is not None:
             chosen = self._whole_groups(rules.batch_sequences, allocations or {})
         else:
-            chosen = self._in_order() if rules.order == "in_order" else self._oldest_first()
+            chosen = self._in_order() if rules.order == "in_order" else self._by_age()[: rules.batch_size]
             chosen = chosen if len(chosen) == rules.batch_size else []
         if not chosen:
             return None
@@ -256,9 +256,6 @@ class Sequencer:
         """Return what is ready, the oldest first; of one age what came from outside, then by arrival."""
         ready = self.log.ready  # by arrival
         return sorted(ready, key=lambda index: (ready[index][0].begun, index < FIRST_OUTSIDE))
-
-    def _oldest_first(self) -> list[int]:
-        return self._by_age()[: self.rules.batch_size]
 
     def _in_order(self) -> list[int]:
         chosen: list[int] = []

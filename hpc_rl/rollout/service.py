@@ -132,7 +132,7 @@ class RolloutService:
         """Take the answer of a worker; one whose ticket was given up is ignored."""
         ticket = frame["ticket"]
         if ticket < 0:
-            self.evaluations.answer(frame)
+            self.evaluations.answer(ticket, frame)
             return
         issue = self.sequencer.running.get(ticket)
         if issue is None:
@@ -155,7 +155,8 @@ class RolloutService:
         """Issue the tickets of a worker that died again."""
         self.clock.forget(tickets)
         self.sequencer.lost([ticket for ticket in tickets if ticket > 0])
-        self.evaluations.lost(tickets)
+        for ticket in tickets:
+            self.evaluations.answer(ticket, None)
         self._issue()
 
     def _reject(self, index: int, reason: str) -> None:
@@ -375,9 +376,8 @@ class RolloutService:
         for step in steps:
             self.batches.delete(step)
         for number in segments(self._folder):
-            if number not in needed and number < max(
-                needed
-            ):  # later ones were begun meanwhile, by us or by another incarnation
+            # later ones were begun meanwhile, by us or by another incarnation
+            if number not in needed and number < max(needed):
                 self.ledger.drop_segment(number)
 
     @contextlib.asynccontextmanager

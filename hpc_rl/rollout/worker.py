@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 from hpc_rl.config.sections.experiment import GRPOConfig
@@ -13,7 +14,7 @@ from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RejectReason
 from hpc_rl.rollout.pipes import GroupMade, NoGroup, Outcome, PromptScored, RunPrompt
 from hpc_rl.rollout.rewards import ErrorLog, Rejection, Reward, checked
-from hpc_rl.rollout.workflow import Sampler, SamplerSettings, Workflow, check_group
+from hpc_rl.rollout.workflow import Sampler, Workflow, check_group
 from hpc_rl.rollout.workflows import WORKFLOWS
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.servers.router import Router
@@ -27,7 +28,7 @@ UNAVAILABLE_ROUNDS = 4  # with 2, 4, 8, 16 s between them; then the prompt's own
 class Worker:
     """Runs a workflow on each prompt that it is sent; `write` takes a message for the rollout service.
 
-    `context` is as in SamplerSettings.
+    `context` is as in Sampler.
     """
 
     def __init__(
@@ -43,12 +44,13 @@ class Worker:
         self.config = config
         self._router, self._trace = router, config.rollout.enable_rollout_tracing
         self.workflow = workflow
-        self.settings = SamplerSettings(
+        self._sampler = partial(
+            Sampler,
             seed=config.seed,
             gconfig=config.gconfig,
             tokenizer=tokenizer,
-            reward=reward,
             generate=self.generate,
+            reward=reward,
             context=context,
         )
         self._write = write
@@ -128,7 +130,7 @@ class Worker:
 
     async def _run(self, prompt: RunPrompt) -> TrajectoryGroup | None:
         """Return the group of a prompt, checked and scored, or None where the workflow makes none."""
-        sampler = Sampler(self.settings, prompt)
+        sampler = self._sampler(prompt)
         group = await self.workflow({**prompt["columns"], "input_ids": prompt["input_ids"]}, sampler)
         if group is None:
             return None

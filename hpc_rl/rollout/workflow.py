@@ -8,7 +8,6 @@ rejects the prompt.
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,61 +28,58 @@ Workflow = Callable[[dict[str, Any], "Sampler"], Awaitable[TrajectoryGroup | Non
 Generate = Callable[[list[GenerateRequest]], Awaitable[list[Turn]]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplerSettings:
-    """What all samplers of a worker share."""
-
-    seed: int
-    gconfig: GenerationHyperparameters
-    tokenizer: Tokenizer
-    reward: Reward
-    generate: Generate
-    context: int | None = None  # tokens that the servers take for input and output; None: not known
-
-
 class Sampler:
-    """What a workflow generates and scores with: it knows its prompt's index, seeds and sampling settings."""
+    """What a workflow generates and scores with: it knows its prompt's index, seeds and sampling settings.
 
-    def __init__(self, settings: SamplerSettings, prompt: RunPrompt) -> None:
+    `context` are the tokens that the servers take for input and output, None where that is not known.
+    """
+
+    def __init__(
+        self,
+        prompt: RunPrompt,
+        seed: int,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Tokenizer,
+        generate: Generate,
+        reward: Reward,
+        context: int | None,
+    ) -> None:
         self.index = prompt["index"]
-        self.n_samples = 1 if prompt["evaluate"] else settings.gconfig.n_samples
-        self.tokenizer = settings.tokenizer
-        self._settings = settings
+        self.n_samples = 1 if prompt["evaluate"] else gconfig.n_samples
+        self.tokenizer = tokenizer
+        self._gconfig, self._generate, self._reward = gconfig, generate, reward
         self._min_version = prompt["version"]
         # with the sample's number these make the sample's seed
-        epoch = "evaluation" if prompt["evaluate"] else prompt["epoch"]
-        self._identity = (settings.seed, epoch, prompt["row"])
-        self._sampling = sampling(settings.gconfig, settings.tokenizer.eos_token_ids)
+        self._identity = (seed, "evaluation" if prompt["evaluate"] else prompt["epoch"], prompt["row"])
+        self._sampling = sampling(gconfig, tokenizer.eos_token_ids)
         self._turns: Counter[int] = Counter()
-        self._limit = settings.gconfig.max_tokens
-        self._limited_by = f"gconfig.max_tokens is {self._limit}"
-        if settings.context is not None and settings.context < self._limit:
-            self._limit = settings.context
-            self._limited_by = f"the model's context is {self._limit}"
+        self._limit, self._limited_by = gconfig.max_tokens, f"gconfig.max_tokens is {gconfig.max_tokens}"
+        if context is not None and context < self._limit:
+            self._limit, self._limited_by = context, f"the model's context is {context}"
 
     async def __call__(self, input_ids: Sequence[int], sample: int = 0) -> Turn:
         """Return one generation.
 
         `sample` is the trajectory that it is for: each has its own seed, and each turn of it.
         """
-        return (await self._settings.generate([self._request(list(input_ids), sample)]))[0]
+        return (await self._generate([self._request(list(input_ids), sample)]))[0]
 
     async def samples(self, input_ids: Sequence[int]) -> list[Turn]:
         """Return n_samples generations of one input."""
         ids = list(input_ids)
         requests = [self._request(ids, sample) for sample in range(self.n_samples)]
-        return await self._settings.generate(requests)
+        return await self._generate(requests)
 
     async def reward(self, prompt: dict[str, Any], completion: str) -> float:
         """Return what the configured reward function returns. Raises Rejection."""
         columns = {name: value for name, value in prompt.items() if name not in ("prompt", "input_ids")}
         question = prompt.get("prompt", prompt.get("messages"))
-        return await self._settings.reward(question, completion, columns)
+        return await self._reward(question, completion, columns)
 
     def _request(self, input_ids: list[int], sample: int) -> GenerateRequest:
         if not input_ids:
             raise InputRefused("it has no token")
-        gconfig = self._settings.gconfig
+        gconfig = self._gconfig
         room = min(self._limit - len(input_ids), gconfig.max_new_tokens)
         if room <= 0:
             raise Rejection(RejectReason.TOO_LONG, f"{len(input_ids)} tokens, {self._limited_by}")
@@ -142,8 +138,10 @@ def check_group(group: Any, index: int, num_trajectories: int | None = None, str
         if not isinstance(one, Trajectory):
             raise _bad_group(f"{where} is {type(one).__name__}; it must be a Trajectory")
         _check_arrays(one, where)
-        if strict:
-            _check_strictly(one, where)
+        if strict and not one.loss_mask.any():
+            raise _bad_group(f"{where}: loss_mask marks no token, so there is nothing to learn from")
+        if strict and (one.logprobs[one.loss_mask] > 0).any():
+            raise _bad_group(f"{where}: logprobs must be at most 0 where loss_mask is true")
 
 
 def _check_arrays(one: Trajectory, where: str) -> None:
@@ -159,13 +157,6 @@ def _check_arrays(one: Trajectory, where: str) -> None:
         raise _bad_group(f"{where}: logprobs must be finite")
     if (one.steps[one.loss_mask] < 0).any() or (one.lineages[one.loss_mask] < 0).any():
         raise _bad_group(f"{where}: steps and lineages must name a weight version where loss_mask is true")
-
-
-def _check_strictly(one: Trajectory, where: str) -> None:
-    if not one.loss_mask.any():
-        raise _bad_group(f"{where}: loss_mask marks no token, so there is nothing to learn from")
-    if (one.logprobs[one.loss_mask] > 0).any():
-        raise _bad_group(f"{where}: logprobs must be at most 0 where loss_mask is true")
 
 
 def _bad_group(message: str) -> Rejection:

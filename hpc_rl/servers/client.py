@@ -1,8 +1,8 @@
 """The client of one generation server: SGLang's native schema over HTTP, as every proxy speaks it.
 
-`generate` hides interruptions: a request that comes back as `abort` is sent again with what it has made so
-far, so that the caller sees one Turn whose version spans say which weights made which token. Choosing among
-servers, and what to do when one is gone, is router.py.
+`generate_many` hides interruptions: a request that comes back as `abort` is sent again with what it has made
+so far, so that the caller sees one Turn whose version spans say which weights made which token. Choosing
+among servers, and what to do when one is gone, is router.py.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class _PartialTurn:
 
 
 class HttpServerClient:
-    """A server by its URL. Without a control token only `generate`, `health` and `model_info` work.
+    """A server by its URL. Without a control token only `generate_many`, `health` and `model_info` work.
 
     `timeout_s` is for one generation, resubmissions and weight updates included.
     """
@@ -107,13 +107,11 @@ class HttpServerClient:
         self._control = {"Authorization": f"Bearer {control_token}"} if control_token else self._data
         self._timeout_s = timeout_s
 
-    async def generate(self, request: GenerateRequest) -> Turn:
-        return (await self.generate_many([request]))[0]
-
     async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
         """Return the turns of several requests in one call, once all are done: the samples of one prompt.
 
-        All have the same min_version. Raises what generate raises, for all of them together.
+        All have the same min_version. Raises RequestRefused, ServerStale, ServerUnavailable, for all of them
+        together.
         """
         least = requests[0].min_version
         headers = {**self._data, MIN_VERSION_HEADER: least} if least else self._data

@@ -74,10 +74,6 @@ class Router:
             await self._poller
         await self._session.close()
 
-    async def generate(self, request: GenerateRequest) -> Turn:
-        """One turn from whichever server can make it. Raises as generate_many does."""
-        return (await self.generate_many([request]))[0]
-
     async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
         """Turns of several requests with one `min_version`, all from one server, in one call.
 

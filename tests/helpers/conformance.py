@@ -147,9 +147,8 @@ class Api:
 
     async def turn(self, ids: list[int] | None = None, min_version: str = "", **sampling: Any) -> Turn:
         given = {"max_new_tokens": 16, "temperature": 1.0, **sampling}
-        return await self.client.generate(
-            GenerateRequest(ids or PROMPT, given, uuid.uuid4().hex, min_version)
-        )
+        request = GenerateRequest(ids or PROMPT, given, uuid.uuid4().hex, min_version)
+        return (await self.client.generate_many([request]))[0]
 
     async def post(self, path: str, body: Any, token: str | None = "data") -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {self.served.tokens.get(token, token)}"} if token else {}

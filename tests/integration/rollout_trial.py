@@ -31,6 +31,7 @@ from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.net import bind
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.trial import Trial, write_json
+from hpc_rl.types import Batch, decode
 
 ALPHABET = "0123456789+=; "
 EOS = len(ALPHABET)
@@ -189,6 +190,17 @@ class FakeServer:
         return {"output_ids": made, "meta_info": {**meta, "weight_versions": [span]}}
 
 
+class DecodingClient(RolloutClient):
+    """The trainer's client, with batches decoded, and the counters."""
+
+    def batch(self, step: int, lineage: int, stopping: threading.Event | None = None) -> Batch | None:
+        body = self.batch_bytes(step, lineage, stopping)
+        return None if body is None else decode(body)
+
+    def status(self) -> dict:
+        return json.loads(self._request("GET", "/status", None)[1])
+
+
 class RolloutRole:
     """The rollout role's process; start it again after a kill with the next incarnation."""
 
@@ -237,8 +249,8 @@ class RolloutRole:
         self.process.stdin.close()
         return code
 
-    def client(self, poll_s: float = 2.0) -> RolloutClient:
-        return RolloutClient(
+    def client(self, poll_s: float = 2.0) -> DecodingClient:
+        return DecodingClient(
             NameResolve(self.trial.names), self.trial.tokens(), deadline_s=60.0, poll_s=poll_s
         )
 

@@ -240,12 +240,12 @@ class Ledger:
         self.folder = folder
         self.segment_bytes = segment_bytes
         self.room = Room(folder)
-        self._appending = threading.Lock()  # buffer and place of the next record
+        self._appending = threading.RLock()  # buffer and place of the next record
         self._committing = threading.Lock()
         self._fds: dict[int, int] = {}  # of segments that groups were read from
         self._waiting: list[tuple[int, bytes]] = []  # segment, bytes
         self._write_fds: dict[int, int] = {}
-        self.segment = self.room.write("the batch log", self._create_segment)
+        self.begin_segment()
 
     def append_group(self, record: GroupRecord, encoded: bytes) -> RecordPlace:
         return self._append(_GROUP.pack(GROUP, *astuple(record)) + encoded)
@@ -268,7 +268,12 @@ class Ledger:
         data = FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
         with self._appending:
             if self._size >= self.segment_bytes:
-                self._next_segment()
+                try:
+                    self._create_segment()
+                except OSError as error:
+                    # on a full disk this one just gets longer: the thread that appends must not wait
+                    if not is_full(error):
+                        raise
             place = RecordPlace(self.segment, self._size)
             self._waiting.append((self.segment, data))
             self._size += len(data)
@@ -276,19 +281,7 @@ class Ledger:
 
     def begin_segment(self) -> None:
         """Put all that is appended from now on into a new segment, with a higher number than any other."""
-        self.room.write("the batch log", self._begin_segment)
-
-    def _begin_segment(self) -> None:
-        with self._appending:
-            self.segment = self._create_segment()
-
-    def _next_segment(self) -> None:
-        """On a full disk this one just gets longer: the thread that appends must not wait."""
-        try:
-            self.segment = self._create_segment()
-        except OSError as error:
-            if not is_full(error):
-                raise
+        self.room.write("the batch log", self._create_segment)
 
     @property
     def uncommitted(self) -> bool:
@@ -343,23 +336,24 @@ class Ledger:
             os.close(fd)
         self._fds, self._write_fds = {}, {}
 
-    def _create_segment(self) -> int:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        number = max(segments(self.folder), default=-1) + 1
-        while True:
+    def _create_segment(self) -> None:
+        with self._appending:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            number = max(segments(self.folder), default=-1) + 1
+            while True:
+                try:
+                    path = segment_path(self.folder, number)
+                    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+                    break
+                except FileExistsError:
+                    number += 1
             try:
-                fd = os.open(segment_path(self.folder, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-                break
-            except FileExistsError:
-                number += 1
-        try:
-            os.write(fd, MAGIC)
-            os.fsync(fd)
-            fsync_dir(self.folder)
-        except OSError:
-            os.close(fd)
-            segment_path(self.folder, number).unlink()  # nothing is in it
-            raise
-        self._write_fds[number] = fd
-        self._size = len(MAGIC)
-        return number
+                os.write(fd, MAGIC)
+                os.fsync(fd)
+                fsync_dir(self.folder)
+            except OSError:
+                os.close(fd)
+                path.unlink()  # nothing is in it
+                raise
+            self._write_fds[number] = fd
+            self.segment, self._size = number, len(MAGIC)

@@ -42,4 +42,4 @@ def test_what_takes_longer_than_is_left_is_not_begun():
 def test_the_trainer_gets_no_batch_then(stopping):
     client = RolloutClient(None, {"data": "x", "control": "y"})  # type: ignore[arg-type]
     client._request = lambda *_: (205, b"")  # type: ignore[method-assign]
-    assert client.batch(1, 0, stopping) is None
+    assert client.batch_bytes(1, 0, stopping) is None

@@ -98,7 +98,7 @@ async def test_abort_is_resubmitted_with_what_was_made():
     async with servers(1) as (fake,), open_session() as session:
         replies = [_answer([7, 8], "0.1", "abort"), _answer([], "0.2", "abort"), _answer([9], "0.2")]
         fake.reply = lambda _body: replies.pop(0)
-        turn = await HttpServerClient(session, fake.url, "data").generate(request())
+        (turn,) = await HttpServerClient(session, fake.url, "data").generate_many([request()])
     assert turn.output_ids == [7, 8, 9] and len(turn.output_logprobs) == 3
     assert turn.versions == [("0.1", 0, 2), ("0.2", 2, 3)]
     assert turn.finish_reason == "stop"
@@ -111,7 +111,7 @@ async def test_spans_of_one_version_are_joined():
     async with servers(1) as (fake,), open_session() as session:
         replies = [_answer([7], "0.1", "abort"), _answer([8], "0.1")]
         fake.reply = lambda _body: replies.pop(0)
-        turn = await HttpServerClient(session, fake.url, "data").generate(request())
+        (turn,) = await HttpServerClient(session, fake.url, "data").generate_many([request()])
     assert turn.versions == [("0.1", 0, 2)]
 
 
@@ -121,12 +121,12 @@ async def test_requests_spread_over_servers(names):
             announce(names, index, fake)
             fake.gate.clear()
         async with Router(names, "data", poll_s=0.02) as router:
-            calls = [asyncio.create_task(router.generate(request())) for _ in range(10)]
+            calls = [asyncio.create_task(router.generate_many([request()])) for _ in range(10)]
             await asyncio.sleep(0.3)
             assert [len(fake.bodies) for fake in fakes] == [5, 5]
             for fake in fakes:
                 fake.gate.set()
-            assert all(turn.output_ids == [1, 2] for turn in await asyncio.gather(*calls))
+            assert all(turn.output_ids == [1, 2] for (turn,) in await asyncio.gather(*calls))
 
 
 async def test_round_robin_takes_one_after_the_other(names):
@@ -136,8 +136,8 @@ async def test_round_robin_takes_one_after_the_other(names):
         async with Router(names, "data", poll_s=0.02, policy="round_robin") as router:
             await asyncio.sleep(0.1)
             for _ in range(4):
-                await router.generate(request())
-                await router.generate(request())
+                await router.generate_many([request()])
+                await router.generate_many([request()])
                 assert len(fakes[0].bodies) == len(fakes[1].bodies)
 
 
@@ -147,11 +147,11 @@ async def test_dead_server_is_left_out_and_comes_back(names):
         bad.reply = lambda _body: 500
         announce(names, 1, bad)
         async with Router(names, "data", poll_s=0.02) as router:
-            await asyncio.gather(*(router.generate(request()) for _ in range(6)))
+            await asyncio.gather(*(router.generate_many([request()]) for _ in range(6)))
             assert len(good.bodies) == 6
             bad.reply = lambda body: _answer([3], "0.1")
             await asyncio.sleep(0.2)  # /health answers: it is taken back
-            await asyncio.gather(*(router.generate(request()) for _ in range(6)))
+            await asyncio.gather(*(router.generate_many([request()]) for _ in range(6)))
             assert len(bad.bodies) > 1
 
 
@@ -160,13 +160,13 @@ async def test_waits_for_a_server_and_gives_up_in_words(names):
         lease = announce(names, 0, fake, state="waiting")
         async with Router(names, "data", poll_s=0.02, setup_timeout_s=0.2) as router:
             with pytest.raises(RoleFailed, match="server/0 is waiting"):
-                await router.generate(request())
+                await router.generate_many([request()])
         async with Router(names, "data", poll_s=0.02) as router:
-            call = asyncio.create_task(router.generate(request()))
+            call = asyncio.create_task(router.generate_many([request()]))
             await asyncio.sleep(0.2)
             assert not call.done()
             lease.renew({**names.leases(keys.SERVERS)[keys.server(0)].value, "state": "serving"})
-            assert (await call).output_ids == [1, 2]
+            assert (await call)[0].output_ids == [1, 2]
 
 
 async def test_gives_up_after_its_retries(names):
@@ -175,7 +175,7 @@ async def test_gives_up_after_its_retries(names):
         announce(names, 0, fake)
         async with Router(names, "data", poll_s=0.02, request_retries=2) as router:
             with pytest.raises(ServerUnavailable):
-                await router.generate(request())
+                await router.generate_many([request()])
         assert len(fake.bodies) == 3
 
 
@@ -185,7 +185,7 @@ async def test_a_bad_request_is_not_tried_again(names):
         announce(names, 0, fake)
         async with Router(names, "data", poll_s=0.02) as router:
             with pytest.raises(RequestRefused):
-                await router.generate(request())
+                await router.generate_many([request()])
         assert len(fake.bodies) == 1
 
 
@@ -195,7 +195,7 @@ async def test_new_enough_servers_are_preferred(names):
         announce(names, 0, old)
         announce(names, 1, new)
         async with Router(names, "data", poll_s=0.02) as router:
-            await asyncio.gather(*(router.generate(request("1.2")) for _ in range(4)))
+            await asyncio.gather(*(router.generate_many([request("1.2")]) for _ in range(4)))
     assert (len(old.bodies), len(new.bodies)) == (0, 4)
     assert new.headers[0]["X-Hpc-Rl-Min-Version"] == "1.2"
 
