@@ -46,7 +46,7 @@ def _arguments() -> argparse.Namespace:
     new.add_argument("--after", required=True, help="Slurm's id of the job that runs now")
     new.add_argument("--name", required=True, help="job name")
     new.add_argument("--script", required=True, help="file name below scripts/")
-    new.add_argument("--array", default="", help="task of an array that continues alone")
+    new.add_argument("--array", help="task of an array that continues alone")
     new.add_argument(
         "--exclude", help="nodes to avoid instead of those that the script names; empty for none"
     )
@@ -55,6 +55,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _successor(trial: Trial, args: argparse.Namespace) -> None:
+    given = (("array", args.array), ("exclude", args.exclude))
     job = submit_successor(
         trial,
         args.job_id,
@@ -62,8 +63,7 @@ def _successor(trial: Trial, args: argparse.Namespace) -> None:
         after=args.after,
         name=args.name,
         script=trial.scripts / args.script,
-        array=args.array,
-        exclude=args.exclude,
+        options=tuple(f"--{name}={value}" for name, value in given if value is not None),
         arguments=tuple(args.arguments),
     )
     print(job)

@@ -4,8 +4,9 @@ import time
 from typing import Any
 
 from hpc_rl.cli.options import CommandParser, Namespace, columns, print_json
+from hpc_rl.schedulers.base import SchedulerAnswer
 from hpc_rl.status.formatting import format_duration, one_line
-from hpc_rl.status.scheduler_view import SchedulerAnswer, query_all
+from hpc_rl.status.scheduler_view import query_all
 from hpc_rl.status.trial_status import read_status
 from hpc_rl.submit import trial_index
 

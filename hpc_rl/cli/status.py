@@ -10,11 +10,12 @@ from hpc_rl.checkpoint.start_facts import fruitless_starts
 from hpc_rl.cli.options import CommandParser, Namespace, print_json
 from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
 from hpc_rl.records import LineageRecord, TrialState
+from hpc_rl.schedulers.base import SchedulerAnswer
 from hpc_rl.status import formatting
 from hpc_rl.status.attempts import AttemptStatus, RoleStatus
 from hpc_rl.status.formatting import format_duration, format_number, format_time, one_line, printable
 from hpc_rl.status.rollout_report import environment_lines, problems, summary
-from hpc_rl.status.scheduler_view import SchedulerAnswer, query
+from hpc_rl.status.scheduler_view import query
 from hpc_rl.status.trial_status import TrialStatus, read_status
 from hpc_rl.submit import trial_index
 from hpc_rl.supervise.server_array import array_line

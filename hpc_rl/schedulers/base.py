@@ -1,7 +1,8 @@
 """Scheduler: the interface to what runs jobs. Two implementations: slurm.py and local.py."""
 
 import enum
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -27,17 +28,13 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One submission: a rendered script, and options that are not in the script."""
+    """One submission of a rendered script."""
 
     name: str
     script: Path
     tag: str  # unique; finds the job after a submission whose answer was lost
     arguments: tuple[str, ...] = ()  # of the script
-    after: str = ""  # a job that must have ended, in any way, before this one starts
-    array: str = ""  # tasks of the array instead of those in the script
-    exclude: str | None = None  # nodes to avoid instead of those in the script, empty for none
-    known_as: bool = True  # whether the script has this `tag`; otherwise it is passed as an option,
-    comment: str = ""  # and the user's comment follows it
+    options: tuple[str, ...] = ()  # of sbatch; they override those in the script
 
 
 @dataclass(frozen=True)
@@ -51,6 +48,20 @@ class JobState:
     end_time: float | None = None
     nodes: str = ""
     start_time: float | None = None  # of a pending job an estimate
+
+
+@dataclass(frozen=True)
+class SchedulerAnswer:
+    """What a scheduler knows of some jobs, as those of a trial."""
+
+    states: dict[str, JobState] = field(default_factory=dict)
+    asked_at: float = 0.0  # when it was queried, Unix seconds; 0 for never
+    complaint: str = ""  # its error message where the newest query failed
+    newest: JobState | None = None  # of the trial's newest job; None where nothing is known
+
+    @property
+    def age_s(self) -> float:
+        return max(0.0, time.time() - self.asked_at)
 
 
 class Scheduler(Protocol):

@@ -26,7 +26,7 @@ from typing import Any
 
 from hpc_rl.errors import SchedulerError
 from hpc_rl.schedulers import slurm
-from hpc_rl.schedulers.base import JobState, State
+from hpc_rl.schedulers.base import JobState, SchedulerAnswer, State
 from hpc_rl.schedulers.slurm_states import sum_up
 from hpc_rl.trial import create_exclusive, read_json, state_home, write_json
 
@@ -44,15 +44,6 @@ MAX_KEPT_ENDS = 2000
 NOT_LISTED = "NOT_LISTED"  # native state of a job that neither queue nor accounting lists any more
 CLOCK_SKEW_S = 60.0  # a time of the file that is further in the future came from a wrong clock
 WAIT_POLL_S = 0.1
-
-
-@dataclass(frozen=True)
-class QueryResult:
-    """What is known of some jobs. `asked_at`: Unix seconds, 0 for never; `complaint`: the last error."""
-
-    states: dict[str, JobState]
-    asked_at: float = 0.0
-    complaint: str = ""
 
 
 @dataclass
@@ -116,7 +107,7 @@ class Poller:
 
     def look(
         self, wanted: Mapping[str, float], uid: int, newer_than: float = 0.0, patience_s: float = 0.0
-    ) -> QueryResult:
+    ) -> SchedulerAnswer:
         """Return what is known of the jobs of an account, after a query where one is due.
 
         Args:
@@ -214,7 +205,7 @@ class Poller:
             }
         return made
 
-    def _result(self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int) -> QueryResult:
+    def _result(self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int) -> SchedulerAnswer:
         states = {}
         for job_id, when in wanted.items():
             state = answer.find(uid, job_id)
@@ -223,7 +214,7 @@ class Poller:
             elif state is None and when >= max(answer.asked_at - YOUNG_S, self._clock() - RETRY_S):
                 state = JobState(job_id, State.PENDING)  # submitted and accepted a moment ago
             states[job_id] = state or JobState(job_id, State.UNKNOWN)
-        return QueryResult(states, answer.asked_at, answer.complaint)
+        return SchedulerAnswer(states, answer.asked_at, answer.complaint)
 
     def _sweep(self, sequence: int) -> None:
         """Remove the claims of queries that were answered long ago."""

@@ -52,7 +52,7 @@ class SlurmScheduler:
         ignored = sorted(name for name in os.environ if name.startswith("SBATCH_"))
         if ignored:
             logger.warning("ignored: %s; set launcher.slurm.* instead", ", ".join(ignored))
-        argv = ["sbatch", "--parsable", *_beside(spec), str(spec.script), *spec.arguments]
+        argv = ["sbatch", "--parsable", *spec.options, str(spec.script), *spec.arguments]
         problem = ""
         for _ in range(TRIES):
             try:
@@ -162,16 +162,6 @@ def _parsed(text: str) -> list[JobState]:
                 job_id, to_state(native), native, reason, _unix(end), nodes, _unix(start[0] if start else "")
             )
     return list(found.values())
-
-
-def _beside(spec: JobSpec) -> list[str]:
-    """Return the options that are not in the script, or override it."""
-    return [
-        *([f"--dependency=afterany:{spec.after}"] if spec.after else []),
-        *([f"--array={spec.array}"] if spec.array else []),
-        *([f"--exclude={spec.exclude}"] if spec.exclude is not None else []),
-        *([] if spec.known_as else [f"--comment={spec.tag} {spec.comment}".rstrip()]),
-    ]
 
 
 class _TimedOut(SchedulerError):

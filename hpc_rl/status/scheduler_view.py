@@ -6,15 +6,15 @@ Without an answer the files of a trial tell what they can.
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import SchedulerError
 from hpc_rl.records import TrialState
 from hpc_rl.schedulers import make_scheduler
-from hpc_rl.schedulers.base import JobState, Scheduler
-from hpc_rl.schedulers.shared_query import Poller, QueryResult, cluster_name
+from hpc_rl.schedulers.base import Scheduler, SchedulerAnswer
+from hpc_rl.schedulers.shared_query import Poller, cluster_name
 from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.status.trial_status import StatusReader, TrialStatus
 from hpc_rl.trial import Trial
@@ -22,20 +22,6 @@ from hpc_rl.trial import Trial
 WAIT_FOR_OTHERS_S = 5.0  # for another command's query, where nothing is known yet
 MIN_INTERVAL_S = 2.0  # between two queries of one view
 CONFIRM_END_S = 120.0  # for which an end that only old files suggest waits for the scheduler's answer
-
-
-@dataclass(frozen=True)
-class SchedulerAnswer:
-    """What a scheduler knows of a trial's jobs."""
-
-    states: dict[str, JobState] = field(default_factory=dict)
-    newest: JobState | None = None  # of the newest job; None where nothing is known
-    asked_at: float = 0.0  # when it was queried, Unix seconds; 0 for never
-    complaint: str = ""  # its error message where the newest query failed
-
-    @property
-    def age_s(self) -> float:
-        return max(0.0, time.time() - self.asked_at)
 
 
 def scheduler_of(trial: Trial, job: TrialJob) -> Scheduler:
@@ -80,7 +66,7 @@ def query_all(
                 group[1].append((trial, jobs, newest))
             else:
                 states = scheduler.states([job.native_id for job in jobs])
-                answers[trial.dir] = _answer(jobs, newest, QueryResult(states, time.time()))
+                answers[trial.dir] = _answer(jobs, newest, SchedulerAnswer(states, time.time()))
         except SchedulerError as error:
             answers[trial.dir] = SchedulerAnswer(complaint=str(error))
     for (_, owner), (scheduler, members) in shared.items():
@@ -90,9 +76,9 @@ def query_all(
     return answers
 
 
-def _answer(jobs: list[TrialJob], newest: str, seen: QueryResult) -> SchedulerAnswer:
+def _answer(jobs: list[TrialJob], newest: str, seen: SchedulerAnswer) -> SchedulerAnswer:
     states = {job.job_id: seen.states[job.native_id] for job in jobs if job.native_id in seen.states}
-    return SchedulerAnswer(states, states.get(newest), seen.asked_at, seen.complaint)
+    return replace(seen, states=states, newest=states.get(newest))
 
 
 def _owner(trial: Trial) -> int:

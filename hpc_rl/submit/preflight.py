@@ -8,7 +8,7 @@ scripts through bash, shellcheck and our linter, the request against sinfo, and 
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from hpc_rl import slurm_time
 from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus
@@ -18,15 +18,8 @@ from hpc_rl.plan.plan import with_threads_per_core
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import lint
 from hpc_rl.render.layouts import servers_of, without
-from hpc_rl.schedulers.sinfo import CapacityLimit, JobRequest, Node, judge, threads_per_core
-
-
-class ClusterQueries(Protocol):
-    """What Slurm is asked. Both raise SchedulerError."""
-
-    def nodes(self) -> list[Node]: ...
-
-    def test_only(self, script: str) -> tuple[bool, str]: ...
+from hpc_rl.schedulers.sinfo import JobRequest, Node, judge, threads_per_core
+from hpc_rl.schedulers.slurm import SlurmScheduler
 
 
 class CheckState(enum.StrEnum):
@@ -136,10 +129,12 @@ def check_capacity(config: Config, plan: Plan, nodes: list[Node]) -> list[Prefli
     """Compare the request with the nodes of one sinfo."""
     if not nodes:
         return [PreflightCheck("sinfo", CheckState.SKIPPED, "it showed no nodes")]
-    findings = [
-        finding for request in job_requests(config, plan) for finding in judge(request_of(*request), nodes)
-    ]
-    return [_capacity_check(finding) for finding in findings] or [PreflightCheck("sinfo", CheckState.OK)]
+    limits = [limit for request in job_requests(config, plan) for limit in judge(request_of(*request), nodes)]
+    checks = []
+    for one in limits:
+        state = CheckState.REFUSED if one.certain else CheckState.NOTE
+        checks.append(PreflightCheck(f"sinfo: {one.limit}", state, one.message, one.nearest))
+    return checks or [PreflightCheck("sinfo", CheckState.OK)]
 
 
 def job_requests(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
@@ -163,11 +158,6 @@ def job_requests(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
     return found
 
 
-def _capacity_check(finding: CapacityLimit) -> PreflightCheck:
-    state = CheckState.REFUSED if finding.certain else CheckState.NOTE
-    return PreflightCheck(f"sinfo: {finding.limit}", state, finding.message, finding.nearest)
-
-
 @dataclass(frozen=True)
 class CapacityCheck:
     """The notes for a submission, its plan for this cluster, and the failed nodes that it avoids."""
@@ -178,7 +168,7 @@ class CapacityCheck:
 
 
 def quick_check(
-    config: Config, plan: Plan, cluster: ClusterQueries, bad: Sequence[str] = ()
+    config: Config, plan: Plan, cluster: SlurmScheduler, bad: Sequence[str] = ()
 ) -> CapacityCheck:
     """Compare the request with one sinfo; where that fails, sbatch decides. Raises ConfigError.
 
@@ -190,7 +180,9 @@ def quick_check(
         nodes = cluster.nodes()
     except SchedulerError as error:
         return CapacityCheck([f"not compared with the cluster: {error}", *avoided], plan, tuple(bad))
-    plan = _for_nodes(config, plan, nodes)
+    if nodes:
+        found = [threads_per_core(request_of(*part), nodes) for part in job_requests(config, plan)]
+        plan = with_threads_per_core(plan, max(found))
     report = PreflightReport(check_capacity(config, plan, nodes))
     report.raise_for()
     notes = [refusal_text(check) for check in report.in_state(CheckState.NOTE)]
@@ -202,15 +194,8 @@ def quick_check(
     return CapacityCheck([*notes, *avoided], plan, tuple(bad))
 
 
-def _for_nodes(config: Config, plan: Plan, nodes: list[Node]) -> Plan:
-    if not nodes:
-        return plan
-    found = [threads_per_core(request_of(*part), nodes) for part in job_requests(config, plan)]
-    return with_threads_per_core(plan, max(found))
-
-
 def full_check(
-    config: Config, plan: Plan, scripts: Mapping[str, str], cluster: ClusterQueries | None
+    config: Config, plan: Plan, scripts: Mapping[str, str], cluster: SlurmScheduler | None
 ) -> PreflightReport:
     """Run all checks on rendered scripts; without a cluster only those that need none."""
     checks = []
@@ -245,7 +230,7 @@ def _lint_check(name: str, problems: list[str] | None) -> PreflightCheck:
     return PreflightCheck(name, CheckState.REFUSED if problems else CheckState.OK, "; ".join(problems))
 
 
-def _test_only(name: str, text: str, cluster: ClusterQueries) -> PreflightCheck:
+def _test_only(name: str, text: str, cluster: SlurmScheduler) -> PreflightCheck:
     check = "sbatch --test-only"
     try:
         fine, answer = cluster.test_only(text)

@@ -7,13 +7,13 @@ leaves `jobs/<array>_<task>.state` and its attempts in `server_attempts/`.
 import enum
 import json
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hpc_rl.errors import ExitCode
 from hpc_rl.plan.schema import Plan
 from hpc_rl.records import EndedRecord, JobEvent, JobRecord, JobStateLine, newest_job, read_job_state
 from hpc_rl.schedulers.base import JobSpec, JobState, Scheduler, State
-from hpc_rl.supervise.successor import users_comment
+from hpc_rl.supervise.successor import comment_option
 from hpc_rl.trial import Trial, create_exclusive
 
 SCRIPT = "servers.sbatch"  # as render names it; importing that would bring jinja2 to every `status`
@@ -59,9 +59,9 @@ def submit_servers(
 
     Raises SchedulerError, OSError.
     """
-    spec = JobSpec(f"{name}.servers", trial.scripts / SCRIPT, f"{tag}:servers", arguments=("", "0", serves))
-    if again:
-        spec = replace(spec, known_as=False, comment=users_comment(trial))
+    tag = f"{tag}:servers"
+    options = (comment_option(trial, tag),) if again else ()
+    spec = JobSpec(f"{name}.servers", trial.scripts / SCRIPT, tag, ("", "0", serves), options)
     job_id = scheduler.submit(spec)
     made = JobRecord(
         job_id=job_id,
@@ -69,7 +69,7 @@ def submit_servers(
         serves=serves,
         scheduler=scheduler.name,
         time=time.time(),
-        tag=spec.tag,
+        tag=tag,
         num_tasks=len(next(group for group in plan.groups if group.name == "servers").nodes),
     )
     create_exclusive(trial.job(job_id), json.dumps(made.to_json(), indent=2) + "\n")

@@ -28,16 +28,15 @@ def submit_successor(
     after: str,
     name: str,
     script: Path,
-    array: str = "",
-    exclude: str | None = None,
+    options: tuple[str, ...] = (),
     arguments: tuple[str, ...] = (),
     scheduler: SlurmScheduler | None = None,
 ) -> str:
     """Submit the job that is start number `restart` of a submission, and return its id. Idempotent.
 
-    It starts `after` the job of Slurm's that runs now. `arguments` follow the submission and the number of
-    the start; `array` and `exclude` as of JobSpec. Raises TrialBusy where the submission was cancelled;
-    SchedulerError, OSError.
+    It starts once the job of Slurm's that runs now (`after`) has ended, in any way. `options` are further
+    ones of sbatch; `arguments` follow the submission and the number of the start. Raises TrialBusy where the
+    submission was cancelled; SchedulerError, OSError.
     """
     scheduler = scheduler or SlurmScheduler()
     record = trial.successor(job_id, restart)
@@ -46,17 +45,8 @@ def submit_successor(
         return known.job_id
     refuse_cancelled(trial, job_id)
     tag = f"hpc-rl:{trial}:{job_id}.{restart}"
-    spec = JobSpec(
-        name,
-        script,
-        tag,
-        arguments=(job_id, str(restart), *arguments),
-        after=after,
-        array=array,
-        exclude=exclude,
-        known_as=False,
-        comment=users_comment(trial),
-    )
+    options = (f"--dependency=afterany:{after}", comment_option(trial, tag), *options)
+    spec = JobSpec(name, script, tag, (job_id, str(restart), *arguments), options)
     found = scheduler.find(spec)  # of a start of this very job that died before it could write the record
     if found:
         logger.warning("job %s is continued by job %s already", job_id, found)
@@ -76,10 +66,13 @@ def submit_successor(
     return new
 
 
-def users_comment(trial: Trial) -> str:
-    """Return `launcher.slurm.comment`, by which a site may route or bill jobs; empty where there is none."""
+def comment_option(trial: Trial, tag: str) -> str:
+    """Return the option for a tag that is not the one in the script.
+
+    `launcher.slurm.comment`, by which a site may route or bill jobs, follows it.
+    """
     slurm = read_object(trial.config_json).get("launcher", {}).get("slurm", {})
-    return str(slurm.get("comment") or "")
+    return f"--comment={tag} {slurm.get('comment') or ''}".rstrip()
 
 
 def refuse_cancelled(trial: Trial, job_id: str) -> None:

@@ -266,7 +266,9 @@ def test_a_trainer_job_submits_for_a_submitter_that_died(trial, monkeypatch):
     slurm = FakeSlurm({})
     assert ensure_servers(trial, PLAN, "100", "tag", "name", slurm) == "301"
     [spec] = slurm.specs
-    assert spec.tag == "tag:0:servers" and not spec.known_as, "the script knows another tag"
+    assert spec.tag == "tag:0:servers" and spec.options == ("--comment=tag:0:servers",), (
+        "the script knows another tag"
+    )
 
 
 def test_status_tells_of_every_server_node(trial):

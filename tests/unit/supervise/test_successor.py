@@ -7,7 +7,6 @@ import pytest
 from hpc_rl.errors import TrialBusy
 from hpc_rl.records import newest_job
 from hpc_rl.schedulers.base import JobSpec
-from hpc_rl.schedulers.slurm import _beside
 from hpc_rl.status.submitted_jobs import read_jobs
 from hpc_rl.submit.cancellation import cancel
 from hpc_rl.supervise.successor import submit_successor
@@ -56,10 +55,11 @@ def test_a_successor_depends_on_the_job_that_it_continues(trial):
     slurm = FakeSlurm()
     assert call(trial, slurm) == "200"
     spec = slurm.jobs["200"]
-    assert (spec.after, spec.arguments, spec.tag) == ("100", ("100", "1"), "hpc-rl:exp/one:100.1")
+    assert (spec.arguments, spec.tag) == (("100", "1"), "hpc-rl:exp/one:100.1")
+    assert spec.options == ("--dependency=afterany:100", "--comment=hpc-rl:exp/one:100.1")
     assert newest_job(trial, "100") == "200"
     assert call(trial, slurm, restart=2, after="200") == "201"
-    assert slurm.jobs["201"].after == "200"
+    assert "--dependency=afterany:200" in slurm.jobs["201"].options
     [job] = read_jobs(trial)
     assert (job.job_id, job.native_id) == ("100", "201"), (
         "one submission, however many jobs of Slurm's it takes"
@@ -70,7 +70,7 @@ def test_it_keeps_the_users_comment_and_carries_its_own_tag(trial):
     slurm = FakeSlurm()
     write_json(trial.config_json, {"launcher": {"slurm": {"comment": "project:42 urgent"}}})
     call(trial, slurm)
-    assert "--comment=hpc-rl:exp/one:100.1 project:42 urgent" in _beside(slurm.jobs["200"])
+    assert "--comment=hpc-rl:exp/one:100.1 project:42 urgent" in slurm.jobs["200"].options
 
 
 def test_again_gives_the_same_job(trial):
@@ -121,12 +121,12 @@ def test_a_task_of_an_array_goes_on_alone(trial):
         after="153",
         name="n",
         script=script,
-        array="3",
+        options=("--array=3",),
         arguments=("100",),
         scheduler=slurm,
     )
     spec = slurm.jobs["200"]
-    assert (spec.array, spec.arguments) == ("3", ("150_3", "2", "100"))
+    assert (spec.options[-1], spec.arguments) == ("--array=3", ("150_3", "2", "100"))
     assert [job.job_id for job in read_jobs(trial)] == ["100"]
 
 
