@@ -67,12 +67,14 @@ class JobDeadline:
         self,
         query: Callable[[], float | None],  # when the scheduler will end the job, Unix seconds, or None
         times: StepTimes,
+        margin_s: float = MARGIN_S,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.times = times
         self.ends_at: float | None = None  # Unix seconds
-        self._query, self._clock, self._wall_clock = query, clock, wall_clock
+        self._query, self._margin_s = query, margin_s
+        self._clock, self._wall_clock = clock, wall_clock
         self._drain_at = self._end = float("inf")  # of the monotonic clock
         self._started, self._started_at = clock(), wall_clock()
         self._queried = float("-inf")
@@ -105,7 +107,7 @@ class JobDeadline:
     @property
     def lead_s(self) -> float:
         """How long before the end of the job the trainer is asked to finish its step and save."""
-        return self.times.step_s + 1.5 * self.times.save_s + MARGIN_S
+        return self.times.step_s + 1.5 * self.times.save_s + self._margin_s
 
     def is_early_warning(self, cause: StopCause) -> bool:
         """Return whether a request is Slurm's `--signal`, minutes before this clock would stop."""

@@ -45,8 +45,8 @@ class TrialRunner(UnitLoop):
         servers_away_s: float = 0.0,
     ) -> None:
         machine = AttemptMachine(plan.units, plan.recover_mode, plan.recover_retries)
-        super().__init__(attempt, plan, steps, names, rules, machine, servers_away_s)
-        self.deadline = JobDeadline(end_time, StepTimes(attempt))
+        deadline = JobDeadline(end_time, StepTimes(attempt))
+        super().__init__(attempt, plan, steps, names, rules, machine, deadline, servers_away_s)
         self._lease: Lease | None = None
         self._generations: set[tuple[str, int]] = set()
         # The job script may be dead already.
@@ -218,7 +218,7 @@ class TrialRunner(UnitLoop):
             if key in self.handles and (message := self.handles[key][0].unplaced()):
                 why = unplaced_reason(self.machine.slots[key].unit, self.plan, message)
                 self.do(self.machine.unplaced(key, why))
-        self.kill_hung(now, self.deadline.times.step_s)
+        self.kill_hung(now)
 
     def leave(self, finish: Finish) -> int:
         """Record the end, and release the trial."""

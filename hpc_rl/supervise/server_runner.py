@@ -7,7 +7,6 @@ is nearly over exits with code 75 and is started again.
 
 import os
 import sys
-import time
 from collections.abc import Callable
 
 from hpc_rl.config.sections.operations import RecoverConfig
@@ -18,13 +17,13 @@ from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import DoneRecord, EventKind, JobEvent, read_job_state
 from hpc_rl.requeue import STOPS
 from hpc_rl.supervise import ownership
+from hpc_rl.supervise.deadline import JobDeadline, StepTimes
 from hpc_rl.supervise.processes import Steps
 from hpc_rl.supervise.state_machine import AttemptMachine, Finish
 from hpc_rl.supervise.unit_loop import RateLimit, UnitLoop
 from hpc_rl.trial import Attempt, AttemptId, submission_of
 
 OBSERVE_EVERY_S = 2.0
-END_TIME_EVERY_S = 600.0
 LEAD_S = 90.0  # a server has nothing to save; Slurm may end a job a minute early
 UNLIMITED = sys.maxsize  # no generation would reset the count; exits in a row are what ends a task
 
@@ -48,13 +47,13 @@ class ServerRunner(UnitLoop):
         serves: str,
         idle_s: float,
     ) -> None:
-        super().__init__(attempt, plan, steps, names, rules, AttemptMachine(units, "auto", UNLIMITED))
+        machine = AttemptMachine(units, "auto", UNLIMITED)
+        deadline = JobDeadline(end_time, StepTimes(attempt), LEAD_S)
+        super().__init__(attempt, plan, steps, names, rules, machine, deadline)
         self.serves, self.idle_s = serves, idle_s
-        self._end_time = end_time
         self._not_needed = ""  # why the trial needs these servers no more
         self._owned_at = self.clock()
-        self._observing, self._querying = RateLimit(OBSERVE_EVERY_S), RateLimit(END_TIME_EVERY_S)
-        self._ends_at: float | None = None
+        self._observing = RateLimit(OBSERVE_EVERY_S)
 
     def begin(self) -> bool:
         details = {"role": "supervisor", "pid": os.getpid(), "serves": self.serves}
@@ -68,14 +67,13 @@ class ServerRunner(UnitLoop):
 
     def observe(self, now: float) -> None:
         """Look at the trial, the leases and the wall time. Raises OSError."""
-        if self._querying.due(now):
-            self._ends_at = self._end_time()
-        if self._is_time_over(now):
+        if self.deadline.is_reached():
             self.requests.add(StopCause.TIME_LIMIT)
         if self._observing.due(now) or self.requests:  # a signal may announce an intent
+            self.deadline.update()
             self._not_needed = self._not_needed or self._why_not_needed()
             self.observe_servers(self.names.leases(keys.SERVERS), now)
-            self.kill_hung(now, 0.0)
+            self.kill_hung(now)
 
     def grant_requests(self) -> None:
         """Stop where the trial needs no servers, or a request waits."""
@@ -121,10 +119,3 @@ class ServerRunner(UnitLoop):
             if self.serves not in ("", other)
             else ""
         )
-
-    def _is_time_over(self, now: float) -> bool:
-        # A limit that is too short must not make the replicas start and stop for ever.
-        started = [slot.started_at for slot in self.machine.slots.values() if slot.started_at]
-        lived_s = now - min(started, default=now)
-        is_late = self._ends_at is not None and time.time() >= self._ends_at - LEAD_S
-        return is_late and lived_s > LEAD_S

@@ -20,6 +20,7 @@ from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
 from hpc_rl.plan.schema import Plan
 from hpc_rl.records import EndedRecord, EventKind
 from hpc_rl.supervise import bad_nodes, exit_policy, state_machine
+from hpc_rl.supervise.deadline import JobDeadline
 from hpc_rl.supervise.exit_policy import UnitExit
 from hpc_rl.supervise.hangs import HangDetector, serving
 from hpc_rl.supervise.processes import STACKS, STOP, Handle, Steps
@@ -109,11 +110,12 @@ class UnitLoop(ABC):
         names: NameResolve,
         rules: RecoverConfig,
         machine: AttemptMachine,
+        deadline: JobDeadline,
         servers_away_s: float = 0.0,
     ) -> None:
         self.attempt, self.trial = attempt, attempt.trial
         self.plan, self.steps, self.names, self.rules = plan, steps, names, rules
-        self.machine = machine
+        self.machine, self.deadline = machine, deadline
         self.hangs = HangDetector(rules.hang_factor, rules.hang_min_s, rules.hang_max_s, servers_away_s)
         self.requests = StopRequests()
         self.handles: dict[Key, tuple[Handle, int]] = {}
@@ -198,10 +200,10 @@ class UnitLoop(ABC):
         for key, incarnation in serving(leases, self.attempt.id):
             self.machine.served(now, key, incarnation)
 
-    def kill_hung(self, now: float, step_s: float) -> None:
-        """Kill the units in which nothing moves; `step_s` is the 95th percentile of a step."""
+    def kill_hung(self, now: float) -> None:
+        """Kill the units in which nothing moves."""
         if self.machine.phase is Phase.RUNNING:
-            for key, why in self.hangs.hung(now, step_s, list(self.handles)):
+            for key, why in self.hangs.hung(now, self.deadline.times.step_s, list(self.handles)):
                 self.do(self.machine.hung(now, key, why))
 
     def update_exclude_file(self) -> None:
