@@ -144,8 +144,11 @@ def panel(status: TrialStatus) -> Group:
     bar = ProgressBar(total=total or 1, completed=status.step, width=30, pulse=busy)
     progress = Text(progress_text(status), no_wrap=True, overflow="ellipsis")
     grid.add_row(Text(status.state, style=STYLES.get(status.state, "")), bar, progress)
-    roles = status.attempts[-1].roles if status.attempts else []
-    return Group(grid, Text("  ".join(map(role_text, roles)), style="dim", no_wrap=True, overflow="ellipsis"))
+    roles = []
+    for role in status.attempts[-1].roles if status.attempts else []:
+        restarts = f" (started again {role.incarnation}x)" if role.incarnation else ""
+        roles.append(f"{role.name} {'running' if role.running else 'exited'}{restarts}")
+    return Group(grid, Text("  ".join(roles), style="dim", no_wrap=True, overflow="ellipsis"))
 
 
 STYLES = {
@@ -156,12 +159,6 @@ STYLES = {
     TrialState.PENDING: "yellow",
     TrialState.STOPPING: "yellow",
 }
-
-
-def role_text(role: RoleStatus) -> str:
-    """Return a role in the foot of a terminal view."""
-    restarts = f" (started again {role.incarnation}x)" if role.incarnation else ""
-    return f"{role.name} {'running' if role.running else 'exited'}{restarts}"
 
 
 def final_lines(status: TrialStatus) -> list[str]:

@@ -73,20 +73,17 @@ def summary(report: RolloutReport, live: bool) -> str:
 
 def environment_lines(report: RolloutReport, live: bool) -> list[str]:
     """Return a line for each environment: what it has sent, and whether it is there."""
-    return [
-        f"{one.name}: groups of {one.group_size}, {one.accepted} accepted, {one.queued} queued, "
-        + f"{one.rejected} rejected"
-        + (f" (the last: {one.last_reason})" if one.last_reason else "")
-        + (_silence(one) if live else "")
-        for one in report.environments
-    ]
-
-
-def _silence(environment: EnvironmentReport) -> str:
-    if environment.silent_s is None:
-        return "; disconnected"
-    silent_s = environment.silent_s
-    return f"; silent for {format_duration(silent_s)}" if silent_s > SILENT_ENVIRONMENT_S else ""
+    lines = []
+    for one in report.environments:
+        line = f"{one.name}: groups of {one.group_size}, {one.accepted} accepted, {one.queued} queued, "
+        line += f"{one.rejected} rejected" + (f" (the last: {one.last_reason})" if one.last_reason else "")
+        if live:
+            if one.silent_s is None:
+                line += "; disconnected"
+            elif one.silent_s > SILENT_ENVIRONMENT_S:
+                line += f"; silent for {format_duration(one.silent_s)}"
+        lines.append(line)
+    return lines
 
 
 def problems(report: RolloutReport, live: bool) -> list[str]:

@@ -4,9 +4,9 @@ Missing, stale and partial files are tolerated: what can't be known is left out.
 scheduler passes its answer in; it only tells a running job from one that was killed without recording an end.
 """
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from hpc_rl.files import Row
@@ -23,6 +23,10 @@ from hpc_rl.trial import AttemptId, Trial, read_json, read_object
 KILLED_WITH_NODE = "ended without a record (its node failed, or the scheduler killed it)"
 TAKEN_BACK = "ended without a record (preempted, or its node failed); the scheduler starts the job again"
 RATE_STEPS = 50  # newest steps over which the rate is taken
+# What `status --json` prints of a trial under the names that it has here.
+JSON_FIELDS = ("state", "reason", "step", "total_steps", "ends_at", "last_sign", "generation", "exports")
+JSON_COMPUTED = ("eta_s", "since", "last_end")
+JSON_RECORDS = ("lineages", "servers", "attempts")
 
 
 @dataclass
@@ -77,26 +81,16 @@ class TrialStatus:
 
     def to_json(self) -> dict[str, Any]:
         """Return what `status --json` prints."""
+        values = {name: getattr(self, name) for name in JSON_FIELDS + JSON_COMPUTED}
+        records = {name: [asdict(one) for one in getattr(self, name)] for name in JSON_RECORDS}
         return {
+            **values,
+            **records,
             "trial": str(self.trial),
             "dir": str(self.trial.dir),
-            "state": self.state,
-            "reason": self.reason,
-            "step": self.step,
-            "total_steps": self.total_steps,
             "steps_per_second": self.rate,
-            "eta_s": self.eta_s,
-            "since": self.since,
-            "ends_at": self.ends_at,
-            "last_sign": self.last_sign,
-            "last_end": self.last_end,
             "rollout": asdict(self.rollout) if self.rollout else None,
-            "generation": self.generation,
-            "exports": self.exports,
-            "lineages": [asdict(line) for line in self.lineages],
             "jobs": [asdict(job) | {"event": job.event or ""} for job in self.jobs],
-            "servers": [asdict(array) for array in self.servers],
-            "attempts": [asdict(attempt) for attempt in self.attempts],
             "metrics": self.history.steps[-1] if self.history.steps else None,
             "evaluations": self.history.evaluations,
         }
@@ -148,7 +142,7 @@ class StatusReader:
             total_steps=_total_steps(self.trial, history, lines, jobs, reached),
             rate=_rate(history, from_step) if self._trains(attempts, lines) else None,
             generation=newest,
-            exports=_exports(self.trial),
+            exports=sorted(path.name for path in self.trial.exports.glob("[!.]*") if path.is_dir()),
             plan=read_object(self.trial.plan_json),
             servers=read_arrays(self.trial),
             last_sign=last_sign,
@@ -257,12 +251,6 @@ def newest_generation(trial: Trial) -> int | None:
     return max((int(step) for step in steps if step.isdecimal()), default=None)
 
 
-def _exports(trial: Trial) -> list[str]:
-    return sorted(
-        path.name for path in trial.exports.glob("*") if path.is_dir() and not path.name.startswith(".")
-    )
-
-
 def _not_saved(trial: Trial) -> str:
     """Return why the last step of a trial that is done has no checkpoint; '' where it has one."""
     why = read_object(trial.exports / "final" / "hpc_rl.json").get("not_saved")
@@ -277,14 +265,11 @@ def _last_sign(trial: Trial, attempts: list[AttemptStatus]) -> float | None:
     growing = [*attempt.dir.glob("metrics.*.jsonl"), *attempt.dir.glob("logs/*")]
     leases = [path for path in trial.names.glob("owner*") if path.is_file()]
     paths = [attempt.dir, attempt.events, attempt.ended, *growing, *leases, *trial.names.glob("owner*/*")]
-    return max((stamp for stamp in map(_mtime, paths) if stamp is not None), default=None)
-
-
-def _mtime(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
+    stamps = []
+    for path in paths:
+        with suppress(OSError):
+            stamps.append(path.stat().st_mtime)
+    return max(stamps, default=None)
 
 
 def _total_steps(
