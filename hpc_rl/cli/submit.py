@@ -216,7 +216,7 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
         "server_job_id": made.server_job_id or None,
         "scheduler": made.scheduler,
         "script": str(made.script),
-        "output": str(made.output) if made.output else None,
+        "output": str(made.trial.job_output(made.job_id)) if made.job_id else None,
         "allocation": planned.plan.allocation,
         "notes": planned.notes,
         "changes": [change_json(change) for change in made.start.changes],

@@ -55,13 +55,13 @@ class Submission:
     trial: Trial
     script: Path
     scheduler: str
+    tag: str  # finds the job after a submission whose answer was lost
     start: FirstStart
     dropped: tuple[Path, ...]  # removed leftovers of earlier starts under other options
+    allocation_was: str  # of the plan before, where there was one
+    batches_set_aside: tuple[int, ...]  # their prompts are issued again
     job_id: str = ""
-    output: Path | None = None  # of the job script itself
     server_job_id: str = ""  # of layout jobs
-    allocation_was: str = ""  # of the plan before, where there was one
-    batches_set_aside: tuple[int, ...] = ()  # their prompts are issued again
 
 
 def trial_of(config: Config) -> Trial:
@@ -91,13 +91,9 @@ def submit(
     with TrialLock(trial) as lock:
         # Checked again: another process may have submitted while this one waited for the lock.
         start = check_submittable(trial, loaded, plan, scheduler.name, recovery)
-        allocation_was = str(read_object(trial.plan_json).get("allocation") or "")
-        dropped = stale_leftovers(trial, loaded.config)
-        set_aside = start.batches_set_aside()
-        script, tag = _prepare(lock, loaded, plan, list(command), start, scheduler.name, avoid)
-        for path in (trial.done, *dropped):  # a trial that was done continues
-            lock.remove(path)
-        job_id, servers = _submit_jobs(trial, plan, script, tag, scheduler)
+        made = _prepare(lock, loaded, plan, list(command), start, scheduler.name, avoid)
+        lock.remove(trial.done)  # a trial that was done continues
+        job_id, server_job_id = _submit_jobs(made, plan, scheduler)
         lock.keep()
         record = JobRecord(
             job_id=job_id,
@@ -105,7 +101,7 @@ def submit(
             cluster=cluster_name() if scheduler.name == "slurm" else "",
             time=time.time(),
             command=tuple(command),
-            tag=tag,
+            tag=made.tag,
             start_mode=start.mode,
             from_step=start.situation.wanted,
             new_batches=start.new_batches,
@@ -114,18 +110,7 @@ def submit(
         )
         write_json(trial.job(job_id), record.to_json())
     trial_index.record(trial)
-    return Submission(
-        trial,
-        script,
-        scheduler.name,
-        start,
-        tuple(dropped),
-        job_id,
-        output=trial.jobs / f"{job_id}.out",
-        server_job_id=servers,
-        allocation_was=allocation_was,
-        batches_set_aside=tuple(set_aside),
-    )
+    return replace(made, job_id=job_id, server_job_id=server_job_id)
 
 
 def _scheduler_for(config: Config, trial: Trial, scheduler: Scheduler | None) -> Scheduler:
@@ -134,16 +119,17 @@ def _scheduler_for(config: Config, trial: Trial, scheduler: Scheduler | None) ->
     return SubmititScheduler() if by_submitit else scheduler
 
 
-def _submit_jobs(trial: Trial, plan: Plan, script: Path, tag: str, scheduler: Scheduler) -> tuple[str, str]:
+def _submit_jobs(made: Submission, plan: Plan, scheduler: Scheduler) -> tuple[str, str]:
     """Submit the trial's job and, of layout `jobs`, that of its servers; return their ids.
 
     Where the second one is refused, the first one is cancelled. Raises SchedulerError.
     """
-    job_id = scheduler.submit(JobSpec(job_name(trial), script, tag))
+    name = job_name(made.trial)
+    job_id = scheduler.submit(JobSpec(name, made.script, made.tag))
     if plan.layout != "jobs":
         return job_id, ""
     try:
-        return job_id, submit_servers(trial, plan, job_id, tag, job_name(trial), scheduler)
+        return job_id, submit_servers(made.trial, plan, job_id, made.tag, name, scheduler)
     except SchedulerError as error:
         scheduler.cancel(job_id)
         raise SchedulerError(f"the servers' job: {error} The trial's job {job_id} was cancelled.") from error
@@ -157,17 +143,12 @@ def render_to(
     Raises TrialBusy, NothingToResume, CannotWrite, ConfigError.
     """
     trial = Trial(Path(os.path.expanduser(directory)).absolute()) if directory else trial_of(loaded.config)
-    name = pick(loaded.config.launcher.type)
     check_idle(trial)
     with TrialLock(trial, "rendered") as lock:
         start = FirstStart(trial, loaded.config)
         if trial.has_state():  # without, what it starts from may still be imported
             start.check()
-        dropped = stale_leftovers(trial, loaded.config)
-        script, _ = _prepare(lock, loaded, plan, list(command), start, name)
-        for path in dropped:
-            lock.remove(path)
-    return Submission(trial, script, name, start, tuple(dropped))
+        return _prepare(lock, loaded, plan, list(command), start, pick(loaded.config.launcher.type))
 
 
 def check_submittable(
@@ -226,9 +207,11 @@ def _prepare(
     start: FirstStart,
     scheduler: str,
     avoid: Sequence[str] | None = None,
-) -> tuple[Path, str]:
-    """Write everything that the job reads; return the path of its script and its tag."""
+) -> Submission:
+    """Write everything that the job reads, and remove what no start may use."""
     trial, config = lock.trial, loaded.config
+    dropped, set_aside = stale_leftovers(trial, config), start.batches_set_aside()
+    allocation_was = str(read_object(trial.plan_json).get("allocation") or "")
     zip_name, zip_bytes = code_zip.build()
     bad = tuple(bad_nodes.current(trial, time.time()) if avoid is None else avoid)
     stamp = replace(
@@ -238,27 +221,31 @@ def _prepare(
         from_step=start.situation.wanted,
         new_batches=start.new_batches,
     )
-    plan_json = _json(plan.to_json())
-    scripts = render(config, plan, trial, stamp, scheduler, site_dirs())
-    hashes = {
-        "config.json": stamp.config_sha256,
-        "plan.json": sha256(plan_json),
-        zip_name: sha256(zip_bytes),
-        **{f"scripts/{name}": sha256(text) for name, text in scripts.items()},
+    files: dict[Path, str | bytes] = {
+        trial.config_json: _json(to_dict(config)),
+        trial.plan_json: _json(plan.to_json()),
+        trial.scripts / zip_name: zip_bytes,
     }
+    scripts = render(config, plan, trial, stamp, scheduler, site_dirs())
+    texts = {trial.scripts / name: text for name, text in scripts.items()}
+    hashes = {str(path.relative_to(trial.dir)): sha256(data) for path, data in (files | texts).items()}
     try:
         trial.make_secret()
     except OSError as error:
         raise CannotWrite(f"{trial.secret} can't be written: {error.strerror or error}") from error
     config_yaml = yaml.safe_dump(literal(explicit_options(loaded)), sort_keys=False, allow_unicode=True)
     lock.write(trial.config_yaml, config_yaml)
-    lock.write(trial.config_json, _json(to_dict(config)))
-    lock.write(trial.plan_json, plan_json)
     lock.write(trial.provenance_json, _json(provenance(command, stamp.workdir, hashes)))
-    lock.write(trial.scripts / zip_name, zip_bytes)
-    for name, text in scripts.items():
-        lock.write(trial.scripts / name, text, mode=0o755)
-    return trial.scripts / script_name(scheduler), stamp.tag
+    for path, data in files.items():
+        lock.write(path, data)
+    for path, text in texts.items():
+        lock.write(path, text, mode=0o755)
+    for path in dropped:
+        lock.remove(path)
+    script = trial.scripts / script_name(scheduler)
+    return Submission(
+        trial, script, scheduler, stamp.tag, start, tuple(dropped), allocation_was, tuple(set_aside)
+    )
 
 
 def _stamp(trial: Trial, config: Config, zip_name: str) -> Stamp:
@@ -319,22 +306,11 @@ def git_state(checkout: Path) -> dict[str, Any] | None:
     """Return the commit of the running checkout, and whether it has changes; None without a checkout."""
     if not (checkout / ".git").exists():
         return None
-    commit = _git(checkout, "rev-parse", "--verify", "--quiet", "HEAD")
-    changes = _git(checkout, "status", "--porcelain", "--untracked-files=no")
-    return {
-        "commit": commit.strip() if commit else None,
-        "dirty": bool(changes.strip()) if changes is not None else None,
-    }
-
-
-def _git(checkout: Path, *arguments: str) -> str | None:
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "--no-optional-locks", "-C", str(checkout), *describe]
     try:
-        done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(checkout), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=GIT_TIMEOUT_S,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+        return {"commit": None, "dirty": None}
+    commit, _, dirty = done.stdout.strip().partition("-")
+    return {"commit": commit, "dirty": bool(dirty)} if commit else {"commit": None, "dirty": None}
