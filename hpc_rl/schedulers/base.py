@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from hpc_rl.records import JsonRecord
+
 
 class State(enum.StrEnum):
     """What a job does, as far as a trial is concerned; UNKNOWN for a state that no table has."""
@@ -38,7 +40,7 @@ class JobSpec:
 
 
 @dataclass(frozen=True)
-class JobState:
+class JobState(JsonRecord):
     """The scheduler's answer about a job. `native` is its own name of the state; times are Unix seconds."""
 
     job_id: str

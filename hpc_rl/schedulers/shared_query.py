@@ -19,16 +19,16 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from hpc_rl.errors import SchedulerError
+from hpc_rl.records import JsonRecord
 from hpc_rl.schedulers import slurm
 from hpc_rl.schedulers.base import JobState, SchedulerAnswer, State
 from hpc_rl.schedulers.slurm_states import sum_up
-from hpc_rl.trial import create_exclusive, read_json, state_home, write_json
+from hpc_rl.trial import create_exclusive, state_home, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ WAIT_POLL_S = 0.1
 
 
 @dataclass
-class SharedAnswer:
+class SharedAnswer(JsonRecord):
     """Content of the shared file. Times are Unix seconds."""
 
     sequence: int = 0
@@ -56,26 +56,17 @@ class SharedAnswer:
     failures: int = 0
     complaint: str = ""
     calls: list[float] = field(default_factory=list)  # of the last minute
-    accounts: dict[str, list[list[Any]]] = field(default_factory=dict)  # uid -> rows of JobState
-    ends: dict[str, list[Any]] = field(default_factory=dict)  # id of a job that has ended -> its row
+    accounts: dict[str, list[JobState]] = field(default_factory=dict)  # by uid
+    ends: dict[str, JobState] = field(default_factory=dict)  # of jobs that have ended, by their ids
     unknown: dict[str, float] = field(default_factory=dict)  # job id -> when accounting did not know it
-
-    @classmethod
-    def read(cls, path: Path) -> SharedAnswer:
-        data = read_json(path)
-        try:
-            return cls(**data) if isinstance(data, dict) else cls()
-        except TypeError:  # of another version
-            return cls()
 
     def recent_calls(self, now: float) -> list[float]:
         return [when for when in self.calls if now - 60 < when <= now]
 
     def find(self, uid: int, job_id: str) -> JobState | None:
         parts = (f"{job_id}_", f"{job_id}+")
-        for rows in (self.accounts.get(str(uid), []), self.ends.values()):
-            found = [_state(row) for row in rows if row[0] == job_id or row[0].startswith(parts)]
-            if found:
+        for known in (self.accounts.get(str(uid), []), self.ends.values()):
+            if found := [one for one in known if one.job_id == job_id or one.job_id.startswith(parts)]:
                 return sum_up(found)[job_id]
         return None
 
@@ -84,7 +75,7 @@ class SharedAnswer:
         for job_id, state in found.items():
             self.ends.pop(job_id, None)
             if not state.state.alive and state.state is not State.UNKNOWN:
-                self.ends[job_id] = list(astuple(state))
+                self.ends[job_id] = state
         self.ends = dict(list(self.ends.items())[-MAX_KEPT_ENDS:])
 
 
@@ -102,7 +93,7 @@ class Poller:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.scheduler = scheduler
-        self.folder = folder or state_home() / "polling" / cluster_key()
+        self.folder = folder or state_home() / "queries" / cluster_key()
         self._clock = clock
 
     def look(
@@ -126,7 +117,8 @@ class Poller:
         return self._result(answer, wanted, uid)
 
     def _answer(self) -> SharedAnswer:
-        return _UNSHARED.get(self.folder) or SharedAnswer.read(self.folder / "answer.json")
+        shared = _UNSHARED.get(self.folder) or SharedAnswer.read(self.folder / "answer.json")
+        return shared or SharedAnswer()
 
     def _covers(self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int) -> bool:
         """Whether the last answer could know these jobs."""
@@ -186,7 +178,7 @@ class Poller:
             made.next_at = now + min(MAX_BACKOFF_S, pause_s * 2**made.failures)
             return made
         made.failures, made.complaint, made.asked_at = 0, "", now
-        made.accounts = answer.accounts | {str(uid): [list(astuple(state)) for state in found.values()]}
+        made.accounts = answer.accounts | {str(uid): list(found.values())}
         made.note_ends(found)
         forgotten = [
             job_id
@@ -222,10 +214,6 @@ class Poller:
             number = re.match(r"claim-(\d+)\.", path.name)
             if number and int(number[1]) < sequence - 2:
                 path.unlink(missing_ok=True)
-
-
-def _state(row: list[Any]) -> JobState:
-    return JobState(row[0], State(row[1]), *row[2:])
 
 
 # Where sites and packages keep slurm.conf; the second is that of a configless cluster.

@@ -179,16 +179,13 @@ def test_a_torn_answer_is_asked_for_again(tmp_path, poller, cluster, content):
 
 
 def test_arrays_and_heterogeneous_jobs_are_found_by_their_id():
-    def row(job_id, state):
-        return [job_id, state.value, state.value, "", None, "", None]
-
-    rows = [row("7+0", State.RUNNING), row("7+1", State.PENDING)]
-    rows += [row("8_[2-9]", State.PENDING), row("8_0", State.FAILED)]
-    answer = SharedAnswer(accounts={str(UID): rows})
+    known = [JobState("7+0", State.RUNNING), JobState("7+1", State.PENDING)]
+    known += [JobState("8_[2-9]", State.PENDING), JobState("8_0", State.FAILED)]
+    answer = SharedAnswer(accounts={str(UID): known})
     assert answer.find(UID, "7").state is State.RUNNING
     assert answer.find(UID, "8").state is State.PENDING
     assert answer.find(UID, "8_0").state is State.FAILED
-    rows.append(row("8_1", State.RUNNING))
+    known.append(JobState("8_1", State.RUNNING))
     assert answer.find(UID, "8").state is State.RUNNING
     assert answer.find(UID, "80") is None
 
