@@ -5,10 +5,11 @@ travels as `Authorization: Bearer <token>`; the data token also as a path prefix
 clients without headers.
 """
 
+import contextlib
 import enum
 import hmac
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -52,35 +53,30 @@ def json_object(body: bytes) -> dict[str, Any]:
 
     Raises ValueError for anything else, and for deep nesting.
     """
-    _check_depth(body)
-    try:
-        found = _parsed(body)
-    except ValueError as error:
-        raise ValueError(f"the body must be a JSON object: {type(error).__name__}") from error
+    found = json_value(body)
     if not isinstance(found, dict):
         raise ValueError(f"the body must be a JSON object, not {type(found).__name__}")
     return found
 
 
-def json_value(body: bytes) -> Any:
-    """Return what a request's body holds.
+def json_value(body: bytes, parse: Callable[[bytes], Any] = json.loads) -> Any:
+    """Return what a request's body holds; numbers may be NaN or infinite.
 
-    Raises ValueError for what is not JSON, for deep nesting, and for half a surrogate pair.
+    `parse` is tried first; it may be stricter. Raises ValueError for what is not JSON, for deep nesting, and
+    for half a surrogate pair.
     """
-    _check_depth(body)
-    return _parsed(body)
-
-
-def _parsed(body: bytes) -> Any:
-    found = json.loads(body)
-    if b"\\u" in body:
-        json.dumps(found, ensure_ascii=False).encode()
-    return found
-
-
-def _check_depth(body: bytes) -> None:
     if _depth(body) > MAX_DEPTH:
         raise ValueError(f"the body is nested deeper than {MAX_DEPTH} levels")
+    with contextlib.suppress(ValueError):
+        found = parse(body)
+        if b"\\u" not in body:
+            return found
+    try:
+        found = json.loads(body)  # takes NaN
+        json.dumps(found, ensure_ascii=False).encode()
+    except ValueError as error:
+        raise ValueError(f"the body is not valid JSON: {error}") from error
+    return found
 
 
 def _depth(body: bytes) -> int:

@@ -6,7 +6,6 @@ here can execute code. Shapes: L = tokens of one trajectory (prompt and completi
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,7 +121,7 @@ def _default(value: Any) -> Any:
     if type(value).__name__ in _WIRE:
         return {
             "__t__": type(value).__name__,
-            "v": {f.name: getattr(value, f.name) for f in dataclasses.fields(value)},
+            "v": {name: getattr(value, name) for name in value.__slots__},
         }
     raise TypeError(f"{type(value).__name__} has no wire format")
 

@@ -14,10 +14,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import xxhash
+
 from hpc_rl.environments.intake import GroupRejected, Lookup, check_shape, to_group
 from hpc_rl.environments.registry import RegisteredEnvironment, Registry
 from hpc_rl.rollout.batch_fill import fill
-from hpc_rl.rollout.outside import OutsideGroups, key_of
+from hpc_rl.rollout.outside import OutsideGroups
 
 logger = logging.getLogger(__name__)
 
@@ -155,13 +157,14 @@ class AtroposApi:
         ]
 
     async def take(
-        self, bodies: list[Any], key: str = "", connected: Callable[[], bool] = lambda: True
+        self, bodies: list[Any], key: str, content: bytes, connected: Callable[[], bool] = lambda: True
     ) -> list[dict[str, Any]]:
         """Take scored groups; return an answer for each once all of them are durable.
 
         Args:
             bodies: The groups.
-            key: Given by a client that may send them again.
+            key: Given by a client that may send them again; empty where it gave none.
+            content: The request's, which is the same when such a client sends it again.
             connected: Whether the client is still there to read the answer.
 
         Raises:
@@ -170,17 +173,18 @@ class AtroposApi:
         checked = [check_shape(body) for body in bodies]
         for env_id in {body.get("env_id", UNREGISTERED) for body in checked}:
             await self._wait_for_room(env_id)
+        of_content = not key
+        key = key or xxhash.xxh3_128_hexdigest(content)
+        keys = [f"{key}/{number}" for number in range(len(checked))]
         answers = [
-            await self._take_one(body, f"{key}/{number}" if key else "")
-            for number, body in enumerate(checked)
+            await self._take_one(body, key, of_content) for body, key in zip(checked, keys, strict=True)
         ]
         await self.outside.commit()
-        if not connected():
-            for body in checked:
-                self.outside.unsure_of(key_of(body))
+        if of_content and not connected():
+            self.outside.unsure_of(keys)
         return answers
 
-    async def _take_one(self, body: dict[str, Any], key: str) -> dict[str, Any]:
+    async def _take_one(self, body: dict[str, Any], key: str, of_content: bool) -> dict[str, Any]:
         env_id = body.get("env_id", UNREGISTERED)
         try:
             group = to_group(body, self._lookup, self.outside.moment)
@@ -199,7 +203,7 @@ class AtroposApi:
             return {"status": "rejected", "reason": str(error)}
         self.latest = body
         is_part = known is not None and size < known.group_size
-        is_new = self.outside.admit(group, env_id, key or key_of(body), of_content=not key, is_part=is_part)
+        is_new = self.outside.admit(group, env_id, key, of_content=of_content, is_part=is_part)
         if not is_part:
             self.counts[env_id, "accepted" if is_new else "repeated"] += 1
             return {"status": "received"}

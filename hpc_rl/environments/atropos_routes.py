@@ -7,6 +7,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
@@ -103,7 +104,8 @@ def _group_routes(api: AtroposApi) -> list[web.RouteDef]:
         def connected() -> bool:
             return request.transport is not None and not request.transport.is_closing()
 
-        return await api.take(bodies, request.headers.get("Idempotency-Key", ""), connected)
+        key = request.headers.get("Idempotency-Key", "")
+        return await api.take(bodies, key, await request.read(), connected)
 
     async def scored_data(request: web.Request) -> dict[str, Any]:
         return (await take(request, [await _body(request)]))[0]
@@ -164,11 +166,11 @@ def _answered(handler: Handler) -> Callable[[web.Request], Awaitable[web.Respons
 async def _body(request: web.Request) -> Any:
     """Return the JSON of a request. Raises MalformedRequest."""
     try:
-        return json_value(await request.read())
+        return json_value(await request.read(), orjson.loads)
     except (web.RequestPayloadError, HttpProcessingError) as error:
         raise Unreadable(f"the body can't be read: {error}") from None
     except ValueError as error:
-        raise MalformedRequest("body", f"it is not valid JSON: {error}") from None
+        raise MalformedRequest("body", str(error)) from None
 
 
 def _fields(body: Any, **kinds: type) -> dict[str, Any]:

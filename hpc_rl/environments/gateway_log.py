@@ -123,18 +123,17 @@ class GatewayLog:
                 waiting, self._waiting = self._waiting, []
                 await asyncio.to_thread(self._write, waiting)
 
-    def match(self, ids: Sequence[int], mask: Sequence[bool]) -> Behavior:
+    def match(self, ids: Sequence[int] | np.ndarray, mask: Sequence[bool] | np.ndarray) -> Behavior:
         """Return what made the tokens of a sequence where `mask` is true. Reads files: call it in a thread.
 
         A run of such tokens may be a completion, a part of one, or one with tokens behind it that no server
         made, which stay unknown.
         """
         sequence, chosen = _array(ids), np.asarray(mask, bool)
-        edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)).reshape(-1, 2)
         with self._lock:
             while True:
                 found = Behavior.unknown(len(sequence))
-                for start, end in edges.tolist():
+                for start, end in _runs(chosen):
                     self._match_run(sequence, start, end, found)
                 if found.has_logprob[chosen].all() or not self._catch_up():
                     return found
@@ -284,7 +283,16 @@ class GatewayLog:
         return segment.size > start
 
 
-def _array(ids: Sequence[int]) -> np.ndarray:
+def _runs(chosen: np.ndarray) -> list[tuple[int, int]]:
+    """Return start and end of each run of true values."""
+    first = int(chosen.argmax()) if len(chosen) else 0
+    if chosen[first:].all():  # most sequences are a prompt and what was made of it
+        return [(first, len(chosen))] if first < len(chosen) else []
+    edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)).reshape(-1, 2)
+    return [(start, end) for start, end in edges.tolist()]
+
+
+def _array(ids: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(ids, np.int32)
 
 

@@ -60,7 +60,7 @@ async def hosted(
     )
 
     def lookup(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        found = log.match(ids.tolist(), mask.tolist())
+        found = log.match(ids, mask)
         return found.logprobs, found.has_logprob, found.lineages, found.steps
 
     try:

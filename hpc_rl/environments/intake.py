@@ -16,7 +16,8 @@ from hpc_rl.types import Trajectory, TrajectoryGroup
 
 MAX_TOKEN_ID = 2**31 - 1
 
-# ids [L], mask [L] -> (logprobs, has_logprob, lineages, steps), each [L]; lineages and steps -1 where unknown
+# ids [L], mask [L] -> (logprobs, has_logprob, lineages, steps), each [L] and new; where mask is false or
+# nothing is known, logprobs are 0, lineages and steps -1
 Lookup = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]
 
 
@@ -95,19 +96,20 @@ def _trajectory(body: dict[str, Any], i: int, lookup: Lookup, moment: tuple[int,
     if not math.isfinite(body["scores"][i]):
         raise GroupRejected(f"scores[{i}] is {body['scores'][i]}; allowed: a finite number")
     logprobs, has_logprob, lineages, steps = lookup(ids, mask)
-    if "inference_logprobs" in body:
+    # what the servers said stands before what the environment says of it
+    if "inference_logprobs" in body and not has_logprob[mask].all():
         given = _array(body["inference_logprobs"][i], f"inference_logprobs[{i}]", np.float32, len(ids))
-        # what the servers said stands before what the environment says of it
         use = mask & ~has_logprob & (given <= 0)
         logprobs, has_logprob = np.where(use, given, logprobs), has_logprob | use
     unknown = mask & (steps < 0)
+    lineages[unknown], steps[unknown] = moment
     override = body["overrides"][i] if "overrides" in body else {}
     return Trajectory(
         ids=ids,
         loss_mask=mask,
-        logprobs=np.where(mask & has_logprob, logprobs, np.float32(0)).astype(np.float32),
-        lineages=np.where(unknown, moment[0], np.where(mask, lineages, -1)).astype(np.int32),
-        steps=np.where(unknown, moment[1], np.where(mask, steps, -1)).astype(np.int32),
+        logprobs=logprobs,
+        lineages=lineages,
+        steps=steps,
         reward=float(body["scores"][i]),
         finish_reason="stop",
         stats={"unknown_version_tokens": float(unknown.sum())},
@@ -129,7 +131,7 @@ def _array(values: Sequence[Any], place: str, dtype: Any, length: int | None = N
         made = np.asarray(values, dtype)
     except (OverflowError, ValueError):
         raise GroupRejected(f"{place} has a number that is out of range") from None
-    if not np.isfinite(made).all():
+    if dtype == np.float32 and not np.isfinite(made).all():
         raise GroupRejected(f"{place} has a number that is not finite")
     return made
 

@@ -9,11 +9,10 @@ been lost, for a model may well say the same thing twice.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple
 from typing import Any
 
-import msgpack
 import xxhash
 
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE, GroupRecord, OutsideRecord
@@ -41,7 +40,7 @@ class OutsideGroups:
         self._next_index = max(FIRST_OUTSIDE, service.sequencer.log.next_outside)
         self._appended = self._committed = 0
         self._committing = asyncio.Lock()
-        self._waiting: tuple[float, Counter[int], int] = (-1.0, Counter(), 0)
+        self._waiting: tuple[float, Counter[int]] = (-1.0, Counter())
         latest = list(service.sequencer.log.outside.values())[-UNSURE_GROUPS:]
         self._unsure = Counter(record.key for record in latest if record.key_of_content)
         self._unsure_until_s = time.monotonic() + UNSURE_S
@@ -79,11 +78,6 @@ class OutsideGroups:
         return self._log.lineage, self.step
 
     @property
-    def num_waiting_groups(self) -> int:
-        self.waiting()
-        return self._waiting[2]
-
-    @property
     def _log(self) -> LogState:
         return self._service.sequencer.log
 
@@ -96,7 +90,7 @@ class OutsideGroups:
             sizes: Counter[int] = Counter()
             for record in records:
                 sizes[getattr(record, "env_id", -1)] += record.num_trajectories
-            self._waiting = (now_s, sizes, len(records))
+            self._waiting = (now_s, sizes)
         return self._waiting[1]
 
     def _sealed_records(self) -> list[OutsideRecord]:
@@ -145,9 +139,9 @@ class OutsideGroups:
                 await self._service.commit()
                 self._committed = upto
 
-    def unsure_of(self, key: str) -> None:
-        """Note that the sender of a group with this content may not have got the acknowledgement."""
-        self._unsure[_hashed(key)] += 1
+    def unsure_of(self, keys: Iterable[str]) -> None:
+        """Note that the sender of groups with these keys may not have got the acknowledgement."""
+        self._unsure.update(map(_hashed, keys))
         self._unsure_until_s = time.monotonic() + UNSURE_S
 
     def _append(
@@ -165,9 +159,10 @@ class OutsideGroups:
         more = (env_id, key, of_content, is_part, joins)
         record = OutsideRecord(*astuple(made), *more)  # type: ignore[call-arg]
         place = self._service.ledger.append_outside(record, encode(group))
+        if not joins:  # parts were counted already
+            self.waiting()[env_id] += record.num_trajectories
         self._log.add_group(record, place)
         self._appended += 1
-        self._waiting = (-1.0, Counter(), 0)  # is counted again
 
     def _is_repeated(self, key: bytes, of_content: bool) -> bool:
         if not of_content:
@@ -183,11 +178,6 @@ class OutsideGroups:
         if self._starved[0] != step:
             self._starved = (step, now_s)
         return {} if now_s - self._starved[1] > ALLOCATION_WAIT_S else self.claims()
-
-
-def key_of(body: dict[str, Any]) -> str:
-    """Return the key of a group that came without one: a hash of its content."""
-    return xxhash.xxh3_128_hexdigest(msgpack.packb(body))
 
 
 def _hashed(key: str) -> bytes:

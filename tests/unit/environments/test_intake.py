@@ -15,12 +15,12 @@ def body(**fields):
 
 def nothing_known(ids, mask):
     size = len(ids)
-    return np.zeros(size, np.float32), np.zeros(size, bool), np.full(size, -1), np.full(size, -1)
+    return np.zeros(size, np.float32), np.zeros(size, bool), *np.full((2, size), -1, np.int32)
 
 
 def all_known(ids, mask):
-    size = len(ids)
-    return np.full(size, -0.25, np.float32), np.ones(size, bool), np.full(size, 1), np.full(size, 6)
+    logprobs = np.where(mask, np.float32(-0.25), np.float32(0))
+    return logprobs, mask.copy(), *(np.where(mask, number, -1).astype(np.int32) for number in (1, 6))
 
 
 def group(lookup=nothing_known, **fields):
