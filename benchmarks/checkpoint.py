@@ -38,8 +38,7 @@ from torch import nn
 
 from hpc_rl.checked_file import FileRecord
 from hpc_rl.checkpoint import generation
-from hpc_rl.checkpoint.generation import Commit
-from hpc_rl.checkpoint.manifest import Manifest
+from hpc_rl.checkpoint.generation import Commit, Manifest
 from hpc_rl.checkpoint.retention import RetentionPolicy, retain
 from hpc_rl.config.sections.training import OptimizerConfig
 from hpc_rl.engines import state

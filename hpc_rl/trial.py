@@ -16,7 +16,7 @@ import re
 import secrets
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,16 @@ class _Path:
         return owner.dir / self._name
 
 
+class _PathOf:
+    """A path below that directory whose name has the arguments of a call in it."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+
+    def __get__(self, owner: Any, _: type | None = None) -> Callable[..., Path]:
+        return lambda *values: owner.dir / self._pattern.format(*values)
+
+
 @dataclass(frozen=True, order=True)
 class AttemptId:
     """One start by the scheduler, `<job id>.<restart>`; of a server array `<array>_<task>.<restart>`."""
@@ -245,32 +255,19 @@ class Trial:
     exports = _Path("exports")
     done = _Path("done.json")
 
-    def job(self, job_id: str) -> Path:
-        return self.jobs / f"{job_id}.json"
+    # of a job, by its id
+    job = _PathOf("jobs/{}.json")
+    job_state = _PathOf("jobs/{}.state")  # what the job script itself reported, one JSON object a line
+    job_output = _PathOf("jobs/{}.out")  # standard output and error of the job script
+    exclude = _PathOf("jobs/{}.exclude")  # nodes that its next attempt must not get, as the script reads them
+    successor = _PathOf("jobs/{}.next-{:04d}")  # the job that continues it as its start of this number
+    cancel_intent = _PathOf("intent/cancel-{}.json")  # a request that it stops and is never started again
+    # a request that an attempt saves and stops; it outlives a supervisor that is killed
+    drain_intent = _PathOf("intent/drain-{}.json")
 
-    def job_state(self, job_id: str) -> Path:
-        """What the job script itself reported, one JSON object a line."""
-        return self.jobs / f"{job_id}.state"
-
-    def job_output(self, job_id: str) -> Path:
-        """Standard output and error of the job script."""
-        return self.jobs / f"{job_id}.out"
-
-    def successor(self, job_id: str, restart: int) -> Path:
-        """The job that continues a submission as its start number `restart`."""
-        return self.jobs / f"{job_id}.next-{restart:04d}"
-
-    def exclude(self, job_id: str) -> Path:
-        """Nodes that the next attempt of a job must not get, as Slurm's list; read by the job script."""
-        return self.jobs / f"{job_id}.exclude"
-
-    def cancel_intent(self, job_id: str) -> Path:
-        """The user's request that a job stops and is never started again."""
-        return self.intent / f"cancel-{job_id}.json"
-
-    def drain_intent(self, attempt: str) -> Path:
-        """A request that an attempt saves and stops; it outlives a supervisor that is killed."""
-        return self.intent / f"drain-{attempt}.json"
+    generation = _PathOf("recover/gen-{:08d}")  # by its step
+    lineage = _PathOf("lineages/{:04d}.json")  # by its number
+    published = _PathOf("weights/{}")  # by its label
 
     def attempt(self, attempt: str) -> Attempt:
         return Attempt(self, attempt)
@@ -281,15 +278,6 @@ class Trial:
         found = [AttemptId.parse(entry.name) for entry in entries(folder) if entry.is_dir()]
         own = sorted(one for one in found if one is not None and one.job_id == job_id)
         return [self.attempt(str(one)) for one in own]
-
-    def generation(self, step: int) -> Path:
-        return self.recover / f"gen-{step:08d}"
-
-    def lineage(self, number: int) -> Path:
-        return self.lineages / f"{number:04d}.json"
-
-    def published(self, label: str) -> Path:
-        return self.weights / label
 
     def has_state(self) -> bool:
         """Return whether a fresh start would mix with the state of another one."""
@@ -344,6 +332,11 @@ class Attempt:
     ended = _Path("ended.json")  # missing where the supervisor was killed
     processes = _Path("processes")
     tensorboard = _Path("tensorboard")
+    # `{"doing", "step", "time"}` by role, index, incarnation: what it does, rewritten while that changes
+    activity = _PathOf("activity/{}-{}.{}.json")
+    metrics = _PathOf("metrics.{}.jsonl")  # of an incarnation of the trainer
+    # what an incarnation of the rollout role reports every few seconds, for `hpc-rl status`
+    rollout_report = _PathOf("rollout.{}.json")
 
     def log(self, role: str, index: int, incarnation: int, rank: int | None = None) -> Path:
         suffix = "" if rank is None else f"-rank{rank}"
@@ -361,17 +354,6 @@ class Attempt:
     def stacks(self, role: str, index: int, incarnation: int, rank: int = 0) -> Path:
         """Stacks of a process that was asked for them, or in which nothing moved."""
         return self.dir / "stacks" / f"{role}-{index}.{incarnation}-rank{rank}.txt"
-
-    def activity(self, role: str, index: int, incarnation: int) -> Path:
-        """`{"doing", "step", "time"}`: what a role does, rewritten while that changes."""
-        return self.dir / "activity" / f"{role}-{index}.{incarnation}.json"
-
-    def metrics(self, incarnation: int) -> Path:
-        return self.dir / f"metrics.{incarnation}.jsonl"
-
-    def rollout_report(self, incarnation: int) -> Path:
-        """What the rollout role reports every few seconds, for `hpc-rl status`."""
-        return self.dir / f"rollout.{incarnation}.json"
 
     def make_dirs(self) -> None:
         """Create the directory with its fixed folders. Raises OSError."""

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from hpc_rl.checked_file import FileRecord
 from hpc_rl.checkpoint import generation
-from hpc_rl.checkpoint.generation import Commit
-from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE, Manifest, config_hash
+from hpc_rl.checkpoint.generation import IMPORTED, IMPORTED_LINEAGE, Commit, Manifest, config_hash
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import Damaged, ExitCode, HpcRlError

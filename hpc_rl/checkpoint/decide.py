@@ -48,14 +48,13 @@ OWN_FAULT = frozenset({Cause.FAILED, Cause.WALLTIME})
 
 @dataclass(frozen=True)
 class GenerationInfo:
-    """A generation on disk; `problem` is why it is not valid. Unless `read` its content is unchecked."""
+    """A generation on disk; `problem` is why it is not valid."""
 
     step: int
     lineage: int
     submission: str
     valid: bool
     problem: str = ""
-    read: bool = True
 
 
 @dataclass(frozen=True)

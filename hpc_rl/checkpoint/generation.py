@@ -5,11 +5,14 @@ the engine), then `rank_<k>.ok` with their sizes and checksums; rank 0 waits for
 with the files, writes manifest.json last and renames the folder. A kill at any instant leaves the earlier
 generations, or these and the new one; never half of one.
 
-The manifest has a checksum of itself, so every bit of a generation is covered. No torch here: the barrier
-after `begin` is the caller's.
+The manifest has a checksum of itself, so every bit of a generation is covered; a generation without a valid
+one does not exist. No torch here: the barrier after `begin` is the caller's.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -18,7 +21,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,7 @@ import xxhash
 
 from hpc_rl import checked_file
 from hpc_rl.checked_file import FileRecord
-from hpc_rl.checkpoint import manifest as manifests
-from hpc_rl.checkpoint.manifest import Manifest
-from hpc_rl.errors import RoleFailed
+from hpc_rl.errors import Damaged, RoleFailed
 from hpc_rl.trial import Trial, entries, fsync_dir, read_json, write_atomic, write_json
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,62 @@ MARGIN_BYTES = 64 << 20  # free space that a save leaves for logs, metrics and t
 # 1/3 of a generation is the model: a save leaves space for it to be published or exported
 WEIGHTS_SHARE = 3
 LIGHT_BYTES = 64 << 20  # files of this size are cheap to read twice
+SCHEMA = 2
+MANIFEST_NAME = "manifest.json"
 CONFIG_NAME = "config.json"
+# attempt and submission of a generation that the user made of other weights
+IMPORTED = "import"
+IMPORTED_LINEAGE = -1
 _FOLDER = re.compile(r"gen-(\d{8,})")
 _LEFTOVER = re.compile(r"\.gen-.*\.(tmp|gone)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """State after `step` as `lineage` made it."""
+
+    step: int  # the last finished one
+    lineage: int
+    attempt: str
+    incarnation: int
+    submission: str  # its job id
+    version: str  # weight version label, `<lineage>.<step>`
+    num_ranks: int  # that wrote files
+    config_hash: str  # of the configuration in force, to detect changes
+    epoch: int = 0  # finished passes over the data
+    cursor: int = 0  # rows of the current pass that are used up
+    # fingerprint of the rows trained on (datasets/rows.py); {} if none was taken
+    data: dict[str, Any] = field(default_factory=dict)
+    # position of the batch log, {"sealed": newest batch in this state}; {} without such a log
+    ledger: dict[str, int] = field(default_factory=dict)
+    # position of the engine's schedule and optimizer, compared after loading
+    counters: dict[str, int] = field(default_factory=dict)
+    timers: dict[str, Any] = field(default_factory=dict)  # what has elapsed of each, never the frequencies
+    stats: dict[str, Any] = field(default_factory=dict)  # position of each sink
+    # numbers of the evaluation of this very state, as `eval_reward`; {} if it was not evaluated
+    metrics: dict[str, float] = field(default_factory=dict)
+    # of this package, the libraries and Python; `commit` of a checkout
+    versions: dict[str, str] = field(default_factory=dict)
+    files: list[FileRecord] = field(default_factory=list)  # every other file of the folder
+    schema: int = SCHEMA  # layout of this record
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Manifest:
+        """Raise ValueError, with the reason, for anything that this version can't read."""
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"schema {data.get('schema')!r}, this version reads {SCHEMA}")
+        try:
+            return cls(**{**data, "files": [FileRecord(**record) for record in data["files"]]})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"not a manifest: {error}") from error
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """Return a stable hash of a configuration as JSON."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 class Commit:
@@ -83,10 +137,10 @@ class Commit:
         Raises RoleFailed if the files are not as the ranks recorded them, OSError.
         """
         files = self._gather(manifest.num_ranks)
-        if problem := manifests.check_sizes(self.folder, files):
+        if problem := check_sizes(self.folder, files):
             raise RoleFailed(f"checkpoint {self.step} is not complete: {problem}")
         manifest = dataclasses.replace(manifest, files=files)
-        write_atomic(self.folder / manifests.NAME, sealed(manifest.to_json()))
+        write_atomic(self.folder / MANIFEST_NAME, sealed(manifest.to_json()))
         fsync_dir(self.folder)
         self._rename(manifest)
         fsync_dir(self.final.parent)
@@ -154,14 +208,14 @@ def check(path: Path) -> Found:
     match = _FOLDER.fullmatch(path.name)
     step = int(match[1]) if match else -1
     try:
-        manifest = _unsealed(checked_file.retry_once(lambda: _read(path / manifests.NAME)))
+        manifest = _unsealed(checked_file.retry_once(lambda: _read(path / MANIFEST_NAME)))
     except FileNotFoundError:
         return Found(step, path, None, "has no manifest")
     except (OSError, ValueError) as error:
-        return Found(step, path, None, f"{manifests.NAME}: {error}")
+        return Found(step, path, None, f"{MANIFEST_NAME}: {error}")
     if manifest.step != step:
-        return Found(step, path, None, f"{manifests.NAME} is of step {manifest.step}")
-    return Found(step, path, manifest, manifests.check_sizes(path, manifest.files))
+        return Found(step, path, None, f"{MANIFEST_NAME} is of step {manifest.step}")
+    return Found(step, path, manifest, check_sizes(path, manifest.files))
 
 
 def verify(found: Found, max_bytes: int | None = None) -> Found:
@@ -172,7 +226,7 @@ def verify(found: Found, max_bytes: int | None = None) -> Found:
     if found.problem or found.manifest is None:
         return found
     files = [file for file in found.manifest.files if max_bytes is None or file.size <= max_bytes]
-    return dataclasses.replace(found, problem="; ".join(manifests.damages(found.path, files)))
+    return dataclasses.replace(found, problem="; ".join(damages(found.path, files)))
 
 
 def room_problem(trial: Trial, size: int) -> str:
@@ -236,3 +290,37 @@ def _unsealed(raw: bytes) -> Manifest:
     if raw != sealed(data).encode():
         raise ValueError("damaged: its content is not what was written (checksum)")
     return Manifest.from_json(data)
+
+
+def check_sizes(folder: Path, files: list[FileRecord]) -> str:
+    """Return what is wrong with the files as far as a listing shows, or ''."""
+    try:
+        found = checked_file.retry_once(lambda: {entry.name: entry.stat() for entry in os.scandir(folder)})
+    except OSError as error:
+        return f"can't be listed: {error}"
+    for file in files:
+        if file.name not in found:
+            return f"{file.name} is missing"
+        if not stat.S_ISREG(found[file.name].st_mode):
+            return f"{file.name} is not a regular file"
+        if found[file.name].st_size != file.size:
+            return f"{file.name} has {found[file.name].st_size} bytes, {file.size} were written"
+    return ""
+
+
+def damages(folder: Path, files: list[FileRecord]) -> list[str]:
+    """Return the problem of each damaged file, by reading every byte; [] if there is none."""
+    return [problem for file in files if (problem := _damage(folder, file))]
+
+
+def _damage(folder: Path, file: FileRecord) -> str:
+    try:
+        with checked_file.CheckedReader(folder / file.name, file) as reader:
+            reader.check()
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    except OSError as error:
+        return f"{file.name} can't be read: {error.strerror or error}"
+    except Damaged as error:
+        return str(error)
+    return ""

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Cause, Decision, GenerationInfo, PastStart, Situation, decide
-from hpc_rl.checkpoint.generation import Found
-from hpc_rl.checkpoint.manifest import IMPORTED, IMPORTED_LINEAGE
+from hpc_rl.checkpoint.generation import IMPORTED, IMPORTED_LINEAGE, Found
 from hpc_rl.errors import ExitCode, FailureClass, StopCause
 from hpc_rl.records import EndedRecord, Event, EventKind, JobRecord, LineageRecord, read_events, read_lineages
 from hpc_rl.trial import Attempt, Trial, entries, read_json

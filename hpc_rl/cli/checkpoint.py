@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.checkpoint import generation, manifest
+from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.retention import best, hold
 from hpc_rl.checkpoint.start_facts import seals_of, trimmed
@@ -94,7 +94,7 @@ def _row(one: Found) -> dict[str, Any]:
     made = one.manifest
     written_at = None
     with contextlib.suppress(OSError):
-        written_at = (one.path / manifest.NAME).stat().st_mtime
+        written_at = (one.path / generation.MANIFEST_NAME).stat().st_mtime
     return {
         "step": one.step,
         "path": str(one.path),
@@ -154,7 +154,7 @@ def _problems(trial: Trial, one: Found) -> list[str]:
         return [one.problem]
     try:
         with hold(trial, one.step, "verify") as folder:
-            return manifest.damages(folder, one.manifest.files)
+            return generation.damages(folder, one.manifest.files)
     except TrialStateError as error:
         return [str(error)]
 

@@ -22,7 +22,6 @@ from hpc_rl.config.sections.cluster import environment_of
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan import containers
-from hpc_rl.plan.environment_units import environment_units, without_environment_nodes
 from hpc_rl.plan.placement import Demand, Placement, nearest, place
 from hpc_rl.plan.schema import Group, Plan, Unit
 
@@ -45,7 +44,7 @@ def make_plan(
     can't plan, DoesNotFit with the nearest that fits, ConfigError.
     """
     refuse_scheduler(config, scheduler)
-    shared = without_environment_nodes(config)
+    shared = _without_environment_nodes(config)
     allocation, notes = _allocation(shared)
     _refuse_unbuilt(shared, allocation)
     allocation = _fill_stars(shared, allocation)
@@ -59,7 +58,7 @@ def make_plan(
     extra = shlex.split(config.launcher.slurm.srun_additional_args)
     units = [
         replace(unit, srun_args=extra, container=containers.container_of(config, unit.role))
-        for unit in (*_units(config, allocation, placement), *environment_units(config))
+        for unit in (*_units(config, allocation, placement), *_environment_units(config))
     ]
     knows_gpus = scheduler != "slurm" or slurm_knows_gpus(config)
     if not knows_gpus:
@@ -72,8 +71,6 @@ def make_plan(
         allocation=str(allocation),
         n_nodes=config.cluster.n_nodes,
         n_gpus_per_node=config.cluster.n_gpus_per_node,
-        cpus_per_node=0,
-        mem_mb_per_node=0,
         device="cuda" if config.cluster.n_gpus_per_node else "cpu",
         server_backend=allocation.servers.backend if allocation.servers else None,
         units=units,
@@ -138,6 +135,19 @@ def _with_visible_gpus(unit: Unit) -> Unit:
 
 
 # -- which allocation
+
+
+def _without_environment_nodes(config: Config) -> Config:
+    """Return the configuration with the nodes that servers and trainer share. Raises DoesNotFit for none."""
+    if not isinstance(config, GRPOConfig) or config.environments is None or not config.environments.n_nodes:
+        return config
+    own, n_nodes = config.environments.n_nodes, config.cluster.n_nodes
+    if own >= n_nodes:
+        raise DoesNotFit(
+            f"environments.n_nodes {own} leaves none of {n_nodes} node(s) to servers and trainer; "
+            f"use cluster.n_nodes {own + 1} or more, or fewer nodes for environments."
+        )
+    return replace(config, cluster=replace(config.cluster, n_nodes=n_nodes - own))
 
 
 def _allocation(config: Config) -> tuple[Allocation, list[str]]:
@@ -305,7 +315,6 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
     launcher, on_gpus = config.launcher, config.cluster.n_gpus_per_node > 0
     trainer = Unit(
         role="trainer",
-        index=0,
         nodes=placement.trainer_nodes,
         tasks_per_node=placement.ranks_per_node,
         cpus_per_task=launcher.trainer_cpus_per_gpu,
@@ -326,7 +335,6 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
             role="server",
             index=index,
             nodes=[node],
-            tasks_per_node=1,
             cpus_per_task=launcher.inference_server_cpus_per_gpu * size,
             mem_mb_per_task=launcher.inference_server_mem_per_gpu * size,
             gpus_per_task=size if on_gpus else 0,
@@ -339,15 +347,32 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
     has_environments = isinstance(config, GRPOConfig) and config.environments is not None
     rollout = Unit(
         role="rollout",
-        index=0,
         nodes=[0],
-        tasks_per_node=1,
         cpus_per_task=launcher.rollout_cpus,
         mem_mb_per_task=launcher.rollout_mem_mb,
-        gpus_per_task=0,
         module="hpc_rl.app.rollout_front" if has_environments else "hpc_rl.app.rollout",
     )
     return [*replicas, rollout, trainer]
+
+
+def _environment_units(config: Config) -> list[Unit]:
+    """Return a unit for each command, spread over the nodes for environments."""
+    section = config.environments if isinstance(config, GRPOConfig) else None
+    if section is None:
+        return []
+    last = config.cluster.n_nodes
+    nodes = list(range(last - section.n_nodes, last)) or [0]
+    return [
+        Unit(
+            role="environment",
+            index=index,
+            nodes=[nodes[index % len(nodes)]],
+            cpus_per_task=section.cpus,
+            mem_mb_per_task=section.mem_mb,
+            module="hpc_rl.app.environment_role",
+        )
+        for index in range(len(section.commands))
+    ]
 
 
 def _largest_node(units: list[Unit], nodes: Sequence[int], threads_per_core: int) -> tuple[int, int]:
@@ -376,8 +401,8 @@ def _groups(config: Config, layout: str, units: list[Unit]) -> list[Group]:
         why = f"but the trainer is on all {config.cluster.n_nodes}; use more nodes, or layout allocation"
         raise DoesNotFit(f"launcher.slurm.layout {layout} needs nodes with servers only, {why}.")
     return [
-        Group(name="trial", nodes=sorted(of_trial), cpus_per_node=0, mem_mb_per_node=0),
-        Group(name="servers", nodes=of_servers, cpus_per_node=0, mem_mb_per_node=0),
+        Group(name="trial", nodes=sorted(of_trial)),
+        Group(name="servers", nodes=of_servers),
     ]
 
 

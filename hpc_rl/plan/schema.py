@@ -26,12 +26,12 @@ class Unit:
     """One step for the supervisor to start: a server replica, rollout, all trainer ranks, an environment."""
 
     role: Literal["server", "rollout", "trainer", "environment"]
-    index: int  # replica index of the role
+    index: int = 0  # replica index of the role
     nodes: list[int]  # node indexes within the allocation, in rank order
-    tasks_per_node: int
+    tasks_per_node: int = 1
     cpus_per_task: int  # also its OMP_NUM_THREADS
     mem_mb_per_task: int
-    gpus_per_task: int
+    gpus_per_task: int = 0
     gpu_offset: int = 0  # first GPU of the unit on each of its nodes
     module: str  # what `python -m` starts
     env: dict[str, str] = field(default_factory=dict)
@@ -49,8 +49,8 @@ class Group:
 
     name: Literal["trial", "servers"]
     nodes: list[int]  # their indexes, as in the units
-    cpus_per_node: int  # largest demand of any of them, the supervisor's share included
-    mem_mb_per_node: int
+    cpus_per_node: int = 0  # largest demand of any of them, the supervisor's share included
+    mem_mb_per_node: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +63,8 @@ class Plan:
     allocation: str  # canonical form
     n_nodes: int
     n_gpus_per_node: int
-    cpus_per_node: int  # largest demand of any node, supervisor's share included
-    mem_mb_per_node: int
+    cpus_per_node: int = 0  # largest demand of any node, supervisor's share included
+    mem_mb_per_node: int = 0
     device: Literal["cpu", "cuda"]
     server_backend: str | None  # a name of allocation.SERVER_BACKENDS
     units: list[Unit]
@@ -91,6 +91,16 @@ class Plan:
     def from_json(cls, data: dict[str, Any]) -> Plan:
         units = [_unit(unit) for unit in data["units"]]
         return cls(**{**data, "units": units, "groups": [Group(**group) for group in data.get("groups", [])]})
+
+    def group(self, name: Literal["trial", "servers"]) -> Group:
+        """Return a group of nodes; in layout allocation, where there are none, that of all nodes."""
+        every = Group(
+            name=name,
+            nodes=list(range(self.n_nodes)),
+            cpus_per_node=self.cpus_per_node,
+            mem_mb_per_node=self.mem_mb_per_node,
+        )
+        return next((group for group in self.groups if group.name == name), every)
 
     def units_on(self, nodes: list[int]) -> list[Unit]:
         """Return the units that run on these nodes, with node indexes that count from 0 there."""

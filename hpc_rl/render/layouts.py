@@ -33,17 +33,9 @@ class SbatchRequests:
     def trial(self) -> dict[str, Any]:
         """Return the values of trial.sbatch: the whole trial, or in layout jobs the part with the trainer."""
         slurm, plan = self.slurm, self.plan
-        group = Group(
-            name="trial",
-            nodes=list(range(plan.n_nodes)),
-            cpus_per_node=plan.cpus_per_node,
-            mem_mb_per_node=plan.mem_mb_per_node,
-        )
-        component = None
-        if plan.layout != "allocation":
-            group = self._group("trial")
+        group, component = plan.group("trial"), None
         if plan.layout == "hetjob":
-            component = of_component(self._directives(servers_of(slurm), self._group("servers"), {}))
+            component = of_component(self._directives(servers_of(slurm), plan.group("servers"), {}))
         saves = plan.recover_mode != "disabled"
         given = self._options(slurm, self.job_name, self.tag, "%j.out", saves)
         return self._values(slurm, group, given) | {
@@ -55,7 +47,7 @@ class SbatchRequests:
 
     def servers(self) -> dict[str, Any]:
         """Return the values of servers.sbatch: an array with one task for each server node."""
-        slurm, group = servers_of(self.slurm), self._group("servers")
+        slurm, group = servers_of(self.slurm), self.plan.group("servers")
         throttle = f"%{slurm.servers.max_running}" if slurm.servers.max_running else ""
         # Whatever the trial's mode is, a server is requeued: it holds nothing that could be lost.
         given = self._options(
@@ -103,9 +95,6 @@ class SbatchRequests:
             "additional_parameters": options,
         }
         return json.dumps(parameters, indent=2, sort_keys=True) + "\n"
-
-    def _group(self, name: str) -> Group:
-        return next(group for group in self.plan.groups if group.name == name)
 
     def _directives(
         self, slurm: SlurmLauncherConfig, group: Group, given: dict[str, str | None]

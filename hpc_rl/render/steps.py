@@ -65,9 +65,9 @@ def plan_lines(plan: Plan) -> list[str]:
         else:
             rows += [(_nodes(unit.nodes), role, _size(unit)) for unit in units]
     if plan.layout == "jobs":
-        servers = {index for group in plan.groups if group.name == "servers" for index in group.nodes}
+        servers = plan.group("servers").nodes
         text = f"servers.sbatch starts one task, with a supervisor, for each of these {len(servers)} nodes"
-        rows.append((_nodes(sorted(servers)), "array", text))
+        rows.append((_nodes(servers), "array", text))
     width = max(len(nodes) for nodes, _, _ in rows)
     return [f"{nodes:<{width}}  {role:<10}  {text}" for nodes, role, text in rows]
 

@@ -70,7 +70,7 @@ def submit_servers(
         scheduler=scheduler.name,
         time=time.time(),
         tag=tag,
-        num_tasks=len(next(group for group in plan.groups if group.name == "servers").nodes),
+        num_tasks=len(plan.group("servers").nodes),
     )
     create_exclusive(trial.job(job_id), json.dumps(made.to_json(), indent=2) + "\n")
     return job_id

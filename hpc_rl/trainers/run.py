@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl import __version__
-from hpc_rl.checkpoint.generation import scan
-from hpc_rl.checkpoint.manifest import Manifest, config_hash
+from hpc_rl.checkpoint.generation import Manifest, config_hash, scan
 from hpc_rl.checkpoint.retention import RetentionPolicy
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.config.sections.operations import FrequencyConfig

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hpc_rl.checked_file import Abandoned
-from hpc_rl.checkpoint.generation import Commit, room_problem
-from hpc_rl.checkpoint.manifest import Manifest
+from hpc_rl.checkpoint.generation import Commit, Manifest, room_problem
 from hpc_rl.checkpoint.retention import Holds, RetentionPolicy, retain
 from hpc_rl.engines.base import Engine, Snapshot, sum_over_ranks
 from hpc_rl.errors import CannotWrite

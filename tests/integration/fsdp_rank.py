@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hpc_rl.checkpoint import generation
-from hpc_rl.checkpoint.manifest import Manifest
+from hpc_rl.checkpoint.generation import Manifest
 from hpc_rl.checkpoint.retention import RetentionPolicy
 from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.operations import RecoverConfig

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpc_rl.checkpoint.generation import Commit
-from hpc_rl.checkpoint.manifest import Manifest
+from hpc_rl.checkpoint.generation import Commit, Manifest
 from hpc_rl.trial import Trial, write_json
 
 T0 = 1_790_000_000.0  # when the first job of a fake trial was submitted

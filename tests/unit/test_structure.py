@@ -40,7 +40,6 @@ SMALL = {
     "name_resolve/keys.py": "every key once",
     "net.py": "imported by every server",
     "proc.py": "imported by supervisor, schedulers and status",
-    "plan/environment_units.py": "a role of its own",
     "render/code_zip.py": "imported by submit and doctor",
     "rollout/batch_fill.py": "a theory of its own",
     "rollout/workflows.py": "a table",

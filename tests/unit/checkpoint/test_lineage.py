@@ -13,9 +13,8 @@ import pytest
 from hpc_rl import checked_file
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Cause, Decision, Situation
-from hpc_rl.checkpoint.generation import Commit, set_aside
+from hpc_rl.checkpoint.generation import Commit, Manifest, set_aside
 from hpc_rl.checkpoint.lineage import next_lineage
-from hpc_rl.checkpoint.manifest import Manifest
 from hpc_rl.checkpoint.start_facts import (
     decide_start,
     failures_without_progress,

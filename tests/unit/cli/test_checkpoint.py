@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.checkpoint.decide import Situation
-from hpc_rl.checkpoint.generation import Commit
-from hpc_rl.checkpoint.manifest import Manifest
+from hpc_rl.checkpoint.generation import Commit, Manifest
 from hpc_rl.checkpoint.retention import Holds
 from hpc_rl.checkpoint.start_facts import decide_start
 from hpc_rl.cli import checkpoint
