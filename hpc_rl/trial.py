@@ -219,6 +219,10 @@ class Trial:
     def experiment(self) -> str:
         return self.dir.parent.name
 
+    @property
+    def job_name(self) -> str:
+        return f"hpc-rl.{self.experiment}.{self.name}"
+
     def __str__(self) -> str:
         return f"{self.experiment}/{self.name}"
 

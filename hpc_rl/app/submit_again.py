@@ -14,7 +14,6 @@ from hpc_rl import log
 from hpc_rl.errors import CannotWrite, HpcRlError
 from hpc_rl.plan.schema import Plan
 from hpc_rl.records import JobRecord
-from hpc_rl.render.scripts import job_name
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.supervise.server_array import ensure_servers
 from hpc_rl.supervise.successor import submit_successor
@@ -73,7 +72,7 @@ def _servers(trial: Trial, args: argparse.Namespace) -> None:
     plan = Plan.from_json(json.loads(trial.plan_json.read_bytes()))
     job = JobRecord.read(trial.job(args.job_id))
     tag = job.tag if job and job.tag else f"hpc-rl:{trial}:{args.job_id}"
-    made = ensure_servers(trial, plan, args.job_id, tag, job_name(trial), SlurmScheduler())
+    made = ensure_servers(trial, plan, args.job_id, tag, SlurmScheduler())
     if made:
         logger.info("no server of job %s was left: submitted as job %s", args.job_id, made)
 

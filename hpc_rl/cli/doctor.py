@@ -154,7 +154,7 @@ def srun_options(needs: Requirements, options: SlurmLauncherConfig) -> list[str]
         mem_mb_per_node=needs.mem_mb,
     )
     ours = ("nodes", "ntasks-per-node", "time")
-    resources = directives(options, nodes, needs.gpus).resources
+    resources = directives(options, nodes, needs.gpus)["resources"]
     machines = [(name, value) for name, value in resources if value is not None and name not in ours]
     names = {name: getattr(options, name) for name in ("partition", "account", "qos", "reservation")}
     account = [(name, value) for name, value in names.items() if value is not None]

@@ -3,14 +3,14 @@
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from hpc_rl import slurm_time
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Group, Plan
-from hpc_rl.render.slurm_options import Directives, directives, of_component, signal_lead_s
+from hpc_rl.render.slurm_options import Option, directives, of_component, signal_lead_s, words
+from hpc_rl.trial import Trial
 
 ELASTIC = ("max_running", "idle_s")  # of launcher.slurm.servers; the rest are sbatch's
 UNLIMITED_MIN = 365 * 24 * 60
@@ -24,20 +24,19 @@ class SbatchRequests:
 
     slurm: SlurmLauncherConfig
     plan: Plan
-    job_name: str  # of the trial's job
+    trial: Trial
     tag: str  # unique word of the submission
     workdir: str  # where the scripts start
-    jobs: Path  # folder for the output of the scripts
     avoid: tuple[str, ...] = ()  # nodes that this submission avoids in addition to those of the section
 
-    def trial(self) -> dict[str, Any]:
+    def of_trial(self) -> dict[str, Any]:
         """Return the values of trial.sbatch: the whole trial, or in layout jobs the part with the trainer."""
         slurm, plan = self.slurm, self.plan
         group, component = plan.group("trial"), None
         if plan.layout == "hetjob":
             component = of_component(self._directives(servers_of(slurm), plan.group("servers"), {}))
         saves = plan.recover_mode != "disabled"
-        given = self._options(slurm, self.job_name, self.tag, "%j.out", saves)
+        given = self._options(slurm, self.trial.job_name, self.tag, "%j.out", saves)
         return self._values(slurm, group, given) | {
             "n_nodes": plan.n_nodes if plan.layout == "hetjob" else len(group.nodes),
             "layout": plan.layout,
@@ -45,13 +44,13 @@ class SbatchRequests:
             "component": component,
         }
 
-    def servers(self) -> dict[str, Any]:
+    def of_servers(self) -> dict[str, Any]:
         """Return the values of servers.sbatch: an array with one task for each server node."""
         slurm, group = servers_of(self.slurm), self.plan.group("servers")
         throttle = f"%{slurm.servers.max_running}" if slurm.servers.max_running else ""
         # Whatever the trial's mode is, a server is requeued: it holds nothing that could be lost.
         given = self._options(
-            slurm, f"{self.job_name}.servers", f"{self.tag}:servers", "%A_%a.out", saves=True
+            slurm, f"{self.trial.job_name}.servers", f"{self.tag}:servers", "%A_%a.out", saves=True
         )
         given["array"] = f"0-{len(group.nodes) - 1}{throttle}"
         given["dependency"] = None  # it is the trial that waits for other jobs
@@ -67,14 +66,15 @@ class SbatchRequests:
 
     def submitit(self) -> str:
         """Return the keyword arguments of `SlurmExecutor.update_parameters`, as JSON. Raises ConfigError."""
-        slurm, asked = self.slurm, self.trial()["directives"]
+        slurm, asked = self.slurm, self.of_trial()["directives"]
         if slurm.time is None:
             raise ConfigError(
                 "launcher.slurm.backend submitit needs launcher.slurm.time: submitit's default is 5 minutes."
             )
-        options: dict[str, Any] = {name: value or True for name, value in asked.options}
-        for words in asked.extra:
-            options |= _by_name(words)
+        every = (option for options in asked.values() for option in options)
+        options: dict[str, Any] = {name: value or True for name, value in every if value is not None}
+        for argument in slurm.extra_args:
+            options |= _by_name(words(argument))
         limit_s = slurm_time.to_seconds(slurm.time)
         job_name = options.pop("job-name")
         options.pop("wckey", None)
@@ -98,7 +98,7 @@ class SbatchRequests:
 
     def _directives(
         self, slurm: SlurmLauncherConfig, group: Group, given: dict[str, str | None]
-    ) -> Directives:
+    ) -> dict[str, list[Option]]:
         units = [unit for unit in self.plan.units if set(unit.nodes) & set(group.nodes)]
         n_gpus = self.plan.n_gpus_per_node if any(unit.gpus_per_task for unit in units) else 0
         return directives(without(slurm, self.avoid), group, n_gpus, given)
@@ -112,7 +112,7 @@ class SbatchRequests:
             "job-name": name,
             "comment": f"{tag} {slurm.comment}" if slurm.comment else tag,
             "chdir": self.workdir,
-            "output": f"{str(self.jobs).replace('%', '%%')}/{output}",  # %% is a literal %
+            "output": f"{str(self.trial.jobs).replace('%', '%%')}/{output}",  # %% is a literal %
             "open-mode": "append",
             "no-kill": "",
             "requeue": "" if is_requeued else None,
@@ -129,6 +129,7 @@ class SbatchRequests:
             # The script itself names only what the section excludes, because bad nodes may recover.
             "exclude": slurm.exclude or "",
             "directives": self._directives(slurm, group, given),
+            "extra": [words(argument) for argument in slurm.extra_args],
         }
 
 
@@ -162,10 +163,10 @@ def refuse_hooks(plan: Plan, events: Collection[str]) -> None:
         )
 
 
-def _by_name(words: list[str]) -> dict[str, Any]:
+def _by_name(argument: list[str]) -> dict[str, Any]:
     """Return `--name=value` and `--name` as submitit takes options."""
     found: dict[str, Any] = {}
-    for word in words:
+    for word in argument:
         name, equals, value = word.partition("=")
         if not name.startswith("--"):
             raise ConfigError(

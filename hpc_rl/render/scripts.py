@@ -42,10 +42,6 @@ class Stamp:
     avoid: tuple[str, ...] = ()  # nodes that failed the trial lately
 
 
-def job_name(trial: Trial) -> str:
-    return f"hpc-rl.{trial.experiment}.{trial.name}"
-
-
 def script_name(scheduler: str) -> str:
     """Return the file name below scripts/ of what the scheduler gets."""
     return LOCAL if scheduler == "local" else TRIAL
@@ -77,13 +73,11 @@ def render(
         texts[LOCAL] = _text(jinja, LOCAL, trial, common | {"n_nodes": 1, "layout": "allocation"})
         return texts
     slurm = config.launcher.slurm
-    requests = layouts.SbatchRequests(
-        slurm, plan, job_name(trial), stamp.tag, str(stamp.workdir), trial.jobs, stamp.avoid
-    )
+    requests = layouts.SbatchRequests(slurm, plan, trial, stamp.tag, str(stamp.workdir), stamp.avoid)
     texts[STEPS] = render_steps(plan, trial, stamp.workdir, folders)
-    texts[TRIAL] = _text(jinja, TRIAL, trial, common | requests.trial())
+    texts[TRIAL] = _text(jinja, TRIAL, trial, common | requests.of_trial())
     if plan.layout == "jobs":
-        texts[SERVERS] = _text(jinja, SERVERS, trial, common | requests.servers())
+        texts[SERVERS] = _text(jinja, SERVERS, trial, common | requests.of_servers())
     if slurm.backend == "submitit":
         texts[PARAMETERS] = requests.submitit()
     return texts

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from hpc_rl import slurm_time
 from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus
@@ -34,46 +33,26 @@ _UNSHOWN = ("array", "no-kill", "requeue", "no-requeue")
 _OF_COMPONENT = ("partition", "account", "qos", "reservation")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Directives:
-    """Options of one job or component, by their headings."""
-
-    resources: list[Option]
-    accounting: list[Option]
-    output: list[Option]
-    ending: list[Option]
-    extra: list[list[str]]
-
-    @property
-    def options(self) -> list[tuple[str, str]]:
-        """Those that are used, without the extra arguments."""
-        every = (*self.resources, *self.accounting, *self.output, *self.ending)
-        return [(name, value) for name, value in every if value is not None]
-
-
 def directives(
     slurm: SlurmLauncherConfig,
     group: Group,
     n_gpus_per_node: int,
     given: Mapping[str, str | None] | None = None,
-) -> Directives:
-    """Return every option of a job: those of the section, what the nodes need, and what is given by name.
-
-    Raises ConfigError.
-    """
+) -> dict[str, list[Option]]:
+    """Return the options of a job by heading: the section's, what the nodes need, what is given by name."""
     values = _values(slurm, group) | _gpus(slurm, n_gpus_per_node) | dict(given or {})
-    groups = {
+    return {
         heading: [(name, values[name]) for name in names if values[name] is not None or name not in _UNSHOWN]
         for heading, names in SLURM_OPTIONS.items()
     }
-    return Directives(**groups, extra=[_split_extra(argument) for argument in slurm.extra_args])
 
 
-def of_component(whole: Directives) -> Directives:
+def of_component(whole: dict[str, list[Option]]) -> dict[str, list[Option]]:
     """Return what the second component of a heterogeneous job states itself; the rest is the whole job's."""
-    resources = [option for option in whole.resources if option[1] is not None]
-    accounting = [option for option in whole.accounting if option[1] and option[0] in _OF_COMPONENT]
-    return Directives(resources=resources, accounting=accounting, output=[], ending=[], extra=whole.extra)
+    return {
+        "resources": [option for option in whole["resources"] if option[1] is not None],
+        "accounting": [option for option in whole["accounting"] if option[1] and option[0] in _OF_COMPONENT],
+    }
 
 
 def _values(slurm: SlurmLauncherConfig, group: Group) -> dict[str, str | None]:
@@ -103,18 +82,18 @@ def _gpus(slurm: SlurmLauncherConfig, count: int) -> dict[str, str | None]:
     return {"gpus-per-node": needed, "gres": slurm.gres}
 
 
-def _split_extra(argument: str) -> list[str]:
+def words(argument: str) -> list[str]:
     """Return the words of one of `launcher.slurm.extra_args`, in sbatch's quoting. Raises ConfigError."""
     try:
-        words = shlex.split(argument, posix=True)
+        found = shlex.split(argument, posix=True)
     except ValueError as error:
         raise ConfigError(f"launcher.slurm.extra_args: {argument!r} can't be read: {error}.") from error
-    if not words or LINE_BREAK.search(argument):
+    if not found or LINE_BREAK.search(argument):
         raise ConfigError(
             f"launcher.slurm.extra_args: {argument!r} is not a valid sbatch option; "
             "write one per item, as --licenses=a:1."
         )
-    return words
+    return found
 
 
 def signal_lead_s(time_limit: str | None) -> int:

@@ -31,7 +31,7 @@ from hpc_rl.errors import CannotWrite, ConfigError, SchedulerError, TrialBusy
 from hpc_rl.plan.schema import Plan
 from hpc_rl.records import JobRecord
 from hpc_rl.render import code_zip
-from hpc_rl.render.scripts import Stamp, job_name, render, script_name
+from hpc_rl.render.scripts import Stamp, render, script_name
 from hpc_rl.schedulers import make_scheduler, pick
 from hpc_rl.schedulers.base import JobSpec, Scheduler
 from hpc_rl.schedulers.shared_query import cluster_name
@@ -124,12 +124,11 @@ def _submit_jobs(made: Submission, plan: Plan, scheduler: Scheduler) -> tuple[st
 
     Where the second one is refused, the first one is cancelled. Raises SchedulerError.
     """
-    name = job_name(made.trial)
-    job_id = scheduler.submit(JobSpec(name, made.script, made.tag))
+    job_id = scheduler.submit(JobSpec(made.trial.job_name, made.script, made.tag))
     if plan.layout != "jobs":
         return job_id, ""
     try:
-        return job_id, submit_servers(made.trial, plan, job_id, made.tag, name, scheduler)
+        return job_id, submit_servers(made.trial, plan, job_id, made.tag, scheduler)
     except SchedulerError as error:
         scheduler.cancel(job_id)
         raise SchedulerError(f"the servers' job: {error} The trial's job {job_id} was cancelled.") from error

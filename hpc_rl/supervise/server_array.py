@@ -53,7 +53,7 @@ class ServerArray:
 
 
 def submit_servers(
-    trial: Trial, plan: Plan, serves: str, tag: str, name: str, scheduler: Scheduler, *, again: bool = False
+    trial: Trial, plan: Plan, serves: str, tag: str, scheduler: Scheduler, *, again: bool = False
 ) -> str:
     """Submit the array, record it and return its id. `again`: its tag is not the one in the script.
 
@@ -61,7 +61,7 @@ def submit_servers(
     """
     tag = f"{tag}:servers"
     options = (comment_option(trial, tag),) if again else ()
-    spec = JobSpec(f"{name}.servers", trial.scripts / SCRIPT, tag, ("", "0", serves), options)
+    spec = JobSpec(f"{trial.job_name}.servers", trial.scripts / SCRIPT, tag, ("", "0", serves), options)
     job_id = scheduler.submit(spec)
     made = JobRecord(
         job_id=job_id,
@@ -76,7 +76,7 @@ def submit_servers(
     return job_id
 
 
-def ensure_servers(trial: Trial, plan: Plan, serves: str, tag: str, name: str, scheduler: Scheduler) -> str:
+def ensure_servers(trial: Trial, plan: Plan, serves: str, tag: str, scheduler: Scheduler) -> str:
     """Submit the servers of a submission where none waits or runs; return the id of the new array, or "".
 
     Queries the scheduler once. Raises SchedulerError, OSError.
@@ -89,7 +89,7 @@ def ensure_servers(trial: Trial, plan: Plan, serves: str, tag: str, name: str, s
     states = scheduler.states(sorted(ids)) if ids else {}
     if any(state.state.alive for state in states.values()):
         return ""
-    return submit_servers(trial, plan, serves, f"{tag}:{len(own)}", name, scheduler, again=True)
+    return submit_servers(trial, plan, serves, f"{tag}:{len(own)}", scheduler, again=True)
 
 
 def _wait_for_submitter(trial: Trial) -> None:

@@ -110,7 +110,7 @@ def test_no_option_of_the_section_is_without_a_test():
 def test_gpus_are_asked_for_by_one_option(options, lines):
     group = Group(name="trial", nodes=[0], cpus_per_node=1, mem_mb_per_node=1)
     asked = directives(SlurmLauncherConfig(**options), group, 8)
-    found = [f"--{name}={value}" for name, value in asked.options]
+    found = [f"--{name}={value}" for name, value in asked["resources"] if value is not None]
     assert [line for line in found if "gpu" in line or "gres" in line] == lines
 
 

@@ -240,7 +240,7 @@ def test_a_trainer_job_without_servers_submits_them_again(trial, states, made):
     write_json(trial.job("140"), {"kind": "servers", "serves": "99", "num_tasks": 2, "time": 0.0})
     trial.successor("150_1", 1).write_text('{"job_id": "160"}')
     slurm = FakeSlurm(states)
-    assert ensure_servers(trial, PLAN, "100", "tag", "name", slurm) == made
+    assert ensure_servers(trial, PLAN, "100", "tag", slurm) == made
     assert [spec.arguments for spec in slurm.specs] == ([("", "0", "100")] if made else [])
     assert [array.job_id for array in read_arrays(trial)] == ["140", "150", *([made] if made else [])]
 
@@ -249,9 +249,7 @@ def test_a_trainer_job_waits_for_the_submitter_of_its_servers(trial, monkeypatch
     monkeypatch.setattr(server_array, "POLL_S", 0.01)
     trial.submitting.touch()
     slurm, made = FakeSlurm({"150": State.PENDING}), []
-    starting = threading.Thread(
-        target=lambda: made.append(ensure_servers(trial, PLAN, "100", "tag", "name", slurm))
-    )
+    starting = threading.Thread(target=lambda: made.append(ensure_servers(trial, PLAN, "100", "tag", slurm)))
     starting.start()
     time.sleep(0.1)
     write_json(trial.job("150"), {"kind": "servers", "serves": "100", "num_tasks": 2, "time": 1.0})
@@ -264,7 +262,7 @@ def test_a_trainer_job_submits_for_a_submitter_that_died(trial, monkeypatch):
     monkeypatch.setattr(server_array, "SUBMITTING_S", 0.1)
     trial.submitting.touch()
     slurm = FakeSlurm({})
-    assert ensure_servers(trial, PLAN, "100", "tag", "name", slurm) == "301"
+    assert ensure_servers(trial, PLAN, "100", "tag", slurm) == "301"
     [spec] = slurm.specs
     assert spec.tag == "tag:0:servers" and spec.options == ("--comment=tag:0:servers",), (
         "the script knows another tag"
