@@ -23,6 +23,7 @@ import enum
 import functools
 import math
 import re
+import socket
 import types
 import typing
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from typing import Any, Self
 
 from hpc_rl.errors import FailureClass, StopCause
 from hpc_rl.files import JsonLines
+from hpc_rl.proc import start_ticks
 from hpc_rl.trial import Attempt, Trial, entries, read_json
 
 
@@ -365,6 +367,12 @@ class ProcessRecord(JsonRecord):
     step: str = ""  # Slurm's number of its step
     node: str = ""  # Slurm's name of its node
     job_id: str = ""  # Slurm's
+
+    @classmethod
+    def of(cls, role: str, pid: int, rank: int = 0, **of_slurm: str) -> ProcessRecord:
+        """Return the record of a process of this host."""
+        ticks, host = start_ticks(pid), socket.gethostname()
+        return cls(pid=pid, start_ticks=ticks, host=host, role=role, rank=rank, **of_slurm)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import errno
 import json
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -29,13 +28,15 @@ from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError, ExitCode, FailureClass, GivenUp, HpcRlError, TrialBusy
 from hpc_rl.files import FULL, is_full
 from hpc_rl.plan.schema import Plan
-from hpc_rl.proc import raise_limits, start_ticks
+from hpc_rl.proc import raise_limits
 from hpc_rl.records import ExitRecord, ProcessRecord
 from hpc_rl.schedulers.hostlist import peer_hosts
 from hpc_rl.trial import Attempt, Trial, write_json
 
 logger = logging.getLogger(__name__)
 CANNOT_WRITE = (*FULL, errno.EROFS)
+# What `hpc-rl attach` needs: the scheduler's numbers and names of step, node and job.
+OF_SLURM = {"step": "SLURM_STEP_ID", "node": "SLURMD_NODENAME", "job_id": "SLURM_JOB_ID"}
 
 
 @dataclass
@@ -77,12 +78,12 @@ class Context:
 
 def run(role: str, body: Callable[[Context], int | None]) -> None:
     """Run `body` as this process's role and exit with its code. Never returns."""
-    args = _arguments(role)
+    args = arguments(role)
     raise_limits()
     by_srun = os.environ.get("HPC_RL_STEPS") == "srun"
     rank = int(os.environ.get("SLURM_PROCID" if by_srun else "HPC_RL_RANK", 0))
     num_ranks = int(os.environ.get("HPC_RL_NUM_RANKS", 1))
-    trial = Trial(Path(args.trial_dir))
+    trial = Trial(args.trial_dir)
     attempt, tokens = trial.attempt(args.attempt), trial.tokens()
     context = Context(role, attempt, args.index, args.incarnation, rank, num_ranks, tokens)
     log.setup(role, f"{args.index}/{rank}", list(tokens.values()))
@@ -93,7 +94,9 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     threading.Thread(target=listen, args=heard, daemon=True, name="supervisor-pipe").start()
 
     def start() -> int | None:
-        write_json(attempt.process_record(*process), _process_record(role, rank).to_json())
+        own = {name: os.environ.get(variable, "") for name, variable in OF_SLURM.items()}
+        own_record = ProcessRecord.of(role, os.getpid(), rank, **own)
+        write_json(attempt.process_record(*process), own_record.to_json())
         return body(context)
 
     record = _guarded(start)
@@ -108,11 +111,11 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     os._exit(record.code)  # threads of engines and HTTP servers must not hold the exit
 
 
-def _arguments(role: str) -> argparse.Namespace:
+def arguments(role: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"python -m hpc_rl.app.{role}", description="A process of a trial; started by the supervisor."
     )
-    parser.add_argument("--trial_dir", required=True)
+    parser.add_argument("--trial_dir", type=Path, required=True)
     parser.add_argument("--attempt", required=True)
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--incarnation", type=int, default=0)
@@ -146,17 +149,3 @@ def _class_of(error: BaseException) -> FailureClass:
     if is_full(error):
         return FailureClass.DISK_FULL
     return FailureClass.INFRASTRUCTURE if isinstance(error, OSError) else FailureClass.UNKNOWN
-
-
-def _process_record(role: str, rank: int) -> ProcessRecord:
-    return ProcessRecord(
-        pid=os.getpid(),
-        start_ticks=start_ticks(os.getpid()),
-        host=socket.gethostname(),
-        role=role,
-        rank=rank,
-        step=os.environ.get("SLURM_STEP_ID", ""),
-        # The scheduler's name of the node, and its job: what `hpc-rl attach` needs.
-        node=os.environ.get("SLURMD_NODENAME", ""),
-        job_id=os.environ.get("SLURM_JOB_ID", ""),
-    )

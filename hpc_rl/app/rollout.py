@@ -17,7 +17,7 @@ from hpc_rl.config.sections.experiment import GRPOConfig, has_own_prompts
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.environments.hosting import hosted
-from hpc_rl.errors import ConfigError, ExitCode
+from hpc_rl.errors import ExitCode
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.name_resolve.shared_fs import Lease
 from hpc_rl.records import LineageRecord, read_lineages
@@ -35,8 +35,7 @@ LISTENER_VARIABLE = "HPC_RL_LISTENER_FD"
 
 def body(context: role.Context) -> int:
     """Serve until asked to stop."""
-    if not isinstance(context.config, GRPOConfig):
-        raise ConfigError("this trial has no rollout section: an sft trial has no rollout role")
+    assert isinstance(context.config, GRPOConfig), "only its plan has a rollout role"
     return asyncio.run(serve(context, context.config))
 
 

@@ -1,13 +1,12 @@
 """An executor worker of the rollout role, which starts it and talks to it over standard input and output."""
 
-import argparse
 import asyncio
 import json
 import os
 import sys
-from pathlib import Path
 
 from hpc_rl import log
+from hpc_rl.app.role import arguments
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.rules.file_rules import context_of
 from hpc_rl.config.sections.experiment import GRPOConfig
@@ -26,11 +25,7 @@ from hpc_rl.trial import Trial
 def main() -> int:
     pipes.die_with_parent()
     out = pipes.reserve_stdout()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trial_dir", type=Path, required=True)
-    parser.add_argument("--attempt", required=True)
-    parser.add_argument("--index", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments("rollout_worker")
     trial = Trial(args.trial_dir)
     tokens = trial.tokens()
     log.setup("rollout-worker", args.index, list(tokens.values()))

@@ -7,7 +7,6 @@ from pathlib import Path
 from hpc_rl.allocation import SERVER_BACKENDS
 from hpc_rl.app import role
 from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.errors import ConfigError
 from hpc_rl.name_resolve import open_names
 from hpc_rl.servers.base import Backend, ReplicaPlace
 from hpc_rl.servers.replica import Identity, Replica
@@ -15,12 +14,7 @@ from hpc_rl.servers.replica import Identity, Replica
 
 def body(context: role.Context) -> int:
     config = context.config
-    if not isinstance(config, GRPOConfig):
-        raise ConfigError("a trial of this kind has no generation servers")
-    return asyncio.run(_serve(context, config))
-
-
-async def _serve(context: role.Context, config: GRPOConfig) -> int:
+    assert isinstance(config, GRPOConfig), "only its plan has servers"
     names = open_names(context.trial, config)
     who = Identity(context.index, context.attempt.id, context.incarnation)
     name = context.plan.server_backend or ""
@@ -34,7 +28,7 @@ async def _serve(context: role.Context, config: GRPOConfig) -> int:
     wait = config.actor.init_from_scratch and not backend.makes_initial_weights
     base_path = "" if wait else str(Path(config.actor.path).expanduser().absolute())
     replica = Replica(backend, context.trial, names, context.tokens, who, base_path, context.address)
-    return await replica.run(context.stopping)
+    return asyncio.run(replica.run(context.stopping))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -25,7 +24,6 @@ from typing import Protocol
 from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.files import last_lines
 from hpc_rl.plan.schema import Plan, Unit
-from hpc_rl.proc import start_ticks
 from hpc_rl.records import ProcessRecord
 from hpc_rl.render.container_command import command_of, common_env, container_env
 from hpc_rl.schedulers.hostlist import expand
@@ -68,7 +66,7 @@ class Handle(ABC):
         finally:
             os.close(read_end)
         os.set_blocking(write_end, False)
-        self.children.append(process_record(self._role, task.pid, rank=len(self._tasks)))
+        self.children.append(ProcessRecord.of(self._role, task.pid, rank=len(self._tasks)))
         self._tasks.append(task)
         self._pipes.append(write_end)
 
@@ -98,13 +96,6 @@ class Handle(ABC):
     def _close(self) -> None:
         while self._pipes:
             os.close(self._pipes.pop())
-
-
-def process_record(role: str, pid: int, rank: int = 0) -> ProcessRecord:
-    """Return the record of a process of this host."""
-    return ProcessRecord(
-        pid=pid, start_ticks=start_ticks(pid), host=socket.gethostname(), role=role, rank=rank
-    )
 
 
 class Steps(Protocol):

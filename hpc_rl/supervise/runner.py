@@ -11,11 +11,11 @@ from hpc_rl.errors import ExitCode, Stale, StopCause
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import Lease, NameResolve
 from hpc_rl.plan.schema import Plan
-from hpc_rl.records import DoneRecord, DrainIntent, EventKind, JobRecord, read_events
+from hpc_rl.records import DoneRecord, DrainIntent, EventKind, JobRecord, ProcessRecord, read_events
 from hpc_rl.requeue import RESUME, STOPS
 from hpc_rl.supervise import exit_policy, ownership
 from hpc_rl.supervise.deadline import JobDeadline, StepTimes
-from hpc_rl.supervise.processes import Steps, process_record, unplaced_reason
+from hpc_rl.supervise.processes import Steps, unplaced_reason
 from hpc_rl.supervise.state_machine import DRAIN_GRACE_S, AttemptMachine, Finish, Phase
 from hpc_rl.supervise.unit_loop import RateLimit, UnitLoop, tolerant
 from hpc_rl.trial import Attempt, read_object, write_json
@@ -81,7 +81,7 @@ class TrialRunner(UnitLoop):
 
     def _take_over(self) -> None:
         number = ownership.next_incarnations(self.attempt).get(("supervisor", 0), 0)
-        record = process_record("supervisor", os.getpid())
+        record = ProcessRecord.of("supervisor", os.getpid())
         write_json(self.attempt.process_record("supervisor", 0, number, 0), record.to_json())
         details = {"role": "supervisor", "number": number, "pid": os.getpid()}
         self.write_event(EventKind.SUPERVISOR_STARTED, details)

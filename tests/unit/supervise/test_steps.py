@@ -14,6 +14,7 @@ from toy_plans import toy_plan
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import end_processes, is_alive, start_ticks
+from hpc_rl.records import ProcessRecord
 from hpc_rl.supervise import processes
 from hpc_rl.supervise.ownership import kill_leftovers, next_incarnations
 from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, unplaced_reason
@@ -269,7 +270,7 @@ def test_leftovers_are_asked_then_killed_and_only_the_very_processes(attempt, mo
         for process in (left, reused, elsewhere):
             process.stdout.readline()
         for rank, process in enumerate((left, reused, elsewhere)):
-            record = processes.process_record("trainer", process.pid, rank)
+            record = ProcessRecord.of("trainer", process.pid, rank)
             write_json(attempt.process_record("trainer", 0, 0, rank, by_client=True), record.to_json())
         for rank, change in ((1, {"start_ticks": 1}), (2, {"host": "another"})):
             path = attempt.processes / f"client-trainer-0.0-rank{rank}.json"
