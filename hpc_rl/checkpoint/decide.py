@@ -48,13 +48,14 @@ OWN_FAULT = frozenset({Cause.FAILED, Cause.WALLTIME})
 
 @dataclass(frozen=True)
 class GenerationInfo:
-    """A generation on disk; `problem` is why it is not valid."""
+    """A generation on disk; `problem` is why it is not valid. Unless `read` its content is unchecked."""
 
     step: int
     lineage: int
     submission: str
     valid: bool
     problem: str = ""
+    read: bool = True
 
 
 @dataclass(frozen=True)

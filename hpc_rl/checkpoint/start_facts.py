@@ -8,7 +8,7 @@ from hpc_rl.checkpoint.decide import Cause, Decision, GenerationInfo, PastStart,
 from hpc_rl.checkpoint.generation import IMPORTED, IMPORTED_LINEAGE, Found
 from hpc_rl.errors import ExitCode, FailureClass, StopCause
 from hpc_rl.records import EndedRecord, Event, EventKind, JobRecord, LineageRecord, read_events, read_lineages
-from hpc_rl.trial import Attempt, Trial, entries, read_json
+from hpc_rl.trial import Attempt, Trial, entries, read_object
 
 _SEAL = re.compile(r"(\d+)\.seal")
 # a command reads a whole generation up to this size before it submits a start from it
@@ -30,10 +30,9 @@ def decide_start(
         return decision, []
     if not decision.set_aside:
         return decision, damaged
+    why = f"is later than {decision.step}"
     later = [found for found in generation.scan(trial) if found.step in decision.set_aside]
-    return decision, [
-        replace(found, problem=found.problem or f"is later than {decision.step}") for found in later
-    ]
+    return decision, [replace(found, problem=found.problem or why) for found in later]
 
 
 def gather(
@@ -76,21 +75,16 @@ def fruitless_starts(trial: Trial, submission: str, running: str = "") -> tuple[
     """
     own = [record for record in read_lineages(trial) if record.submission == submission]
     generations, _ = _verified(generation.scan(trial), frozenset(), None)
-    if (
-        running
-        and own
-        and own[-1].attempt == running
-        and trainer_exit(trial.attempt(running), own[-1].incarnation) is None
-    ):
+    runs = running and own and own[-1].attempt == running
+    if runs and trainer_exit(trial.attempt(running), own[-1].incarnation) is None:
         own = own[:-1]
     return past_starts(trial, running, own, generations)
 
 
 def trimmed(trial: Trial) -> int:
     """Return the step up to which batches are gone from the batch log; 0 where all are there."""
-    record = read_json(trial.trimmed)
-    step = record["step"] if isinstance(record, dict) and isinstance(record.get("step"), int) else 0
-    return max(step, min(seals_of(trial), default=1) - 1)
+    step = read_object(trial.trimmed).get("step")
+    return max(step if isinstance(step, int) else 0, min(seals_of(trial), default=1) - 1)
 
 
 def seals_of(trial: Trial) -> list[int]:
@@ -158,16 +152,14 @@ def _verified(
     """Return all generations; those that may be loaded are read, newest first, up to a valid one."""
     infos, damaged, looking = [], [], True
     for one in found:
-        submission = one.manifest.submission if one.manifest else ""
+        lineage, submission = (one.manifest.lineage, one.manifest.submission) if one.manifest else (-1, "")
         eligible = one.step == wanted if wanted is not None else only is None or submission in only
         read = looking and eligible
         if read:
             one = generation.verify(one, read_limit(one, wanted, in_passing))
-            if one.problem:
-                damaged.append(one)
-        lineage = one.manifest.lineage if one.manifest else -1
+            looking = bool(one.problem)
+            damaged += [one] if one.problem else []
         infos.append(GenerationInfo(one.step, lineage, submission, not one.problem, one.problem, read))
-        looking = looking and not (eligible and not one.problem)
     return infos, damaged
 
 
@@ -255,14 +247,9 @@ def _cause_of_stop(attempt: Attempt) -> tuple[Cause, str]:
 
 def trainer_exit(attempt: Attempt, incarnation: int) -> Event | None:
     """Return how the supervisor saw one trainer incarnation exit; None where it did not."""
-    for event in reversed(read_events(attempt)):
-        if (
-            event.kind is EventKind.EXITED
-            and event.unit == ("trainer", 0)
-            and event.incarnation == incarnation
-        ):
-            return event
-    return None
+    exits = [event for event in read_events(attempt) if event.kind is EventKind.EXITED]
+    of_trainer = (event for event in reversed(exits) if event.unit == ("trainer", 0))
+    return next((event for event in of_trainer if event.incarnation == incarnation), None)
 
 
 def _order(trial: Trial, start: LineageRecord | PastStart) -> tuple[int, int]:
