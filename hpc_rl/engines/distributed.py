@@ -15,8 +15,8 @@ def init_ranks(
     rank: int,
     num_ranks: int,
     device: torch.device | str,
-    publish: Callable[[str, int], None] | None = None,
-    find: Callable[[], tuple[str, int]] | None = None,
+    publish: Callable[[str, int], None],
+    find: Callable[[], tuple[str, int]],
     timeout_s: float = 600.0,
     join_timeout_s: float | None = None,
     address: str = "127.0.0.1",
@@ -33,14 +33,11 @@ def init_ranks(
     if num_ranks == 1:
         return
     device, timeout = torch.device(device), timedelta(seconds=timeout_s)
-    if rank == 0:
-        assert publish is not None, "rank 0 needs a way to publish the store's address"
-        store = dist.TCPStore(address, 0, num_ranks, is_master=True, timeout=timeout, wait_for_workers=False)
+    first = rank == 0
+    host, port = (address, 0) if first else find()
+    store = dist.TCPStore(host, port, num_ranks, is_master=first, timeout=timeout, wait_for_workers=False)
+    if first:
         publish(address, store.port)
-    else:
-        assert find is not None, "ranks above 0 need a way to find the store"
-        host, port = find()
-        store = dist.TCPStore(host, port, num_ranks, is_master=False, timeout=timeout, wait_for_workers=False)
     _wait_for_all(store, num_ranks, timeout_s if join_timeout_s is None else join_timeout_s)
     if device.type == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
         # gloo would bind to what the host's own name resolves to, which is loopback on many systems

@@ -96,8 +96,7 @@ class FSDPEngine:
         groups, _ = self._rounds(rows)
         with torch.no_grad():
             for group in groups:
-                inputs = self._inputs(rows, group)
-                logprobs_N, _ = self._forward(inputs, temperature)
+                inputs, logprobs_N, _ = self._forward(rows, group, temperature)
                 flat_T = inputs.flat(logprobs_N).cpu().numpy()
                 ends = np.cumsum([len(out[row]) for row in group])
                 for row, end in zip(group, ends, strict=True):
@@ -116,8 +115,7 @@ class FSDPEngine:
             raise ValueError("train_batch got no rows on any rank")
         totals: dict[str, torch.Tensor] = {}
         for group in groups:
-            inputs = self._inputs(rows, group)
-            logprobs_N, entropy_N = self._forward(inputs, temperature)
+            inputs, logprobs_N, entropy_N = self._forward(rows, group, temperature)
             loss_sum, sums = loss(micro_batch(rows, group, inputs, logprobs_N, entropy_N))
             # FSDP averages gradients over the ranks
             (loss_sum * (self.num_ranks / loss_weight * self.scale.value)).backward()
@@ -166,16 +164,17 @@ class FSDPEngine:
             raise ValueError(refused or "a row of another rank is longer than max_tokens_per_mb")
         return groups + [[] for _ in range(int(max(counts)) - len(groups))], int(total_rows)
 
-    def _inputs(self, rows: Sequences, group: list[int]) -> Inputs:
+    def _forward(
+        self, rows: Sequences, group: list[int], temperature: float
+    ) -> tuple[Inputs, torch.Tensor, torch.Tensor]:
+        """Return the inputs of a group of rows, and log-probabilities and entropies of its wanted tokens."""
         pad_to = (self.config.mb_spec.max_tokens_per_mb or 0) if self.config.pad_to_maximum else 0
-        return inputs_of(
-            rows, group, self.layout, self.device, 0 if self.config.is_critic else 1, pad_to, self.pin_memory
-        )
-
-    def _forward(self, inputs: Inputs, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.model(
+        shift = 0 if self.config.is_critic else 1
+        inputs = inputs_of(rows, group, self.layout, self.device, shift, pad_to, self.pin_memory)
+        logprobs_N, entropy_N = self.model(
             inputs.input_ids, inputs.position_ids, inputs.source_N, inputs.targets_N, temperature
         )
+        return inputs, logprobs_N, entropy_N
 
     def snapshot(self, copied: bool) -> Snapshot:
         if copied and self._buffer is None:

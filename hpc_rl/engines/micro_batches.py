@@ -71,7 +71,8 @@ def inputs_of(
     row. shift: 1 reads at the token before the wanted one, 0 at the token itself (a model that ends in a
     number). pad_to: add unused tokens up to this number.
     """
-    lengths, ids_T = _lengths_and_ids(rows, group)
+    lengths = np.array([len(rows.ids[row]) for row in group], dtype=np.int64)
+    ids_T = np.concatenate([np.zeros(0, dtype=np.int64), *(rows.ids[row] for row in group)])
     row_T = np.repeat(np.arange(len(group)), lengths)
     starts = np.cumsum(lengths) - lengths
     place_T = np.arange(len(ids_T)) - starts[row_T]
@@ -120,12 +121,6 @@ def micro_batch(
     return MicroBatch(
         inputs.flat(logprobs_N), inputs.flat(entropy_N), columns, torch.from_numpy(row_T).to(device)
     )
-
-
-def _lengths_and_ids(rows: Sequences, group: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    lengths = np.array([len(rows.ids[row]) for row in group], dtype=np.int64)
-    ids = [rows.ids[row] for row in group]
-    return lengths, (np.concatenate(ids) if ids else np.zeros(0)).astype(np.int64)
 
 
 def _column(rows: Sequences, name: str, group: list[int]) -> np.ndarray:

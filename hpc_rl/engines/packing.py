@@ -90,25 +90,16 @@ def _longest_first(lengths: np.ndarray) -> list[tuple[int, int]]:
 
 def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Groups:
     groups: Groups = []
-    room: list[int] = []  # distinct free capacities, ascending
-    by_room: dict[int, list[int]] = {}  # free capacity -> groups with it
+    room: list[tuple[int, int]] = []  # free capacity and its group, ascending
     for row, length in _longest_first(lengths):
-        at = bisect_left(room, length)
+        at = bisect_left(room, (length, 0))
         if at == len(room):
-            group, free = len(groups), capacity
+            free, group = capacity, len(groups)
             groups.append([])
         else:
-            free = room[at]
-            group = by_room[free].pop()
-            if not by_room[free]:
-                del by_room[free], room[at]
+            free, group = room.pop(at)
         groups[group].append(row)
-        left = free - length
-        if left in by_room:
-            by_room[left].append(group)
-        else:
-            by_room[left] = [group]
-            insort(room, left)
+        insort(room, (free - length, group))
     return [sorted(group) for group in groups]
 
 

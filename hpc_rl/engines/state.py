@@ -192,7 +192,8 @@ class Header:
         tensor = self.tensors[name]
         start, end = tensor["data_offsets"]
         num_rows = max(1, _num_rows(tensor))
-        return self.begin + start + first * ((end - start) // num_rows), _dtype(tensor["dtype"])
+        dtype = next(dtype for dtype, name in DTYPES.items() if name == tensor["dtype"])
+        return self.begin + start + first * ((end - start) // num_rows), dtype
 
 
 def _fill(
@@ -260,10 +261,6 @@ def _header(named: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     """Return a flat uint8 view of a contiguous tensor on the CPU."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
-
-
-def _dtype(name: str) -> torch.dtype:
-    return next(dtype for dtype, known in DTYPES.items() if known == name)
 
 
 def _torch_rng() -> dict[str, torch.Tensor]:

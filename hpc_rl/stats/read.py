@@ -78,7 +78,9 @@ class MetricsReader:
         parts: list[tuple[tuple[int, float], int, list[Row]]] = []
         for path in self.trial.attempts.glob("*/metrics.*.jsonl"):
             incarnation = path.name.split(".")[1]
-            rows = self._file(path)
+            file = self._files.setdefault(path, JsonLines(path))
+            file.poll()
+            rows = file.rows
             line = known.pop((path.parent.name, int(incarnation)), None) if incarnation.isdecimal() else None
             if line is not None:
                 parts.append(((line.lineage, 0.0), line.from_step, rows))
@@ -100,11 +102,6 @@ class MetricsReader:
             if steps:
                 reached[path.parent.name] = max(reached.get(path.parent.name, 0), *steps)
         return reached
-
-    def _file(self, path: Path) -> list[Row]:
-        file = self._files.setdefault(path, JsonLines(path))
-        file.poll()
-        return file.rows
 
 
 def _without_record(rows: list[Row]) -> tuple[tuple[int, float], int, list[Row]]:

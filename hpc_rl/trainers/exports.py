@@ -151,14 +151,14 @@ class Ranking:
     """The number of an evaluation by which states are compared."""
 
     metric: str
-    higher_is_better: bool
+    mode: str  # min | max: which of two is better
 
     @classmethod
     def of(cls, config: Config) -> Ranking:
         keep = config.saver.keep_best
         metric = (keep.metric if keep else None) or METRICS[trainer_of(config)][0]
         mode = (keep.mode if keep else None) or ("min" if metric.endswith("loss") else "max")
-        return cls(metric, mode == "max")
+        return cls(metric, mode)
 
     def improvement(
         self, numbers: Mapping[str, Any] | None, standing: Mapping[str, Any]
@@ -167,12 +167,11 @@ class Ranking:
         value = (numbers or {}).get(self.metric)
         if not isinstance(value, int | float) or not math.isfinite(value):
             return None
-        mode = "max" if self.higher_is_better else "min"
-        new = {"metric": self.metric, "mode": mode, "value": float(value)}
-        if (standing.get("metric"), standing.get("mode")) != (self.metric, mode):
+        new = {**vars(self), "value": float(value)}
+        if (standing.get("metric"), standing.get("mode")) != (self.metric, self.mode):
             return new
         old = float(standing["value"])
-        better = value > old if self.higher_is_better else value < old
+        better = value > old if self.mode == "max" else value < old
         return new if better else None
 
 

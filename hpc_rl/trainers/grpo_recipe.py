@@ -122,8 +122,7 @@ class GRPO:
             sums = self.run.engine.train_batch(sequences, self._loss, minibatch.loss_weight, self.temperature)
             self._report(sums, minibatch)
             num_successful += int(sums["update_successful"])
-        self._pass_updates(len(minibatches))
-        self._check_progress(step, num_successful, len(minibatches))
+        self._finish_step(step, num_successful, len(minibatches))
 
     def publish(self, step: int) -> None:
         version = self.run.version(step)
@@ -241,18 +240,16 @@ class GRPO:
             weight_by_row=self.actor.loss_aggregation != "token_mean",
         )
 
-    def _pass_updates(self, done: int) -> None:
+    def _finish_step(self, step: int, num_successful: int, num_tried: int) -> None:
+        """Raise DataUnusable after too many steps in a row in which the weights did not change."""
         # the schedule counts the updates of a whole batch, also if dynamic sampling or the mask left fewer
         # rows
-        missing = updates_per_step(self.config) - done
+        missing = updates_per_step(self.config) - num_tried
         if missing > 0:
             self.run.engine.pass_updates(missing)
-        if not done:
+        if not num_tried:
             self.run.stats.mean("update_successful", 0.0, 1)
             logger.warning("no update in this step: no row is left to train on")
-
-    def _check_progress(self, step: int, num_successful: int, num_tried: int) -> None:
-        """Raise DataUnusable after too many steps in a row in which the weights did not change."""
         self._steps_without_update = 0 if num_successful else self._steps_without_update + 1
         if self._steps_without_update < max_steps_without_update(self.actor):
             return
@@ -375,12 +372,10 @@ class GRPO:
                     stats.mean(f"agent/{name}", row.stats[name], 1)
         self._warn_of_missing_agent_stats(rows)
         stats.value("staleness_max", max(staleness, default=0))
-        stats.value("older_lineage", sum(self._is_of_older_lineage(row) for row in rows))
+        # rows with tokens of an earlier lineage; their age still counts by their step
+        older = [bool((row.lineages[row.loss_mask] < self.run.lineage).any()) for row in rows]
+        stats.value("older_lineage", sum(older))
         stats.value("num_tokens", sum(len(row.ids) for row in rows))
-
-    def _is_of_older_lineage(self, row: Trajectory) -> bool:
-        """Whether an earlier lineage made tokens of a row; their age still counts by their step."""
-        return bool(row.loss_mask.any()) and int(row.lineages[row.loss_mask].min()) < self.run.lineage
 
     def _warn_of_missing_agent_stats(self, rows: list[Trajectory]) -> None:
         wanted = set(self.actor.log_agent_stats_keys) - self._reported_missing

@@ -72,15 +72,15 @@ def train(run: Run, recipe: Recipe) -> ExitCode:
         run.does("publish", step)
         with run.stats.timed("publish_s"):
             recipe.publish(step)
-        due = run.due(recipe, step)
-        if due.evaluate or step == total:
+        stops, saves, evaluates, exports = run.due(recipe, step)
+        if evaluates or step == total:
             run.evaluate(recipe, step)
-        if due.export:
+        if exports:
             run.exports.write_step(step)
         run.log(step)
         # an evaluation that a stop cut short is owed for this very state
-        stops = due.stop or run.owes_evaluation
-        if due.save or stops or step == total:
+        stops = stops or run.owes_evaluation
+        if saves or stops or step == total:
             run.save(recipe, step, last=step == total)
         if stops and step < total:
             return run.stop(recipe, step)

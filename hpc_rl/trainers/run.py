@@ -5,6 +5,7 @@ The loop (loop.py) decides when, this does it for all ranks together; what a ste
 
 import functools
 import logging
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -43,24 +44,23 @@ class Timer:
     """
 
     def __init__(self, frequency: FrequencyConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self.frequency = frequency
+        limits = (frequency.freq_epochs, frequency.freq_steps, frequency.freq_secs)
+        self._limits = dict(zip(("epochs", "steps", "secs"), limits, strict=True))
         self._clock = clock
-        self._epochs = 0
-        self._steps = 0
-        self._since = clock()
+        self.restore({})
 
     def check(self, epochs: int = 0, steps: int = 1) -> bool:
         """Count finished epochs and steps; return whether something is due."""
         self._epochs += epochs
         self._steps += steps
-        due = False
-        if self.frequency.freq_epochs and self._epochs >= self.frequency.freq_epochs:
-            self._epochs, due = 0, True
-        if self.frequency.freq_steps and self._steps >= self.frequency.freq_steps:
-            self._steps, due = 0, True
-        if self.frequency.freq_secs and self._clock() - self._since >= self.frequency.freq_secs:
-            self._since, due = self._clock(), True
-        return due
+        elapsed = self.state()
+        going_on = {
+            name: value for name, value in elapsed.items() if value < (self._limits[name] or math.inf)
+        }
+        if going_on == elapsed:
+            return False
+        self.restore(going_on)
+        return True
 
     def state(self) -> dict[str, Any]:
         return {"epochs": self._epochs, "steps": self._steps, "secs": self._clock() - self._since}
@@ -70,16 +70,6 @@ class Timer:
         self._epochs = int(state.get("epochs", 0))
         self._steps = int(state.get("steps", 0))
         self._since = self._clock() - float(state.get("secs", 0.0))
-
-
-@dataclass(frozen=True)
-class Due:
-    """What is to be done at the end of a step."""
-
-    stop: bool
-    save: bool
-    evaluate: bool
-    export: bool
 
 
 @dataclass(kw_only=True)
@@ -108,7 +98,7 @@ class Run(TrainerContext):
             every_steps=recover.keep_every_steps,
             best=recover.keep_best,
             metric=ranking.metric,
-            higher_is_better=ranking.higher_is_better,
+            higher_is_better=ranking.mode == "max",
         )
         self.saving = Saving(self.trial, self.attempt.id, self.incarnation, self.engine, self.ranks, policy)
         self.writer = WeightWriter(
@@ -147,14 +137,14 @@ class Run(TrainerContext):
         if self.activity is not None:
             self.activity.does(what, step)
 
-    def due(self, recipe: Any, step: int) -> Due:
-        """Return what is to be done after a step, by any rank's stop and rank 0's clock."""
+    def due(self, recipe: Any, step: int) -> list[bool]:
+        """Return whether to stop, save, evaluate and export after a step: any rank's stop, rank 0's clock."""
         epochs = recipe.position(step)[0] - recipe.position(step - 1)[0]
         fired = {name: timer.check(epochs) and self.ranks.rank == 0 for name, timer in self.timers.items()}
         self.settle(recipe)
         self._trim_unsaved(recipe, step)
         saves = (fired["save"] and self.config.recover.mode != "disabled") or self.saving.owed
-        return Due(*self.ranks.any_of(self.stopping.is_set(), saves, fired["evaluate"], fired["export"]))
+        return self.ranks.any_of(self.stopping.is_set(), saves, fired["evaluate"], fired["export"])
 
     def evaluate(self, recipe: Any, step: int) -> None:
         """Evaluate now; if the trainer is asked to stop meanwhile, the evaluation is owed."""

@@ -92,12 +92,9 @@ class Publisher:
             targets = self._targets()
             update = partial(self._update, label=label, path=path, limit_s=limit_s)
             answers = await asyncio.gather(*(update(key, seen) for key, seen in targets.items()))
-            result = Published()
-            for key, problem in zip(targets, answers, strict=True):
-                if problem:
-                    result.failed[key] = problem
-                else:
-                    result.acknowledged.append(key)
+            problems = dict(zip(targets, answers, strict=True))
+            failed = {key: problem for key, problem in problems.items() if problem}
+            result = Published([key for key in targets if key not in failed], failed)
             self._remember(result, targets, label)
             if result.acknowledged:
                 self._prune()
