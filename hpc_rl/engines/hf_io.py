@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from hpc_rl.errors import ConfigError
 from hpc_rl.trial import fsync_dir
@@ -78,13 +79,13 @@ def write_checkpoint(
     `others` are files to copy; those that do not exist are left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        save_torch_state_dict(tensors, folder, max_shard_size=MAX_FILE_BYTES)
-    except SafetensorError as error:
-        # safetensors wraps errors of the file system: they are raised as the OSError that they were
-        if code := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(code[1]), os.strerror(int(code[1])), str(folder)) from error
-        raise
+    # not by save_torch_state_dict, which refuses a tensor that is a part of a larger piece of memory
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=MAX_FILE_BYTES)
+    for file, names in split.filename_to_tensors.items():
+        _save({name: tensors[name] for name in names}, folder / file)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     (folder / "config.json").write_text(config_json)
     for source in filter(Path.is_file, others):
         shutil.copyfile(source, folder / source.name)
@@ -101,3 +102,13 @@ def fsync_file(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    # safetensors wraps errors of the file system: they are raised as the OSError that they were
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if code := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+        raise

@@ -88,7 +88,7 @@ def test_a_full_disk_reported_by_safetensors_is_an_os_error(tmp_path, monkeypatc
     def full(*_args: object, **_more: object) -> None:  # its words for a write to a full tmpfs
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(hf_io, "save_torch_state_dict", full)
+    monkeypatch.setattr(hf_io, "save_file", full)
     with pytest.raises(OSError, match="No space left") as caught:
         hf_io.write_checkpoint(tmp_path, {"w": torch.zeros(2)}, "{}", [], durable=False)
     assert caught.value.errno == 28
