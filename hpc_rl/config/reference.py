@@ -95,9 +95,5 @@ def _table(title: str, texts: list[str], heads: list[str], rows: list[list[str]]
     if rows:
         yield f"| {' | '.join(heads)} |"
         yield "|---" * len(heads) + "|"
-        yield from (f"| {' | '.join(map(_cell, row))} |" for row in rows)
+        yield from (f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
         yield ""
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

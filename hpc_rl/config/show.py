@@ -85,12 +85,8 @@ def as_yaml(shown: Mapping[str, ResolvedValue]) -> str:
         rows.append((f"{'  ' * len(sections)}{leaf}: {scalar(literal(item.value))}", item.origin))
     width = min(max((len(text) for text, origin in rows if origin), default=0), 60)
     return "".join(
-        f"{text:<{width}}  # {_line(origin)}\n" if origin else f"{text}\n" for text, origin in rows
+        f"{text:<{width}}  # {' '.join(origin.split())}\n" if origin else f"{text}\n" for text, origin in rows
     )
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def scalar(value: Any) -> str:

@@ -1,8 +1,10 @@
 """The fields of the configuration's dataclasses: names, types and defaults."""
 
 import dataclasses
+import difflib
 import types
 import typing
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -47,6 +49,17 @@ def is_optional(hint: Any) -> bool:
 def default_of(field: dataclasses.Field) -> Any:
     """Return the default of a field; dataclasses.MISSING where it is required."""
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def nearest(name: str, names: Collection[str], cutoff: float = 0.8) -> str:
+    """Return the most similar name; empty where none is as similar as `cutoff`."""
+    return next(iter(difflib.get_close_matches(name.lower(), names, n=1, cutoff=cutoff)), "")
+
+
+def did_you_mean(name: str, names: Collection[str], cutoff: float = 0.6) -> str:
+    """Return a question with the most similar name; empty where none is similar enough."""
+    near = nearest(name, names, cutoff)
+    return f"Did you mean {near}?" if near else ""
 
 
 @cache

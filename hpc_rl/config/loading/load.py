@@ -15,8 +15,8 @@ from typing import Any
 
 from hpc_rl.config import presets as presets_of
 from hpc_rl.config.loading import parser
-from hpc_rl.config.loading.fields import defaults, extras_of, hints, options, section_of
-from hpc_rl.config.loading.names import ALIASES, nearest, refused_names
+from hpc_rl.config.loading.fields import defaults, extras_of, hints, nearest, options, section_of
+from hpc_rl.config.loading.names import ALIASES, refused_names
 from hpc_rl.config.loading.profiles import SHIPPED_PROFILES, known_profiles, profile_dirs
 from hpc_rl.config.loading.source import (
     Settings,

@@ -5,14 +5,14 @@ Also refused: what stands for a section and is none, and required options that a
 
 import dataclasses
 import difflib
+import itertools
 from collections.abc import Collection, Iterator, Mapping
 
-from hpc_rl.config.loading.fields import default_of, hints, is_optional, options, section_of
+from hpc_rl.config.loading.fields import default_of, hints, is_optional, nearest, options, section_of
 from hpc_rl.config.loading.source import Settings, SourceValue
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.tables import atlas
 
-CLOSE = 0.8  # similarity from which a name is suggested
 ALIASES = {  # short names on the command line; {model} is actor or model
     "n_nodes": "cluster.n_nodes",
     "nodes": "cluster.n_nodes",
@@ -50,19 +50,14 @@ ANSWERS = {  # names that other toolkits have -> what to do here
 }
 
 
-def nearest(name: str, names: Collection[str], cutoff: float = CLOSE) -> str:
-    """Return the most similar name; empty where none is similar enough."""
-    found = difflib.get_close_matches(name.lower(), names, n=1, cutoff=cutoff)
-    return found[0] if found else ""
-
-
 def refused_names(cls: type, settings: Settings, aliases: Mapping[str, str]) -> list[str]:
     """Return refusals: names that are no options, what stands for a section, what is missing."""
     known = options(cls)
     refusals: dict[str, str] = {}
     suggested: set[str] = set()
     for name, item in settings.items():
-        unknown = next((part for part in _parts(name) if part not in known), "")
+        parents = itertools.accumulate(name.split("."), "{}.{}".format)  # a, a.b, a.b.c
+        unknown = next((parent for parent in parents if parent not in known), "")
         if unknown:
             meant, hint = _meant(cls, unknown, aliases)
             suggested.add(meant)
@@ -74,12 +69,6 @@ def refused_names(cls: type, settings: Settings, aliases: Mapping[str, str]) -> 
                 refusals[name] = _no_section(name, item)
     missing = [line for name, line in _missing(cls, settings) if name not in suggested]
     return [*refusals.values(), *missing]
-
-
-def _parts(name: str) -> Iterator[str]:
-    """Yield a, a.b, a.b.c."""
-    parts = name.split(".")
-    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
 
 
 def _no_section(name: str, item: SourceValue) -> str:

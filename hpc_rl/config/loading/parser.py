@@ -18,13 +18,13 @@ from jsonargparse import ArgumentError, ArgumentParser, set_loader, set_parsing_
 from hpc_rl.config.loading.fields import (
     alternatives,
     base_of,
+    did_you_mean,
     extras_of,
     hints,
     is_optional,
     options,
     section_of,
 )
-from hpc_rl.config.loading.names import nearest
 from hpc_rl.config.loading.source import Settings, SourceValue
 from hpc_rl.config.loading.stored import construct
 from hpc_rl.config.sections.limits import Grammar, Limits
@@ -209,8 +209,7 @@ def _judged(hint: Any, kinds: list[Any], value: Any) -> Any:
             return _parser_of(hint).parse_object({"value": value})["value"]
     except ArgumentError:
         pass
-    near = nearest(str(value), [str(one) for one in choices], cutoff=0.6)
-    raise ValueError(f"Did you mean {near}?" if near else "")
+    raise ValueError(did_you_mean(str(value), [str(one) for one in choices]))
 
 
 @cache

@@ -1,13 +1,12 @@
 """A configuration as plain data and back: the content of `config.json`. Roles in a job read it with this."""
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hpc_rl.config.loading.fields import hints, section_of
+from hpc_rl.config.loading.fields import hints, nearest, section_of
 from hpc_rl.config.sections.experiment import CONFIGS, Config, RWConfig, SFTConfig
 from hpc_rl.errors import ConfigError
 
@@ -57,8 +56,8 @@ def construct(cls: type, data: Mapping[str, Any], prefix: str = "") -> Any:
                 continue
             name = RENAMED[prefix + name].rpartition(".")[2]
         if name not in hints(cls):
-            near = difflib.get_close_matches(name, hints(cls), n=1, cutoff=0.8)
-            hint = f": did you mean {prefix}{near[0]}?" if near else "."
+            near = nearest(name, hints(cls))
+            hint = f": did you mean {prefix}{near}?" if near else "."
             raise ConfigError(f"config.json: unknown key {prefix}{name}{hint}")
         section = section_of(hints(cls)[name])
         if section is not None and isinstance(value, Mapping):

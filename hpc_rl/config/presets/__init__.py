@@ -1,12 +1,12 @@
 """Presets: named sets of values. `atlas` is overridden by every file, `cpu` overrides every file."""
 
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.allocation import SERVER_BACKENDS
+from hpc_rl.config.loading.fields import did_you_mean
 from hpc_rl.config.loading.source import Settings, read_yaml
 from hpc_rl.errors import ConfigError
 
@@ -33,9 +33,9 @@ def read(
 
 def _read(name: str) -> Settings:
     if name not in (*BELOW, *OVER):
-        near = difflib.get_close_matches(name, [*BELOW, *OVER], n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"preset {name!r} is not known; allowed: {', '.join([*BELOW, *OVER])}.{hint}")
+        known = [*BELOW, *OVER]
+        hint = did_you_mean(name, known)
+        raise ConfigError(f"preset {name!r} is not known; allowed: {', '.join(known)}. {hint}".strip())
     found = read_yaml(Path(__file__).with_name(f"{name}.yaml"))
     return {option: dataclasses.replace(item, origin=f"preset {name}") for option, item in found.items()}
 

@@ -51,6 +51,7 @@ NEEDS = {  # option -> the one without which it has no effect
     **{f"{norm}.mean_leave1out": f"{norm}.mean_level" for norm in _NORMS},
     **{f"{model}.pad_to_maximum": f"{model}.mb_spec.max_tokens_per_mb" for model in _MODELS},
     "launcher.slurm.mail_user": "launcher.slurm.mail_type",
+    "environments.n_nodes": "environments.commands",
 }
 # AReaL repeats experiment, trial and fileroot in most sections.
 _IDENTITY = {f"{section}.{name}": root for section in _SECTIONS for name, root in _ROOTS.items()}

@@ -26,15 +26,6 @@ def order(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         )
 
 
-def placement(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
-    section = config.environments
-    if section and section.n_nodes and not section.commands:
-        yield (
-            f"environments.n_nodes {section.n_nodes} has no effect without environments.commands, "
-            "which run there."
-        )
-
-
 def length(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     if has_own_prompts(config):
         return
@@ -50,4 +41,4 @@ def length(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         )
 
 
-GRPO_RULES = [commands, order, placement, length]
+GRPO_RULES = [commands, order, length]

@@ -1,10 +1,10 @@
 """Rules about generation: groups, sampling, lengths, the rollout role, and what servers can do."""
 
-import difflib
 import re
 from collections.abc import Collection, Iterator
 
 from hpc_rl.allocation import SERVER_BACKENDS
+from hpc_rl.config.loading.fields import did_you_mean
 from hpc_rl.config.rules.consistency import context_option, given, server_backend
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.config.sections.inference import GenerationHyperparameters
@@ -67,10 +67,9 @@ def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     for name, known in BUILT_IN.items():
         value = getattr(options, name)
         if value not in known and not re.fullmatch(_IMPORT_PATH, value):
-            near = difflib.get_close_matches(value, known, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
             allowed = f"allowed: {', '.join(known)}, or package.module:name of your own"
-            yield f"rollout.{name} {value!r} is not known; {allowed}.{hint}"
+            line = f"rollout.{name} {value!r} is not known; {allowed}. {did_you_mean(value, known)}"
+            yield line.strip()
 
 
 def servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:

@@ -56,6 +56,11 @@ def asks_for_gpus(gres: str | None) -> bool:
     return any(re.match(r"(gres/)?gpu([:=]|$)", part) for part in (gres or "").split(","))
 
 
+def option_of(text: str) -> str:
+    """Return the option at the beginning of a text, without its value: `-x` or `--name`."""
+    return text.partition("=")[0] if text.startswith("--") else text[:2]
+
+
 def texts(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm = config.launcher.slurm
     for name, value in vars(slurm).items():
@@ -111,18 +116,12 @@ def _count(gres: str) -> int | None:
     return 1 if re.fullmatch(r"[A-Za-z_][\w.-]*", tail) else None
 
 
-def option_names(text: str) -> list[str]:
-    """Return the options in a text, split as by a shell. Raises ValueError for unbalanced quotes."""
-    options = [part for part in shlex.split(text) if part.startswith("-")]
-    return [option.partition("=")[0] if option.startswith("--") else option[:2] for option in options]
-
-
 def extra_args(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm, name = config.launcher.slurm, "launcher.slurm.extra_args"
     own = {f"--{field.name.replace('_', '-')}": field.name for field in dataclasses.fields(slurm)} | _SHORT
     for extra in slurm.extra_args:
         try:
-            options = option_names(extra)
+            options = [option_of(part) for part in shlex.split(extra) if part.startswith("-")]
         except ValueError as error:
             yield f"{name}: {extra!r} can't be read: {error}."
             continue
@@ -171,7 +170,7 @@ def srun_options(config: Config, explicit: Collection[str]) -> Iterator[str]:
         yield f"{name}: {text!r} can't be split: {error}."
         return
     for arg in args:
-        option = arg.partition("=")[0] if arg.startswith("--") else arg[:2]
+        option = option_of(arg)
         if not arg.startswith("-"):
             yield f"{name}: {arg!r} is not an option; join an option and its value: --name=value."
         elif option.startswith(("--container-", "--no-container-")):

@@ -5,7 +5,7 @@ from typing import Any
 
 from hpc_rl.config.loading.fields import defaults
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, RWConfig, value_of
-from hpc_rl.config.sections.training import NormConfig, TrainEngineConfig
+from hpc_rl.config.sections.training import TrainEngineConfig
 
 _ONLY_FOR_TRAINING = ("gradient_checkpointing", "disable_dropout", "grad_reduce_dtype")
 _LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
@@ -77,8 +77,9 @@ def too_long(config: Config) -> Iterator[tuple[str, int, str]]:
 def notes(config: GRPOConfig) -> Iterator[str]:
     """Yield notes about options that were set and change nothing, where that is harmless."""
     actor = config.actor
-    for name, norm in _norms(config):
-        idle = [option for option in changed(norm) if option in ("std_unbiased", "eps")]
+    for name in ("reward_norm", "adv_norm"):
+        norm = getattr(actor, name)
+        idle = [option for option in changed(norm) if option in ("std_unbiased", "eps")] if norm else []
         if idle and norm.std_level is None:
             yield f"actor.{name}.{', '.join(idle)}: no effect, because std_level is null."
     if not actor.overlong_reward_penalty:
@@ -97,11 +98,6 @@ def notes(config: GRPOConfig) -> Iterator[str]:
     idle = [f"ref.{name}" for name in _ONLY_FOR_TRAINING if name in changed(config.ref)]
     if idle:
         yield f"{', '.join(idle)}: no effect, because the reference model is not trained."
-
-
-def _norms(config: GRPOConfig) -> list[tuple[str, NormConfig]]:
-    norms = {"reward_norm": config.actor.reward_norm, "adv_norm": config.actor.adv_norm}
-    return [(name, norm) for name, norm in norms.items() if norm is not None]
 
 
 # -- rules of grpo

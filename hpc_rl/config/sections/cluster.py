@@ -233,21 +233,17 @@ class LauncherConfig:
 
 def environment_of(option: str, value: dict[str, str] | str) -> dict[str, str]:
     """Return the variables of a mapping, or of `A=b,C=d` if no value contains a comma. Raises ConfigError."""
-    pairs = (
-        value
-        if isinstance(value, dict)
-        else dict(_pair(option, part) for part in value.split(",") if part.strip())
-    )
-    for name in pairs:
+    found = dict(value) if isinstance(value, dict) else {}
+    for part in value.split(",") if isinstance(value, str) else ():
+        name, equals, text = part.partition("=")
+        if part.strip() and not equals:
+            use = "use a mapping if a value contains a comma"
+            raise ConfigError(f"{option}: {part!r} is not NAME=value; {use}.")
+        if equals:
+            found[name.strip()] = text
+    for name in found:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(
                 f"{option}: {name!r} is not a valid name of an environment variable; use letters, digits, _."
             )
-    return dict(pairs)
-
-
-def _pair(option: str, part: str) -> tuple[str, str]:
-    name, equals, value = part.partition("=")
-    if not equals:
-        raise ConfigError(f"{option}: {part!r} is not NAME=value; use a mapping if a value contains a comma.")
-    return name.strip(), value
+    return found
