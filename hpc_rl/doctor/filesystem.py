@@ -4,7 +4,6 @@
 see of each other is checked by node.py.
 """
 
-import argparse
 import fcntl
 import json
 import os
@@ -50,8 +49,7 @@ class DirectoryProbe:
 
 def check_directory(path: Path, on_slurm: bool, timeout_s: float = TIMEOUT_S) -> list[Finding]:
     """Return the findings about a directory, from a child process."""
-    argv = [sys.executable, "-m", "hpc_rl.doctor.filesystem", str(path)]
-    argv += ["--on_slurm"] if on_slurm else []
+    argv = [sys.executable, "-m", "hpc_rl.doctor.filesystem", str(path), *["--on_slurm"] * on_slurm]
     try:
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
@@ -204,8 +202,5 @@ def _refuses(act: Callable[[], object]) -> bool:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--on_slurm", action="store_true")
-    args = parser.parse_args()
-    print(json.dumps([asdict(finding) for finding in probe(args.path, args.on_slurm)]))
+    found = probe(Path(sys.argv[1]), on_slurm="--on_slurm" in sys.argv[2:])
+    print(json.dumps([asdict(finding) for finding in found]))

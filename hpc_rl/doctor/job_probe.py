@@ -1,5 +1,6 @@
 """The doctor's visit to the nodes: one srun, in this job or a short one, and checks across all nodes."""
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -9,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hpc_rl.doctor.finding import Finding, Requirements, Verdict, fail, finding_of, ok, warn
-from hpc_rl.doctor.node import MAX_PEERS, STALE_NAME_S, NodeReport
+from hpc_rl.doctor.node import MAX_PEERS, MEET, NEEDS, STALE_NAME_S, NodeReport
 from hpc_rl.errors import CannotWrite, SchedulerError
 from hpc_rl.render import code_zip
 from hpc_rl.schedulers.slurm import clean_environment
@@ -44,25 +45,24 @@ def visit(needs: Requirements, options: Sequence[str], wait_s: float) -> VisitRe
         wait_s: Time for the nodes to be allocated and to report.
     """
     folder = Path(needs.fileroot) / f"{FOLDER}{secrets.token_hex(4)}"
-    meet, requirements = folder / "meet", folder / "needs.json"
+
     job_id = os.environ.get("SLURM_JOB_ID")
     num_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) if job_id else needs.num_nodes
     name, code = code_zip.build()
     try:
         folder.mkdir(parents=True, mode=0o700)
-        meet.mkdir()
+        (folder / MEET).mkdir()
         (folder / name).write_bytes(code)
-        write_json(requirements, asdict(replace(needs, num_nodes=num_nodes)))
+        write_json(folder / NEEDS, asdict(replace(needs, num_nodes=num_nodes)))
     except OSError as error:
         raise CannotWrite(f"{folder} can't be written: {error.strerror or error}") from error
-    program = [needs.python, "-m", "hpc_rl.doctor.node", "--dir", str(meet)]
-    program += ["--needs", str(requirements), "--count", str(num_nodes)]
+    program = [needs.python, "-m", "hpc_rl.doctor.node", "--dir", str(folder)]
     environ = {**clean_environment(os.environ), "PYTHONPATH": str(folder / name)}
     if job_id:  # srun must know the job, and nothing else of what surrounds it
         environ["SLURM_JOB_ID"] = job_id
     try:
         complaint = _run([*srun(num_nodes, bool(job_id), options), *program], environ, wait_s)
-        return VisitResult(read_reports(meet), num_nodes, complaint)
+        return VisitResult(read_reports(folder / MEET), num_nodes, complaint)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -91,14 +91,11 @@ def srun(num_nodes: int, is_inside: bool, options: Sequence[str]) -> list[str]:
 
 def read_reports(folder: Path) -> list[NodeReport]:
     """Return what the nodes reported, by rank, without incomplete files."""
-    found: dict[int, NodeReport] = {}
+    found = []
     for path in folder.glob("result-*"):
-        try:
-            report = NodeReport.from_json(read_json(path))
-            found[report.seen.rank] = report
-        except (TypeError, KeyError, ValueError):
-            continue
-    return [found[rank] for rank in sorted(found)]
+        with contextlib.suppress(TypeError, KeyError, ValueError):
+            found.append(NodeReport.from_json(read_json(path)))
+    return sorted(found, key=lambda report: report.seen.rank)
 
 
 # --- checks across all nodes

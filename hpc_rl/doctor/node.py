@@ -1,14 +1,13 @@
 """One node's part of the doctor's visit: `python -m hpc_rl.doctor.node`, as task SLURM_PROCID of a step.
 
-The nodes meet in --dir, on the file system that is examined: each writes files of its own there, and
-measures by its own clock how long it takes until it sees what the others wrote, for at most --patience_s.
+The nodes meet in a folder of --dir, on the file system that is examined: each writes files of its own there,
+and measures by its own clock how long it takes until it sees what the others wrote, for at most --patience_s.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import platform
 import socket
@@ -30,6 +29,7 @@ from hpc_rl.trial import create_exclusive, read_json, write_json
 POLL_S = 0.05
 STALE_NAME_S = 5.0  # for which a node looks for a name without listing its folder
 MAX_PEERS = 16  # called by one node
+MEET, NEEDS = "meet", "needs.json"  # in --dir: what the nodes write, and what they are asked for
 
 
 @dataclass
@@ -84,7 +84,10 @@ class Visit:
             write_json(self.folder / "value", 1)
         os.path.exists(self.folder / "signal")  # from here on NFS may remember that it is absent
         hello_at = time.time()
-        self._write("hello", {"address": [_address(needs), listener.getsockname()[1]]})
+        address = "127.0.0.1"
+        with contextlib.suppress(ConfigError):  # one of the findings
+            address = address_for(needs)
+        self._write("hello", {"address": [address, listener.getsockname()[1]]})
         peers = self._meet("hello")
         self.seen.missing = sorted(set(range(self.count)) - set(peers))
         self._exclusive()
@@ -194,13 +197,6 @@ def _echo(listener: socket.socket) -> None:
                 connection.sendall(connection.recv(64))
 
 
-def _address(needs: Requirements) -> str:
-    try:
-        return address_for(needs)
-    except ConfigError:  # one of the findings
-        return "127.0.0.1"
-
-
 def software(needs: Requirements) -> str:
     """Return the versions that must be the same on all nodes of a job."""
     torch = version_of("torch", needs.python) or "missing"
@@ -210,13 +206,11 @@ def software(needs: Requirements) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.doctor.node", description=__doc__)
     parser.add_argument("--dir", type=Path, required=True)
-    parser.add_argument("--needs", type=Path, required=True, help="JSON file with the requirements")
-    parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--patience_s", type=float, default=90.0)
     args = parser.parse_args()
+    needs = Requirements(**read_json(args.dir / NEEDS))
     rank = int(os.environ.get("SLURM_PROCID", 0))
-    needs = Requirements(**json.loads(args.needs.read_bytes()))
-    Visit(args.dir, rank, args.count, args.patience_s).run(needs)
+    Visit(args.dir / MEET, rank, needs.num_nodes, args.patience_s).run(needs)
     sys.stdout.flush()
     os._exit(0)  # the echo's thread waits for callers
 
