@@ -7,7 +7,7 @@ from hpc_rl.cli.options import Action, CommandParser, Namespace, print_json
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.experiment import CONFIGS
-from hpc_rl.config.show import ResolvedValue, as_json, as_yaml, derived_values, diff, show
+from hpc_rl.config.show import ResolvedValue, as_yaml, derived_values, diff, show
 
 # Commands whose options of a configuration are completed; the others take them too, but seldom.
 COMPLETED = (("submit",), ("render",), ("recover",), ("config", "show"))
@@ -29,7 +29,8 @@ def _show_parser() -> CommandParser:
 def _show(args: Namespace) -> int:
     loaded = check(load(args.config, args.overrides, presets=args.preset, cluster=args.cluster), files=False)
     if args.json:
-        print(json.dumps(as_json(resolved(loaded)), indent=2, default=str))
+        shown = {name: vars(item) for name, item in resolved(loaded).items()}
+        print(json.dumps(shown, indent=2, default=str))
     else:
         print_resolved(loaded)
     return 0

@@ -35,7 +35,7 @@ def run(args: Namespace) -> int:
     if args.json:
         print_json(submit.as_json(done, planned) | ({"checks": report.to_json()} if args.check else {}))
         return 0
-    words = [*submit.notes(planned), *submit.changed_lines(done.start.changes), *submit.lines(done)]
+    words = submit.lines(done, planned)
     words += [f"check      {check.line()}" for check in report.checks]
     by_hand = "sbatch" if done.scheduler == "slurm" else "bash"
     print("\n".join([*words, f"next       {by_hand} {done.script}"]))

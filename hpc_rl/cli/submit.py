@@ -42,6 +42,9 @@ class Planned:
         refused = [f"submit refuses this trial: {self.plan.not_built}"] if self.plan.not_built else []
         return [*self.loaded.notes, *self.plan.notes, *refused]
 
+    def note_lines(self) -> list[str]:
+        return [f"note: {note}" for note in self.notes]
+
 
 def run(args: Namespace) -> int:
     if args.print_config is not None:
@@ -151,20 +154,11 @@ def submitted(planned: Planned, args: Namespace, trial: Trial, recovery: Recover
     elif args.parsable:
         print(made.job_id)
     else:
-        said = [*notes(planned), *changed_lines(made.start.changes)]
-        said += new_batches_lines(made.batches_set_aside) if made.start.new_batches else []
-        if made.allocation_was not in ("", planned.plan.allocation):
-            change = f"{made.allocation_was} -> {planned.plan.allocation}"
-            said.append(f"changed    allocation: {change}  (safe: the state is resharded)")
         see, *more = trial_index.commands(made.trial, "status", "logs --follow", "cancel")
-        said += [*lines(made), f"next       {see}", *(f"           {command}" for command in more)]
-        print("\n".join(said))
+        following = [f"next       {see}", *(f"           {command}" for command in more)]
+        print("\n".join([*lines(made, planned), *following]))
     sys.stdout.flush()
     return follow(made.trial) if args.follow else 0
-
-
-def notes(planned: Planned) -> list[str]:
-    return [f"note: {note}" for note in planned.notes]
 
 
 def changed_lines(changes: Sequence[Change]) -> list[str]:
@@ -189,9 +183,14 @@ def new_batches_lines(batches: Sequence[int]) -> list[str]:
     return [f"batches    {what}, {of}, are set aside and their prompts issued again (--replay keeps them)"]
 
 
-def lines(made: Submission) -> list[str]:
-    """Return what was written and submitted."""
-    found = []
+def lines(made: Submission, planned: Planned) -> list[str]:
+    """Return what was changed, written and submitted."""
+    found = [*planned.note_lines(), *changed_lines(made.start.changes)]
+    if made.job_id and made.start.new_batches:
+        found += new_batches_lines(made.batches_set_aside)
+    if made.job_id and made.allocation_was not in ("", planned.plan.allocation):
+        change = f"{made.allocation_was} -> {planned.plan.allocation}"
+        found.append(f"changed    allocation: {change}  (safe: the state is resharded)")
     if made.dropped:  # begun under other options or with other rows, and no batch or generation came of it
         names = ", ".join(path.name for path in made.dropped)
         found.append(f"dropped    {names}: of other options or rows, in no batch")
@@ -237,7 +236,7 @@ def _dry_run(planned: Planned, json: bool) -> int:
         return exit_code_of(report)
     nodes = "1 node" if plan.n_nodes == 1 else f"{plan.n_nodes} nodes"
     words = [
-        *notes(planned),
+        *planned.note_lines(),
         f"trial      {trial}",
         f"directory  {trial.dir}",
         f"plan       {plan.trainer}, {plan.allocation}, {nodes}, {where}",

@@ -44,7 +44,7 @@ def show(loaded: Loaded, derived: Mapping[str, ResolvedValue] | None = None) -> 
         origin = "default" if is_default else "adapted"
         if name == "trainer":
             origin = "derived: the section of the model"
-        found[name] = ResolvedValue(redact(name, value), loaded.origins.get(name, origin))
+        found[name] = ResolvedValue(redact(value, name), loaded.origins.get(name, origin))
     for name, shown in (derived or {}).items():
         if name in found and found[name].value in (None, ""):
             found[name] = shown
@@ -102,18 +102,10 @@ def scalar(value: Any) -> str:
     return _UNPRINTABLE.sub(lambda found: f"\\U{ord(found[0]):08x}", text)
 
 
-def as_json(shown: Mapping[str, ResolvedValue]) -> dict[str, dict[str, Any]]:
-    return {name: dataclasses.asdict(item) for name, item in shown.items()}
-
-
 def diff(
     a: Mapping[str, ResolvedValue], b: Mapping[str, ResolvedValue]
 ) -> dict[str, tuple[ResolvedValue | None, ResolvedValue | None]]:
     """Return the options whose values differ, in the order of `a`; None where one has no such option."""
-    names = [*a, *(name for name in b if name not in a)]
-    pairs = {name: (a.get(name), b.get(name)) for name in names}
-    return {
-        name: (old, new)
-        for name, (old, new) in pairs.items()
-        if (old.value if old else ...) != (new.value if new else ...)
-    }
+    pairs = {name: (a.get(name), b.get(name)) for name in [*a, *b]}
+    values = {name: [one.value if one else ABSENT for one in pair] for name, pair in pairs.items()}
+    return {name: pair for name, pair in pairs.items() if values[name][0] != values[name][1]}

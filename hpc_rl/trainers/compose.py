@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.allocation import TRAIN_BACKENDS
-from hpc_rl.config.loading.stored import redacted
+from hpc_rl.config.loading.stored import redact
 from hpc_rl.config.sections.experiment import GRPOConfig, RWConfig, SFTConfig, has_own_prompts, total_steps
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.datasets.encode import Prompts
@@ -104,7 +104,7 @@ def _sinks(start: TrainerContext, step: int) -> Sinks:
     config, attempt = start.config, start.attempt
     tensorboard = config.stats_logger.tensorboard.path
     folder = Path(tensorboard).expanduser() if tensorboard else attempt.tensorboard
-    stored = redacted(read_json(start.trial.config_json) or {})
+    stored = redact(read_json(start.trial.config_json) or {})
     who = RunIdentity(config.experiment_name, config.trial_name, attempt.dir, stored)
     return open_sinks(attempt.metrics(start.incarnation), folder, step, who, config.stats_logger)
 

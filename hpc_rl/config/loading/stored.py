@@ -69,19 +69,14 @@ def construct(cls: type, data: Mapping[str, Any], prefix: str = "") -> Any:
         raise ConfigError(f"config.json: {prefix or 'the top level'}: {error}.") from error
 
 
-def redact(name: str, value: Any) -> Any:
-    """Return the value of an option with its secrets starred."""
+def redact(value: Any, name: str = "") -> Any:
+    """Return the value of an option, or a configuration as plain data, with its secrets starred."""
     if isinstance(value, dict):
-        return {key: redact(key, item) for key, item in value.items()}
+        return {key: redact(item, key) for key, item in value.items()}
     if isinstance(value, str) and name.endswith("_env_vars"):  # as text: A=b,C=d
         pairs = [part.partition("=") for part in value.split(",")]
-        return ",".join(f"{key}{equals}{redact(key.strip(), item)}" for key, equals, item in pairs)
+        return ",".join(f"{key}{equals}{redact(item, key.strip())}" for key, equals, item in pairs)
     return REDACTED if isinstance(value, str) and value and is_secret(name) else value
-
-
-def redacted(data: Any) -> Any:
-    """Return a configuration as plain data with its secrets starred."""
-    return {name: redact(name, value) for name, value in data.items()} if isinstance(data, dict) else data
 
 
 def is_secret(name: str) -> bool:

@@ -170,13 +170,10 @@ def translate(sources: Sequence[Settings], known: Mapping[str, Any]) -> Translat
     for source in sources:
         settings: Settings = {}
         for name, item in source.items():
-            found = _one(name, ALIASES[name], item, known, done) if name in ALIASES else (name, item)
-            if found is None:
-                continue
-            option, value = found
             if name not in ALIASES:
                 settings[name] = item
-            else:
+            elif found := _one(name, ALIASES[name], item, known, done):
+                option, value = found
                 by_alias[item.is_argument, option] = (name, value)
                 if option not in source:  # else it has the same value, or is refused below
                     settings[option] = value

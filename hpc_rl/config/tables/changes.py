@@ -61,7 +61,7 @@ REMARKS = {  # what a safe change does not do
     "actor.ppo_n_minibatches": "the learning-rate schedule continues at the same share of the training",
     "valid_dataset": "held-out rewards before and after are not comparable",
 }
-_SAME = {"": "fsdp"}  # two values of model.backend that mean the same
+_SAME = (("backend", "", "fsdp"), ("backend", "fsdp", ""))  # option and values that mean the same
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,8 @@ def _differences(old: Any, new: Any, prefix: str) -> Iterator[tuple[str, Any, An
         a, b = getattr(old, name, ABSENT), getattr(new, name, ABSENT)
         if dataclasses.is_dataclass(a) and dataclasses.is_dataclass(b):
             yield from _differences(a, b, f"{prefix}{name}.")
-        elif _canonical(name, a) != _canonical(name, b):
+        elif a != b and (name, a, b) not in _SAME:
             yield prefix + name, _plain(a), _plain(b)
-
-
-def _canonical(name: str, value: Any) -> Any:
-    return _SAME.get(value, value) if name == "backend" else value
 
 
 def _plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from hpc_rl.config.json_schema import schema
 from hpc_rl.config.loading.fields import alternatives, hints, options, section_of
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.source import literal
-from hpc_rl.config.loading.stored import REDACTED, redacted, to_dict
+from hpc_rl.config.loading.stored import REDACTED, redact, to_dict
 from hpc_rl.config.reference import reference
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.experiment import CONFIGS
@@ -185,7 +185,7 @@ def test_secrets_in_environment_variables_are_not_shown_and_not_sent():
         "launcher.trainer_env_vars={A: '1', HF_TOKEN: hf}",
     ):
         loaded = load([], [*BASE, MODEL["grpo"], text])
-        for shown in (show(loaded)["launcher.trainer_env_vars"].value, redacted(to_dict(loaded.config))):
+        for shown in (show(loaded)["launcher.trainer_env_vars"].value, redact(to_dict(loaded.config))):
             assert (
                 "wk" not in str(shown)
                 and "hf" not in str(shown).replace("/hf", "")
