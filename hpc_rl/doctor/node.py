@@ -24,7 +24,7 @@ from hpc_rl.doctor.filesystem import lock
 from hpc_rl.doctor.finding import Finding, Requirements, finding_from_json, run_checks
 from hpc_rl.doctor.machine import MACHINE_CHECKS, address_for, version_of
 from hpc_rl.errors import ConfigError
-from hpc_rl.trial import create_exclusive, read_json, write_json
+from hpc_rl.trial import create_exclusive, read_json, read_object, write_json
 
 POLL_S = 0.05
 STALE_NAME_S = 5.0  # for which a node looks for a name without listing its folder
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--patience_s", type=float, default=90.0)
     args = parser.parse_args()
-    needs = Requirements(**read_json(args.dir / NEEDS))
+    needs = Requirements(**read_object(args.dir / NEEDS))
     rank = int(os.environ.get("SLURM_PROCID", 0))
     Visit(args.dir / MEET, rank, needs.num_nodes, args.patience_s).run(needs)
     sys.stdout.flush()
