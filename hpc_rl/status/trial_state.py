@@ -6,7 +6,7 @@ What files tell for certain comes before the scheduler's answer, and that before
 import time
 
 from hpc_rl.errors import ExitCode, StopCause
-from hpc_rl.records import JobEvent, TrialState
+from hpc_rl.records import EndedRecord, JobEvent, TrialState
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.shared_query import NOT_LISTED
 from hpc_rl.schedulers.slurm_states import find_state, why_pending
@@ -44,8 +44,7 @@ FIRST_NODE_LOST = (
 )
 
 
-def saved_text(saves: bool, last_step: int | None, newest: int | None) -> str:
-    """Return how much of a stopped attempt was saved: its newest step, and the trial's newest checkpoint."""
+def _saved_text(saves: bool, last_step: int | None, newest: int | None) -> str:
     if not saves:
         return NOTHING_SAVED
     if newest is None:
@@ -56,23 +55,28 @@ def saved_text(saves: bool, last_step: int | None, newest: int | None) -> str:
 
 
 def describe_exit(
-    code: int | None, reason: str, cause: StopCause | None, cancelled: bool, saved: str
+    ended: EndedRecord, job: TrialJob, last_step: int | None, newest: int | None
 ) -> tuple[TrialState, str]:
-    """Return the state and the reason that follow from an exit code and its record; `saved` by saved_text."""
+    """Return the state and the reason of an attempt of a job that recorded its end.
+
+    `last_step` is the newest that it trained, `newest` the step of the trial's newest checkpoint.
+    """
+    code, reason = ended.exit_code, ended.reason
     unknown = "exited" if code is None else f"exited with code {code}"
     state, text = EXITS.get(code, (TrialState.FAILED, unknown))
-    if cancelled and state in (TrialState.STOPPED, TrialState.KILLED):
+    if job.cancelled and state in (TrialState.STOPPED, TrialState.KILLED):
         state, text = TrialState.CANCELLED, "cancelled by the user"
-        if cause is StopCause.CANCELLED and reason:  # the reason tells that already
+        if ended.cause is StopCause.CANCELLED and reason:  # the reason tells that already
             text, reason = reason, ""
     if code == ExitCode.STOPPED:
-        text = f"{text}, {saved}"
+        text = f"{text}, {_saved_text(job.saves, last_step, newest)}"
     return state, f"{text}: {reason}" if reason else text
 
 
-def describe_job_exit(job: TrialJob, saved: str) -> tuple[TrialState, str]:
-    """Return the state and the reason by what the job script recorded."""
-    return describe_exit(job.code, f"{job.reason} (code {job.code})", None, job.cancelled, saved)
+def describe_job_exit(job: TrialJob, last_step: int | None, newest: int | None) -> tuple[TrialState, str]:
+    """Return the same of an attempt that recorded no end, by what the job script recorded."""
+    ended = EndedRecord(exit_code=job.code, reason=f"{job.reason} (code {job.code})")
+    return describe_exit(ended, job, last_step, newest)
 
 
 def determine_state(
@@ -161,7 +165,7 @@ def _without_end(
 ) -> tuple[TrialState, str]:
     """Return the state of an attempt that has not recorded an end."""
     if job.ended:
-        return describe_job_exit(job, saved_text(job.saves, own.last_step, newest))
+        return describe_job_exit(job, own.last_step, newest)
     if job_state.state in DEAD_JOBS:
         return DEAD_JOBS[job_state.state], _scheduler_text(job_state)
     if job_state.native == NOT_LISTED:

@@ -16,7 +16,7 @@ from hpc_rl.stats.read import History, MetricsReader, lineages
 from hpc_rl.status.attempts import STOPPING_EVENTS, AttemptStatus, roles_of
 from hpc_rl.status.rollout_report import RolloutReport, read_rollout
 from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
-from hpc_rl.status.trial_state import describe_exit, describe_job_exit, determine_state, saved_text
+from hpc_rl.status.trial_state import describe_exit, describe_job_exit, determine_state
 from hpc_rl.supervise.server_array import ServerArray, read_arrays
 from hpc_rl.trial import AttemptId, Trial, read_json, read_object
 
@@ -196,8 +196,7 @@ class StatusReader:
             if _runs(earlier):  # a later start means that it is over
                 earlier.state, earlier.cause = TrialState.KILLED, KILLED_WITH_NODE
                 if job.ended and later.job_id != job.job_id:
-                    saved = saved_text(job.saves, earlier.last_step, newest)
-                    earlier.state, earlier.cause = describe_job_exit(job, saved)
+                    earlier.state, earlier.cause = describe_job_exit(job, earlier.last_step, newest)
         return [attempt for _, attempt, _ in found]
 
     def _attempt(self, name: str, job: TrialJob, last_step: int | None, newest: int | None) -> AttemptStatus:
@@ -205,8 +204,7 @@ class StatusReader:
         ended = EndedRecord.read(attempt.ended)
         state, cause = TrialState.RUNNING, ""
         if ended is not None:
-            saved = saved_text(job.saves, last_step, newest)
-            state, cause = describe_exit(ended.exit_code, ended.reason, ended.cause, job.cancelled, saved)
+            state, cause = describe_exit(ended, job, last_step, newest)
         stopping = [event.reason or "it is stopping" for event in events if event.kind in STOPPING_EVENTS]
         return AttemptStatus(
             id=name,

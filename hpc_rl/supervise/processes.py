@@ -14,8 +14,6 @@ import shutil
 import signal
 import subprocess
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,14 +36,16 @@ STEPS_SCRIPT = "steps.sh"  # below scripts/ of the trial
 _WAITING = re.compile(r"step creation (?:temporarily|still) disabled, retrying")  # srun's message
 
 
-class Handle(ABC):
-    """The processes of one incarnation of a unit."""
+class Handle:
+    """The processes of one incarnation of a unit: children that are stopped and killed together."""
 
-    def __init__(self, role: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, role: str) -> None:
         self.children: list[ProcessRecord] = []  # what this process started
-        self._role, self._clock = role, clock
+        self._role = role
         self._tasks: list[subprocess.Popen[bytes]] = []
         self._pipes: list[int] = []
+        self._codes: dict[int, int] = {}  # by rank, in the order of the exits
+        self._kill_at = float("inf")  # of the monotonic clock
 
     def add(self, argv: list[str], env: dict[str, str], log: Path) -> None:
         """Start a child in a session of its own. Raises OSError."""
@@ -70,17 +70,36 @@ class Handle(ABC):
         self._tasks.append(task)
         self._pipes.append(write_end)
 
-    @abstractmethod
     def poll(self) -> int | None:
         """Return the launcher's code, None while a process runs. To be called often: it kills stragglers."""
+        for rank, task in enumerate(self._tasks):
+            if rank not in self._codes and (code := _reap(task)) is not None:
+                self._codes[rank] = code
+                patience_s = AFTER_CLEAN_S if code in (ExitCode.DONE, ExitCode.STOPPED) else AFTER_FAILURE_S
+                self._kill_at = min(self._kill_at, time.monotonic() + patience_s)
+        if len(self._codes) == len(self._tasks):
+            while self._pipes:
+                os.close(self._pipes.pop())
+            return next((code for code in self._codes.values() if code), 0)
+        if time.monotonic() >= self._kill_at:
+            self._kill_groups()
+        return None
 
-    @abstractmethod
     def dump_stacks(self) -> None:
         """Have every process dump its stacks, although it may neither listen nor run."""
+        # Only the tasks: their children may not expect the signal. A stopped task must run to obey it.
+        for task in self._tasks:
+            _signal(task, signal.SIGUSR1)
+            _signal(task, signal.SIGCONT)
 
-    @abstractmethod
     def kill(self) -> None:
         """Kill all processes; poll returns once that has happened."""
+        self._kill_groups()
+
+    def _kill_groups(self) -> None:
+        for rank, task in enumerate(self._tasks):
+            if rank not in self._codes:
+                _kill_group(task.pid)
 
     def send(self, line: str) -> None:
         """Send a line to every process."""
@@ -92,10 +111,6 @@ class Handle(ABC):
     def unplaced(self) -> str:
         """Return the scheduler's message while it starts no process; "" where it does, or there is none."""
         return ""
-
-    def _close(self) -> None:
-        while self._pipes:
-            os.close(self._pipes.pop())
 
 
 class Steps(Protocol):
@@ -120,7 +135,7 @@ class ProcessSteps:
 
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # to start from
 
-    def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> ProcessHandle:
+    def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle:
         own = {
             "CUDA_VISIBLE_DEVICES": self._gpus(unit),
             "OMP_NUM_THREADS": str(min(unit.cpus_per_task, os.cpu_count() or 1)),
@@ -130,7 +145,7 @@ class ProcessSteps:
         interpreter, *arguments = argv
         program = command_of(unit, interpreter, attempt.trial.dir, Path.cwd()).program
         argv = [*(word for line in program for word in line), *arguments]
-        handle = ProcessHandle(unit.role)
+        handle = Handle(unit.role)
         for rank in range(unit.num_tasks):
             log = attempt.log(unit.role, unit.index, incarnation, rank if unit.num_tasks > 1 else None)
             try:
@@ -152,39 +167,6 @@ class ProcessSteps:
             )
         ids = visible or [str(number) for number in range(unit.gpu_offset + count)]
         return ",".join(ids[unit.gpu_offset : unit.gpu_offset + count])
-
-
-class ProcessHandle(Handle):
-    """Child processes that are stopped and killed together."""
-
-    def __init__(self, role: str, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(role, clock)
-        self._codes: dict[int, int] = {}  # by rank, in the order of the exits
-        self._deadline = float("inf")
-
-    def poll(self) -> int | None:
-        for rank, task in enumerate(self._tasks):
-            if rank not in self._codes and (code := _reap(task)) is not None:
-                self._codes[rank] = code
-                patience_s = AFTER_CLEAN_S if code in (ExitCode.DONE, ExitCode.STOPPED) else AFTER_FAILURE_S
-                self._deadline = min(self._deadline, self._clock() + patience_s)
-        if len(self._codes) == len(self._tasks):
-            self._close()
-            return next((code for code in self._codes.values() if code), 0)
-        if self._clock() >= self._deadline:
-            self.kill()
-        return None
-
-    def dump_stacks(self) -> None:
-        # Only the tasks: their children may not expect the signal. A stopped task must run to obey it.
-        for task in self._tasks:
-            _signal(task, signal.SIGUSR1)
-            _signal(task, signal.SIGCONT)
-
-    def kill(self) -> None:
-        for rank, task in enumerate(self._tasks):
-            if rank not in self._codes:
-                _kill_group(task.pid)
 
 
 def _reap(task: subprocess.Popen[bytes]) -> int | None:
@@ -252,15 +234,6 @@ class SrunHandle(Handle):
     def __init__(self, role: str, log: Path, processes: Path) -> None:
         super().__init__(role)
         self._log, self._processes, self._records = log, processes, f"{log.stem}-rank*.json"
-        self._kill_client_at = float("inf")
-
-    def poll(self) -> int | None:
-        code = _reap(self._tasks[0])
-        if code is None and self._clock() >= self._kill_client_at:
-            _kill_group(self._tasks[0].pid)
-        if code is not None:
-            self._close()
-        return code
 
     def unplaced(self) -> str:
         # A job that lost a node may wait for ever: Slurm 22.05 does not free what its earlier steps held.
@@ -280,8 +253,8 @@ class SrunHandle(Handle):
 
     def kill(self) -> None:
         """Have srun kill its step; a client that does not manage is killed later, which closes the pipe."""
-        if self._kill_client_at == float("inf"):
-            self._kill_client_at = self._clock() + KILL_STEP_S
+        if self._kill_at == float("inf"):
+            self._kill_at = time.monotonic() + KILL_STEP_S
             _signal(self._tasks[0], signal.SIGTERM)
 
 
