@@ -81,7 +81,7 @@ class SlurmScheduler:
 
     def states(self, job_ids: list[str]) -> dict[str, JobState]:
         """Ask by one squeue, and by one sacct for the jobs that squeue has forgotten."""
-        found = self._squeue(job_ids) if job_ids else {}
+        found = sum_up(_listed("-j", ",".join(job_ids))) if job_ids else {}
         forgotten = [job_id for job_id in job_ids if job_id not in found]
         if forgotten:
             found |= self.past(forgotten)
@@ -108,7 +108,7 @@ class SlurmScheduler:
         output(["scancel", "--batch", "--signal=USR1", job_id], *IS_OVER)
 
     def end_time(self, job_id: str) -> float | None:
-        seen = self._squeue([job_id]).get(job_id)
+        seen = sum_up(_listed("-j", job_id)).get(job_id)
         return seen.end_time if seen else None
 
     def nodes(self) -> list[Node]:
@@ -140,9 +140,6 @@ class SlurmScheduler:
             if spec.tag in comment.split():
                 return whole_job(job_id)
         return None
-
-    def _squeue(self, job_ids: Sequence[str]) -> dict[str, JobState]:
-        return sum_up(_listed("-j", ",".join(job_ids)))
 
 
 def _listed(*selection: str) -> list[JobState]:

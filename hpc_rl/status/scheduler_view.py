@@ -20,7 +20,6 @@ from hpc_rl.status.trial_status import StatusReader, TrialStatus
 from hpc_rl.trial import Trial
 
 WAIT_FOR_OTHERS_S = 5.0  # for another command's query, where nothing is known yet
-MIN_INTERVAL_S = 2.0  # between two queries of one view
 CONFIRM_END_S = 120.0  # for which an end that only old files suggest waits for the scheduler's answer
 
 
@@ -94,22 +93,6 @@ def current_status(trial: Trial) -> TrialStatus:
     return StatusReader(trial).read(answer.newest, answer.asked_at or None)
 
 
-class ThrottledQuery:
-    """Queries for one trial, for a view that is redrawn twice a second."""
-
-    def __init__(self, trial: Trial) -> None:
-        self.trial = trial
-        self._answer = SchedulerAnswer()
-        self._next = float("-inf")
-
-    def poll(self, newer_than: float = 0.0) -> SchedulerAnswer:
-        """Return the newest answer that there is."""
-        if time.monotonic() >= self._next or newer_than > self._answer.asked_at:
-            self._answer = query(self.trial, newer_than, patience_s=0.0)
-            self._next = time.monotonic() + MIN_INTERVAL_S
-        return self._answer
-
-
 class TrialWatch:
     """The status of a trial while it changes.
 
@@ -118,13 +101,12 @@ class TrialWatch:
 
     def __init__(self, trial: Trial) -> None:
         self._reader = StatusReader(trial)
-        self._query = ThrottledQuery(trial)
         self._doubt_at = 0.0  # Unix seconds; 0 for none
         self._shown: TrialStatus | None = None
 
     def poll(self) -> TrialStatus:
         """Return the status now."""
-        answer = self._query.poll(self._doubt_at)
+        answer = query(self._reader.trial, self._doubt_at, patience_s=0.0)
         status = self._reader.read(answer.newest, answer.asked_at)
         if not status.over or is_final(status):
             self._doubt_at, self._shown = 0.0, status

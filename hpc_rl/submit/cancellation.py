@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hpc_rl.errors import CannotWrite, SchedulerError
 from hpc_rl.files import is_full
 from hpc_rl.schedulers.base import JobState, Scheduler, State
-from hpc_rl.status.scheduler_view import ThrottledQuery, scheduler_of
+from hpc_rl.status.scheduler_view import query, scheduler_of
 from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.supervise.server_array import read_arrays, successors
 from hpc_rl.trial import Trial, account, write_json
@@ -126,11 +126,10 @@ def wait_until_over(trial: Trial, job: TrialJob, timeout_s: float) -> JobState |
     Raises SchedulerError.
     """
     deadline, since = time.monotonic() + timeout_s, time.time()
-    scheduler = ThrottledQuery(trial)
     while True:
         if any(now.job_id == job.job_id and now.over for now in read_jobs(trial)):
             return JobState(job.job_id, State.UNKNOWN, reason="its script has ended")
-        answer = scheduler.poll(since)
+        answer = query(trial, since, patience_s=0.0)
         state = answer.states.get(job.job_id)
         if answer.complaint:
             raise SchedulerError(answer.complaint)

@@ -92,20 +92,16 @@ def _moves(names: NameResolve, before: LeaseView, clock: Callable[[], float]) ->
 
 def kill_leftovers(trial: Trial) -> list[ProcessRecord]:
     """Kill the processes of earlier supervisors on this host; return those that live on. Raises OSError."""
-    records = map(ProcessRecord.read, trial.attempts.glob("*/processes/*.json"))
-    found = {
-        (record.pid, record.start_ticks): record
-        for record in records
-        if record is not None and record.host == socket.gethostname() and record.pid > 1
-    }
-    alive = [
-        (pid, ticks)
-        for pid, ticks in found
-        if ticks is not None and pid != os.getpid() and is_alive(pid, ticks)
-    ]
+    alive: dict[tuple[int, int], ProcessRecord] = {}
+    for record in map(ProcessRecord.read, trial.attempts.glob("*/processes/*.json")):
+        if record is None or record.host != socket.gethostname() or record.pid <= 1:
+            continue
+        pid, ticks = record.pid, record.start_ticks
+        if ticks is not None and pid != os.getpid() and is_alive(pid, ticks):
+            alive[pid, ticks] = record
     if alive:
         logger.warning("waiting for %d processes of earlier starts to exit", len(alive))
-    return [found[one] for one in end_processes(alive, WAIT_S, TERM_S, KILL_S)]
+    return [alive[one] for one in end_processes(alive, WAIT_S, TERM_S, KILL_S)]
 
 
 def next_incarnations(attempt: Attempt) -> dict[tuple[str, int], int]:
