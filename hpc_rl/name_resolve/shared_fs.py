@@ -119,7 +119,14 @@ class NameResolve:
         return LeaseView(key, record["value"], epoch, age_s <= record["ttl_s"], age_s)
 
     def _path(self, key: str, suffix: str = "") -> Path:
-        *folders, name = _components(key)
+        """Return the file of a key whose parts are safe as file names. Raises ConfigError."""
+        *folders, name = parts = key.split("/")
+        for part in parts:
+            if not COMPONENT.fullmatch(part) or ".." in part or part.endswith(RECORD) or EPOCH in part:
+                raise ConfigError(
+                    f"name-resolve key {key!r}: {part!r} can't be a part: 1 to 128 letters, digits and "
+                    ". _ + = @ -, a letter or digit first, without '..', '.epoch-' and a final '.json'"
+                )
         return self.root.joinpath(*folders, name + suffix)
 
 
@@ -169,18 +176,6 @@ class Lease:
             if not is_full(error):
                 raise
             overwrite(self.path, text)
-
-
-def _components(key: str) -> list[str]:
-    """Return the parts of a key, each safe as a file name. Raises ConfigError."""
-    parts = key.split("/")
-    for part in parts:
-        if not COMPONENT.fullmatch(part) or ".." in part or part.endswith(RECORD) or EPOCH in part:
-            raise ConfigError(
-                f"name-resolve key {key!r}: {part!r} can't be a part: 1 to 128 letters, digits and "
-                ". _ + = @ -, a letter or digit first, without '..', '.epoch-' and a final '.json'"
-            )
-    return parts
 
 
 def _highest_epoch(base: Path) -> int:

@@ -38,9 +38,8 @@ def role_processes(status: TrialStatus) -> list[RoleProcess]:
     for task in status.servers[-1].tasks if status.servers else []:
         attempts += status.trial.attempts_of(task.id)[-1:] if task.state == "running" else []
     alive = [process for attempt in attempts for process in _live_processes(attempt)]
-    order = sorted(ROLE_ORDER, key=lambda role: (role == "supervisor", ROLE_ORDER[role]))
-    number = {role: place for place, role in enumerate(order)}
-    return sorted(alive, key=lambda one: (number.get(one.role, 9), one.role, one.index, one.rank))
+    order = ROLE_ORDER | {"supervisor": 10}  # last
+    return sorted(alive, key=lambda one: (order.get(one.role, 9), one.role, one.index, one.rank))
 
 
 def _live_processes(attempt: Attempt) -> list[RoleProcess]:

@@ -17,6 +17,7 @@ from hpc_rl.requeue import POLICIES, FailurePolicy
 from hpc_rl.trial import Attempt
 
 FINAL_CODES = (ExitCode.BAD_CONFIG, ExitCode.REFUSED, ExitCode.NOTHING_TO_RESUME)  # the same on every start
+KILLED = 128 + signal.SIGKILL
 RESTARTING_MODES = ("auto", "fault")
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
@@ -82,11 +83,6 @@ def start_failure(error: OSError) -> UnitExit:
     return UnitExit(code, f"can't be started: {error}", failure)
 
 
-def hung(reason: str) -> UnitExit:
-    """Return the exit of a unit that had to be killed because nothing moved."""
-    return UnitExit(128 + signal.SIGKILL, reason, FailureClass.INFRASTRUCTURE)
-
-
 def unplaced(role: str, reason: str, is_first_start: bool) -> UnitExit:
     """Return the exit of a unit whose step the scheduler can't place on the nodes of its job.
 
@@ -97,7 +93,7 @@ def unplaced(role: str, reason: str, is_first_start: bool) -> UnitExit:
         failure = FailureClass.NODE
     else:
         failure = FailureClass.UNKNOWN if role == "server" else FailureClass.USER
-    return UnitExit(128 + signal.SIGKILL, reason, failure)
+    return UnitExit(KILLED, reason, failure)
 
 
 def combine_ranks(records: Sequence[ExitRecord | None], launcher_code: int) -> UnitExit:

@@ -10,19 +10,18 @@ from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.errors import ExitCode, Stale, StopCause
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import Lease, NameResolve
-from hpc_rl.plan.schema import Plan
+from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import DoneRecord, DrainIntent, EventKind, JobRecord, ProcessRecord, read_events
 from hpc_rl.requeue import RESUME, STOPS
 from hpc_rl.supervise import exit_policy, ownership
 from hpc_rl.supervise.deadline import JobDeadline, StepTimes
 from hpc_rl.supervise.processes import Steps, unplaced_reason
-from hpc_rl.supervise.state_machine import DRAIN_GRACE_S, AttemptMachine, Finish, Phase
+from hpc_rl.supervise.state_machine import DRAIN_GRACE_S, AttemptMachine, Finish, Key, Phase
 from hpc_rl.supervise.unit_loop import RateLimit, UnitLoop, tolerant
 from hpc_rl.trial import Attempt, read_object, write_json
 
 OBSERVE_EVERY_S = 1.0
 DEADLINE_EVERY_S = 10.0
-HANGS_EVERY_S = 2.0
 # Before the stop: a trainer that stops by itself earlier does it for another reason.
 ANNOUNCE_S = 3600.0
 
@@ -54,7 +53,6 @@ class TrialRunner(UnitLoop):
         self._observing = RateLimit(OBSERVE_EVERY_S)
         self._renewing = RateLimit(ownership.RENEW_EVERY_S)
         self._clock_watching = RateLimit(DEADLINE_EVERY_S)
-        self._hang_watching = RateLimit(HANGS_EVERY_S)
 
     def begin(self) -> bool:
         """Take the trial over from earlier supervisors. Raises OSError, TrialBusy."""
@@ -112,19 +110,19 @@ class TrialRunner(UnitLoop):
             self._read_intents()
             self._check_parent()
             self._look_for_progress()
+        self._watch_deadline(now)
         if self._renewing.due(now):
             self._renew_lease(now)
-        self._watch_deadline(now)
-        if self._hang_watching.due(now):
             self.look_for_hangs(now)
 
-    def exit_observed(self) -> None:
-        """Look for a new generation before an exit counts as one without progress."""
-        with tolerant("looking for checkpoints"):
-            self._look_for_progress()
-
-    def unit_started(self) -> None:
+    def start_unit(self, unit: Unit, incarnation: int) -> None:
+        super().start_unit(unit, incarnation)
         self._notify_rollout()
+
+    def unit_exited(self, key: Key, incarnation: int, launcher_code: int) -> None:
+        with tolerant("looking for checkpoints"):  # before the exit counts as one without progress
+            self._look_for_progress()
+        super().unit_exited(key, incarnation, launcher_code)
 
     def _read_intents(self) -> None:
         present = set(os.listdir(self.trial.intent)) if self.trial.intent.is_dir() else set()

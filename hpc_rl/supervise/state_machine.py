@@ -198,7 +198,8 @@ class AttemptMachine:
         slot = self.slots[key]
         if not self._may_be_killed(slot):
             return []
-        slot.killed_as, slot.kill_at = exit_policy.hung(why), now + STACKS_S
+        slot.killed_as = UnitExit(exit_policy.KILLED, why, FailureClass.INFRASTRUCTURE)
+        slot.kill_at = now + STACKS_S
         event = LogEvent(EventKind.HUNG, slot.about_incarnation | {"reason": why})
         return [event, *(DumpStacks(one.key, one is slot) for one in self._running())]
 
@@ -274,7 +275,9 @@ class AttemptMachine:
             late: list[Action] = [LogEvent(EventKind.KILLING, {"reason": reason})]
             return [*late, *([Kill(trainer.key)] if trainer else [])]
         if self.phase is Phase.DRAINING:
-            return self._end_all(now, self._after_drain(UnitExit(128 + 9, "it could not be killed")))
+            return self._end_all(
+                now, self._after_drain(UnitExit(exit_policy.KILLED, "it could not be killed"))
+            )
         if not self._killed:
             self._killed = True
             self._deadline = now + KILL_GRACE_S

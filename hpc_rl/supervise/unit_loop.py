@@ -17,7 +17,7 @@ from typing import Any
 from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.errors import ExitCode, StopCause
 from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
-from hpc_rl.plan.schema import Plan
+from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import EndedRecord, EventKind
 from hpc_rl.supervise import bad_nodes, exit_policy, state_machine
 from hpc_rl.supervise.deadline import JobDeadline
@@ -76,12 +76,9 @@ class StopRequests:
 
     def take(self) -> list[StopCause]:
         """Return the requests that were not taken before; a cancel comes first."""
-        new = []
-        while self._waiting:
-            cause = self._waiting.pop(0)
-            if cause not in self._taken:
-                self._taken.add(cause)
-                new.append(cause)
+        waiting = [self._waiting.pop(0) for _ in self._waiting[:]]
+        new = [cause for cause in dict.fromkeys(waiting) if cause not in self._taken]
+        self._taken.update(new)
         return sorted(new, key=lambda cause: cause is not StopCause.CANCELLED)
 
 
@@ -153,12 +150,6 @@ class UnitLoop(ABC):
     def leave(self, finish: Finish) -> int:
         """Record the end and return the exit code."""
 
-    def exit_observed(self) -> None:  # noqa: B027
-        """Look at what a unit that has just exited may have left."""
-
-    def unit_started(self) -> None:  # noqa: B027
-        """Notify a unit that has just been started."""
-
     def round(self) -> None:
         """Observe, grant requests, and tell the state machine of all exits."""
         now = self.clock()
@@ -172,15 +163,15 @@ class UnitLoop(ABC):
         for key, (handle, incarnation) in list(self.handles.items()):
             code = handle.poll()
             if code is not None:
-                self._exited(key, incarnation, code)
+                self.unit_exited(key, incarnation, code)
         self.do(self.machine.tick(self.clock()))
 
     def do(self, actions: list[Action]) -> None:
         """Carry out what the state machine decided."""
         for action in actions:
             match action:
-                case state_machine.Start():
-                    self._start(action)
+                case state_machine.Start(unit, incarnation):
+                    self.start_unit(unit, incarnation)
                 case state_machine.AskToStop(key) if key in self.handles:
                     self.handles[key][0].send(STOP)
                 case state_machine.Kill(key) if key in self.handles:
@@ -232,32 +223,32 @@ class UnitLoop(ABC):
         with tolerant("writing how the attempt ended"):
             write_json(self.attempt.ended, record.to_json())
 
-    def _start(self, action: state_machine.Start) -> None:
-        unit, key = action.unit, (action.unit.role, action.unit.index)
+    def start_unit(self, unit: Unit, incarnation: int) -> None:
+        """Start an incarnation of a unit; where that fails, it counts as an exit."""
+        key = (unit.role, unit.index)
         flags = ["--trial_dir", str(self.trial.dir), "--attempt", self.attempt.id]
-        flags += ["--index", str(unit.index), "--incarnation", str(action.incarnation)]
+        flags += ["--index", str(unit.index), "--incarnation", str(incarnation)]
         argv = [self.plan.python, "-m", unit.module, *flags]
         try:
-            handle = self.steps.start(unit, argv, self.attempt, action.incarnation)
+            handle = self.steps.start(unit, argv, self.attempt, incarnation)
         except OSError as error:
-            self._failed_starts.append((key, action.incarnation, exit_policy.start_failure(error)))
+            self._failed_starts.append((key, incarnation, exit_policy.start_failure(error)))
             return
         with tolerant("recording processes"):
             for record in handle.children:  # the roles do so only once they have loaded
-                path = self.attempt.process_record(*key, action.incarnation, record.rank, by_client=True)
+                path = self.attempt.process_record(*key, incarnation, record.rank, by_client=True)
                 write_json(path, record.to_json())
-        self.handles[key] = (handle, action.incarnation)
+        self.handles[key] = (handle, incarnation)
         self.hangs.started(key, self.clock())
-        self.unit_started()
 
-    def _exited(self, key: Key, incarnation: int, launcher_code: int) -> None:
+    def unit_exited(self, key: Key, incarnation: int, launcher_code: int) -> None:
+        """Find out why all processes of an incarnation have exited, and what follows."""
         del self.handles[key]
         self.hangs.exited(key)
         with tolerant("listing the exit records"):
             os.listdir(self.attempt.dir / "exits")  # NFS forgets names that it did not find before
         unit = self.machine.slots[key].unit
         found = exit_policy.unit_exit(self.attempt, unit, incarnation, launcher_code)
-        self.exit_observed()
         self.do(self.machine.exited(self.clock(), key, incarnation, found))
 
     def _dump_stacks(self, handle: Handle, hangs: bool) -> None:
