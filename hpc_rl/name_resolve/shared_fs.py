@@ -103,20 +103,18 @@ class NameResolve:
                 if mark and number.isdecimal() and (folder == base or stem == base.name):
                     key = f"{above}/{stem}" if above else stem
                     newest[key] = max(newest.get(key, 0), int(number))
-        seen = {key: self._judge(key, epoch) for key, epoch in sorted(newest.items())}
-        return {key: lease for key, lease in seen.items() if lease is not None}
-
-    def _judge(self, key: str, epoch: int) -> LeaseView | None:
-        record = _read(self._path(key, f"{EPOCH}{epoch}"))
-        if record is None or record["released"]:
-            return None
-        now = self._clock()
-        last_epoch, last_counter, since = self._moved.get(key, (0, -1, now))
-        if (last_epoch, last_counter) != (epoch, record["counter"]):
-            since = now
-            self._moved[key] = (epoch, record["counter"], now)
-        age_s = now - since
-        return LeaseView(key, record["value"], epoch, age_s <= record["ttl_s"], age_s)
+        seen = {}
+        for key, epoch in sorted(newest.items()):
+            record = _read(self._path(key, f"{EPOCH}{epoch}"))
+            if record is None or record["released"]:
+                continue
+            now = self._clock()
+            last_epoch, last_counter, since = self._moved.get(key, (0, -1, now))
+            if (last_epoch, last_counter) != (epoch, record["counter"]):
+                since = now
+                self._moved[key] = (epoch, record["counter"], now)
+            seen[key] = LeaseView(key, record["value"], epoch, now - since <= record["ttl_s"], now - since)
+        return seen
 
     def _path(self, key: str, suffix: str = "") -> Path:
         """Return the file of a key whose parts are safe as file names. Raises ConfigError."""

@@ -63,10 +63,10 @@ def roles_of(attempt: Attempt, events: Sequence[Event]) -> list[RoleStatus]:
     for event in events:
         if event.role in ("", "supervisor"):
             continue
-        if event.unit in found:
-            _note_restart(found[event.unit], event)
         if event.incarnation is not None:
-            _note_incarnation(_role(found, event.unit, event.incarnation), event)
+            _role(found, event.unit, event.incarnation)
+        if event.unit in found:
+            _note(found[event.unit], event)
     for log in log_files(attempt.dir):
         _role(found, (log.role, log.index), log.incarnation)
     for role in found.values():
@@ -80,20 +80,18 @@ def _role(found: dict[tuple[str, int], RoleStatus], unit: tuple[str, int], incar
     return role
 
 
-def _note_restart(role: RoleStatus, event: Event) -> None:
+def _note(role: RoleStatus, event: Event) -> None:
     if event.kind is EventKind.GAVE_UP:
         role.gave_up, role.restarting = event.reason or "it exited too often", ""
     elif event.kind is EventKind.RESTARTING:
         role.restarting = event.reason or "it exited"
-
-
-def _note_incarnation(role: RoleStatus, event: Event) -> None:
-    assert event.incarnation is not None
-    if event.kind is EventKind.STARTED:
+    elif event.kind is EventKind.STARTED:
         role.started = event.time
         role.restarting = role.gave_up = ""
-    elif event.kind in EXIT_EVENTS and all(end.incarnation != event.incarnation for end in role.ends):
-        role.ends.append(IncarnationExit(event.incarnation, event.code, event.reason, event.time))
+    elif event.kind in EXIT_EVENTS and (incarnation := event.incarnation) is not None:
+        known = [end.incarnation for end in role.ends]
+        if incarnation not in known:
+            role.ends.append(IncarnationExit(incarnation, event.code, event.reason, event.time))
 
 
 def log_files(attempt_dir: Path) -> list[ProcessFile]:

@@ -97,11 +97,8 @@ def problems(report: RolloutReport, live: bool) -> list[str]:
         lines.append(f"the last {report.rejected_in_a_row} prompts were rejected: {reason}")
     if report.last_error:
         lines.append(f"last exception: {report.last_error}")
-    return [*lines, *_stalls(report)] if live else lines
-
-
-def _stalls(report: RolloutReport) -> list[str]:
-    lines = []
+    if not live:
+        return lines
     oldest_s, quiet_s = report.oldest_running_s, report.quiet_s
     if report.servers == 0 and (oldest_s or 0.0) > NO_SERVER_S:
         lines.append("no generation server is alive; generation resumes with the next one")

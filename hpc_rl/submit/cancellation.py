@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hpc_rl.errors import CannotWrite, SchedulerError
 from hpc_rl.files import is_full
-from hpc_rl.schedulers.base import JobState, Scheduler, State
+from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.status.scheduler_view import query, scheduler_of
 from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.supervise.server_array import read_arrays, successors
@@ -89,20 +89,16 @@ def _cancel(trial: Trial, job: TrialJob, now: bool) -> CancelledJob:
     if not state.state.alive and (state.state is not State.UNKNOWN or job.ended):
         return CancelledJob(job, CancelOutcome.OVER, state)
     write_request(trial, job, now)
-    return CancelledJob(job, _stop(scheduler, job, state, now), state)
-
-
-def _stop(scheduler: Scheduler, job: TrialJob, state: JobState, now: bool) -> CancelOutcome:
     if state.state is State.PENDING or job.ended:  # there is no script to notify
         scheduler.cancel(job.native_id)
-        return CancelOutcome.REMOVED
+        return CancelledJob(job, CancelOutcome.REMOVED, state)
     if state.state is State.UNKNOWN:
-        return CancelOutcome.UNSURE
+        return CancelledJob(job, CancelOutcome.UNSURE, state)
     if now:
         scheduler.cancel(job.native_id)
-        return CancelOutcome.KILLED
+        return CancelledJob(job, CancelOutcome.KILLED, state)
     scheduler.nudge(job.native_id)
-    return CancelOutcome.DRAINING
+    return CancelledJob(job, CancelOutcome.DRAINING, state)
 
 
 def write_request(trial: Trial, job: TrialJob, now: bool) -> None:

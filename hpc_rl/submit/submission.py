@@ -86,7 +86,9 @@ def submit(
     ConfigError; no new directory is left.
     """
     trial = trial or trial_of(loaded.config)
-    scheduler = _scheduler_for(loaded.config, trial, scheduler)
+    scheduler = scheduler or make_scheduler(loaded.config.launcher.type, trial)
+    if loaded.config.launcher.slurm.backend == "submitit" and scheduler.name == "slurm":
+        scheduler = SubmititScheduler()
     check_submittable(trial, loaded, plan, scheduler.name, recovery)
     with TrialLock(trial) as lock:
         # Checked again: another process may have submitted while this one waited for the lock.
@@ -111,12 +113,6 @@ def submit(
         write_json(trial.job(job_id), record.to_json())
     trial_index.record(trial)
     return replace(made, job_id=job_id, server_job_id=server_job_id)
-
-
-def _scheduler_for(config: Config, trial: Trial, scheduler: Scheduler | None) -> Scheduler:
-    scheduler = scheduler or make_scheduler(config.launcher.type, trial)
-    by_submitit = config.launcher.slurm.backend == "submitit" and scheduler.name == "slurm"
-    return SubmititScheduler() if by_submitit else scheduler
 
 
 def _submit_jobs(made: Submission, plan: Plan, scheduler: Scheduler) -> tuple[str, str]:

@@ -133,19 +133,13 @@ def _recorded(rank: int, record: ExitRecord) -> UnitExit:
 def _unrecorded(launcher_code: int, num_ranks: int) -> UnitExit:
     code = 128 - launcher_code if launcher_code < 0 else launcher_code
     if code > 128:
-        return UnitExit(code, f"killed by {_signal_name(code - 128)}")
+        names = {number.value: number.name for number in signal.Signals}
+        return UnitExit(code, f"killed by {names.get(code - 128, f'signal {code - 128}')}")
     if code == ExitCode.CANNOT_WRITE:
         return UnitExit(code, "could not write (disk full or over quota?), not even its exit record")
     if code == 0 and num_ranks:
         return UnitExit(ExitCode.FAILED, "exited without leaving an exit record")
     return UnitExit(code, f"exited with code {code} before it could leave an exit record")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 # What srun, slurmstepd, the kernel and PyTorch write where memory ran out or a node died.

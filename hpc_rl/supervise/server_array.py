@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from hpc_rl.errors import ExitCode
 from hpc_rl.plan.schema import Plan
-from hpc_rl.records import EndedRecord, JobEvent, JobRecord, JobStateLine, newest_job, read_job_state
+from hpc_rl.records import EndedRecord, JobEvent, JobRecord, newest_job, read_job_state
 from hpc_rl.schedulers.base import JobSpec, JobState, Scheduler, State
 from hpc_rl.supervise.successor import comment_option
 from hpc_rl.trial import Trial, create_exclusive
@@ -118,25 +118,19 @@ def read_arrays(trial: Trial) -> list[ServerArray]:
 
 def _task(trial: Trial, task: str) -> ServerTask:
     lines = read_job_state(trial, task)
-    starts = sum(line.event is JobEvent.STARTED for line in lines)
     if not lines:
         return ServerTask(task, TaskState.UNKNOWN)
-    last = lines[-1]
+    last, state, reason = lines[-1], TaskState.RUNNING, ""
     if last.event is JobEvent.REQUEUED:
+        state = TaskState.WAITING
         reason = f"continued by job {last.successor}" if last.successor else ""
-        return ServerTask(task, TaskState.WAITING, starts, reason)
-    if last.event is not JobEvent.ENDED:
-        return ServerTask(task, TaskState.RUNNING, starts)
-    # After a TERM the script can't know whether Slurm starts it again.
-    state = TaskState.SIGNALLED if last.cancelled else TaskState.ENDED
-    return ServerTask(task, state, starts, _reason(trial, task, last))
-
-
-def _reason(trial: Trial, task: str, last: JobStateLine) -> str:
-    ended = EndedRecord.read(trial.attempt(f"{task}.{last.restart}").ended)
-    if ended is not None and last.code in (ExitCode.DONE, ExitCode.FAILED):
-        return ended.reason
-    return last.reason
+    elif last.event is JobEvent.ENDED:
+        # After a TERM the script can't know whether Slurm starts it again.
+        state = TaskState.SIGNALLED if last.cancelled else TaskState.ENDED
+        ended = EndedRecord.read(trial.attempt(f"{task}.{last.restart}").ended)
+        by_supervisor = ended is not None and last.code in (ExitCode.DONE, ExitCode.FAILED)
+        reason = ended.reason if ended and by_supervisor else last.reason
+    return ServerTask(task, state, sum(line.event is JobEvent.STARTED for line in lines), reason)
 
 
 TASK_TEXTS = {
