@@ -26,17 +26,18 @@ def encode_prompt(tokenizer: Tokenizer, row: dict[str, Any]) -> list[int]:
         return tokenizer.encode(tokenizer.chat(row["messages"]), add_special_tokens=False)
     if isinstance(row.get("prompt"), str):
         return tokenizer.encode(row["prompt"])
-    has = ", ".join(map(repr, row)) or "nothing"
-    raise ConfigError(f"a row needs a `prompt` (text) or `messages` (a list); this one has {has}.")
+    raise _lacks(row, "a row needs a `prompt` (text) or `messages` (a list)")
+
+
+def _lacks(row: dict[str, Any], needed: str) -> ConfigError:
+    return ConfigError(f"{needed}; this one has {', '.join(map(repr, row)) or 'nothing'}.")
 
 
 def encode_sequence(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
     """Return ids [L] of prompt, completion and end of sequence, and loss_mask [L], false for the prompt."""
     completion = row.get("completion")
     if not isinstance(completion, str):
-        raise ConfigError(
-            f"an sft row needs a `completion` (text); this one has {', '.join(map(repr, row)) or 'nothing'}."
-        )
+        raise _lacks(row, "an sft row needs a `completion` (text)")
     prompt = encode_prompt(tokenizer, row)
     made = tokenizer.encode(completion, add_special_tokens=False)
     if tokenizer.eos_token_id is not None:
@@ -157,11 +158,8 @@ def _scored(tokenizer: Tokenizer, row: dict[str, Any], text: Any) -> np.ndarray:
         ids = encode_prompt(tokenizer, row) if has_prompt else []
         ids = ids + tokenizer.encode(text, add_special_tokens=not has_prompt)
     else:
-        has = ", ".join(map(repr, row)) or "nothing"
-        raise ConfigError(
-            "an rw row needs `chosen` and `rejected` (text, or without a prompt lists of messages); "
-            f"this one has {has}."
-        )
+        needed = "an rw row needs `chosen` and `rejected` (text, or without a prompt lists of messages)"
+        raise _lacks(row, needed)
     if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(tokenizer.eos_token_id)
     if not ids:

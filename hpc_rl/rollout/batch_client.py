@@ -115,17 +115,15 @@ class RolloutClient:
         headers = {"Authorization": f"Bearer {self.tokens['control']}", "Content-Type": "application/json"}
         try:
             if self._connection is None:
-                self._connection = self._connect()
+                seen = self.names.leases(keys.ROLLOUT).get(keys.ROLLOUT)
+                if seen is None or not seen.alive:
+                    raise LookupError("no live lease")
+                url = urlsplit(seen.value["url"])
+                timeout_s = self.poll_s + 60.0
+                self._connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=timeout_s)
             self._connection.request(method, path, data, headers)
             response = self._connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException):
             self.close()
             raise
-
-    def _connect(self) -> http.client.HTTPConnection:
-        seen = self.names.leases(keys.ROLLOUT).get(keys.ROLLOUT)
-        if seen is None or not seen.alive:
-            raise LookupError("no live lease")
-        url = urlsplit(seen.value["url"])
-        return http.client.HTTPConnection(url.hostname or "", url.port, timeout=self.poll_s + 60.0)

@@ -150,7 +150,10 @@ class Replica:
             await asyncio.sleep(HEARTBEAT_S / 2)
 
     async def _start(self) -> None:
-        current = await self._first()
+        if not self._base and self._current() is None:
+            logger.info("waiting for the first published weights")
+        while (current := self._current()) is None and not self._base:
+            await asyncio.sleep(HEARTBEAT_S / 2)
         while True:
             path, self._loading = (current["path"], current["label"]) if current else (self._base, "")
             self.proxy.enter("loading")
@@ -168,14 +171,6 @@ class Replica:
         self.proxy.version, self._loading = self._loading, ""
         self.proxy.enter("serving" if self.proxy.version else "waiting")
         logger.info("%s with weights %r from %s", self.proxy.state, self.proxy.version, path)
-
-    async def _first(self) -> dict[str, Any] | None:
-        """What to start from: the newest published weights, or None for the base checkpoint."""
-        if not self._base and self._current() is None:
-            logger.info("waiting for the first published weights")
-        while (current := self._current()) is None and not self._base:
-            await asyncio.sleep(HEARTBEAT_S / 2)
-        return current
 
     def _current(self) -> dict[str, Any] | None:
         return read_json(self._trial.current_weights)

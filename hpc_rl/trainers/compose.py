@@ -100,15 +100,6 @@ def _engine(start: TrainerContext, model: TrainEngineConfig, frozen: bool = Fals
     return engine
 
 
-def _sinks(start: TrainerContext, step: int) -> Sinks:
-    config, attempt = start.config, start.attempt
-    tensorboard = config.stats_logger.tensorboard.path
-    folder = Path(tensorboard).expanduser() if tensorboard else attempt.tensorboard
-    stored = redact(read_json(start.trial.config_json) or {})
-    who = RunIdentity(config.experiment_name, config.trial_name, attempt.dir, stored)
-    return open_sinks(attempt.metrics(start.incarnation), folder, step, who, config.stats_logger)
-
-
 def _run(
     start: TrainerContext, begun: dict[str, Any], model: TrainEngineConfig, updates: int, stack: ExitStack
 ) -> Run:
@@ -116,13 +107,17 @@ def _run(
     engine = _engine(start, model)
     engine.initialize(updates)
     begun = load_state(start, begun, engine)
-    sinks = Sinks([])
+    config, attempt = start.config, start.attempt
+    run = Run(**vars(start), engine=engine, lineage=begun["lineage"], step=begun["step"], sinks=Sinks([]))
     if start.ranks.rank == 0:
-        sinks = _sinks(start, begun["step"])
-        stack.callback(sinks.close)
-    run = Run(**vars(start), engine=engine, lineage=begun["lineage"], step=begun["step"], sinks=sinks)
-    if start.ranks.rank == 0:
-        run.activity = Activity(start.attempt.activity("trainer", 0, start.incarnation))
+        tensorboard = config.stats_logger.tensorboard.path
+        folder = Path(tensorboard).expanduser() if tensorboard else attempt.tensorboard
+        stored = redact(read_json(start.trial.config_json) or {})
+        who = RunIdentity(config.experiment_name, config.trial_name, attempt.dir, stored)
+        metrics = attempt.metrics(start.incarnation)
+        run.sinks = open_sinks(metrics, folder, run.step, who, config.stats_logger)
+        stack.callback(run.sinks.close)
+        run.activity = Activity(attempt.activity("trainer", 0, start.incarnation))
     if begun["manifest"] is not None:
         run.restore(begun["manifest"])
     return run

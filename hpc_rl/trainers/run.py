@@ -142,7 +142,9 @@ class Run(TrainerContext):
         epochs = recipe.position(step)[0] - recipe.position(step - 1)[0]
         fired = {name: timer.check(epochs) and self.ranks.rank == 0 for name, timer in self.timers.items()}
         self.settle(recipe)
-        self._trim_unsaved(recipe, step)
+        # nothing is saved, so nothing goes back: trained batches may go, except after an earlier generation
+        if self.config.recover.mode == "disabled" and self.ranks.rank == 0 and step % TRIM_EVERY_STEPS == 0:
+            recipe.retain(min((found.step for found in scan(self.trial)), default=step))
         saves = (fired["save"] and self.config.recover.mode != "disabled") or self.saving.owed
         return self.ranks.any_of(self.stopping.is_set(), saves, fired["evaluate"], fired["export"])
 
@@ -201,11 +203,6 @@ class Run(TrainerContext):
         oldest = self.saving.settle(wait)
         if oldest is not None and self.ranks.rank == 0:
             recipe.retain(oldest)
-
-    def _trim_unsaved(self, recipe: Any, step: int) -> None:
-        # nothing is saved, so nothing goes back: trained batches may go, except after an earlier generation
-        if self.config.recover.mode == "disabled" and self.ranks.rank == 0 and step % TRIM_EVERY_STEPS == 0:
-            recipe.retain(min((found.step for found in scan(self.trial)), default=step))
 
     def manifest(self, recipe: Any, step: int) -> Manifest:
         epoch, cursor = recipe.position(step)

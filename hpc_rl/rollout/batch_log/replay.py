@@ -27,7 +27,7 @@ from hpc_rl.rollout.batch_log.ledger import (
     segments,
 )
 from hpc_rl.rollout.batch_log.seals import Seal, read_seals
-from hpc_rl.trial import read_json, write_json
+from hpc_rl.trial import read_object, write_json
 
 ReadyGroup = tuple[GroupRecord, RecordPlace]
 
@@ -230,8 +230,7 @@ def check_data(folder: Path, state: LogState, path: str, now: dict[str, Any]) ->
 
 def rows_of(folder: Path) -> dict[str, Any]:
     """Fingerprint of the rows that a log was begun with; {} where that is not known."""
-    said: Any = read_json(folder / DATA_NAME)
-    return said if isinstance(said, dict) else {}
+    return read_object(folder / DATA_NAME)
 
 
 def check_replay(folder: Path, step: int) -> None:

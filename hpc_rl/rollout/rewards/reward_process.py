@@ -84,7 +84,9 @@ class RewardProcess:
         try:
             return await call.answer
         finally:
-            self._forget(number)
+            self._calls.pop(number, None)
+            if call.timer:
+                call.timer.cancel()
 
     async def close(self) -> None:
         if self._reading is not None:
@@ -100,11 +102,6 @@ class RewardProcess:
             stdin.write(pipes.pack(call.frame))
             if self._idle_timer is None:
                 self._watch()
-
-    def _forget(self, number: int) -> None:
-        call = self._calls.pop(number, None)
-        if call and call.timer:
-            call.timer.cancel()
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout

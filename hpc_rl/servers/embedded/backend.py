@@ -54,7 +54,6 @@ class EmbeddedBackend:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tokenizer: Tokenizer | None = None
         self._live: set[str] = set()  # ids of requests
-        self._waiting: dict[Sequence, asyncio.Future[None]] = {}
 
     @classmethod
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> EmbeddedBackend:
@@ -175,12 +174,11 @@ class EmbeddedBackend:
     async def _run(self, sequences: list[Sequence], rids: set[str]) -> list[Sequence]:
         if self.engine.failure:
             raise RuntimeError(self.engine.failure)
-        futures = {sequence: asyncio.get_running_loop().create_future() for sequence in sequences}
-        self._waiting |= futures
         self._live |= rids
         self.engine.submit(sequences)
         try:
-            await asyncio.wait(futures.values())
+            for sequence in sequences:
+                await sequence.done.wait()
         except asyncio.CancelledError:  # the client has gone: nobody wants the rest
             for sequence in sequences:
                 sequence.cancelled = True
@@ -188,21 +186,18 @@ class EmbeddedBackend:
             raise
         finally:
             self._live -= rids
-            for sequence in sequences:
-                self._waiting.pop(sequence, None)
         return sequences
 
     def _deliver(self, finished: list[Sequence]) -> None:
         """Pass finished sequences from the engine's thread to this event loop."""
+
+        def settle() -> None:
+            for sequence in finished:
+                sequence.done.set()
+
         assert self._loop is not None
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._settle, finished)
-
-    def _settle(self, finished: list[Sequence]) -> None:
-        for sequence in finished:
-            future = self._waiting.pop(sequence, None)
-            if future is not None and not future.done():
-                future.set_result(None)
+            self._loop.call_soon_threadsafe(settle)
 
     def _answer(self, sequence: Sequence, return_logprob: bool) -> dict[str, Any]:
         ids = sequence.tokens

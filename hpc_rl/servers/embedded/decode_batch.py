@@ -3,6 +3,7 @@
 What a row made stays in arrays until it leaves, so that a step costs no Python per row.
 """
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ class Sequence:
     num_retractions: int = 0
     prompt_key: bytes = b""
     cancelled: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)  # set in the event loop, after `finish`
 
 
 _STATE = np.dtype(

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.utils.logging import disable_progress_bar
@@ -361,10 +362,8 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
         if not (path / file).is_file():
             raise FileNotFoundError(f"{path / file} does not exist")
         try:
-            with safe_open(path / file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                    tensors[name] = opened.get_tensor(name)
-        except Exception as error:  # safetensors has an exception of its own, not public in all versions
+            tensors |= load_file(path / file)
+        except SafetensorError as error:
             raise ValueError(f"{path / file}: {error}") from error
     return tensors
 

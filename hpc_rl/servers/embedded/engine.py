@@ -140,22 +140,16 @@ class EmbeddedEngine:
         """End the sequences that match; return how many."""
         self._queue_newcomers()
         reason = {"type": "abort", "message": message}
-        waiting, count = list(self._waiting), 0
-        self._waiting.clear()
-        for sequence in waiting:
-            if match(sequence):
-                self._finish(sequence, reason)
-                count += 1
-            else:
-                self._waiting.append(sequence)
+        going = dict.fromkeys(filter(match, self._waiting))
+        self._waiting = collections.deque(sequence for sequence in self._waiting if sequence not in going)
         for batch in self._batches:
             leaving = [row for row, sequence in enumerate(batch.sequences) if match(sequence)]
-            for row in leaving:
-                self._finish(batch.collect(row, self.version), reason)
+            going |= dict.fromkeys(batch.collect(row, self.version) for row in leaving)
             batch.leave(leaving)
-            count += len(leaving)
         self._batches = [batch for batch in self._batches if len(batch)]
-        return count
+        for sequence in going:
+            self._finish(sequence, reason)
+        return len(going)
 
     # the thread
     def _main(self) -> None:
