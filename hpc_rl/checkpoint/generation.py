@@ -110,16 +110,10 @@ class Commit:
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True)
 
-    def rank_done(self, rank: int, files: Sequence[FileRecord | str]) -> None:
-        """Record this rank's files, written and synced; those given by name are hashed. Raises OSError."""
-        records = [
-            file if isinstance(file, FileRecord) else checked_file.record(self.folder / file)
-            for file in files
-        ]
-        write_json(
-            self.folder / f"rank_{rank}.ok",
-            {"rank": rank, "files": [dataclasses.asdict(file) for file in records]},
-        )
+    def rank_done(self, rank: int, files: Sequence[FileRecord]) -> None:
+        """Record this rank's files, which are written and synced. Raises OSError."""
+        record = {"rank": rank, "files": [dataclasses.asdict(file) for file in files]}
+        write_json(self.folder / f"rank_{rank}.ok", record)
 
     def missing_ranks(self, num_ranks: int) -> list[int]:
         """Return the ranks that have not recorded their files yet. Raises OSError."""

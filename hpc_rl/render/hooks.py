@@ -14,12 +14,11 @@ FOLDER = "hooks.d"
 
 @dataclass(frozen=True)
 class Hook:
-    """One script: its file name below scripts/, its text, and the file or option that it came from."""
+    """One script: its file name below scripts/, and its text."""
 
     event: str
     name: str
     text: str
-    origin: str
 
 
 def gather(hooks: HooksConfig, site: Sequence[Path]) -> list[Hook]:
@@ -30,15 +29,15 @@ def gather(hooks: HooksConfig, site: Sequence[Path]) -> list[Hook]:
         scripts = list(_scripts(event, hooks, site))
         if event.startswith("post_"):
             scripts.reverse()
-        for number, (origin, text) in enumerate(scripts):
+        for number, text in enumerate(scripts):
             text = text if text.startswith("#!") else f"#!/bin/bash\n{text}"
             text = text if text.endswith("\n") else f"{text}\n"
-            found.append(Hook(event, f"hook.{event}.{number}", text, origin))
+            found.append(Hook(event, f"hook.{event}.{number}", text))
     return found
 
 
-def _scripts(event: str, hooks: HooksConfig, site: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """Yield (origin, text): the machine's before the user's, those before the trial's."""
+def _scripts(event: str, hooks: HooksConfig, site: Sequence[Path]) -> Iterator[str]:
+    """Yield their texts: the machine's before the user's, those before the trial's."""
     folders = [folder / FOLDER for folder in reversed(site)]
     if hooks.dir:
         if not Path(hooks.dir).is_dir():
@@ -46,14 +45,10 @@ def _scripts(event: str, hooks: HooksConfig, site: Sequence[Path]) -> Iterator[t
         folders.append(Path(hooks.dir))
     for path in (folder / event for folder in folders):
         if path.exists():
-            yield str(path), _read(path, str(path))
+            yield _read(path, str(path))
     option, value = f"launcher.hooks.{event}", getattr(hooks, event)
-    if value is None:
-        return
-    if Place(or_script=True).is_path(value):
-        yield value, _read(Path(value), option)
-    else:
-        yield option, value
+    if value is not None:
+        yield _read(Path(value), option) if Place(or_script=True).is_path(value) else value
 
 
 def _read(path: Path, what: str) -> str:

@@ -130,21 +130,16 @@ def _common(plan: Plan, trial: Trial, stamp: Stamp, scheduler: str) -> dict[str,
                 "line breaks."
             )
     container_command.check_places(plan, trial.dir, stamp.workdir)
-    return {
-        "version": stamp.version,
+    return vars(stamp) | {
         "scheduler": scheduler,
         "trial_dir": str(trial.dir),
         "attempts": "attempts",
-        "config_sha256": stamp.config_sha256,
         "command": shlex.join(stamp.command),
         "recover_command": shlex.join(["hpc-rl", "recover", str(trial.dir)]),
         "workdir": str(stamp.workdir),
         "python": plan.python,
-        "wheel": stamp.wheel,
         "mode": plan.recover_mode,
-        "start_mode": stamp.start_mode,
         "from_step": "" if stamp.from_step is None else stamp.from_step,
-        "new_batches": stamp.new_batches,
         "allocation": plan.allocation,
         "plan_lines": steps.plan_lines(plan),
         "knows_gpus": steps.knows_gpus(plan),

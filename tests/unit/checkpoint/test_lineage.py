@@ -47,7 +47,7 @@ def commit(trial: Trial, step: int, attempt_id: str, lineage: int = 0) -> None:
     making = Commit(trial, step, attempt_id, 0)
     making.begin()
     (making.folder / "state").write_text(f"state of {step}")
-    making.rank_done(0, ["state"])
+    making.rank_done(0, [checked_file.record(making.folder / "state")])
     submission = attempt_id.rpartition(".")[0]
     making.commit(
         Manifest(
