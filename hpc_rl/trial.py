@@ -107,7 +107,10 @@ def fsync_dir(path: Path) -> None:
 def read_json(path: Path) -> Any | None:
     """Return parsed content, or None where the file is missing, incomplete, damaged or not a regular file."""
     try:
-        with open(path, "rb", buffering=0, opener=_without_waiting) as file:
+        # a pipe that has no writer must not block
+        with open(
+            path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        ) as file:
             is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)  # a device may never end
             return json.loads(file.read() or b"") if is_regular else None
     except (OSError, ValueError, RecursionError):
@@ -118,10 +121,6 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; {} where read_json finds none."""
     data = read_json(path)
     return data if isinstance(data, dict) else {}
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a pipe that has no writer must not block
 
 
 def entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -88,9 +88,13 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     app = routes.application(defs, context.tokens)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
-    listener = inherited_listener() or net.bind(port=config.environments.port if config.environments else 0)
+    inherited = os.environ.get(LISTENER_VARIABLE)  # the socket that app/rollout_front.py holds
+    port = config.environments.port if config.environments else 0
+    listener = socket.socket(fileno=int(inherited)) if inherited else net.bind(port=port)
     await web.SockSite(runner, listener).start()
-    record = _record(context, listener.getsockname()[1])
+    url = net.http_url(context.address, listener.getsockname()[1])
+    who = {"attempt": context.attempt.id, "pid": os.getpid(), "host": socket.gethostname()}
+    record = {"url": url, **who}
     lease = await asyncio.to_thread(names.lease, keys.ROLLOUT, record, LEASE_TTL_S)
     logger.info("serving batches, epoch %d", lease.epoch)
     report_to = context.attempt.rollout_report(context.incarnation)
@@ -115,20 +119,9 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
         await service.close()
 
 
-def inherited_listener() -> socket.socket | None:
-    """Return the socket that app/rollout_front.py holds for this process, None where there is none."""
-    number = os.environ.get(LISTENER_VARIABLE)
-    return socket.socket(fileno=int(number)) if number else None
-
-
 def worker_argv(context: role.Context, number: int) -> list[str]:
     where = ["--trial_dir", str(context.trial.dir), "--attempt", context.attempt.id]
     return [sys.executable, "-m", "hpc_rl.app.rollout_worker", *where, "--index", str(number)]
-
-
-def _record(context: role.Context, port: int) -> dict:
-    url = net.http_url(context.address, port)
-    return {"url": url, "attempt": context.attempt.id, "pid": os.getpid(), "host": socket.gethostname()}
 
 
 async def _renew(lease: Lease, record: dict, service: RolloutService) -> None:

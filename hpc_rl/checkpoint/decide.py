@@ -170,7 +170,7 @@ def _from(situation: Situation, step: int) -> Decision:
         there = ", ".join(str(one) for one in sorted({one.step for one in situation.generations})) or "none"
         return _nothing_to_resume(f"{when}: it does not exist; there are {there}")
     if not found.valid:
-        return _nothing_to_resume(f"{when}: checkpoint {step} {found.problem or 'is not valid'}")
+        return _nothing_to_resume(f"{when}: checkpoint {step} {found.problem}")
     if trimmed := _trimmed(situation, step):
         return _nothing_to_resume(f"{when}: {trimmed}")
     later = tuple(sorted({one.step for one in situation.generations if one.step > step}))
@@ -199,19 +199,13 @@ def _trimmed(situation: Situation, step: int) -> str:
     return f"{batches} were trimmed from the batch log, so cannot resume from step {step}"
 
 
-def _why_not(found: GenerationInfo) -> str:
-    if found.problem:
-        return found.problem
-    return "is older than the batch log" if found.valid else "is not valid"
-
-
 def _newest(
     situation: Situation, eligible: tuple[GenerationInfo, ...], when: str, must_load: bool
 ) -> Decision:
     usable = [one for one in eligible if one.valid and not _trimmed(situation, one.step)]
     newest = max(usable, key=lambda one: (one.step, one.lineage), default=None)
     passed_over = [
-        f"checkpoint {one.step} {_why_not(one)}"
+        f"checkpoint {one.step} {one.problem or 'is older than the batch log'}"
         for one in sorted(eligible, key=lambda one: -one.step)
         if one not in usable and (newest is None or one.step > newest.step)
     ]

@@ -43,6 +43,7 @@ def make_plan(
     What can be planned but not started yet is recorded in `not_built`. Raises NotBuilt for what this version
     can't plan, DoesNotFit with the nearest that fits, ConfigError.
     """
+    n_gpus = config.cluster.n_gpus_per_node
     refuse_scheduler(config, scheduler)
     shared = _without_environment_nodes(config)
     allocation, notes = _allocation(shared)
@@ -63,6 +64,8 @@ def make_plan(
     knows_gpus = scheduler != "slurm" or slurm_knows_gpus(config)
     if not knows_gpus:
         units = [_with_visible_gpus(unit) for unit in units]
+    if n_gpus and "cluster.n_gpus_per_node" not in explicit:
+        notes.append(f"cluster.n_gpus_per_node is {n_gpus} by default; 0 means no GPUs.")
     layout = config.launcher.slurm.layout if scheduler == "slurm" else "allocation"
     plan = Plan(
         experiment_name=config.experiment_name,
@@ -70,8 +73,8 @@ def make_plan(
         trainer=trainer_of(config),
         allocation=str(allocation),
         n_nodes=config.cluster.n_nodes,
-        n_gpus_per_node=config.cluster.n_gpus_per_node,
-        device="cuda" if config.cluster.n_gpus_per_node else "cpu",
+        n_gpus_per_node=n_gpus,
+        device="cuda" if n_gpus else "cpu",
         server_backend=allocation.servers.backend if allocation.servers else None,
         units=units,
         recover_mode=config.recover.mode,
@@ -80,7 +83,7 @@ def make_plan(
         layout=layout,
         groups=_groups(config, layout, units),
         slurm_knows_gpus=knows_gpus,
-        notes=[*notes, *_notes_on_defaults(config, explicit)],
+        notes=notes,
         not_built=_not_built(config, allocation),
     )
     return with_threads_per_core(plan, threads_per_core)
@@ -404,9 +407,3 @@ def _groups(config: Config, layout: str, units: list[Unit]) -> list[Group]:
         Group(name="trial", nodes=sorted(of_trial)),
         Group(name="servers", nodes=of_servers),
     ]
-
-
-def _notes_on_defaults(config: Config, explicit: Collection[str]) -> list[str]:
-    if config.cluster.n_gpus_per_node and "cluster.n_gpus_per_node" not in explicit:
-        return [f"cluster.n_gpus_per_node is {config.cluster.n_gpus_per_node} by default; 0 means no GPUs."]
-    return []
