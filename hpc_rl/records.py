@@ -117,14 +117,10 @@ class JsonRecord:
 
     @classmethod
     @functools.cache
-    def _fields(cls) -> list[tuple[str, str, Any, bool]]:
-        """Return (name, JSON key, type, whether it is required) of each field."""
-        hints, none = typing.get_type_hints(cls), dataclasses.MISSING
-        found = []
-        for one in dataclasses.fields(cls):  # type: ignore[arg-type]
-            is_required = one.default is none and one.default_factory is none
-            found.append((one.name, one.metadata.get("key", one.name), hints[one.name], is_required))
-        return found
+    def _fields(cls) -> list[tuple[str, str, Any]]:
+        """Return (name, JSON key, type) of each field."""
+        hints, fields = typing.get_type_hints(cls), dataclasses.fields(cls)  # type: ignore[arg-type]
+        return [(one.name, one.metadata.get("key", one.name), hints[one.name]) for one in fields]
 
     @classmethod
     def parse(cls, data: Any) -> Self | None:
@@ -133,13 +129,16 @@ class JsonRecord:
             return None
         data = {"cause": _cause_in_prose(data.get("reason"))} | data
         values = {}
-        for name, key, hint, required in cls._fields():
+        for name, key, hint in cls._fields():
             try:
                 values[name] = _convert(data[key], hint)
             except (KeyError, ValueError, OverflowError):
-                if required or (cls.STRICT and key in data):
+                if cls.STRICT and key in data:
                     return None
-        return cls(**values)
+        try:
+            return cls(**values)
+        except TypeError:  # a field without a default is missing
+            return None
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -148,15 +147,14 @@ class JsonRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object, without fields that are None."""
-        pairs = [(key, _plain(getattr(self, name))) for name, key, _, _ in self._fields()]
+        pairs = [(key, _plain(getattr(self, name))) for name, key, _ in self._fields()]
         return {key: value for key, value in pairs if value is not None}
 
 
 def _plain(value: Any) -> Any:
-    is_list = isinstance(value, list | tuple)
-    if is_list and any(isinstance(one, JsonRecord) for one in value):
-        return [one.to_json() for one in value]
-    return value
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value.to_json() if isinstance(value, JsonRecord) else value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -335,6 +335,9 @@ class Attempt:
     ended = _Path("ended.json")  # missing where the supervisor was killed
     processes = _Path("processes")
     tensorboard = _Path("tensorboard")
+    # by role, index, incarnation and rank
+    exit_record = _PathOf("exits/{}-{}.{}-rank{}.json")
+    stacks = _PathOf("stacks/{}-{}.{}-rank{}.txt")  # of a process that was asked for them, or got stuck
     # `{"doing", "step", "time"}` by role, index, incarnation: what it does, rewritten while that changes
     activity = _PathOf("activity/{}-{}.{}.json")
     metrics = _PathOf("metrics.{}.jsonl")  # of an incarnation of the trainer
@@ -345,18 +348,11 @@ class Attempt:
         suffix = "" if rank is None else f"-rank{rank}"
         return self.dir / "logs" / f"{role}-{index}.{incarnation}{suffix}.log"
 
-    def exit_record(self, role: str, index: int, incarnation: int, rank: int = 0) -> Path:
-        return self.dir / "exits" / f"{role}-{index}.{incarnation}-rank{rank}.json"
-
     def process_record(
         self, role: str, index: int, incarnation: int, rank: int, by_client: bool = False
     ) -> Path:
         prefix = "client-" if by_client else ""
         return self.processes / f"{prefix}{role}-{index}.{incarnation}-rank{rank}.json"
-
-    def stacks(self, role: str, index: int, incarnation: int, rank: int = 0) -> Path:
-        """Stacks of a process that was asked for them, or in which nothing moved."""
-        return self.dir / "stacks" / f"{role}-{index}.{incarnation}-rank{rank}.txt"
 
     def make_dirs(self) -> None:
         """Create the directory with its fixed folders. Raises OSError."""

@@ -109,7 +109,7 @@ def test_what_forbids_a_start_ends_every_rank_with_the_same_code(toy):
         assert roles.ended(roles.trainer(2)) == [3, 3]
     assert (
         "no valid checkpoint to resume from"
-        in read_json(trial.attempt("1.0").exit_record("trainer", 0, 0, rank=1))["reason"]
+        in read_json(trial.attempt("1.0").exit_record("trainer", 0, 0, 1))["reason"]
     )
     assert list(trial.lineages.iterdir()) == []
 

@@ -116,7 +116,7 @@ def test_a_step_killed_for_memory_is_known_by_its_log(tmp_path):
     unit = dataclasses.replace(TWO_RANKS, tasks_per_node=1)
     end = unit_exit(attempt, unit, 0, 137)
     assert end.failure is F.OUT_OF_MEMORY and line in end.reason
-    write_json(attempt.exit_record("trainer", 0, 0), {"code": 70, "reason": "boom", "class": "user"})
+    write_json(attempt.exit_record("trainer", 0, 0, 0), {"code": 70, "reason": "boom", "class": "user"})
     assert unit_exit(attempt, unit, 0, 70).failure is F.USER, (
         "what the process said of itself counts more than its log"
     )

@@ -296,6 +296,6 @@ def test_incarnations_go_on_from_every_trace(attempt):
     attempt.events.write_text('{"event": "started", "role": "trainer", "index": 0, "incarnation": 2}\n')
     attempt.log("server", 1, 4).touch()
     attempt.log("trainer", 0, 1, rank=3).touch()
-    attempt.exit_record("rollout", 0, 0).touch()
+    attempt.exit_record("rollout", 0, 0, 0).touch()
     write_json(attempt.processes / "client-server-1.5-rank0.json", {})
     assert next_incarnations(attempt) == {("trainer", 0): 3, ("server", 1): 6, ("rollout", 0): 1}
