@@ -19,16 +19,14 @@ from hpc_rl.errors import ExitCode, FailureClass, StopCause
 class FailurePolicy:
     """What follows from a failure of one class."""
 
-    action: Literal[
-        "restart", "requeue", "end"
-    ]  # the role in place; the job, for other nodes; wait for the user
+    # the role in place; the job, for other nodes; wait for the user
+    action: Literal["restart", "requeue", "end"]
     uses_retry: bool  # it counts against `recover.retries`; a new generation resets the count
     advice: str  # what the user has to do once the attempt has ended for it
     max_restarts: int | None = None  # without a new generation, where `recover.retries` allows more
     exclude_nodes: bool = False  # the nodes that it happened on are avoided for a while
-    pause_s: float | None = (
-        None  # before each restart in place; None: the longer the more failures there were
-    )
+    # before each restart in place; None: the longer the more failures there were
+    pause_s: float | None = None
 
 
 RESUME = (

@@ -11,7 +11,6 @@ import sys
 import threading
 from pathlib import Path
 
-from hpc_rl.checked_file import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import IMPORTED, IMPORTED_LINEAGE, Commit, Manifest, config_hash
 from hpc_rl.config.loading.stored import from_dict
@@ -36,7 +35,7 @@ def export(trial: Trial, step: int, out: Path) -> None:
     if found.problem or found.manifest is None:
         raise Damaged(f"checkpoint {step}: {found.problem}")
     config = from_dict(read_json(folder / generation.CONFIG_NAME) or read_json(trial.config_json) or {})
-    files = {file.name: FileRecord(file.name, file.size, file.xxh3) for file in found.manifest.files}
+    files = {file.name: file for file in found.manifest.files}
     model = config.actor if isinstance(config, GRPOConfig) else config.model
     export_state(model, config.seed, folder, found.manifest.num_ranks, files, out, tokenizer_folder(config))
     write_json(out / RECORD_NAME, {"step": step, "version": found.manifest.version, "trial": str(trial)})
