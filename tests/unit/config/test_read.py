@@ -17,7 +17,7 @@ import pytest
 
 from hpc_rl.config.loading.fields import hints, options, section_of
 from hpc_rl.config.rules.container_rules import OPTION
-from hpc_rl.config.sections.experiment import CONFIGS, last_step
+from hpc_rl.config.sections.experiment import CONFIGS, has_own_prompts, last_step
 from hpc_rl.config.tables.areal_options import UNAVAILABLE
 from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS
 from hpc_rl.plan.containers import PYTHONS
@@ -101,8 +101,9 @@ def own_names() -> set[str]:
 @cache
 def _trees() -> list[ast.AST]:
     files = [path for path in (ROOT / "hpc_rl").rglob("*.py") if path.relative_to(ROOT).parts[1] != "config"]
-    length = ast.parse(inspect.getsource(last_step))  # what the trainers read of the configuration through it
-    return [*(ast.parse(path.read_text()) for path in files), length]
+    # what roles read of the configuration through these
+    readers = [ast.parse(inspect.getsource(function)) for function in (last_step, has_own_prompts)]
+    return [*(ast.parse(path.read_text()) for path in files), *readers]
 
 
 @cache

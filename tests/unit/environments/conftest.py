@@ -162,7 +162,7 @@ async def serve():
     runners = []
 
     async def start(app: web.Application) -> str:
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         runners.append(runner)
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -131,6 +131,7 @@ async def test_training_makes_room_for_an_evaluation(world, handling):
             for _ in range(5):
                 seen.append(serving.workers.num_running)
                 await asyncio.sleep(0.1)
+            stopping.set()
             return {"eval_score": 1.0}
 
         async def episode(self, item, conversation):
@@ -150,7 +151,6 @@ async def test_training_makes_room_for_an_evaluation(world, handling):
         total_steps=1000,
     )
     stopping = asyncio.Event()
-    asyncio.get_running_loop().call_later(4.0, stopping.set)
     servers = [APIServerConfig(base_url=f"{world.urls[1]}/v1")]
     async with InferenceServers(servers) as inference, RolloutApi(world.urls[0]) as api:
         worlds.append(Serving(Slow(config, inference, world.tokenizer), api, stopping))
