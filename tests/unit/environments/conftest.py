@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 import hpc_rl.datasets.tokenizer
+from hpc_rl.environments import rollout_api, serving
 from hpc_rl.examples.toy import make_tokenizer
 
 CHATML = (
@@ -154,6 +155,13 @@ class FakeServer:
         app = web.Application()
         app.add_routes([web.post("/generate", self.generate)])
         return app
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Environments look at the trainer, and for services that are away, more often."""
+    monkeypatch.setattr(serving, "POLL_S", 0.02)
+    monkeypatch.setattr(rollout_api, "POLL_S", 0.05)
 
 
 @pytest.fixture
