@@ -105,7 +105,6 @@ def fruitless(status: TrialStatus) -> tuple[PastStart, ...]:
 
 
 def text(status: TrialStatus, max_attempts: int | None = None, past: tuple[PastStart, ...] = ()) -> list[str]:
-    """Return the lines of `hpc-rl status`."""
     lines = [headline(status), *time_lines(status), row("directory", str(status.trial.dir))]
     if status.plan:
         lines.append(row("plan", plan_line(status.plan)))
@@ -300,7 +299,6 @@ def next_lines(status: TrialStatus) -> list[str]:
 
 
 def suggestions(status: TrialStatus) -> list[str]:
-    """Return the commands that may be useful next."""
     if status.state is TrialState.RENDERED:
         return [f"ls {status.trial.scripts}"]
     if status.state in (TrialState.RUNNING, TrialState.PENDING):

@@ -121,7 +121,6 @@ class Poller:
         return shared or SharedAnswer()
 
     def _covers(self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int) -> bool:
-        """Whether the last answer could know these jobs."""
         if str(uid) not in answer.accounts:
             return False
         return all(

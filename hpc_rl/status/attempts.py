@@ -14,8 +14,6 @@ EXIT_EVENTS = (EventKind.EXITED, EventKind.ENDED)
 
 @dataclass
 class IncarnationExit:
-    """Why one incarnation exited."""
-
     incarnation: int
     code: int | None
     reason: str

@@ -114,12 +114,10 @@ class ChangeReporter:
 
 
 def state_line(status: TrialStatus) -> str:
-    """Return the name, the state and the reason of a trial."""
     return f"{status.trial}: {status.state}" + (f" ({status.reason})" if status.reason else "")
 
 
 def progress_text(status: TrialStatus) -> str:
-    """Return one line on the progress of training."""
     total = f"/{status.total_steps}" if status.total_steps else ""
     parts = [f"step {status.step}{total}"]
     last = status.history.steps[-1] if status.history.steps else {}

@@ -105,7 +105,6 @@ class TrialWatch:
         self._shown: TrialStatus | None = None
 
     def poll(self) -> TrialStatus:
-        """Return the status now."""
         answer = query(self._reader.trial, self._doubt_at, patience_s=0.0)
         status = self._reader.read(answer.newest, answer.asked_at)
         if not status.over or is_final(status):

@@ -17,8 +17,6 @@ POLL_S = 0.5  # of files
 
 
 class CancelOutcome(enum.StrEnum):
-    """What was done about one job."""
-
     OVER = "over"  # nothing: it has ended
     REMOVED = "removed"  # it was pending, and was removed from the queue
     DRAINING = "draining"  # it saves its state and exits
@@ -29,8 +27,6 @@ class CancelOutcome(enum.StrEnum):
 
 @dataclass(frozen=True)
 class CancelledJob:
-    """One job and what was done about it."""
-
     job: TrialJob
     outcome: CancelOutcome
     was: JobState | None

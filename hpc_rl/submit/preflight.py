@@ -23,8 +23,6 @@ from hpc_rl.schedulers.slurm import SlurmScheduler
 
 
 class CheckState(enum.StrEnum):
-    """The result of one check."""
-
     OK = "ok"
     REFUSED = "refused"
     NOTE = "note"
@@ -34,8 +32,6 @@ class CheckState(enum.StrEnum):
 
 @dataclass(frozen=True)
 class PreflightCheck:
-    """One check and its result."""
-
     name: str
     state: CheckState
     detail: str = ""
@@ -47,8 +43,6 @@ class PreflightCheck:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """The results of all checks."""
-
     checks: list[PreflightCheck] = field(default_factory=list)
 
     def in_state(self, state: CheckState) -> list[PreflightCheck]:

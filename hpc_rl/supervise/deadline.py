@@ -39,7 +39,6 @@ class StepTimes:
         }
 
     def poll(self) -> None:
-        """Read what is new."""
         for path in self._folder.glob("metrics.*.jsonl"):
             file = self._files.setdefault(path, JsonLines(path))
             for row in file.poll():

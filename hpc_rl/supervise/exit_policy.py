@@ -36,8 +36,6 @@ MAX_QUOTE = 200  # characters of a log line in a reason
 
 @dataclass(frozen=True)
 class UnitExit:
-    """How one incarnation of a unit exited."""
-
     code: int  # 128 + signal of a death by signal
     reason: str
     failure: FailureClass = FailureClass.UNKNOWN

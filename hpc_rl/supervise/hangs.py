@@ -65,7 +65,6 @@ class HangDetector:
             self._watched[key] = _Watched(now)
 
     def exited(self, key: Key) -> None:
-        """Stop watching a unit."""
         self._watched.pop(key, None)
         self._rollout_exited = self._rollout_exited or key == ("rollout", 0)
 

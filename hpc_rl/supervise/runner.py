@@ -139,7 +139,6 @@ class TrialRunner(UnitLoop):
             self.requests.add(StopCause.SCRIPT_KILLED)
 
     def grant_requests(self) -> None:
-        """Stop where a request to stop waits."""
         if self.requests:
             with tolerant("reading intents"):
                 self._read_intents()  # a signal may announce an intent, which tells more than the signal

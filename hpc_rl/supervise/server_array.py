@@ -44,8 +44,6 @@ class ServerTask:
 
 @dataclass
 class ServerArray:
-    """One submission of servers."""
-
     job_id: str
     serves: str  # the submission of the trial
     time: float = 0.0

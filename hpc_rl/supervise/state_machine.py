@@ -41,8 +41,6 @@ class AskToStop:
 
 @dataclass(frozen=True)
 class Kill:
-    """Kill a unit."""
-
     key: Key
 
 
@@ -97,8 +95,6 @@ class SlotState(enum.Enum):
 
 @dataclass
 class Slot:
-    """One unit and its state."""
-
     unit: Unit
     incarnation: int = 0  # of the next start
     state: SlotState = SlotState.IDLE
@@ -161,7 +157,6 @@ class AttemptMachine:
             self.slots[key].incarnation = incarnations[key]
 
     def start(self, now: float) -> list[Action]:
-        """Start all units."""
         return [action for slot in self.slots.values() for action in self._start(slot, now)]
 
     def progressed(self, step: int) -> list[Action]:

@@ -192,7 +192,6 @@ class UnitLoop(ABC):
             self.machine.served(now, key, incarnation)
 
     def kill_hung(self, now: float) -> None:
-        """Kill the units in which nothing moves."""
         if self.machine.phase is Phase.RUNNING:
             for key, why in self.hangs.hung(now, self.deadline.times.step_s, list(self.handles)):
                 self.do(self.machine.hung(now, key, why))
