@@ -11,11 +11,9 @@ from pathlib import Path
 
 from hpc_rl import log
 from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.config.sections.experiment import Config, GRPOConfig
+from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialBusy
 from hpc_rl.files import Room
-from hpc_rl.name_resolve import open_names
-from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import raise_limits
 from hpc_rl.records import EndedRecord
@@ -51,14 +49,11 @@ def main() -> int:
         plan.refuse_unbuilt()
         config = from_dict(config_data)
         _wait_for_room(attempt)
-        names = open_names(trial, config)
         if attempt.is_server_task:
-            return _run_servers(attempt, plan, config, names, args.steps)
+            return _run_servers(attempt, plan, config, args.steps)
         if plan.layout == "jobs":  # the servers run in jobs of their own
             plan = replace(plan, units=plan.units_on(plan.groups[0].nodes))
-        away_s = config.rollout.setup_timeout if isinstance(config, GRPOConfig) else 0.0
-        steps = open_steps(args.steps, plan)
-        return TrialRunner(attempt, plan, steps, names, config.recover, JobEndTime(), away_s).run()
+        return TrialRunner(attempt, plan, config, open_steps(args.steps, plan), JobEndTime()).run()
     except HpcRlError as error:
         logger.error("%s", error)
         code = _exit_code(error)
@@ -92,13 +87,11 @@ def _exit_code(error: HpcRlError) -> int:
     return error.exit_code
 
 
-def _run_servers(attempt: Attempt, plan: Plan, config: Config, names: NameResolve, kind: str) -> int:
+def _run_servers(attempt: Attempt, plan: Plan, config: Config, kind: str) -> int:
     """Run one server node of layout `jobs`; the task of the array says which."""
     node = plan.groups[1].nodes[int(os.environ["HPC_RL_ARRAY_TASK"])]
-    serves, idle_s = os.environ.get("HPC_RL_TRIAL_JOB", ""), config.launcher.slurm.servers.idle_s
-    own = (plan.units_on([node]), serves, idle_s)
-    steps = open_steps(kind, plan)
-    return ServerRunner(attempt, plan, steps, names, config.recover, JobEndTime(), *own).run()
+    own = (plan.units_on([node]), os.environ.get("HPC_RL_TRIAL_JOB", ""))
+    return ServerRunner(attempt, plan, config, open_steps(kind, plan), JobEndTime(), *own).run()
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 
 from hpc_rl.checkpoint.start_facts import failures_without_progress
-from hpc_rl.config.sections.operations import RecoverConfig
+from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ExitCode, Stale, StopCause
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.shared_fs import Lease, NameResolve
+from hpc_rl.name_resolve.shared_fs import Lease
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import DoneRecord, DrainIntent, EventKind, JobRecord, ProcessRecord, read_events
 from hpc_rl.requeue import RESUME, STOPS
@@ -29,23 +29,15 @@ ANNOUNCE_S = 3600.0
 class TrialRunner(UnitLoop):
     """The supervisor of one attempt of a trial.
 
-    `end_time` returns when the scheduler will end the job, in Unix seconds, or None; it is called rarely. For
-    `servers_away_s` a trial whose servers are all away does not count as hung; 0 where it has none.
+    `end_time` returns when the scheduler will end the job, in Unix seconds, or None; it is called rarely.
     """
 
     def __init__(
-        self,
-        attempt: Attempt,
-        plan: Plan,
-        steps: Steps,
-        names: NameResolve,
-        rules: RecoverConfig,
-        end_time: Callable[[], float | None],
-        servers_away_s: float = 0.0,
+        self, attempt: Attempt, plan: Plan, config: Config, steps: Steps, end_time: Callable[[], float | None]
     ) -> None:
         machine = AttemptMachine(plan.units, plan.recover_mode, plan.recover_retries)
         deadline = JobDeadline(end_time, StepTimes(attempt))
-        super().__init__(attempt, plan, steps, names, rules, machine, deadline, servers_away_s)
+        super().__init__(attempt, plan, config, steps, machine, deadline)
         self._lease: Lease | None = None
         self._generations: set[tuple[str, int]] = set()
         # The job script may be dead already.

@@ -9,10 +9,9 @@ import os
 import sys
 from collections.abc import Callable
 
-from hpc_rl.config.sections.operations import RecoverConfig
+from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ExitCode, StopCause
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import DoneRecord, EventKind, JobEvent, read_job_state
 from hpc_rl.requeue import STOPS
@@ -32,25 +31,23 @@ class ServerRunner(UnitLoop):
     """The supervisor of one server node: of the units of the plan that have their nodes in this job.
 
     `serves` is the submission whose servers these are, empty where the script was submitted by hand;
-    `idle_s` for how long they serve without a supervisor of the trial; `end_time` as of TrialRunner.
+    `end_time` as of TrialRunner.
     """
 
     def __init__(
         self,
         attempt: Attempt,
         plan: Plan,
+        config: Config,
         steps: Steps,
-        names: NameResolve,
-        rules: RecoverConfig,
         end_time: Callable[[], float | None],
         units: list[Unit],
         serves: str,
-        idle_s: float,
     ) -> None:
         machine = AttemptMachine(units, "auto", UNLIMITED)
         deadline = JobDeadline(end_time, StepTimes(attempt), LEAD_S)
-        super().__init__(attempt, plan, steps, names, rules, machine, deadline)
-        self.serves, self.idle_s = serves, idle_s
+        super().__init__(attempt, plan, config, steps, machine, deadline)
+        self.serves, self.idle_s = serves, config.launcher.slurm.servers.idle_s
         self._not_needed = ""  # why the trial needs these servers no more
         self._owned_at = self.clock()
         self._observing = RateLimit(OBSERVE_EVERY_S)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hpc_rl.config.sections.operations import RecoverConfig
+from hpc_rl.config.sections.experiment import Config, GRPOConfig
 from hpc_rl.errors import ExitCode, StopCause
-from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
+from hpc_rl.name_resolve import open_names
+from hpc_rl.name_resolve.shared_fs import LeaseView
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import EndedRecord, EventKind
 from hpc_rl.supervise import bad_nodes, exit_policy, state_machine
@@ -103,17 +104,18 @@ class UnitLoop(ABC):
         self,
         attempt: Attempt,
         plan: Plan,
+        config: Config,
         steps: Steps,
-        names: NameResolve,
-        rules: RecoverConfig,
         machine: AttemptMachine,
         deadline: JobDeadline,
-        servers_away_s: float = 0.0,
     ) -> None:
         self.attempt, self.trial = attempt, attempt.trial
-        self.plan, self.steps, self.names, self.rules = plan, steps, names, rules
+        self.plan, self.steps, self.rules = plan, steps, config.recover
         self.machine, self.deadline = machine, deadline
-        self.hangs = HangDetector(rules.hang_factor, rules.hang_min_s, rules.hang_max_s, servers_away_s)
+        self.names = open_names(self.trial, config)
+        away_s = config.rollout.setup_timeout if isinstance(config, GRPOConfig) else 0.0
+        limits = (self.rules.hang_factor, self.rules.hang_min_s, self.rules.hang_max_s)
+        self.hangs = HangDetector(*limits, away_s)
         self.requests = StopRequests()
         self.handles: dict[Key, tuple[Handle, int]] = {}
         self.finish: Finish | None = None

@@ -8,9 +8,7 @@ from toy_plans import toy_plan
 
 from hpc_rl.app import supervisor as app
 from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.errors import FailureClass, StopCause
-from hpc_rl.name_resolve import open_names
 from hpc_rl.plan.schema import Unit
 from hpc_rl.records import DrainIntent, EventKind, read_events
 from hpc_rl.supervise import runner as driving
@@ -34,6 +32,15 @@ UNIT = Unit(
 PLAN = toy_plan(
     [dataclasses.replace(UNIT, role=role) for role in ("server", "rollout", "trainer")], "/python"
 )
+
+
+CONFIG = {
+    "experiment_name": "e",
+    "trial_name": "t",
+    "cluster": {"fileroot": "/root"},
+    "train_dataset": {"path": "/data"},
+    "actor": {"path": "/model"},
+}
 
 
 class FakeHandle:
@@ -65,12 +72,13 @@ def make(tmp_path):
     trial = Trial(tmp_path / "e" / "t")
     trial.make_dirs()
 
-    def make(**more) -> TrialRunner:
+    def make(servers_away_s: float = 0.5) -> TrialRunner:
         attempt = trial.attempt("7.0")
         attempt.make_dirs()
         steps = SimpleNamespace(start=lambda *_: FakeHandle())
-        rules = RecoverConfig(hang_max_s=300.0, hang_min_s=300.0)
-        runner = TrialRunner(attempt, PLAN, steps, open_names(trial), rules, lambda: None, **more)
+        recover = {"hang_max_s": 300.0, "hang_min_s": 300.0}
+        config = from_dict(CONFIG | {"recover": recover, "rollout": {"setup_timeout": servers_away_s}})
+        runner = TrialRunner(attempt, PLAN, config, steps, lambda: None)
         runner.clock = lambda: 0.0
         runner.do(runner.machine.start(0.0))
         return runner
@@ -115,21 +123,12 @@ def test_setup_timeout_is_how_long_servers_may_be_away(tmp_path, monkeypatch):
     trial = Trial(tmp_path / "e" / "t")
     trial.make_dirs()
     trial.make_secret()
-    data = {
-        "experiment_name": "e",
-        "trial_name": "t",
-        "cluster": {"fileroot": str(tmp_path)},
-        "train_dataset": {"path": "/data"},
-        "actor": {"path": "/model"},
-        "rollout": {"setup_timeout": 7200.0},
-    }
+    data = CONFIG | {"rollout": {"setup_timeout": 7200.0}}
     from_dict(data)
     write_json(trial.config_json, data)
     write_json(trial.plan_json, PLAN.to_json())
     seen = []
-    monkeypatch.setattr(
-        app, "TrialRunner", lambda *args: seen.append(args[-1]) or SimpleNamespace(run=lambda: 0)
-    )
+    monkeypatch.setattr(TrialRunner, "run", lambda runner: seen.append(runner.hangs.away_s) or 0)
     monkeypatch.setattr(
         "sys.argv", ["supervisor", "--trial_dir", str(trial.dir), "--attempt", "7.0", "--steps", "process"]
     )

@@ -7,7 +7,7 @@ import time
 import pytest
 from toy_plans import toy_plan
 
-from hpc_rl.config.sections.operations import RecoverConfig
+from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.plan.schema import Group, Unit
 from hpc_rl.schedulers.base import JobState, State
@@ -83,9 +83,18 @@ class Running:
         self.trial, self.steps, self.names = trial, FakeSteps(), open_names(trial)
         self.owner = self.names.lease(keys.OWNER, {"attempt": "100.0"}, 60.0)
         attempt = trial.attempt("150_0.0")
-        self.job = ServerRunner(
-            attempt, PLAN, self.steps, self.names, RecoverConfig(**rules), end_time, [SERVER], serves, idle_s
+        config = from_dict(
+            {
+                "experiment_name": "e",
+                "trial_name": "t",
+                "cluster": {"fileroot": "/root"},
+                "train_dataset": {"path": "/data"},
+                "actor": {"path": "/model"},
+                "recover": rules,
+                "launcher": {"slurm": {"servers": {"idle_s": idle_s}}},
+            }
         )
+        self.job = ServerRunner(attempt, PLAN, config, self.steps, end_time, [SERVER], serves)
         self.code = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
