@@ -7,6 +7,7 @@ import contextlib
 import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -70,47 +71,37 @@ class ChangeReporter:
         if status.state is not self._state and not status.over:
             lines.append(state_line(status))
             self._state = status.state
-        for attempt in status.attempts:
-            lines += self._attempt(attempt)
-        for problem in problems(status.rollout, status.live is not None) if status.rollout else []:
-            if self._first("problem", re.sub(r"\d+", "", problem)):  # once, not at every count
-                lines.append(f"rollout: {problem}")
-        name, values = status.history.held_out
-        for step, value in values:
-            if self._first("held-out", step, value):
-                lines.append(f"step {step}: held-out {name} {format_number(value)}")
+        for fact, line in _facts(status):
+            if fact not in self._reported:
+                self._reported.add(fact)
+                lines.append(line)
         return lines
 
-    def _attempt(self, attempt: AttemptStatus) -> list[str]:
-        lines = []
-        if self._first("attempt", attempt.id):
-            lines.append(f"attempt {attempt.id} started")
+
+def _facts(status: TrialStatus) -> Iterator[tuple[tuple[object, ...], str]]:
+    """Yield everything that happened, oldest attempt first: what tells it from the rest, and its line."""
+    for attempt in status.attempts:
+        yield ("attempt", attempt.id), f"attempt {attempt.id} started"
         for role in attempt.roles:
-            lines += self._role(attempt, role)
-        for line in attempt.lineages:
-            if line.lineage and self._first("lineage", line.lineage):
-                origin = f"checkpoint {line.from_step}" if line.from_step else "the start"
-                why = f": {line.reason}" if line.reason else ""
-                lines.append(f"training continues from {origin} as lineage {line.lineage}{why}")
-        if attempt.state is not TrialState.RUNNING and self._first("over", attempt.id):
-            lines.append(f"attempt {attempt.id}: {attempt.cause or attempt.state}")
-        return lines
-
-    def _role(self, attempt: AttemptStatus, role: RoleStatus) -> list[str]:
-        lines = []
-        if role.gave_up and self._first("gave up", attempt.id, role.name):
-            lines.append(f"{role.name} is not started again: {role.gave_up}")
-        for end in role.ends:
-            again = end.incarnation < role.incarnation
-            if again and self._first("end", attempt.id, role.name, end.incarnation):
-                why = exit_text(end.code, end.reason)
-                lines.append(f"{role.name}: {why}; started again (incarnation {end.incarnation + 1})")
-        return lines
-
-    def _first(self, *fact: object) -> bool:
-        known = fact in self._reported
-        self._reported.add(fact)
-        return not known
+            if role.gave_up:
+                yield ("gave up", attempt.id, role.name), f"{role.name} is not started again: {role.gave_up}"
+            for end in role.ends:
+                if end.incarnation < role.incarnation:
+                    why = exit_text(end.code, end.reason)
+                    again = f"started again (incarnation {end.incarnation + 1})"
+                    yield ("end", attempt.id, role.name, end.incarnation), f"{role.name}: {why}; {again}"
+        for one in attempt.lineages:
+            if one.lineage:
+                origin = f"checkpoint {one.from_step}" if one.from_step else "the start"
+                line = f"training continues from {origin} as lineage {one.lineage}"
+                yield ("lineage", one.lineage), line + (f": {one.reason}" if one.reason else "")
+        if attempt.state is not TrialState.RUNNING:
+            yield ("over", attempt.id), f"attempt {attempt.id}: {attempt.cause or attempt.state}"
+    for problem in problems(status.rollout, status.live is not None) if status.rollout else []:
+        yield ("problem", re.sub(r"\d+", "", problem)), f"rollout: {problem}"  # once, not at every count
+    name, values = status.history.held_out
+    for step, value in values:
+        yield ("held-out", step, value), f"step {step}: held-out {name} {format_number(value)}"
 
 
 def state_line(status: TrialStatus) -> str:
