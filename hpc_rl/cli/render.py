@@ -24,19 +24,21 @@ def run(args: Namespace) -> int:
     if args.print_config is not None:
         return submit.print_config(args)
     planned = submit.plan_of(submit.loaded(args))
-    report = preflight.PreflightReport()
+    checks: list[preflight.PreflightCheck] = []
     if args.check:
-        report = submit.checked_scripts(planned, submission.trial_of(planned.loaded.config))
-        if args.json and submit.exit_code_of(report):
-            print_json({"checks": report.to_json()})
-            return submit.exit_code_of(report)
-        report.raise_for()
+        checks = submit.checked_scripts(planned, submission.trial_of(planned.loaded.config))
+        if args.json and submit.exit_code_of(checks):
+            print_json({"checks": list(map(vars, checks))})
+            return submit.exit_code_of(checks)
+        preflight.raise_for(checks)
     done = submission.render_to(planned.loaded, planned.plan, args.output, command=["hpc-rl", *args.argv])
     if args.json:
-        print_json(submit.as_json(done, planned) | ({"checks": report.to_json()} if args.check else {}))
+        print_json(
+            submit.as_json(done, planned) | ({"checks": list(map(vars, checks))} if args.check else {})
+        )
         return 0
     words = submit.lines(done, planned)
-    words += [f"check      {check.line()}" for check in report.checks]
+    words += [f"check      {check.line()}" for check in checks]
     by_hand = "sbatch" if done.scheduler == "slurm" else "bash"
     print("\n".join([*words, f"next       {by_hand} {done.script}"]))
     return 0

@@ -131,7 +131,7 @@ def compared(planned: Planned, trial: Trial, no_check: bool) -> Planned:
     return dataclasses.replace(planned, loaded=loaded, plan=said.plan, avoid=said.avoid)
 
 
-def checked_scripts(planned: Planned, trial: Trial) -> preflight.PreflightReport:
+def checked_scripts(planned: Planned, trial: Trial) -> list[preflight.PreflightCheck]:
     """Everything that can be said before a submission."""
     config = planned.loaded.config
     where = pick(config.launcher.type)
@@ -229,11 +229,11 @@ def _dry_run(planned: Planned, json: bool) -> int:
     where = pick(planned.loaded.config.launcher.type)
     check_unlocked(trial)
     start = submission.check_submittable(trial, planned.loaded, plan, where)
-    report = checked_scripts(planned, trial)
+    checks = checked_scripts(planned, trial)
     if json:
         about = {"trial": str(trial), "dir": str(trial.dir), "plan": plan.to_json(), "notes": planned.notes}
-        print_json(about | {"checks": report.to_json()})
-        return exit_code_of(report)
+        print_json(about | {"checks": list(map(vars, checks))})
+        return exit_code_of(checks)
     nodes = "1 node" if plan.n_nodes == 1 else f"{plan.n_nodes} nodes"
     words = [
         *planned.note_lines(),
@@ -242,18 +242,18 @@ def _dry_run(planned: Planned, json: bool) -> int:
         f"plan       {plan.trainer}, {plan.allocation}, {nodes}, {where}",
         *changed_lines(start.changes),
         *(f"           {line}" for line in plan_lines(plan)),
-        *(f"check      {check.line()}" for check in report.checks if check.state != "refused"),
+        *(f"check      {check.line()}" for check in checks if check.state != "refused"),
         "nothing was written or submitted; `hpc-rl render` writes the scripts",
     ]
     print("\n".join(words), flush=True)
-    report.raise_for()
+    preflight.raise_for(checks)
     return 0
 
 
-def exit_code_of(report: preflight.PreflightReport) -> int:
-    """Return the exit code of a report whose reasons are printed as JSON."""
+def exit_code_of(checks: list[preflight.PreflightCheck]) -> int:
+    """Return the exit code of checks whose reasons are printed as JSON."""
     try:
-        report.raise_for()
+        preflight.raise_for(checks)
     except HpcRlError as error:
         return error.exit_code
     return 0

@@ -7,8 +7,7 @@ scripts through bash, shellcheck and our linter, the request against sinfo, and 
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from hpc_rl import slurm_time
 from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus
@@ -41,26 +40,14 @@ class PreflightCheck:
         return f"{self.name:<20} {self.state}" + (f": {self.detail}" if self.detail else "")
 
 
-@dataclass(frozen=True)
-class PreflightReport:
-    checks: list[PreflightCheck] = field(default_factory=list)
-
-    def in_state(self, state: CheckState) -> list[PreflightCheck]:
-        return [check for check in self.checks if check.state is state]
-
-    @property
-    def refused(self) -> list[PreflightCheck]:
-        return self.in_state(CheckState.REFUSED)
-
-    def to_json(self) -> list[dict[str, Any]]:
-        return [dict(vars(check)) for check in self.checks]
-
-    def raise_for(self) -> None:
-        """Raise ConfigError where something was refused, SchedulerError where Slurm could not be queried."""
-        if self.refused:
-            lines = "\n".join(f"        {refusal_text(check)}" for check in self.refused)
-            raise ConfigError(f"the configuration cannot run:\n{lines}")
-        for check in self.in_state(CheckState.UNREACHABLE):
+def raise_for(checks: Sequence[PreflightCheck]) -> None:
+    """Raise ConfigError where something was refused, SchedulerError where Slurm could not be queried."""
+    refused = [check for check in checks if check.state is CheckState.REFUSED]
+    if refused:
+        lines = "\n".join(f"        {refusal_text(check)}" for check in refused)
+        raise ConfigError(f"the configuration cannot run:\n{lines}")
+    for check in checks:
+        if check.state is CheckState.UNREACHABLE:
             raise SchedulerError(check.detail)
 
 
@@ -177,20 +164,21 @@ def quick_check(
     if nodes:
         found = [threads_per_core(request_of(*part), nodes) for part in job_requests(config, plan)]
         plan = with_threads_per_core(plan, max(found))
-    report = PreflightReport(check_capacity(config, plan, nodes))
-    report.raise_for()
-    notes = [refusal_text(check) for check in report.in_state(CheckState.NOTE)]
+    checks = check_capacity(config, plan, nodes)
+    raise_for(checks)
+    notes = [refusal_text(check) for check in checks if check.state is CheckState.NOTE]
     if not bad:
         return CapacityCheck(notes, plan)
     launcher = replace(config.launcher, slurm=without(config.launcher.slurm, bad))
-    if PreflightReport(check_capacity(replace(config, launcher=launcher), plan, nodes)).refused:
+    others = check_capacity(replace(config, launcher=launcher), plan, nodes)
+    if any(check.state is CheckState.REFUSED for check in others):
         return CapacityCheck([*notes, failed + "not avoided, because too few other nodes are left"], plan)
     return CapacityCheck([*notes, *avoided], plan, tuple(bad))
 
 
 def full_check(
     config: Config, plan: Plan, scripts: Mapping[str, str], cluster: SlurmScheduler | None
-) -> PreflightReport:
+) -> list[PreflightCheck]:
     """Run all checks on rendered scripts; without a cluster only those that need none."""
     checks = []
     for name, text in scripts.items():
@@ -200,15 +188,15 @@ def full_check(
             checks.append(_lint_check(f"{name}: {linter}", problems(text)))
     if cluster is None:
         here = PreflightCheck("sinfo", CheckState.SKIPPED, "the trial is for this machine")
-        return PreflightReport([*checks, here])
+        return [*checks, here]
     try:
         checks += check_capacity(config, plan, cluster.nodes())
     except SchedulerError as error:
-        return PreflightReport([*checks, PreflightCheck("sinfo", CheckState.UNREACHABLE, str(error))])
+        return [*checks, PreflightCheck("sinfo", CheckState.UNREACHABLE, str(error))]
     for name, text in scripts.items():
         if name.endswith(".sbatch"):
             checks.append(_test_only(name, text, cluster))
-    return PreflightReport(checks)
+    return checks
 
 
 LINTERS: dict[str, Callable[[str], list[str] | None]] = {

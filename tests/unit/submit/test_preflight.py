@@ -106,14 +106,16 @@ def test_bad_nodes_are_avoided_only_where_enough_others_are_left():
 def test_all_checks():
     small = planned("launcher.trainer_mem_per_gpu=1000")
     fine = preflight.full_check(*small, {"a.sbatch": GOOD}, FakeCluster())
-    fine.raise_for()
-    assert {check.state for check in fine.checks} <= {"ok", "skipped"}
+    preflight.raise_for(fine)
+    assert {check.state for check in fine} <= {"ok", "skipped"}
     no = preflight.full_check(*small, {"a.sbatch": GOOD + "if\n"}, FakeCluster((False, "Invalid account")))
     with pytest.raises(ConfigError, match=r"(?s)syntax error.*Slurm refuses a\.sbatch: Invalid account"):
-        no.raise_for()
+        preflight.raise_for(no)
     with pytest.raises(SchedulerError, match="no controller"):
-        preflight.full_check(*small, {"a.sbatch": GOOD}, FakeCluster(broken="no controller")).raise_for()
-    assert preflight.full_check(*small, {"local.sh": "true\n"}, None).checks[-1].state == "skipped"
+        preflight.raise_for(
+            preflight.full_check(*small, {"a.sbatch": GOOD}, FakeCluster(broken="no controller"))
+        )
+    assert preflight.full_check(*small, {"local.sh": "true\n"}, None)[-1].state == "skipped"
 
 
 @pytest.mark.parametrize(
