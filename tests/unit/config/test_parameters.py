@@ -1,4 +1,4 @@
-"""Every parameter of AReaL and ATLAS, row by row: it works, as a named test shows, or it is refused, in the
+"""Every parameter of AReaL, ATLAS and atroposlib, row by row: it works, as a named test shows, or it is refused, in the
 words given here.
 
 parameters.tsv is the table of the seeds; parameter_status.tsv says of each row, in the same order, what is
@@ -22,10 +22,12 @@ from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.tables.areal_options import DEPARTURES
 from hpc_rl.config.tables.atlas import ALIASES
+from hpc_rl.environments import APIServerConfig, EnvConfig, EnvironmentSettings
+from hpc_rl.environments.settings import EvalHandling
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 
-NUM_TODO = {"areal": 0, "atlas": 0}
+NUM_TODO = {"areal": 0, "atlas": 0, "atropos": 0}
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
 SECTIONS = {  # section of the table -> (trainer, prefix of its options)
@@ -49,6 +51,12 @@ SECTIONS = {  # section of the table -> (trainer, prefix of its options)
     "Evaluator Configuration": ("grpo", "evaluator."),
     "Recovery Configuration": ("grpo", "recover."),
     "Scheduler Configuration": ("grpo", "scheduler."),
+}
+ENVIRONMENT = {  # the classes of atroposlib -> ours
+    "BaseEnvConfig": EnvConfig,
+    "ServerManagerConfig": EnvironmentSettings,
+    "ServerBaseline": APIServerConfig,
+    "APIServerConfig": APIServerConfig,
 }
 COMMON = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "train_dataset.batch_size=8"]
 BASE = {
@@ -99,7 +107,7 @@ def test_there_is_no_third_kind_but_a_todo_that_only_shrinks():
     assert {row.verdict for row in ROWS} <= {"works", "refused", "todo"}
     todo = {system: sum(row.system == system for row in of("todo")) for system in NUM_TODO}
     assert todo == NUM_TODO, "a row was finished (lower NUM_TODO) or has become a todo (don't)"
-    assert len(ROWS) == 326
+    assert len(ROWS) == 365
 
 
 @pytest.mark.parametrize("row", of("refused"), ids=str)
@@ -128,6 +136,10 @@ def test_working_rows_name_a_test_that_exists_and_an_option_that_does(row):
     if row.system == "atlas":
         assert row.parameter in ALIASES
         return
+    if row.system == "atropos":
+        ours = ENVIRONMENT[row.section.rpartition(".")[2]]()
+        assert getattr(ours, row.parameter) == _value(row.default)
+        return
     trainer = SECTIONS[row.section][0]
     assert row.option in options(CONFIGS[trainer]), f"there is no option {row.option}"
     hint = options(CONFIGS[trainer])[row.option]
@@ -148,7 +160,8 @@ def _default(cls: type, name: str):
 def _value(text: str):
     if text.startswith('"'):
         return text.strip('"')
-    words = {"None": None, "True": True, "False": False}
+    words = {"None": None, "True": True, "False": False, "default": "default"}
+    words["EvalHandlingEnum.STOP_TRAIN"] = EvalHandling.STOP_TRAIN
     if text in words:
         return words[text]
     return float(text) if re.search(r"[.e]", text) else int(text)
@@ -161,3 +174,11 @@ def test_departures_are_options_that_depart():
 
 def test_every_alias_is_a_row():
     assert {row.parameter for row in ROWS if row.system == "atlas"} == set(ALIASES)
+
+
+def test_every_option_of_an_environment_is_a_row():
+    own = {"worker_timeout", "seed", "server_type", "env", "openai"}
+    for cls in ENVIRONMENT.values():
+        sections = {name for name, known in ENVIRONMENT.items() if known is cls}
+        rows = {row.parameter for row in ROWS if row.section.rpartition(".")[2] in sections}
+        assert {field.name for field in dataclasses.fields(cls)} - own == rows

@@ -1,89 +1,19 @@
-"""Every option of an environment of atroposlib: its name and default as there, and what it does here.
+"""What the options of an environment do; tests/unit/config/parameter_status.tsv names the test of each."""
 
-ROWS names for each parameter of the three classes the test that would notice if it did nothing.
-"""
-
-import ast
 import asyncio
-import dataclasses
 import json
 import logging
 import sys
 import types
-from pathlib import Path
 
 import pytest
 from aiohttp import web
 
-from hpc_rl.environments import APIServerConfig, EnvConfig, EnvironmentSettings
+from hpc_rl.environments import APIServerConfig
 from hpc_rl.environments.inference_servers import InferenceServers, MadeUpServers
-from hpc_rl.environments.settings import EvalHandling
 from hpc_rl.errors import ConfigError, ServerUnavailable
 from tests.unit.environments.conftest import FakeApi, FakeServer
 from tests.unit.environments.test_environment import Echo, World
-
-ROWS = {
-    EnvConfig: {
-        "group_size": (4, "test_environment.py::test_it_feeds_a_trainer_until_its_steps_are_made"),
-        "max_num_workers": (-1, "test_environment_options.py::test_workers_per_server_or_in_all"),
-        "max_eval_workers": (16, "test_environment.py::test_an_evaluation_has_limits_of_its_own"),
-        "max_num_workers_per_node": (8, "test_environment_options.py::test_workers_per_server_or_in_all"),
-        "steps_per_eval": (100, "test_environment_options.py::test_an_evaluation_at_every_multiple"),
-        "max_token_length": (2048, "test_environment.py::test_an_episode_that_needs_too_many_tokens_is_dropped"),
-        "eval_handling": (EvalHandling.STOP_TRAIN, "test_environment.py::test_training_makes_room_for_an_evaluation"),
-        "eval_limit_ratio": (0.5, "test_environment.py::test_training_makes_room_for_an_evaluation"),
-        "inference_weight": (1.0, "test_environment_options.py::test_what_it_registers_with"),
-        "batch_size": (-1, "test_environment_options.py::test_the_trainer_decides_the_batch_size"),
-        "max_batches_offpolicy": (3, "test_environment_options.py::test_it_stops_where_the_queue_is_long"),
-        "tokenizer_name": (
-            "NousResearch/DeepHermes-3-Llama-3-3B-Preview",
-            "test_environment.py::test_a_wrong_option_is_named",
-        ),
-        "use_wandb": (True, "test_environment_options.py::test_rollouts_and_metrics_go_to_wandb"),
-        "rollout_server_url": ("http://localhost:8000", "test_environment_options.py::test_serve_takes_both_urls"),
-        "total_steps": (1000, "test_environment.py::test_it_feeds_a_trainer_until_its_steps_are_made"),
-        "wandb_name": (None, "test_environment_options.py::test_what_it_registers_with"),
-        "num_rollouts_to_keep": (32, "test_environment_options.py::test_rollouts_and_metrics_go_to_wandb"),
-        "num_rollouts_per_group_for_logging": (1, "test_environment_options.py::test_rollouts_and_metrics_go_to_wandb"),
-        "ensure_scores_are_not_same": (True, "test_environment.py::test_groups_with_equal_scores_are_dropped_and_counted"),
-        "data_path_to_save_groups": (None, "test_environment_options.py::test_groups_are_kept_while_serving"),
-        "min_items_sent_before_logging": (2, "test_environment_options.py::test_metrics_wait_for_enough_groups"),
-        "include_messages": (False, "test_environment.py::test_it_feeds_a_trainer_until_its_steps_are_made"),
-        "min_batch_allocation": (None, "test_environment_options.py::test_what_it_registers_with"),
-    },
-    EnvironmentSettings: {
-        "slurm": (True, "test_environment.py::test_servers_come_from_the_urls_or_the_slurm_job"),
-        "testing": (False, "test_environment.py::test_shipped_environments_make_groups_without_a_server"),
-        "max_n_completions": (8, "test_environment.py::test_completions_are_asked_for_in_parts"),
-    },
-    APIServerConfig: {
-        "timeout": (1200, "test_environment_options.py::test_a_request_takes_no_longer_than_its_timeout"),
-        "num_max_requests_at_once": (512, "test_environment_options.py::test_training_and_evaluation_have_own_limits"),
-        "num_requests_for_eval": (64, "test_environment_options.py::test_training_and_evaluation_have_own_limits"),
-        "model_name": ("default", "test_environment_options.py::test_the_openai_api_is_there_too"),
-        "rolling_buffer_length": (1000, "test_environment_options.py::test_metrics_are_of_the_latest_requests"),
-        "api_key": (None, "test_environment_options.py::test_the_openai_api_is_there_too"),
-        "base_url": (None, "test_environment.py::test_servers_come_from_the_urls_or_the_slurm_job"),
-        "n_kwarg_is_ignored": (False, "test_environment.py::test_completions_are_asked_for_in_parts"),
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("cls", "name"), [(cls, name) for cls, rows in ROWS.items() for name in rows])
-def test_names_and_defaults_are_those_of_atroposlib(cls, name):
-    default, shown_by = ROWS[cls][name]
-    assert getattr(cls(), name) == default
-    file, _, test = shown_by.partition("::")
-    tree = ast.parse((Path(__file__).parent / file).read_text())
-    assert test in {
-        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-
-
-def test_no_option_is_without_a_row():
-    own = {"worker_timeout", "seed", "server_type", "env", "openai"}
-    for cls, rows in ROWS.items():
-        assert {field.name for field in dataclasses.fields(cls)} - own == rows.keys()
 
 
 @pytest.fixture
