@@ -66,7 +66,8 @@ def load_rows(path: str | Path) -> Rows[dict[str, Any]]:
     if path.is_dir():
         rows = _saved(path)
     elif path.suffix in JSONL:
-        rows = _jsonl(path)
+        rows = Rows[dict[str, Any]]([], {})
+        rows.fingerprint = _fingerprint(_parsed(path, rows))
     elif path.suffix == ".parquet":
         rows = _parquet(path)
     else:
@@ -77,14 +78,8 @@ def load_rows(path: str | Path) -> Rows[dict[str, Any]]:
     return rows
 
 
-def _jsonl(path: Path) -> Rows[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    fingerprint = _fingerprint(_parsed(path, rows))
-    return Rows(rows, fingerprint)
-
-
 def _parsed(path: Path, rows: list[dict[str, Any]]) -> Iterator[bytes]:
-    """The lines, each of which is a row by then."""
+    """Yield the lines, each of which is in `rows` by then."""
     for number, line in _lines(path):
         try:
             row = json.loads(line.decode())

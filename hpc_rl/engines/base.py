@@ -11,7 +11,6 @@ import torch
 
 from hpc_rl import checked_file
 from hpc_rl.checked_file import FileRecord
-from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.trial import fsync_dir
 
 
@@ -73,25 +72,15 @@ LossFn = Callable[[MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 class Engine(Protocol):
     """What trainers need of a model.
 
-    Methods are collective unless they say otherwise: all ranks call them in one order.
+    Made with `config`, and `rank`, `num_ranks`, `device`, `seed` and `frozen` by name, which raises
+    ConfigError; a `frozen` model has `logprobs` only. Methods are collective unless they say otherwise: all
+    ranks call them in one order.
     """
 
     rank: int
     num_ranks: int
     num_train_steps: int  # as given to `initialize`
     pin_memory: bool  # copy inputs to a GPU through page-locked memory
-
-    def __init__(
-        self,
-        config: TrainEngineConfig,
-        *,
-        rank: int,
-        num_ranks: int,
-        device: torch.device | str,
-        seed: int,
-        frozen: bool,
-    ) -> None:
-        """Check the configuration. A `frozen` model has `logprobs` only. Raises ConfigError."""
 
     def initialize(self, num_train_steps: int) -> None:
         """Build and shard the model, the optimizer and a schedule of `num_train_steps` calls of train_batch.

@@ -124,7 +124,6 @@ def micro_batch(
 
 
 def _column(rows: Sequences, name: str, group: list[int]) -> np.ndarray:
-    """Return the column's values for a group."""
     values = rows.columns[name]
     if not group:  # no values show the type, so the name does
         return np.zeros(0, dtype=bool if name.endswith("mask") else np.float32)

@@ -46,7 +46,6 @@ class LanguageModel(nn.Module):
         return self.outputs(hidden.flatten(0, 1)[source_N], targets_N, temperature)
 
     def trunk(self) -> Any:
-        """Return the module below the head."""
         return self.hf.get_decoder()
 
     def outputs(

@@ -205,11 +205,8 @@ class Sequencer:
     def cut(self, step: int, allocations: Mapping[int, int] | None = None) -> dict[int, ReadyGroup] | None:
         """Return the groups of batch `step`, ordered by index, or None while it can't be cut.
 
-        Changes nothing; see sealed.
-
-        Args:
-            step: Of the batch.
-            allocations: Sequences of the batch that are for one environment, by env_id.
+        `allocations` are the sequences of the batch that are for one environment, by env_id. Changes nothing;
+        see sealed.
         """
         rules, ready = self.rules, self.log.ready
         if step != self.log.top + 1:

@@ -364,17 +364,14 @@ class RolloutService:
             return
         async with self._cutting, self._or_end():
             self.ledger.append_base(self.sequencer.log.base(step))
-            gone = self.sequencer.log.trim(step)
+            self.sequencer.log.trim(step)
             needed = self.sequencer.needed_segments() | {self.ledger.segment}
-            for number in gone:
-                self._bodies.pop(number, None)
-            await asyncio.to_thread(self._delete, gone, needed)
+            self._bodies = {number: body for number, body in self._bodies.items() if number > step}
+            await asyncio.to_thread(self._delete, needed)
 
-    def _delete(self, steps: list[int], needed: set[int]) -> None:
+    def _delete(self, needed: set[int]) -> None:
         self.ledger.commit()
-        self.batches.note_trimmed(self.sequencer.log.trimmed)
-        for step in steps:
-            self.batches.delete(step)
+        self.batches.drop_trimmed(self.sequencer.log.trimmed)
         for number in segments(self._folder):
             # later ones were begun meanwhile, by us or by another incarnation
             if number not in needed and number < max(needed):

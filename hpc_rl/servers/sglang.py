@@ -233,7 +233,7 @@ _TIE = (
 )
 
 
-class TiedProcess:
+class TiedProcess(subprocess.Popen[bytes]):
     """`python arguments…`, killed when the thread that starts it dies: start it from the main thread.
 
     Raises OSError where it can't be started.
@@ -241,7 +241,7 @@ class TiedProcess:
 
     def __init__(self, python: str, arguments: list[str], env: dict[str, str], log: Path) -> None:
         with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as output:
-            self._process = subprocess.Popen(
+            super().__init__(
                 [python, "-c", _TIE, str(os.getpid()), *arguments],
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -250,23 +250,19 @@ class TiedProcess:
                 start_new_session=True,
             )
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def exit_status(self) -> str:
         """Empty while it runs, else how it ended."""
-        code = self._process.poll()
+        code = self.poll()
         if code is None:
             return ""
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
     async def stop(self, grace_s: float = 15.0) -> None:
         """TERM to the process, then KILL to its session."""
-        if self._process.poll() is None:
-            self._process.terminate()
+        if self.poll() is None:
+            self.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self._process.wait, grace_s)
+                await asyncio.to_thread(self.wait, grace_s)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()

@@ -116,5 +116,4 @@ def _without_record(rows: list[Row]) -> tuple[tuple[int, float], int, list[Row]]
 
 
 def read(trial: Trial) -> History:
-    """Return the merged metrics of a trial."""
     return MetricsReader(trial).poll()

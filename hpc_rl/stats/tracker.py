@@ -22,7 +22,6 @@ class Tracker:
         self._values[name] = value
 
     def add(self, name: str, value: float) -> None:
-        """Add to a number."""
         self._values[name] = self._values.get(name, 0.0) + value
 
     @contextmanager

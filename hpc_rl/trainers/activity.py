@@ -19,14 +19,12 @@ class Activity:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._now: tuple[str, int] = ("start", 0)
-        self._changes = 0
+        self._now: tuple[str, int, int] = ("start", 0, 0)  # what, at which step, after how many changes
         path.parent.mkdir(parents=True, exist_ok=True)
         threading.Thread(target=self._show, daemon=True, name="activity").start()
 
     def does(self, what: str, step: int) -> None:
-        self._now = (what, step)
-        self._changes += 1
+        self._now = (what, step, self._now[2] + 1)
 
     def _write(self, value: dict[str, Any]) -> None:
         try:
@@ -37,13 +35,13 @@ class Activity:
             overwrite(self._path, json.dumps(value))  # a trainer that waits for disk space does not hang
 
     def _show(self) -> None:
-        shown = -1
+        shown = None
         while True:
-            changes, (what, step) = self._changes, self._now
-            if changes != shown:
+            if (now := self._now) != shown:
+                what, step, changes = now
                 try:
                     self._write({"doing": what, "step": step, "changes": changes, "time": time.time()})
-                    shown = changes
+                    shown = now
                 except OSError as error:  # what can't be shown now is shown in the next round
                     logger.warning("can't show what the trainer does: %s", error)
             time.sleep(PERIOD_S)

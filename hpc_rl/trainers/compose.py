@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from hpc_rl.allocation import TRAIN_BACKENDS
@@ -26,7 +26,6 @@ from hpc_rl.trial import read_json
 from hpc_rl.weights.publish import TRANSPORTS, Publisher
 
 Composed = tuple[Run, Recipe]
-TRANSPORT = "disk"  # the only one so far, so it is not an option
 
 
 def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
@@ -46,7 +45,7 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
             start.trial, start.names, start.tokens, setup_timeout_s=config.rollout.setup_timeout
         )
         stack.callback(publisher.close)
-    transport = TRANSPORTS[TRANSPORT](start.trial, publisher)
+    transport = TRANSPORTS["disk"](start.trial, publisher)  # the only one so far, so it is not an option
     return run, GRPO(run, rollout, transport, num_prompts, reference)
 
 
@@ -87,8 +86,7 @@ def _reference(start: TrainerContext, config: GRPOConfig) -> Engine | None:
 
 
 def _engine(start: TrainerContext, model: TrainEngineConfig, frozen: bool = False) -> Engine:
-    module, _, name = TRAIN_BACKENDS[start.backend].implementation.partition(":")
-    engine: Engine = getattr(import_module(module), name)(
+    engine: Engine = resolve_name(TRAIN_BACKENDS[start.backend].implementation)(
         model,
         rank=start.ranks.rank,
         num_ranks=start.ranks.num,

@@ -69,7 +69,6 @@ class Ranks:
         return self._broadcast(body or b"") if self.from_rank0(made) else None
 
     def _broadcast(self, body: bytes) -> bytes:
-        """Return rank 0's bytes."""
         if self.num == 1:
             return body
         size = torch.tensor([len(body)], dtype=torch.int64, device=_device())

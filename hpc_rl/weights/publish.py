@@ -114,16 +114,14 @@ class Publisher:
     def _targets(self) -> dict[str, LeaseView]:
         """Return live servers that take updates; those that failed before only if there is no other."""
         self._leases = self.names.leases(keys.SERVERS)
-        live = {
-            key: seen
-            for key, seen in self._leases.items()
-            if seen.alive and seen.value.get("state") not in BUSY
-        }
-        return {key: seen for key, seen in live.items() if not self._is_left_out(seen)} or live
-
-    def _is_left_out(self, seen: LeaseView) -> bool:
-        epoch, label = self._left_out.get(seen.key, (-1, ""))
-        return epoch == seen.epoch and is_older(str(seen.value.get("version") or ""), label)
+        live, usual = {}, {}
+        for key, seen in self._leases.items():
+            if seen.alive and seen.value.get("state") not in BUSY:
+                live[key] = seen
+                epoch, label = self._left_out.get(key, (-1, ""))
+                if epoch != seen.epoch or not is_older(str(seen.value.get("version") or ""), label):
+                    usual[key] = seen
+        return usual or live
 
     def _remember(self, result: Published, targets: dict[str, LeaseView], label: str) -> None:
         for key in result.acknowledged:

@@ -158,18 +158,15 @@ class LogState:
         self.rejected[record.index] = record
         self.rejections[record.reason] += 1
 
-    def trim(self, step: int) -> list[int]:
-        """Forget batches up to `step`, and who was rejected; return the steps that go."""
-        gone = [number for number in self.seals if number <= step]
-        for number in gone:
-            del self.seals[number]
+    def trim(self, step: int) -> None:
+        """Forget batches up to `step`, and who was rejected."""
+        self.seals = {number: seal for number, seal in self.seals.items() if number > step}
         self.trimmed = max(self.trimmed, step)
         self.rejected.clear()
         kept = {index for seal in self.seals.values() for index in seal.places}
         kept |= self.ready.keys() | self.parts.keys()
         self.outside = {index: record for index, record in self.outside.items() if index in kept}
         self.keys = {record.key for record in self.outside.values()}
-        return gone
 
     def base(self, step: int) -> dict[str, Any]:
         """Return the content of the base record that stands for all batches up to `step`, and rejections."""

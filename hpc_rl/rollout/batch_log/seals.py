@@ -94,19 +94,13 @@ class Batches:
             raise LedgerDamaged(f"batch {seal.step} is not what was sealed")
         return body
 
-    def delete(self, step: int) -> None:
-        self._path(step).unlink(missing_ok=True)
-
-    def note_trimmed(self, step: int) -> None:
-        """Tell checkpoint/start_facts.py, which does not read the log, from where it can be replayed."""
-        path = self.folder.parent / TRIMMED
-        self.ledger.room.write(TRIMMED, lambda: write_json(path, {"step": step}))
-
     def drop_trimmed(self, step: int) -> None:
-        """Delete what a trim that was killed left of the batches up to this one."""
+        """Delete the seals of batches up to this one; 0 is none."""
         if not step:
             return
-        self.note_trimmed(step)
+        # for checkpoint/start_facts.py, which does not read the log: from where it can be replayed
+        note = self.folder.parent / TRIMMED
+        self.ledger.room.write(TRIMMED, lambda: write_json(note, {"step": step}))
         for path in self.folder.glob("[0-9]*.seal"):
             if path.stem.isdecimal() and int(path.stem) <= step:
                 path.unlink(missing_ok=True)

@@ -161,8 +161,9 @@ class World:
             return
         self.append(BaseRecord(self.core.log.base(step)))
         self.commit()
-        for number in self.core.log.trim(step):
+        for number in self.seals.keys() - range(step + 1, self.core.log.top + 1):
             del self.seals[number]
+        self.core.log.trim(step)
         ready = {place for _, place in self.core.log.ready.values()}
         needed = ready | {place for seal in self.seals.values() for place in seal.places.values()}
         self.records = [
