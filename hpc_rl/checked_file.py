@@ -158,21 +158,17 @@ class CheckedReader:
 
     def _read(self, index: int, view: memoryview, size: int, start: int) -> None:
         """Read a block past the page cache, or from it where all of it is there."""
-        count = 0
         if self._direct is not None and not self._cached[index]:
             try:
-                count = os.preadv(self._direct, [view[: _aligned(size)]], start)
+                if os.preadv(self._direct, [view[: _aligned(size)]], start) >= size:
+                    return
             except OSError as error:
                 if error.errno != errno.EINVAL:  # the file system needs another alignment
                     raise
-        if count < size:
-            self._read_cached(view[:size], start)
-
-    def _read_cached(self, view: memoryview, start: int) -> None:
         os.posix_fadvise(self._fd, start + NUM_READ_AHEAD * BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
         done = 0
-        while done < len(view):
-            count = os.preadv(self._fd, [view[done:]], start + done)
+        while done < size:
+            count = os.preadv(self._fd, [view[done:size]], start + done)
             if not count:
                 raise Damaged(f"{self.path.name} ends at byte {start + done}")
             done += count

@@ -184,6 +184,10 @@ class Found:
     problem: str = ""
 
     @property
+    def version(self) -> str:
+        return self.manifest.version if self.manifest else ""
+
+    @property
     def metrics(self) -> dict[str, float]:
         return self.manifest.metrics if self.manifest else {}
 
@@ -202,7 +206,7 @@ def check(path: Path) -> Found:
     match = _FOLDER.fullmatch(path.name)
     step = int(match[1]) if match else -1
     try:
-        manifest = _unsealed(checked_file.retry_once(lambda: _read(path / MANIFEST_NAME)))
+        manifest = checked_file.retry_once(lambda: _read_manifest(path / MANIFEST_NAME))
     except FileNotFoundError:
         return Found(step, path, None, "has no manifest")
     except (OSError, ValueError) as error:
@@ -261,19 +265,17 @@ def clear_leftovers(trial: Trial) -> None:
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
-def _read(path: Path) -> bytes:
-    if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would never end
-        raise ValueError("not a regular file")
-    return path.read_bytes()
-
-
 def sealed(data: dict[str, Any]) -> str:
     """Return the text of a manifest with its own checksum."""
     checksum = xxhash.xxh3_128_hexdigest(json.dumps(data, sort_keys=True).encode())
     return json.dumps({**data, "xxh3": checksum}, indent=2, sort_keys=True) + "\n"
 
 
-def _unsealed(raw: bytes) -> Manifest:
+def _read_manifest(path: Path) -> Manifest:
+    """Return the manifest in a file. Raises OSError, and ValueError with what is wrong with it."""
+    if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would never end
+        raise ValueError("not a regular file")
+    raw = path.read_bytes()
     try:
         data = json.loads(raw)
     except ValueError as error:

@@ -77,24 +77,17 @@ def proven(found: Sequence[Found], policy: RetentionPolicy, known: dict[str, str
 
     `known` is what this process has found so far: version -> '' or the problem.
     """
-    found = [
-        replace(one, problem=one.problem or (known.get(one.manifest.version, "") if one.manifest else ""))
-        for one in found
-    ]
     counting = replace(policy, every_steps=None)  # what is kept by its step alone takes no place
     while True:
+        found = [replace(one, problem=one.problem or known.get(one.version, "")) for one in found]
         staying = keep([one for one in found if not one.problem], counting)
-        unread = [
-            one for one in found if one.step in staying and one.manifest and one.manifest.version not in known
-        ]
+        unread = [one for one in found if one.step in staying and one.version not in known]
         if not unread:
             return found
-        read = {one.step: verify(one, LIGHT_BYTES) for one in unread}
-        for one in read.values():
-            known[one.manifest.version if one.manifest else ""] = one.problem
-            if one.problem:
-                logger.warning("checkpoint %d is damaged and does not count: %s", one.step, one.problem)
-        found = [read.get(one.step, one) for one in found]
+        for one in unread:
+            known[one.version] = problem = verify(one, LIGHT_BYTES).problem
+            if problem:
+                logger.warning("checkpoint %d is damaged and does not count: %s", one.step, problem)
 
 
 def retain(

@@ -49,13 +49,14 @@ def make_plan(
     allocation, notes = _allocation(shared)
     _refuse_unbuilt(shared, allocation)
     allocation = _fill_stars(shared, allocation)
-    demand = _demand(allocation)
+    servers, train = allocation.servers, allocation.train
+    ranks = (train.num_units if train else None) or 1
+    demand = Demand(servers.d or 0, servers.units_per_replica, ranks) if servers else Demand(0, 1, ranks)
     if demand.units > MAX_UNITS:
         most = f"at most {MAX_UNITS} are allowed"
         raise DoesNotFit(f"allocation_mode {allocation} needs {demand.units} units; {most}.")
     placement = _placement(shared, allocation, demand)
-    ranks_per_row = allocation.train.units_per_replica if allocation.train else 1
-    _refuse_idle_ranks(config, demand.ranks // ranks_per_row)
+    _refuse_idle_ranks(config, ranks // (train.units_per_replica if train else 1))
     extra = shlex.split(config.launcher.slurm.srun_additional_args)
     units = [
         replace(unit, srun_args=extra, container=containers.container_of(config, unit.role))
@@ -75,7 +76,7 @@ def make_plan(
         n_nodes=config.cluster.n_nodes,
         n_gpus_per_node=n_gpus,
         device="cuda" if n_gpus else "cpu",
-        server_backend=allocation.servers.backend if allocation.servers else None,
+        server_backend=servers.backend if servers else None,
         units=units,
         recover_mode=config.recover.mode,
         recover_retries=config.recover.retries,
@@ -268,12 +269,6 @@ def _fill_stars(config: Config, allocation: Allocation) -> Allocation:
 
 
 # -- placement
-
-
-def _demand(allocation: Allocation) -> Demand:
-    servers, train = allocation.servers, allocation.train
-    ranks = (train.num_units if train else None) or 1
-    return Demand(servers.d or 0, servers.units_per_replica, ranks) if servers else Demand(0, 1, ranks)
 
 
 def _placement(config: Config, allocation: Allocation, demand: Demand) -> Placement:
