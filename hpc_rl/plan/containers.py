@@ -1,14 +1,28 @@
-"""The container of a role: its image, the interpreter in it, and the paths that are bound. Pure."""
+"""A role's container: its image, the paths that are bound, and how a unit is started in it. Pure.
+
+Apptainer wraps the program, pyxis is options of srun. The supervisor stays outside, and starts and stops a
+role in a container as it does any other. The role's standard input is the supervisor's pipe, which both hand
+on; `apptainer exec` keeps process ids, process group and host name of the node
+(config/rules/container_rules.py refuses the options that would not); the exit code is the role's own.
+
+The environment is inherited; nothing of it is in an argument list, which every user of the node could read.
+What must hold whatever the image says travels as APPTAINERENV_<name>, taken literally (APPTAINER_NO_EVAL,
+from Apptainer 1.1 and SingularityCE 3.10 on), and for pyxis by name in `--container-env`.
+"""
 
 from collections.abc import Iterable
-from pathlib import PurePosixPath
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from hpc_rl.config.rules.container_rules import PYTHONS, Role, binds_of, bound_paths, image_of
+from hpc_rl.config.rules.container_rules import PYTHONS, SEPARATORS, Role, binds_of, bound_paths, image_of
 from hpc_rl.config.sections.experiment import Config
-from hpc_rl.plan.schema import Container
+from hpc_rl.errors import ConfigError
+from hpc_rl.plan.schema import Container, Plan, Unit
 
 _HUB_CACHE = ("models--", "datasets--")
+# Packages of the home directory belong to the node's Python, not to the image's of the same version.
+_PYTHON = {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def container_of(config: Config, role: Role | Literal["environment"]) -> Container | None:
@@ -38,13 +52,9 @@ def with_paths(binds: list[str], paths: Iterable[str]) -> list[str]:
     outer = [
         path
         for path in wanted
-        if not any(_inside(path, other) for other in (*same, *wanted) if other != path or other in same)
+        if not _below(path, [other for other in (*same, *wanted) if other != path or other in same])
     ]
     return [*binds, *(f"{path}:{path}" for path in outer)]
-
-
-def _inside(path: str, directory: str) -> bool:
-    return PurePosixPath(path).is_relative_to(directory)
 
 
 def _directory(path: str) -> str:
@@ -55,3 +65,92 @@ def _directory(path: str) -> str:
             return str(parent)
     is_file = here.suffix in (".jsonl", ".parquet") and str(here.parent) != "/"
     return str(here.parent if is_file else here)
+
+
+# -- how a unit is started
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to start in place of a role's interpreter, and options for its srun; words by lines."""
+
+    program: list[list[str]]
+    srun_options: list[list[str]] = field(default_factory=list)
+
+
+def common_env(unit: Unit, kind: str) -> dict[str, str]:
+    """Return what every process of a unit has in its environment, in addition to the supervisor's."""
+    return {
+        "HPC_RL_STEPS": kind,
+        "HPC_RL_NUM_RANKS": str(unit.num_tasks),
+        "OMP_NUM_THREADS": str(unit.cpus_per_task),
+        **unit.env,
+    }
+
+
+def check_places(plan: Plan, trial_dir: Path, workdir: Path) -> None:
+    """Raise ConfigError for a directory that can't be bound, where a unit of the plan has a container."""
+    for what, path in (("the directory of the trial", trial_dir), ("the working directory", workdir)):
+        if set(str(path)) & set(SEPARATORS) and any(unit.container for unit in plan.units):
+            raise ConfigError(
+                f"{what}, {path}, can't be bound into a container: it holds one of {' '.join(SEPARATORS)}"
+            )
+
+
+def command_of(unit: Unit, python: str, trial_dir: Path, workdir: Path) -> Command:
+    """Return how the interpreter of a unit is started, by the interpreter of nodes, or that of its image."""
+    container = unit.container
+    if container is None:
+        return Command([[python]])
+    mounts = _mounts(container, trial_dir, workdir)
+    if container.type == "pyxis":
+        names = sorted({*common_env(unit, "srun"), *_PYTHON, "PYTHONPATH"})
+        options = [
+            f"--container-image={container.image}",
+            f"--container-mounts={','.join(mounts)}",
+            f"--container-workdir={workdir}",
+            f"--container-env={','.join(names)}",
+            "--no-container-entrypoint",
+            *container.args,
+        ]
+        return Command([[container.python]], [[option] for option in options])
+    exec_ = [container.program, "exec", *(["--nv"] if unit.gpus_per_task else [])]
+    binds = [["--bind", mount] for mount in mounts]
+    last = [[*container.args, container.image], [container.python]]
+    return Command([exec_, *binds, ["--pwd", str(workdir)], *last])
+
+
+def container_env(
+    unit: Unit, env: dict[str, str], kind: str, trial_dir: Path, workdir: Path
+) -> dict[str, str]:
+    """Return the environment to start a unit with, by `srun` or as a `process`, from what is inherited."""
+    container = unit.container
+    if container is None:
+        return env
+    env = _within(env, _mounts(container, trial_dir, workdir), unit.env)
+    if container.type == "pyxis":
+        return env
+    names = {*common_env(unit, kind), *_PYTHON, "PYTHONPATH"} & env.keys()
+    kind = "SINGULARITY" if PurePosixPath(container.program).name == "singularity" else "APPTAINER"
+    return env | {f"{kind}ENV_{name}": env[name] for name in sorted(names)} | {f"{kind}_NO_EVAL": "1"}
+
+
+def _mounts(container: Container, trial_dir: Path, workdir: Path) -> list[str]:
+    return with_paths(container.mounts, [str(trial_dir), str(workdir)])
+
+
+def _within(env: dict[str, str], mounts: list[str], own: dict[str, str]) -> dict[str, str]:
+    """Return the environment without what names places that are not in the container."""
+    targets = [mount.split(":")[1] for mount in mounts]
+    # A PYTHONPATH of the user's own may be of the image.
+    within = own.get("PYTHONPATH", "").split(":")
+    given = filter(None, env.get("PYTHONPATH", "").split(":"))
+    path = [entry for entry in given if entry in within or _below(entry, targets)]
+    found = env | _PYTHON | own | {"PYTHONPATH": ":".join(path)}
+    if not _below(found.get("TMPDIR", "/tmp"), [*targets, "/tmp"]):
+        del found["TMPDIR"]
+    return found
+
+
+def _below(path: str, directories: Iterable[str]) -> bool:
+    return any(PurePosixPath(path).is_relative_to(directory) for directory in directories)

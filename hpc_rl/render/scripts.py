@@ -11,8 +11,9 @@ import jinja2
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError
 from hpc_rl.name_resolve import keys, names_dir
+from hpc_rl.plan import containers
 from hpc_rl.plan.schema import Plan
-from hpc_rl.render import container_command, layouts, steps
+from hpc_rl.render import layouts, steps
 from hpc_rl.render.hooks import EVENTS, gather
 from hpc_rl.render.jinja_environment import LINE_BREAK, LayeredEnvironment, environment, template_root
 from hpc_rl.render.overrides import refuse_overrides
@@ -129,7 +130,7 @@ def _common(plan: Plan, trial: Trial, stamp: Stamp, scheduler: str) -> dict[str,
                 f"{what}: {str(path)!r} can't be used: PYTHONPATH and #SBATCH lines hold no colons and no "
                 "line breaks."
             )
-    container_command.check_places(plan, trial.dir, stamp.workdir)
+    containers.check_places(plan, trial.dir, stamp.workdir)
     return vars(stamp) | {
         "scheduler": scheduler,
         "trial_dir": str(trial.dir),

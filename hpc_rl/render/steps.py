@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import ConfigError
+from hpc_rl.plan.containers import command_of
 from hpc_rl.plan.plan import SUPERVISOR_CPUS, SUPERVISOR_MEM_MB
 from hpc_rl.plan.schema import Plan, Unit
-from hpc_rl.render.container_command import command_of
 
 ROLES = ("environment", "server", "rollout", "trainer")
 

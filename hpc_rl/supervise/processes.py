@@ -21,9 +21,9 @@ from typing import Protocol
 
 from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.files import last_lines
+from hpc_rl.plan.containers import command_of, common_env, container_env
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import ProcessRecord
-from hpc_rl.render.container_command import command_of, common_env, container_env
 from hpc_rl.schedulers.hostlist import expand
 from hpc_rl.trial import Attempt
 

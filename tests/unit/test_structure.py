@@ -25,7 +25,6 @@ SMALL = {
     "cli/env.py": "a command of its own",
     "cli/quickstart.py": "a command of its own",
     "cli/render.py": "a command of its own",
-    "plan/containers.py": "imported by plan and render",
     "config/rules/sglang_rules.py": "rules of one server backend",
     "config/loading/stored.py": "what roles read: no parser, no YAML",
     "config/loading/profiles.py": "imported by config, render and doctor",

@@ -1,6 +1,6 @@
 """Rules about containers: images, binds, and options that would break how the roles are run.
 
-The image of a role is decided here, for the rules and the plan; render/container_command.py starts it.
+The image of a role is decided here, for the rules and the plan; plan/containers.py starts it.
 """
 
 import re

@@ -10,10 +10,9 @@ from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.container_rules import image_files
 from hpc_rl.errors import ConfigError
-from hpc_rl.plan.containers import with_paths
+from hpc_rl.plan.containers import check_places, command_of, common_env, container_env, with_paths
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Container, Plan, Unit
-from hpc_rl.render.container_command import check_places, command_of, common_env, container_env
 
 BASE = [
     "experiment_name=e",
