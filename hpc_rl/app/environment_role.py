@@ -10,11 +10,11 @@ import shlex
 import signal
 import subprocess
 import time
-from typing import Any
 
 import yaml
 
 from hpc_rl.app import role
+from hpc_rl.config.environment_file import environment_file
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError, ExitCode, RoleFailed
 from hpc_rl.name_resolve import keys, open_names
@@ -41,7 +41,7 @@ def body(context: role.Context) -> int:
         if url is None:
             context.stopping.wait(POLL_S)
             continue
-        settings = _settings(context.config, name, url, context.tokens["data"])
+        settings = environment_file(context.config, name, url, context.tokens["data"])
         file = context.attempt.dir / f"environment-{context.index}.yaml"
         write_atomic(file, yaml.safe_dump(settings), mode=0o600)
         code = _run(context, names, [*shlex.split(command), "--config", str(file)], url)
@@ -103,32 +103,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _rollout_url(names: NameResolve) -> str | None:
     seen = names.leases(keys.ROLLOUT).get(keys.ROLLOUT)
     return seen.value["url"] if seen is not None and seen.alive else None
-
-
-def _settings(config: GRPOConfig, name: str, url: str, token: str) -> dict[str, Any]:
-    """Return the settings that the trial knows better than the environment's author."""
-    assert config.environments is not None
-    tokenizer = config.tokenizer_path or config.actor.path
-    # only a list of two or more is taken by every kind of environment of atroposlib
-    server = {
-        "model_name": tokenizer,  # where atroposlib looks for the tokenizer of a server
-        "base_url": f"{url}/v1",
-        "api_key": token,
-        "num_max_requests_at_once": max(1, config.environments.max_requests // 2),
-        "server_type": "sglang",
-    }
-    return {
-        "env": {
-            "rollout_server_url": f"{url}/t/{token}",
-            "tokenizer_name": tokenizer,
-            "group_size": config.gconfig.n_samples,
-            "total_steps": -1,
-            "use_wandb": config.stats_logger.wandb.mode != "disabled",
-            "wandb_name": name,
-        },
-        "openai": [server, dict(server)],
-        "slurm": False,
-    }
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 import json
 import os
 import sys
+from pathlib import Path
+
+import yaml
 
 from hpc_rl.cli.options import CommandParser, Namespace, print_json
 from hpc_rl.errors import TrialStateError
@@ -18,16 +21,25 @@ def parser() -> CommandParser:
     made.add_argument("action", choices=["urls", *HANDED_OVER], help="urls: print where a trial takes groups")
     made.add_trial()
     made.add_json("the URLs")
+    written = "urls: write a settings file for --config of an environment: URLs, tokenizer, group size"
+    made.add_argument("--write", metavar="FILE", help=written)
     return made
 
 
 def run(args: Namespace) -> int:
+    from hpc_rl.config.environment_file import environment_file
     from hpc_rl.config.loading.stored import from_dict
+    from hpc_rl.config.sections.experiment import GRPOConfig
     from hpc_rl.name_resolve import keys, open_names
     from hpc_rl.submit.trial_index import resolve
+    from hpc_rl.trial import write_atomic
 
     trial = resolve(args.trial)
     config = from_dict(json.loads(trial.config_json.read_bytes()))
+    if not isinstance(config, GRPOConfig) or config.environments is None:
+        raise TrialStateError(
+            f"trial {trial.name} takes no groups from environments; submit it with a section `environments`"
+        )
     seen = open_names(trial, config).leases(keys.ROLLOUT).get(keys.ROLLOUT)
     if seen is None or not seen.alive:
         raise TrialStateError(
@@ -35,6 +47,9 @@ def run(args: Namespace) -> int:
         )
     url, token = seen.value["url"], trial.tokens()["data"]
     urls = {"rollout_server_url": f"{url}/t/{token}", "base_url": f"{url}/t/{token}/v1", "api_key": token}
+    if args.write:
+        settings = environment_file(config, Path(args.write).stem, url, token)
+        write_atomic(Path(args.write), yaml.safe_dump(settings), mode=0o600)
     if args.json:
         print_json(urls)
     else:

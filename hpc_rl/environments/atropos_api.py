@@ -36,7 +36,7 @@ class TrialFacts:
     Args:
         max_token_len: Largest number of tokens of a sequence.
         wandb_group: Group of runs at Weights & Biases.
-        wandb_project: Project there; None where the trial does not log to it.
+        wandb_project: Project there; None means that environments wait for it.
         checkpoint_dir: Directory for files of environments.
         checkpoint_interval: Steps between two of them.
         num_steps: Training steps of the trial.

@@ -19,6 +19,7 @@ from hpc_rl.rollout.service import Refused
 
 COMPRESS_FROM_BYTES = 1000
 RETRY_AFTER_S = 5
+UNNAMED = "environment"
 GROUP_FIELDS = (
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params",
     "inference_logprobs", "overrides", "group_overrides", "images", "env_id",
@@ -52,9 +53,10 @@ def atropos_routes(api: AtroposApi) -> list[web.RouteDef]:
         return api.register_trainer(_fields(await _body(request), **TRAINER_FIELDS)["batch_size"])
 
     async def register_env(request: web.Request) -> dict[str, Any]:
-        body = _fields(
-            await _body(request), max_token_length=int, desired_name=str, weight=float, group_size=int
-        )
+        body = await _body(request)
+        if isinstance(body, dict) and body.get("desired_name", "") is None:
+            body["desired_name"] = UNNAMED  # that of environments whose wandb_name was not set
+        _fields(body, max_token_length=int, desired_name=str, weight=float, group_size=int)
         share = body.get("min_batch_allocation")
         if share is not None and not _is_a(share, float):
             raise MalformedRequest("min_batch_allocation", "must be a number or null")

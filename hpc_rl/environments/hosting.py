@@ -89,11 +89,10 @@ async def hosted(
 def trial_facts(config: GRPOConfig, trial: Trial, num_prompts: int, longest: int) -> TrialFacts:
     """Return what environments learn of a trial."""
     wandb = config.stats_logger.wandb
-    project = None if wandb.mode == "disabled" else wandb.project or config.experiment_name
     return TrialFacts(
         max_token_len=longest,
         wandb_group=wandb.group or f"{config.experiment_name}_{config.trial_name}",
-        wandb_project=project,
+        wandb_project=wandb.project or config.experiment_name,
         checkpoint_dir=str(trial.dir / "environments"),
         checkpoint_interval=config.saver.freq_steps or CHECKPOINT_EVERY,
         num_steps=total_steps(config, num_prompts),

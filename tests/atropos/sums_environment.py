@@ -12,7 +12,12 @@ class Sums(BaseEnv):
     def config_init(cls):
         # sizes of its own author; the URLs are those of no server
         config = BaseEnvConfig(
-            group_size=4, max_token_length=32, ensure_scores_are_not_same=False, steps_per_eval=10
+            group_size=4,
+            max_token_length=32,
+            ensure_scores_are_not_same=False,
+            steps_per_eval=10,
+            use_wandb=False,
+            total_steps=-1,
         )
         return config, [APIServerConfig(base_url="http://localhost:1/v1", api_key="x", server_type="sglang")]
 

@@ -1,16 +1,22 @@
-"""A trial that two environments of atroposlib feed, unmodified, as roles of the trial; one kill on the way."""
+"""A trial that two environments of atroposlib feed, unmodified: one as a role of the trial, one that is started
+by hand with the URLs; one kill on the way.
+"""
 
+import contextlib
 import json
 import os
 import re
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
 import numpy as np
 import pytest
 import xxhash
+import yaml
 from toy_trials import ROOT, groups_in_ledger, hpc_rl, logs_of, make_quickstart, trial_of
 
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
@@ -25,7 +31,7 @@ def trial(tmp_path_factory, atropos_python):
     here = tmp_path_factory.mktemp("environments")
     make_quickstart(here)
     serve = f"{atropos_python} {ENVIRONMENT} serve"
-    commands = {"four": serve, "eight": f"{serve} --env.group_size 8"}
+    commands = {"four": serve}
     options = {
         "experiment_name": "sums",
         "trial_name": "fed",
@@ -42,9 +48,39 @@ def trial(tmp_path_factory, atropos_python):
     given = [f"{name}={value}" for name, value in options.items()]
     hpc_rl("submit", ROOT / "configs/quickstart/grpo.yaml", *given, cwd=here)
     made = trial_of(here, "fed")
-    kill_rollout_once(made)
-    hpc_rl("status", "fed", "--follow", cwd=here, timeout_s=300, check=False)
-    return here, made
+    with started_by_hand(here, atropos_python) as process:
+        kill_rollout_once(made)
+        hpc_rl("status", "fed", "--follow", cwd=here, timeout_s=300, check=False)
+        code = process.wait(60)
+    return here, made, code
+
+
+@contextlib.contextmanager
+def started_by_hand(here: Path, atropos_python: str) -> Iterator[subprocess.Popen]:
+    """An environment of eight sequences a group, from the URLs of the trial once it runs."""
+    until = time.monotonic() + 120
+    while (found := hpc_rl("env", "urls", "fed", "--json", cwd=here, check=False)).returncode != 0:
+        assert time.monotonic() < until, found.stderr
+        time.sleep(1)
+    urls = json.loads(found.stdout)
+    hpc_rl("env", "urls", "fed", "--write", "by-hand.yaml", cwd=here)
+    options = {
+        "slurm": "False",
+        "env.rollout_server_url": urls["rollout_server_url"],
+        "openai.base_url": urls["base_url"],
+        "openai.model_name": "quickstart/base",  # a tokenizer that is here; theirs would be fetched
+        "env.tokenizer_name": "quickstart/base",
+        "env.group_size": "8",
+    }
+    argv = [atropos_python, str(ENVIRONMENT), "serve"]
+    argv += [word for name, value in options.items() for word in (f"--{name}", value)]
+    with (here / "by-hand.log").open("wb") as log:
+        process = subprocess.Popen(argv, cwd=here, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def kill_rollout_once(trial) -> None:
@@ -58,7 +94,7 @@ def kill_rollout_once(trial) -> None:
 
 
 def test_it_makes_its_steps(trial):
-    here, made = trial
+    here, made, _ = trial
     shown = json.loads(hpc_rl("status", "fed", "--json", cwd=here).stdout)
     assert shown["state"] == "done", logs_of(made)
 
@@ -74,7 +110,7 @@ def logged_completions(trial) -> set[tuple[bytes, bytes, bytes, tuple]]:
 
 
 def test_every_token_that_was_trained_on_is_as_the_gateway_logged_it(trial):
-    _, made = trial
+    _, made, _ = trial
     logged = logged_completions(made)
     groups = groups_in_ledger(made)
     assert len(groups) >= 4 and {len(group.trajectories) for group in groups} == {4, 8}
@@ -90,27 +126,36 @@ def test_every_token_that_was_trained_on_is_as_the_gateway_logged_it(trial):
 
 
 def test_no_group_is_in_two_batches(trial):
-    _, made = trial
+    _, made, _ = trial
     indexes = [group.index for group in groups_in_ledger(made)]
     assert len(indexes) == len(set(indexes))
 
 
 def test_environments_end_with_0_and_saw_no_error(trial):
-    _, made = trial
-    for number in (0, 1):
-        text = "".join(path.read_text() for path in made.attempts.rglob(f"environment-{number}*.log"))
-        assert "has finished" in text, text[-3000:]
+    here, made, code = trial
+    role = "".join(path.read_text() for path in made.attempts.rglob("environment-0*.log"))
+    assert "has finished" in role
+    by_hand = (here / "by-hand.log").read_text()
+    assert code == 0, by_hand[-3000:]
+    for text in (role, by_hand):
         assert not re.search(r"\b[45]\d\d\b.*(error|Error|for url)", text), text[-3000:]
     (path,) = made.attempts.rglob("events.jsonl")
     events = [json.loads(line) for line in path.read_text().splitlines()]
     ends = [one for one in events if one["event"] == "exited" and one.get("role") == "environment"]
-    assert [one["code"] for one in ends] == [0, 0]
+    assert [one["code"] for one in ends] == [0]
     # the rollout role was killed, and its environments did not notice: one incarnation of the unit
     of_rollout = [one["code"] for one in events if one["event"] == "exited" and one["role"] == "rollout"]
     assert of_rollout == [75]
 
 
 def test_a_command_prints_the_urls_of_a_trial_that_runs(trial):
-    here, _ = trial
+    here, made, _ = trial
+    written = here / "by-hand.yaml"
+    settings = yaml.safe_load(written.read_text())
+    assert written.stat().st_mode & 0o777 == 0o600  # it has the data token
+    token = made.tokens()["data"]
+    assert settings["env"]["rollout_server_url"].endswith(f"/t/{token}")
+    assert settings["env"]["wandb_name"] == "by-hand" and settings["env"]["group_size"] == 4
+    assert [one["api_key"] for one in settings["openai"]] == [token, token]
     done = hpc_rl("env", "urls", "fed", cwd=here, check=False)
     assert done.returncode != 0 and "no rollout role that runs" in done.stderr

@@ -120,6 +120,7 @@ async def test_before_there_is_a_trainer_environments_wait(world):
     }  # fmt: skip
     assert second["env_id"] == 1 and second["wandb_name"] == "conf_1"
     assert (await world.status_of(0))["env_weight"] == 0.5
+    assert (await world.register(None))["wandb_name"] == "environment_0"  # ends an environment upstream
 
 
 async def test_missing_fields_are_422_with_their_names(world):
