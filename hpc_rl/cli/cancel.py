@@ -1,6 +1,6 @@
 """`hpc-rl cancel <trial>`: stop a trial permanently and keep its state for `hpc-rl recover`."""
 
-from hpc_rl.cli.options import CommandParser, Namespace, Seconds, print_json
+from hpc_rl.cli.options import CommandParser, Namespace, Seconds, print_result
 from hpc_rl.errors import ExitCode
 from hpc_rl.records import TrialState
 from hpc_rl.status.formatting import format_duration, one_line
@@ -41,14 +41,11 @@ def parser() -> CommandParser:
 def run(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     done = cancel(trial, args.now)
-    if args.json:
-        rows = [
-            {"job_id": item.job.job_id, "outcome": item.outcome, "was": item.was and item.was.state}
-            for item in done
-        ]
-        print_json(rows)
-    else:
-        print("\n".join(outcome_lines(trial, done)))
+    rows = [
+        {"job_id": item.job.job_id, "outcome": item.outcome, "was": item.was and item.was.state}
+        for item in done
+    ]
+    print_result(args.json, rows, outcome_lines(trial, done))
     stopping = [item for item in done if item.outcome in (CancelOutcome.DRAINING, CancelOutcome.KILLED)]
     if args.wait_s and stopping:
         return _wait(trial, stopping[-1], args.wait_s, quiet=args.json)

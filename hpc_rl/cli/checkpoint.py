@@ -19,7 +19,7 @@ from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.retention import best, hold
 from hpc_rl.checkpoint.start_facts import seals_of, trimmed
-from hpc_rl.cli.options import Action, CommandParser, Count, Namespace, columns, print_json, require_torch
+from hpc_rl.cli.options import Action, CommandParser, Count, Namespace, columns, print_result, require_torch
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.rules.consistency import METRICS
 from hpc_rl.datasets.rows import fingerprint_in_passing
@@ -75,14 +75,12 @@ def _list(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     rows = [_row(one) for one in generation.scan(trial)]
     set_aside = sorted(path.name for path in (trial.recover / "set-aside").glob("*"))
-    if args.json:
-        print_json({"trial": str(trial), "generations": rows, "set_aside": set_aside})
-        return 0
     usual = dict.fromkeys(name for names in METRICS.values() for name in names)
     metric = args.metric or next((name for row in rows for name in usual if name in row["metrics"]), "")
     lines = _table(rows, metric) if rows else [_none_yet(trial)]
     lines += [f"set aside: {trial.recover / 'set-aside' / name}" for name in set_aside]
-    print("\n".join(map(one_line, lines)))
+    value = {"trial": str(trial), "generations": rows, "set_aside": set_aside}
+    print_result(args.json, value, map(one_line, lines))
     return 0
 
 
@@ -91,8 +89,7 @@ def _none_yet(trial: Trial) -> str:
 
 
 def _row(one: Found) -> dict[str, Any]:
-    made = one.manifest
-    written_at = None
+    made, written_at = one.manifest, None
     with contextlib.suppress(OSError):
         written_at = (one.path / generation.MANIFEST_NAME).stat().st_mtime
     return {
@@ -100,9 +97,7 @@ def _row(one: Found) -> dict[str, Any]:
         "path": str(one.path),
         "problem": one.problem,
         "sound": not one.problem,
-        "lineage": made.lineage if made else None,
-        "submission": made.submission if made else None,
-        "num_ranks": made.num_ranks if made else None,
+        **{name: getattr(made, name, None) for name in ("lineage", "submission", "num_ranks")},
         "bytes": sum(file.size for file in made.files) if made else None,
         "metrics": one.metrics,
         "versions": made.versions if made else {},
@@ -138,14 +133,12 @@ def _verify(args: Namespace) -> int:
     results: list[dict[str, Any]] = [
         {"step": one.step, "path": str(one.path), "problems": _problems(trial, one)} for one in found
     ]
-    if args.json:
-        print_json(results)
-    else:
-        for result in results:
-            for problem in result["problems"] or ["every file is as it was written"]:
-                print(f"checkpoint {result['step']}: {problem}")
-        if not results:
-            print(_none_yet(trial))
+    lines = [
+        f"checkpoint {result['step']}: {problem}"
+        for result in results
+        for problem in result["problems"] or ["every file is as it was written"]
+    ]
+    print_result(args.json, results, lines or [_none_yet(trial)])
     return 1 if any(result["problems"] for result in results) else 0
 
 
@@ -184,10 +177,9 @@ def _export(args: Namespace) -> int:
     # Held from now on: while torch is imported, a fast trial makes and removes many checkpoints.
     with hold(trial, one.step, f"export to {there}"):
         code = _export_to(there, trial, one.step)
-    if code == 0 and args.json:
-        print_json({"trial": str(trial), "step": one.step, "path": str(there)})
-    elif code == 0:
-        print(f"checkpoint {one.step} of {trial}: weights written to {there}")
+    if code == 0:
+        value = {"trial": str(trial), "step": one.step, "path": str(there)}
+        print_result(args.json, value, [f"checkpoint {one.step} of {trial}: weights written to {there}"])
     return code
 
 

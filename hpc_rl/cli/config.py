@@ -3,7 +3,7 @@
 import json
 import sys
 
-from hpc_rl.cli.options import Action, CommandParser, Namespace, print_json
+from hpc_rl.cli.options import Action, CommandParser, Namespace, print_result
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.experiment import CONFIGS
@@ -62,11 +62,8 @@ def _diff_parser() -> CommandParser:
 
 def _diff(args: Namespace) -> int:
     found = diff(*(resolved(check(load([path]), files=False)) for path in (args.a, args.b)))
-    if args.json:
-        print_json({name: {"a": a and vars(a), "b": b and vars(b)} for name, (a, b) in found.items()})
-    else:
-        for name, (a, b) in found.items():
-            print(f"{name}: {_side(a)} -> {_side(b)}")
+    rows = {name: {"a": a and vars(a), "b": b and vars(b)} for name, (a, b) in found.items()}
+    print_result(args.json, rows, (f"{name}: {_side(a)} -> {_side(b)}" for name, (a, b) in found.items()))
     return 1 if found else 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hpc_rl.cli.options import CommandParser, Count, Namespace, Seconds, columns, print_json
+from hpc_rl.cli.options import CommandParser, Count, Namespace, Seconds, columns, print_result
 from hpc_rl.cli.submit import plan_of
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
@@ -40,10 +40,8 @@ def run(args: Namespace) -> int:
     if args.allocation or is_inside:
         findings += check_allocation(needs, options, args.wait_s)
     failed = any(finding.status is Status.FAIL for finding in findings)
-    if args.json:
-        print_json({"failed": failed, "findings": [asdict(finding) for finding in findings]})
-    else:
-        print("\n".join(table(findings)))
+    value = {"failed": failed, "findings": [asdict(finding) for finding in findings]}
+    print_result(args.json, value, table(findings))
     return FAILED if failed else 0
 
 

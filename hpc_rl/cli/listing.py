@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from hpc_rl.cli.options import CommandParser, Namespace, columns, print_json
+from hpc_rl.cli.options import CommandParser, Namespace, columns, print_result
 from hpc_rl.schedulers.base import SchedulerAnswer
 from hpc_rl.status.formatting import format_duration, one_line
 from hpc_rl.status.scheduler_view import query_all
@@ -11,6 +11,7 @@ from hpc_rl.status.trial_status import read_status
 from hpc_rl.submit import trial_index
 
 GONE = "gone"
+NO_TRIALS = "no trials yet: `hpc-rl quickstart`, or `hpc-rl submit --config FILE`"
 
 
 def parser() -> CommandParser:
@@ -26,17 +27,11 @@ def run(args: Namespace) -> int:
     entries = trial_index.entries()
     answers = {} if args.offline else query_all(entry.trial for entry in entries if not entry.gone)
     rows = [_row(entry, answers.get(entry.trial.dir, SchedulerAnswer())) for entry in entries]
-    if args.json:
-        print_json(rows)
-        return 0
-    for entry in pruned:
-        print(f"removed from the list: {entry.trial}  {entry.trial.dir}")
-    if not rows:
-        print("no trials yet: `hpc-rl quickstart`, or `hpc-rl submit --config FILE`")
-        return 0
-    print("\n".join(map(one_line, _table(rows))))
+    lines = [f"removed from the list: {entry.trial}  {entry.trial.dir}" for entry in pruned]
+    lines += map(one_line, _table(rows)) if rows else [NO_TRIALS]
     if any(row["state"] == GONE for row in rows):
-        print("`hpc-rl list --prune` removes trials whose directory is gone from the list.")
+        lines.append("`hpc-rl list --prune` removes trials whose directory is gone from the list.")
+    print_result(args.json, rows, lines)
     return 0
 
 

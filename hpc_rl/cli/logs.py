@@ -8,7 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.cli.options import CommandParser, Count, Namespace, print_json
+from hpc_rl.cli.options import CommandParser, Count, Namespace, print_result
 from hpc_rl.errors import ConfigError, TrialStateError
 from hpc_rl.files import Tail, last_lines
 from hpc_rl.records import successors
@@ -189,12 +189,9 @@ def _newest(logs: list[Log]) -> list[Log]:
 
 
 def _list(trial: Trial, found: list[Log], as_json: bool) -> int:
-    if as_json:
-        print_json([asdict(log) | {"bytes": log.path.stat().st_size} for log in found])
-        return 0
-    print(f"in {trial.dir}")
-    for log in found:
-        print(f"  {log.path.stat().st_size:>12,}  {log.title(trial)}")
+    rows = [asdict(log) | {"bytes": log.path.stat().st_size} for log in found]
+    lines = [f"  {row['bytes']:>12,}  {log.title(trial)}" for row, log in zip(rows, found, strict=True)]
+    print_result(as_json, rows, [f"in {trial.dir}", *lines])
     return 0
 
 

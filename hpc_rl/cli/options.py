@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -155,6 +155,15 @@ def print_help(parser: ArgumentParser, argv: list[str]) -> bool:
 def print_json(value: Any) -> None:
     """Print a value as indented JSON."""
     print(json.dumps(value, indent=2, sort_keys=True, default=str))
+
+
+def print_result(as_json: bool, value: Any, lines: Iterable[str]) -> None:
+    """Print a result for programs where --json was given, else for people."""
+    if as_json:
+        print_json(value)
+    else:
+        for line in lines:
+            print(line)
 
 
 def columns(rows: list[list[str]], align: Callable[[str, int], str] = str.ljust) -> list[str]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict
 
 from hpc_rl.checkpoint.decide import Decision, Situation
-from hpc_rl.cli.options import CommandParser, Namespace, print_json
+from hpc_rl.cli.options import CommandParser, Namespace, print_result
 from hpc_rl.cli.submit import (
     Planned,
     add_outcome,
@@ -104,20 +104,18 @@ def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: Namespace) -
     new_batches = start.new_batches and decision.action in ("load", "fresh")
     batches = start.batches_set_aside() if new_batches else []
     unread = start.unread if decision.action == "load" else ()
-    if args.json:
-        facts = {
-            "read_while_loading": unread,
-            "generations": [asdict(one) for one in start.situation.generations],
-            "changes": [change_json(change) for change in start.changes],
-            "new_batches": new_batches,
-            "set_aside_batches": batches,
-        }
-        print_json(asdict(decision) | facts)
-    else:
-        lines = explanation(trial, start.situation, decision)
-        lines += [unread_line(trial, start)] if unread else []
-        lines += new_batches_lines(batches) if new_batches else []
-        print(printable("\n".join([*lines, *changed_lines(start.changes)])))
+    facts = {
+        "read_while_loading": unread,
+        "generations": [asdict(one) for one in start.situation.generations],
+        "changes": [change_json(change) for change in start.changes],
+        "new_batches": new_batches,
+        "set_aside_batches": batches,
+    }
+    lines = explanation(trial, start.situation, decision)
+    lines += [unread_line(trial, start)] if unread else []
+    lines += new_batches_lines(batches) if new_batches else []
+    lines += changed_lines(start.changes)
+    print_result(args.json, asdict(decision) | facts, map(printable, lines))
     return ExitCode(decision.exit_code)
 
 

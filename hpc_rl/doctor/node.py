@@ -4,8 +4,6 @@ The nodes meet in a folder of --dir, on the file system that is examined: each w
 and measures by its own clock how long it takes until it sees what the others wrote, for at most --patience_s.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -58,7 +56,7 @@ class NodeReport:
     seen: NodeObservations
 
     @classmethod
-    def from_json(cls, data: Any) -> NodeReport:
+    def from_json(cls, data: Any) -> "NodeReport":
         """Return a report as it was written. Raises TypeError, KeyError, ValueError for anything else."""
         findings = [finding_from_json(row) for row in data["findings"]]
         return cls(data["node"], data["software"], findings, NodeObservations(**data["seen"]))

@@ -1,7 +1,5 @@
 """Sections `cluster` and `launcher`: machines, scheduler, and the environment of the processes."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """Sections `train_dataset` and `valid_dataset`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

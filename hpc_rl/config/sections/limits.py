@@ -3,8 +3,6 @@
 Only the loader reads them; for all other code these are plain `int`, `float` and `str`.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Annotated
