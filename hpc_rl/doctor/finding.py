@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from hpc_rl.errors import SchedulerError
@@ -25,16 +26,7 @@ class Verdict(NamedTuple):
     fix: str = ""
 
 
-def ok(found: str) -> Verdict:
-    return Verdict(Status.OK, found)
-
-
-def warn(found: str, fix: str) -> Verdict:
-    return Verdict(Status.WARN, found, fix)
-
-
-def fail(found: str, fix: str) -> Verdict:
-    return Verdict(Status.FAIL, found, fix)
+ok, warn, fail = (partial(Verdict, status) for status in (Status.OK, Status.WARN, Status.FAIL))
 
 
 def judge(found: str, fix: str, fail: bool = False, warn: bool = False) -> Verdict:

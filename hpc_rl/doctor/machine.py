@@ -52,8 +52,7 @@ def check_torch(needs: Requirements) -> Verdict:
     if isinstance(found, str):
         return fail(found, "set launcher.python to the interpreter that has torch.")
     fix = f"`pip install 'torch>={_dots(MIN_TORCH)}' transformers safetensors` into launcher.python."
-    missing = [name for name in ("torch", "transformers", "safetensors") if not found.get(name)]
-    if missing:
+    if missing := [name for name in ("torch", "transformers", "safetensors") if not found.get(name)]:
         return fail(f"missing in the trainer's Python: {', '.join(missing)}", fix)
     both = f"torch {found['torch']}, transformers {found['transformers']}"
     return judge(both, fix, fail=_numbers(found["torch"]) < MIN_TORCH)

@@ -29,13 +29,9 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
     "actor.kl_ctl": ("0.1", "the same, but 0 without a section ref, where it can have no effect"),
     **{
         f"{section}.{name}": ("???", _IDENTITY)
-        for section in ("actor", "model")
-        for name in ("experiment_name", "trial_name")
-    },
-    **{
-        f"{section}.{name}": ("???", _IDENTITY)
-        for section in ("saver", "evaluator", "recover", "stats_logger")
+        for section in ("actor", "model", "saver", "evaluator", "recover", "stats_logger")
         for name in ("experiment_name", "trial_name", "fileroot")
+        if name != "fileroot" or section not in ("actor", "model")
     },
 }
 

@@ -6,9 +6,8 @@ from hpc_rl.config.sections.inference import SGLangConfig
 
 Flags = dict[str, str | tuple[str, ...]]
 
-DROPPED: dict[
-    str, dict[str, str]
-] = {  # version -> option of the section `sglang` that it lacks -> what to use
+# version -> option of the section `sglang` that it lacks -> what to use
+DROPPED: dict[str, dict[str, str]] = {
     "0.5.23": {
         "enable_ep_moe": "use sglang.ep_size, and --moe-a2a-backend in sglang.extra_args",
         "torchao_config": "use --quantization in sglang.extra_args",
@@ -52,10 +51,5 @@ ALSO: dict[str, str] = {
     "--data-parallel-size": "--dp-size",
 }
 SET_BY_THE_TRIAL = (
-    "--dp-size",
-    "--nnodes",
-    "--node-rank",
-    "--dist-init-addr",
-    "--api-key",
-    "--admin-api-key",
-)
+    "--dp-size", "--nnodes", "--node-rank", "--dist-init-addr", "--api-key", "--admin-api-key",
+)  # fmt: skip
