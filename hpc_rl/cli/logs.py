@@ -81,7 +81,10 @@ def run(args: Namespace) -> int:
         return _follow(trial, args)
     found = collect(read_status(trial))
     if args.list:
-        return _list(trial, found, args.json)
+        rows = [asdict(log) | {"bytes": log.path.stat().st_size} for log in found]
+        lines = [f"  {row['bytes']:>12,}  {log.title(trial)}" for row, log in zip(rows, found, strict=True)]
+        print_result(args.json, rows, [f"in {trial.dir}", *lines])
+        return 0
     if not found:
         print(printable(_nothing_yet(trial)))
         return 0
@@ -132,7 +135,9 @@ def _outputs(trial: Trial, job_id: str) -> list[Log]:
 def choose(trial: Trial, found: list[Log], args: Namespace) -> list[Log]:
     """Return the logs that the options ask for. Raises TrialStateError where there is none."""
     if not any(log.role == "supervisor" for log in found) and args.role != "job":
-        found = [_as_supervisor(log) for log in found]
+        # Without a file of its own, the supervisor writes to the output of the trial's job script.
+        outputs = [log for log in found if log.role == "job" and "_" not in log.attempt]
+        found = [replace(log, role="supervisor") if log in outputs else log for log in found]
     wanted = {key: getattr(args, key) for key in FILTERS if getattr(args, key) is not None}
     matching = [log for log in found if _matches(log, wanted)]
     if not found:
@@ -146,12 +151,6 @@ def choose(trial: Trial, found: list[Log], args: Namespace) -> list[Log]:
         default = _newest(of_role["trainer"]) + _newest(of_role["supervisor"])
         return _first_rank(default or _newest(matching))
     return _newest(matching) if "rank" in wanted else _first_rank(_newest(matching))
-
-
-def _as_supervisor(log: Log) -> Log:
-    """Return the output of a trial's job script as the supervisor's log, which it is without a file."""
-    is_output = log.role == "job" and "_" not in log.attempt
-    return replace(log, role="supervisor") if is_output else log
 
 
 def _matches(log: Log, wanted: dict[str, Any]) -> bool:
@@ -186,13 +185,6 @@ def _newest(logs: list[Log]) -> list[Log]:
     array = logs[-1].attempt.partition("_")[0] if logs else ""
     newest = {(log.role, log.index, log.rank): log for log in logs if log.attempt.partition("_")[0] == array}
     return list(newest.values())
-
-
-def _list(trial: Trial, found: list[Log], as_json: bool) -> int:
-    rows = [asdict(log) | {"bytes": log.path.stat().st_size} for log in found]
-    lines = [f"  {row['bytes']:>12,}  {log.title(trial)}" for row, log in zip(rows, found, strict=True)]
-    print_result(as_json, rows, [f"in {trial.dir}", *lines])
-    return 0
 
 
 def _follow(trial: Trial, args: Namespace) -> int:

@@ -73,8 +73,7 @@ def _option(hint: Any, of: dict[str, Any]) -> dict[str, Any]:
         if isinstance(extra, Grammar):
             of["pattern"] = f"^(?:{extra.pattern})$"
         elif isinstance(extra, Limits):
-            bounds = {word: getattr(extra, name) for name, word in _BOUNDS.items()}
-            of |= {word: bound for word, bound in bounds.items() if bound is not None}
+            of |= {_BOUNDS[name]: bound for name, bound in vars(extra).items() if bound is not None}
     is_text = any(base_of(kind) is str for kind in alternatives(hint))
     quoted = any(isinstance(extra, Grammar) and extra.quoted for extra in extras)
     # `account: 1234` is text: the digits are kept as they were written.

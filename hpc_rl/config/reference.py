@@ -58,15 +58,14 @@ def reference() -> str:
 
 def _sections() -> Iterator[str]:
     owners: dict[str, list[str]] = {}
-    shown: dict[
-        str, tuple[str, dict[str, list[str]]]
-    ] = {}  # prefix -> text of the section, option -> its row
+    # prefix -> text of the section, option -> its row
+    shown: dict[str, tuple[str, dict[str, list[str]]]] = {}
     for trainer, cls in CONFIGS.items():
         for prefix, section, text in sections(cls):
             owners.setdefault(prefix, []).append(trainer)
             rows = shown.setdefault(prefix, (text, {}))[1]
             for option in describe_options(section):
-                rows.setdefault(option.name, [f"`{option.name}`", option.type, option.default, option.text])
+                rows.setdefault(option.name, [f"`{option.name}`", *option[1:]])
     for prefix, (text, rows) in shown.items():
         only = "" if len(owners[prefix]) == len(CONFIGS) else f" Trainer: {', '.join(owners[prefix])}."
         title, texts = (f"`{prefix[:-1]}`", [f"{text}{only}"]) if prefix else ("Top level", [])

@@ -22,20 +22,15 @@ from hpc_rl.schedulers.hostlist import peer_hosts
 
 GB = 10**9
 MIN_PYTHON, MIN_TORCH = (3, 11), (2, 9)
-LIBRARIES = ("torch", "transformers", "safetensors", "sglang", "megatron-core")
 MIN_SHM_GB = 1.0
 MIN_SHM_GB_WITHOUT_GPU = 0.064
 # Parents of a process whose own parent has died.
 INITS = ("init", "systemd", "tini", "dumb-init", "docker-init", "catatonit")
 ROLE_VARIABLE = b"HPC_RL_STEPS="
 VERSIONS_PROGRAM = """
-import importlib.metadata, json, sys
-def version(name):
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-print(json.dumps({name: version(name) for name in sys.argv[1:]}))
+import importlib.metadata, json
+found = list(importlib.metadata.distributions())[::-1]  # of two of one name, Python imports the first
+print(json.dumps({f"{one.name}".lower(): one.version for one in found}))
 """
 
 
@@ -88,12 +83,12 @@ def version_of(library: str, python: str) -> str:
 
 @cache
 def versions(python: str) -> dict[str, str] | str:
-    """Return the versions of LIBRARIES that an interpreter has (empty: missing), or why it can't be asked."""
+    """Return the version of each package that an interpreter has, or why it can't be asked."""
     program = shutil.which(python)
     if program is None:
         return f"{python} is not a program that can be run here"
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    argv = [program, "-c", VERSIONS_PROGRAM, *LIBRARIES]
+    argv = [program, "-c", VERSIONS_PROGRAM]
     try:
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, env=environ

@@ -191,22 +191,19 @@ def _resolve(cls: type, settings: Settings, mark: str) -> None:
     try:
         whole = omegaconf.OmegaConf.create(tree)
     except omegaconf.errors.GrammarParseError as error:
-        broken = str(error.full_key).partition("[")[0]
-        where = f" ({settings[broken].origin})" if broken in settings else ""
-        raise ConfigError(
-            f"{error.full_key}{where}: the ${{…}} in it can't be read; "
-            f"a reference is ${{section.option}}{_LITERAL}."
-        ) from error
+        item = settings.get(str(error.full_key).partition("[")[0])
+        where = f"{error.full_key} ({item.origin})" if item else error.full_key
+        use = f"a reference is ${{section.option}}{_LITERAL}"
+        raise ConfigError(f"{where}: the ${{…}} in it can't be read; {use}.") from error
     for name, item in wanted.items():
         try:
             value = omegaconf.OmegaConf.select(whole, name)
             if omegaconf.OmegaConf.is_config(value):
                 value = omegaconf.OmegaConf.to_container(value, resolve=True)
         except (omegaconf.errors.OmegaConfBaseException, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(
-                f"{name} ({item.origin}): {item.plain()!r} can't be resolved: {reason}{_LITERAL}."
-            ) from error
+            reason = f"{str(error).splitlines()[0]}{_LITERAL}"
+            line = f"{name} ({item.origin}): {item.plain()!r} can't be resolved: {reason}."
+            raise ConfigError(line) from error
         reference = re.fullmatch(r"\$\{([\w.]+)\}", item.value) if isinstance(item.value, str) else None
         follows_a_default = reference and reference[1] not in settings and reference[1] in defaults(cls)
         if follows_a_default and value == defaults(cls).get(name, ...):

@@ -9,9 +9,8 @@ import math
 import types
 import typing
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jsonargparse import ArgumentError, ArgumentParser, set_loader, set_parsing_settings
 
@@ -69,8 +68,7 @@ def sections(cls: type, prefix: str = "", text: str = "") -> Iterator[tuple[str,
             yield from sections(section, f"{prefix}{name}.", texts[name])
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """One option as help shows it."""
 
     name: str

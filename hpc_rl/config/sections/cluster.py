@@ -1,5 +1,7 @@
 """Sections `cluster` and `launcher`: machines, scheduler, and the environment of the processes."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,5 +1,7 @@
 """Sections `train_dataset` and `valid_dataset`."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,5 +1,7 @@
 """Section `environments`: what feeds a trial from outside, by the protocol of Atropos."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 
 from hpc_rl.config.sections.limits import NonNegativeInt, PositiveFloat, PositiveInt

@@ -1,5 +1,7 @@
 """The configuration of a trial, one class for each trainer; its length in steps, and dotted access."""
 
+from __future__ import annotations
+
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal

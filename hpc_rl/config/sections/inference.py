@@ -1,5 +1,7 @@
 """Sections `gconfig`, `rollout`, `sglang` and `embedded`: how trajectories are generated."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from typing import Literal
 

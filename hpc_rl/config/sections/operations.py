@@ -1,5 +1,7 @@
 """Sections `saver`, `evaluator`, `recover` and `stats_logger`: what happens from time to time."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from typing import Literal
 

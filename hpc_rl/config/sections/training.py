@@ -1,5 +1,7 @@
 """Sections `actor`, `ref` and `model`: train engine, optimizer, and the options of the policy loss."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from typing import Literal
 
