@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 
-from hpc_rl.cli.options import CommandParser, Count, Namespace, print_result
+from hpc_rl.cli.options import CommandParser, Count, Namespace, print_json
 from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.schedulers.slurm import clean_environment
 from hpc_rl.status.scheduler_view import current_status
@@ -36,12 +36,13 @@ def parser() -> CommandParser:
 def run(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     status = current_status(trial)
-    if args.json or args.list:
+    if args.json:
         every = role_processes(status)
-        rows = [{**vars(one), "command": attach_command(status, one, args.run)} for one in every]
-        print_result(
-            args.json, rows, [f"{one.name:<20}{one.node or one.host}  pid {one.pid}" for one in every]
-        )
+        print_json([{**vars(one), "command": attach_command(status, one, args.run)} for one in every])
+        return 0
+    if args.list:
+        for one in role_processes(status):
+            print(f"{one.name:<20}{one.node or one.host}  pid {one.pid}")
         return 0
     if args.run and not args.exec:
         raise ConfigError("a command after -- requires --exec; without it the command of a shell is printed.")

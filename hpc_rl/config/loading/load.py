@@ -191,8 +191,8 @@ def _resolve(cls: type, settings: Settings, mark: str) -> None:
     try:
         whole = omegaconf.OmegaConf.create(tree)
     except omegaconf.errors.GrammarParseError as error:
-        item = settings.get(str(error.full_key).partition("[")[0])
-        where = f"{error.full_key} ({item.origin})" if item else error.full_key
+        broken = settings.get(str(error.full_key).partition("[")[0])
+        where = f"{error.full_key} ({broken.origin})" if broken else error.full_key
         use = f"a reference is ${{section.option}}{_LITERAL}"
         raise ConfigError(f"{where}: the ${{…}} in it can't be read; {use}.") from error
     for name, item in wanted.items():
