@@ -212,7 +212,6 @@ def read_overrides(tokens: list[str]) -> list[tuple[str, SourceValue]]:
 
 
 def _parse(text: str, name: str, has_references: bool = True) -> SourceValue:
-    loader = None
     try:
         loader = Yaml12(text)
         loader.has_references = has_references
@@ -227,11 +226,6 @@ def _parse(text: str, name: str, has_references: bool = True) -> SourceValue:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{name}:{line}: not valid YAML: {error.reason}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not valid YAML: {str(error).splitlines()[0]}.") from error
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 def _convert(loader: Yaml12, node: yaml.Node, name: str) -> SourceValue:

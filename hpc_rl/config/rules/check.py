@@ -55,11 +55,10 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
     `files` false leaves out what must exist on disk. Raises ConfigError with one line for each refusal.
     """
     config, notes = adapt(loaded.config, loaded.explicit)
-    refusals = [refusal for rule in RULES for refusal in rule(config, loaded.explicit)]
-    if isinstance(config, GRPOConfig):
-        refusals += [refusal for rule in GRPO_RULES for refusal in rule(config, loaded.explicit)]
-    if files:
-        refusals += [refusal for rule in FILE_RULES for refusal in rule(config, loaded.explicit)]
+    rules: list[Callable[..., Iterator[str]]] = [*RULES]
+    rules += GRPO_RULES if isinstance(config, GRPOConfig) else []
+    rules += FILE_RULES if files else []
+    refusals = [refusal for rule in rules for refusal in rule(config, loaded.explicit)]
     if refusals:
         lines = [_with_origins(refusal, loaded.origins) for refusal in dict.fromkeys(refusals)]
         raise ConfigError("\n".join(lines))
