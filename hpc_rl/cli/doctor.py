@@ -66,26 +66,26 @@ def requirements_of(args: Namespace) -> tuple[Requirements, SlurmLauncherConfig,
     if args.overrides and not args.config:
         first = args.overrides[0]
         raise ConfigError(f"{first!r}: configuration overrides require --config FILE (see --help).")
+    typed = args.overrides if args.config else ANY_TRIAL
+    loaded = load(args.config, typed, presets=args.preset, cluster=args.cluster)
+    config, options = loaded.config, loaded.config.launcher.slurm
+    on_slurm = pick(config.launcher.type) == "slurm"
+    needs = Requirements(
+        on_slurm=on_slurm,
+        num_nodes=2 if on_slurm else 1,
+        fileroot=config.cluster.fileroot,
+        python=sys.executable,
+        partition=options.partition or "",
+        interface=config.cluster.interface,
+    )
     findings: list[Finding] = []
     if args.config:
-        loaded = load(args.config, args.overrides, presets=args.preset, cluster=args.cluster)
-        needs, options = _of_config(loaded)
+        needs = _with_plan(needs, loaded)
         try:
             check(loaded)
         except ConfigError as error:
             fix = "correct the option, or stage the file."
             findings = [Finding("configuration", Status.FAIL, str(error), fix)]
-    else:
-        profile = load([], ANY_TRIAL, presets=args.preset, cluster=args.cluster).config
-        on_slurm = pick(profile.launcher.type) == "slurm"
-        options = profile.launcher.slurm
-        needs = Requirements(
-            on_slurm=on_slurm,
-            num_nodes=2 if on_slurm else 1,
-            fileroot=profile.cluster.fileroot,
-            python=sys.executable,
-            partition=options.partition or "",
-        )
     if args.nodes == 0:
         raise ConfigError("--nodes must be at least 1.")
     needs = replace(
@@ -97,24 +97,19 @@ def requirements_of(args: Namespace) -> tuple[Requirements, SlurmLauncherConfig,
     return needs, replace(options, partition=needs.partition or None), findings
 
 
-def _of_config(loaded: Loaded) -> tuple[Requirements, SlurmLauncherConfig]:
-    planned = plan_of(loaded, files=False)
-    config, plan = planned.loaded.config, planned.plan
-    needs = Requirements(
-        on_slurm=pick(config.launcher.type) == "slurm",
+def _with_plan(needs: Requirements, loaded: Loaded) -> Requirements:
+    plan = plan_of(loaded, files=False).plan
+    return replace(
+        needs,
         num_nodes=plan.n_nodes,
         cpus=plan.cpus_per_node,
         gpus=plan.n_gpus_per_node if any(unit.gpus_per_task for unit in plan.units) else 0,
         mem_mb=plan.mem_mb_per_node,
-        fileroot=str(config.cluster.fileroot),
         python=plan.python,
-        server_python=config.launcher.inference_server_python or plan.python,
+        server_python=loaded.config.launcher.inference_server_python or plan.python,
         sglang=plan.server_backend == "sglang",
         megatron="megatron" in plan.allocation,
-        partition=config.launcher.slurm.partition or "",
-        interface=config.cluster.interface,
     )
-    return needs, config.launcher.slurm
 
 
 def check_here(needs: Requirements, is_inside: bool) -> list[Finding]:
