@@ -154,7 +154,10 @@ class Poller:
             answer = self._query(answer, wanted, uid)
             write_json(self.folder / "answer.json", asdict(answer), mode=0o600)
             _UNSHARED.pop(self.folder, None)
-            self._sweep(answer.sequence)
+            for path in self.folder.glob("claim-*"):  # of queries that were answered long ago
+                number = re.match(r"claim-(\d+)\.", path.name)
+                if number and int(number[1]) < answer.sequence - 2:
+                    path.unlink(missing_ok=True)
         except OSError as error:
             logger.debug("the answer can't be shared (%s): this process asks by itself", error)
             if self._answer().sequence == answer.sequence:
@@ -206,13 +209,6 @@ class Poller:
                 state = JobState(job_id, State.PENDING)  # submitted and accepted a moment ago
             states[job_id] = state or JobState(job_id, State.UNKNOWN)
         return SchedulerAnswer(states, answer.asked_at, answer.complaint)
-
-    def _sweep(self, sequence: int) -> None:
-        """Remove the claims of queries that were answered long ago."""
-        for path in self.folder.glob("claim-*"):
-            number = re.match(r"claim-(\d+)\.", path.name)
-            if number and int(number[1]) < sequence - 2:
-                path.unlink(missing_ok=True)
 
 
 # Where sites and packages keep slurm.conf; the second is that of a configless cluster.

@@ -8,7 +8,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -151,22 +150,19 @@ STYLES = {
 
 
 def final_lines(status: TrialStatus) -> list[str]:
-    """Return how the trial ended; of a failure also the end of the log of the role that failed first."""
+    """Return how the trial ended; of a failure also the end of a log.
+
+    That is the log of the role that failed first, else the output of the job script.
+    """
     lines = [state_line(status)]
-    failed = status.state in (TrialState.FAILED, TrialState.KILLED)
-    path = _log_of_failure(status) if failed else None
+    if status.state not in (TrialState.FAILED, TrialState.KILLED):
+        return lines
+    path = status.trial.job_output(status.jobs[-1].job_id) if status.jobs else None
+    if status.attempts and (role := failing_role(status.attempts[-1])):
+        path = status.trial.attempt(status.attempts[-1].id).log(role.role, role.index, role.incarnation)
     if path is not None and (last := last_lines(path, LOG_LINES)):
         lines += [f"the last lines of {path}:", *(f"  {line}" for line in last)]
     return lines
-
-
-def _log_of_failure(status: TrialStatus) -> Path | None:
-    """Return the log of the role that failed first, else the output of the job script."""
-    attempt = status.attempts[-1] if status.attempts else None
-    failed = failing_role(attempt) if attempt is not None else None
-    if attempt is not None and failed is not None:
-        return status.trial.attempt(attempt.id).log(failed.role, failed.index, failed.incarnation)
-    return status.trial.jobs / f"{status.jobs[-1].job_id}.out" if status.jobs else None
 
 
 def failing_role(attempt: AttemptStatus) -> RoleStatus | None:

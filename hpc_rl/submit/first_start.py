@@ -74,7 +74,9 @@ class FirstStart:
             check_end(self.step, trial, self.config, data.get("rows"))
         self.find_changes()
         refuse_unsafe(self.changes, str(trial), self._replay)
-        self._check_rows()
+        path = self.config.train_dataset.path
+        when = "its batch log was begun" if self.step is None else f"checkpoint {self.step} was made"
+        check_same_rows(path, self._data, fingerprint_in_passing(path), when)
         self._check_batches()
         if situation.wanted is None:
             self._check_finished()
@@ -162,11 +164,6 @@ class FirstStart:
         found = generation.check(self.trial.generation(self.step)).manifest if self.step is not None else None
         has_log = _has_batches(self.trial)
         return (found.data if found else {}) or (rows_of(self.trial.rollout) if has_log else {})
-
-    def _check_rows(self) -> None:
-        path = self.config.train_dataset.path
-        when = "its batch log was begun" if self.step is None else f"checkpoint {self.step} was made"
-        check_same_rows(path, self._data, fingerprint_in_passing(path), when)
 
     def _check_batches(self) -> None:
         """Raise NothingToResume where a batch log, unless it is large, can't be replayed from the step."""

@@ -51,7 +51,11 @@ class TrialRunner(UnitLoop):
         if self._is_done():
             return False
         self._take_over()
-        self._restore()
+        # The state machine continues as the supervisors before this one left it.
+        self._generations = self._list_generations()
+        attempts = self.trial.attempts_of(self.attempt.job_id)
+        failures = failures_without_progress([event for one in attempts for event in read_events(one)])
+        self.machine.restore(failures, ownership.next_incarnations(self.attempt))
         self._read_intents()
         self._check_parent()
         self.grant_requests()
@@ -80,13 +84,6 @@ class TrialRunner(UnitLoop):
             reason = "a process of an earlier start can't be killed"
             details = {"role": left.role, "pid": left.pid, "reason": reason}
             self.write_event(EventKind.LEFT_BEHIND, details)
-
-    def _restore(self) -> None:
-        """Make the state machine as the supervisors before this one left it."""
-        self._generations = self._list_generations()
-        attempts = self.trial.attempts_of(self.attempt.job_id)
-        failures = failures_without_progress([event for one in attempts for event in read_events(one)])
-        self.machine.restore(failures, ownership.next_incarnations(self.attempt))
 
     def _check_fruitless_attempts(self) -> None:
         """End a job whose attempts lead to nothing new, whatever ends them."""

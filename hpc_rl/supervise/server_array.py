@@ -79,7 +79,10 @@ def ensure_servers(trial: Trial, plan: Plan, serves: str, tag: str, scheduler: S
 
     Queries the scheduler once. Raises SchedulerError, OSError.
     """
-    _wait_for_submitter(trial)
+    # The trial's job may start before its servers are submitted. A submitter that died leaves its lock.
+    deadline = time.monotonic() + SUBMITTING_S
+    while trial.submitting.exists() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
     own = [array for array in read_arrays(trial) if array.serves == serves]
     ids = {array.job_id for array in own} | {
         current for array in own for current in successors(trial, array.job_id)
@@ -88,13 +91,6 @@ def ensure_servers(trial: Trial, plan: Plan, serves: str, tag: str, scheduler: S
     if any(state.state.alive for state in states.values()):
         return ""
     return submit_servers(trial, plan, serves, f"{tag}:{len(own)}", scheduler, again=True)
-
-
-def _wait_for_submitter(trial: Trial) -> None:
-    """Wait while the trial is being submitted: its job may start before its servers are submitted."""
-    deadline = time.monotonic() + SUBMITTING_S  # a submitter that died leaves its lock
-    while trial.submitting.exists() and time.monotonic() < deadline:
-        time.sleep(POLL_S)
 
 
 def successors(trial: Trial, array: str) -> list[str]:

@@ -179,7 +179,9 @@ class UnitLoop(ABC):
                 case state_machine.Kill(key) if key in self.handles:
                     self.handles[key][0].kill()
                 case state_machine.DumpStacks(key, hangs) if key in self.handles:
-                    self._dump_stacks(self.handles[key][0], hangs)
+                    handle, _ = self.handles[key]
+                    with tolerant("asking for stacks"):
+                        handle.dump_stacks() if hangs else handle.send(STACKS)
                 case state_machine.Avoid(nodes, reason):
                     self._avoid(nodes, reason)
                 case state_machine.LogEvent(kind, details):
@@ -251,13 +253,6 @@ class UnitLoop(ABC):
         unit = self.machine.slots[key].unit
         found = exit_policy.unit_exit(self.attempt, unit, incarnation, launcher_code)
         self.do(self.machine.exited(self.clock(), key, incarnation, found))
-
-    def _dump_stacks(self, handle: Handle, hangs: bool) -> None:
-        with tolerant("asking for stacks"):
-            if hangs:
-                handle.dump_stacks()
-            else:
-                handle.send(STACKS)
 
     def _avoid(self, nodes: Sequence[str], reason: str) -> None:
         # Where that can't be written the next start may get these nodes, and will report them again.
