@@ -82,6 +82,3 @@ class Scheduler(Protocol):
 
     def nudge(self, job_id: str) -> None:
         """Ask the job's supervisor to read the intents now (USR1 to the batch script)."""
-
-    def end_time(self, job_id: str) -> float | None:
-        """Return when the scheduler will terminate the job, in Unix seconds, or None."""

@@ -75,9 +75,6 @@ class LocalScheduler:
         if found is not None:
             _signal(found[0], signal.SIGUSR1)
 
-    def end_time(self, job_id: str) -> float | None:
-        return None
-
     def _look(self, job_id: str) -> tuple[JobState, tuple[int, int] | None]:
         """Return the state, and pid and start time of the runner, else of the supervisor that outlived it."""
         lines = read_job_state(self.trial, job_id)

@@ -108,6 +108,7 @@ class SlurmScheduler:
         output(["scancel", "--batch", "--signal=USR1", job_id], *IS_OVER)
 
     def end_time(self, job_id: str) -> float | None:
+        """Return when the job will be terminated, in Unix seconds, or None."""
         seen = sum_up(_listed("-j", job_id)).get(job_id)
         return seen.end_time if seen else None
 
