@@ -10,7 +10,7 @@ from hpc_rl.files import is_full
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.status.scheduler_view import query, scheduler_of
 from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
-from hpc_rl.supervise.server_array import read_arrays, successors
+from hpc_rl.supervise.server_array import jobs_of, read_arrays
 from hpc_rl.trial import Trial, account, write_json
 
 POLL_S = 0.5  # of files
@@ -67,7 +67,7 @@ def _cancel_servers(trial: Trial, cluster: str) -> list[CancelledJob]:
         if all(task.state == "ended" for task in array.tasks) and array.tasks:
             continue
         scheduler = scheduler_of(trial, job)
-        for job_id in (array.job_id, *successors(trial, array.job_id)):
+        for job_id in jobs_of(trial, array):
             scheduler.cancel(job_id)
         done.append(CancelledJob(job, CancelOutcome.SERVERS, None))
     return done

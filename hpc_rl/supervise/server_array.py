@@ -84,26 +84,23 @@ def ensure_servers(trial: Trial, plan: Plan, serves: str, tag: str, scheduler: S
     while trial.submitting.exists() and time.monotonic() < deadline:
         time.sleep(POLL_S)
     own = [array for array in read_arrays(trial) if array.serves == serves]
-    ids = {array.job_id for array in own} | {
-        current for array in own for current in successors(trial, array.job_id)
-    }
-    states = scheduler.states(sorted(ids)) if ids else {}
+    ids = [job_id for array in own for job_id in jobs_of(trial, array)]
+    states = scheduler.states(ids) if ids else {}
     if any(state.state.alive for state in states.values()):
         return ""
     return submit_servers(trial, plan, serves, f"{tag}:{len(own)}", scheduler, again=True)
 
 
-def successors(trial: Trial, array: str) -> list[str]:
-    """Return the ids of the jobs that continue single tasks of an array, where requeue is refused."""
-    tasks = {path.stem for path in trial.jobs.glob(f"{array}_*.next-*")}
-    return sorted(newest_job(trial, task) for task in tasks)
+def jobs_of(trial: Trial, array: ServerArray) -> list[str]:
+    """Return the ids of an array and of the jobs that continue single tasks, where requeue is refused."""
+    tasks = {path.stem for path in trial.jobs.glob(f"{array.job_id}_*.next-*")}
+    return [array.job_id, *sorted(newest_job(trial, task) for task in tasks)]
 
 
 def read_arrays(trial: Trial) -> list[ServerArray]:
     """Return the server arrays of a trial, oldest first."""
-    jobs = [JobRecord.read(path) for path in trial.jobs.glob("*.json")]
     arrays = []
-    for job in jobs:
+    for job in map(JobRecord.read, trial.jobs.glob("*.json")):
         if job is not None and job.kind == JobRecord.SERVERS:
             tasks = [_task(trial, f"{job.job_id}_{number}") for number in range(job.num_tasks)]
             arrays.append(ServerArray(job.job_id, job.serves, job.time, tasks))
