@@ -227,16 +227,23 @@ class AttemptMachine:
         slot.state = SlotState.IDLE
         if slot.killed_as:
             found, slot.killed_as = slot.killed_as, None
-        lived_s = now - slot.started_at
         slot.exits_in_a_row = 1 if slot.was_healthy(now) else slot.exits_in_a_row + 1
-        is_trainer = slot.unit.role == "trainer"
-        uses_retry = self._uses_retry(slot, found)
-        self.failures += uses_retry
-        actions: list[Action] = [_exited(slot, found, lived_s, uses_retry)]
+        lived_s = round(now - slot.started_at, 3)
+        details = slot.about_incarnation | {
+            "code": int(found.code),
+            "reason": found.reason,
+            "lived_s": lived_s,
+        }
+        if found.is_failure:
+            details["class"] = found.failure.value
+        if self._uses_retry(slot, found):
+            self.failures += 1
+            details["failure"] = True
+        actions: list[Action] = [LogEvent(EventKind.EXITED, details)]
         slot.incarnation += 1
         if self.phase is Phase.ENDING:
             return actions + self._finish_if_empty()
-        if is_trainer:
+        if slot.unit.role == "trainer":
             return actions + self._trainer_exited(slot, found, now)
         return actions + self._helper_exited(slot, found, now)
 
@@ -262,21 +269,18 @@ class AttemptMachine:
             return [action for slot in due for action in self._start(slot, now)]
         if self.phase is Phase.OVER or now < self._deadline:
             return []
-        if self.phase is Phase.DRAINING and not self._killed:
+        if not self._killed:
             self._killed = True
             self._deadline = now + KILL_GRACE_S
+            if self.phase is Phase.ENDING:
+                return [Kill(slot.key) for slot in self._running()]
             trainer = self.trainer
             reason = f"the trainer did not stop within {self.drain_grace_s:g} s"
             late: list[Action] = [LogEvent(EventKind.KILLING, {"reason": reason})]
             return [*late, *([Kill(trainer.key)] if trainer else [])]
         if self.phase is Phase.DRAINING:
-            return self._end_all(
-                now, self._after_drain(UnitExit(exit_policy.KILLED, "it could not be killed"))
-            )
-        if not self._killed:
-            self._killed = True
-            self._deadline = now + KILL_GRACE_S
-            return [Kill(slot.key) for slot in self._running()]
+            found = UnitExit(exit_policy.KILLED, "it could not be killed")
+            return self._end_all(now, self._after_drain(found))
         return self._over("; left behind: " + ", ".join(slot.name for slot in self._running()))
 
     def _start(self, slot: Slot, now: float) -> list[Action]:
@@ -394,14 +398,3 @@ class AttemptMachine:
 
     def _running(self) -> list[Slot]:
         return [slot for slot in self.slots.values() if slot.state is SlotState.RUNNING]
-
-
-def _exited(slot: Slot, found: UnitExit, lived_s: float, uses_retry: bool) -> LogEvent:
-    details = slot.about_incarnation | {
-        "code": int(found.code),
-        "reason": found.reason,
-        "lived_s": round(lived_s, 3),
-    }
-    if found.is_failure:
-        details["class"] = found.failure.value
-    return LogEvent(EventKind.EXITED, details | ({"failure": True} if uses_retry else {}))
