@@ -5,7 +5,7 @@ nothing may move follows from the trial's own step times. Where a trainer waits 
 is to blame; while no server serves (those of layout `jobs` may be preempted for an hour), neither is.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,13 +74,27 @@ class HangDetector:
         if one is not None and mark is not None and (not one.seen or mark != one.mark):
             self._watched[key] = _Watched(now, mark, doing, seen=True)
 
-    def observe_leases(self, leases: Mapping[str, LeaseView], attempt_id: str, now: float) -> None:
-        """Note which units of this attempt hold a live lease."""
-        for key, value in _live_units(leases, attempt_id):
+    def observe_leases(
+        self, leases: Mapping[str, LeaseView], attempt_id: str, now: float
+    ) -> list[tuple[Key, int]]:
+        """Note which units of this attempt hold a live lease; their keys are `<role>/<index>`.
+
+        Return the servers that serve, each with its incarnation.
+        """
+        serving = []
+        for name, seen in leases.items():
+            value = seen.value
+            if not seen.alive or value.get("attempt") != attempt_id:
+                continue
+            role, _, index = name.rpartition("/")
+            key = (role, int(index))
             self.observe(key, now, now)
             # on a full disk, or without groups from outside, it serves no unit that waits for it
             if value.get(keys.WAITS_FOR_ROOM) or value.get(keys.WAITS_FOR_GROUPS):
                 self._excuse(WAITS_FOR_ROLLOUT, now)
+            if value.get("state") in keys.ROUTABLE:
+                serving.append((key, int(value.get("incarnation", -1))))
+        return serving
 
     def observe_pool(self, leases: Mapping[str, LeaseView], now: float) -> None:
         """Note whether any server serves, in whichever job: a trainer waits for the first, up to `away_s`."""
@@ -137,20 +151,3 @@ class HangDetector:
         if self._away_since is not None and one.doing in NEEDS_SERVERS:
             text += f"; no server has served for {now - self._away_since:.0f} s"
         return f"{text}; the limit is {limit_s:.0f} s"
-
-
-def serving(leases: Mapping[str, LeaseView], attempt_id: str) -> list[tuple[Key, int]]:
-    """Return the servers of an attempt that serve, each with its incarnation."""
-    return [
-        (key, int(value.get("incarnation", -1)))
-        for key, value in _live_units(leases, attempt_id)
-        if value.get("state") in keys.ROUTABLE
-    ]
-
-
-def _live_units(leases: Mapping[str, LeaseView], attempt_id: str) -> Iterator[tuple[Key, Mapping[str, Any]]]:
-    """Yield the units of an attempt that hold a live lease, with its value; names are `<role>/<index>`."""
-    for name, seen in leases.items():
-        if seen.alive and seen.value.get("attempt") == attempt_id:
-            role, _, index = name.rpartition("/")
-            yield (role, int(index)), seen.value

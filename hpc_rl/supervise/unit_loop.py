@@ -23,7 +23,7 @@ from hpc_rl.records import EndedRecord, EventKind
 from hpc_rl.supervise import bad_nodes, exit_policy, state_machine
 from hpc_rl.supervise.deadline import JobDeadline
 from hpc_rl.supervise.exit_policy import UnitExit
-from hpc_rl.supervise.hangs import HangDetector, serving
+from hpc_rl.supervise.hangs import HangDetector
 from hpc_rl.supervise.processes import STACKS, STOP, Handle, Steps
 from hpc_rl.supervise.state_machine import Action, AttemptMachine, Finish, Key, Phase
 from hpc_rl.trial import Attempt, write_json
@@ -191,8 +191,7 @@ class UnitLoop(ABC):
 
     def observe_servers(self, leases: Mapping[str, LeaseView], now: float) -> None:
         """Note which servers of this attempt live, and which serve."""
-        self.hangs.observe_leases(leases, self.attempt.id, now)
-        for key, incarnation in serving(leases, self.attempt.id):
+        for key, incarnation in self.hangs.observe_leases(leases, self.attempt.id, now):
             self.machine.served(now, key, incarnation)
 
     def kill_hung(self, now: float) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from hpc_rl.name_resolve.shared_fs import LeaseView
-from hpc_rl.supervise.hangs import PLACED_S, HangDetector, serving
+from hpc_rl.supervise.hangs import PLACED_S, HangDetector
 
 TRAINER, ROLLOUT, SERVER = ("trainer", 0), ("rollout", 0), ("server", 0)
 ALL = [TRAINER, ROLLOUT, SERVER]
@@ -116,9 +116,10 @@ def test_servers_that_stay_away_too_long_are_a_hang():
         assert key == TRAINER and ("no server has served for 610 s" in words) is (doing == "wait")
 
 
-def test_which_servers_of_an_attempt_serve():
-    assert serving(servers(serving=1, dead=1, paused=1, loading=1), "9_2.0") == [(("server", 2), 2)]
-    assert serving(servers(dead=1, loading=1), "9_0.0") == []
+def test_which_servers_of_an_attempt_serve(life):
+    pool = servers(serving=1, dead=1, paused=1, loading=1)
+    assert life.observe_leases(pool, "9_2.0", 1.0) == [(("server", 2), 2)]
+    assert life.observe_leases(servers(dead=1, loading=1), "9_0.0", 1.0) == []
 
 
 def test_a_server_hangs_once_its_lease_has_rested(life):
