@@ -40,8 +40,6 @@ class ServerBackend:
 
 @dataclass(frozen=True)
 class TrainBackend:
-    """A train engine."""
-
     dimensions: str  # that an expression may give
     implementation: str = ""  # `module:class` of its `hpc_rl.engines.base.Engine`; empty: it is only planned
     supported: str = ""  # dimensions that can be above 1 today

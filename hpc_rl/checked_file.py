@@ -174,7 +174,6 @@ class CheckedReader:
             done += count
 
     def check(self) -> None:
-        """Read and check every block."""
         if self.expected is not None and len(self.expected.xxh3) != _DIGITS * max(1, self.num_blocks):
             raise Damaged(f"{self.path.name}: its record does not have one checksum per block")
         _side_by_side(lambda index: len(self.block(index)), range(self.num_blocks), NUM_READERS)

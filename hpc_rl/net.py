@@ -63,7 +63,6 @@ def interface_of(address: str) -> str | None:
 
 
 def interfaces() -> list[NetworkInterface]:
-    """Return the network interfaces of this host."""
     ipv6: dict[str, list[Address]] = {}
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else ():

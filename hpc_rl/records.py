@@ -118,7 +118,6 @@ class JsonRecord:
     @classmethod
     @functools.cache
     def _fields(cls) -> list[tuple[str, str, Any]]:
-        """Return (name, JSON key, type) of each field."""
         hints, fields = typing.get_type_hints(cls), dataclasses.fields(cls)  # type: ignore[arg-type]
         return [(one.name, one.metadata.get("key", one.name), hints[one.name]) for one in fields]
 
@@ -307,7 +306,6 @@ class Event(JsonRecord):
 
     @property
     def unit(self) -> tuple[str, int]:
-        """Role and index."""
         return self.role, self.index
 
 
@@ -319,7 +317,6 @@ class EventLog:
         self._file = JsonLines(attempt.events)
 
     def poll(self) -> list[Event]:
-        """Return all events so far."""
         new = self._file.poll()
         if len(new) == len(self._file.rows):  # also where the file was replaced
             self.events = []
@@ -328,7 +325,6 @@ class EventLog:
 
 
 def read_events(attempt: Attempt) -> list[Event]:
-    """Return the events of an attempt so far."""
     return EventLog(attempt).poll()
 
 

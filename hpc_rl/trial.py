@@ -308,8 +308,6 @@ class Trial:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start by the scheduler: `<jobid>.<restart>`."""
-
     trial: Trial
     id: str
 

@@ -101,7 +101,6 @@ def listen(stopping: threading.Event, deadline: Deadline, stacks: Stacks) -> Non
 
 
 def obey(line: list[str], stopping: threading.Event, deadline: Deadline, stacks: Stacks) -> None:
-    """Obey one line."""
     match line:
         case ["stop"]:
             stopping.set()

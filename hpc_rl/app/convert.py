@@ -74,7 +74,6 @@ def import_(trial: Trial, step: int, source: Path) -> None:
 
 
 def _exit_with_command() -> None:
-    """Exit once the command has closed the pipe."""
     while os.read(0, 4096):
         pass
     os._exit(ExitCode.KILLED_BY_SYSTEM)

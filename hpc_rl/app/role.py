@@ -123,7 +123,6 @@ def arguments(role: str) -> argparse.Namespace:
 
 
 def _guarded(start: Callable[[], int | None]) -> ExitRecord:
-    """Return how a body ended."""
     code, reason, failure, final = 0, "", FailureClass.UNKNOWN, False
     try:
         code = int(start() or 0)

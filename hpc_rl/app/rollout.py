@@ -34,7 +34,6 @@ LISTENER_VARIABLE = "HPC_RL_LISTENER_FD"
 
 
 def body(context: role.Context) -> int:
-    """Serve until asked to stop."""
     assert isinstance(context.config, GRPOConfig), "only its plan has a rollout role"
     return asyncio.run(serve(context, context.config))
 

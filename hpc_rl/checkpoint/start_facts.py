@@ -238,7 +238,6 @@ CAUSES = {
 
 
 def _cause_of_stop(attempt: Attempt) -> tuple[Cause, str]:
-    """Return why an attempt was asked to stop."""
     asked = [event for event in read_events(attempt) if event.kind is EventKind.STOPPING]
     if not asked or asked[-1].cause is None:
         return Cause.STOPPED, asked[-1].reason if asked else ""

@@ -14,10 +14,8 @@ FOLDER = "hooks.d"
 
 @dataclass(frozen=True)
 class Hook:
-    """One script: its file name below scripts/, and its text."""
-
     event: str
-    name: str
+    name: str  # of its file below scripts/
     text: str
 
 

@@ -56,7 +56,6 @@ def of_component(whole: dict[str, list[Option]]) -> dict[str, list[Option]]:
 
 
 def _values(slurm: SlurmLauncherConfig, group: Group) -> dict[str, str | None]:
-    """Return the value of every option: the section's own, or what follows from the plan."""
     names = (name for names in SLURM_OPTIONS.values() for name in names)
     values = {name: getattr(slurm, name.replace("-", "_"), None) for name in names}
     values["nodes"] = str(len(group.nodes))

@@ -51,7 +51,6 @@ def _gpus(plan: Plan, unit: Unit) -> str:
 
 
 def knows_gpus(plan: Plan) -> bool:
-    """Return whether the trial asks Slurm for GPUs."""
     return plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
 
 
