@@ -12,6 +12,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import xxhash
@@ -78,8 +79,17 @@ class Batches:
             },
         )
         self.ledger.check_owned({place.segment for place in places.values()})
-        content = json.dumps(_to_json(seal))
-        if self.ledger.room.write(f"batch {step}", lambda: create_exclusive(self._path(step), content)):
+        content = {
+            "step": step,
+            "lineage": lineage,
+            "groups": [[place.segment, place.offset, index] for index, place in places.items()],
+            "staleness": sorted(seal.staleness.items()),
+            "num_bytes": seal.num_bytes,
+            "xxh3": seal.checksum,
+            "counters": seal.counters,
+        }
+        text = json.dumps(content)
+        if self.ledger.room.write(f"batch {step}", lambda: create_exclusive(self._path(step), text)):
             fsync_dir(self.folder)
             return seal, body, True
         won = _read(self._path(step))
@@ -143,32 +153,16 @@ def read_seals(folder: Path) -> dict[int, Seal]:
 
 
 def _read(path: Path) -> Seal | None:
-    data = read_json(path)
+    data: Any = read_json(path)
     try:
-        return None if data is None else _from_json(data)
-    except (KeyError, TypeError, ValueError):  # JSON, and no seal
+        return Seal(
+            step=data["step"],
+            lineage=data["lineage"],
+            places={index: RecordPlace(segment, offset) for segment, offset, index in data["groups"]},
+            staleness=dict(data["staleness"]),
+            num_bytes=data["num_bytes"],
+            checksum=data["xxh3"],
+            counters=data["counters"],
+        )
+    except (KeyError, TypeError, ValueError):  # missing, not JSON, or JSON and no seal
         return None
-
-
-def _to_json(seal: Seal) -> dict:
-    return {
-        "step": seal.step,
-        "lineage": seal.lineage,
-        "groups": [[place.segment, place.offset, index] for index, place in seal.places.items()],
-        "staleness": sorted(seal.staleness.items()),
-        "num_bytes": seal.num_bytes,
-        "xxh3": seal.checksum,
-        "counters": seal.counters,
-    }
-
-
-def _from_json(data: dict) -> Seal:
-    return Seal(
-        step=data["step"],
-        lineage=data["lineage"],
-        places={index: RecordPlace(segment, offset) for segment, offset, index in data["groups"]},
-        staleness=dict(data["staleness"]),
-        num_bytes=data["num_bytes"],
-        checksum=data["xxh3"],
-        counters=data["counters"],
-    )
