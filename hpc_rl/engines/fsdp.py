@@ -76,6 +76,7 @@ class FSDPEngine:
             return
         assert self.config.optimizer is not None, "check.py refuses a trained model without an optimizer"
         self.optimizer = Optimizer(self.config.optimizer, self.shards)
+        self.local = state.RankState(self.rank, self.num_ranks, self.shards, self.optimizer)
         self.scale = LossScale(self.config.optimizer, self.config.dtype == "float16")
         torch.manual_seed(self.seed * 1_000_003 + self.rank)
 
@@ -180,23 +181,19 @@ class FSDPEngine:
         if copied and self._buffer is None:
             self._buffer = state.Buffer(pin=self.device.type == "cuda")
         counters = {"updates": self.num_updates, **self.scale.state()}
-        return state.take(
-            self.rank, self.num_ranks, self.shards, self.optimizer, counters, self._buffer if copied else None
-        )
+        return self.local.take(counters, self._buffer if copied else None)
 
     def save(self, folder: Path) -> list[FileRecord]:
         return self.snapshot(copied=False).write(folder)
 
     def state_bytes(self) -> int:
-        return state.size_bytes(self.shards, self.optimizer)
+        return self.local.size_bytes()
 
     def counters(self) -> dict[str, Any]:
         return {"updates": self.num_updates, "adam_steps": self.optimizer.num_steps}
 
     def load(self, folder: Path, saved_num_ranks: int, files: Mapping[str, FileRecord] | None = None) -> None:
-        counters = state.load(
-            folder, saved_num_ranks, self.rank, self.num_ranks, self.shards, self.optimizer, files
-        )
+        counters = self.local.load(folder, saved_num_ranks, files)
         self.num_updates = counters["updates"]
         self.scale.restore(counters)
 

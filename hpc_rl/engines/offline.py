@@ -43,7 +43,7 @@ def export_state(
     """
     engine = FSDPEngine(on_cpu(config), seed=seed, frozen=True)
     engine.initialize(0)
-    state.load(folder, num_ranks, 0, 1, engine.shards, None, files)
+    state.RankState(0, 1, engine.shards, None).load(folder, num_ranks, files)
     engine.export(out, tokenizer)
 
 

@@ -60,44 +60,75 @@ class Buffer:
         return copies
 
 
-def take(
-    rank: int,
-    num_ranks: int,
-    shards: list[Shard],
-    optimizer: Optimizer,
-    counters: dict[str, Any],
-    buffer: Buffer | None,
-) -> Snapshot:
-    """Return this rank's state now; without a buffer, live tensors in CPU memory are not copied."""
-    named = {f"rng/{kind}": state for kind, state in _torch_rng().items()}
-    named |= {name: tensor.detach() for _, name, tensor in _tensors(shards, optimizer)}
-    state = {
-        "format": FORMAT,
-        "rank": rank,
-        "num_ranks": num_ranks,
-        "counters": {**counters, "adam_steps": optimizer.num_steps},
-        "shards": {shard.name: {"shape": shard.global_shape, "offset": shard.offset} for shard in shards},
-        "rng": _python_rng(),
-    }
-    live = list(named.values())
-    tensors = buffer.copy(live) if buffer else [tensor.cpu().contiguous() for tensor in live]
-    parts = [_bytes_of(tensor).data for tensor in tensors if tensor.numel()]
-    header = memoryview(_header(named, {"state": json.dumps(state)}))
-    return Snapshot(file_name(rank), [header, *parts])
+@dataclass
+class RankState:
+    """What one rank has of a model and its optimizer; a frozen model has none, and only `load` works then."""
 
+    rank: int
+    num_ranks: int
+    shards: list[Shard]
+    optimizer: Optimizer | None
 
-def size_bytes(shards: list[Shard], optimizer: Optimizer) -> int:
-    """Return about how large this rank's file is."""
-    tensors = [tensor for _, _, tensor in _tensors(shards, optimizer)]
-    return sum(tensor.nbytes for tensor in tensors) + len(tensors) * 200 + 65536
+    def take(self, counters: dict[str, Any], buffer: Buffer | None) -> Snapshot:
+        """Return this rank's state now; without a buffer, live tensors in CPU memory are not copied."""
+        assert self.optimizer is not None
+        named = {f"rng/{kind}": state for kind, state in _torch_rng().items()}
+        named |= {name: tensor.detach() for _, name, tensor in self._tensors()}
+        shards = {shard.name: {"shape": shard.global_shape, "offset": shard.offset} for shard in self.shards}
+        state = {
+            "format": FORMAT,
+            "rank": self.rank,
+            "num_ranks": self.num_ranks,
+            "counters": {**counters, "adam_steps": self.optimizer.num_steps},
+            "shards": shards,
+            "rng": _python_rng(),
+        }
+        live = list(named.values())
+        tensors = buffer.copy(live) if buffer else [tensor.cpu().contiguous() for tensor in live]
+        parts = [_bytes_of(tensor).data for tensor in tensors if tensor.numel()]
+        header = memoryview(_header(named, {"state": json.dumps(state)}))
+        return Snapshot(file_name(self.rank), [header, *parts])
 
+    def size_bytes(self) -> int:
+        """Return about how large this rank's file is."""
+        tensors = [tensor for _, _, tensor in self._tensors()]
+        return sum(tensor.nbytes for tensor in tensors) + len(tensors) * 200 + 65536
 
-def _tensors(shards: list[Shard], optimizer: Optimizer | None) -> Iterator[tuple[Shard, str, torch.Tensor]]:
-    """Yield the tensors of a state with their names in the file; without an optimizer only the model's."""
-    for shard in shards:
-        moments = optimizer.moments[shard.name] if optimizer else ()
-        for kind, tensor in zip(KINDS, (shard.local, *moments), strict=False):
-            yield shard, f"{kind}/{shard.name}", tensor
+    def load(
+        self, folder: Path, saved_num_ranks: int, files: Mapping[str, FileRecord] | None = None
+    ) -> dict[str, Any]:
+        """Fill shards, moments and (at the same number of ranks) random states; return the counters.
+
+        Without an optimizer only the shards are filled. What is read is checked against `files`. Raises
+        Damaged with the file's name if it is missing, truncated or changed; OSError; ValueError for the state
+        of another model.
+        """
+        targets = {
+            name: Target(_rows(tensor), shard.name, shard.offset) for shard, name, tensor in self._tensors()
+        }
+        missing = {name: len(target.rows) for name, target in targets.items()}
+        shapes = {shard.name: list(shard.global_shape) for shard in self.shards}
+        counters: dict[str, Any] = {}
+        for saved_rank in range(saved_num_ranks):
+            with _open(folder / file_name(saved_rank), files) as reader:
+                header = Header.read(reader, saved_rank, saved_num_ranks)
+                header.check_shapes(shapes, folder)
+                counters = header.state["counters"]
+                if self.optimizer and (saved_rank, saved_num_ranks) == (self.rank, self.num_ranks):
+                    _restore_rng(reader, header)
+                _fill(reader, header, targets, missing)
+        if lacking := [name for name, rows in missing.items() if rows]:
+            raise Damaged(f"{folder.name} lacks rows of {', '.join(lacking[:5])}")
+        if self.optimizer:
+            self.optimizer.set_num_steps(counters["adam_steps"])
+        return counters
+
+    def _tensors(self) -> Iterator[tuple[Shard, str, torch.Tensor]]:
+        """Yield the tensors of the state with their names in the file."""
+        for shard in self.shards:
+            moments = self.optimizer.moments[shard.name] if self.optimizer else ()
+            for kind, tensor in zip(KINDS, (shard.local, *moments), strict=False):
+                yield shard, f"{kind}/{shard.name}", tensor
 
 
 class Target(NamedTuple):
@@ -106,43 +137,6 @@ class Target(NamedTuple):
     rows: torch.Tensor
     name: str
     offset: int
-
-
-def load(
-    folder: Path,
-    saved_num_ranks: int,
-    rank: int,
-    num_ranks: int,
-    shards: list[Shard],
-    optimizer: Optimizer | None,
-    files: Mapping[str, FileRecord] | None = None,
-) -> dict[str, Any]:
-    """Fill this rank's shards, moments and (at the same number of ranks) random states; return the counters.
-
-    Without an optimizer only the shards are filled. What is read is checked against `files`. Raises Damaged
-    with the file's name if it is missing, truncated or changed; OSError; ValueError for the state of another
-    model.
-    """
-    targets = {
-        name: Target(_rows(tensor), shard.name, shard.offset)
-        for shard, name, tensor in _tensors(shards, optimizer)
-    }
-    missing = {name: len(target.rows) for name, target in targets.items()}
-    shapes = {shard.name: list(shard.global_shape) for shard in shards}
-    counters: dict[str, Any] = {}
-    for saved_rank in range(saved_num_ranks):
-        with _open(folder / file_name(saved_rank), files) as reader:
-            header = Header.read(reader, saved_rank, saved_num_ranks)
-            header.check_shapes(shapes, folder)
-            counters = header.state["counters"]
-            if optimizer and (saved_rank, saved_num_ranks) == (rank, num_ranks):
-                _restore_rng(reader, header)
-            _fill(reader, header, targets, missing)
-    if lacking := [name for name, rows in missing.items() if rows]:
-        raise Damaged(f"{folder.name} lacks rows of {', '.join(lacking[:5])}")
-    if optimizer:
-        optimizer.set_num_steps(counters["adam_steps"])
-    return counters
 
 
 def _open(path: Path, files: Mapping[str, FileRecord] | None) -> CheckedReader:

@@ -53,8 +53,7 @@ def routes(
             raise web.HTTPBadRequest(text=f'{{"version": "<lineage>.<step>"}} is needed: {error}') from None
         if service.evaluations.prompts is None:
             raise web.HTTPNotFound(text="there is no valid_dataset")
-        get = service.evaluate if access_of(request) == Access.CONTROL else service.begun_evaluation
-        result = await get(version, wait_s)
+        result = await service.evaluate(version, wait_s, access_of(request) == Access.CONTROL)
         return web.Response(status=204) if result is None else web.Response(body=encode(result))
 
     async def status(_request: web.Request) -> web.Response:

@@ -390,19 +390,18 @@ class RolloutService:
                 self._failed.set_exception(error)
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, f"the rollout role ends: {error}") from error
 
-    async def evaluate(self, version: WeightVersion, wait_s: float | None) -> EvalResult | None:
-        """Return the evaluation of these weights, begun now if it was not; None while it takes longer.
+    async def evaluate(
+        self, version: WeightVersion, wait_s: float | None, by_trainer: bool = True
+    ) -> EvalResult | None:
+        """Return the evaluation of these weights; None while it takes longer.
 
-        The trainer's. Raises Stale, Refused, RoleFailed.
+        The trainer's request begins it where it was not begun. Raises Stale, Refused, RoleFailed.
         """
-        await self.begin(version.lineage)
-        self.observe(version.lineage, version.step)
-        self.evaluations.begin(version)
-        return await self.evaluations.result(version, wait_s)
-
-    async def begun_evaluation(self, version: WeightVersion, wait_s: float | None) -> EvalResult | None:
-        """Return an evaluation that the trainer has begun, for a reader. Raises as evaluate does."""
-        if version not in self.evaluations:
+        if by_trainer:
+            await self.begin(version.lineage)
+            self.observe(version.lineage, version.step)
+            self.evaluations.begin(version)
+        elif version not in self.evaluations:
             message = f"version {version} is not evaluated; the trainer begins an evaluation"
             raise Refused(HTTPStatus.FORBIDDEN, message)
         return await self.evaluations.result(version, wait_s)

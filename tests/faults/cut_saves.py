@@ -113,14 +113,11 @@ class Rank:
     def __init__(self, rank: int, num_ranks: int, value: float) -> None:
         per_rank = ROWS // num_ranks
         parameter = nn.Parameter(torch.full((per_rank, 300), value))
-        self.rank, self.num_ranks = rank, num_ranks
         self.shards = [Shard("w", parameter, parameter.data, (ROWS, 300), rank * per_rank)]
-        self.optimizer = Optimizer(OptimizerConfig(), self.shards)
+        self.state = state.RankState(rank, num_ranks, self.shards, Optimizer(OptimizerConfig(), self.shards))
 
     def write(self, folder: Path) -> list[FileRecord]:
-        return state.take(self.rank, self.num_ranks, self.shards, self.optimizer, {"updates": 1}, None).write(
-            folder
-        )
+        return self.state.take({"updates": 1}, None).write(folder)
 
 
 def save(trial: Trial, step: int) -> None:
@@ -137,10 +134,8 @@ def save_by_thread(trial: Trial, step: int) -> None:
     """As the trainer does it while training goes on."""
     rank = Rank(0, 1, float(step))
     engine = SimpleNamespace(
-        state_bytes=lambda: state.size_bytes(rank.shards, rank.optimizer),
-        snapshot=lambda copied: state.take(
-            0, 1, rank.shards, rank.optimizer, {"updates": 1}, state.Buffer() if copied else None
-        ),
+        state_bytes=rank.state.size_bytes,
+        snapshot=lambda copied: rank.state.take({"updates": 1}, state.Buffer() if copied else None),
     )
     saving = Saving(trial, "7.0", 0, engine, Ranks(), RetentionPolicy(2))  # type: ignore[arg-type]
     who = {"attempt": "7.0", "incarnation": 0, "submission": "7", "version": f"0.{step}", "config_hash": ""}
@@ -155,7 +150,7 @@ def loaded(trial: Trial) -> list[tuple[int, float, str]]:
         one, value = Rank(0, 1, -1.0), -1.0
         if not found.problem and found.manifest is not None:
             files = {file.name: file for file in found.manifest.files}
-            state.load(found.path, found.manifest.num_ranks, 0, 1, one.shards, one.optimizer, files)
+            one.state.load(found.path, found.manifest.num_ranks, files)
             numbers = one.shards[0].local.unique().tolist()
             value = numbers[0] if len(numbers) == 1 else -2.0
         out.append((found.step, value, found.problem))

@@ -23,13 +23,15 @@ def test_a_parameter_without_dimensions_comes_back(tmp_path):
     for shard in shards:
         shard.parameter.grad = torch.ones_like(shard.local)
     optimizer.step(lr=0.1, grad_norm=1.0)
-    files = state.take(0, 1, shards, optimizer, {"updates": 1}, None).write(tmp_path)
+    files = state.RankState(0, 1, shards, optimizer).take({"updates": 1}, None).write(tmp_path)
     loaded, its_optimizer = part({name: torch.zeros_like(value) for name, value in values.items()})
-    counters = state.load(tmp_path, 1, 0, 1, loaded, its_optimizer, {file.name: file for file in files})
+    counters = state.RankState(0, 1, loaded, its_optimizer).load(
+        tmp_path, 1, {file.name: file for file in files}
+    )
     assert counters["updates"] == 1
     for one, other in zip(shards, loaded, strict=True):
         assert torch.equal(one.parameter, other.parameter)
         assert all(map(torch.equal, optimizer.moments[one.name], its_optimizer.moments[one.name]))
     model, _ = part({name: torch.zeros_like(value) for name, value in values.items()})
-    state.load(tmp_path, 1, 0, 1, model, None, {file.name: file for file in files})
+    state.RankState(0, 1, model, None).load(tmp_path, 1, {file.name: file for file in files})
     assert torch.equal(model[0].parameter, shards[0].parameter)
