@@ -75,12 +75,15 @@ def has_period(section: FrequencyConfig) -> bool:
     return any(value is not None for value in (section.freq_epochs, section.freq_steps, section.freq_secs))
 
 
-def given(config: Config, explicit: Collection[str], prefixes: str | tuple[str, ...]) -> list[str]:
-    """Return the options that were set to more than their default, which `config show` prints too."""
+def is_default(config: Config, name: str) -> bool:
+    """Return whether an option has its default; a file may spell every default out."""
     cls: type = type(config)
-    usual = defaults(cls)
-    chosen = (name for name in sorted(explicit) if name.startswith(prefixes))
-    return [name for name in chosen if name not in usual or value_of(config, name) != usual[name]]
+    return value_of(config, name) == defaults(cls).get(name, ABSENT)
+
+
+def given(config: Config, explicit: Collection[str], prefixes: str | tuple[str, ...]) -> list[str]:
+    """Return the options that were set to more than their default."""
+    return [name for name in sorted(explicit) if name.startswith(prefixes) and not is_default(config, name)]
 
 
 def names(config: Config, explicit: Collection[str]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal
 
+from hpc_rl.config.rules.consistency import is_default
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.config.sections.experiment import Config, value_of
 
@@ -59,7 +60,7 @@ def binds_of(mount: str) -> list[str]:
 
 
 def images(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    slurm, defaults = config.launcher.slurm, SlurmLauncherConfig()
+    slurm = config.launcher.slurm
     given = [name for name in OPTION.values() if getattr(slurm, name) not in (None, "", "none")]
     if given and slurm.container_type == "none":
         use = "use apptainer, or omit the image"
@@ -67,7 +68,7 @@ def images(config: Config, explicit: Collection[str]) -> Iterator[str]:
     for name in given:
         yield from _image(f"launcher.slurm.{name}", getattr(slurm, name), slurm.container_type)
     for role, name in PYTHONS.items():
-        if getattr(slurm, name) != getattr(defaults, name) and not image_of(slurm, role):
+        if not is_default(config, f"launcher.slurm.{name}") and not image_of(slurm, role):
             yield f"launcher.slurm.{name} has no effect without launcher.slurm.{OPTION[role]}."
     for name in ("mount", "container_args"):
         if getattr(slurm, name) and not any(image_of(slurm, role) for role in OPTION):

@@ -5,9 +5,8 @@ from collections.abc import Collection, Iterator
 
 from hpc_rl.allocation import SERVER_BACKENDS
 from hpc_rl.config.loading.fields import did_you_mean
-from hpc_rl.config.rules.consistency import context_option, given, server_backend
+from hpc_rl.config.rules.consistency import context_option, given, is_default, server_backend
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
-from hpc_rl.config.sections.inference import GenerationHyperparameters
 
 BUILT_IN = {"workflow": ["single_turn", "multi_turn"], "reward_fn": ["exact_match", "contains"]}
 _IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
@@ -73,10 +72,10 @@ def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
 
 
 def servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
-    used, defaults = server_backend(config), GenerationHyperparameters()
+    used = server_backend(config)
     for name, instead in SERVER_BACKENDS[used].lacks.items() if used else ():
         value = getattr(config.gconfig, name)
-        if value and value != getattr(defaults, name):
+        if value and not is_default(config, f"gconfig.{name}"):
             yield f"gconfig.{name} {value} can't be used with {used} servers; {instead}."
 
 

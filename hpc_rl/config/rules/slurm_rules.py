@@ -8,8 +8,7 @@ import re
 import shlex
 from collections.abc import Collection, Iterator
 
-from hpc_rl.config.rules.consistency import given
-from hpc_rl.config.sections.cluster import SlurmLauncherConfig
+from hpc_rl.config.rules.consistency import given, is_default
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
 
 DERIVED = "derived"  # the value of an option that the plan decides
@@ -98,7 +97,7 @@ def conflicts(config: Config, explicit: Collection[str]) -> Iterator[str]:
 def _gpus_in_gres(config: Config) -> Iterator[str]:
     slurm, per_node = config.launcher.slurm, config.cluster.n_gpus_per_node
     for name in ("gpus_by", "gpu_type"):
-        if getattr(slurm, name) not in (None, getattr(SlurmLauncherConfig(), name)):
+        if getattr(slurm, name) is not None and not is_default(config, f"launcher.slurm.{name}"):
             other = f"launcher.slurm.{name}: Slurm would apply one of the two. Omit one"
             yield f"launcher.slurm.gres {slurm.gres} names GPUs, and so does {other}."
     counts = [_count(part) for part in (slurm.gres or "").split(",") if asks_for_gpus(part)]

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from hpc_rl.config.loading.fields import defaults
+from hpc_rl.config.rules.consistency import is_default
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, RWConfig, value_of
 from hpc_rl.config.sections.training import TrainEngineConfig
 
@@ -22,13 +22,6 @@ def models(config: Config) -> Iterator[tuple[str, TrainEngineConfig]]:
     yield trained(config)
     if isinstance(config, GRPOConfig) and config.ref is not None:
         yield "ref", config.ref
-
-
-def changed(section: Any) -> list[str]:
-    """Return the options of a section that are not at their default; a file may spell every default out."""
-    cls: type = type(section)
-    usual = defaults(cls)
-    return [name for name, default in usual.items() if value_of(section, name) != default]
 
 
 def adapted(config: Config) -> dict[str, tuple[Any, str]]:
@@ -79,8 +72,8 @@ def notes(config: GRPOConfig) -> Iterator[str]:
     actor = config.actor
     for name in ("reward_norm", "adv_norm"):
         norm = getattr(actor, name)
-        idle = [option for option in changed(norm) if option in ("std_unbiased", "eps")] if norm else []
-        if idle and norm.std_level is None:
+        idle = [one for one in ("std_unbiased", "eps") if not is_default(config, f"actor.{name}.{one}")]
+        if norm is not None and norm.std_level is None and idle:
             yield f"actor.{name}.{', '.join(idle)}: no effect, because std_level is null."
     if not actor.overlong_reward_penalty:
         for name in ("overlong_tokens", "overlong_penalty_factor"):
@@ -95,7 +88,7 @@ def notes(config: GRPOConfig) -> Iterator[str]:
         yield "actor.kl_ctl and actor.beta are both set: the KL term counts in the reward and in the loss."
     if not (actor.kl_ctl or actor.beta):
         yield "ref has no effect, and the reference model is not loaded: actor.kl_ctl and actor.beta are 0."
-    idle = [f"ref.{name}" for name in _ONLY_FOR_TRAINING if name in changed(config.ref)]
+    idle = [f"ref.{name}" for name in _ONLY_FOR_TRAINING if not is_default(config, f"ref.{name}")]
     if idle:
         yield f"{', '.join(idle)}: no effect, because the reference model is not trained."
 
@@ -135,8 +128,8 @@ def reference_model(config: GRPOConfig, explicit: Collection[str]) -> Iterator[s
             yield f"actor.{name} {value:g} needs a reference model: {use}."
     if config.ref is None:
         return
-    for name in changed(config.ref.optimizer) if config.ref.optimizer is not None else ():
-        if name != "type":
+    for name in vars(config.ref.optimizer) if config.ref.optimizer is not None else ():
+        if name != "type" and not is_default(config, f"ref.optimizer.{name}"):
             yield f"ref.optimizer.{name}: the reference model is not trained; omit ref.optimizer."
 
 
@@ -162,7 +155,7 @@ def optimizers(config: Config, explicit: Collection[str]) -> Iterator[str]:
         yield f"{came}: nothing would be trained; use type adam."
         return
     for option in _LOSS_SCALE:
-        if option in changed(optimizer) and engine.dtype != "float16":
+        if engine.dtype != "float16" and not is_default(config, f"{name}.{option}"):
             yield f"{name}.{option} has no effect with dtype {engine.dtype}: only float16 needs loss scaling."
     if engine.dtype == "float16" and optimizer.min_loss_scale > optimizer.initial_loss_scale:
         most = f"initial_loss_scale {optimizer.initial_loss_scale:g}"
