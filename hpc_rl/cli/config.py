@@ -4,10 +4,14 @@ import json
 import sys
 
 from hpc_rl.cli.options import Action, CommandParser, Namespace, print_result
+from hpc_rl.config.json_schema import schema
 from hpc_rl.config.loading.load import Loaded, load
+from hpc_rl.config.loading.parser import add_options
+from hpc_rl.config.reference import reference
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.show import ResolvedValue, as_yaml, derived_values, diff, show
+from hpc_rl.plan.plan import make_plan
 
 # Commands whose options of a configuration are completed; the others take them too, but seldom.
 COMPLETED = (("submit",), ("render",), ("recover",), ("config", "show"))
@@ -46,8 +50,6 @@ def print_resolved(loaded: Loaded) -> None:
 
 def resolved(loaded: Loaded) -> dict[str, ResolvedValue]:
     """Everything, what is derived included. Raises ConfigError where no plan can be made."""
-    from hpc_rl.plan.plan import make_plan
-
     plan = make_plan(loaded.config, loaded.explicit, interpreter=sys.executable, scheduler="slurm")
     return show(loaded, derived_values(loaded.config, plan.allocation))
 
@@ -78,14 +80,12 @@ def _schema_parser() -> CommandParser:
 
 
 def _schema(args: Namespace) -> int:
-    from hpc_rl.config.json_schema import schema
 
     print(json.dumps(schema(args.trainer), indent=2))
     return 0
 
 
 def _reference(_args: Namespace) -> int:
-    from hpc_rl.config.reference import reference
 
     print(reference(), end="")
     return 0
@@ -99,7 +99,6 @@ def _completion_parser() -> CommandParser:
 
 def _completion(args: Namespace) -> int:
     from hpc_rl.cli.__main__ import COMMANDS, build_parsers
-    from hpc_rl.config.loading.parser import add_options
 
     parsers = build_parsers(COMMANDS)
     for path in COMPLETED:

@@ -6,17 +6,8 @@ import re
 from dataclasses import asdict
 
 from hpc_rl.checkpoint.decide import Decision, Situation
+from hpc_rl.cli import submit
 from hpc_rl.cli.options import CommandParser, Namespace, print_result
-from hpc_rl.cli.submit import (
-    Planned,
-    add_outcome,
-    change_json,
-    changed_lines,
-    compared,
-    new_batches_lines,
-    plan_of,
-    submitted,
-)
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialStateError
@@ -44,7 +35,7 @@ def parser() -> CommandParser:
     replay = "train on the batches after that checkpoint as they are, although another policy made them"
     made.add_flag("--replay", help=replay)
     made.add_flag("--explain", help="show what a start would do now, and why; do nothing")
-    add_outcome(made)
+    submit.add_outcome(made)
     made.add_overrides()
     return made
 
@@ -57,13 +48,13 @@ def run(args: Namespace) -> int:
     if args.explain:
         return explain(trial, loaded, recovery, args)
     planned = prepared(trial, loaded, args.no_check)
-    return submitted(planned, args, trial, recovery)
+    return submit.submitted(planned, args, trial, recovery)
 
 
-def prepared(trial: Trial, loaded: Loaded, no_check: bool) -> Planned:
+def prepared(trial: Trial, loaded: Loaded, no_check: bool) -> submit.Planned:
     """Return the plan, after the checks that need no state. Raises TrialBusy, ConfigError, SchedulerError."""
     submission.check_idle(trial)
-    planned = compared(plan_of(loaded), trial, no_check)
+    planned = submit.compared(submit.plan_of(loaded), trial, no_check)
     if pick(planned.loaded.config.launcher.type) == "slurm":
         slurm.require("sbatch")
     return planned
@@ -107,14 +98,14 @@ def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: Namespace) -
     facts = {
         "read_while_loading": unread,
         "generations": [asdict(one) for one in start.situation.generations],
-        "changes": [change_json(change) for change in start.changes],
+        "changes": [submit.change_json(change) for change in start.changes],
         "new_batches": new_batches,
         "set_aside_batches": batches,
     }
     lines = explanation(trial, start.situation, decision)
     lines += [unread_line(trial, start)] if unread else []
-    lines += new_batches_lines(batches) if new_batches else []
-    lines += changed_lines(start.changes)
+    lines += submit.new_batches_lines(batches) if new_batches else []
+    lines += submit.changed_lines(start.changes)
     print_result(args.json, asdict(decision) | facts, map(printable, lines))
     return ExitCode(decision.exit_code)
 

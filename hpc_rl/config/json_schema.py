@@ -6,14 +6,7 @@ The library writes it; added are limits, references (`${a.b}`), ATLAS names and 
 import json
 from typing import Any
 
-from hpc_rl.config.loading.fields import (
-    alternatives,
-    base_of,
-    extras_of,
-    hints,
-    is_optional,
-    section_of,
-)
+from hpc_rl.config.loading.fields import alternatives, base_of, extras_of, hints, is_optional, section_of
 from hpc_rl.config.loading.parser import config_parser, docstring_texts
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.sections.limits import Grammar, Limits

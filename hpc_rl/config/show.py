@@ -4,6 +4,7 @@ What follows from other options (`derived_values`) is filled in to be shown: the
 """
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -76,10 +77,8 @@ def as_yaml(shown: Mapping[str, ResolvedValue]) -> str:
     above: list[str] = []
     for name, item in shown.items():
         *sections, leaf = name.split(".")
-        common = next(
-            (i for i, (a, b) in enumerate(zip(sections, above, strict=False)) if a != b),
-            min(len(sections), len(above)),
-        )
+        shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(sections, above, strict=False))
+        common = len(list(shared))
         rows += [(f"{'  ' * depth}{sections[depth]}:", "") for depth in range(common, len(sections))]
         above = sections
         rows.append((f"{'  ' * len(sections)}{leaf}: {scalar(literal(item.value))}", item.origin))

@@ -9,7 +9,6 @@ from hpc_rl.doctor.finding import (
     Requirements,
     Verdict,
     fail,
-    finding_of,
     judge,
     ok,
     run_checks,
@@ -87,7 +86,5 @@ SLURM_CHECKS = (check_slurm_version, check_slurm_controller, check_slurm_account
 
 def check_slurm(needs: Requirements) -> list[Finding]:
     """Return the findings about Slurm; only the first one where there is none."""
-    first = finding_of(check_slurm_programs, needs)
-    if shutil.which("sinfo") is None or shutil.which("scontrol") is None:
-        return [first]
-    return [first, *run_checks(SLURM_CHECKS, needs)]
+    can_ask = shutil.which("sinfo") is not None and shutil.which("scontrol") is not None
+    return run_checks((check_slurm_programs, *(SLURM_CHECKS if can_ask else ())), needs)

@@ -26,9 +26,8 @@ def read(
         for name, item in source.items()
         if item.value is not None
     }
-    made = [(name, _fit(_read(name), known, present)) for name in names]
-    below = [preset for name, preset in made if name in BELOW]
-    return below, [preset for name, preset in made if name in OVER]
+    made = {name: _fit(_read(name), known, present) for name in names}
+    return [made[name] for name in made if name in BELOW], [made[name] for name in made if name in OVER]
 
 
 def _read(name: str) -> Settings:

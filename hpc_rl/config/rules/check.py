@@ -20,14 +20,7 @@ from hpc_rl.config.rules import (
     training_rules,
 )
 from hpc_rl.config.rules.consistency import server_backend
-from hpc_rl.config.sections.experiment import (
-    ABSENT,
-    LENGTH_OPTIONS,
-    Config,
-    GRPOConfig,
-    replaced,
-    value_of,
-)
+from hpc_rl.config.sections.experiment import ABSENT, LENGTH_OPTIONS, Config, GRPOConfig, replaced, value_of
 from hpc_rl.errors import ConfigError
 
 DEFAULT_RECOVER_SECS = 600

@@ -6,13 +6,7 @@ from hpc_rl.allocation import SERVER_BACKENDS, usual_server_backend
 from hpc_rl.config.loading.fields import defaults
 from hpc_rl.config.loading.stored import REDACTED, is_secret, trainer_of
 from hpc_rl.config.sections.cluster import environment_of
-from hpc_rl.config.sections.experiment import (
-    ABSENT,
-    LENGTH_OPTIONS,
-    Config,
-    GRPOConfig,
-    value_of,
-)
+from hpc_rl.config.sections.experiment import ABSENT, LENGTH_OPTIONS, Config, GRPOConfig, value_of
 from hpc_rl.config.sections.operations import FrequencyConfig
 from hpc_rl.config.tables.areal_options import UNAVAILABLE
 from hpc_rl.errors import ConfigError
