@@ -3,17 +3,7 @@
 import re
 import shutil
 
-from hpc_rl.doctor.finding import (
-    SLURM_FIX,
-    Finding,
-    Requirements,
-    Verdict,
-    fail,
-    judge,
-    ok,
-    run_checks,
-    warn,
-)
+from hpc_rl.doctor.finding import SLURM_FIX, Finding, Requirements, Verdict, fail, judge, ok, run_checks, warn
 from hpc_rl.schedulers import sinfo, slurm
 from hpc_rl.schedulers.slurm import SlurmScheduler
 

@@ -56,9 +56,6 @@ def binds_of(mount: str) -> list[str]:
     return [bind for bind in mount.split(",") if bind]
 
 
-# -- rules
-
-
 def images(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm = config.launcher.slurm
     given = [name for name in OPTION.values() if getattr(slurm, name) not in (None, "", "none")]
@@ -135,9 +132,6 @@ def arguments(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 RULES = [images, mounts, arguments]
-
-
-# -- rules that look at files
 
 
 def image_files(config: Config, explicit: Collection[str]) -> Iterator[str]:

@@ -93,9 +93,6 @@ def notes(config: GRPOConfig) -> Iterator[str]:
         yield f"{', '.join(idle)}: no effect, because the reference model is not trained."
 
 
-# -- rules of grpo
-
-
 def policy_loss(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     actor, recompute = config.actor, "actor.recompute_logprob"
     if actor.use_decoupled_loss and recompute in explicit and not actor.recompute_logprob:
@@ -134,9 +131,6 @@ def reference_model(config: GRPOConfig, explicit: Collection[str]) -> Iterator[s
 
 
 GRPO_RULES = [policy_loss, rewards, reference_model]
-
-
-# -- rules of all trainers
 
 
 def micro_batches(config: Config, explicit: Collection[str]) -> Iterator[str]:
