@@ -155,17 +155,16 @@ class Lease:
             reason = f"epoch {self.epoch} was released or is older than epoch {highest}"
             raise Stale(f"lease {self.key!r}: {reason}")
         self.value = self.value if value is None else value
-        self.counter += 1
         self._write()
 
     def release(self) -> None:
         """Give the key up: readers no longer see it. The tombstone tells from which epoch to count."""
         if not self.released:
             self.released = True
-            self.counter += 1
             self._write()
 
     def _write(self) -> None:
+        self.counter += 1
         # On a full disk the old content is overwritten: a process that waits for room keeps its lease.
         text = self.content()
         try:

@@ -118,9 +118,9 @@ class StatusReader:
         attempts = self._attempts(jobs, lines, newest)
         last_sign = _last_sign(self.trial, attempts)
         job, job_state = jobs[-1] if jobs else TrialJob(""), job_state or JobState("", State.UNKNOWN)
-        own = (
-            attempts[-1] if attempts and attempts[-1].job_id in (job.job_id or attempts[-1].job_id,) else None
-        )
+        own = attempts[-1] if attempts else None
+        if own is not None and job.job_id and own.job_id != job.job_id:
+            own = None
         if isinstance(read_json(self.trial.done), dict):
             state, reason = TrialState.DONE, _not_saved(self.trial)
         else:

@@ -93,9 +93,9 @@ class FirstStart:
 
     def batches_set_aside(self) -> list[int]:
         """Return the steps of the batches that are cut and that this start sets aside, ascending."""
-        return (
-            sorted(one for one in seals_of(self.trial) if one > (self.step or 0)) if self.new_batches else []
-        )
+        if not self.new_batches:
+            return []
+        return sorted(one for one in seals_of(self.trial) if one > (self.step or 0))
 
     def find_changes(self) -> None:
         """Find what differs from the configuration behind the trial's state, if it has any.
@@ -107,10 +107,9 @@ class FirstStart:
         trial = self.trial
         if not has_progress(trial):
             return
-        copy = trial.config_json
-        if self.step is not None:
-            copy = trial.generation(self.step) / generation.CONFIG_NAME
-        for path in (copy, trial.config_json):
+        step = self.step
+        copies = [trial.generation(step) / generation.CONFIG_NAME] if step is not None else []
+        for path in (*copies, trial.config_json):
             if data := read_object(path):
                 try:
                     self.changes = [

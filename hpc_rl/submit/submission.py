@@ -5,6 +5,7 @@ A refusal leaves no files. `render_to` stops before the scheduler.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -303,9 +304,8 @@ def git_state(checkout: Path) -> dict[str, Any] | None:
         return None
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     command = ["git", "--no-optional-locks", "-C", str(checkout), *describe]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return {"commit": None, "dirty": None}
-    commit, _, dirty = done.stdout.strip().partition("-")
-    return {"commit": commit, "dirty": bool(dirty)} if commit else {"commit": None, "dirty": None}
+    said = ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        said = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S).stdout
+    commit, _, dirty = said.strip().partition("-")
+    return {"commit": commit or None, "dirty": bool(dirty) if commit else None}

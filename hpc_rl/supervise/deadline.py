@@ -34,9 +34,7 @@ class StepTimes:
     def __init__(self, attempt: Attempt) -> None:
         self._folder = attempt.dir
         self._files: dict[Path, JsonLines] = {}
-        self._values: dict[str, deque[float]] = {
-            name: deque(maxlen=MAX_TIMES) for name in ("step_s", "save_s")
-        }
+        self._values = {name: deque[float](maxlen=MAX_TIMES) for name in ("step_s", "save_s")}
 
     def poll(self) -> None:
         for path in self._folder.glob("metrics.*.jsonl"):

@@ -17,7 +17,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.files import last_lines
@@ -113,13 +112,6 @@ class Handle:
         return ""
 
 
-class Steps(Protocol):
-    """How processes are started."""
-
-    def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle:
-        """Start an incarnation of a unit. Raises OSError."""
-
-
 def _search_path(environ: dict[str, str], unit: Unit) -> dict[str, str]:
     """Return the PYTHONPATH of a unit: its own comes after the code of the submission."""
     paths = [path for path in (environ.get("PYTHONPATH"), unit.env.get("PYTHONPATH")) if path]
@@ -136,6 +128,7 @@ class ProcessSteps:
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # to start from
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle:
+        """Start an incarnation of a unit. Raises OSError."""
         own = {
             "CUDA_VISIBLE_DEVICES": self._gpus(unit),
             "OMP_NUM_THREADS": str(min(unit.cpus_per_task, os.cpu_count() or 1)),
@@ -256,6 +249,9 @@ class SrunHandle(Handle):
         if self._kill_at == float("inf"):
             self._kill_at = time.monotonic() + KILL_STEP_S
             _signal(self._tasks[0], signal.SIGTERM)
+
+
+Steps = ProcessSteps | SrunSteps
 
 
 def open_steps(kind: str, plan: Plan) -> Steps:

@@ -111,8 +111,6 @@ class ServerRunner(UnitLoop):
             return f"the trial has had no supervisor for {self.idle_s:g} s (launcher.slurm.servers.idle_s)"
         self._owned_at = self.clock()
         other = submission_of(str(owner.value.get("attempt") or ""))
-        return (
-            f"job {other} runs the trial now, with servers of its own"
-            if self.serves not in ("", other)
-            else ""
-        )
+        if self.serves in ("", other):
+            return ""
+        return f"job {other} runs the trial now, with servers of its own"
