@@ -51,33 +51,32 @@ def query_all(
 ) -> dict[Path, SchedulerAnswer]:
     """Return the same for many trials, by trial directory; the jobs of one account share a query."""
     answers: dict[Path, SchedulerAnswer] = {}
-    shared: dict[tuple[str, int], tuple[Any, list[tuple[Trial, list[TrialJob], str]]]] = {}
+    shared: dict[int, tuple[Any, list[tuple[Trial, list[TrialJob]]]]] = {}  # by account
     for trial in trials:
         every = read_jobs(trial)
         jobs = [job for job in every if not job.over]
         if not jobs or trial.done.exists():
             continue  # files tell how it ended
-        newest = every[-1].job_id
         try:
             scheduler = scheduler_of(trial, jobs[-1])
             if hasattr(scheduler, "survey"):
-                group = shared.setdefault((jobs[-1].scheduler, _owner(trial)), (scheduler, []))
-                group[1].append((trial, jobs, newest))
+                shared.setdefault(_owner(trial), (scheduler, []))[1].append((trial, every))
             else:
                 states = scheduler.states([job.native_id for job in jobs])
-                answers[trial.dir] = _answer(jobs, newest, SchedulerAnswer(states, time.time()))
+                answers[trial.dir] = _answer(every, SchedulerAnswer(states, time.time()))
         except SchedulerError as error:
             answers[trial.dir] = SchedulerAnswer(complaint=str(error))
-    for (_, owner), (scheduler, members) in shared.items():
-        wanted = {job.native_id: job.time for _, jobs, _ in members for job in jobs}
+    for owner, (scheduler, members) in shared.items():
+        wanted = {job.native_id: job.time for _, every in members for job in every if not job.over}
         seen = Poller(scheduler).look(wanted, owner, newer_than, patience_s)
-        answers |= {trial.dir: _answer(jobs, newest, seen) for trial, jobs, newest in members}
+        answers |= {trial.dir: _answer(every, seen) for trial, every in members}
     return answers
 
 
-def _answer(jobs: list[TrialJob], newest: str, seen: SchedulerAnswer) -> SchedulerAnswer:
+def _answer(jobs: list[TrialJob], seen: SchedulerAnswer) -> SchedulerAnswer:
+    """Return an answer by the ids of a trial's submissions."""
     states = {job.job_id: seen.states[job.native_id] for job in jobs if job.native_id in seen.states}
-    return replace(seen, states=states, newest=states.get(newest))
+    return replace(seen, states=states, newest=states.get(jobs[-1].job_id))
 
 
 def _owner(trial: Trial) -> int:

@@ -118,9 +118,6 @@ def _search_path(environ: dict[str, str], unit: Unit) -> dict[str, str]:
     return {"PYTHONPATH": ":".join(paths)} if paths else {}
 
 
-# --- processes -------------------------------------------------------------------------------------------
-
-
 @dataclass
 class ProcessSteps:
     """Children of this process, each in a session and process group of its own."""
@@ -183,9 +180,6 @@ def _signal(task: subprocess.Popen[bytes], number: int) -> None:
 def _kill_group(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-
-
-# --- srun ------------------------------------------------------------------------------------------------
 
 
 @dataclass
