@@ -20,6 +20,7 @@ from hpc_rl.status.trial_status import StatusReader, TrialStatus
 from hpc_rl.trial import Trial
 
 WAIT_FOR_OTHERS_S = 5.0  # for another command's query, where nothing is known yet
+MIN_INTERVAL_S = 2.0  # between two queries of one view, which is redrawn twice a second
 CONFIRM_END_S = 120.0  # for which an end that only old files suggest waits for the scheduler's answer
 
 
@@ -100,11 +101,15 @@ class TrialWatch:
 
     def __init__(self, trial: Trial) -> None:
         self._reader = StatusReader(trial)
+        self._answer, self._query_at = SchedulerAnswer(), float("-inf")
         self._doubt_at = 0.0  # Unix seconds; 0 for none
         self._shown: TrialStatus | None = None
 
     def poll(self) -> TrialStatus:
-        answer = query(self._reader.trial, self._doubt_at, patience_s=0.0)
+        if time.monotonic() >= self._query_at or self._doubt_at > self._answer.asked_at:
+            self._answer = query(self._reader.trial, self._doubt_at, patience_s=0.0)
+            self._query_at = time.monotonic() + MIN_INTERVAL_S
+        answer = self._answer
         status = self._reader.read(answer.newest, answer.asked_at)
         if not status.over or is_final(status):
             self._doubt_at, self._shown = 0.0, status

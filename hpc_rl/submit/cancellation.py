@@ -13,7 +13,7 @@ from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.supervise.server_array import jobs_of, read_arrays
 from hpc_rl.trial import Trial, account, write_json
 
-POLL_S = 0.5  # of files
+POLL_S = 1.0  # of files
 
 
 class CancelOutcome(enum.StrEnum):
