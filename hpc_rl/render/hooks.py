@@ -1,7 +1,6 @@
 """The hooks of a submission: which scripts run at which moment. The job runs copies of them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.config.sections.cluster import HooksConfig
@@ -12,17 +11,13 @@ EVENTS = ("pre_job", "pre_node", "post_node", "post_job", "on_preempt")
 FOLDER = "hooks.d"
 
 
-@dataclass(frozen=True)
-class Hook:
-    event: str
-    name: str  # of its file below scripts/
-    text: str
+def gather(hooks: HooksConfig, site: Sequence[Path]) -> dict[str, dict[str, str]]:
+    """Return the scripts of each event in the order in which they run: file name below scripts/ -> text.
 
-
-def gather(hooks: HooksConfig, site: Sequence[Path]) -> list[Hook]:
-    """Return them in the order in which they run. Raises ConfigError for a script that can't be read."""
+    Raises ConfigError for a script that can't be read.
+    """
     # The site's come first before an attempt, and last after it.
-    found = []
+    found: dict[str, dict[str, str]] = {event: {} for event in EVENTS}
     for event in EVENTS:
         scripts = list(_scripts(event, hooks, site))
         if event.startswith("post_"):
@@ -30,7 +25,7 @@ def gather(hooks: HooksConfig, site: Sequence[Path]) -> list[Hook]:
         for number, text in enumerate(scripts):
             text = text if text.startswith("#!") else f"#!/bin/bash\n{text}"
             text = text if text.endswith("\n") else f"{text}\n"
-            found.append(Hook(event, f"hook.{event}.{number}", text))
+            found[event][f"hook.{event}.{number}"] = text
     return found
 
 

@@ -107,10 +107,10 @@ def _present(value: Any) -> Any:
 
 
 class LayeredEnvironment(jinja2.Environment):
-    """An environment over directories, highest precedence first, of which the last one is ours."""
+    """An environment over directories, highest precedence first, and ours below them."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders = list(folders)
+    def __init__(self, folders: Sequence[Path] = ()) -> None:
+        self.folders = [*folders, template_root()]
         super().__init__(
             loader=jinja2.FunctionLoader(self._source),
             undefined=jinja2.StrictUndefined,
@@ -151,8 +151,3 @@ class LayeredEnvironment(jinja2.Environment):
     def overrides(self, name: str) -> list[Path]:
         """Return the files above ours that change a template, highest first."""
         return [path for folder in self.folders[:-1] if (path := folder / name).is_file()]
-
-
-def environment(folders: Sequence[Path] = ()) -> LayeredEnvironment:
-    """Return the environment over these directories, highest first, and ours below them."""
-    return LayeredEnvironment([*folders, template_root()])

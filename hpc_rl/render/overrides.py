@@ -10,7 +10,7 @@ import jinja2
 from jinja2 import nodes
 
 from hpc_rl.errors import ConfigError
-from hpc_rl.render.jinja_environment import environment, template_root
+from hpc_rl.render.jinja_environment import LayeredEnvironment, template_root
 
 FOLDERS = ("sbatch", "templates")
 # Blocks that were elsewhere in earlier versions -> where they are now.
@@ -49,7 +49,7 @@ def blocks_of(path: Path) -> list[str]:
 
 def _parsed(path: Path) -> nodes.Template:
     try:
-        return environment().parse(path.read_text(encoding="utf-8"))
+        return LayeredEnvironment().parse(path.read_text(encoding="utf-8"))
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"{path}:{error.lineno}: {error.message}.") from error
     except (OSError, UnicodeDecodeError) as error:

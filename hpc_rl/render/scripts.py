@@ -14,8 +14,8 @@ from hpc_rl.name_resolve import keys, names_dir
 from hpc_rl.plan import containers
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import layouts, steps
-from hpc_rl.render.hooks import EVENTS, gather
-from hpc_rl.render.jinja_environment import LINE_BREAK, LayeredEnvironment, environment, template_root
+from hpc_rl.render.hooks import gather
+from hpc_rl.render.jinja_environment import LINE_BREAK, LayeredEnvironment, template_root
 from hpc_rl.render.overrides import refuse_overrides
 from hpc_rl.requeue import AFTER_EXIT, AFTER_OTHER_EXIT, AFTER_SIGNAL, AFTER_STOP
 from hpc_rl.schedulers.submitit import PARAMETERS
@@ -58,15 +58,15 @@ def render(
     folders = template_layers(config, site)
     refuse_overrides(folders)
     hooks = gather(config.launcher.hooks, site)
-    layouts.refuse_hooks(plan, {hook.event for hook in hooks})
-    jinja = environment(folders)
+    layouts.refuse_hooks(plan, {event for event, files in hooks.items() if files})
+    jinja = LayeredEnvironment(folders)
     common = _common(plan, trial, stamp, scheduler) | {
         "owner_lease": str(names_dir(trial, config) / keys.OWNER),
-        "hooks": {event: [hook.name for hook in hooks if hook.event == event] for event in EVENTS},
+        "hooks": {event: list(files) for event, files in hooks.items()},
         "hook_limit_s": config.launcher.hooks.timeout_s,
         "on_preempt_limit_s": config.launcher.hooks.on_preempt_timeout_s,
     }
-    texts = {hook.name: hook.text for hook in hooks}
+    texts = {name: text for files in hooks.values() for name, text in files.items()}
     texts[POLICY] = (template_root() / "templates" / POLICY).read_text(encoding="utf-8")
     for name in (SITE, EXITS):
         texts[name] = _text(jinja, name, trial, common)
@@ -89,7 +89,7 @@ def render_steps(plan: Plan, trial: Trial, workdir: Path, folders: Sequence[Path
     launch = steps.launch_lines(plan, trial.dir, workdir)
     roles = [role for role, line in launch.items() if line is not None]
     values = launch | {"roles": roles, "layout": plan.layout}
-    return _text(environment(folders), STEPS, trial, values)
+    return _text(LayeredEnvironment(folders), STEPS, trial, values)
 
 
 def _text(jinja: LayeredEnvironment, name: str, trial: Trial, values: dict[str, Any]) -> str:

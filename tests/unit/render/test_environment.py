@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_rl.errors import ConfigError
-from hpc_rl.render.jinja_environment import comment, directive, environment, sh
+from hpc_rl.render.jinja_environment import LayeredEnvironment, comment, directive, sh
 
 
 @pytest.mark.parametrize("source", ["{{ x }}", "{{ x | sh }}", "{{ x | directive }}", "{{ x | comment }}"])
 def test_none_and_misspelt_names_are_refused(source):
     with pytest.raises(jinja2.UndefinedError):
-        environment().from_string(source).render(x=None)
+        LayeredEnvironment().from_string(source).render(x=None)
     with pytest.raises(jinja2.UndefinedError):
-        environment().from_string(source).render(y=1)
+        LayeredEnvironment().from_string(source).render(y=1)
 
 
 @settings(max_examples=8, deadline=None)

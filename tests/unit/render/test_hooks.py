@@ -191,10 +191,10 @@ def test_told_to_end_ends_a_hook_too(runner):
 
 def test_a_script_is_a_path_or_a_text(tmp_path):
     (tmp_path / "check.sh").write_text("true\n")
-    [by_path, by_text] = gather(
-        HooksConfig(pre_job=str(tmp_path / "check.sh"), post_job="echo a\necho b"), []
-    )
-    assert by_path.text == "#!/bin/bash\ntrue\n" and by_text.text == "#!/bin/bash\necho a\necho b\n"
+    found = gather(HooksConfig(pre_job=str(tmp_path / "check.sh"), post_job="echo a\necho b"), [])
+    assert found["pre_job"] == {"hook.pre_job.0": "#!/bin/bash\ntrue\n"}
+    assert found["post_job"] == {"hook.post_job.0": "#!/bin/bash\necho a\necho b\n"}
+    assert not any(found[event] for event in ("pre_node", "post_node", "on_preempt"))
     with pytest.raises(
         ConfigError, match=r"launcher\.hooks\.pre_job: .* can't be read: No such file .*several lines"
     ):
