@@ -1,5 +1,6 @@
 """The values of each role's launch line in steps.sh, and the plan as comments of a job script. Pure."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -15,29 +16,26 @@ ROLES = ("environment", "server", "rollout", "trainer")
 
 def launch_lines(plan: Plan, trial_dir: Path, workdir: Path) -> dict[str, dict[str, Any] | None]:
     """Return what the srun of each role states, None for a role that the plan has not. Raises ConfigError."""
-    return {role: _launch_line(plan, role, trial_dir, workdir) for role in ROLES}
-
-
-def _launch_line(plan: Plan, role: str, trial_dir: Path, workdir: Path) -> dict[str, Any] | None:
-    units = [unit for unit in plan.units if unit.role == role]
-    lines = []
-    for unit in units:
+    lines: dict[str, dict[str, Any] | None] = dict.fromkeys(ROLES)
+    num_units = Counter(unit.role for unit in plan.units)
+    for unit in plan.units:
         command = command_of(unit, plan.python, trial_dir, workdir)
-        lines.append(
-            {
-                "n_nodes": len(unit.nodes),
-                "n_tasks": unit.num_tasks,
-                "tasks_per_node": unit.tasks_per_node,
-                "cpus_per_task": unit.cpus_per_task,
-                "gpus": _gpus(plan, unit),
-                "summary": f"{_count(len(units), 'unit')}, {_size(unit)}",
-                "srun_options": [*([option] for option in unit.srun_args), *command.srun_options],
-                "program": command.program,
-            }
-        )
-    if any(line != lines[0] for line in lines):
-        raise ConfigError(f"the units of role {role} differ, but steps.sh has one launch line for each role.")
-    return lines[0] if lines else None
+        line = {
+            "n_nodes": len(unit.nodes),
+            "n_tasks": unit.num_tasks,
+            "tasks_per_node": unit.tasks_per_node,
+            "cpus_per_task": unit.cpus_per_task,
+            "gpus": _gpus(plan, unit),
+            "summary": f"{_count(num_units[unit.role], 'unit')}, {_size(unit)}",
+            "srun_options": [*([option] for option in unit.srun_args), *command.srun_options],
+            "program": command.program,
+        }
+        if lines[unit.role] not in (None, line):
+            raise ConfigError(
+                f"the units of role {unit.role} differ, but steps.sh has one launch line for each role."
+            )
+        lines[unit.role] = line
+    return lines
 
 
 def _gpus(plan: Plan, unit: Unit) -> str:
