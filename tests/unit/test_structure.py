@@ -42,6 +42,7 @@ SMALL = {
     "net.py": "imported by every server",
     "proc.py": "imported by supervisor, schedulers and status",
     "render/code_zip.py": "imported by submit and doctor",
+    "render/hooks.py": "imported by render and templates",
     "rollout/batch_fill.py": "a theory of its own",
     "rollout/workflows.py": "a table",
     "rollout/staleness.py": "a theory of its own",
