@@ -94,12 +94,7 @@ class MetricsReader:
         """Return the newest step that each attempt logged, as of the last poll, cut off later or not."""
         reached: dict[str, int] = {}
         for path, file in self._files.items():
-            steps = [
-                row["step"]
-                for row in file.rows
-                if isinstance(row.get("step"), int) and not is_evaluation(row)
-            ]
-            if steps:
+            if steps := _training_steps(file.rows):
                 reached[path.parent.name] = max(reached.get(path.parent.name, 0), *steps)
         return reached
 
@@ -108,11 +103,11 @@ def _without_record(rows: list[Row]) -> tuple[tuple[int, float], int, list[Row]]
     """Return the place of a file without a lineage record: by the lineage and the first step of its rows."""
     number = next((row["lineage"] for row in rows if isinstance(row.get("lineage"), int)), 0)
     when = next((row["time"] for row in rows if isinstance(row.get("time"), (int, float))), 0.0)
-    first = min(
-        (row["step"] for row in rows if isinstance(row.get("step"), int) and not is_evaluation(row)),
-        default=1,
-    )
-    return (number, float(when)), first - 1, rows
+    return (number, float(when)), min(_training_steps(rows), default=1) - 1, rows
+
+
+def _training_steps(rows: list[Row]) -> list[int]:
+    return [row["step"] for row in rows if isinstance(row.get("step"), int) and not is_evaluation(row)]
 
 
 def read(trial: Trial) -> History:

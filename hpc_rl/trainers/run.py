@@ -82,9 +82,7 @@ class Run(TrainerContext):
     sinks: Sinks  # where metrics go; rank 0 only
     stats: Tracker = field(default_factory=Tracker)  # metrics of the current step
     total_steps: int | None = None  # once the loop knows it
-    metrics: dict[str, float] = field(
-        default_factory=dict
-    )  # of the last evaluation, with its step; on rank 0
+    evaluation: tuple[int, dict[str, float]] = (-1, {})  # step and numbers of the last one; on rank 0
     loaded: str = ""  # version of the generation that was loaded; '' after a fresh start
     owes_evaluation: bool = False  # an evaluation was due, and was postponed by a stop
     activity: Activity | None = None  # what this process does, for the supervisor; rank 0 only
@@ -155,7 +153,7 @@ class Run(TrainerContext):
             numbers = recipe.evaluate(step)
         if numbers:
             known = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
-            self.metrics = {**known, "step": step}
+            self.evaluation = (step, known)
         kept = self.exports.keep_best(numbers, step)
         self.owes_evaluation = self.ranks.any(numbers is None or not kept)
 
@@ -206,6 +204,7 @@ class Run(TrainerContext):
 
     def manifest(self, recipe: Any, step: int) -> Manifest:
         epoch, cursor = recipe.position(step)
+        evaluated, numbers = self.evaluation
         timers = {name: timer.state() for name, timer in self.timers.items()}
         return Manifest(
             step=step,
@@ -223,11 +222,7 @@ class Run(TrainerContext):
             ledger=recipe.frontier(step),
             counters=self.engine.counters(),
             stats=self.sinks.state(),
-            metrics={
-                name: value
-                for name, value in self.metrics.items()
-                if self.metrics["step"] == step and name != "step"
-            },
+            metrics=numbers if evaluated == step else {},
             versions=versions(self.trial),
         )
 
