@@ -169,14 +169,11 @@ def _run(argv: list[str]) -> int:
 def _report_internal(error: Exception) -> None:
     where = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{os.path.basename(where.filename)}:{where.lineno}"
-    more = "        Set HPC_RL_TRACEBACK=1 and run it again for the whole traceback; please report it."
+    more = "\n        Set HPC_RL_TRACEBACK=1 and run it again for the whole traceback; please report it."
     if os.environ.get("HPC_RL_TRACEBACK"):
         traceback.print_exception(error)
         more = ""
-    print(
-        f"hpc-rl: internal error at {place}: {type(error).__name__}: {error}\n{more}".rstrip(),
-        file=sys.stderr,
-    )
+    print(f"hpc-rl: internal error at {place}: {type(error).__name__}: {error}{more}", file=sys.stderr)
 
 
 if __name__ == "__main__":

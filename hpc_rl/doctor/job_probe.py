@@ -98,9 +98,6 @@ def read_reports(folder: Path) -> list[NodeReport]:
     return sorted(found, key=lambda report: report.seen.rank)
 
 
-# --- checks across all nodes
-
-
 def check_nodes_reported(result: VisitResult) -> Verdict:
     there = {report.seen.rank for report in result.reports}
     found = f"{len(there)} of {result.num_nodes}"

@@ -34,9 +34,6 @@ print(json.dumps({f"{one.name}".lower(): one.version for one in found}))
 """
 
 
-# --- software
-
-
 def check_python(needs: Requirements) -> Verdict:
     fix = f"use Python {_dots(MIN_PYTHON)} or newer; launcher.python is that of jobs."
     return judge(_dots(sys.version_info[:3]), fix, fail=sys.version_info < MIN_PYTHON)
@@ -101,9 +98,6 @@ def versions(python: str) -> dict[str, str] | str:
     if not isinstance(found, dict):
         return f"{python} gave no answer: {' '.join(done.stderr.split())[-200:]}"
     return found
-
-
-# --- resources
 
 
 def check_cpus(needs: Requirements) -> Verdict:
@@ -181,9 +175,7 @@ def check_temporary(needs: Requirements) -> Verdict:
     return judge(f"{folder} has {_gb(free)} free", "set TMPDIR to a local disk with space.", warn=free < GB)
 
 
-# --- limits; the roles raise the soft limits of files and locked memory, so the hard ones count
-
-
+# The roles raise the soft limits of files and locked memory, so the hard ones count.
 def check_open_files(needs: Requirements) -> Verdict:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"at most {_limit(hard)} (now {_limit(soft)}; roles raise it)"
@@ -203,9 +195,6 @@ def check_locked_memory(needs: Requirements) -> Verdict:
     fix = "InfiniBand needs more: LimitMEMLOCK=infinity of slurmd, PropagateResourceLimitsExcept=MEMLOCK."
     low = needs.gpus and needs.num_nodes > 1 and hard != resource.RLIM_INFINITY
     return judge(f"at most {_limit(hard)}", fix, warn=bool(low))
-
-
-# --- network
 
 
 def check_ports(needs: Requirements) -> Verdict:
@@ -249,9 +238,6 @@ def check_proxy(needs: Requirements) -> Verdict:
         fix = "set no_proxy to the cluster's nodes (or `*`), or unset them: libraries would use the proxy."
         return warn(f"set: {', '.join(sorted(given))}", fix)
     return ok("none")
-
-
-# --- processes
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,8 @@ class Alias:
         return f"refused: only {accepted}: {self.why}" if accepted else f"refused: {self.why}"
 
 
-def _all_if_null(value: Any) -> Any:
-    return 100_000_000 if value is None or value == -1 else value
-
-
-def _neutral_if_null(neutral: float) -> Callable[[Any], Any]:
-    return lambda value: neutral if value is None else value
+def _neutral_if(neutral: float, *idle: float | None) -> Callable[[Any], Any]:
+    return lambda value: neutral if value in idle else value
 
 
 def _report_to(value: Any) -> Any:
@@ -90,10 +86,10 @@ ALIASES: dict[str, Alias] = {
         idle=(None,),
         why="a trial has one reward function: weigh inside it, with rollout.reward_fn package.module:name",
     ),
-    "top_k": Alias("gconfig.top_k", _all_if_null),
+    "top_k": Alias("gconfig.top_k", _neutral_if(100_000_000, None, -1)),
     "top_p": Alias("gconfig.top_p"),
-    "min_p": Alias("gconfig.min_p", _neutral_if_null(0.0)),
-    "repetition_penalty": Alias("gconfig.repetition_penalty", _neutral_if_null(1.0)),
+    "min_p": Alias("gconfig.min_p", _neutral_if(0.0, None)),
+    "repetition_penalty": Alias("gconfig.repetition_penalty", _neutral_if(1.0, None)),
     "generation_aggregation_steps": Alias(idle=(ANY,), why="servers batch whatever is in flight"),
     "shuffle_generation_inputs": Alias(idle=(ANY,), why="each prompt goes to whichever server is free"),
     **dict.fromkeys(("use_vllm", "use_vllm_server"), Alias(idle=(False,), why=_NOT_BUILT_VLLM)),
@@ -110,7 +106,7 @@ ALIASES: dict[str, Alias] = {
         idle=(True,),
         why="weights are always published whole; servers generate, not the trainer; omit it",
     ),
-    "backprop_accumulation_steps": Alias("{model}.mb_spec.n_mbs", _neutral_if_null(1)),
+    "backprop_accumulation_steps": Alias("{model}.mb_spec.n_mbs", _neutral_if(1, None)),
     "backprop_accumulation_micro_batch_size": Alias(
         idle=(None,), why="micro-batches are cut by tokens; use {model}.mb_spec.max_tokens_per_mb"
     ),
