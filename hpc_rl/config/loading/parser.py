@@ -142,10 +142,8 @@ def parse(cls: type, settings: Settings, refusals: list[str]) -> Any:
             try:
                 value = typed(known[name], item)
             except ValueError as error:
-                line = (
-                    f"{name} ({item.origin}): {item} can't be used; allowed: {allowed(known[name])}. {error}"
-                )
-                refusals.append(line.strip())
+                line = f"{name} ({item.origin}): {item} can't be used; allowed: {allowed(known[name])}."
+                refusals.append(f"{line} {error}".strip())
         put(tree, name.split("."), value)
     if refusals:
         raise ConfigError("\n".join(refusals))
@@ -179,7 +177,8 @@ def typed(hint: Any, item: SourceValue) -> Any:
     if isinstance(value, int | float) and not math.isfinite(value):
         raise ValueError("It must be finite.")
     is_bare_number = not isinstance(item.value, str) and not item.is_argument
-    for limit in extras_of(hint) if value is not None else ():
+    of_its_type = (kind for kind in alternatives(hint) if base_of(kind) is type(value))
+    for limit in (limit for kind in of_its_type for limit in extras_of(kind)):
         reason = limit.refusal(value, is_bare_number)
         if reason is not None:
             raise ValueError(reason)
