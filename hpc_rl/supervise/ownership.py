@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
 
 from hpc_rl.errors import TrialBusy
 from hpc_rl.name_resolve import keys
@@ -26,9 +25,7 @@ FENCE_S = 3 * RENEW_EVERY_S  # for an owner on another host to notice that it is
 WAIT_S, TERM_S, KILL_S = 10.0, 10.0, 5.0
 
 
-def take_ownership(
-    names: NameResolve, attempt: Attempt, clock: Callable[[], float] = time.monotonic
-) -> Lease:
+def take_ownership(names: NameResolve, attempt: Attempt) -> Lease:
     """Become the one supervisor of the trial, once an earlier one on another host must have noticed.
 
     An earlier start of the same job is fenced: the scheduler has started the job again, so it must stop.
@@ -36,7 +33,7 @@ def take_ownership(
     """
     before = names.leases(keys.OWNER).get(keys.OWNER)
     if before is not None and submission_of(str(before.value.get("attempt"))) != attempt.job_id:
-        _refuse_while_alive(names, before, attempt, clock)
+        _refuse_while_alive(names, before, attempt)
     me = {
         "attempt": attempt.id,
         "host": socket.gethostname(),
@@ -53,16 +50,14 @@ def take_ownership(
     return lease
 
 
-def _refuse_while_alive(
-    names: NameResolve, before: LeaseView, attempt: Attempt, clock: Callable[[], float]
-) -> None:
+def _refuse_while_alive(names: NameResolve, before: LeaseView, attempt: Attempt) -> None:
     """Raise TrialBusy where the owner lives: by its process on this host, or by the counter of its lease."""
     owner = before.value
     pid, ticks = owner.get("pid"), owner.get("start_ticks")
     if owner.get("host") == socket.gethostname() and isinstance(pid, int):
         alive = is_alive(pid, ticks)
     else:
-        alive = _moves(names, before, clock)
+        alive = _moves(names, before)
     if alive:
         raise TrialBusy(
             f"the trial is run by attempt {owner.get('attempt')} on {owner.get('host')} (process {pid}), "
@@ -71,15 +66,15 @@ def _refuse_while_alive(
         )
 
 
-def _moves(names: NameResolve, before: LeaseView, clock: Callable[[], float]) -> bool:
+def _moves(names: NameResolve, before: LeaseView) -> bool:
     """Return whether the counter of a lease moves within its time to live, or its epoch does."""
-    end = clock() + LEASE_TTL_S + RENEW_EVERY_S
+    end = time.monotonic() + LEASE_TTL_S + RENEW_EVERY_S
     host = before.value.get("host")
     logger.warning(
         "the previous supervisor on %s has not released its lease: watching whether it lives", host
     )
     last_age_s = before.age_s
-    while clock() < end:
+    while time.monotonic() < end:
         time.sleep(RENEW_EVERY_S / 4)
         now = names.leases(keys.OWNER).get(keys.OWNER)
         if now is None:

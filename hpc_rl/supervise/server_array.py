@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hpc_rl.errors import ExitCode
 from hpc_rl.plan.schema import Plan
 from hpc_rl.records import EndedRecord, JobEvent, JobRecord, newest_job, read_job_state
-from hpc_rl.schedulers.base import JobSpec, JobState, Scheduler, State
+from hpc_rl.schedulers.base import JobSpec, Scheduler
 from hpc_rl.supervise.successor import comment_option
 from hpc_rl.trial import Trial, create_exclusive
 
@@ -133,14 +133,12 @@ TASK_TEXTS = {
 }
 
 
-def array_line(array: ServerArray, state: JobState | None = None) -> str:
-    """Return one line of status; `state` is the scheduler's."""
+def array_line(array: ServerArray) -> str:
+    """Return one line of status."""
     counts = {kind: sum(task.state is kind for task in array.tasks) for kind in TASK_TEXTS}
     text = ", ".join(f"{count} {TASK_TEXTS[kind]}" for kind, count in counts.items() if count)
     restarts = sum(max(0, task.starts - 1) for task in array.tasks)
     if restarts:
         text += f", restarted {restarts} time{'s' if restarts != 1 else ''}"
-    if state and state.state is not State.UNKNOWN:
-        text += f"; the scheduler reports {state.native or state.state.value}"
     nodes = f"{len(array.tasks)} server node{'s' if len(array.tasks) != 1 else ''}"
     return f"job {array.job_id}, {nodes}: {text}"
