@@ -37,6 +37,7 @@ from hpc_rl.datasets.encode import Prompts
 from hpc_rl.environments.atropos_api import AtroposApi, TrialFacts
 from hpc_rl.environments.atropos_routes import atropos_routes
 from hpc_rl.environments.gateway_log import GatewayLog
+from hpc_rl.environments.intake import SequenceLimits
 from hpc_rl.rollout.outside import OutsideGroups
 from hpc_rl.rollout.routes import application, routes
 from hpc_rl.rollout.sequencer import Rules, Sequencer
@@ -101,7 +102,7 @@ async def serve_ours(folder: Path, port: int, shape: Shape) -> None:
         found = log.match(ids, mask)
         return found.logprobs, found.has_logprob, found.lineages, found.steps
 
-    facts = TrialFacts(4096, "", None, "", 100, 10**6)
+    facts = TrialFacts(SequenceLimits(150_000, 4096), "", None, "", 100, 10**6)
     api = AtroposApi(OutsideGroups(service), lookup, facts, max_queued_batches=10**6)  # type: ignore[arg-type]
     runner = web.AppRunner(application([*atropos_routes(api), *routes(service)], TOKENS), access_log=None)
     await runner.setup()

@@ -16,7 +16,14 @@ from typing import Any
 
 import xxhash
 
-from hpc_rl.environments.intake import GroupRejected, Lookup, check_shape, to_group
+from hpc_rl.environments.intake import (
+    GroupRejected,
+    Lookup,
+    MalformedRequest,
+    SequenceLimits,
+    check_shape,
+    to_group,
+)
 from hpc_rl.environments.registry import RegisteredEnvironment, Registry
 from hpc_rl.rollout.batch_fill import fill
 from hpc_rl.rollout.outside import OutsideGroups
@@ -27,6 +34,7 @@ HOLD_POLL_S = 0.1
 HOLD_S = 20.0  # an acknowledgement waits so long for room in the queue
 HARD_BOUND = 16  # times max_queued_batches: beyond it nothing is taken
 UNREGISTERED = -1
+LARGE_TOKENS = 50_000  # of a group, from which on it is looked at in a thread
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class TrialFacts:
     """What environments learn of the trial when they register.
 
     Args:
-        max_token_len: Largest number of tokens of a sequence.
+        limits: What a sequence may have.
         wandb_group: Group of runs at Weights & Biases.
         wandb_project: Project there; None means that environments wait for it.
         checkpoint_dir: Directory for files of environments.
@@ -42,7 +50,7 @@ class TrialFacts:
         num_steps: Training steps of the trial.
     """
 
-    max_token_len: int
+    limits: SequenceLimits
     wandb_group: str
     wandb_project: str | None
     checkpoint_dir: str
@@ -68,7 +76,7 @@ class AtroposApi:
         self, outside: OutsideGroups, lookup: Lookup, trial: TrialFacts, max_queued_batches: int = 3
     ) -> None:
         self.outside = outside
-        self.registry = Registry(outside.batch_size)
+        self.registry = Registry(outside.batch_size, trial.num_steps)
         self.counts: Counter[tuple[int, str]] = Counter()  # by env_id and what became of the group
         self.reasons: dict[int, str] = {}  # of the newest rejection, by env_id
         self.latest: dict[str, Any] = {}
@@ -100,7 +108,7 @@ class AtroposApi:
         return {"status": "error", "message": "the trainer has not started", "batch": []}
 
     def trainer_info(self) -> dict[str, Any]:
-        return {"batch_size": self.outside.batch_size, "max_token_len": self._trial.max_token_len}
+        return {"batch_size": self.outside.batch_size, "max_token_len": self._trial.limits.max_tokens}
 
     def wandb_info(self) -> dict[str, Any]:
         project = self._trial.wandb_project
@@ -136,12 +144,14 @@ class AtroposApi:
         """Return what an environment's poll asks for."""
         now_s = time.monotonic()
         self.registry.heard_of(env_id, now_s)
-        view = self.registry.view(env_id, self.outside.waiting(), now_s)
+        steps = (self.outside.step, self.outside.newest_batch)
+        view = self.registry.view(env_id, self.outside.waiting(), now_s, steps)
         return {"current_step": self.outside.step, **asdict(view)}
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return what `hpc-rl status` shows of each environment that is connected, or has sent something."""
+        """Return what `hpc-rl status` shows of environments: those connected, and the latest of each name."""
         now_s, waiting = time.monotonic(), self.outside.waiting()
+        newest = {one.desired_name: one.env_id for one in self.registry.environments.values()}
         return [
             {
                 "name": one.name,
@@ -149,11 +159,12 @@ class AtroposApi:
                 "queued": waiting.get(one.env_id, 0) // one.group_size,
                 "accepted": self.counts[one.env_id, "accepted"],
                 "rejected": self.counts[one.env_id, "rejected"],
+                "too_old": self.outside.too_old[one.env_id],
                 "last_reason": self.reasons.get(one.env_id, ""),
                 "silent_s": round(now_s - one.seen_s) if one.connected else None,
             }
             for one in self.registry.environments.values()
-            if one.connected or self.counts[one.env_id, "accepted"]
+            if one.connected or newest[one.desired_name] == one.env_id
         ]
 
     async def take(
@@ -170,8 +181,8 @@ class AtroposApi:
         Raises:
             MalformedRequest, QueueFull, Refused: Nothing was taken.
         """
-        checked = [check_shape(body) for body in bodies]
-        for env_id in {body.get("env_id", UNREGISTERED) for body in checked}:
+        checked = [_checked(body, is_only_one=len(bodies) == 1) for body in bodies]
+        for env_id in {body.get("env_id", UNREGISTERED) for body in checked if isinstance(body, dict)}:
             await self._wait_for_room(env_id)
         of_content = not key
         key = key or xxhash.xxh3_128_hexdigest(content)
@@ -184,23 +195,27 @@ class AtroposApi:
             self.outside.unsure_of(keys)
         return answers
 
-    async def _take_one(self, body: dict[str, Any], key: str, of_content: bool) -> dict[str, Any]:
+    async def _take_one(
+        self, body: dict[str, Any] | MalformedRequest, key: str, of_content: bool
+    ) -> dict[str, Any]:
+        if isinstance(body, MalformedRequest):
+            return self._rejected(UNREGISTERED, body)
         env_id = body.get("env_id", UNREGISTERED)
+        known = self.registry.environments.get(env_id)
+        size = len(body["tokens"])
         try:
-            group = to_group(body, self._lookup, self.outside.moment)
-            known = self.registry.environments.get(env_id)
             if known is None and env_id != UNREGISTERED:
                 raise GroupRejected(f"env_id {env_id} is not registered here")
-            size = len(group.trajectories)
             if known is not None and size > known.group_size:
                 raise GroupRejected(f"it has {size} sequences; its environment registered {known.group_size}")
             if size > self.outside.batch_size:
                 raise GroupRejected(f"it has {size} sequences; a batch has {self.outside.batch_size}")
+            given = (body, self._lookup, self.outside.moment, self._trial.limits)
+            is_large = sum(map(len, body["tokens"])) > LARGE_TOKENS
+            # environments poll meanwhile
+            group = await asyncio.to_thread(to_group, *given) if is_large else to_group(*given)
         except GroupRejected as error:
-            self.counts[env_id, "rejected"] += 1
-            self.reasons[env_id] = str(error)
-            logger.warning("a group of environment %d is rejected: %s", env_id, error)
-            return {"status": "rejected", "reason": str(error)}
+            return self._rejected(UNREGISTERED if known is None else env_id, error)
         self.latest = body
         is_part = known is not None and size < known.group_size
         is_new = self.outside.admit(group, env_id, key, of_content=of_content, is_part=is_part)
@@ -209,6 +224,12 @@ class AtroposApi:
             return {"status": "received"}
         assert known is not None
         return {"status": "buffered", "buffer_size": await self._join_parts(env_id, known.group_size)}
+
+    def _rejected(self, env_id: int, error: Exception) -> dict[str, Any]:
+        self.counts[env_id, "rejected"] += 1
+        self.reasons[env_id] = str(error)
+        logger.warning("a group of environment %d is rejected: %s", env_id, error)
+        return {"status": "rejected", "reason": str(error)}
 
     async def _join_parts(self, env_id: int, size: int) -> int:
         """Join parts that add up to a whole group. Returns the sequences that still wait."""
@@ -229,3 +250,13 @@ class AtroposApi:
                     raise QueueFull
                 return
             await asyncio.sleep(min(HOLD_POLL_S, left_s))
+
+
+def _checked(body: Any, *, is_only_one: bool) -> dict[str, Any] | MalformedRequest:
+    """Return a group without its absent fields; one of several that is malformed does not cost the others."""
+    try:
+        return check_shape(body)
+    except MalformedRequest as error:
+        if is_only_one:
+            raise
+        return error

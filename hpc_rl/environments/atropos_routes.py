@@ -3,6 +3,7 @@
 Bodies may be compressed with gzip. A GET may have a body: environments poll `/status-env` so.
 """
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,6 +21,10 @@ from hpc_rl.rollout.service import Refused
 COMPRESS_FROM_BYTES = 1000
 RETRY_AFTER_S = 5
 UNNAMED = "environment"
+MAX_NAME_CHARS = 100
+MAX_BODY_BYTES = 64 << 20  # decompressed
+MAX_BODIES = 8  # that are read at once
+BODY_TIMEOUT_S = 60.0
 GROUP_FIELDS = (
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params",
     "inference_logprobs", "overrides", "group_overrides", "images", "env_id",
@@ -57,12 +62,13 @@ def atropos_routes(api: AtroposApi) -> list[web.RouteDef]:
         if isinstance(body, dict) and body.get("desired_name", "") is None:
             body["desired_name"] = UNNAMED  # that of environments whose wandb_name was not set
         _fields(body, max_token_length=int, desired_name=str, weight=float, group_size=int)
+        shown = "".join(one if one.isprintable() else "_" for one in body["desired_name"][:MAX_NAME_CHARS])
         share = body.get("min_batch_allocation")
         if share is not None and not _is_a(share, float):
             raise MalformedRequest("min_batch_allocation", "must be a number or null")
         asked = RegisteredEnvironment(
             env_id=UNREGISTERED,
-            desired_name=body["desired_name"],
+            desired_name=shown,
             group_size=body["group_size"],
             weight=body["weight"],
             max_token_length=body["max_token_length"],
@@ -102,21 +108,26 @@ def atropos_batch(api: AtroposApi) -> Callable[[web.Request], Awaitable[web.Resp
 
 
 def _group_routes(api: AtroposApi) -> list[web.RouteDef]:
-    async def take(request: web.Request, bodies: list[Any]) -> list[dict[str, Any]]:
+    reading = asyncio.Semaphore(MAX_BODIES)
+
+    async def take(request: web.Request, is_list: bool) -> list[dict[str, Any]]:
         def connected() -> bool:
             return request.transport is not None and not request.transport.is_closing()
 
-        key = request.headers.get("Idempotency-Key", "")
-        return await api.take(bodies, key, await request.read(), connected)
+        async with reading:
+            content = await _content(request)
+            bodies = _parsed(content)
+        if not is_list:
+            bodies = [bodies]
+        elif not isinstance(bodies, list):
+            raise MalformedRequest("body", "must be a list of groups")
+        return await api.take(bodies, request.headers.get("Idempotency-Key", ""), content, connected)
 
     async def scored_data(request: web.Request) -> dict[str, Any]:
-        return (await take(request, [await _body(request)]))[0]
+        return (await take(request, is_list=False))[0]
 
     async def scored_data_list(request: web.Request) -> dict[str, Any]:
-        bodies = await _body(request)
-        if not isinstance(bodies, list):
-            raise MalformedRequest("body", "must be a list of groups")
-        answers = await take(request, bodies)
+        answers = await take(request, is_list=True)
         result: dict[str, Any] = {"status": "received", "groups_processed": len(answers)}
         buffered = [answer["buffer_size"] for answer in answers if answer["status"] == "buffered"]
         if buffered:
@@ -166,13 +177,27 @@ def _answered(handler: Handler) -> Callable[[web.Request], Awaitable[web.Respons
 
 
 async def _body(request: web.Request) -> Any:
-    """Return the JSON of a request. Raises MalformedRequest."""
+    """Return the JSON of a request. Raises as _content and _parsed do."""
+    return _parsed(await _content(request))
+
+
+async def _content(request: web.Request) -> bytes:
+    """Return the body, decompressed. Raises Unreadable, HTTPRequestEntityTooLarge."""
     try:
-        return json_value(await request.read(), orjson.loads)
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.clone(client_max_size=MAX_BODY_BYTES).read()
+    except TimeoutError:
+        raise Unreadable(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
     except (web.RequestPayloadError, HttpProcessingError) as error:
         raise Unreadable(f"the body can't be read: {error}") from None
+
+
+def _parsed(content: bytes) -> Any:
+    """Return the JSON of a body. Raises MalformedRequest."""
+    try:
+        return json_value(content, orjson.loads)
     except ValueError as error:
-        raise MalformedRequest("body", str(error)) from None
+        raise MalformedRequest("body", str(error).removeprefix("the body ")) from None
 
 
 def _fields(body: Any, **kinds: type) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +64,24 @@ class _Place:
     segment: int
     offset: int
     size: int
+
+
+class _Earlier:
+    """Where in a sequence completions of the log begin; found once, when it is first asked for."""
+
+    def __init__(self, ids: np.ndarray, by_prompt: Mapping[int, Sequence[_Place]]) -> None:
+        self._ids, self._by_prompt = ids, by_prompt
+        self._found: list[tuple[int, Sequence[_Place]]] | None = None
+
+    def before(self, at: int) -> Iterator[tuple[int, Sequence[_Place]]]:
+        """Yield beginnings before `at` and the completions there, the latest first."""
+        if self._found is None:
+            self._found, prefix = [], xxhash.xxh3_64()
+            for first in range(len(self._ids)):
+                if places := self._by_prompt.get(prefix.intdigest()):
+                    self._found.append((first, places))
+                prefix.update(self._ids[first : first + 1].tobytes())
+        return (one for one in reversed(self._found) if one[0] < at)
 
 
 @dataclass(slots=True)
@@ -133,8 +151,9 @@ class GatewayLog:
         with self._lock:
             while True:
                 found = Behavior.unknown(len(sequence))
+                earlier = _Earlier(sequence, self._by_prompt)
                 for start, end in _runs(chosen):
-                    self._match_run(sequence, start, end, found)
+                    self._match_run(sequence, start, end, found, earlier)
                 if found.has_logprob[chosen].all() or not self._catch_up():
                     return found
 
@@ -144,10 +163,11 @@ class GatewayLog:
                 os.close(segment.fd)
             self._segments.clear()
 
-    def _match_run(self, ids: np.ndarray, start: int, end: int, found: Behavior) -> None:
+    def _match_run(self, ids: np.ndarray, start: int, end: int, found: Behavior, earlier: "_Earlier") -> None:
         at = start
         while at < end:
-            first, record = self._longest(ids, at, at, end) or self._earlier(ids, at, end) or (at, None)
+            begun = self._longest(ids, at, at, end) or self._begun_before(ids, at, end, earlier)
+            first, record = begun or (at, None)
             if record is None:
                 break
             stop = min(end, first + _common(record.ids, ids[first:end]))
@@ -162,14 +182,12 @@ class GatewayLog:
         """Return the completion of ids[:first] that has most tokens in common, if it reaches beyond `at`."""
         return self._best(self._by_prompt.get(_hash(ids[:first]), ()), ids, first, at, end)
 
-    def _earlier(self, ids: np.ndarray, at: int, end: int) -> tuple[int, _Record] | None:
+    def _begun_before(
+        self, ids: np.ndarray, at: int, end: int, earlier: "_Earlier"
+    ) -> tuple[int, _Record] | None:
         """Return a completion that began before `at`: part of it is masked."""
-        prefix, hashes = xxhash.xxh3_64(), []
-        for first in range(at):
-            hashes.append(prefix.intdigest())
-            prefix.update(ids[first : first + 1].tobytes())
-        for first in range(at - 1, -1, -1):
-            best = self._best(self._by_prompt.get(hashes[first], ()), ids, first, at, end)
+        for first, places in earlier.before(at):
+            best = self._best(places, ids, first, at, end)
             if best is not None:
                 return best
         return None

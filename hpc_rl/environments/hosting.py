@@ -16,11 +16,12 @@ from hpc_rl.environments.gateway import Gateway, GatewaySettings
 from hpc_rl.environments.gateway_log import GatewayLog
 from hpc_rl.environments.gateway_requests import Bounds
 from hpc_rl.environments.gateway_routes import gateway_routes
+from hpc_rl.environments.intake import SequenceLimits
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.rollout.outside import OutsideGroups
 from hpc_rl.rollout.routes import routes
 from hpc_rl.rollout.service import RolloutService
-from hpc_rl.trial import Trial
+from hpc_rl.trial import Trial, read_json
 
 CHECKPOINT_EVERY = 100  # steps between two files of an environment, where the trial saves by time
 
@@ -78,7 +79,8 @@ async def hosted(
                 ),
                 Path(config.actor.path).name,
             )
-            facts = trial_facts(config, trial, len(service.prompts), longest)
+            limits = SequenceLimits(_vocab_size(config, tokenizer), longest)
+            facts = trial_facts(config, trial, len(service.prompts), limits)
             api = AtroposApi(OutsideGroups(service), lookup, facts, section.max_queued_batches)
             own = routes(service, num_servers, atropos_batch(api))
             yield [*own, *atropos_routes(api), *gateway_routes(gateway)]
@@ -86,11 +88,18 @@ async def hosted(
         log.close()
 
 
-def trial_facts(config: GRPOConfig, trial: Trial, num_prompts: int, longest: int) -> TrialFacts:
+def _vocab_size(config: GRPOConfig, tokenizer: Tokenizer) -> int:
+    """Return the number of token ids that the model has; it may have more than its tokenizer."""
+    found = read_json(Path(config.actor.path) / "config.json")
+    size = found.get("vocab_size") if isinstance(found, dict) else None
+    return size if isinstance(size, int) else tokenizer.size
+
+
+def trial_facts(config: GRPOConfig, trial: Trial, num_prompts: int, limits: SequenceLimits) -> TrialFacts:
     """Return what environments learn of a trial."""
     wandb = config.stats_logger.wandb
     return TrialFacts(
-        max_token_len=longest,
+        limits=limits,
         wandb_group=wandb.group or f"{config.experiment_name}_{config.trial_name}",
         wandb_project=wandb.project or config.experiment_name,
         checkpoint_dir=str(trial.dir / "environments"),

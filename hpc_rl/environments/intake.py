@@ -5,8 +5,8 @@ they rarely send, are those that the gateway logged. What neither has stays abse
 log-probabilities itself, and the tokens count as made by the weights of the moment.
 """
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,19 @@ import numpy as np
 from hpc_rl.environments.groups import NO_LOSS
 from hpc_rl.types import Trajectory, TrajectoryGroup
 
-MAX_TOKEN_ID = 2**31 - 1
+LARGEST_NUMBER = 1e6  # of scores, advantages and log-probabilities: their squares fit into float32
 
 # ids [L], mask [L] -> (logprobs, has_logprob, lineages, steps), each [L] and new; where mask is false or
 # nothing is known, logprobs are 0, lineages and steps -1
 Lookup = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class SequenceLimits:
+    """What the model can take: token ids below `vocab_size`, `max_tokens` of them in a sequence."""
+
+    vocab_size: int
+    max_tokens: int
 
 
 class MalformedRequest(ValueError):
@@ -64,16 +72,20 @@ def check_shape(body: Any) -> dict[str, Any]:
     }
 
 
-def to_group(body: dict[str, Any], lookup: Lookup, moment: tuple[int, int]) -> TrajectoryGroup:
+def to_group(
+    body: dict[str, Any], lookup: Lookup, moment: tuple[int, int], limits: SequenceLimits
+) -> TrajectoryGroup:
     """Return the group of a checked body.
 
     Args:
         body: What check_shape returned.
         lookup: What the gateway knows of the tokens of a sequence.
         moment: Lineage and step of the trainer; unknown tokens count as made by its weights.
+        limits: Of the model.
 
     Raises:
-        GroupRejected: Lengths differ, numbers are not finite, there is no token to learn from.
+        GroupRejected: Lengths differ, the model can't take a sequence, numbers are not finite or too large,
+            there is no token to learn from.
     """
     num = len(body["tokens"])
     if not num:
@@ -81,20 +93,29 @@ def to_group(body: dict[str, Any], lookup: Lookup, moment: tuple[int, int]) -> T
     for name in ("masks", "scores", "advantages", "ref_logprobs", "inference_logprobs", "overrides"):
         if name in body and len(body[name]) != num:
             raise GroupRejected(f"{name} has {len(body[name])} entries, tokens has {num}")
-    return TrajectoryGroup(-1, [_trajectory(body, i, lookup, moment) for i in range(num)])
+    return TrajectoryGroup(-1, [_trajectory(body, i, lookup, moment, limits) for i in range(num)])
 
 
-def _trajectory(body: dict[str, Any], i: int, lookup: Lookup, moment: tuple[int, int]) -> Trajectory:
+def _trajectory(
+    body: dict[str, Any], i: int, lookup: Lookup, moment: tuple[int, int], limits: SequenceLimits
+) -> Trajectory:
     ids = _array(body["tokens"][i], f"tokens[{i}]", np.int32)
     if not len(ids):
         raise GroupRejected(f"tokens[{i}] is empty")
-    if ids.min() < 0:
-        raise GroupRejected(f"tokens[{i}] has a negative token id")
+    if len(ids) > limits.max_tokens:
+        raise GroupRejected(f"tokens[{i}] has {len(ids)} tokens; at most {limits.max_tokens} are allowed")
+    if ids.min() < 0 or ids.max() >= limits.vocab_size:
+        wrong = int(ids.min() if ids.min() < 0 else ids.max())
+        raise GroupRejected(
+            f"tokens[{i}] has token id {wrong}; the model has 0 to {limits.vocab_size - 1}: "
+            "does the environment use the model's tokenizer?"
+        )
     mask = _array(body["masks"][i], f"masks[{i}]", np.int64, len(ids)) != NO_LOSS
     if not mask.any():
         raise GroupRejected(f"masks[{i}] marks no token, so there is nothing to learn from")
-    if not math.isfinite(body["scores"][i]):
-        raise GroupRejected(f"scores[{i}] is {body['scores'][i]}; allowed: a finite number")
+    if not abs(body["scores"][i]) <= LARGEST_NUMBER:
+        shown = repr(body["scores"][i]) if isinstance(body["scores"][i], float) else "a huge integer"
+        raise GroupRejected(f"scores[{i}] is {shown}; allowed: -{LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}")
     logprobs, has_logprob, lineages, steps = lookup(ids, mask)
     # what the servers said stands before what the environment says of it
     if "inference_logprobs" in body and not has_logprob[mask].all():
@@ -128,11 +149,12 @@ def _array(values: Sequence[Any], place: str, dtype: Any, length: int | None = N
     if length is not None and len(values) != length:
         raise GroupRejected(f"{place} has {len(values)} entries for {length} tokens")
     try:
-        made = np.asarray(values, dtype)
+        with np.errstate(over="ignore"):  # what overflows becomes infinite, and is found below
+            made = np.asarray(values, dtype)
     except (OverflowError, ValueError):
         raise GroupRejected(f"{place} has a number that is out of range") from None
-    if dtype == np.float32 and not np.isfinite(made).all():
-        raise GroupRejected(f"{place} has a number that is not finite")
+    if dtype == np.float32 and not (np.abs(made) <= LARGEST_NUMBER).all():
+        raise GroupRejected(f"{place} has a number that is not finite, or above {LARGEST_NUMBER:g}")
     return made
 
 

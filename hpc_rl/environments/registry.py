@@ -60,11 +60,13 @@ class Registry:
 
     Args:
         batch_size: Sequences of a batch.
+        num_steps: Steps of the trainer.
         silent_s: Time without a poll after which an environment has no claim to a share of each batch.
         environments: By env_id; those of earlier starts included.
     """
 
     batch_size: int
+    num_steps: int
     silent_s: float = 60.0
     environments: dict[int, RegisteredEnvironment] = field(default_factory=dict)
 
@@ -80,7 +82,8 @@ class Registry:
         """
         connected = {one.group_size for one in self.environments.values() if one.connected}
         sizes = sorted({environment.group_size, own_group_size, *connected} - {0})
-        if environment.group_size > self.batch_size or not adds_up(sizes, self.batch_size):
+        rest = self.batch_size - environment.group_size
+        if rest < 0 or not adds_up(sizes, rest):
             raise ValueError(
                 f"group_size is {environment.group_size}, but a batch has {self.batch_size} sequences, which "
                 f"groups of {' and '.join(map(str, sizes))} never add up to; a group is never split: choose "
@@ -127,15 +130,20 @@ class Registry:
         }
         return {env_id: size - size % self.environments[env_id].group_size for env_id, size in sizes.items()}
 
-    def view(self, env_id: int, waiting: Mapping[int, int], now_s: float) -> QueueView:
+    def view(
+        self, env_id: int, waiting: Mapping[int, int], now_s: float, steps: tuple[int, int]
+    ) -> QueueView:
         """Return what an environment is to know. An unknown one sees a queue that is full.
 
-        What is set aside for others does not count against it.
+        What is set aside for others does not count against it. An environment of atroposlib ends once the
+        steps that are done and the batches in the queue are more than the trainer's steps. Groups may still
+        be rejected as too old: so the queue is that long only once the last batch has been cut.
 
         Args:
             env_id: Of the environment.
             waiting: Sequences in the queue, by environment.
             now_s: The time.
+            steps: That the trainer has done, and the newest batch that has been cut.
         """
         own = self.environments.get(env_id)
         if own is None:
@@ -147,8 +155,11 @@ class Registry:
         )
         loads = sum(one.load for one in alive)
         free = 1.0 - sum(allocations.values()) / self.batch_size
+        step, newest = steps
+        enough = -(-(self.num_steps - step + 1) * self.batch_size // own.group_size)
+        queue_size = (waiting.get(env_id, 0) + others) // own.group_size
         return QueueView(
-            queue_size=(waiting.get(env_id, 0) + others) // own.group_size,
+            queue_size=max(queue_size, enough) if newest >= self.num_steps else min(queue_size, enough - 1),
             self_queue_size=waiting.get(env_id, 0) // own.group_size,
             unallocated_fraction=max(0.0, free),
             env_weight=max(SMALLEST_WEIGHT, own.load / loads if loads > 0 else 0.0),

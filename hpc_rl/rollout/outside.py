@@ -73,6 +73,15 @@ class OutsideGroups:
         return self._service.sequencer.version or 0
 
     @property
+    def too_old(self) -> Counter[int]:
+        """Groups that waited too long, by environment."""
+        return self._service.too_old
+
+    @property
+    def newest_batch(self) -> int:
+        return self._log.top
+
+    @property
     def moment(self) -> tuple[int, int]:
         """Lineage and step of the trainer."""
         return self._log.lineage, self.step

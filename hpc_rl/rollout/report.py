@@ -56,6 +56,7 @@ def progress(service: RolloutService) -> dict[str, Any]:
         "last_error": service.last_error,
         "oldest_running_s": service.clock.oldest_running_s,
         "quiet_s": service.clock.quiet_s,
+        "takes_groups": service.sequencer.rules.batch_sequences is not None,
         "environments": service.environments(),
     }
 

@@ -78,7 +78,8 @@ def routes(
 
 
 def access_of(request: web.Request) -> Access:
-    authorization, prefix = request.headers.get("Authorization", ""), request.match_info.get("token", "")
+    authorization = request.headers.get("Authorization", "")
+    prefix = request.path.split("/")[2] if request.path.startswith("/t/") else ""
     return request.app[TOKENS].access(authorization, prefix)
 
 

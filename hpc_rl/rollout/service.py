@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from http import HTTPStatus
 from pathlib import Path
@@ -87,6 +88,7 @@ class RolloutService:
         self._begun: int | None = None  # the lineage that the trainer has shown
         self._bodies: dict[int, bytes] = {}
         self.allocations: Callable[[], dict[int, int]] = dict  # sequences of a batch, by environment
+        self.too_old: Counter[int] = Counter()  # groups that waited too long, by environment
         self.environments: Callable[[], list[dict[str, Any]]] = list  # what `hpc-rl status` shows of each
         self._changed = asyncio.Event()
         self._cutting = asyncio.Lock()
@@ -319,6 +321,8 @@ class RolloutService:
             if step in self.sequencer.log.seals:  # another request was faster
                 return self._bodies.get(step)
             for index in self.sequencer.too_old(step):
+                if outside := self.sequencer.log.outside.get(index):
+                    self.too_old[outside.env_id] += 1
                 self._reject(index, RejectReason.STALE)
             groups = self.sequencer.cut(step, self.allocations())
             if groups is None:

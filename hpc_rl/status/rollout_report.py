@@ -22,6 +22,7 @@ class EnvironmentReport(JsonRecord):
     queued: int = 0  # the trainer has not finished with them
     accepted: int = 0
     rejected: int = 0
+    too_old: int = 0  # of those accepted
     last_reason: str = ""  # of the newest rejection
     silent_s: int | None = None  # since its latest poll; None once it has disconnected
 
@@ -43,6 +44,7 @@ class RolloutReport(JsonRecord):
     quiet_s: float | None = None  # since the last group, rejection or exception; None before the first
     servers: int | None = None  # live generation servers
     evaluating: list[str] = field(default_factory=list)  # versions
+    takes_groups: bool = False  # of environments
     environments: list[EnvironmentReport] = field(default_factory=list)
 
 
@@ -58,11 +60,11 @@ def read_rollout(attempt: Attempt) -> RolloutReport | None:
 
 def summary(report: RolloutReport, live: bool) -> str:
     """Return one line of counters: of a live rollout role also what it is doing."""
-    what = "groups" if report.environments else "prompts"
+    what = "groups" if report.takes_groups else "prompts"
     accepted = f"{report.accepted} {what} accepted, {sum(report.rejected.values())} rejected"
     if not live:
         return accepted
-    running = [f"{report.running} prompts running"] if report.running or not report.environments else []
+    running = [f"{report.running} prompts running"] if report.running or not report.takes_groups else []
     parts = [*running, f"{report.ready} groups ready", accepted]
     if report.servers is not None:
         parts.append(f"{report.servers} server{'' if report.servers == 1 else 's'} alive")
@@ -77,6 +79,7 @@ def environment_lines(report: RolloutReport, live: bool) -> list[str]:
     for one in report.environments:
         line = f"{one.name}: groups of {one.group_size}, {one.accepted} accepted, {one.queued} queued, "
         line += f"{one.rejected} rejected" + (f" (the last: {one.last_reason})" if one.last_reason else "")
+        line += f", {one.too_old} too old" if one.too_old else ""
         if live:
             if one.silent_s is None:
                 line += "; disconnected"
@@ -99,6 +102,12 @@ def problems(report: RolloutReport, live: bool) -> list[str]:
         lines.append(f"last exception: {report.last_error}")
     if not live:
         return lines
+    connected = [one for one in report.environments if one.silent_s is not None]
+    if report.takes_groups and not connected and not report.running:
+        lines.append(
+            "no environment is connected: look at the logs of the roles environment-0, …, or connect one; "
+            "`hpc-rl env urls TRIAL` shows where"
+        )
     oldest_s, quiet_s = report.oldest_running_s, report.quiet_s
     if report.servers == 0 and (oldest_s or 0.0) > NO_SERVER_S:
         lines.append("no generation server is alive; generation resumes with the next one")

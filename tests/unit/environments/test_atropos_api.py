@@ -9,8 +9,10 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from hpc_rl.environments import atropos_api
+from hpc_rl.environments import atropos_routes as atropos_routes_module
 from hpc_rl.environments.atropos_api import AtroposApi, TrialFacts
 from hpc_rl.environments.atropos_routes import atropos_batch, atropos_routes
+from hpc_rl.environments.intake import SequenceLimits
 from hpc_rl.rollout import outside as outside_module
 from hpc_rl.rollout.outside import OutsideGroups
 from hpc_rl.rollout.report import progress
@@ -22,7 +24,7 @@ from tests.unit.environments.test_intake import nothing_known
 from tests.unit.rollout.test_rollout_service import Instant, Prompts
 
 TOKENS = {"control": "c" * 8, "data": "d" * 8}
-TRIAL = TrialFacts(64, "group", None, "/checkpoints", 0, 100)
+TRIAL = TrialFacts(SequenceLimits(1000, 64), "group", None, "/checkpoints", 0, 100)
 
 
 class World:
@@ -223,8 +225,8 @@ async def test_status_has_what_became_of_the_groups(world):
     await world.ask("POST", "/scored_data", group(0, 5, scores=[float("nan")] * 4))
     (shown,) = progress(world.service)["environments"]
     assert shown == {
-        "name": "conf_0", "group_size": 4, "queued": 1, "accepted": 1, "rejected": 1,
-        "last_reason": "scores[0] is nan; allowed: a finite number", "silent_s": 0,
+        "name": "conf_0", "group_size": 4, "queued": 1, "accepted": 1, "rejected": 1, "too_old": 0,
+        "last_reason": "scores[0] is nan; allowed: -1e+06 to 1e+06", "silent_s": 0,
     }  # fmt: skip
     await world.ask("POST", "/disconnect-env", {"env_id": 0})
     assert progress(world.service)["environments"][0]["silent_s"] is None
@@ -238,6 +240,37 @@ async def test_a_list_of_groups_is_taken_at_once(world):
     )
     assert answer["groups_processed"] == 3 and answer["buffered"] == 1 and answer["last_buffer_size"] == 2
     assert "9 sequences" in answer["rejected"][0]
+
+
+async def test_one_malformed_group_does_not_cost_the_others(world):
+    await world.trainer_at(1)
+    await world.register()
+    bodies = [group(0, 1), {"tokens": []}, group(0, 2, scores=[10**400] * 4), group(0, 3)]
+    answer = await world.ask("POST", "/scored_data_list", bodies)
+    assert answer["groups_processed"] == 4 and len(answer["rejected"]) == 2
+    assert "masks: field required" in answer["rejected"][0]
+    assert (await world.status_of(0))["queue_size"] == 2
+
+
+async def test_bodies_are_bounded(world, monkeypatch):
+    monkeypatch.setattr(atropos_routes_module, "MAX_BODY_BYTES", 10_000)
+    headers = {"Authorization": f"Bearer {TOKENS['data']}", "Content-Encoding": "gzip"}
+    bomb = gzip.compress(b" " * 1_000_000)
+    async with world.client.post("/scored_data", data=bomb, headers=headers) as response:
+        assert response.status == 413
+    await world.ask("POST", "/scored_data", group(None, 1))
+
+
+async def test_a_wrong_path_is_not_a_wrong_token(world):
+    for path, status in (("/t/dddddddd/nope", 404), ("/t/wrong/nope", 401), ("/nope", 401), ("/t", 401)):
+        async with world.client.get(path) as response:
+            assert response.status == status
+
+
+async def test_a_name_is_short_and_printable(world):
+    await world.trainer_at(1)
+    name = (await world.register("a\nb\x1b[31m" + "x" * 1000))["wandb_name"]
+    assert name.startswith("a_b_[31mxxx") and len(name) < 110
 
 
 async def test_a_kill_loses_nothing_and_repeats_nothing(world):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from hpc_rl.environments.intake import GroupRejected, MalformedRequest, check_shape, to_group
+from hpc_rl.environments.intake import GroupRejected, MalformedRequest, SequenceLimits, check_shape, to_group
 from hpc_rl.types import decode, encode
 
 
@@ -24,7 +24,7 @@ def all_known(ids, mask):
 
 
 def group(lookup=nothing_known, **fields):
-    return to_group(check_shape(body(**fields)), lookup, (2, 9)).trajectories
+    return to_group(check_shape(body(**fields)), lookup, (2, 9), SequenceLimits(100, 8)).trajectories
 
 
 def test_what_the_gateway_knows_is_taken():
@@ -98,7 +98,19 @@ def test_a_missing_field_is_named():
         ({"scores": [1.0, 2.0]}, "scores has 2 entries, tokens has 1"),
         ({"masks": [[-100, 2]]}, r"masks\[0\] has 2 entries for 3 tokens"),
         ({"masks": [[-100, -100, -100]]}, "nothing to learn from"),
-        ({"tokens": [[1, -2, 3]]}, "negative"),
+        ({"scores": [1e300]}, r"scores\[0\] is 1e\+300; allowed: -1e\+06 to 1e\+06"),
+        ({"scores": [10**400]}, r"scores\[0\] is a huge integer"),
+        ({"tokens": [[1, -2, 3]]}, "token id -2; the model has 0 to 99"),
+        ({"tokens": [[1, 100, 3]]}, "token id 100; .*does the environment use the model's tokenizer"),
+        ({"tokens": [[1] * 9], "masks": [[1] * 9]}, r"tokens\[0\] has 9 tokens; at most 8 are allowed"),
+        (
+            {"advantages": [[1e300, 1, 1]]},
+            r"advantages\[0\] has a number that is not finite, or above 1e\+06",
+        ),
+        (
+            {"inference_logprobs": [[1.0, -3e38, 0]]},
+            r"inference_logprobs\[0\] has a number that is not finite",
+        ),
         ({"tokens": [[1, 2**40, 3]]}, "out of range"),
         ({"tokens": [], "masks": [], "scores": []}, "no sequence"),
         (

@@ -15,7 +15,7 @@ def registered(registry, name="conf", size=4, now_s=0.0, **settings):
 
 
 def test_names_and_ids_are_unique():
-    registry = Registry(16)
+    registry = Registry(16, 100)
     made = [registered(registry), registered(registry), registered(registry, "other")]
     assert [(one.env_id, one.name) for one in made] == [(0, "conf_0"), (1, "conf_1"), (2, "other_0")]
     registry.disconnect(1)
@@ -23,52 +23,52 @@ def test_names_and_ids_are_unique():
 
 
 def test_weights_are_shares_of_the_capacity():
-    registry = Registry(16)
+    registry = Registry(16, 100)
     registered(registry, weight=1.0), registered(registry, weight=3.0)
-    assert registry.view(0, {}, 0.0).env_weight == pytest.approx(0.25)
-    assert registry.view(1, {}, 0.0).env_weight == pytest.approx(0.75)
+    assert registry.view(0, {}, 0.0, (0, 0)).env_weight == pytest.approx(0.25)
+    assert registry.view(1, {}, 0.0, (0, 0)).env_weight == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0])
 def test_a_weight_without_meaning_does_no_harm(weight):
-    registry = Registry(16)
+    registry = Registry(16, 100)
     registered(registry, weight=weight)
-    assert registry.view(0, {}, 0.0).env_weight == SMALLEST_WEIGHT
+    assert registry.view(0, {}, 0.0, (0, 0)).env_weight == SMALLEST_WEIGHT
     registry.disconnect(0)
-    assert registry.view(0, {}, 0.0).max_group_size == 1  # a divisor
+    assert registry.view(0, {}, 0.0, (0, 0)).max_group_size == 1  # a divisor
 
 
 def test_an_unknown_environment_sees_a_full_queue():
-    view = Registry(16).view(5, {}, 0.0)
+    view = Registry(16, 100).view(5, {}, 0.0, (0, 0))
     assert view.queue_size > 1000 and view.max_group_size == 1
 
 
 def test_sizes_count_groups_of_its_own_size():
-    registry = Registry(16)
+    registry = Registry(16, 100)
     registered(registry, size=4), registered(registry, size=8)
-    view = registry.view(0, {0: 12, 1: 16}, 0.0)
+    view = registry.view(0, {0: 12, 1: 16}, 0.0, (0, 0))
     assert (view.self_queue_size, view.queue_size) == (3, 7)
-    assert registry.view(1, {0: 12, 1: 16}, 0.0).queue_size == 3
+    assert registry.view(1, {0: 12, 1: 16}, 0.0, (0, 0)).queue_size == 3
 
 
 def test_an_allocation_is_in_whole_groups_and_counts_for_its_owner_only():
-    registry = Registry(32)
+    registry = Registry(32, 100)
     registered(registry, size=8, min_batch_allocation=0.6), registered(registry, size=4)
     assert registry.allocations(0.0) == {0: 16}  # 19 sequences hold two groups of 8
-    assert registry.view(1, {0: 16}, 0.0).queue_size == 0
-    assert registry.view(1, {0: 24}, 0.0).queue_size == 2
-    assert registry.view(1, {}, 0.0).unallocated_fraction == pytest.approx(0.5)
+    assert registry.view(1, {0: 16}, 0.0, (0, 0)).queue_size == 0
+    assert registry.view(1, {0: 24}, 0.0, (0, 0)).queue_size == 2
+    assert registry.view(1, {}, 0.0, (0, 0)).unallocated_fraction == pytest.approx(0.5)
 
 
 def test_allocations_above_the_whole_are_scaled_down():
-    registry = Registry(32)
+    registry = Registry(32, 100)
     registered(registry, min_batch_allocation=1.0), registered(registry, min_batch_allocation=1.0)
     assert registry.allocations(0.0) == {0: 16, 1: 16}
-    assert registry.view(0, {}, 0.0).unallocated_fraction == 0
+    assert registry.view(0, {}, 0.0, (0, 0)).unallocated_fraction == 0
 
 
 def test_a_silent_environment_has_no_claim():
-    registry = Registry(32, silent_s=60)
+    registry = Registry(32, 100, silent_s=60)
     registered(registry, min_batch_allocation=0.5)
     assert registry.allocations(59.0) == {0: 16}
     assert registry.allocations(61.0) == {}
@@ -80,10 +80,28 @@ def test_a_silent_environment_has_no_claim():
 
 def test_a_group_that_no_batch_can_hold_is_refused():
     with pytest.raises(ValueError, match="group_size is 64, but a batch has 32"):
-        registered(Registry(32), size=64)
+        registered(Registry(32, 100), size=64)
     with pytest.raises(ValueError, match="groups of 5 never add up to"):
-        registered(Registry(32), size=5)
-    own = Registry(32).register(RegisteredEnvironment(-1, "x", 5), own_group_size=9)  # 5 + 3 * 9
+        registered(Registry(32, 100), size=5)
+    registry = Registry(32, 100)
+    registered(registry, size=16)
+    with pytest.raises(ValueError, match="groups of 5 and 16 never add up to"):
+        registered(registry, size=5)  # 2 * 16 make a batch, but none with a group of 5
+    own = Registry(32, 100).register(RegisteredEnvironment(-1, "x", 5), own_group_size=9)  # 5 + 3 * 9
     assert own.env_id == 0
     with pytest.raises(ValueError, match="from 0 to 1"):
-        registered(Registry(32), min_batch_allocation=1.5)
+        registered(Registry(32, 100), min_batch_allocation=1.5)
+
+
+def test_environments_end_once_the_last_batch_is_cut():
+    """The rule of atroposlib: steps done and batches in the queue are more than the trainer's steps."""
+    registry = Registry(16, 10)
+    registered(registry, size=4)
+
+    def ends(waiting, step, newest):
+        queue_size = registry.view(0, {0: waiting}, 0.0, (step, newest)).queue_size
+        return step + queue_size * 4 // 16 > 10
+
+    assert not ends(1000, 8, 9)  # what waits may still be rejected as too old
+    assert not ends(1000, 9, 9) and not ends(0, 9, 9)
+    assert ends(0, 9, 10) and ends(1000, 9, 10) and ends(0, 10, 10)

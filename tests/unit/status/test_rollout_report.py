@@ -82,6 +82,7 @@ def test_each_environment_has_a_line(fake_trial):
     sums = {"name": "sums_0", "group_size": 4, "queued": 3, "accepted": 9, "silent_s": 1}
     game = {"name": "game_0", "group_size": 8, "rejected": 2, "last_reason": "scores[1] is nan"}
     words = {"accepted": 9, "ready": 3, "time": time.time(), "environments": [sums, game, {"name": "torn"}]}
+    words["takes_groups"] = True
     path = fake_trial.trial.attempt("7.0").rollout_report(0)
     write_json(path, words)
     assert read_status(fake_trial.trial).rollout.environments == []  # what is not sound is left out
@@ -95,9 +96,16 @@ def test_each_environment_has_a_line(fake_trial):
         "game_0: groups of 8, 0 accepted, 0 queued, 2 rejected (the last: scores[1] is nan); disconn" in said
     )
     assert status.to_json()["rollout"]["environments"][0]["name"] == "sums_0"
-    sums["silent_s"] = 90
+    sums |= {"silent_s": 90, "too_old": 7}
     write_json(path, words)
-    assert "0 rejected; silent for 1 min 30 s" in "\n".join(text(read_status(fake_trial.trial)))
+    assert "no environment is connected" not in "\n".join(text(read_status(fake_trial.trial)))
+    assert "0 rejected, 7 too old; silent for 1 min 30 s" in "\n".join(text(read_status(fake_trial.trial)))
+
+
+def test_a_trial_that_waits_for_environments_says_so():
+    rollout = RolloutReport(time=time.time(), servers=1, takes_groups=True)
+    assert any("no environment is connected" in line for line in problems(rollout, live=True))
+    assert summary(rollout, live=True).startswith("0 groups ready, 0 groups accepted")
 
 
 async def test_the_report_is_written_while_it_changes_and_at_the_end(tmp_path):
