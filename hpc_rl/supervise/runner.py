@@ -14,7 +14,6 @@ from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import DoneRecord, DrainIntent, EventKind, JobRecord, ProcessRecord, read_events
 from hpc_rl.requeue import RESUME, STOPS
 from hpc_rl.supervise import exit_policy, ownership
-from hpc_rl.supervise.deadline import JobDeadline, StepTimes
 from hpc_rl.supervise.processes import Steps, unplaced_reason
 from hpc_rl.supervise.state_machine import DRAIN_GRACE_S, AttemptMachine, Finish, Key, Phase
 from hpc_rl.supervise.unit_loop import RateLimit, UnitLoop, tolerant
@@ -36,8 +35,7 @@ class TrialRunner(UnitLoop):
         self, attempt: Attempt, plan: Plan, config: Config, steps: Steps, end_time: Callable[[], float | None]
     ) -> None:
         machine = AttemptMachine(plan.units, plan.recover_mode, plan.recover_retries)
-        deadline = JobDeadline(end_time, StepTimes(attempt))
-        super().__init__(attempt, plan, config, steps, machine, deadline)
+        super().__init__(attempt, plan, config, steps, machine, end_time)
         self._lease: Lease | None = None
         self._generations: set[tuple[str, int]] = set()
         # The job script may be dead already.

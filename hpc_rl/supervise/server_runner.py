@@ -16,7 +16,6 @@ from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import DoneRecord, EventKind, JobEvent, read_job_state
 from hpc_rl.requeue import STOPS
 from hpc_rl.supervise import ownership
-from hpc_rl.supervise.deadline import JobDeadline, StepTimes
 from hpc_rl.supervise.processes import Steps
 from hpc_rl.supervise.state_machine import AttemptMachine, Finish
 from hpc_rl.supervise.unit_loop import RateLimit, UnitLoop
@@ -45,8 +44,7 @@ class ServerRunner(UnitLoop):
         serves: str,
     ) -> None:
         machine = AttemptMachine(units, "auto", UNLIMITED)
-        deadline = JobDeadline(end_time, StepTimes(attempt), LEAD_S)
-        super().__init__(attempt, plan, config, steps, machine, deadline)
+        super().__init__(attempt, plan, config, steps, machine, end_time, LEAD_S)
         self.serves, self.idle_s = serves, config.launcher.slurm.servers.idle_s
         self._not_needed = ""  # why the trial needs these servers no more
         self._owned_at = self.clock()

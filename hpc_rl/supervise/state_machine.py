@@ -134,8 +134,8 @@ class AttemptMachine:
 
     def __init__(self, units: list[Unit], mode: str, retries: int) -> None:
         self.slots: dict[Key, Slot] = {(unit.role, unit.index): Slot(unit) for unit in units}
-        self.mode = mode
-        self.retries = retries
+        self.trainer = self.slots.get(("trainer", 0))
+        self.mode, self.retries = mode, retries
         self.failures = 0  # that use up retries, in a row without a new generation
         self.phase = Phase.RUNNING
         self.drain_grace_s = DRAIN_GRACE_S
@@ -145,10 +145,6 @@ class AttemptMachine:
         self._result: Consequence | None = None  # fixed before the trainer has exited
         self._deadline = 0.0
         self._killed = False
-
-    @property
-    def trainer(self) -> Slot | None:
-        return next((slot for slot in self.slots.values() if slot.unit.role == "trainer"), None)
 
     def restore(self, failures: int, incarnations: dict[Key, int]) -> None:
         """Continue what supervisors before this one did: their failures, and each unit's next incarnation."""

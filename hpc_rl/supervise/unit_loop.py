@@ -21,7 +21,7 @@ from hpc_rl.name_resolve.shared_fs import LeaseView
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import EndedRecord, EventKind
 from hpc_rl.supervise import bad_nodes, exit_policy, state_machine
-from hpc_rl.supervise.deadline import JobDeadline
+from hpc_rl.supervise.deadline import MARGIN_S, JobDeadline, StepTimes
 from hpc_rl.supervise.exit_policy import UnitExit
 from hpc_rl.supervise.hangs import HangDetector
 from hpc_rl.supervise.processes import STACKS, STOP, Handle, Steps
@@ -107,11 +107,13 @@ class UnitLoop(ABC):
         config: Config,
         steps: Steps,
         machine: AttemptMachine,
-        deadline: JobDeadline,
+        end_time: Callable[[], float | None],
+        margin_s: float = MARGIN_S,
     ) -> None:
         self.attempt, self.trial = attempt, attempt.trial
         self.plan, self.steps, self.rules = plan, steps, config.recover
-        self.machine, self.deadline = machine, deadline
+        self.machine = machine
+        self.deadline = JobDeadline(end_time, StepTimes(attempt), margin_s)
         self.names = open_names(self.trial, config)
         away_s = config.rollout.setup_timeout if isinstance(config, GRPOConfig) else 0.0
         limits = (self.rules.hang_factor, self.rules.hang_min_s, self.rules.hang_max_s)
