@@ -25,7 +25,7 @@ class ServerBackend:
     """A kind of generation server: what config, plan and app know of it."""
 
     section: str  # section of the configuration with its options
-    implementation: str = ""  # `module:class` of its `hpc_rl.servers.base.Backend`; empty: there is none yet
+    implementation: str  # `module:class` of its `hpc_rl.servers.base.Backend`
     dimensions: str = "dtp"  # that an expression may give
     supported: str = "d"  # dimensions that can be above 1 today
     on_gpus: bool = True  # whether it can use GPUs
@@ -53,7 +53,7 @@ SERVER_BACKENDS: dict[str, ServerBackend] = {
         on_gpus=False,
         is_process=False,
         lacks={
-            "stop": "use gconfig.stop_token_ids, or sglang servers",
+            "stop": "use gconfig.stop_token_ids, or sglang or vllm servers",
             **dict.fromkeys(("frequency_penalty", "min_p", "repetition_penalty"), "use sglang servers"),
         },
     ),
@@ -71,7 +71,15 @@ SERVER_BACKENDS: dict[str, ServerBackend] = {
             "max_prefill_tokens": None,
         },
     ),
-    "vllm": ServerBackend("vllm"),
+    "vllm": ServerBackend(
+        "vllm",
+        "hpc_rl.servers.vllm:VLLMBackend",
+        supported="dt",
+        context_option="max_model_len",
+        without_gpus={"dtype": "float32", "gpu_memory_utilization": None, "enforce_eager": True},
+        # its log-probabilities would be those of the tokens that are left, not those of the model
+        lacks=dict.fromkeys(("top_p", "top_k", "min_p"), "use sglang servers"),
+    ),
 }
 TRAIN_BACKENDS: dict[str, TrainBackend] = {
     "fsdp": TrainBackend("dtc", "hpc_rl.engines.fsdp:FSDPEngine", supported="d"),

@@ -19,7 +19,7 @@ from hpc_rl.status.trial_status import TrialStatus, read_status
 from hpc_rl.submit import trial_index
 from hpc_rl.trial import Trial
 
-ROLES = ("trainer", "rollout", "server", "sglang", "environment", "supervisor", "job")
+ROLES = ("trainer", "rollout", "server", "sglang", "vllm", "environment", "supervisor", "job")
 FILTERS = ("role", "index", "incarnation", "attempt", "rank")
 EVERY_RANK = "all"
 WHOLE = 1 << 40  # lines

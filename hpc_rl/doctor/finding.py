@@ -62,8 +62,8 @@ class Requirements:
     mem_mb: int = 0  # of the fullest node
     fileroot: str = ""
     python: str = ""  # interpreter of the trainer
-    server_python: str = ""  # interpreter of SGLang
-    sglang: bool = False
+    server_python: str = ""  # interpreter of SGLang or vLLM
+    servers: str = ""  # their backend
     megatron: bool = False
     partition: str = ""
     interface: str = ""

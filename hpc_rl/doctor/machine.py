@@ -10,12 +10,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from hpc_rl import net
-from hpc_rl.config.tables.sglang_versions import DROPPED
+from hpc_rl.config.tables import sglang_versions, vllm_versions
 from hpc_rl.doctor.finding import Requirements, Verdict, fail, judge, ok, warn
 from hpc_rl.errors import ConfigError
 from hpc_rl.schedulers.hostlist import peer_hosts
@@ -59,17 +60,25 @@ def check_megatron(needs: Requirements) -> Verdict:
 
 
 def check_sglang(needs: Requirements) -> Verdict:
+    return _check_servers("sglang", sglang_versions.FLAGS, needs)
+
+
+def check_vllm(needs: Requirements) -> Verdict:
+    return _check_servers("vllm", vllm_versions.FLAGS, needs)
+
+
+def _check_servers(library: str, known: Collection[str], needs: Requirements) -> Verdict:
     python = needs.server_python or needs.python
-    version = version_of("sglang", python)
-    if not version and needs.sglang:
+    version = version_of(library, python)
+    if not version and needs.servers == library:
         found = versions(python or sys.executable)
         fix = "set launcher.inference_server_python to the environment that has it, or use embedded servers."
         return fail(found if isinstance(found, str) else "not installed", fix)
     if not version:
         return ok("not installed, not required")
-    tested = sorted(DROPPED, key=_numbers)
+    tested = sorted(known, key=_numbers)
     fix = f"its options are taken from {tested[-1]}; tested versions: {', '.join(tested)}."
-    return judge(f"version {version}", fix, warn=version not in DROPPED)
+    return judge(f"version {version}", fix, warn=version.partition("+")[0] not in known)
 
 
 def version_of(library: str, python: str) -> str:
@@ -284,7 +293,7 @@ def leftovers(proc: Path = Path("/proc")) -> list[LeftoverProcess]:
 
 
 MACHINE_CHECKS = (
-    check_python, check_torch, check_sglang, check_megatron, check_cpus, check_gpus, check_memory,
+    check_python, check_torch, check_sglang, check_vllm, check_megatron, check_cpus, check_gpus, check_memory,
     check_shared_memory, check_temporary, check_open_files, check_processes, check_locked_memory,
     check_ports, check_address, check_host_name, check_proxy, check_leftovers,
 )  # fmt: skip

@@ -211,8 +211,6 @@ def _unbuilt(config: Config, allocation: Allocation) -> Iterator[str]:
             yield f"generation by the trainer is not implemented; add servers, as {usual}:d1+{train}"
         return
     backend = SERVER_BACKENDS[servers.backend]
-    if not backend.implementation:
-        yield f"{servers.backend} servers are not implemented; use {usual}"
     if n_gpus and not backend.on_gpus:
         use = f"use {usual}, or cluster.n_gpus_per_node 0"
         yield f"{servers.backend} servers can't use GPUs, but cluster.n_gpus_per_node is {n_gpus}; {use}"

@@ -1,4 +1,4 @@
-"""Backend: what generates behind the proxy: embedded/ (in this process) or sglang.py (a subprocess).
+"""Backend: what generates behind the proxy: embedded/ (in this process), sglang.py or vllm.py (a subprocess).
 
 A new one is a module with such a class and a row in allocation.SERVER_BACKENDS.
 """

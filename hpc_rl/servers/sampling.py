@@ -6,11 +6,11 @@ A key that SGLang knows and this engine does not serve is accepted at its neutra
 unknown.
 """
 
-import difflib
 from dataclasses import dataclass, fields
 from typing import Any
 
 from hpc_rl.errors import RequestRefused
+from hpc_rl.servers.native_api import unknown_key
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_p": (0.0,),
@@ -66,9 +66,7 @@ def parse(given: dict[str, Any] | None) -> SamplingParams:
                 problem = f"the embedded engine does not serve it, got {value!r}; use sglang"
                 raise RequestRefused(f"sampling key {key!r}: {problem}")
         elif key not in _TEXT_ONLY:
-            near = difflib.get_close_matches(key, [*KNOWN, *_NEUTRAL], 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(KNOWN)}"
-            raise RequestRefused(f"unknown sampling key {key!r}{hint}")
+            raise unknown_key(key, KNOWN, _NEUTRAL)
     return _checked(values)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from conformance import ServedReplica
 
 from hpc_rl.config.sections.inference import SGLangConfig
-from hpc_rl.servers.sglang import SGLangBackend, settings_of
+from hpc_rl.servers.server_process import ServerProcess
+from hpc_rl.servers.sglang import NAME, SGLangBackend, settings_of
 
 SHIM = Path(__file__).parents[1] / "sglang" / "shim"
 
@@ -24,8 +25,9 @@ def backend_of(python: str, tokenizer: Path, folder: Path, extra_args: tuple[str
     )
     settings = settings_of(of_cpu, "cpu", 1, 0)
     settings["tokenizer_path"] = str(tokenizer)
-    files = {"log": folder / "sglang.log", "secret": folder / "sglang.yaml"}
-    return SGLangBackend(python=python, env=env, settings=settings, extra_args=extra_args, **files)
+    process = ServerProcess(name=NAME, python=python, env=env, log=folder / "sglang.log")
+    secret = folder / "sglang.yaml"
+    return SGLangBackend(process=process, settings=settings, extra_args=extra_args, secret=secret)
 
 
 def served_sglang(folder: Path, python: str) -> ServedReplica:

@@ -53,7 +53,7 @@ async def test_replica_ends_when_sglang_is_killed(tmp_path, sglang_python):
     backend = backend_of(sglang_python, tmp_path / "model", tmp_path)
     await backend.start(str(tmp_path / "model"), "0.0")
     assert not backend.alive()
-    os.kill(backend._process.pid, 9)
+    os.kill(backend.process.pid, 9)
     await asyncio.sleep(0.5)
     assert "SIGKILL" in backend.alive()
     await backend.stop()

@@ -18,6 +18,7 @@ from hpc_rl.config.rules import (
     sglang_rules,
     slurm_rules,
     training_rules,
+    vllm_rules,
 )
 from hpc_rl.config.rules.consistency import server_backend
 from hpc_rl.config.sections.experiment import ABSENT, LENGTH_OPTIONS, Config, GRPOConfig, replaced, value_of
@@ -36,6 +37,7 @@ RULES: list[Rule] = [
 GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[str]]] = [
     *generation_rules.GRPO_RULES,
     *sglang_rules.GRPO_RULES,
+    *vllm_rules.GRPO_RULES,
     *training_rules.GRPO_RULES,
     *environment_rules.GRPO_RULES,
 ]

@@ -3,7 +3,8 @@
 from collections.abc import Collection, Iterator
 
 from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.config.tables.sglang_versions import ALSO, DROPPED, FLAGS, SET_BY_THE_TRIAL
+from hpc_rl.config.tables.flags import refusals
+from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS, RESERVED
 
 
 def devices(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
@@ -29,17 +30,7 @@ def options(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
 
 
 def extra_args(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
-    sglang = config.sglang
-    # SGLang would silently take the later one of two equal flags.
-    names = {flag: name for name, flag in FLAGS[sglang.version].items() if isinstance(flag, str)}
-    for arg in sglang.extra_args:
-        came = arg.partition("=")[0]
-        flag = ALSO.get(came, came)
-        name = names.get(flag)
-        if flag in SET_BY_THE_TRIAL or (name and not hasattr(sglang, name)) or name == "model_path":
-            yield f"sglang.extra_args: {came} is derived from the plan and can't be given."
-        elif name and getattr(sglang, name) not in (None, False):
-            yield f"sglang.extra_args: {came} can't be given; use sglang.{name}."
+    yield from refusals("sglang", config.sglang, FLAGS[config.sglang.version], RESERVED)
 
 
 GRPO_RULES = [devices, options, extra_args]

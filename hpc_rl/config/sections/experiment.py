@@ -14,6 +14,7 @@ from hpc_rl.config.sections.inference import (
     GenerationHyperparameters,
     InferenceEngineConfig,
     SGLangConfig,
+    VLLMConfig,
 )
 from hpc_rl.config.sections.limits import NonNegativeInt, PathText, PositiveInt
 from hpc_rl.config.sections.operations import (
@@ -88,6 +89,8 @@ class GRPOConfig(BaseExperimentConfig):
     """The policy."""
     ref: TrainEngineConfig | None = None
     """The frozen reference model for actor.kl_ctl and actor.beta, in the trainer's ranks; null means none."""
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    """vLLM servers, if the allocation has them. hpc-rl extension."""
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     """Embedded servers, if the allocation has them."""
     environments: EnvironmentsConfig | None = None

@@ -1,4 +1,4 @@
-"""Sections `gconfig`, `rollout`, `sglang` and `embedded`: how trajectories are generated."""
+"""Sections `gconfig`, `rollout`, `sglang`, `vllm` and `embedded`: how trajectories are generated."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class GenerationHyperparameters:
     repetition_penalty: PositiveFloat = 1.0
     """Values above 1 make tokens that already occurred less likely; 1 disables it. hpc-rl extension."""
     stop: list[str] | None = None
-    """Texts that end a completion; null means none. Needs sglang servers."""
+    """Texts that end a completion; null means none. Needs sglang or vllm servers."""
     frequency_penalty: Penalty = 0.0
-    """Values above 0 make tokens less likely the more often they occurred. Needs sglang servers."""
+    """Values above 0 make tokens less likely the more often they occurred. Needs sglang or vllm servers."""
     stop_token_ids: list[NonNegativeInt] = field(default_factory=list)
     """Tokens that end a completion, in addition to the tokenizer's end-of-sequence token."""
 
@@ -221,6 +221,62 @@ class SGLangConfig:
     """Decode batches between two log lines."""
     extra_args: list[str] = field(default_factory=list)
     """Further flags of `sglang.launch_server`, passed as they are. hpc-rl extension."""
+
+
+# The choices of version 0.32.0.
+VLLMCacheDtype = Literal[
+    "auto", "bfloat16", "float16", "fp8", "fp8_ds_mla", "fp8_e4m3", "fp8_e5m2", "fp8_inc",
+    "fp8_per_token_head", "int4_per_token_head", "int8_per_token_head", "nvfp4", "nvfp4_4over6",
+    "nvfp4_ds_mla",
+]  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class VLLMConfig:
+    """Options of each vLLM server; further flags go into `extra_args`. hpc-rl extension."""
+
+    version: Literal["0.32.0"] = "0.32.0"
+    """vLLM version of the servers; selects the table of flags."""
+    seed: NonNegativeInt = 1
+    """Seed of the first server; server i adds i."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Data type of weights and compute; `auto` means the model's, or bfloat16 for one in float32. Defaults to
+    float32 without GPUs."""
+    max_model_len: PositiveInt | None = None
+    """Longest sequence; null means the model's limit."""
+    gpu_memory_utilization: PositiveShare | None = 0.9
+    """Share of GPU memory for weights and KV cache; null leaves it to vLLM. Defaults to null without GPUs."""
+    kv_cache_memory_bytes: PositiveInt | None = None
+    """Bytes of the KV cache of each GPU; null derives it from `gpu_memory_utilization`, or means 4 GiB
+    without GPUs."""
+    kv_cache_dtype: VLLMCacheDtype = "auto"
+    """Data type of the KV cache; `auto` means the model's."""
+    block_size: PositiveInt | None = None
+    """Tokens in a block of the KV cache; null leaves it to vLLM."""
+    max_num_seqs: PositiveInt | None = None
+    """Largest number of requests decoded at once; null leaves it to vLLM."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Largest number of tokens in one step of the model; null leaves it to vLLM."""
+    no_enable_chunked_prefill: bool = False
+    """Prefill whole prompts only."""
+    no_enable_prefix_caching: bool = False
+    """Disable the prefix cache."""
+    enforce_eager: bool = False
+    """Use no CUDA graphs and do not compile the model. Defaults to true without GPUs."""
+    attention_backend: str | None = None
+    """Attention kernels, by vLLM's name of them; null leaves it to vLLM."""
+    disable_custom_all_reduce: bool = False
+    """Use NCCL instead of the custom all-reduce."""
+    enable_expert_parallel: bool = False
+    """Divide the experts of MoE layers among the GPUs of a server, instead of each expert."""
+    cpu_offload_gb: NonNegativeInt = 0
+    """GiB of weights of each GPU kept in host memory."""
+    enable_log_requests: bool = False
+    """Log requests."""
+    uvicorn_log_level: LogLevel = "warning"
+    """Log level of the HTTP server."""
+    extra_args: list[str] = field(default_factory=list)
+    """Further flags of `vllm serve`, passed as they are."""
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpc_rl.config.loading.source import Settings, SourceValue
 
-_NOT_BUILT_VLLM = "vLLM servers are not implemented; use sglang servers: allocation_mode sglang:dN+fsdp:dM"
+_SERVERS = "allocation_mode says what generates, and where: use vllm:dN+fsdp:dM for N servers of vLLM"
 _NOT_BUILT_TEACHER = "the adaptive teacher is not implemented; omit it"
 _QUESTIONS = (
     "train_dataset.batch_size counts questions: set it to per_device_train_batch_size * "
@@ -19,6 +19,7 @@ _QUESTIONS = (
 )
 
 
+_VLLM_DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 ANY = object()  # among the values that have no effect: every value
 
 
@@ -92,13 +93,13 @@ ALIASES: dict[str, Alias] = {
     "repetition_penalty": Alias("gconfig.repetition_penalty", _neutral_if(1.0, None)),
     "generation_aggregation_steps": Alias(idle=(ANY,), why="servers batch whatever is in flight"),
     "shuffle_generation_inputs": Alias(idle=(ANY,), why="each prompt goes to whichever server is free"),
-    **dict.fromkeys(("use_vllm", "use_vllm_server"), Alias(idle=(False,), why=_NOT_BUILT_VLLM)),
-    "vllm_device": Alias(idle=("auto",), why=_NOT_BUILT_VLLM),
-    "vllm_gpu_memory_utilization": Alias(why=_NOT_BUILT_VLLM + ", and sglang.mem_fraction_static"),
-    "vllm_dtype": Alias(idle=("auto",), why=_NOT_BUILT_VLLM + ", and sglang.dtype"),
-    "vllm_max_model_len": Alias(idle=(None,), why=_NOT_BUILT_VLLM + ", and sglang.context_length"),
-    **dict.fromkeys(("vllm_host", "vllm_port"), Alias(idle=(None,), why=_NOT_BUILT_VLLM)),
-    "num_vllm_clients": Alias(idle=(1,), why=_NOT_BUILT_VLLM),
+    **dict.fromkeys(("use_vllm", "use_vllm_server"), Alias(idle=(False,), why=_SERVERS)),
+    "vllm_device": Alias(idle=("auto",), why=_SERVERS),
+    "vllm_gpu_memory_utilization": Alias("vllm.gpu_memory_utilization"),
+    "vllm_dtype": Alias("vllm.dtype", lambda value: _VLLM_DTYPES.get(value, value)),
+    "vllm_max_model_len": Alias("vllm.max_model_len"),
+    **dict.fromkeys(("vllm_host", "vllm_port"), Alias(idle=(None,), why=_SERVERS)),
+    "num_vllm_clients": Alias(idle=(1,), why=_SERVERS),
     "offload_untrained_models": Alias(
         idle=(False,), why="offloading the reference model is not implemented; omit it"
     ),

@@ -44,9 +44,9 @@ UNSAFE: dict[str, str] = {  # option -> what on disk contradicts a change; `mode
 }
 SAFE = (  # options and whole sections, except what is in UNSAFE
     "allocation_mode", "total_train_epochs", "total_train_steps", "total_train_n_seqs", "async_training",
-    "cluster", "launcher", "scheduler", "sglang", "embedded", "saver", "evaluator", "recover", "stats_logger",
-    "train_dataset.pin_memory", "train_dataset.num_workers", "valid_dataset", "gconfig", "rollout", "model",
-    "ref", "environments",
+    "cluster", "launcher", "scheduler", "sglang", "vllm", "embedded", "saver", "evaluator", "recover",
+    "stats_logger", "train_dataset.pin_memory", "train_dataset.num_workers", "valid_dataset", "gconfig",
+    "rollout", "model", "ref", "environments",
 )  # fmt: skip
 # Options and whole sections that change the policy or the data, except those in REPLAYS: earlier batches and
 # groups are set aside. With --replay the changes in NOT_WITH_REPLAY are refused.

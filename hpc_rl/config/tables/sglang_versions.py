@@ -1,10 +1,7 @@
 """The command-line flags of each supported SGLang version, and the options that it no longer has."""
 
-import dataclasses
-
 from hpc_rl.config.sections.inference import SGLangConfig
-
-Flags = dict[str, str | tuple[str, ...]]
+from hpc_rl.config.tables.flags import Flags, Reserved, flags_of
 
 # version -> option of the section `sglang` that it lacks -> what to use
 DROPPED: dict[str, dict[str, str]] = {
@@ -32,24 +29,21 @@ _RENAMED_0_5_23: Flags = {
 }
 
 
-def _flags(version: str, renamed: Flags) -> Flags:
-    """Return name -> flag: the name with dashes, or what `renamed` has (for a switch, its arguments)."""
-    names = {field.name for field in dataclasses.fields(SGLangConfig)} - NO_FLAGS - DROPPED[version].keys()
-    return {name: f"--{name.replace('_', '-')}" for name in sorted({*names, *_SET_BY_THE_ROLE})} | renamed
-
-
-FLAGS: dict[str, Flags] = {"0.5.23": _flags("0.5.23", _RENAMED_0_5_23)}
-
-# Other names of flags, and flags that the trial sets and has no option for: extra_args may not contain them.
-ALSO: dict[str, str] = {
-    "--model": "--model-path",
-    "--tp": "--tp-size",
-    "--tensor-parallel-size": "--tp-size",
-    "--ep": "--ep-size",
-    "--expert-parallel-size": "--ep-size",
-    "--dp": "--dp-size",
-    "--data-parallel-size": "--dp-size",
+FLAGS: dict[str, Flags] = {
+    "0.5.23": flags_of(SGLangConfig, NO_FLAGS | DROPPED["0.5.23"].keys(), _SET_BY_THE_ROLE, _RENAMED_0_5_23)
 }
-SET_BY_THE_TRIAL = (
-    "--dp-size", "--nnodes", "--node-rank", "--dist-init-addr", "--api-key", "--admin-api-key",
-)  # fmt: skip
+RESERVED = Reserved(
+    also={
+        "--model": "--model-path",
+        "--tp": "--tp-size",
+        "--tensor-parallel-size": "--tp-size",
+        "--ep": "--ep-size",
+        "--expert-parallel-size": "--ep-size",
+        "--dp": "--dp-size",
+        "--data-parallel-size": "--dp-size",
+    },
+    set_by_the_trial=(
+        *("--model-path", "--dp-size", "--nnodes", "--node-rank", "--dist-init-addr"),
+        *("--api-key", "--admin-api-key"),
+    ),
+)

@@ -25,13 +25,11 @@ from hpc_rl.servers.chat import to_completion, to_generate
 from hpc_rl.servers.embedded.decode_batch import Sequence
 from hpc_rl.servers.embedded.decoder import Model
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
+from hpc_rl.servers.native_api import pause_mode, refused, split, to_answer
 from hpc_rl.servers.sampling import SamplingParams, parse
 
 logger = logging.getLogger(__name__)
 
-_GENERATE_KEYS = {"input_ids", "text", "sampling_params", "return_logprob", "rid"}
-_GENERATE_KEYS |= {"stream", "logprob_start_len", "top_logprobs_num"}
-_PAUSE_MODES = ("abort", "retract", "in_place")
 _SWITCH_INTERVAL_S = 0.001  # the engine releases the GIL in every tensor operation and wants it back soon
 _MASK_63 = (1 << 63) - 1
 MAX_SEQUENCES = 4096  # of one request
@@ -93,62 +91,33 @@ class EmbeddedBackend:
     async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
         handler = self._HANDLERS.get(path)
         if handler is None:
-            return 404, _error(f"no such path: {path}")
+            return 404, refused(f"no such path: {path}")
         try:
             return 200, await handler(self, body or {})
         except RequestRefused as error:
-            return 400, _error(str(error))
+            return 400, refused(str(error))
         except RuntimeError as error:  # the engine has failed or stops
-            return 503, _error(str(error))
+            return 503, refused(str(error))
 
     # generation
     async def _generate(self, body: dict[str, Any]) -> Any:
-        unknown = body.keys() - _GENERATE_KEYS
-        if unknown:
-            known = ", ".join(sorted(_GENERATE_KEYS))
-            raise RequestRefused(f"unknown key {min(unknown)!r}; known are {known}")
-        whole_prompt = body.get("logprob_start_len") not in (None, -1)
-        if body.get("stream") or body.get("top_logprobs_num") or whole_prompt:
-            unserved = "stream, top_logprobs_num and logprob_start_len"
-            raise RequestRefused(f"{unserved} are not served by the embedded engine")
-        inputs, batched = self._inputs(body)
-        rids = self._rids(body.get("rid"), len(inputs), batched)
-        given = body.get("sampling_params")
-        params = [parse(item) for item in given] if isinstance(given, list) else [parse(given)] * len(inputs)
-        if len(params) != len(inputs):
-            raise RequestRefused(f"{len(params)} sampling_params for {len(inputs)} inputs")
+        requests, batched = split(
+            body,
+            "the embedded engine",
+            lambda text: self._need_tokenizer().encode(text, add_special_tokens=False),
+        )
+        rids = {one.rid for one in requests if one.rid}
+        if rids & self._live:
+            raise RequestRefused("a request with this rid is running")
+        params = [parse(one.sampling) for one in requests]
         if (total := sum(one.n for one in params)) > MAX_SEQUENCES:
             raise RequestRefused(f"{total} samples in one request; allowed are {MAX_SEQUENCES}")
         sequences: list[Sequence] = []
-        for ids, rid, one in zip(inputs, rids, params, strict=True):
-            sequences += self._sequences(ids, rid, one)
-        finished = await self._run(sequences, {rid for rid in rids if rid})
+        for request, one in zip(requests, params, strict=True):
+            sequences += self._sequences(request.ids, request.rid, one)
+        finished = await self._run(sequences, rids)
         answers = [self._answer(sequence, bool(body.get("return_logprob"))) for sequence in finished]
         return answers if batched or len(answers) > 1 or params[0].n > 1 else answers[0]
-
-    def _inputs(self, body: dict[str, Any]) -> tuple[list[list[int]], bool]:
-        ids, text = body.get("input_ids"), body.get("text")
-        if (ids is None) == (text is None):
-            raise RequestRefused("give either input_ids or text")
-        if text is not None:
-            batched = isinstance(text, list)
-            texts = text if batched else [text]
-            if not texts or not all(isinstance(one, str) for one in texts):
-                raise RequestRefused("text must be a string, or a list of strings, not empty")
-            encode = self._need_tokenizer().encode
-            return [encode(one, add_special_tokens=False) for one in texts], batched
-        if not isinstance(ids, list) or not ids:
-            raise RequestRefused("input_ids must be a list of integers, or a list of such lists, not empty")
-        batched = isinstance(ids[0], list)
-        return (ids if batched else [ids]), batched
-
-    def _rids(self, rid: Any, count: int, batched: bool) -> list[str]:
-        rids = rid if isinstance(rid, list) else [rid or ""] if not batched else [""] * count
-        if len(rids) != count or not all(isinstance(one, str) for one in rids):
-            raise RequestRefused(f"rid must be a string, or a list of {count} strings")
-        if any(one and one in self._live for one in rids):
-            raise RequestRefused("a request with this rid is running")
-        return rids
 
     def _sequences(self, ids: list[int], rid: str, params: SamplingParams) -> list[Sequence]:
         model = self.engine.model
@@ -200,24 +169,18 @@ class EmbeddedBackend:
             self._loop.call_soon_threadsafe(settle)
 
     def _answer(self, sequence: Sequence, return_logprob: bool) -> dict[str, Any]:
-        ids = sequence.tokens
-        meta: dict[str, Any] = {
-            "id": sequence.rid,
-            "finish_reason": sequence.finish,
-            "prompt_tokens": len(sequence.ids),
-            "completion_tokens": len(ids),
-            "cached_tokens": 0,
-            "weight_version": sequence.spans[-1][0] if sequence.spans else self.engine.version,
-            "weight_versions": [
-                {"version": v, "start": start, "end": end} for v, start, end in sequence.spans
-            ],
-            "num_retractions": sequence.num_retractions,
-        }
-        if return_logprob:
-            pairs = zip(sequence.logprobs, ids, strict=True)
-            meta["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
-            meta["output_token_logprobs_length"] = len(ids)
-        return {"output_ids": ids, "meta_info": meta}
+        assert sequence.finish is not None
+        return to_answer(
+            sequence.rid,
+            sequence.tokens,
+            sequence.logprobs if return_logprob else None,
+            sequence.finish,
+            sequence.spans,
+            prompt_tokens=len(sequence.ids),
+            cached_tokens=0,
+            weight_version=self.engine.version,  # where nothing was made
+            num_retractions=sequence.num_retractions,
+        )
 
     async def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
         tokenizer = self._need_tokenizer()
@@ -235,9 +198,7 @@ class EmbeddedBackend:
         return await asyncio.wrap_future(self.engine.command(command))
 
     async def _pause(self, body: dict[str, Any]) -> dict[str, Any]:
-        mode = body.get("mode", "abort")
-        if mode not in _PAUSE_MODES:
-            raise RequestRefused(f"mode must be one of {', '.join(_PAUSE_MODES)}, got {mode!r}")
+        mode = pause_mode(body)
         await self._in_engine(lambda: self.engine.pause(mode))
         return {"status": "ok", "message": f"paused ({mode})"}
 
@@ -285,10 +246,6 @@ class EmbeddedBackend:
         "/flush_cache": _flush,
         "/model_info": _info,
     }
-
-
-def _error(message: str) -> dict[str, Any]:
-    return {"error": {"message": message}}
 
 
 def _tokenizer(path: str) -> Tokenizer | None:

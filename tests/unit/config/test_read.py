@@ -18,8 +18,8 @@ import pytest
 from hpc_rl.config.loading.fields import hints, options, section_of
 from hpc_rl.config.rules.container_rules import OPTION
 from hpc_rl.config.sections.experiment import CONFIGS, has_own_prompts, last_step
+from hpc_rl.config.tables import sglang_versions, vllm_versions
 from hpc_rl.config.tables.areal_options import UNAVAILABLE
-from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS
 from hpc_rl.plan.containers import PYTHONS
 from hpc_rl.render.hooks import EVENTS
 from hpc_rl.render.slurm_options import SLURM_OPTIONS
@@ -27,6 +27,11 @@ from hpc_rl.render.slurm_options import SLURM_OPTIONS
 ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = {
     name: hint for cls in CONFIGS.values() for name, hint in options(cls).items() if not section_of(hint)
+}
+FLAGGED = {  # section -> options that become flags of a server, or that no version of it has any more
+    "sglang": {one for table in sglang_versions.FLAGS.values() for one in table}
+    | {one for table in sglang_versions.DROPPED.values() for one in table},
+    "vllm": {one for table in vllm_versions.FLAGS.values() for one in table},
 }
 LOCAL_NAMES = {  # what code calls a section where not by its own name
     "train_dataset": {"dataset"},
@@ -41,6 +46,7 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
     "embedded": {"config"},
     "environments": {"section"},
     "sglang": {"own"},
+    "vllm": {"own"},
     "wandb": {"settings"},
     "swanlab": {"settings"},
     "keep_best": {"keep"},
@@ -138,9 +144,7 @@ def is_read(name: str) -> bool:
         (found := re.fullmatch(pattern, name)) and found[1] in known for pattern, known in BY_NAME.items()
     ):
         return True
-    if section == "sglang" and (
-        leaf in {option for table in FLAGS.values() for option in table} or leaf in _dropped()
-    ):
+    if section in FLAGGED and leaf in FLAGGED[section]:
         return True
     if name.startswith("launcher.slurm.servers.") and f"launcher.slurm.{leaf}" in OPTIONS:
         return is_read(f"launcher.slurm.{leaf}")  # render/layouts.py lays the section over launcher.slurm
@@ -149,10 +153,6 @@ def is_read(name: str) -> bool:
     if len(owners()[leaf]) == 1 and leaf not in own_names():
         return bool(reads()[leaf])
     return bool(reads()[leaf] & {section, *LOCAL_NAMES.get(section, set())})
-
-
-def _dropped() -> set[str]:
-    return {option for table in DROPPED.values() for option in table}
 
 
 def explained(name: str) -> bool:

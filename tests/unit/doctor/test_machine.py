@@ -21,9 +21,9 @@ from hpc_rl.errors import ConfigError
 GB = 10**9
 Usage = namedtuple("Usage", "total used free")
 LIBRARIES = {"torch": "2.9.1+cu128", "transformers": "4.57.0", "safetensors": "0.5", "sglang": "0.5.23",
-             "megatron-core": "0.14.0"}  # fmt: skip
+             "vllm": "0.32.0+cpu", "megatron-core": "0.14.0"}  # fmt: skip
 NEEDS = Requirements(
-    on_slurm=True, num_nodes=2, cpus=32, gpus=8, mem_mb=128_000, fileroot="/shared/runs", python="python", sglang=True,
+    on_slurm=True, num_nodes=2, cpus=32, gpus=8, mem_mb=128_000, fileroot="/shared/runs", python="python", servers="sglang",
     megatron=True,
 )  # fmt: skip
 FREE = resource.RLIM_INFINITY
@@ -88,6 +88,7 @@ WRONG = [  # check, what is wrong, how severe, tokens of the finding and of the 
     ("torch", {"libraries": {**LIBRARIES, "torch": ""}}, "fail", "torch", "pip install"),
     ("megatron", {"libraries": {**LIBRARIES, "megatron-core": ""}}, "fail", "missing", "megatron-core"),
     ("sglang", {"libraries": {**LIBRARIES, "sglang": ""}}, "fail", "not installed", "inference_server_python"),
+    ("vllm", {"libraries": {**LIBRARIES, "vllm": "0.1.0"}}, "warn", "0.1.0", "0.32.0"),
     ("sglang", {"libraries": {**LIBRARIES, "sglang": "0.1.0"}}, "warn", "0.1.0", "0.5.23"),
     ("cpus", {"cpus": 2}, "fail", "2 usable, 32 required", "CPUs"),
     ("gpus", {"gpus": 4}, "fail", "4 visible", "n_gpus_per_node"),
@@ -130,8 +131,16 @@ def test_an_interpreter_that_is_missing_fails_what_needs_it(good):
     assert "nope" in bad[0].found and "launcher.python" in bad[0].fix
 
 
+def test_vllm_that_is_missing_fails_what_needs_it(good):
+    good(libraries={**LIBRARIES, "sglang": "", "vllm": ""})
+    found = run_checks(MACHINE_CHECKS, replace(NEEDS, servers="vllm"))
+    assert [finding.check for finding in found if finding.status is not Status.OK] == ["vllm"]
+
+
 def test_what_is_not_required_does_not_fail(good):
-    good(libraries={**LIBRARIES, "megatron-core": "", "sglang": ""}, gpus=0, memlock=(65536, 65536))
+    good(
+        libraries={**LIBRARIES, "megatron-core": "", "sglang": "", "vllm": ""}, gpus=0, memlock=(65536, 65536)
+    )
     findings = run_checks(MACHINE_CHECKS, Requirements(fileroot="/shared/runs"))
     assert not [finding for finding in findings if finding.status is not Status.OK]
 

@@ -8,13 +8,14 @@ from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.inference import SGLangConfig
 from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS
-from hpc_rl.servers.sglang import NOT_FLAGS, arguments, settings_of, table_for
+from hpc_rl.servers.server_process import arguments, table_for
+from hpc_rl.servers.sglang import NOT_FLAGS, settings_of
 
 
 def flags_of(device, config=None, index=0, tensor_parallel_size=1):
     settings = settings_of(config or SGLangConfig(), device, tensor_parallel_size, index)
     argv = arguments(settings, ["--x"], FLAGS["0.5.23"])
-    assert argv[:2] == ["-m", "sglang.launch_server"] and argv[-1] == "--x"
+    assert argv[-1] == "--x"
     return argv
 
 
@@ -56,14 +57,15 @@ def test_what_a_request_omits_is_not_taken_from_the_model():
 
 
 def test_unknown_version_takes_the_newest_table_and_says_so():
-    flags, warning = table_for("0.9.1")
+    flags, warning = table_for(FLAGS, "SGLang", "0.9.1", "")
     assert flags is FLAGS["0.5.23"] and "0.9.1" in warning
 
 
 def test_a_version_that_is_not_the_configured_one_is_told():
-    assert table_for("0.5.23", "0.5.23")[1] == ""
-    assert "sglang.version, by which the options were checked, is 0.4.9" in table_for("0.5.23", "0.4.9")[1]
-    assert table_for("0.5.23") == (FLAGS["0.5.23"], "")
+    assert table_for(FLAGS, "SGLang", "0.5.23", "0.5.23")[1] == ""
+    other = table_for(FLAGS, "SGLang", "0.5.23", "0.4.9")[1]
+    assert "sglang.version, by which the options were checked, is 0.4.9" in other
+    assert table_for(FLAGS, "SGLang", "0.5.23+cpu", "") == (FLAGS["0.5.23"], "")
 
 
 def test_no_secret_can_be_a_flag():

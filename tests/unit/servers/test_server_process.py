@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from hpc_rl.files import last_lines
-from hpc_rl.servers.sglang import TiedProcess
+from hpc_rl.servers.server_process import TiedProcess
 
 
 def _gone(pid: int) -> bool:
@@ -23,7 +23,7 @@ def test_child_dies_when_the_parent_is_killed(tmp_path):
     code = """
         import sys, time
         from pathlib import Path
-        from hpc_rl.servers.sglang import TiedProcess
+        from hpc_rl.servers.server_process import TiedProcess
         child = TiedProcess(sys.executable, ["-c", "import time; time.sleep(600)"], {}, Path(sys.argv[1]) / "log")
         print(child.pid, flush=True)
         time.sleep(600)

@@ -1,0 +1,24 @@
+"""Rules about the section `vllm`."""
+
+from collections.abc import Collection, Iterator
+
+from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.config.tables.flags import refusals
+from hpc_rl.config.tables.vllm_versions import FLAGS, RESERVED
+
+
+def devices(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    if config.cluster.n_gpus_per_node:
+        return
+    without = "can't be used without GPUs (cluster.n_gpus_per_node 0)"
+    if config.vllm.dtype == "float16":
+        yield f"vllm.dtype float16 {without}; allowed: auto, bfloat16, float32."
+    if config.vllm.cpu_offload_gb:
+        yield f"vllm.cpu_offload_gb {config.vllm.cpu_offload_gb} {without}; allowed: 0."
+
+
+def extra_args(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    yield from refusals("vllm", config.vllm, FLAGS[config.vllm.version], RESERVED)
+
+
+GRPO_RULES = [devices, extra_args]

@@ -1,0 +1,233 @@
+"""ServerProcess: a generation server of another project (SGLang, vLLM) as a subprocess, asked over HTTP.
+
+Its environment is its own: neither our PYTHONPATH nor our packages. Its flags follow from the table of its
+version (config/tables).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from hpc_rl.config.sections.cluster import environment_of
+from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.config.tables.flags import Flags
+from hpc_rl.errors import ConfigError, RoleFailed
+from hpc_rl.files import last_lines
+from hpc_rl.servers.base import Answer, ReplicaPlace
+
+logger = logging.getLogger(__name__)
+
+Setting = str | int | float | bool | list[int]
+
+_NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
+NO_LIMIT = aiohttp.ClientTimeout(total=None)
+HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=30)
+LAST_LINES = 20  # of its log, in a failure
+
+
+def table_for(tables: Mapping[str, Flags], name: str, version: str, configured: str) -> tuple[Flags, str]:
+    """Return the flags of an installed version; warn where it is unknown or not the configured one."""
+    version = version.partition("+")[0]  # +cpu and the like say how it was built
+    if version in tables:
+        option = f"{name.lower()}.version"
+        other = f"{name} is {version}, but {option}, by which the options were checked, is {configured}"
+        return tables[version], other if configured and version != configured else ""
+    newest = max(tables, key=lambda known: [int(part) for part in known.split(".") if part.isdigit()])
+    known = ", ".join(tables)
+    return tables[
+        newest
+    ], f"{name} {version} is not in the flag table ({known}): taking the flags of {newest}"
+
+
+def given(settings: Mapping[str, Setting | None]) -> dict[str, Setting]:
+    """Return the settings that become flags: what is null, empty or false is left to the server."""
+    return {name: value for name, value in settings.items() if value not in (None, "") and value is not False}
+
+
+def arguments(settings: Mapping[str, Setting], extra_args: Sequence[str], flags: Flags) -> list[str]:
+    """Return the flags of a command line."""
+    argv: list[str] = []
+    for name, value in settings.items():
+        flag = flags[name]
+        if value is True:
+            argv += [flag] if isinstance(flag, str) else flag
+        elif value is not False:
+            assert isinstance(flag, str)
+            argv += [flag, *map(str, value if isinstance(value, list) else [value])]
+    return [*argv, *extra_args]
+
+
+def tokenizer_of(config: GRPOConfig) -> str:
+    return str(Path(config.tokenizer_path or config.actor.path).expanduser().absolute())
+
+
+@dataclass(kw_only=True)
+class ServerProcess:
+    """One server from its start to its end. `name` is what people call it; its package is that in small."""
+
+    name: str
+    python: str
+    env: dict[str, str]
+    log: Path  # of its own output
+    ready_timeout_s: float = 600.0  # from the start to the first healthy answer
+
+    _process: TiedProcess | None = None
+    _session: aiohttp.ClientSession | None = None
+    _url: str = ""
+    _headers: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def create(cls, name: str, config: GRPOConfig, place: ReplicaPlace, env: dict[str, str]) -> ServerProcess:
+        own = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+        own |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **env}
+        own |= environment_of("launcher.inference_server_env_vars", config.launcher.inference_server_env_vars)
+        return cls(
+            name=name,
+            python=config.launcher.inference_server_python or sys.executable,
+            env=own,
+            log=place.log,
+            ready_timeout_s=config.rollout.setup_timeout,
+        )
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def version(self) -> str:
+        """Return the version that is installed. Raises ConfigError where there is none."""
+        code = f"from importlib.metadata import version; print(version({self.name.lower()!r}))"
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(self.python, "-c", code), env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        except OSError as error:
+            problem = f"launcher.inference_server_python {self.python!r} can't be started: {error}"
+            raise ConfigError(problem) from error
+        output, errors = await process.communicate()
+        if process.returncode != 0:
+            raise ConfigError(
+                f"there is no {self.name} in {self.python!r} (launcher.inference_server_python): "
+                f"{errors.decode(errors='replace').strip().splitlines()[-1:]}"
+            )
+        return output.decode().strip()
+
+    async def start(self, argv: list[str], url: str, session: aiohttp.ClientSession, key: str = "") -> None:
+        """Start it, and return when /health answers 200. Raises RoleFailed with the log's last lines."""
+        begin = time.monotonic()
+        self._url, self._session = url, session
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._process = TiedProcess(self.python, argv, self.env, self.log)
+        logger.info("starting %s, pid %d: %s", self.name, self.pid, " ".join(argv))
+        while True:
+            problem = self.alive()
+            if not problem and time.monotonic() - begin > self.ready_timeout_s:
+                problem = f"{self.name} was not ready within {self.ready_timeout_s:.0f} s; {self._said()}"
+            if problem:
+                raise RoleFailed(problem)
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                if (await self._ask("GET", "/health", None, HEALTH_TIMEOUT))[0] == 200:
+                    break
+            await asyncio.sleep(0.25)
+        logger.info("%s is ready after %.0f s", self.name, time.monotonic() - begin)
+
+    def alive(self) -> str:
+        """Return why it does not live any more; empty while it does."""
+        status = self._process.exit_status() if self._process else ""
+        return f"{self.name} ended ({status}); {self._said()}" if status else ""
+
+    def _said(self) -> str:
+        return "\n".join([f"the end of {self.log}:", *last_lines(self.log, LAST_LINES)])
+
+    async def stop(self) -> None:
+        if self._session:
+            await self._session.close()
+        if self._process:
+            await self._process.stop()
+
+    async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
+        """POST `body` to `path`, or GET it where body is None; 503 where it does not answer."""
+        try:
+            return await self._ask("GET" if body is None else "POST", path, body, NO_LIMIT)
+        except aiohttp.ClientError as error:
+            return 503, {"error": {"message": f"{self.name} does not answer: {type(error).__name__}"}}
+
+    async def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout: aiohttp.ClientTimeout
+    ) -> Answer:
+        assert self._session is not None
+        async with self._session.request(
+            method, self._url + path, json=body, headers=self._headers, timeout=timeout
+        ) as response:
+            return response.status, _json_or_text(await response.read())
+
+
+def _json_or_text(raw: bytes) -> Any:
+    try:
+        return json.loads(raw) if raw else {"status": "ok"}
+    except ValueError:
+        return {"message": raw.decode(errors="replace")}
+
+
+_TIE = """
+import ctypes, os, signal, sys, time
+main = os.getpid()
+if os.fork() == 0:  # what the server started does not always end with it
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while os.getppid() == main:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
+ctypes.CDLL(None, use_errno=True).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL; exec keeps it
+if os.getppid() != int(sys.argv[1]):  # it died before the tie was set
+    sys.exit('the parent has gone')
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+class TiedProcess(subprocess.Popen[bytes]):
+    """`python arguments…`, killed when the thread that starts it dies: start it from the main thread.
+
+    What it started is killed when it ends. Raises OSError where it can't be started.
+    """
+
+    def __init__(self, python: str, arguments: list[str], env: dict[str, str], log: Path) -> None:
+        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as output:
+            super().__init__(
+                [python, "-c", _TIE, str(os.getpid()), *arguments],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def exit_status(self) -> str:
+        """Empty while it runs, else how it ended."""
+        code = self.poll()
+        if code is None:
+            return ""
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+    async def stop(self, grace_s: float = 15.0) -> None:
+        """TERM to the process, then KILL to its session."""
+        if self.poll() is None:
+            self.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self.wait, grace_s)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()

@@ -1,0 +1,311 @@
+"""The vLLM backend: one vLLM server as a subprocess, asked for what SGLang's native API asks for.
+
+What pauses it and changes its weights asks for no key. So it has no port: it listens on a socket in a
+directory that only its user can enter. Not served: replicas over several nodes, and log-probabilities where
+top_p, top_k or min_p leave tokens out (vLLM reports them among the tokens that are left).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import aiohttp
+
+from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.config.sections.inference import VLLMConfig
+from hpc_rl.config.tables.vllm_versions import FLAGS, NO_FLAGS
+from hpc_rl.errors import RequestRefused, RoleFailed
+from hpc_rl.servers.base import Answer, ReplicaPlace
+from hpc_rl.servers.native_api import NativeRequest, pause_mode, refused, split, to_answer, unknown_key
+from hpc_rl.servers.server_process import ServerProcess, Setting, arguments, given, table_for, tokenizer_of
+
+logger = logging.getLogger(__name__)
+
+NAME = "vLLM"
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, reload
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",  # its processes talk among themselves; they are on one node
+}
+# Threads are bound by whoever starts the role; a second server would be bound to the same cores.
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+CPU_KV_CACHE_BYTES = 4 << 30  # without a bound vLLM takes a share of the host's memory
+LONGEST_SOCKET = 100  # bytes of its path; the system allows 107
+MAX_NEW_TOKENS = 128  # SGLang's default
+_SAMPLING = {  # SGLang's name -> vLLM's
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    **{
+        name: name
+        for name in (
+            *("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids", "ignore_eos"),
+            *("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias"),
+            *("skip_special_tokens", "spaces_between_special_tokens"),
+        )
+    },
+}
+_ALL_TOKENS = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
+_SEED_STEP = 0x9E3779B97F4A7C15
+
+
+def settings_of(config: VLLMConfig, device: str, tensor_parallel_size: int, index: int) -> dict[str, Setting]:
+    """Return what the configuration says, and what a CPU needs additionally; None is left to vLLM."""
+    own = {name: value for name, value in sorted(vars(config).items()) if name not in NO_FLAGS}
+    settings: dict[str, Setting | None] = {
+        **own,
+        "seed": config.seed + index,
+        "tensor_parallel_size": tensor_parallel_size,
+        "enable_scale_out": True,  # the API of token ids
+        "logprobs_mode": "processed_logprobs",  # at the temperature of the request
+        # what a request does not say must not come from the model's generation config
+        "generation_config": "vllm",
+    }
+    if device == "cpu":
+        settings["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
+    return given(settings)
+
+
+def sampling_of(request: NativeRequest, with_logprobs: bool) -> dict[str, Any]:
+    """Return vLLM's sampling parameters for a request. Raises RequestRefused."""
+    said = {key: value for key, value in (request.sampling or {}).items() if value is not None}
+    for key in said:
+        if key not in _SAMPLING:
+            raise unknown_key(key, _SAMPLING)
+    sampling = {"max_tokens": MAX_NEW_TOKENS} | {_SAMPLING[key]: value for key, value in said.items()}
+    if with_logprobs:
+        sampling["logprobs"] = 0  # of the token that was taken
+        for key, neutral in _ALL_TOKENS.items() if sampling.get("temperature", 1) else ():
+            if sampling.get(key, neutral[0]) not in neutral:
+                problem = f"vLLM's log-probabilities would leave tokens out, got {sampling[key]!r}; omit it"
+                raise RequestRefused(f"sampling key {key!r}: {problem}")
+    if sampling.get("ignore_eos"):
+        sampling.pop("stop_token_ids", None)
+    if isinstance(sampling.get("seed"), int):
+        # a sequence that is resubmitted goes on with other random numbers than it began with
+        sampling["seed"] = (sampling["seed"] + len(request.ids) * _SEED_STEP) % (1 << 63)
+    return {**sampling, "detokenize": bool(sampling.get("stop"))}
+
+
+def native_answers(rid: str, answer: dict[str, Any], label: str) -> list[dict[str, Any]]:
+    """Return vLLM's answer as SGLang's, one for each sample."""
+    return [
+        to_answer(
+            rid,
+            choice["token_ids"],
+            [one["logprob"] for one in choice["logprobs"]["content"] or ()] if choice["logprobs"] else None,
+            _finish(choice),
+            [(one["version"], one["start"], one["end"]) for one in choice["weight_versions"] or ()],
+            prompt_tokens=answer["usage"]["prompt_tokens"],
+            weight_version=label,  # where nothing was made
+        )
+        for choice in answer["choices"]
+    ]
+
+
+def _finish(choice: dict[str, Any]) -> dict[str, Any]:
+    made, kind, matched = choice["token_ids"], choice["finish_reason"], choice["stop_reason"]
+    if kind == "stop":
+        return {"type": kind, "matched": made[-1] if matched is None and made else matched}
+    return {"type": kind, "length": len(made)} if kind == "length" else {"type": kind}
+
+
+def no_text(_text: str) -> list[int]:
+    raise RequestRefused("text is not served by vLLM servers; send input_ids")
+
+
+@dataclass(kw_only=True)
+class VLLMBackend:
+    """See Backend."""
+
+    process: ServerProcess
+    settings: dict[str, Setting]
+    version: str = ""  # by which the options were checked
+    extra_args: Sequence[str] = ()
+
+    makes_initial_weights: ClassVar[bool] = False
+    socket: Path | None = None
+    _model: str = ""
+    _label: str = ""
+    _is_paused: bool = False
+    _control: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @classmethod
+    def create(cls, config: GRPOConfig, place: ReplicaPlace) -> VLLMBackend:
+        env = ENVIRONMENT | (CPU_ENVIRONMENT if place.device == "cpu" else {})
+        settings = settings_of(config.vllm, place.device, max(1, place.num_gpus), place.index)
+        return cls(
+            process=ServerProcess.create(NAME, config, place, env),
+            settings=settings | {"tokenizer": tokenizer_of(config)},
+            version=config.vllm.version,
+            extra_args=config.vllm.extra_args,
+        )
+
+    async def start(self, path: str, version: str) -> None:
+        flags, warning = table_for(FLAGS, NAME, await self.process.version(), self.version)
+        if warning:
+            logger.warning(warning)
+        self.socket = private_socket()
+        settings = {"model": path, **self.settings, "uds": str(self.socket)}
+        argv = ["-m", "vllm.entrypoints.cli.main", "serve", *arguments(settings, self.extra_args, flags)]
+        session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(self.socket), limit=0))
+        await self.process.start(argv, "http://vllm", session)
+        self._model = path
+        await self._set_label(version or "none")
+        first = NativeRequest([0], "", {"max_new_tokens": 1, "ignore_eos": True})
+        status, answer = await self._sample(first, with_logprobs=True)
+        if status != 200:
+            raise RoleFailed(f"vLLM can't generate: {answer}")
+
+    def alive(self) -> str:
+        return self.process.alive()
+
+    async def stop(self) -> None:
+        await self.process.stop()
+        if self.socket:
+            await asyncio.to_thread(shutil.rmtree, self.socket.parent, ignore_errors=True)
+
+    async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
+        handler = self._HANDLERS.get(path)
+        if handler is None:
+            return 404, refused(f"no such path: {path}")
+        try:
+            return await handler(self, body or {})
+        except RequestRefused as error:
+            return 400, refused(str(error))
+
+    # generation
+    async def _generate(self, body: dict[str, Any]) -> Answer:
+        requests, batched = split(body, "vLLM servers", no_text)
+        with_logprobs = bool(body.get("return_logprob"))
+        answers = await asyncio.gather(*(self._sample(one, with_logprobs) for one in requests))
+        failed = next((answer for answer in answers if answer[0] != 200), None)
+        if failed:
+            return failed
+        samples = [sample for _, made in answers for sample in made]
+        return 200, samples if batched or len(samples) > 1 else samples[0]
+
+    async def _sample(self, request: NativeRequest, with_logprobs: bool) -> Answer:
+        rid = request.rid or uuid.uuid4().hex
+        body = {
+            "request_id": rid,
+            "token_ids": request.ids,
+            "sampling_params": sampling_of(request, with_logprobs),
+            "cache_salt": self._label,  # what older weights left in the prefix cache is not used again
+        }
+        status, answer = await self.process.request("/inference/v1/generate", body)
+        return status, native_answers(rid, answer, self._label) if status == 200 else answer
+
+    async def _chat(self, body: dict[str, Any]) -> Answer:
+        if body.get("stream"):
+            raise RequestRefused("chat key 'stream' is not served by vLLM servers")
+        asked = {key: value for key, value in body.items() if key != "model"}  # whatever it is called there
+        status, answer = await self.process.request(
+            "/v1/chat/completions", {**asked, "cache_salt": self._label}
+        )
+        if status == 200:
+            answer |= {"model": body.get("model") or "default", "metadata": {"weight_version": self._label}}
+        return status, answer
+
+    # control
+    async def _pause(self, body: dict[str, Any]) -> Answer:
+        mode = pause_mode(body)
+        async with self._control:
+            answer = await self._hold(mode)
+            self._is_paused = self._is_paused or answer[0] == 200
+        return answer
+
+    async def _hold(self, mode: str) -> Answer:
+        """Pause; `retract` also makes the running requests compute their cache again when they go on."""
+        if mode == "abort":
+            return await self.process.request("/pause?mode=abort", {})
+        answer = await self.process.request("/pause?mode=keep&clear_cache=false", {})
+        if mode == "retract" and answer[0] == 200:
+            answer = await self._drop_cache("?reset_running_requests=true")
+        return answer
+
+    async def _drop_cache(self, options: str = "") -> Answer:
+        status, answer = await self.process.request(f"/reset_prefix_cache{options}", {})
+        if status == 200 and not answer.get("success"):
+            return 400, refused("running requests hold the cache")
+        return status, answer
+
+    async def _continue(self, _body: dict[str, Any]) -> Answer:
+        async with self._control:
+            answer = await self.process.request("/resume", {})
+            self._is_paused = self._is_paused and answer[0] != 200
+        return answer
+
+    async def _abort(self, body: dict[str, Any]) -> Answer:
+        rid, everything = body.get("rid") or "", bool(body.get("abort_all"))
+        if not rid and not everything:
+            return 200, {"status": "ok"}
+        ids = [] if everything else [f"generate-tokens-{rid}"]  # vLLM's prefix of that API
+        return await self.process.request("/abort_requests", {"request_ids": ids})
+
+    async def _update(self, body: dict[str, Any]) -> Answer:
+        path, label = body.get("model_path"), body.get("weight_version")
+        # a failed reload would end vLLM
+        if not isinstance(path, str) or not await asyncio.to_thread(is_checkpoint, Path(path)):
+            raise RequestRefused(f"there are no weights in model_path {path!r}; the old ones stay")
+        async with self._control:
+            if not self._is_paused:
+                await self._hold("retract")
+            try:
+                reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+                status, answer = await self.process.request("/collective_rpc", reload)
+                if status != 200:
+                    return 400, {"success": False, "message": f"vLLM did not load {path}", **answer}
+                self._model = path
+                await self._set_label(self._label if label is None else str(label))
+                if body.get("flush_cache", True):
+                    await self._drop_cache()
+            finally:
+                if not self._is_paused:
+                    await self.process.request("/resume", {})
+        return 200, {"success": True, "message": "updated", "num_paused_requests": 0}
+
+    async def _set_label(self, label: str) -> None:
+        """Name the weights that make tokens from now on: vLLM says so of each token."""
+        status, answer = await self.process.request("/update_weight_version", {"new_version": label})
+        if status != 200:
+            raise RoleFailed(f"vLLM did not take the name of its weights, {label}: {answer}")
+        self._label = label
+
+    async def _flush(self, _body: dict[str, Any]) -> Answer:
+        return await self._drop_cache()
+
+    async def _info(self, _body: dict[str, Any]) -> Answer:
+        return 200, {"model_path": self._model, "is_generation": True, "weight_version": self._label}
+
+    _HANDLERS: ClassVar = {
+        "/generate": _generate,
+        "/v1/chat/completions": _chat,
+        "/pause_generation": _pause,
+        "/continue_generation": _continue,
+        "/abort_request": _abort,
+        "/update_weights_from_disk": _update,
+        "/flush_cache": _flush,
+        "/model_info": _info,
+    }
+
+
+def private_socket() -> Path:
+    """Return a path for a socket in a new directory that only this user can enter, on this node."""
+    folder = Path(tempfile.mkdtemp(prefix="hpc-rl-vllm-"))
+    if len(bytes(folder)) > LONGEST_SOCKET - len("/http"):
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="hpc-rl-vllm-", dir="/tmp"))
+    return folder / "http"
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))

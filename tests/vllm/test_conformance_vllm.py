@@ -1,0 +1,109 @@
+"""The conformance suite on a real vLLM on the CPU, and what only vLLM needs: a socket that nobody else can reach,
+and that log-probabilities mean the same as elsewhere.
+"""
+
+import asyncio
+import os
+import stat
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.register_assert_rewrite("conformance")
+
+from conformance import PROMPT, TRUNCATED, Conformance, api, check_logprobs, make_model, named  # noqa: E402, F401
+from vllm_servers import backend_of, served_vllm  # noqa: E402
+
+from hpc_rl.errors import InputRefused, RoleFailed  # noqa: E402
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, vllm_python):
+    replica = served_vllm(tmp_path_factory.mktemp("vllm"), vllm_python)
+    folder, processes = replica.backend.socket.parent, _tree(replica.backend.process.pid)
+    yield replica
+    replica.stop()
+    assert not folder.exists()
+    assert not psutil.wait_procs(processes, timeout=5)[1]
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+class TestVLLM(Conformance):
+    @pytest.mark.parametrize("sampling", TRUNCATED, ids=named)
+    async def test_tokens_that_are_left_out_count_in_logprobs(self, api, sampling):  # noqa: F811
+        """Its own would not count them: the request is refused, and without log-probabilities it is served."""
+        with pytest.raises(InputRefused, match="would leave tokens out"):
+            await api.turn(**sampling)
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 5, "ignore_eos": True, **sampling}}
+        assert len((await api.post("/generate", body))[1]["output_ids"]) == 5
+
+    async def test_nobody_else_can_reach_it(self, api):  # noqa: F811
+        socket = api.served.backend.socket
+        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700 and socket.is_socket()
+        found = [one for each in _tree(api.served.backend.process.pid) for one in _listening(each)]
+        assert {address.ip for address in found} <= {"127.0.0.1", "::1"}
+
+    async def test_seed_gives_the_same_tokens_again(self, api):  # noqa: F811
+        seeded = {"max_new_tokens": 24, "ignore_eos": True}
+        first, again, other = [await api.turn(**seeded, sampling_seed=seed) for seed in (7, 7, 8)]
+        assert first.output_ids == again.output_ids != other.output_ids
+
+    async def test_stop_text_ends_a_completion(self, api):  # noqa: F811
+        free = await api.turn(max_new_tokens=30, temperature=0.0, ignore_eos=True)
+        text = api.served.tokenizer.decode(free.output_ids[3:5])
+        turn = await api.turn(max_new_tokens=30, temperature=0.0, ignore_eos=True, stop=[text])
+        assert turn.finish_reason == "stop" and len(turn.output_ids) < 30
+        assert turn.output_ids == free.output_ids[: len(turn.output_ids)]
+
+    async def test_cache_of_older_weights_is_not_used_again(self, api):  # noqa: F811
+        """After an update in place, which keeps the cache for the requests that go on."""
+        served, long_prompt = api.served, PROMPT * 20
+        running = asyncio.create_task(api.turn(max_new_tokens=1500, ignore_eos=True))
+        await api.turn(long_prompt)
+        await api.control("/pause_generation", {"mode": "in_place"})
+        old = served.label
+        served.step += 1
+        served.model = served.models[served.step % 2]
+        served.point(served.model)
+        body = {"model_path": str(served.model), "weight_version": served.label, "flush_cache": False}
+        await api.control("/update_weights_from_disk", body)
+        await api.client.resume()
+        turn = await api.turn(long_prompt, max_new_tokens=8, ignore_eos=True)
+        check_logprobs(turn, {served.label: served.model}, 1.0, long_prompt)
+        assert [span[0] for span in (await running).versions] == [old, served.label]
+
+
+def _listening(process: psutil.Process) -> list:
+    return [one.laddr for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+
+
+async def test_failed_start_shows_vllms_own_words(tmp_path, vllm_python):
+    make_model(tmp_path / "model", 0)
+    backend = backend_of(vllm_python, tmp_path / "model", tmp_path, ("--no-such-flag",))
+    try:
+        with pytest.raises(RoleFailed, match="no-such-flag"):
+            await backend.start(str(tmp_path / "model"), "0.0")
+    finally:
+        await backend.stop()
+
+
+@pytest.mark.soak
+async def test_nothing_is_left_when_vllm_is_killed(tmp_path, vllm_python):
+    make_model(tmp_path / "model", 0)
+    backend = backend_of(vllm_python, tmp_path / "model", tmp_path)
+    await backend.start(str(tmp_path / "model"), "0.0")
+    assert not backend.alive()
+    processes = _tree(backend.process.pid)
+    os.kill(backend.process.pid, 9)
+    await asyncio.sleep(0.5)
+    assert "SIGKILL" in backend.alive()
+    assert not psutil.wait_procs(processes, timeout=10)[1]
+    await backend.stop()
+    assert not Path(backend.socket).parent.exists()
