@@ -1,21 +1,21 @@
 # make quickstart   set up .venv and run the main job on this machine
 # make check        format, lint, types, unit and golden tests (under 2 minutes once set up)
-# make test         check, and integration, faults, a real Slurm, SGLang and atroposlib: what CI runs
+# make test         check, and integration, faults, a real Slurm, SGLang, vLLM and atroposlib: what CI runs
 # make soak         what is too long for every landing
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # The tests pin PyTorch's CPU build; on a GPU machine: make TORCH='torch>=2.9'
 TORCH ?= torch==2.13.0
-# processes that run tests; those with a Slurm share two of them, those with a SGLang one (tests/conftest.py)
+# processes that run tests; those with a Slurm share two of them, those with a SGLang or a vLLM one (tests/conftest.py)
 WORKERS ?= 2
 # the same, of tests that mostly wait: for Slurm, for servers, for processes of a trial
 WAITING_WORKERS ?= 4
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
-# a missing Slurm, SGLang, atroposlib or shellcheck fails instead of skipping
-export HPC_RL_TEST_REQUIRE ?= slurm,sglang,atropos,shellcheck
+# a missing Slurm, SGLang, vLLM, atroposlib or shellcheck fails instead of skipping
+export HPC_RL_TEST_REQUIRE ?= slurm,sglang,vllm,atropos,shellcheck
 
 .PHONY: quickstart setup format check test soak clean
 
@@ -50,15 +50,17 @@ check: $(VENV)/dev
 test: check
 	$(BIN)/python tests/slurm/packages.py
 	tests/sglang/install.sh
+	tests/vllm/install.sh
 	tests/atropos/install.sh
 	$(BIN)/python -m pytest -n $(WAITING_WORKERS) --dist loadscope --no-loadscope-reorder \
-		tests/slurm tests/sglang tests/atropos tests/integration tests/faults -m "not soak" --durations 15
+		tests/slurm tests/sglang tests/vllm tests/atropos tests/integration tests/faults -m "not soak" --durations 15
 
 soak: $(VENV)/dev
 	$(BIN)/python tests/slurm/packages.py
 	tests/sglang/install.sh
+	tests/vllm/install.sh
 	tests/atropos/install.sh
 	$(BIN)/python -m pytest tests -m soak --timeout 7200
 
 clean:
-	rm -rf $(VENV) .venv-sglang .venv-atropos .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) .venv-sglang .venv-vllm .venv-atropos .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

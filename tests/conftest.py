@@ -1,5 +1,5 @@
-"""Which tests share a process where several run at once: those with a SGLang, two halves of those with a Slurm,
-else those of a file. What takes longest starts first.
+"""Which tests share a process where several run at once: those with a SGLang, those with a vLLM, two halves of
+those with a Slurm, else those of a file. What takes longest starts first.
 
 No test sees or changes what the account that runs them keeps: its index of trials, its cluster profiles.
 """
@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-STARTED_ONCE = ("slurm", "sglang")
+STARTED_ONCE = ("slurm", "sglang", "vllm")
 # The tests with a Slurm mostly wait. These take half of the time, and run beside the others on a cluster of their own.
 SECOND_SLURM = ("test_trial.py", "test_layouts.py", "test_endings.py", "test_options.py")
 # What takes minutes, the longest first: started last it would run alone, at the end.
-LONG = ("slurm", "slurm-2", "test_kill_anything.py", "sglang", "test_elastic.py", "test_rollout_faults.py")
+LONG = ("slurm", "slurm-2", "test_kill_anything.py", "vllm", "sglang", "test_elastic.py")
+LONG += ("test_rollout_faults.py",)
 LONG += ("test_readme.py", "test_wheel.py", "test_fsdp.py", "test_supervisor_faults.py", "test_trainer.py")
 LONG += ("test_managed_embedded.py",)
 OWN = pytest.StashKey[Path]()

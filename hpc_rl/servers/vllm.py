@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import tempfile
 import uuid
@@ -38,6 +39,16 @@ ENVIRONMENT = {
 # Threads are bound by whoever starts the role; a second server would be bound to the same cores.
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 CPU_KV_CACHE_BYTES = 4 << 30  # without a bound vLLM takes a share of the host's memory
+# On a CPU vLLM computes with packed copies of the weights. A reload leaves out that of an output layer that
+# shares its weights with the embedding.
+WORKER = """
+class Packing:
+    def pack_output_layer(self):
+        for layer in self.model_runner.get_model().modules():
+            if type(layer).__name__ == "ParallelLMHead":
+                layer.quant_method.process_weights_after_loading(layer)
+"""
+WORKER_MODULE = "hpc_rl_worker"  # beside the socket
 LONGEST_SOCKET = 100  # bytes of its path; the system allows 107
 MAX_NEW_TOKENS = 128  # SGLang's default
 _SAMPLING = {  # SGLang's name -> vLLM's
@@ -71,6 +82,7 @@ def settings_of(config: VLLMConfig, device: str, tensor_parallel_size: int, inde
     }
     if device == "cpu":
         settings["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
+        settings["worker_extension_cls"] = f"{WORKER_MODULE}.Packing"
     return given(settings)
 
 
@@ -154,6 +166,10 @@ class VLLMBackend:
         if warning:
             logger.warning(warning)
         self.socket = private_socket()
+        if "worker_extension_cls" in self.settings:
+            folder, env = self.socket.parent, self.process.env
+            (folder / f"{WORKER_MODULE}.py").write_text(WORKER)
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
         settings = {"model": path, **self.settings, "uds": str(self.socket)}
         argv = ["-m", "vllm.entrypoints.cli.main", "serve", *arguments(settings, self.extra_args, flags)]
         session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(self.socket), limit=0))
@@ -260,8 +276,7 @@ class VLLMBackend:
             if not self._is_paused:
                 await self._hold("retract")
             try:
-                reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-                status, answer = await self.process.request("/collective_rpc", reload)
+                status, answer = await self._reload(path)
                 if status != 200:
                     return 400, {"success": False, "message": f"vLLM did not load {path}", **answer}
                 self._model = path
@@ -272,6 +287,13 @@ class VLLMBackend:
                 if not self._is_paused:
                     await self.process.request("/resume", {})
         return 200, {"success": True, "message": "updated", "num_paused_requests": 0}
+
+    async def _reload(self, path: str) -> Answer:
+        call = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        answer = await self.process.request("/collective_rpc", call)
+        if answer[0] == 200 and "worker_extension_cls" in self.settings:
+            answer = await self.process.request("/collective_rpc", {"method": "pack_output_layer"})
+        return answer
 
     async def _set_label(self, label: str) -> None:
         """Name the weights that make tokens from now on: vLLM says so of each token."""

@@ -1,6 +1,7 @@
-"""Interpreters with packages that this project's own environment does not have: SGLang's, atroposlib's."""
+"""Interpreters with packages that this project's own environment does not have: those of SGLang, vLLM, atroposlib."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -27,3 +28,21 @@ def python_of(package: str) -> str:
             pytest.fail(message)
         pytest.skip(message)
     return str(ROOT / f".venv-{package}" / "bin" / "python")
+
+
+def flags_of_help(argv: list[str], env: dict[str, str]) -> set[str]:
+    """Return the flags that the help of a command lists."""
+    text = subprocess.run(argv, env=os.environ | env, capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r"(?<![\w-])--[a-z0-9][\w-]*", text))
+
+
+def words_of(flags: dict[str, str | tuple[str, ...]]) -> set[str]:
+    """Return the flags of a table, without their values."""
+    words = {word for flag in flags.values() for word in ([flag] if isinstance(flag, str) else flag)}
+    return {word for word in words if word.startswith("--")}
+
+
+def version_in(python: str, package: str) -> str:
+    code = f"from importlib.metadata import version; print(version('{package}'))"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip().partition("+")[0]

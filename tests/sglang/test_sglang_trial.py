@@ -1,117 +1,29 @@
 """A whole GRPO trial whose server is a real SGLang."""
 
-import os
-
-import numpy as np
 import pytest
-import torch
-from toy_trials import ROOT, groups_in_ledger, hpc_rl, logs_of, make_quickstart, status, trial_of
-from transformers import AutoModelForCausalLM
 
-NUM_STEPS = 4
-BATCH_SIZE = 8
+pytest.register_assert_rewrite("server_trials")
 
+from server_trials import ServerTrial, run_trial  # noqa: E402
+from toy_trials import ROOT  # noqa: E402
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+NUM_STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, sglang_python):
-    """A trial of four synchronous steps: batch k is made by version k-1 and by nothing else."""
-    here = tmp_path_factory.mktemp("sglang-trial")
-    make_quickstart(here)
-    (here / "counting.py").write_text(
-        "def reward(prompt, completion, **columns):\n    return completion.count('1') / 6\n"
-    )
     environment = f"PYTHONPATH={ROOT / 'tests/sglang/shim'},OMP_NUM_THREADS=1"
-    done = hpc_rl(
-        *(
-            "submit",
-            "--follow",
-            "--config",
-            ROOT / "configs/grpo.yaml",
-            "trial_name=real",
-            "launcher.type=local",
-        ),
-        *("allocation_mode=sglang:d1+fsdp:d1", f"launcher.inference_server_python={sglang_python}"),
-        *(
-            f"launcher.inference_server_env_vars={environment}",
-            "sglang.max_total_tokens=16384",
-            "sglang.context_length=64",
-        ),
-        *(f"total_train_steps={NUM_STEPS}", f"train_dataset.batch_size={BATCH_SIZE}", "gconfig.n_samples=4"),
-        *(
-            "rollout.max_head_offpolicyness=0",
-            "rollout.batch_order=in_order",
-            "evaluator.freq_steps=null",
-            "valid_dataset=null",
-        ),
-        "rollout.reward_fn=counting:reward",  # a random model never gets a sum right, and would not learn
-        cwd=here,
-        timeout_s=400,
-        check=False,
+    return run_trial(
+        tmp_path_factory.mktemp("sglang-trial"),
+        "sglang",
+        sglang_python,
+        NUM_STEPS,
+        f"launcher.inference_server_env_vars={environment}",
+        "sglang.max_total_tokens=16384",
+        "sglang.context_length=64",
     )
-    trial = trial_of(here, "real")
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{logs_of(trial)}"
-    return here, trial
 
 
-def test_it_makes_its_steps_and_a_server_took_every_version(finished):
-    here, _ = finished
-    said = status(here, "real", "--offline")
-    assert said["state"] == "done"
-    assert said["step"] == NUM_STEPS
-
-
-def test_tokens_carry_the_version_that_made_them(finished):
-    """With no staleness allowed, SGLang's own label on the tokens of batch k must be that of version k-1."""
-    _, trial = finished
-    groups = groups_in_ledger(trial)
-    assert {group.index for group in groups} == set(range(NUM_STEPS * BATCH_SIZE))
-    for group in groups:
-        for trajectory in group.trajectories:
-            made = trajectory.steps[trajectory.loss_mask]
-            assert made.size
-            assert set(made.tolist()) == {group.index // BATCH_SIZE}
-            assert set(trajectory.lineages[trajectory.loss_mask].tolist()) == {0}
-
-
-def test_the_label_stands_for_the_weights_of_that_step(finished):
-    """The log-probabilities of the last batch are those of the weights published before it, and not of the
-    first ones.
-    """
-    here, trial = finished
-    last = [g for g in groups_in_ledger(trial) if g.index // BATCH_SIZE == NUM_STEPS - 1]
-    made_by = AutoModelForCausalLM.from_pretrained(trial.published(f"0.{NUM_STEPS - 1}"))
-    first = AutoModelForCausalLM.from_pretrained(here / "quickstart/warm")
-    assert max_difference(made_by, last) < 2e-3
-    assert max_difference(first, last) > 2e-2
-
-
-def max_difference(model, groups) -> float:
-    worst = 0.0
-    for trajectory in (t for group in groups for t in group.trajectories):
-        ids = torch.from_numpy(trajectory.ids.astype(np.int64))[None]
-        with torch.no_grad():
-            logprobs = torch.log_softmax(model(input_ids=ids).logits[0].float(), -1)
-        own = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
-        mask = trajectory.loss_mask[1:]
-        worst = max(worst, float(np.abs(own[mask] - trajectory.logprobs[1:][mask]).max()))
-    return worst
-
-
-def test_nothing_of_the_server_is_left(finished):
-    """SGLang's processes end with the trial."""
-    _, trial = finished
-    ours = str(trial.dir).encode()
-    left = []
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                with open(f"/proc/{entry.name}/cmdline", "rb") as file:
-                    command = file.read()
-            except OSError:
-                continue
-            if ours in command and b"pytest" not in command:
-                left.append(command)
-    assert not left
+class TestSGLangTrial(ServerTrial):
+    NUM_STEPS = NUM_STEPS

@@ -105,7 +105,7 @@ def test_the_server_role_needs_only_packages_of_a_sglang_image():
         "yarl",
     }
     code = (
-        "import sys, hpc_rl.app.server, hpc_rl.servers.sglang, hpc_rl.name_resolve.shared_fs\n"
+        "import sys, hpc_rl.app.server, hpc_rl.servers.sglang, hpc_rl.servers.vllm, hpc_rl.name_resolve.shared_fs\n"
         "from hpc_rl.config.loading.stored import from_dict\n"
         "from_dict({'experiment_name': 'e', 'trial_name': 't', 'train_dataset': {'path': '/d'}, 'actor': {'path': '/m'}})\n"
         "files = {name: getattr(module, '__file__', None) or '' for name, module in sys.modules.items()}\n"

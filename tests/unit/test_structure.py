@@ -36,7 +36,6 @@ SMALL = {
     "config/sections/dataset.py": "a section of its own",
     "config/sections/environments.py": "a section of its own",
     "config/environment_file.py": "imported by the role and by hpc-rl env",
-    "config/tables/sglang_versions.py": "imported by the rules, the server role and doctor",
     "datasets/order.py": "a pure function with a theory of its own",
     "examples/curve.py": "the only user of plotext",
     "examples/environments/arithmetic.py": "an example",

@@ -150,7 +150,7 @@ class SlurmLauncherConfig(SlurmNodesConfig):
     rollout_image_python: Executable = "python3"
     """Python interpreter in the rollout role's image."""
     inference_server_image_python: Executable = "python3"
-    """Python interpreter in `inference_server_image`; SGLang uses it too, unless
+    """Python interpreter in `inference_server_image`; SGLang or vLLM uses it too, unless
     `launcher.inference_server_python` names another."""
     container_program: Executable = "apptainer"
     """Program for `container_type: apptainer`: a name or a path; `singularity` works too."""
@@ -206,7 +206,7 @@ class LauncherConfig:
     """Python interpreter of the supervisor and of roles without a container; null means the one that submits.
     """
     inference_server_python: Executable | None = None
-    """Python interpreter of SGLang, which has an environment of its own; null means that of its role."""
+    """Python interpreter of SGLang or vLLM, which have an environment of their own; null means the role's."""
     templates_dir: PathText = ""
     """Directory of templates that take precedence over the site's and the packaged ones; empty means none."""
     inference_server_cpus_per_gpu: PositiveInt = 4

@@ -261,6 +261,39 @@ def test_sglangs_extra_arguments(extra, words):
     assert checked(servers, "sglang.extra_args=[--enable-deterministic-inference]")
 
 
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ("--port=1", "--port is derived from the plan"),
+        ("--uds", "--uds is derived from the plan"),
+        ("-tp", "-tp is derived from the plan"),
+        ("--logprobs-mode", "--logprobs-mode is derived from the plan"),
+        ("--seed", "--seed can't be given; use vllm.seed"),
+    ],
+)
+def test_vllms_extra_arguments(extra, words):
+    servers = "allocation_mode=vllm:d1+fsdp:d1"
+    with pytest.raises(ConfigError, match=words):
+        checked(servers, f"vllm.extra_args=[{extra}, '7']")
+    assert checked(servers, "vllm.extra_args=[--max-num-seqs, '7']").config.vllm.max_num_seqs is None
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("gconfig.top_p=0.9", "gconfig.top_p 0.9 can't be used with vllm servers"),
+        ("gconfig.top_k=5", "gconfig.top_k 5 can't be used with vllm servers"),
+        ("vllm.max_model_len=16", "vllm.max_model_len 16 can't hold gconfig.max_new_tokens"),
+        ("vllm.dtype=float16", "vllm.dtype float16 can't be used without GPUs"),
+        ("vllm.dtype=float8", "allowed: auto, bfloat16, float16, float32"),
+        ("vllm.version=0.1.0", "allowed: 0.32.0"),
+    ],
+)
+def test_what_vllm_servers_can_not_do(override, words):
+    with pytest.raises(ConfigError, match=words):
+        checked("allocation_mode=vllm:d1+fsdp:d1", override)
+
+
 def test_what_is_fine_passes():
     good = [
         "--launcher.slurm.extra_args",

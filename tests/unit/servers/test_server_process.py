@@ -51,6 +51,22 @@ async def test_end_and_last_words_are_told(tmp_path):
     assert (tmp_path / "log").stat().st_mode & 0o077 == 0
 
 
+def test_what_a_child_started_dies_with_it(tmp_path):
+    """Also where the child is killed, and nobody stops it."""
+    code = "import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    code += "; print(child.pid, flush=True); time.sleep(600)"
+    process = TiedProcess(sys.executable, ["-c", code], dict(os.environ), tmp_path / "log")
+    deadline = time.monotonic() + 20
+    while not (said := last_lines(tmp_path / "log", 1)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    while not _gone(int(said[0])):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert process.exit_status() == "signal SIGKILL"
+
+
 async def test_stop_kills_what_ignores_term(tmp_path):
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     process = TiedProcess(sys.executable, ["-c", code], dict(os.environ), tmp_path / "log")
