@@ -179,7 +179,7 @@ class VLLMBackend:
         first = NativeRequest([0], "", {"max_new_tokens": 1, "ignore_eos": True})
         status, answer = await self._sample(first, with_logprobs=True)
         if status != 200:
-            raise RoleFailed(f"vLLM can't generate: {answer}")
+            raise RoleFailed(f"vLLM can't generate: {answer}; see {self.process.log}")
 
     def alive(self) -> str:
         return self.process.alive()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from conformance import make_model
 from toy_trials import ROOT, groups_in_ledger, hpc_rl, logs_of, make_quickstart, status, trial_of
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +20,7 @@ BATCH_SIZE = 8
 def run_trial(here: Path, backend: str, python: str, num_steps: int, *overrides: str) -> tuple[Path, Trial]:
     """Run a trial of synchronous steps: batch k is made by version k-1 and by nothing else."""
     make_quickstart(here)
+    make_model(here / "quickstart/warm", 1)  # the toy's is too small for some
     (here / "counting.py").write_text(
         "def reward(prompt, completion, **columns):\n    return completion.count('1') / 6\n"
     )
