@@ -203,6 +203,8 @@ def named(sampling: dict[str, Any]) -> str:
 class Conformance:
     """The suite."""
 
+    long = LONG  # what takes long enough to be interrupted
+
     async def test_generate_makes_the_tokens_that_were_asked_for(self, api):
         turn = await api.turn(max_new_tokens=9, ignore_eos=True)
         assert len(turn.output_ids) == len(turn.output_logprobs) == 9
@@ -294,7 +296,7 @@ class Conformance:
             await api.turn([4] * 4096)
 
     async def test_pause_abort_returns_what_was_made_and_the_client_goes_on(self, api):
-        sampling = {**LONG, "max_new_tokens": 900}
+        sampling = {**self.long, "max_new_tokens": 1200}
         request = asyncio.create_task(api.turn(**sampling))
         body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
         raw = asyncio.create_task(api.post("/generate", body))
@@ -302,15 +304,15 @@ class Conformance:
         await api.control("/pause_generation", {"mode": "abort"})
         status, answer = await raw
         assert status == 200 and answer["meta_info"]["finish_reason"]["type"] == "abort"
-        assert 0 < len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 900
+        assert 0 < len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 1200
         await api.client.resume()
         turn = await request
-        assert turn.finish_reason == "length" and len(turn.output_ids) == 900
+        assert turn.finish_reason == "length" and len(turn.output_ids) == 1200
         check_logprobs(turn, {api.served.label: api.served.model}, 1.0)
 
     @pytest.mark.parametrize("mode", ["retract", "in_place"])
     async def test_pause_holds_requests_until_continue(self, api, mode):
-        running = asyncio.create_task(api.turn(**LONG))
+        running = asyncio.create_task(api.turn(**self.long))
         await asyncio.sleep(0.4)
         await api.control("/pause_generation", {"mode": mode})
         newcomer = asyncio.create_task(api.turn())
@@ -318,7 +320,7 @@ class Conformance:
         assert not running.done() and not newcomer.done()
         await api.client.resume()
         turn = await running
-        assert len(turn.output_ids) == LONG["max_new_tokens"] and turn.finish_reason == "length"
+        assert len(turn.output_ids) == self.long["max_new_tokens"] and turn.finish_reason == "length"
         check_logprobs(turn, {api.served.label: api.served.model}, 1.0)
         assert (await newcomer).output_ids
 
@@ -340,7 +342,7 @@ class Conformance:
 
     async def test_running_request_goes_on_under_the_new_weights(self, api):
         old = (api.served.label, api.served.model)
-        running = asyncio.create_task(api.turn(**LONG))
+        running = asyncio.create_task(api.turn(**self.long))
         await asyncio.sleep(0.5)
         await api.update()
         turn = await running
@@ -391,7 +393,7 @@ class Conformance:
 
     async def test_abort_by_rid_spares_the_others(self, api):
         rids = [uuid.uuid4().hex for _ in range(2)]
-        bodies = [{"input_ids": PROMPT, "sampling_params": LONG, "rid": rid} for rid in rids]
+        bodies = [{"input_ids": PROMPT, "sampling_params": self.long, "rid": rid} for rid in rids]
         calls = [asyncio.create_task(api.post("/generate", body)) for body in bodies]
         await asyncio.sleep(0.4)
         await api.control("/abort_request", {"rid": rids[0]})

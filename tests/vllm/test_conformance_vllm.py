@@ -12,7 +12,7 @@ import pytest
 
 pytest.register_assert_rewrite("conformance")
 
-from conformance import PROMPT, TRUNCATED, Conformance, api, check_logprobs, make_model, named  # noqa: E402, F401
+from conformance import LONG, PROMPT, TRUNCATED, Conformance, api, check_logprobs, make_model, named  # noqa: E402, F401
 from vllm_servers import backend_of, served_vllm  # noqa: E402
 
 from hpc_rl.errors import InputRefused, RoleFailed  # noqa: E402
@@ -36,6 +36,8 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 
 class TestVLLM(Conformance):
+    long = LONG | {"max_new_tokens": 3500}  # it is fast, and leaves little of two cores to others
+
     @pytest.mark.parametrize("sampling", TRUNCATED, ids=named)
     async def test_tokens_that_are_left_out_count_in_logprobs(self, api, sampling):  # noqa: F811
         """Its own would not count them: the request is refused, and without log-probabilities it is served."""
@@ -65,7 +67,7 @@ class TestVLLM(Conformance):
     async def test_cache_of_older_weights_is_not_used_again(self, api):  # noqa: F811
         """After an update in place, which keeps the cache for the requests that go on."""
         served, long_prompt = api.served, PROMPT * 20
-        running = asyncio.create_task(api.turn(max_new_tokens=1500, ignore_eos=True))
+        running = asyncio.create_task(api.turn(**self.long))
         await api.turn(long_prompt)
         await api.control("/pause_generation", {"mode": "in_place"})
         old = served.label
