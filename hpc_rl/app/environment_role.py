@@ -9,6 +9,8 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
+import threading
 import time
 
 import yaml
@@ -19,7 +21,6 @@ from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError, ExitCode, RoleFailed
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.rollout.pipes import die_with_parent
 from hpc_rl.trial import write_atomic
 
 logger = logging.getLogger(__name__)
@@ -57,16 +58,16 @@ def _run(context: role.Context, names: NameResolve, argv: list[str], url: str) -
     """Return the exit code of the command; None where it was ended, to stop or to start again."""
     environment = {name: value for name, value in os.environ.items() if name not in HIDDEN_VARIABLES}
     logger.info("starting %s", shlex.join(argv))
-    try:
-        process = subprocess.Popen(
-            argv,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-    except OSError as error:
-        raise ConfigError(f"environments.commands: {argv[0]!r} can't be started: {error}.") from error
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpc_rl.app.command_guard", *argv],
+        env=environment,
+        stdin=subprocess.PIPE,  # its end is that of this process
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    relay = threading.Thread(target=_relay, args=(process, context.tokens["data"]), daemon=True)
+    relay.start()
     try:
         while (code := process.poll()) is None:
             if context.stopping.wait(POLL_S):
@@ -77,6 +78,15 @@ def _run(context: role.Context, names: NameResolve, argv: list[str], url: str) -
         return code if code >= 0 else 128 - code
     finally:
         _end(process)
+        relay.join(END_GRACE_S)
+
+
+def _relay(process: subprocess.Popen[bytes], token: str) -> None:
+    """Write the command's output into the log of this role, without the token, which environments print."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        sys.stdout.buffer.write(line.replace(token.encode(), b"***"))
+        sys.stdout.buffer.flush()
 
 
 def _own_end(process: subprocess.Popen[bytes]) -> int | None:
@@ -98,6 +108,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         while process.poll() is None and time.monotonic() < until_s:
             time.sleep(0.05)
     process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 def _rollout_url(names: NameResolve) -> str | None:

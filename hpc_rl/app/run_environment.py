@@ -8,6 +8,7 @@ import json
 import logging
 import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
 
 logger = logging.getLogger(__name__)
 
+GRACE_S = 5.0
 BUILT_IN = {
     "arithmetic": "hpc_rl.examples.environments.arithmetic:Arithmetic",
     "calculator": "hpc_rl.examples.environments.calculator:Calculator",
@@ -40,7 +42,7 @@ ACTIONS = {
 def parser() -> ArgumentParser:
     """Return the parser of the command, for help and for the process itself."""
     made = ArgumentParser(
-        prog="hpc-rl env",
+        prog="hpc-rl env serve | process | evaluate",
         description="Run an environment: tasks of your own that feed a trainer, or are evaluated.",
         epilog="Options as in atroposlib; a file of them is given by --config FILE.",
         exit_on_error=False,
@@ -115,7 +117,10 @@ def _module(place: str) -> ModuleType:
         spec.loader.exec_module(module)
         return module
     except (ImportError, OSError, SyntaxError) as error:
-        raise ConfigError(f"environment {place!r} can't be imported: {error}.") from error
+        raise ConfigError(
+            f"environment {place!r} can't be imported: {error}. Give a FILE.py, FILE.py:Class, "
+            f"package.module:Class, or one of {', '.join(BUILT_IN)}."
+        ) from error
 
 
 async def run(args: Any, cls: type[Environment]) -> int:
@@ -133,7 +138,7 @@ async def run(args: Any, cls: type[Environment]) -> int:
         environment = cls(settings.env, servers, tokenizer)
         if args.action == "serve":
             async with RolloutApi(settings.env.rollout_server_url) as api:
-                await Serving(environment, api, stopping).run()
+                await until(stopping, Serving(environment, api, stopping).run())
             return ExitCode.STOPPED if stopping.is_set() else ExitCode.DONE
         if args.action == "process":
             written, page = await process(environment, Path(args.output), stopping)
@@ -143,6 +148,21 @@ async def run(args: Any, cls: type[Environment]) -> int:
         metrics = await environment.evaluate()
         print(json.dumps(metrics) if args.json else "\n".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         return ExitCode.DONE
+
+
+async def until(stopping: asyncio.Event, serving: Coroutine[Any, Any, None]) -> None:
+    """Serve; once `stopping` is set, for a few seconds at most: an API that is away would be waited for."""
+    task = asyncio.create_task(serving)
+    waiting = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({task}, timeout=GRACE_S if stopping.is_set() else None)
+        if done:
+            task.result()
+    finally:
+        for one in (task, waiting):
+            one.cancel()
+        await asyncio.gather(task, waiting, return_exceptions=True)
 
 
 def main(argv: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +20,7 @@ from hpc_rl.status.scheduler_view import query
 from hpc_rl.status.trial_status import TrialStatus, read_status
 from hpc_rl.submit import trial_index
 from hpc_rl.supervise.server_array import array_line
-from hpc_rl.trial import Trial
+from hpc_rl.trial import Trial, read_object
 
 WIDTH = 12  # of the first column
 FROM_START = "the start"
@@ -119,7 +120,9 @@ def text(status: TrialStatus, max_attempts: int | None = None, past: tuple[PastS
     if past:
         lines += ["", *guard_lines(status, past)]
     if status.live is not None:
-        lines += ["", "roles", *(f"  {role_line(role)}" for role in status.live.roles)]
+        section = read_object(status.trial.config_json).get("environments") or {}
+        names = list(section.get("commands") or {})
+        lines += ["", "roles", *(f"  {role_line(role, names)}" for role in status.live.roles)]
     if status.rollout is not None and status.state is not TrialState.DONE:
         live = status.live is not None
         lines += ["", row("rollout", summary(status.rollout, live))]
@@ -239,7 +242,8 @@ def steps_text(attempt: AttemptStatus) -> str:
     return f"{start}, {reached}" if reached else start
 
 
-def role_line(role: RoleStatus) -> str:
+def role_line(role: RoleStatus, environments: Sequence[str] = ()) -> str:
+    """Return a role's state; `environments` are the names of the environments, by index."""
     state = f"{'running' if role.running else 'exited'}, incarnation {role.incarnation}"
     if role.gave_up:
         state = f"not started again: {role.gave_up}"
@@ -247,7 +251,10 @@ def role_line(role: RoleStatus) -> str:
         state = f"about to be started again: {role.restarting}"
     elif role.incarnation:
         state += f", started again {counted(role.incarnation, 'time')}"
-    return one_line(f"{role.name:<{WIDTH - 1}} {state}")
+    name = role.name
+    if role.role == "environment" and role.index < len(environments):
+        name += f" ({environments[role.index]})"
+    return one_line(f"{name:<{WIDTH - 1}} {state}")
 
 
 METRICS = {  # in the order shown

@@ -24,6 +24,23 @@ from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
 pytestmark = pytest.mark.timeout(400)
 ENVIRONMENT = Path(__file__).parent / "sums_environment.py"
 STEPS = 20
+PHRASES = "Bad Request|Unauthorized|Not Found|Unprocessable|Internal Server|Bad Gateway|Service Unavailable"
+ERROR_STATUS = re.compile(
+    rf"(?i)(error|status|http|refused)[^\n]{{0,25}}(?<![\d.,])[45]\d\d\b|\b[45]\d\d ({PHRASES})"
+)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Error status code 422",
+        "ERROR HTTP 500 from server",
+        "ClientError: 422, message='no'",
+        "503 Service Unavailable",
+    ],
+)
+def test_the_search_for_errors_finds_them(line):
+    assert ERROR_STATUS.search(line)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +113,8 @@ def kill_rollout_once(trial) -> None:
 def test_it_makes_its_steps(trial):
     here, made, _ = trial
     shown = json.loads(hpc_rl("status", "fed", "--json", cwd=here).stdout)
-    assert shown["state"] == "done", logs_of(made)
+    assert shown["state"] == "done" and shown["step"] == STEPS, logs_of(made)
+    assert sum(environment["rejected"] for environment in shown["rollout"]["environments"]) == 0
 
 
 def logged_completions(trial) -> set[tuple[bytes, bytes, bytes, tuple]]:
@@ -138,7 +156,8 @@ def test_environments_end_with_0_and_saw_no_error(trial):
     by_hand = (here / "by-hand.log").read_text()
     assert code == 0, by_hand[-3000:]
     for text in (role, by_hand):
-        assert not re.search(r"\b[45]\d\d\b.*(error|Error|for url)", text), text[-3000:]
+        assert not ERROR_STATUS.search(text), text[-3000:]
+        assert made.tokens()["data"] not in text or text is by_hand  # of the role's command it is masked
     (path,) = made.attempts.rglob("events.jsonl")
     events = [json.loads(line) for line in path.read_text().splitlines()]
     ends = [one for one in events if one["event"] == "exited" and one.get("role") == "environment"]

@@ -1,5 +1,6 @@
 """docs/environments.md: the file and the commands of its first part, as a reader would type them."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -43,7 +44,11 @@ def test_from_an_empty_file_to_a_trained_model(tmp_path):
     assert "made by the model" in (shell.here / "groups.html").read_text()
     assert re.search(r"sums +done", shell.run("list").stdout)
     status = shell.run("status", "sums").stdout
-    assert "step 5 of 5" in status
+    assert "step 40 of 40" in status
+    (metrics,) = shell.here.rglob("sums/attempts/*/metrics.0.jsonl")
+    rewards = [json.loads(line)["reward"] for line in metrics.read_text().splitlines() if '"reward"' in line]
+    assert len(rewards) == 40
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
 
 
 def test_options_that_the_page_names_exist():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hpc_rl.config.sections.limits import NonNegativeInt, PositiveFloat, PositiveInt
+from hpc_rl.config.sections.limits import NonNegativeInt, Port, PositiveFloat, PositiveInt
 
 
 @dataclass(kw_only=True)
@@ -24,7 +24,7 @@ class EnvironmentsConfig:
     own_prompts: bool = False
     """Generate for the prompts of `train_dataset` as well; false trains on environments alone:
     train_dataset.path may be empty, and total_train_steps or total_train_n_seqs ends the trial."""
-    port: NonNegativeInt = 0
+    port: Port = 0
     """Port of the rollout API and the gateway, on the node of the rollout role; 0 takes a free one."""
     max_queued_batches: PositiveInt = 3
     """Batches of one environment that may wait for the trainer before it is held."""

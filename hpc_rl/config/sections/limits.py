@@ -60,6 +60,7 @@ class Place:
 PositiveInt = Annotated[int, Limits(at_least=1)]
 NodeCount = Annotated[int, Limits(at_least=1, at_most=10_000)]
 UnitCount = Annotated[int, Limits(at_least=0, at_most=1000)]
+Port = Annotated[int, Limits(at_least=0, at_most=65_535)]
 NonNegativeInt = Annotated[int, Limits(at_least=0)]
 ChunkTokens = Annotated[int, Limits(at_least=-1)]
 PositiveFloat = Annotated[float, Limits(above=0)]

@@ -148,7 +148,7 @@ async def test_batches_are_the_oldest_groups_and_the_step_counts_acknowledged_on
     # the batch that is trained on still counts: 9 groups
     assert (status["current_step"], status["queue_size"], status["self_queue_size"]) == (0, 9, 9)
     assert tags(await world.trainer_at(2)) == [104, 105, 106, 107]
-    await asyncio.sleep(outside_module.COUNT_AGAIN_S)
+    await asyncio.sleep(2 * outside_module.COUNT_AGAIN_S)
     assert (await world.status_of(0))["current_step"] == 1
     assert (await world.status_of(0))["queue_size"] == 5
     assert await world.trainer_at(3) is None

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from hpc_rl.app import run_environment
 from hpc_rl.app.run_environment import load_environment, main
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.environments import APIServerConfig, EnvConfig, Environment, ScoredGroup
@@ -286,3 +287,19 @@ def test_a_yaml_file_of_atropos_is_read(chat_tokenizer, tmp_path, capsys):
     assert main(["process", "arithmetic", f"--config={file}", f"--output={tmp_path}/g.jsonl"]) == 0
     assert "1 groups of 3" in capsys.readouterr().out
     assert isinstance(Tokenizer(chat_tokenizer.folder).size, int)
+
+
+async def test_a_signal_ends_an_environment_whose_api_is_away(monkeypatch):
+    monkeypatch.setattr(run_environment, "GRACE_S", 0.1)
+    stopping = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.1, stopping.set)
+    async with RolloutApi("http://127.0.0.1:1") as api:
+        await asyncio.wait_for(run_environment.until(stopping, api.register(EnvConfig(), "x")), 10)
+
+
+async def test_what_fails_while_it_serves_is_raised():
+    async def fails():
+        raise ConfigError("no")
+
+    with pytest.raises(ConfigError):
+        await run_environment.until(asyncio.Event(), fails())
