@@ -1,1 +1,4 @@
-"""Train engines: to add one, add a module with the protocol of base.py and a row of TRAIN_BACKENDS."""
+"""Train engines: a new one is a module with the protocol of base.py.
+
+Its row is in allocation.TRAIN_BACKENDS.
+"""
