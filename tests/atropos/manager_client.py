@@ -12,6 +12,7 @@ from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 
 MESSAGES = [{"role": "user", "content": "1+2"}]
+OTHERS = [{"role": "user", "content": "8+1"}]
 
 
 def manager(kind: str, url: str, token: str, model: str, **options) -> ServerManager:
@@ -63,7 +64,8 @@ async def managed(kind, url, token, model):
         second = await session.chat_completion(messages=said, n=1, max_tokens=12, temperature=1.0)
         turns = nodes(session.get_state())
     async with servers.managed_server() as session:
-        group = await session.chat_completion(messages=MESSAGES, n=12, max_tokens=10, temperature=0.7)
+        # of another prompt: equal tokens of one prompt can't be told apart, whatever their temperature
+        group = await session.chat_completion(messages=OTHERS, n=12, max_tokens=10, temperature=0.7)
         samples = nodes(session.get_state())
     async with servers.managed_server() as session:
         stopped = await session.completion(prompt="7+8=", n=2, max_tokens=30, stop=["1", "2", "3"], top_k=-1)

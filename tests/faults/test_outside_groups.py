@@ -96,6 +96,8 @@ def tags_of(body: bytes) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("order", ["ready", "in_order"])
 def test_no_group_is_lost_or_counts_twice(tmp_path, order):
     section = EnvironmentsConfig()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 100000}')  # a tag is a token
     trial = make_trial(
         tmp_path, batch_size=4, n_samples=4, environments=section,
         max_head_offpolicyness=10_000, batch_order=order,
