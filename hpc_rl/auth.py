@@ -5,7 +5,6 @@ travels as `Authorization: Bearer <token>`; the data token also as a path prefix
 clients without headers.
 """
 
-import contextlib
 import enum
 import hmac
 import json
@@ -67,13 +66,13 @@ def json_value(body: bytes, parse: Callable[[bytes], Any] = json.loads) -> Any:
     """
     if _depth(body) > MAX_DEPTH:
         raise ValueError(f"the body is nested deeper than {MAX_DEPTH} levels")
-    with contextlib.suppress(ValueError):
-        found = parse(body)
-        if b"\\u" not in body:
-            return found
     try:
-        found = json.loads(body)  # takes NaN
-        json.dumps(found, ensure_ascii=False).encode()
+        try:
+            found = parse(body)
+        except ValueError:
+            found = json.loads(body)  # takes NaN
+        if b"\\u" in body:
+            json.dumps(found, ensure_ascii=False).encode()
     except ValueError as error:
         raise ValueError(f"the body is not valid JSON: {error}") from error
     return found
