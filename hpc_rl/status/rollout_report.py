@@ -60,8 +60,9 @@ def read_rollout(attempt: Attempt) -> RolloutReport | None:
 
 def summary(report: RolloutReport, live: bool) -> str:
     """Return one line of counters: of a live rollout role also what it is doing."""
-    what = "groups" if report.takes_groups else "prompts"
-    accepted = f"{report.accepted} {what} accepted, {sum(report.rejected.values())} rejected"
+    # groups of environments have sizes of their own: `accepted` counts prompts
+    made = f"{report.sealed} batches cut" if report.takes_groups else f"{report.accepted} prompts accepted"
+    accepted = f"{made}, {sum(report.rejected.values())} rejected"
     if not live:
         return accepted
     running = [f"{report.running} prompts running"] if report.running or not report.takes_groups else []

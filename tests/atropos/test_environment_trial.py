@@ -114,7 +114,8 @@ def test_it_makes_its_steps(trial):
     here, made, _ = trial
     shown = json.loads(hpc_rl("status", "fed", "--json", cwd=here).stdout)
     assert shown["state"] == "done" and shown["step"] == STEPS, logs_of(made)
-    assert sum(environment["rejected"] for environment in shown["rollout"]["environments"]) == 0
+    rejected = {one["name"]: one["rejected"] for one in shown["rollout"]["environments"]}
+    assert rejected == {"four_0": 0, "environment_0": 0}
 
 
 def logged_completions(trial) -> set[tuple[bytes, bytes, bytes, tuple]]:

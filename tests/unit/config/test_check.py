@@ -41,6 +41,10 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
     [
         (["experiment_name=a/b"], "experiment_name 'a/b' can't be used"),
         (["trial_name=.."], "trial_name '..' can't be used"),
+        (
+            ["environments.port=99999", "total_train_steps=9"],
+            "allowed: an integer, at least 0 and at most 65535",
+        ),
         (["environments={}"], "total_train_steps and total_train_n_seqs are both null"),
         (
             ["environments={}", "total_train_steps=9", "total_train_epochs=2"],

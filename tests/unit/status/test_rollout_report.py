@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from hpc_rl.cli.status import text
+from hpc_rl.cli.status import role_line, text
 from hpc_rl.rollout import report
+from hpc_rl.status.attempts import RoleStatus
 from hpc_rl.status.rollout_report import RolloutReport, problems, read_rollout, summary
 from hpc_rl.status.trial_status import read_status
 from hpc_rl.trial import write_json
@@ -82,7 +83,7 @@ def test_each_environment_has_a_line(fake_trial):
     sums = {"name": "sums_0", "group_size": 4, "queued": 3, "accepted": 9, "silent_s": 1}
     game = {"name": "game_0", "group_size": 8, "rejected": 2, "last_reason": "scores[1] is nan"}
     words = {"accepted": 9, "ready": 3, "time": time.time(), "environments": [sums, game, {"name": "torn"}]}
-    words["takes_groups"] = True
+    words |= {"takes_groups": True, "sealed": 2}
     path = fake_trial.trial.attempt("7.0").rollout_report(0)
     write_json(path, words)
     assert read_status(fake_trial.trial).rollout.environments == []  # what is not sound is left out
@@ -90,7 +91,7 @@ def test_each_environment_has_a_line(fake_trial):
     write_json(path, words)
     status = read_status(fake_trial.trial)
     said = "\n".join(text(status))
-    assert "3 groups ready, 9 groups accepted, 0 rejected" in said and "prompts running" not in said
+    assert "3 groups ready, 2 batches cut, 0 rejected" in said and "prompts running" not in said
     assert "sums_0: groups of 4, 9 accepted, 3 queued, 0 rejected\n" in said
     assert (
         "game_0: groups of 8, 0 accepted, 0 queued, 2 rejected (the last: scores[1] is nan); disconn" in said
@@ -102,10 +103,16 @@ def test_each_environment_has_a_line(fake_trial):
     assert "0 rejected, 7 too old; silent for 1 min 30 s" in "\n".join(text(read_status(fake_trial.trial)))
 
 
+def test_an_environment_role_is_shown_with_its_name():
+    role = RoleStatus(role="environment", index=1, incarnation=0, running=True)
+    assert role_line(role, ["sums", "game"]).startswith("environment-1 (game) running")
+    assert role_line(role).startswith("environment-1 running")
+
+
 def test_a_trial_that_waits_for_environments_says_so():
     rollout = RolloutReport(time=time.time(), servers=1, takes_groups=True)
     assert any("no environment is connected" in line for line in problems(rollout, live=True))
-    assert summary(rollout, live=True).startswith("0 groups ready, 0 groups accepted")
+    assert summary(rollout, live=True).startswith("0 groups ready, 0 batches cut, 0 rejected")
 
 
 async def test_the_report_is_written_while_it_changes_and_at_the_end(tmp_path):
