@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",  # its processes talk among themselves; they are on one node
 }
-# Threads are bound by whoever starts the role; a second server would be bound to the same cores.
+# What starts the role binds its threads; vLLM's own binding would put a second server on the same cores.
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 CPU_KV_CACHE_BYTES = 4 << 30  # without a bound vLLM takes a share of the host's memory
 # On a CPU vLLM computes with packed copies of the weights. A reload leaves out that of an output layer that
@@ -102,7 +102,7 @@ def sampling_of(request: NativeRequest, with_logprobs: bool) -> dict[str, Any]:
     if sampling.get("ignore_eos"):
         sampling.pop("stop_token_ids", None)
     if isinstance(sampling.get("seed"), int):
-        # a sequence that is resubmitted goes on with other random numbers than it began with
+        # a sequence that is resubmitted continues with other random numbers than it began with
         sampling["seed"] = (sampling["seed"] + len(request.ids) * _SEED_STEP) % (1 << 63)
     return {**sampling, "detokenize": bool(sampling.get("stop"))}
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from hpc_rl.errors import InputRefused, RequestRefused, ServerStale
+from hpc_rl.errors import InputRefused, RequestRefused, RoleFailed, ServerStale
 from hpc_rl.examples.toy import make_tokenizer
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.servers.base import Backend
@@ -62,6 +62,15 @@ def make_model(folder: Path, seed: int) -> None:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+async def check_failed_start(backend: Backend, model: Path) -> None:
+    """A server that was given --no-such-flag does not start, and its own words are in the failure."""
+    try:
+        with pytest.raises(RoleFailed, match="no-such-flag"):
+            await backend.start(str(model), "0.0")
+    finally:
+        await backend.stop()
 
 
 def forward_logprobs(path: Path, ids: list[int], made: list[int], temperature: float) -> list[float]:

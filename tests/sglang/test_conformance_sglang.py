@@ -11,10 +11,8 @@ import pytest
 
 pytest.register_assert_rewrite("conformance")
 
-from conformance import Conformance, api, make_model  # noqa: E402, F401
+from conformance import Conformance, api, check_failed_start, make_model  # noqa: E402, F401
 from sglang_servers import backend_of, served_sglang  # noqa: E402
-
-from hpc_rl.errors import RoleFailed  # noqa: E402
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -40,11 +38,7 @@ class TestSGLang(Conformance):
 async def test_failed_start_shows_sglangs_own_words(tmp_path, sglang_python):
     make_model(tmp_path / "model", 0)
     backend = backend_of(sglang_python, tmp_path / "model", tmp_path, ("--no-such-flag",))
-    try:
-        with pytest.raises(RoleFailed, match="no-such-flag"):
-            await backend.start(str(tmp_path / "model"), "0.0")
-    finally:
-        await backend.stop()
+    await check_failed_start(backend, tmp_path / "model")
 
 
 @pytest.mark.soak

@@ -1,5 +1,5 @@
-"""The conformance suite on a real vLLM on the CPU, and what only vLLM needs: a socket that nobody else can reach,
-and that log-probabilities mean the same as elsewhere.
+"""The conformance suite on a real vLLM on the CPU, and what only vLLM needs: a socket that only its user can
+reach, and that log-probabilities mean the same as elsewhere.
 """
 
 import asyncio
@@ -12,10 +12,20 @@ import pytest
 
 pytest.register_assert_rewrite("conformance")
 
-from conformance import LONG, PROMPT, TRUNCATED, Conformance, api, check_logprobs, make_model, named  # noqa: E402, F401
+from conformance import (  # noqa: E402
+    LONG,
+    PROMPT,
+    TRUNCATED,
+    Conformance,
+    api,  # noqa: F401
+    check_failed_start,
+    check_logprobs,
+    make_model,
+    named,
+)
 from vllm_servers import backend_of, served_vllm  # noqa: E402
 
-from hpc_rl.errors import InputRefused, RoleFailed  # noqa: E402
+from hpc_rl.errors import InputRefused  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -25,9 +35,8 @@ def served(tmp_path_factory, vllm_python):
     replica = served_vllm(tmp_path_factory.mktemp("vllm"), vllm_python)
     folder, processes = replica.backend.socket.parent, _tree(replica.backend.process.pid)
     for one in processes[1:]:
-        one.cpu_affinity(
-            one.cpu_affinity()[:1]
-        )  # its engine and its worker spin, and would leave no core to others
+        # its engine and its worker spin, and would leave no core to others
+        one.cpu_affinity(one.cpu_affinity()[:1])
     yield replica
     replica.stop()
     assert not folder.exists()
@@ -50,7 +59,7 @@ class TestVLLM(Conformance):
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 5, "ignore_eos": True, **sampling}}
         assert len((await api.post("/generate", body))[1]["output_ids"]) == 5
 
-    async def test_nobody_else_can_reach_it(self, api):  # noqa: F811
+    async def test_only_its_user_can_reach_it(self, api):  # noqa: F811
         socket = api.served.backend.socket
         assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700 and socket.is_socket()
         found = [one for each in _tree(api.served.backend.process.pid) for one in _listening(each)]
@@ -93,11 +102,7 @@ def _listening(process: psutil.Process) -> list:
 async def test_failed_start_shows_vllms_own_words(tmp_path, vllm_python):
     make_model(tmp_path / "model", 0)
     backend = backend_of(vllm_python, tmp_path / "model", tmp_path, ("--no-such-flag",))
-    try:
-        with pytest.raises(RoleFailed, match="no-such-flag"):
-            await backend.start(str(tmp_path / "model"), "0.0")
-    finally:
-        await backend.stop()
+    await check_failed_start(backend, tmp_path / "model")
 
 
 @pytest.mark.soak

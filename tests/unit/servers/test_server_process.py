@@ -52,7 +52,7 @@ async def test_end_and_last_words_are_told(tmp_path):
 
 
 def test_what_a_child_started_dies_with_it(tmp_path):
-    """Also where the child is killed, and nobody stops it."""
+    """Also where the child is killed, and no call to stop follows."""
     code = "import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     code += "; print(child.pid, flush=True); time.sleep(600)"
     process = TiedProcess(sys.executable, ["-c", code], dict(os.environ), tmp_path / "log")

@@ -141,7 +141,7 @@ def test_answers_say_which_weights_made_which_token():
 
 
 @pytest.mark.parametrize("folder", ["", "a-directory-of-a-long-name" * 4])
-def test_the_socket_is_where_nobody_else_can_go(tmp_path, monkeypatch, folder):
+def test_the_socket_is_in_a_private_folder(tmp_path, monkeypatch, folder):
     (tmp_path / folder).mkdir(exist_ok=True)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / folder))
     socket = private_socket()
