@@ -151,11 +151,10 @@ class FSDPEngine:
 
         Raises ValueError on every rank if a row of any rank does not fit. Collective.
         """
-        spec = self.config.mb_spec
         groups: Groups = []
         refused = ""
         try:
-            groups = cut(rows, self.layout, spec.max_tokens_per_mb, spec.n_mbs or 1, spec.granularity)
+            groups = cut(rows, self.layout, self.config.mb_spec)
         except ValueError as error:
             refused = str(error)
         mine = [0.0] * self.num_ranks

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from hpc_rl.config.sections.training import MicroBatchSpec
 from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.engines.packing import Groups, length_buckets, pack
 
@@ -40,19 +41,21 @@ class Inputs:
         return zeros_T.index_copy(0, self.wanted_N, values_N)
 
 
-def cut(rows: Sequences, layout: Layout, max_tokens: int | None, n_mbs: int, granularity: int = 1) -> Groups:
+def cut(rows: Sequences, layout: Layout, spec: MicroBatchSpec) -> Groups:
     """Return the groups of rows that go through the model together; `granularity` neighbours stay together.
 
-    Raises ValueError if a row is longer than `max_tokens`, or their number is not a multiple of
+    Raises ValueError if a row is longer than `max_tokens_per_mb`, or their number is not a multiple of
     `granularity`.
     """
+    granularity, max_tokens, n_mbs = spec.granularity, spec.max_tokens_per_mb, spec.n_mbs or 1
+    max_blocks = spec.max_seqs_per_mb and spec.max_seqs_per_mb // granularity
     if len(rows) % granularity:
         raise ValueError(f"{len(rows)} rows are not a multiple of mb_spec.granularity {granularity}")
     lengths_BG = np.array([len(ids) for ids in rows.ids], dtype=np.int64).reshape(-1, granularity)
     if layout == "packed":
-        blocks = pack(lengths_BG.sum(1), max_tokens, n_mbs)
+        blocks = pack(lengths_BG.sum(1), max_tokens, n_mbs, max_blocks)
     else:
-        blocks = length_buckets(lengths_BG.max(1, initial=0) * granularity, max_tokens, n_mbs)
+        blocks = length_buckets(lengths_BG.max(1, initial=0) * granularity, max_tokens, n_mbs, max_blocks)
     return [[block * granularity + i for block in group for i in range(granularity)] for group in blocks]
 
 

@@ -10,24 +10,34 @@ from collections.abc import Sequence
 import numpy as np
 
 Groups = list[list[int]]
+MAX_PADDING = 0.1  # of the size of a group of similar lengths
 
 
-def pack(lengths: Sequence[int] | np.ndarray, capacity: int | None = None, min_groups: int = 1) -> Groups:
-    """Return groups of at most `capacity` tokens: as few as best-fit-decreasing finds, at least `min_groups`.
+def pack(
+    lengths: Sequence[int] | np.ndarray,
+    capacity: int | None = None,
+    min_groups: int = 1,
+    max_rows: int | None = None,
+) -> Groups:
+    """Return groups of at most `capacity` tokens and `max_rows` rows, at least `min_groups` of them.
 
-    Evenly filled groups are preferred if they fit. Raises ValueError for a row above the capacity.
+    As few as best-fit-decreasing finds; evenly filled ones are preferred if they fit. Raises ValueError for a
+    row above the capacity.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if not len(lengths):
         return []
     check_capacity(lengths, capacity)
-    groups = _best_fit_decreasing(lengths, capacity) if capacity is not None else [list(range(len(lengths)))]
+    max_rows = max_rows or len(lengths)
+    min_groups = max(min_groups, -(-len(lengths) // max_rows))
+    if capacity is None:
+        return balance(lengths, min(min_groups, len(lengths)), max_rows)
+    groups = _best_fit_decreasing(lengths, capacity, max_rows)
     num_groups = min(max(len(groups), min_groups), len(lengths))
-    if capacity is not None and lengths.sum() > 0.95 * num_groups * capacity:
-        return _split_largest(groups, lengths, num_groups)  # too full to be evened out
-    even = balance(lengths, num_groups)
-    if capacity is None or max(int(lengths[group].sum()) for group in even) <= capacity:
-        return even
+    if lengths.sum() <= 0.95 * num_groups * capacity:  # else too full to be evened out
+        even = balance(lengths, num_groups, max_rows)
+        if max(int(lengths[group].sum()) for group in even) <= capacity:
+            return even
     return _split_largest(groups, lengths, num_groups)
 
 
@@ -38,19 +48,20 @@ def check_capacity(lengths: np.ndarray, capacity: int | None) -> None:
         raise ValueError(f"row {row} has {lengths[row]} tokens, more than max_tokens_per_mb {capacity}")
 
 
-def balance(lengths: Sequence[int] | np.ndarray, num_groups: int) -> Groups:
+def balance(lengths: Sequence[int] | np.ndarray, num_groups: int, max_rows: int | None = None) -> Groups:
     """Return exactly `num_groups` groups of nearly equal sums, some empty if there are few rows.
 
     The longest row goes to the least loaded group (LPT; Graham, "Bounds on Multiprocessing Timing Anomalies",
-    1969).
+    1969) that has less than `max_rows` rows; all must have room in that many.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     groups: Groups = [[] for _ in range(num_groups)]
     loads = [(0, group) for group in range(num_groups)]
     for row, length in _longest_first(lengths):
-        load, group = loads[0]
+        load, group = heapq.heappop(loads)
         groups[group].append(row)
-        heapq.heapreplace(loads, (load + length + 1, group))  # + 1: rows of length 0 are spread as well
+        if len(groups[group]) != max_rows:
+            heapq.heappush(loads, (load + length + 1, group))  # + 1: rows of length 0 are spread as well
     return [sorted(group) for group in groups]
 
 
@@ -58,14 +69,14 @@ def length_buckets(
     lengths: Sequence[int] | np.ndarray,
     capacity: int | None = None,
     min_groups: int = 1,
-    waste: float = 0.1,
+    max_rows: int | None = None,
     waste_tokens: int = 512,
 ) -> Groups:
     """Return groups of rows of similar length, for micro-batches that are padded to their longest row.
 
-    Longest first. A group is closed before its padded size exceeds `capacity`, or its padding both
-    `waste_tokens` and the share `waste` of its size: below that, one more forward pass costs more than the
-    padding. Raises ValueError for a row above the capacity.
+    Longest first. A group is closed when it has `max_rows` rows, and before its padded size exceeds
+    `capacity`, or its padding both `waste_tokens` and the share MAX_PADDING of its size: below that, one more
+    forward pass costs more than the padding. Raises ValueError for a row above the capacity.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     check_capacity(lengths, capacity)
@@ -73,9 +84,9 @@ def length_buckets(
     longest = padding = 0
     for row, length in _longest_first(lengths):
         size = longest * (len(groups[-1]) + 1) if groups else 0
-        too_large = capacity is not None and size > capacity
+        is_full = not groups or len(groups[-1]) == max_rows or (capacity is not None and size > capacity)
         padding += longest - length
-        if not groups or too_large or padding > max(waste_tokens, waste * size):
+        if is_full or padding > max(waste_tokens, MAX_PADDING * size):
             groups.append([])
             longest, padding = length, 0
         groups[-1].append(row)
@@ -88,7 +99,7 @@ def _longest_first(lengths: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(order.tolist(), lengths[order].tolist(), strict=True))
 
 
-def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Groups:
+def _best_fit_decreasing(lengths: np.ndarray, capacity: int, max_rows: int) -> Groups:
     groups: Groups = []
     room: list[tuple[int, int]] = []  # free capacity and its group, ascending
     for row, length in _longest_first(lengths):
@@ -99,7 +110,8 @@ def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Groups:
         else:
             free, group = room.pop(at)
         groups[group].append(row)
-        insort(room, (free - length, group))
+        if len(groups[group]) < max_rows:
+            insort(room, (free - length, group))
     return [sorted(group) for group in groups]
 
 

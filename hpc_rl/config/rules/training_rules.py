@@ -178,6 +178,10 @@ def engines(config: Config, explicit: Collection[str]) -> Iterator[str]:
             use = f"use {section}.optimizer.offload, or more ranks"
             yield f"{section}.fsdp.offload_params is not implemented; {use}."
         yield from _critic(config, section, engine)
+        most, together = engine.mb_spec.max_seqs_per_mb, engine.mb_spec.granularity
+        if most is not None and most < together:
+            stay = f"{section}.mb_spec.granularity {together} sequences stay in one micro-batch"
+            yield f"{section}.mb_spec.max_seqs_per_mb {most}: {stay}; use at least {together}."
 
 
 def _critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[str]:

@@ -64,6 +64,8 @@ class MicroBatchSpec:
     rejected)."""
     max_tokens_per_mb: PositiveInt | None = None
     """Largest number of tokens in a micro-batch; null means no limit."""
+    max_seqs_per_mb: PositiveInt | None = None
+    """Largest number of sequences in a micro-batch; null means no limit. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)

@@ -409,6 +409,10 @@ def test_a_reward_model_trial_is_named_by_trainer_or_by_its_rows(named):
     for override, words in (
         ("model.is_critic=false", "model.is_critic false: a reward model has a scalar head"),
         ("model.mb_spec.granularity=3", "would separate chosen from rejected"),
+        (
+            "model.mb_spec.max_seqs_per_mb=1",
+            "granularity 2 sequences stay in one micro-batch; use at least 2",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             checked(named, override, base=SFT)

@@ -135,6 +135,8 @@ def test_update_equals_a_plain_torch_step(model_dir) -> None:
     [
         ("padded", {"mb_spec": MicroBatchSpec(n_mbs=3)}),
         ("packed", {"mb_spec": MicroBatchSpec(max_tokens_per_mb=40)}),
+        ("padded", {"mb_spec": MicroBatchSpec(max_seqs_per_mb=2)}),
+        ("packed", {"mb_spec": MicroBatchSpec(max_seqs_per_mb=2, max_tokens_per_mb=40)}),
         ("padded", {"gradient_checkpointing": True}),
     ],
 )
@@ -174,18 +176,32 @@ def test_optimizer_in_cpu_memory_gives_the_same_bits_after_a_restart(model_dir, 
     assert_equal_weights(*map(weights_of, engines))
 
 
-def test_neighbours_stay_together(model_dir) -> None:
-    engine = engine_of(model_dir, mb_spec=MicroBatchSpec(n_mbs=3, granularity=2))
+def micro_batches_of(engine, rows: Sequences) -> list[list[int]]:
+    """The lengths of the rows in each micro-batch of an update."""
     lengths: list[list[int]] = []
 
     def loss(batch: MicroBatch):
         lengths.append(torch.bincount(batch.row_T).tolist())
         return sequence_loss(batch)
 
-    engine.train_batch(some_rows((9, 3, 30, 1, 12, 2)), loss, 60.0, 1.0)
-    assert sorted(lengths) == [[9, 3], [12, 2], [30, 1]]
+    engine.train_batch(rows, loss, 60.0, 1.0)
+    return sorted(lengths)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_micro_batch_has_at_most_so_many_sequences(model_dir, layout) -> None:
+    engine = engine_of(model_dir, layout, mb_spec=MicroBatchSpec(max_seqs_per_mb=3))
+    found = micro_batches_of(engine, some_rows((9, 3, 30, 1, 12, 2, 30)))
+    assert max(map(len, found)) == 3 and len(found) == 3
+
+
+@pytest.mark.parametrize("limit", [{"n_mbs": 3}, {"max_seqs_per_mb": 2}, {"max_seqs_per_mb": 3}])
+def test_neighbours_stay_together(model_dir, limit) -> None:
+    engine = engine_of(model_dir, mb_spec=MicroBatchSpec(granularity=2, **limit))
+    found = micro_batches_of(engine, some_rows((9, 3, 30, 1, 12, 2)))
+    assert found == [[9, 3], [12, 2], [30, 1]]
     with pytest.raises(ValueError, match=r"7 rows are not a multiple of mb_spec\.granularity 2"):
-        engine.train_batch(some_rows(), loss, 60.0, 1.0)
+        engine.train_batch(some_rows(), sequence_loss, 60.0, 1.0)
 
 
 def test_float16_scales_the_loss_and_goes_on_after_overflows(model_dir, tmp_path) -> None:

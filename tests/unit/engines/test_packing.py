@@ -7,20 +7,22 @@ from hypothesis import strategies as st
 from hpc_rl.engines.packing import balance, length_buckets, pack
 
 lengths_st = st.lists(st.integers(0, 50), max_size=60)
+max_rows_st = st.one_of(st.none(), st.integers(1, 7))
 
 
 def rows_of(groups: list[list[int]]) -> list[int]:
     return sorted(row for group in groups for row in group)
 
 
-@given(lengths_st, st.integers(50, 200), st.integers(1, 5))
-def test_pack_places_every_row_once_within_the_capacity(lengths, capacity, min_groups) -> None:
-    groups = pack(lengths, capacity, min_groups)
+@given(lengths_st, st.one_of(st.none(), st.integers(50, 200)), st.integers(1, 5), max_rows_st)
+def test_pack_places_every_row_once_within_the_limits(lengths, capacity, min_groups, max_rows) -> None:
+    groups = pack(lengths, capacity, min_groups, max_rows)
     assert rows_of(groups) == list(range(len(lengths)))
     assert all(group and group == sorted(group) for group in groups)
-    assert all(sum(lengths[row] for row in group) <= capacity for group in groups)
+    assert all(capacity is None or sum(lengths[row] for row in group) <= capacity for group in groups)
+    assert all(max_rows is None or len(group) <= max_rows for group in groups)
     assert len(groups) >= min(min_groups, len(lengths))
-    assert groups == pack(list(lengths), capacity, min_groups)
+    assert groups == pack(list(lengths), capacity, min_groups, max_rows)
 
 
 def test_pack_reaches_the_lower_bound_where_best_fit_does() -> None:
@@ -32,6 +34,13 @@ def test_pack_makes_even_micro_batches() -> None:
     assert pack([5] * 8, min_groups=4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert pack([], 10) == []
     assert pack([3, 3], min_groups=5) == [[0], [1]]
+
+
+def test_no_micro_batch_has_more_rows_than_the_limit() -> None:
+    assert pack([9, 1, 1, 1, 1, 1], min_groups=2) == [[0], [1, 2, 3, 4, 5]]
+    assert pack([9, 1, 1, 1, 1, 1], max_rows=3) == [[0, 4, 5], [1, 2, 3]]
+    assert pack([9, 1, 1, 1, 1, 1], capacity=10, max_rows=3) == [[0], [1, 3, 5], [2, 4]]
+    assert length_buckets([9, 9, 9, 9, 9], max_rows=2) == [[0, 1], [2, 3], [4]]
 
 
 @pytest.mark.parametrize("cut", [pack, length_buckets])
@@ -53,14 +62,15 @@ def test_balance_by_hand_is_stable_by_length_then_index() -> None:
     assert balance([4, 4, 6, 2], 2) == [[2, 3], [0, 1]]
 
 
-@given(lengths_st, st.one_of(st.none(), st.integers(50, 200)), st.integers(1, 5))
-def test_buckets_place_every_row_once_and_bound_the_padded_size(lengths, capacity, min_groups) -> None:
-    groups = length_buckets(lengths, capacity, min_groups, waste_tokens=20)
+@given(lengths_st, st.one_of(st.none(), st.integers(50, 200)), st.integers(1, 5), max_rows_st)
+def test_buckets_place_every_row_once_within_the_limits(lengths, capacity, min_groups, max_rows) -> None:
+    groups = length_buckets(lengths, capacity, min_groups, max_rows, waste_tokens=20)
     assert rows_of(groups) == list(range(len(lengths)))
     assert len(groups) >= min(min_groups, len(lengths))
     for group in groups:
         size = len(group) * max(lengths[row] for row in group)
         assert capacity is None or size <= capacity
+        assert max_rows is None or len(group) <= max_rows
         padding = size - sum(lengths[row] for row in group)
         # a group that was split for the number of groups may keep its padding in less size
         assert min_groups > 1 or padding <= max(20, 0.1 * size)
