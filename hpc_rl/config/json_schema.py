@@ -4,9 +4,19 @@ The library writes it; added are limits, references (`${a.b}`), ATLAS names and 
 """
 
 import json
+import typing
 from typing import Any
 
-from hpc_rl.config.loading.fields import alternatives, base_of, extras_of, hints, is_optional, section_of
+from hpc_rl.config.loading.fields import (
+    FREE_KEY,
+    alternatives,
+    base_of,
+    extras_of,
+    hints,
+    is_mapping,
+    is_optional,
+    section_of,
+)
 from hpc_rl.config.loading.parser import config_parser, docstring_texts
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.sections.limits import Grammar, Limits
@@ -33,7 +43,7 @@ def schema(trainer: str | None = None) -> dict[str, Any]:
         defs[CONFIGS[name].__name__] = _section(CONFIGS[name], made)
         for alias, what in ALIASES.items():
             made["properties"][alias] = {"description": f"ATLAS: {what.describe()}"}
-        made["patternProperties"] = {r"^[a-z0-9_]+\.[a-z0-9_.]+$": {}}
+        made["patternProperties"] = {r"^[a-z0-9_]+\.[A-Za-z0-9_.-]+$": {}}
     refs = [{"$ref": f"#/$defs/{CONFIGS[name].__name__}"} for name in chosen]
     whole = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"$schema": draft, "title": "hpc-rl configuration", **whole, "$defs": defs}
@@ -43,10 +53,16 @@ def _section(cls: type, made: dict[str, Any]) -> dict[str, Any]:
     """Complete the schema of a section in place."""
     made["properties"].pop("$schema", None)
     texts = docstring_texts(cls)
+    inner: dict[str, Any]
     for name, hint in hints(cls).items():
         of = made["properties"][name]
         section = section_of(hint)
-        if section:
+        if section and is_mapping(hint):
+            (key,) = extras_of(typing.get_args(hint)[0])
+            member = {"anyOf": [_section(section, of["properties"][FREE_KEY]), {"type": "null"}]}
+            members = {f"^(?:{key.pattern})$": member}
+            inner = {"type": "object", "patternProperties": members, "additionalProperties": False}
+        elif section:
             inner = _section(section, of)
             if is_optional(hint):
                 inner = {"anyOf": [inner, {"type": "null"}]}

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.config.loading.fields import defaults, options
+from hpc_rl.config.loading.fields import defaults, is_mapping, options
 from hpc_rl.config.loading.source import literal
 from hpc_rl.config.loading.stored import Loaded, redact
-from hpc_rl.config.rules.consistency import FOLLOWS
+from hpc_rl.config.rules.consistency import FOLLOWS, members_in
 from hpc_rl.config.rules.training_rules import trained
 from hpc_rl.config.sections.experiment import ABSENT, Config, GRPOConfig, value_of
 
@@ -37,11 +37,12 @@ def show(loaded: Loaded, derived: Mapping[str, ResolvedValue] | None = None) -> 
     """Return value and origin of every option by dotted name; a section that is null has its own name."""
     found: dict[str, ResolvedValue] = {}
     cls: type = type(loaded.config)
-    for name in options(cls):
+    members = members_in(loaded.config)
+    for name, hint in options(cls, members=members).items():
         value = value_of(loaded.config, name)
-        if value is ABSENT or dataclasses.is_dataclass(value):
+        if value is ABSENT or dataclasses.is_dataclass(value) or (is_mapping(hint) and value):
             continue
-        is_default = value == defaults(cls).get(name, dataclasses.MISSING)
+        is_default = value == defaults(cls, members=members).get(name, dataclasses.MISSING)
         origin = "default" if is_default else "adapted"
         if name == "trainer":
             origin = "derived: the section of the model"

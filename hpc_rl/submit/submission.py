@@ -27,7 +27,7 @@ import hpc_rl
 from hpc_rl.config.loading.profiles import site_dirs
 from hpc_rl.config.loading.source import literal
 from hpc_rl.config.loading.stored import Loaded, to_dict, trainer_of
-from hpc_rl.config.sections.experiment import Config
+from hpc_rl.config.sections.experiment import Config, value_of
 from hpc_rl.errors import CannotWrite, ConfigError, SchedulerError, TrialBusy
 from hpc_rl.plan.schema import Plan
 from hpc_rl.records import JobRecord
@@ -267,12 +267,10 @@ def explicit_options(loaded: Loaded) -> dict[str, Any]:
     tree: dict[str, Any] = {"trainer": trainer_of(loaded.config)}
     for name in sorted(loaded.origins):
         *path, last = name.split(".")
-        section: Any = loaded.config
         branch = tree
         for part in path:
-            section = getattr(section, part)
             branch = branch.setdefault(part, {})
-        branch[last] = getattr(section, last)
+        branch[last] = value_of(loaded.config, name)
     return tree
 
 

@@ -64,6 +64,7 @@ def compose_supervised(task: SupervisedTask, start: TrainerContext, stack: ExitS
 
 COMPOSE: dict[str, Callable[[TrainerContext, ExitStack], Composed]] = {
     "grpo": compose_grpo,
+    "teacher": compose_grpo,
     "sft": partial(compose_supervised, SFT),
     "rw": partial(compose_supervised, REWARD_MODEL),
 }

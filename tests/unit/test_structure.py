@@ -36,6 +36,7 @@ SMALL = {
     "config/rules/environment_rules.py": "rules of a section",
     "config/sections/dataset.py": "a section of its own",
     "config/sections/environments.py": "a section of its own",
+    "config/sections/pools.py": "a section of its own",
     "config/environment_file.py": "imported by the role and by hpc-rl env",
     "datasets/order.py": "a pure function with a theory of its own",
     "examples/curve.py": "the only user of plotext",

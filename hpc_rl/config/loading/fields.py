@@ -1,10 +1,14 @@
-"""The fields of the configuration's dataclasses: names, types and defaults."""
+"""The fields of the configuration's dataclasses: names, types and defaults.
+
+A field is an option, a section, or a mapping of sections by keys of the user's own, such as `pools`, whose
+members those sections are. Where no configuration is at hand, one with the key NAME stands for all of them.
+"""
 
 import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cache
 from typing import Any
 
@@ -33,12 +37,20 @@ def extras_of(hint: Any) -> tuple[Any, ...]:
     return tuple(extra for kind in annotated for extra in typing.get_args(kind)[1:])
 
 
+FREE_KEY = "NAME"
+
+
 def section_of(hint: Any) -> type | None:
-    """Return the dataclass of a section, optional or not; None for an option."""
-    for kind in alternatives(hint):
+    """Return the dataclass of a section, optional or not, or of a mapping's; None for an option."""
+    for kind in typing.get_args(hint) if typing.get_origin(hint) is dict else alternatives(hint):
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             return kind
     return None
+
+
+def is_mapping(hint: Any) -> bool:
+    """Return whether it is a mapping of sections."""
+    return typing.get_origin(hint) is dict and section_of(hint) is not None
 
 
 def is_optional(hint: Any) -> bool:
@@ -63,28 +75,64 @@ def did_you_mean(name: str, names: Collection[str], cutoff: float = 0.6) -> str:
 
 
 @cache
-def options(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Return the type of every option and section by dotted name, parents first."""
+def options(cls: type, prefix: str = "", members: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """Return the type of every option and section by dotted name, parents first.
+
+    `members` are the names of those that mappings have; None means one in each, with the key NAME.
+    """
     found: dict[str, Any] = {}
     for name, hint in hints(cls).items():
         found[prefix + name] = hint
         section = section_of(hint)
-        if section:
-            found |= options(section, f"{prefix}{name}.")
+        if section and is_mapping(hint):
+            for member in _members_in(prefix + name, members):
+                found |= {member: section | None} | options(section, f"{member}.", members)
+        elif section:
+            found |= options(section, f"{prefix}{name}.", members)
     return found
 
 
 @cache
-def defaults(cls: type, prefix: str = "") -> dict[str, Any]:
+def defaults(cls: type, prefix: str = "", members: tuple[str, ...] | None = None) -> dict[str, Any]:
     """Return the default of every option by dotted name, sections before what has them; required ones lack.
 
-    An optional section has the default null, and its options have theirs.
+    An optional section has the default null, and its options have theirs; so has a member, as in `options`.
     """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        section, default = section_of(hints(cls)[field.name]), default_of(field)
-        if section:
-            found |= defaults(section, f"{prefix}{field.name}.")
+        name, hint = prefix + field.name, hints(cls)[field.name]
+        section, default = section_of(hint), default_of(field)
+        if section and is_mapping(hint):
+            found[name] = {}
+            for member in _members_in(name, members):
+                found |= {member: None} | defaults(section, f"{member}.", members)
+        elif section:
+            found |= defaults(section, f"{name}.", members)
         if default is None or (default is not dataclasses.MISSING and not section):
-            found[prefix + field.name] = default
+            found[name] = default
     return found
+
+
+def _members_in(mapping: str, members: tuple[str, ...] | None) -> list[str]:
+    if members is None:
+        return [f"{mapping}.{FREE_KEY}"]
+    return [member for member in members if member.rpartition(".")[0] == mapping]
+
+
+def generic(cls: type, name: str) -> str:
+    """Return a dotted name with NAME for the key of a member: `pools.student.path` is `pools.NAME.path`."""
+    for mapping in (one for one, hint in options(cls).items() if is_mapping(hint)):
+        if name.startswith(f"{mapping}."):
+            _, dot, inside = name.removeprefix(f"{mapping}.").partition(".")
+            return f"{mapping}.{FREE_KEY}{dot}{inside}"
+    return name
+
+
+def members_of(cls: type, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the members, such as `pools.student`, that dotted names are, or are in."""
+    found: dict[str, None] = {}
+    for name in names:
+        like = generic(cls, name).split(".")
+        if FREE_KEY in like:
+            found[".".join(name.split(".")[: like.index(FREE_KEY) + 1])] = None
+    return tuple(found)

@@ -9,13 +9,22 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.config import presets as presets_of
 from hpc_rl.config.loading import parser
-from hpc_rl.config.loading.fields import defaults, extras_of, hints, nearest, options, section_of
+from hpc_rl.config.loading.fields import (
+    defaults,
+    extras_of,
+    hints,
+    is_mapping,
+    members_of,
+    nearest,
+    options,
+    section_of,
+)
 from hpc_rl.config.loading.names import ALIASES, refused_names
 from hpc_rl.config.loading.profiles import SHIPPED_PROFILES, known_profiles, profile_dirs
 from hpc_rl.config.loading.source import (
@@ -58,7 +67,7 @@ def load(
     aliases = {short: full.replace("{model}", model) for short, full in ALIASES.items()}
     arguments = [settings_of(SourceValue({aliases.get(name, name): item}, "")) for name, item in typed]
     profile, notes = _profile(merge([*files, *arguments]), profiles, required=cluster is not None)
-    trainer = pick_trainer(merge([*profile, *files, *arguments]), config_files, "atlas" in presets)
+    trainer = pick_trainer(merge([*profile, *files, *arguments]), config_files, presets)
     cls = CONFIGS[trainer]
     below, over = presets_of.read(presets, options(cls), [*profile, *files, *arguments])
     translated = atlas.translate([*profile, *files, *arguments], options(cls))
@@ -108,21 +117,28 @@ def _profile(settings: Settings, folders: Sequence[Path], required: bool) -> tup
 def _origins(cls: type, settings: Settings) -> dict[str, str]:
     """Return the origins of the options and null sections that were written."""
     found: dict[str, str] = {}
+    members = members_of(cls, settings)
+    known, of = options(cls, members=members), defaults(cls, members=members)
     for name, item in settings.items():
-        if item.value is None or not section_of(options(cls)[name]):
+        if item.value is None and name in members:
+            continue  # it was removed
+        if item.value is None or not section_of(known[name]):
             found[name] = item.origin
-        elif defaults(cls).get(name, ...) is None:
-            inside = [other for other in defaults(cls) if other.startswith(f"{name}.")]
+        elif of.get(name, ...) is None:
+            inside = [other for other in of if other.startswith(f"{name}.")]
             # An optional section that is there but empty was chosen with all its defaults.
             if not settings.keys() & set(inside):
                 found |= dict.fromkeys(inside, item.origin)
     return found
 
 
-def pick_trainer(settings: Settings, files: Iterable[str | Path], atlas_names: bool = False) -> str:
-    """Return the trainer: the key `trainer`, else by the section given, else grpo for ATLAS names.
+_OF_GRPO = ("actor.", "gconfig.")  # what ATLAS names of such a trial stand for
 
-    `atlas_names`: the preset atlas was asked for. Raises ConfigError.
+
+def pick_trainer(settings: Settings, files: Iterable[str | Path], presets: Collection[str] = ()) -> str:
+    """Return the trainer: the key `trainer`, else by the section given, else by ATLAS names and presets.
+
+    Raises ConfigError.
     """
     named = settings.get("trainer")
     if named is not None and named.value is not None:
@@ -144,14 +160,17 @@ def pick_trainer(settings: Settings, files: Iterable[str | Path], atlas_names: b
         kinds = (settings.get(f"{section}.type") for section in ("train_dataset", "valid_dataset"))
         # As in AReaL's reward-model files; the one may refer to the other.
         return "rw" if any(kind and kind.value == "rw" for kind in kinds) else "sft"
-    stands_for = (alias.to for name, alias in atlas.ALIASES.items() if name in settings)
-    if "actor" in origins or atlas_names or any(to.startswith(("actor.", "gconfig.")) for to in stands_for):
+    stands_for = [alias.to for name, alias in atlas.ALIASES.items() if name in settings]
+    if "teacher" in origins or any(to.startswith("teacher.") for to in stands_for):
+        return "teacher"
+    if "actor" in origins or "atlas" in presets or any(to.startswith(_OF_GRPO) for to in stands_for):
         return "grpo"
     where = ", ".join(dict.fromkeys(str(file) for file in files))
     nulls = (name for name in ("actor", "model") if name in settings)
     raise ConfigError(
         f"neither actor nor model is given{f' in {where}' if where else ''}: "
-        "a grpo trial has a section actor, an sft trial a section model; or say it: trainer: grpo, sft or rw."
+        "a grpo trial has a section actor, an sft trial a section model; "
+        "or say it: trainer: grpo, teacher, sft or rw."
         + ("" if where else " Give a configuration with --config FILE.")
         + "".join(f" {name} ({settings[name].origin}) is null." for name in nulls)
         + "".join(f"\n{line}" for line in _unknown_at_top(settings))
@@ -180,13 +199,15 @@ def _resolve(cls: type, settings: Settings, mark: str) -> None:
     import omegaconf  # 0.1 s, and few configurations have references
 
     tree: dict[str, Any] = {}
-    for name, default in defaults(cls).items():
+    members = members_of(cls, settings)
+    known, of = options(cls, members=members), defaults(cls, members=members)
+    for name, default in of.items():
         parser.put(tree, name.split("."), default)
     for name, item in settings.items():
         value = item.plain()
-        if section_of(options(cls)[name]) is None and "${" not in repr(value):
+        if section_of(known[name]) is None and "${" not in repr(value):
             with contextlib.suppress(ValueError):  # the parser refuses it later
-                value = parser.typed(options(cls)[name], item)
+                value = parser.typed(known[name], item)
         parser.put(tree, name.split("."), value)
     try:
         whole = omegaconf.OmegaConf.create(tree)
@@ -204,9 +225,9 @@ def _resolve(cls: type, settings: Settings, mark: str) -> None:
             reason = f"{str(error).splitlines()[0]}{_LITERAL}"
             line = f"{name} ({item.origin}): {item.plain()!r} can't be resolved: {reason}."
             raise ConfigError(line) from error
-        reference = re.fullmatch(r"\$\{([\w.]+)\}", item.value) if isinstance(item.value, str) else None
-        follows_a_default = reference and reference[1] not in settings and reference[1] in defaults(cls)
-        if follows_a_default and value == defaults(cls).get(name, ...):
+        reference = re.fullmatch(r"\$\{([\w.-]+)\}", item.value) if isinstance(item.value, str) else None
+        follows_a_default = reference and reference[1] not in settings and reference[1] in of
+        if follows_a_default and value == of.get(name, ...):
             del settings[name]  # it is its own default, and may still adapt as that does
         elif isinstance(value, str) and "${oc.env:" in str(item.value):  # the environment has text only
             settings[name] = read_argument(value, item.origin)
@@ -222,6 +243,8 @@ def _absolute(section: Any) -> Any:
         value = getattr(section, name)
         if dataclasses.is_dataclass(value):
             changes[name] = _absolute(value)
+        elif is_mapping(hint):
+            changes[name] = {key: _absolute(member) for key, member in value.items()}
         elif value and any(isinstance(extra, Place) and extra.is_path(value) for extra in extras_of(hint)):
             changes[name] = os.path.abspath(os.path.expanduser(value))
     return dataclasses.replace(section, **changes)

@@ -6,9 +6,22 @@ Also refused: what stands for a section and is none, and required options that a
 import dataclasses
 import difflib
 import itertools
+import typing
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
-from hpc_rl.config.loading.fields import default_of, hints, is_optional, nearest, options, section_of
+from hpc_rl.config.loading.fields import (
+    default_of,
+    extras_of,
+    generic,
+    hints,
+    is_mapping,
+    is_optional,
+    members_of,
+    nearest,
+    options,
+    section_of,
+)
 from hpc_rl.config.loading.source import Settings, SourceValue
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.tables import atlas
@@ -52,23 +65,35 @@ ANSWERS = {  # names that other toolkits have -> what to do here
 
 def refused_names(cls: type, settings: Settings, aliases: Mapping[str, str]) -> list[str]:
     """Return refusals: names that are no options, what stands for a section, what is missing."""
-    known = options(cls)
+    known = options(cls, members=members_of(cls, settings))
     refusals: dict[str, str] = {}
     suggested: set[str] = set()
     for name, item in settings.items():
         parents = itertools.accumulate(name.split("."), "{}.{}".format)  # a, a.b, a.b.c
         unknown = next((parent for parent in parents if parent not in known), "")
         if unknown:
-            meant, hint = _meant(cls, unknown, aliases)
+            meant, hint = _meant(cls, known, unknown, aliases)
             suggested.add(meant)
             shown = unknown if unknown.isprintable() else repr(unknown)
             refusals.setdefault(unknown, f"unknown key {shown} ({item.origin}): {hint}")
         elif section_of(known[name]):
-            is_left_out = item.value is None and is_optional(known[name])
+            is_left_out = item.value is None and (is_optional(known[name]) or is_mapping(known[name]))
             if item.value != {} and not is_left_out:
                 refusals[name] = _no_section(name, item)
     missing = [line for name, line in _missing(cls, settings) if name not in suggested]
-    return [*refusals.values(), *missing]
+    return [*refusals.values(), *_refused_keys(cls, settings), *missing]
+
+
+def _refused_keys(cls: type, settings: Settings) -> Iterator[str]:
+    """Yield a refusal for each key of a mapping of sections that is none."""
+    for member in members_of(cls, settings):
+        mapping, _, key = member.rpartition(".")
+        (limit,) = extras_of(typing.get_args(options(cls)[mapping])[0])
+        if limit.refusal(key, False) is not None:
+            origin = next(
+                item.origin for name, item in settings.items() if f"{name}.".startswith(f"{member}.")
+            )
+            yield f"{member} ({origin}): {key!r} can't be a key of {mapping}; allowed: {limit}."
 
 
 def _no_section(name: str, item: SourceValue) -> str:
@@ -79,10 +104,10 @@ def _no_section(name: str, item: SourceValue) -> str:
     return f"{name} ({item.origin}): {came} can't stand here; {hint}."
 
 
-def _meant(cls: type, name: str, aliases: Mapping[str, str]) -> tuple[str, str]:
+def _meant(cls: type, known: Mapping[str, Any], name: str, aliases: Mapping[str, str]) -> tuple[str, str]:
     """Return the option that an unknown name may mean (empty if unsure), and what to say."""
     parent, _, leaf = name.rpartition(".")
-    known, others = options(cls), [trainer for trainer, one in CONFIGS.items() if name in options(one)]
+    others = [trainer for trainer, one in CONFIGS.items() if generic(one, name) in options(one)]
     if others:
         return "", f"only a trial with trainer: {' or '.join(others)} has it."
     if name in aliases:
@@ -113,6 +138,8 @@ def _same_leaf(known: Collection[str], name: str, leaf: str) -> list[str]:
 def _missing(cls: type, settings: Settings, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield each required option and section that is not set, with the refusal."""
     for field in dataclasses.fields(cls):
+        if is_mapping(hints(cls)[field.name]):
+            continue
         name, section = prefix + field.name, section_of(hints(cls)[field.name])
         is_set = name in settings or any(other.startswith(f"{name}.") for other in settings)
         if is_set and section and settings.get(name, SourceValue({}, "")).value == {}:

@@ -15,12 +15,15 @@ from typing import Any, Literal, NamedTuple
 from jsonargparse import ArgumentError, ArgumentParser, set_loader, set_parsing_settings
 
 from hpc_rl.config.loading.fields import (
+    FREE_KEY,
     alternatives,
     base_of,
     did_you_mean,
     extras_of,
     hints,
+    is_mapping,
     is_optional,
+    members_of,
     options,
     section_of,
 )
@@ -59,13 +62,17 @@ def add_options(parser: ArgumentParser, cls: type, chosen: Collection[str] | Non
 
 
 def sections(cls: type, prefix: str = "", text: str = "") -> Iterator[tuple[str, type, str]]:
-    """Yield (prefix with its dot, dataclass, help) of the configuration and its sections, parents first."""
+    """Yield (prefix with its dot, dataclass, help) of the configuration and its sections, parents first.
+
+    One member stands for those of a mapping of sections: its prefix is `pools.NAME.`.
+    """
     yield prefix, cls, text
     texts = docstring_texts(cls) if any(section_of(hint) for hint in hints(cls).values()) else {}
     for name, hint in hints(cls).items():
         section = section_of(hint)
         if section:
-            yield from sections(section, f"{prefix}{name}.", texts[name])
+            key = f"{FREE_KEY}." if is_mapping(hint) else ""
+            yield from sections(section, f"{prefix}{name}.{key}", texts[name])
 
 
 class Option(NamedTuple):
@@ -130,7 +137,8 @@ def _describe(kind: Any) -> str:
 
 def parse(cls: type, settings: Settings, refusals: list[str]) -> Any:
     """Return the configuration. Raises ConfigError with these and every other refusal, one a line."""
-    known, is_unresolved, refusals = options(cls), bool(refusals), list(refusals)
+    known, is_unresolved = options(cls, members=members_of(cls, settings)), bool(refusals)
+    refusals = list(refusals)
     tree: dict[str, Any] = {}
     for name, item in settings.items():
         if name not in known:

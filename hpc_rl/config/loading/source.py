@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from hpc_rl.config.loading.fields import options, section_of
+from hpc_rl.config.loading.fields import generic, members_of, options, section_of
 from hpc_rl.config.loading.stored import RENAMED
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.errors import ConfigError
@@ -134,7 +134,7 @@ def settings_of(tree: SourceValue, prefix: str = "") -> Settings:
             if item.value is None:
                 continue
             name = RENAMED[name]
-        is_section = isinstance(item.value, dict) and item.value and name in _section_names()
+        is_section = isinstance(item.value, dict) and item.value and _is_section(name)
         for inner, setting in (settings_of(item, f"{name}.") if is_section else {name: item}).items():
             if inner in found:
                 raise ConfigError(
@@ -142,6 +142,10 @@ def settings_of(tree: SourceValue, prefix: str = "") -> Settings:
                 )
             found[inner] = setting
     return found
+
+
+def _is_section(name: str) -> bool:
+    return any(generic(cls, name) in _section_names() for cls in CONFIGS.values())
 
 
 @cache
@@ -198,7 +202,7 @@ def read_overrides(tokens: list[str]) -> list[tuple[str, SourceValue]]:
     for token in rest:
         name, equals, value = token.partition("=")
         if token.startswith("--") and len(name) > 2:
-            name = name[2:].replace("-", "_")
+            name = _underscored(name[2:])
             if not equals:
                 value = next(rest, "--")
                 if value.startswith("--"):
@@ -209,6 +213,12 @@ def read_overrides(tokens: list[str]) -> list[tuple[str, SourceValue]]:
             )
         found.append((name.lstrip("+"), read_argument(value, f"command line: {token.partition('=')[0]}")))
     return found
+
+
+def _underscored(name: str) -> str:
+    """Return the name of a flag, `-` read as `_`, but in the key of a member, which is the user's own."""
+    member = next((one for cls in CONFIGS.values() for one in members_of(cls, [name])), "")
+    return member + name.removeprefix(member).replace("-", "_")
 
 
 def _parse(text: str, name: str, has_references: bool = True) -> SourceValue:

@@ -6,13 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hpc_rl.config.loading.fields import hints, nearest, section_of
-from hpc_rl.config.sections.experiment import CONFIGS, Config, RWConfig, SFTConfig
+from hpc_rl.config.loading.fields import hints, is_mapping, nearest, section_of
+from hpc_rl.config.sections.experiment import (
+    CONFIGS,
+    Config,
+    GRPOConfig,
+    RWConfig,
+    TeacherConfig,
+)
 from hpc_rl.errors import ConfigError
 
 REDACTED = "***"
 RENAMED = {"actor.compat": "actor.algorithm"}  # of earlier versions; null was the default
-_SECRET = re.compile(r"(^|_)(api_?key|token|secret|password)($|_)", re.IGNORECASE)
+_SECRET = re.compile(r"(^|_)(api_?key|token|secret|password)($|_)(?!env$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -28,9 +34,11 @@ class Loaded:
         return frozenset(self.origins)
 
 
-def trainer_of(config: Config) -> Literal["grpo", "sft", "rw"]:
+def trainer_of(config: Config) -> Literal["grpo", "teacher", "sft", "rw"]:
     """Return the trainer that a configuration is for."""
-    return "rw" if isinstance(config, RWConfig) else "sft" if isinstance(config, SFTConfig) else "grpo"
+    if isinstance(config, GRPOConfig):
+        return "teacher" if isinstance(config, TeacherConfig) else "grpo"
+    return "rw" if isinstance(config, RWConfig) else "sft"
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -60,7 +68,10 @@ def construct(cls: type, data: Mapping[str, Any], prefix: str = "") -> Any:
             hint = f": did you mean {prefix}{near}?" if near else "."
             raise ConfigError(f"config.json: unknown key {prefix}{name}{hint}")
         section = section_of(hints(cls)[name])
-        if section is not None and isinstance(value, Mapping):
+        if section is not None and is_mapping(hints(cls)[name]):
+            members = {key: part for key, part in (value or {}).items() if part is not None}
+            value = {key: construct(section, part, f"{prefix}{name}.{key}.") for key, part in members.items()}
+        elif section is not None and isinstance(value, Mapping):
             value = construct(section, value, f"{prefix}{name}.")
         values[name] = value
     try:

@@ -3,10 +3,17 @@
 from collections.abc import Collection, Iterator
 
 from hpc_rl.allocation import SERVER_BACKENDS, usual_server_backend
-from hpc_rl.config.loading.fields import defaults
+from hpc_rl.config.loading.fields import defaults, is_mapping, members_of, options
 from hpc_rl.config.loading.stored import REDACTED, is_secret, trainer_of
 from hpc_rl.config.sections.cluster import environment_of
-from hpc_rl.config.sections.experiment import ABSENT, LENGTH_OPTIONS, Config, GRPOConfig, value_of
+from hpc_rl.config.sections.experiment import (
+    ABSENT,
+    LENGTH_OPTIONS,
+    Config,
+    GRPOConfig,
+    TeacherConfig,
+    value_of,
+)
 from hpc_rl.config.sections.operations import FrequencyConfig
 from hpc_rl.config.tables.areal_options import UNAVAILABLE
 from hpc_rl.errors import ConfigError
@@ -14,6 +21,7 @@ from hpc_rl.trial import check_name
 
 METRICS = {  # trainer -> the metrics of its evaluations; the first is the default of saver.keep_best.metric
     "grpo": ("eval_reward",),
+    "teacher": ("eval_accuracy_delta", "eval_reward", "eval_student_accuracy", "eval_baseline_accuracy"),
     "sft": ("eval_loss",),
     "rw": ("eval_loss", "eval_accuracy"),
 }
@@ -72,7 +80,14 @@ def has_period(section: FrequencyConfig) -> bool:
 def is_default(config: Config, name: str) -> bool:
     """Return whether an option has its default; a file may spell every default out."""
     cls: type = type(config)
-    return value_of(config, name) == defaults(cls).get(name, ABSENT)
+    return value_of(config, name) == defaults(cls, members=members_of(cls, [name])).get(name, ABSENT)
+
+
+def members_in(config: Config) -> tuple[str, ...]:
+    """Return the members that a configuration has, such as `pools.student`."""
+    cls: type = type(config)
+    mappings = [name for name, hint in options(cls).items() if is_mapping(hint)]
+    return tuple(f"{name}.{key}" for name in mappings for key in value_of(config, name))
 
 
 def given(config: Config, explicit: Collection[str], prefixes: str | tuple[str, ...]) -> list[str]:
@@ -116,10 +131,12 @@ def datasets(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 def evaluation(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    keep, allowed = config.saver.keep_best, METRICS[config.trainer or "grpo"]  # load sets it
+    keep, allowed = config.saver.keep_best, METRICS[trainer_of(config)]
+    if isinstance(config, TeacherConfig):
+        allowed += tuple(f"eval_reward_{part.rpartition(':')[2]}" for part in config.teacher.reward_parts)
     if keep is not None and keep.metric not in (None, *allowed):
-        measured = f"trainer {config.trainer} measures {' and '.join(allowed)}"
-        yield f"saver.keep_best.metric {keep.metric} can't be used: {measured}."
+        measured = f"trainer {config.trainer} measures {', '.join(allowed)}."
+        yield f"saver.keep_best.metric {keep.metric} can't be used: {measured}"
 
 
 def environments(config: Config, explicit: Collection[str]) -> Iterator[str]:

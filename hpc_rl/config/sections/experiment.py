@@ -24,6 +24,8 @@ from hpc_rl.config.sections.operations import (
     SchedulerConfig,
     StatsLoggerConfig,
 )
+from hpc_rl.config.sections.pools import PoolConfig, PoolName
+from hpc_rl.config.sections.teacher import TeachingConfig
 from hpc_rl.config.sections.training import PPOActorConfig, TrainEngineConfig
 from hpc_rl.errors import ConfigError
 
@@ -36,9 +38,9 @@ class BaseExperimentConfig:
     """Name of the experiment; groups related trials."""
     trial_name: str
     """Name of the trial; unique within the experiment."""
-    trainer: Literal["grpo", "sft", "rw"] | None = None
-    """Trainer; null derives it from the sections: `actor` means grpo; `model` means rw if train_dataset.type
-    is rw, else sft."""
+    trainer: Literal["grpo", "teacher", "sft", "rw"] | None = None
+    """Trainer; null derives it from the sections: `teacher` means teacher; `actor` grpo; `model` means rw if
+    train_dataset.type is rw, else sft."""
     seed: NonNegativeInt = 1
     """Random seed."""
     allocation_mode: str = ""
@@ -93,8 +95,19 @@ class GRPOConfig(BaseExperimentConfig):
     """vLLM servers, if the allocation has them. hpc-rl extension."""
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     """Embedded servers, if the allocation has them."""
+    pools: dict[PoolName, PoolConfig] = field(default_factory=dict)
+    """Models that are asked and never trained, by name: each pool of `allocation_mode` but the trained one,
+    and endpoints elsewhere. hpc-rl extension."""
     environments: EnvironmentsConfig | None = None
     """What feeds the trial from outside; null means nothing does."""
+
+
+@dataclass(kw_only=True)
+class TeacherConfig(GRPOConfig):
+    """A trial that trains a teacher, by GRPO, to make a student answer better."""
+
+    teacher: TeachingConfig = field(default_factory=TeachingConfig)
+    """How the student in pool `student` is probed and taught, and what the teacher is rewarded for."""
 
 
 @dataclass(kw_only=True)
@@ -114,7 +127,12 @@ class RWConfig(BaseExperimentConfig):
 
 
 Config = GRPOConfig | SFTConfig | RWConfig
-CONFIGS: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig, "rw": RWConfig}
+CONFIGS: dict[str, type] = {
+    "grpo": GRPOConfig,
+    "teacher": TeacherConfig,
+    "sft": SFTConfig,
+    "rw": RWConfig,
+}
 LENGTH_OPTIONS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")
 
 
@@ -167,12 +185,14 @@ ABSENT: Any = _Absent()
 def value_of(config: Any, name: str) -> Any:
     """Return the value of a dotted option, or ABSENT where a section is missing or null."""
     for part in name.split("."):
-        config = getattr(config, part, ABSENT)
+        config = config.get(part, ABSENT) if isinstance(config, dict) else getattr(config, part, ABSENT)
     return config
 
 
 def replaced(section: Any, path: list[str], value: Any) -> Any:
     """Return the same configuration with one option changed."""
     if len(path) > 1:
-        value = replaced(getattr(section, path[0]), path[1:], value)
+        value = replaced(value_of(section, path[0]), path[1:], value)
+    if isinstance(section, dict):
+        return section | {path[0]: value}
     return dataclasses.replace(section, **{path[0]: value})

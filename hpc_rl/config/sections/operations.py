@@ -36,9 +36,10 @@ class IdentityConfig:
 class KeepBestConfig:
     """Keep the best model by evaluation, as `exports/best`."""
 
-    metric: Literal["eval_reward", "eval_loss", "eval_accuracy"] | None = None
-    """Metric of an evaluation: `eval_reward` (grpo), `eval_loss` (sft, rw) or `eval_accuracy` (rw); null
-    means the first of these that the trainer has."""
+    metric: str | None = None
+    """Metric of an evaluation: `eval_reward` (grpo), `eval_loss` (sft, rw), `eval_accuracy` (rw), or
+    `eval_accuracy_delta`, `eval_reward`, `eval_student_accuracy`, `eval_baseline_accuracy` and
+    `eval_reward_<part>` (teacher); null means the first of these that the trainer has."""
     mode: Literal["max", "min"] | None = None
     """Whether larger or smaller is better; null means `min` for a loss, else `max`."""
     as_final: bool = False

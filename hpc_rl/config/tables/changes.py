@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hpc_rl.config.loading.fields import generic
 from hpc_rl.config.loading.stored import REDACTED, is_secret
-from hpc_rl.config.sections.experiment import ABSENT, Config
+from hpc_rl.config.sections.experiment import ABSENT, CONFIGS, Config, value_of
 from hpc_rl.config.show import scalar
 from hpc_rl.errors import ConfigError
 
@@ -46,15 +47,16 @@ SAFE = (  # options and whole sections, except what is in UNSAFE
     "allocation_mode", "total_train_epochs", "total_train_steps", "total_train_n_seqs", "async_training",
     "cluster", "launcher", "scheduler", "sglang", "vllm", "embedded", "saver", "evaluator", "recover",
     "stats_logger", "train_dataset.pin_memory", "train_dataset.num_workers", "valid_dataset", "gconfig",
-    "rollout", "model", "ref", "environments",
+    "rollout", "model", "ref", "environments", "pools", "teacher",
 )  # fmt: skip
 # Options and whole sections that change the policy or the data, except those in REPLAYS: earlier batches and
 # groups are set aside. With --replay the changes in NOT_WITH_REPLAY are refused.
-NEW_BATCHES = ("actor", "gconfig", "rollout.reward_fn", "rollout.workflow")
+NEW_BATCHES = ("actor", "gconfig", "rollout.reward_fn", "rollout.workflow", "pools", "teacher")
 REPLAYS = (
     "actor.experiment_name", "actor.trial_name", "actor.pad_to_maximum", "actor.attn_impl",
     "actor.grad_reduce_dtype", "actor.fsdp", "actor.ds_auto_tp", "actor.gradient_checkpointing",
     "actor.mb_spec", "actor.optimizer.offload", "actor.log_agent_stats", "actor.log_agent_stats_keys",
+    "pools.NAME.max_requests", "pools.NAME.api_key_env",
 )  # fmt: skip
 NOT_WITH_REPLAY = ("gconfig.n_samples", "gconfig.temperature", "gconfig.greedy", "rollout.workflow")
 REMARKS = {  # what a safe change does not do
@@ -84,7 +86,7 @@ def changes(old: Config, new: Config) -> list[Change]:
     """Return the options whose values differ; a section that is added or removed is one change."""
     found = []
     for name, a, b in _differences(old, new, ""):
-        nearest = next((one for one in _ways(name) if one in NEW_BATCHES or one in REPLAYS), "")
+        nearest = next((one for one in _ways(_generic(name)) if one in NEW_BATCHES or one in REPLAYS), "")
         found.append(Change(name, a, b, *classify(name), new_batches=nearest in NEW_BATCHES))
     return found
 
@@ -119,6 +121,10 @@ def classify(name: str) -> tuple[bool, str]:
     raise KeyError(name)
 
 
+def _generic(name: str) -> str:
+    return next((like for cls in CONFIGS.values() if (like := generic(cls, name)) != name), name)
+
+
 def _ways(name: str) -> Iterator[str]:
     """Yield a.b.c, a.b, a: the most specific first."""
     while name:
@@ -128,14 +134,25 @@ def _ways(name: str) -> Iterator[str]:
 
 def _differences(old: Any, new: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, old, new), a whole section as plain data. The classes differ with the trainer."""
-    names = [field.name for field in dataclasses.fields(new)]
-    names += [field.name for field in dataclasses.fields(old) if field.name not in names]
-    for name in names:
-        a, b = getattr(old, name, ABSENT), getattr(new, name, ABSENT)
-        if dataclasses.is_dataclass(a) and dataclasses.is_dataclass(b):
+    for name in dict.fromkeys([*_names(new), *_names(old)]):
+        a, b = value_of(old, name), value_of(new, name)
+        both = [one for one in (a, b) if one is not ABSENT]
+        if len(both) == 2 and (all(map(dataclasses.is_dataclass, both)) or _is_mapping(both)):
             yield from _differences(a, b, f"{prefix}{name}.")
         elif a != b and (name, a, b) not in _SAME:
             yield prefix + name, _plain(a), _plain(b)
+
+
+def _names(section: Any) -> list[str]:
+    if isinstance(section, dict):
+        return list(section)
+    return [field.name for field in dataclasses.fields(section)]
+
+
+def _is_mapping(both: Sequence[Any]) -> bool:
+    """Return whether two values are mappings of sections, one of them not empty."""
+    members = [part for one in both if isinstance(one, dict) for part in one.values()]
+    return any(map(dataclasses.is_dataclass, members))
 
 
 def _plain(value: Any) -> Any:

@@ -156,7 +156,7 @@ def test_a_file_in_these_names_alone_is_a_grpo_trial(tmp_path):
     assert load([tmp_path / "a.yaml"]).config.gconfig.n_samples == 4
     (tmp_path / "b.yaml").write_text("\n".join([*lines, "learning_rate: 1e-6"]) + "\n")
     assert load([tmp_path / "b.yaml"], presets=["atlas"]).config.actor.optimizer.lr == 1e-6
-    with pytest.raises(ConfigError, match="or say it: trainer: grpo, sft or rw"):
+    with pytest.raises(ConfigError, match="or say it: trainer: grpo, teacher, sft or rw"):
         load([tmp_path / "b.yaml"])
 
 

@@ -216,7 +216,7 @@ def test_relative_paths_are_taken_from_the_working_directory(files, tmp_path, mo
         ("actor.optimizer.LR=3", ["did you mean actor.optimizer.lr?"]),
         (
             "trainer=[grpo]",
-            ["trainer (command line: trainer)", "['grpo'] can't be used; allowed: grpo, sft, rw"],
+            ["trainer (command line: trainer)", "['grpo'] can't be used; allowed: grpo, teacher, sft, rw"],
         ),
         (
             "actor.path=???",
@@ -253,7 +253,7 @@ def test_relative_paths_are_taken_from_the_working_directory(files, tmp_path, mo
         ("cluster=null", ["cluster", "null can't stand here", "section"]),
         ("cluster=3", ["cluster", "section"]),
         ("actor=null", ["section actor"]),
-        ("trainer=ppo", ["trainer", "ppo", "grpo, sft"]),
+        ("trainer=ppo", ["trainer", "ppo", "grpo, teacher, sft"]),
         ("model.path=/x", ["both actor and model"]),
         ("trial_name=${nowhere}", ["trial_name", "nowhere", "can't be resolved"]),
         ("trial_name=${trial_name}", ["trial_name", "can't be resolved"]),
@@ -362,7 +362,7 @@ def test_text_on_the_command_line_is_text(files, text, value):
 
 def test_a_misspelt_section_of_the_model_is_named(files):
     message = files.refusal(base=BASE.replace("actor:", "acotr:"))
-    assert "neither actor nor model is given" in message and "trainer: grpo, sft or rw" in message
+    assert "neither actor nor model is given" in message and "trainer: grpo, teacher, sft or rw" in message
     assert "unknown key acotr (base.yaml:6): did you mean actor?" in message
 
 

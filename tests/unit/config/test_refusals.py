@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.config.loading.fields import alternatives, options, section_of
+from hpc_rl.config.loading.fields import alternatives, is_mapping, options, section_of
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.names import ALIASES
 from hpc_rl.config.sections.experiment import CONFIGS
@@ -21,15 +21,16 @@ from hpc_rl.errors import ConfigError
 BASE = "experiment_name: e\ntrial_name: t\ntrainer: {trainer}\n"
 BASE += "train_dataset: {{path: /d}}\n{model}: {{path: /m}}\n"
 BASE += "valid_dataset: {{path: /v}}\n{ref}"
-REF = {"grpo": "ref: {path: /r}\n", "sft": "", "rw": ""}
-MODEL = {"grpo": "actor", "sft": "model", "rw": "model"}
+REF = {"grpo": "ref: {path: /r}\n", "teacher": "ref: {path: /r}\n", "sft": "", "rw": ""}
+MODEL = {"grpo": "actor", "teacher": "actor", "sft": "model", "rw": "model"}
 KNOWN = {trainer: options(cls) for trainer, cls in CONFIGS.items()}
 SECTIONS = {
-    trainer: sorted(name for name, hint in known.items() if section_of(hint))
+    trainer: sorted(name for name, hint in known.items() if section_of(hint) and not is_mapping(hint))
     for trainer, known in KNOWN.items()
 }
 LEAVES = {
-    trainer: sorted(set(known) - set(SECTIONS[trainer]) - {"trainer"}) for trainer, known in KNOWN.items()
+    trainer: sorted(name for name, hint in known.items() if not section_of(hint) and name != "trainer")
+    for trainer, known in KNOWN.items()
 }
 ANYTHING = [True, False, 0, 1, 7, -3, 1.5, "some text", "", [1, 2], ["a"], {"a": 1}, {"a": "b"}, None]
 PROPERTY = settings(

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpc_rl.config.json_schema import schema
-from hpc_rl.config.loading.fields import alternatives, hints, options, section_of
+from hpc_rl.config.loading.fields import alternatives, hints, is_mapping, options, section_of
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.source import literal
 from hpc_rl.config.loading.stored import REDACTED, redact, to_dict
@@ -28,7 +28,7 @@ from hpc_rl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl"]
-MODEL = {"grpo": "actor.path=/m", "sft": "model.path=/m", "rw": "model.path=/m"}
+MODEL = {"grpo": "actor.path=/m", "teacher": "actor.path=/m", "sft": "model.path=/m", "rw": "model.path=/m"}
 
 
 def values(hint) -> st.SearchStrategy:
@@ -232,6 +232,8 @@ def _walk(cls: type, made: dict, others: Collection[str] = ()) -> None:
         section = section_of(hint)
         if section:
             inner = made["properties"][name]
+            if is_mapping(hint):
+                (inner,) = inner["patternProperties"].values()
             _walk(section, inner["anyOf"][0] if "anyOf" in inner else inner)
 
 

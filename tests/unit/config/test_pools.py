@@ -1,0 +1,239 @@
+"""Sections by keys of the user's own: `pools`, in files, on the command line, stored, shown and compared; and
+which trainer a section `teacher` means.
+"""
+
+import json
+
+import pytest
+import yaml
+
+from hpc_rl.config.json_schema import schema
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.loading.stored import from_dict, redact, to_dict
+from hpc_rl.config.reference import section_help, section_names
+from hpc_rl.config.rules.check import adapt
+from hpc_rl.config.rules.consistency import given, is_default
+from hpc_rl.config.sections.experiment import (
+    ABSENT,
+    GRPOConfig,
+    SFTConfig,
+    TeacherConfig,
+    replaced,
+    value_of,
+)
+from hpc_rl.config.sections.pools import PoolConfig
+from hpc_rl.config.show import as_yaml, show
+from hpc_rl.config.tables.changes import changes
+from hpc_rl.errors import ConfigError
+from hpc_rl.submit.submission import explicit_options
+
+GIVEN = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "actor.path=/m"]
+BASE = "experiment_name: e\ntrial_name: t\ntrain_dataset: {path: /d}\nactor: {path: /m}\n"
+POOLS = """\
+pools:
+  student: {path: models/student, max_new_tokens: 300, options: {context_length: 4096}}
+  judge-2:
+    url: http://host:8000/v1
+    max_new_tokens: ${pools.student.max_new_tokens}
+    temperature: ${pools.student.temperature}
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "a.yaml"
+    path.write_text(BASE + POOLS)
+    return path
+
+
+def refusals(*arguments: str, files=()) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(files, arguments, profiles=[])
+    return str(caught.value).splitlines()
+
+
+def test_pools_of_a_file_are_sections_by_name(file, tmp_path):
+    loaded = load([file], profiles=[])
+    assert loaded.config.pools == {
+        "student": PoolConfig(
+            path=str(tmp_path / "models/student"), max_new_tokens=300, options={"context_length": "4096"}
+        ),
+        "judge-2": PoolConfig(url="http://host:8000/v1", max_new_tokens=300),
+    }
+    assert loaded.origins["pools.student.path"] == f"{file}:6"
+    assert loaded.origins["pools.judge-2.max_new_tokens"] == f"{file}:9"
+    assert "pools" not in loaded.origins
+
+
+def test_files_and_arguments_merge_by_key_and_the_later_wins(file, tmp_path):
+    other = tmp_path / "b.yaml"
+    other.write_text("pools: {student: {top_p: 0.5}, third: {url: http://x}}\n")
+    loaded = load(
+        [file, other],
+        ["pools.student.path=/s", "--pools.judge-2.max-new-tokens", "9", "--pools.student.top_p=0.25"],
+        profiles=[],
+    )
+    pools = loaded.config.pools
+    assert list(pools) == ["student", "judge-2", "third"]
+    assert (pools["student"].path, pools["student"].top_p, pools["student"].max_new_tokens) == (
+        "/s",
+        0.25,
+        300,
+    )
+    assert pools["judge-2"].max_new_tokens == 9
+    assert loaded.origins["pools.student.path"] == "command line: pools.student.path"
+
+
+def test_null_removes_a_pool_and_all_of_them(file):
+    loaded = load([file], ["pools.judge-2=null"], profiles=[])
+    assert list(loaded.config.pools) == ["student"]
+    assert "judge-2" not in explicit_options(loaded)["pools"]
+    assert load([file], ["pools=null"], profiles=[]).config.pools == {}
+    assert list(load([file], ["pools=null", "pools.new.path=/n"], profiles=[]).config.pools) == ["new"]
+    assert load([], [*GIVEN, "pools.a={}"], profiles=[]).config.pools == {"a": PoolConfig()}
+
+
+def test_everything_that_is_wrong_in_pools_is_refused_at_once(tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text(
+        BASE + "pools:\n  student: {pth: /s, top_p: 2, url: 7, options: [x]}\n"
+        "  1st: {path: /x}\n  text: /y\n  stop: {stop_token_ids: [-1]}\n"
+    )
+    lines = [line.replace(f"{tmp_path}/", "") for line in refusals(files=[path])]
+    assert lines[0] == "unknown key pools.student.pth (bad.yaml:6): did you mean pools.student.path?"
+    assert lines[1].startswith("pools.text (bad.yaml:8): '/y' (text) can't stand here; it is a section") or (
+        lines[1].startswith("pools.text (bad.yaml:8): /y (text) can't stand here; it is a section")
+    )
+    assert lines[2] == (
+        "pools.1st (bad.yaml:7): '1st' can't be a key of pools; "
+        "allowed: a letter, then letters, digits, _ or -."
+    )
+    found = "\n".join(lines)
+    assert (
+        "pools.student.top_p (bad.yaml:6): 2 (an integer) can't be used; allowed: a number, above 0" in found
+    )
+    assert "pools.student.options (bad.yaml:6): ['x'] (a list) can't be used; allowed: a mapping" in found
+    assert "pools.stop.stop_token_ids (bad.yaml:9)" in found
+    assert len(lines) == 6
+
+
+def test_pools_that_are_none_are_refused_by_name():
+    (line,) = refusals(*GIVEN, "pools=5")
+    assert line.startswith("pools (command line: pools): 5 (an integer) can't stand here")
+    (line,) = refusals(
+        "experiment_name=e", "trial_name=t", "train_dataset.path=/d", "model.path=/m", "pools.a.path=/p"
+    )
+    assert line.endswith("only a trial with trainer: grpo or teacher has it.")
+    (line,) = refusals(*GIVEN, "pools.a.path=${pools.b.path}")
+    assert "pools.a.path" in line and "can't be resolved" in line
+
+
+def test_pools_survive_config_json_and_show(file, tmp_path):
+    loaded = load([file], ["pools.third={}"], profiles=[])
+    assert from_dict(json.loads(json.dumps(to_dict(loaded.config)))) == loaded.config
+    shown = show(loaded)
+    assert "pools" not in shown
+    assert shown["pools.student.path"].origin == f"{file}:6"
+    assert shown["pools.student.top_p"].origin == "default"
+    again = tmp_path / "again.yaml"
+    again.write_text(as_yaml(shown))
+    assert load([again], profiles=[]).config == loaded.config
+    again.write_text(yaml.safe_dump(explicit_options(loaded)))
+    assert load([again], profiles=[]).config == loaded.config
+
+
+def test_a_config_json_without_pools_still_loads():
+    stored = to_dict(load([], GIVEN, profiles=[]).config)
+    del stored["pools"]
+    assert from_dict(stored).pools == {}
+    assert "pools: {}" in as_yaml(show(load([], GIVEN, profiles=[])))
+
+
+def test_unknown_keys_of_a_stored_pool_are_refused():
+    stored = to_dict(load([], [*GIVEN, "pools.a.path=/p"], profiles=[]).config)
+    stored["pools"]["a"]["pth"] = "/p"
+    with pytest.raises(ConfigError, match=r"unknown key pools\.a\.pth: did you mean pools\.a\.path\?"):
+        from_dict(stored)
+
+
+def test_options_of_a_pool_are_found_and_replaced_by_their_names():
+    loaded = load([], [*GIVEN, "pools.a.top_p=0.5", "pools.a.max_new_tokens=1024"], profiles=[])
+    config = loaded.config
+    assert value_of(config, "pools.a.top_p") == 0.5
+    assert value_of(config, "pools.b.top_p") is ABSENT
+    assert is_default(config, "pools.a.max_new_tokens") and not is_default(config, "pools.a.top_p")
+    assert given(config, loaded.explicit, "pools.") == ["pools.a.top_p"]
+    changed = replaced(config, ["pools", "a", "path"], "/q")
+    assert (changed.pools["a"].path, changed.pools["a"].top_p, config.pools["a"].path) == ("/q", 0.5, "")
+
+
+def test_the_name_of_a_variable_with_a_key_is_no_secret():
+    loaded = load([], [*GIVEN, "pools.a.api_key_env=OPENAI_API_KEY", "pools.a.url=http://x"], profiles=[])
+    assert redact(to_dict(loaded.config))["pools"]["a"]["api_key_env"] == "OPENAI_API_KEY"
+
+
+def test_changes_of_pools_are_told_one_by_one():
+    def between(before: list[str], after: list[str]) -> dict[str, bool]:
+        old, new = (load([], [*GIVEN, *words], profiles=[]).config for words in (before, after))
+        return {str(one): one.new_batches for one in changes(old, new)}
+
+    one = ["pools.a.path=/p"]
+    assert between(one, one) == {}
+    assert between([], one) == {"pools.a: nothing -> {path: /p, ...}  (safe)": True}
+    assert between(one, ["pools.b.path=/p"]) == {
+        "pools.b: nothing -> {path: /p, ...}  (safe)": True,
+        "pools.a: {path: /p, ...} -> nothing  (safe)": True,
+    }
+    assert between(one, ["pools.a.path=/q", "pools.a.max_requests=4"]) == {
+        "pools.a.path: /p -> /q  (safe)": True,
+        "pools.a.max_requests: 256 -> 4  (safe)": False,
+    }
+
+
+def test_help_schema_and_sections_know_pools_by_a_stand_in():
+    assert {"pools", "teacher"} <= set(section_names())
+    for topic in ("pools", "pools.NAME", "pools.NAME.path"):
+        assert "--pools.NAME.path PATH" in section_help(topic)
+    pools = schema("grpo")["$defs"]["GRPOConfig"]["properties"]["pools"]
+    ((pattern, member),) = pools["patternProperties"].items()
+    assert pattern == "^(?:[A-Za-z][A-Za-z0-9_-]*)$" and pools["additionalProperties"] is False
+    assert member["anyOf"][0]["properties"]["max_new_tokens"]["anyOf"][0]["minimum"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["actor.path=/m"], GRPOConfig),
+        (["actor.path=/m", "teacher.max_probe_tokens=7"], TeacherConfig),
+        (["actor.path=/m", "teacher={}"], TeacherConfig),
+        (["actor.path=/m", "trainer=teacher"], TeacherConfig),
+        (["model.path=/m"], SFTConfig),
+    ],
+)
+def test_the_section_says_which_trainer_it_is(arguments, expected):
+    config = load([], [*GIVEN[:3], *arguments], profiles=[]).config
+    assert type(config) is expected
+    assert from_dict(to_dict(config)) == config
+
+
+def test_a_teacher_needs_a_section_actor_and_grpo_has_no_teacher():
+    assert refusals(*GIVEN[:3], "teacher.max_probe_tokens=7") == [
+        "section actor is missing; it needs at least actor.path."
+    ]
+    (line,) = refusals(*GIVEN, "trainer=grpo", "teacher.max_probe_tokens=7")
+    assert line.startswith("unknown key teacher (") and line.endswith(
+        "only a trial with trainer: teacher has it."
+    )
+
+
+def test_templates_have_defaults_that_name_their_variables():
+    config, _ = adapt(load([], [*GIVEN, "trainer=teacher"], profiles=[]).config, frozenset())
+    templates = vars(config.teacher.templates)
+    assert {name: [one for one in ("question", "approach", "teaching") if f"{{{one}}}" in text]
+            for name, text in templates.items()} == {
+        "diagnostic": ["question"],
+        "adaptive": ["question", "approach"],
+        "with_teaching": ["question", "teaching"],
+        "baseline": ["question"],
+    }  # fmt: skip
