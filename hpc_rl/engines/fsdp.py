@@ -1,19 +1,26 @@
 """The engine on FSDP2: a transformers model sharded by `fully_shard`, parameters and optimizer in float32.
 
-A single rank in float32 is not sharded. Left out: tensor and context parallelism, offloading of parameters.
-Every rank builds the whole model in CPU memory before it keeps its shard.
+A single rank in float32 is not sharded, unless its parameters are to be in CPU memory: there FSDP keeps them,
+their gradients and so the optimizer's state, and copies a layer to the GPU while it is used. Left out: tensor
+and context parallelism. Every rank builds the whole model in CPU memory before it keeps its shard.
 """
 
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from hpc_rl.checked_file import FileRecord
@@ -67,9 +74,11 @@ class FSDPEngine:
             for parameter in self.model.parameters():
                 parameter.requires_grad_(False)
                 parameter.data = parameter.data.to(model.DTYPES[self.config.dtype])
-        if self.num_ranks > 1 or (self.config.dtype != "float32" and not self.frozen):
+        offload = self.config.fsdp.offload_params
+        if self.num_ranks > 1 or offload or (self.config.dtype != "float32" and not self.frozen):
             self._shard()
-        self.model.to(self.device)
+        if not offload:  # else FSDP has moved the buffers, and parameters stay
+            self.model.to(self.device)
         parameters = dict(self.model.hf.named_parameters())
         self.shards = shards_of({name: parameters[name] for name in names}, self.rank, self.num_ranks)
         if self.frozen:
@@ -86,10 +95,13 @@ class FSDPEngine:
         mesh = init_device_mesh(self.device.type, (self.num_ranks,))
         compute, reduce = model.DTYPES[self.config.dtype], model.DTYPES[self.config.grad_reduce_dtype]
         precision = MixedPrecisionPolicy(None if compute == torch.float32 else compute, reduce)
+        home = OffloadPolicy()
+        if self.config.fsdp.offload_params:
+            home = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         wrap = self.config.fsdp.wrap_policy
         for block in self.model.blocks(wrap.transformer_layer_cls_to_wrap if wrap else None):
-            fully_shard(block, mesh=mesh, mp_policy=precision)
-        fully_shard(self.model, mesh=mesh, mp_policy=precision)
+            fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=home)
+        fully_shard(self.model, mesh=mesh, mp_policy=precision, offload_policy=home)
 
     def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
         self.model.eval()
@@ -210,9 +222,10 @@ class FSDPEngine:
         tensors = {}
         for shard in self.shards:
             value = shard.parameter.detach()
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            if isinstance(value, DTensor):  # gathered on the device: NCCL does not know CPU memory
+                value = cast(DTensor, value.to(self.device)).full_tensor()
             if self.rank == 0:
-                tensors[shard.name] = whole.to("cpu", dtype).contiguous()
+                tensors[shard.name] = value.to("cpu", dtype).contiguous()
         if self.rank == 0:
             buffers = dict(self.model.hf.named_buffers())
             tensors |= {name: buffers[name].cpu() for name in self.buffer_names}

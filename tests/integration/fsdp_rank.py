@@ -15,7 +15,12 @@ from hpc_rl.checkpoint.generation import Manifest
 from hpc_rl.checkpoint.retention import RetentionPolicy
 from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.operations import RecoverConfig
-from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from hpc_rl.config.sections.training import (
+    FSDPEngineConfig,
+    MicroBatchSpec,
+    OptimizerConfig,
+    TrainEngineConfig,
+)
 from hpc_rl.engines import state
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.distributed import init_ranks, shutdown
@@ -106,6 +111,7 @@ def scenario_train(folder: Path, rank: int, num_ranks: int) -> None:
         "plain": {},
         "three": {"mb_spec": MicroBatchSpec(n_mbs=3)},
         "recompute": {"gradient_checkpointing": True},
+        "in_cpu_memory": {"fsdp": FSDPEngineConfig(offload_params=True)},
         "again": {},
     }
     for name, changes in variants.items():

@@ -84,7 +84,7 @@ def result(folder: Path, num_ranks: int, rank: int = 0) -> dict:
     return json.loads((folder / f"train-{num_ranks}-{rank}.json").read_text())
 
 
-@pytest.mark.parametrize("variant", ["plain", "three", "recompute"])
+@pytest.mark.parametrize("variant", ["plain", "three", "recompute", "in_cpu_memory"])
 def test_two_ranks_train_as_one_does(folder: Path, variant: str) -> None:
     one, two, other = result(folder, 1), result(folder, 2), result(folder, 2, rank=1)
     for mine, theirs in zip(two[variant]["results"], one["plain"]["results"], strict=True):

@@ -154,6 +154,9 @@ def optimizers(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if engine.dtype == "float16" and optimizer.min_loss_scale > optimizer.initial_loss_scale:
         most = f"initial_loss_scale {optimizer.initial_loss_scale:g}"
         yield f"{name}.min_loss_scale {optimizer.min_loss_scale:g} must not exceed {most}."
+    if optimizer.offload and engine.fsdp.offload_params:
+        both = f"{section}.fsdp.offload_params, which has the moments and updates in CPU memory as well"
+        yield f"{name}.offload has no effect with {both}; omit it."
     if optimizer.lr_scheduler_type == "constant" and optimizer.min_lr_ratio:
         yield f"{name}.min_lr_ratio has no effect with lr_scheduler_type constant; use linear or cosine."
 
@@ -174,9 +177,6 @@ def engines(config: Config, explicit: Collection[str]) -> Iterator[str]:
         if size != 1:
             lacking = "the DeepSpeed backend and tensor parallelism are not implemented; use 1"
             yield f"{section}.ds_auto_tp.autotp_size {size}: {lacking}, and more data-parallel ranks."
-        if engine.fsdp.offload_params:
-            use = f"use {section}.optimizer.offload, or more ranks"
-            yield f"{section}.fsdp.offload_params is not implemented; {use}."
         yield from _critic(config, section, engine)
         most, together = engine.mb_spec.max_seqs_per_mb, engine.mb_spec.granularity
         if most is not None and most < together:

@@ -83,7 +83,8 @@ class FSDPEngineConfig:
     wrap_policy: FSDPWrapPolicy | None = None
     """Which modules are sharded individually; null means the model's layers."""
     offload_params: bool = False
-    """Keep parameters in CPU memory; not implemented."""
+    """Keep parameters in CPU memory, and the moments and updates of a trained model; each layer is on the GPU
+    only while it is used."""
 
 
 @dataclass(kw_only=True)

@@ -83,9 +83,14 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
             ["actor.ds_auto_tp.autotp_size=2"],
             "the DeepSpeed backend and tensor parallelism are not implemented; use 1",
         ),
+        (["actor.fsdp.offload_params=true"], "actor.fsdp.offload_params has no effect without GPUs"),
         (
-            ["actor.fsdp.offload_params=true"],
-            "actor.fsdp.offload_params is not implemented; use actor.optimizer.offload",
+            ["ref.path=/m", "ref.fsdp.offload_params=true"],
+            "ref.fsdp.offload_params has no effect without GPUs",
+        ),
+        (
+            ["cluster.n_gpus_per_node=8", "actor.optimizer.offload=true", "actor.fsdp.offload_params=true"],
+            "actor.optimizer.offload has no effect with actor.fsdp.offload_params",
         ),
         (["actor.pad_to_maximum=true"], "has no effect without actor.mb_spec.max_tokens_per_mb"),
         (["actor.is_critic=true"], "a critic is not implemented; omit it"),

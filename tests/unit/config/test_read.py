@@ -63,7 +63,7 @@ ONLY_RULES = {
     r"actor\.(group_size|temperature|max_new_tokens)": "must equal gconfig's",
     r"actor\.(reward|adv)_norm\.group_size": "must equal gconfig.n_samples (training_rules)",
     r"actor\.log_agent_stats": "must agree with log_agent_stats_keys",
-    r"(actor|model|ref)\.(fsdp\.offload_params|ds_auto_tp\.autotp_size)": "refused when set",
+    r"(actor|model|ref)\.ds_auto_tp\.autotp_size": "refused when set",
     r"(actor|model|ref)\.backend": "megatron is planned, not started (plan._not_built)",
     r"(actor|model|ref)\.optimizer\.type": "adam, or empty where nothing is trained",
 }

@@ -10,10 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 from hpc_rl import checked_file
-from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from hpc_rl.config.sections.training import (
+    FSDPEngineConfig,
+    MicroBatchSpec,
+    OptimizerConfig,
+    TrainEngineConfig,
+)
 from hpc_rl.engines import fsdp, model
 from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.engines.fsdp import FSDPEngine
@@ -247,12 +253,74 @@ def test_dropout_is_in_training_unless_it_is_disabled(model_dir, tmp_path, disab
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_gradients_are_summed_over_ranks_in_the_type_that_is_given(model_dir, monkeypatch, name) -> None:
     policies = []
-    monkeypatch.setattr(fsdp, "fully_shard", lambda module, mesh, mp_policy: policies.append(mp_policy))
+    monkeypatch.setattr(fsdp, "fully_shard", lambda module, mp_policy, **_: policies.append(mp_policy))
     try:
         engine_of(model_dir, dtype="bfloat16", grad_reduce_dtype=name)
     finally:
         torch.distributed.destroy_process_group()
     assert {policy.reduce_dtype for policy in policies} == {getattr(torch, name)}
+
+
+@pytest.fixture
+def placements(monkeypatch):
+    """What FSDP is told of where parameters live, one entry for each call; it is really called."""
+    told = []
+
+    def recorded(module, *, offload_policy, **options):
+        told.append(offload_policy)
+        return fully_shard(module, offload_policy=offload_policy, **options)
+
+    monkeypatch.setattr(fsdp, "fully_shard", recorded)
+    yield told
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+IN_CPU_MEMORY = FSDPEngineConfig(offload_params=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_in_cpu_memory_train_alike_and_go_on_after_a_restart(
+    model_dir, tmp_path, placements, dtype
+) -> None:
+    plain = engine_of(model_dir, dtype=dtype)
+    placements.clear()
+    engine = engine_of(model_dir, dtype=dtype, fsdp=IN_CPU_MEMORY)
+    assert len(placements) == 3  # two layers and the rest
+    assert all(isinstance(one, CPUOffloadPolicy) and not one.pin_memory for one in placements)
+    for one in (plain, engine):
+        one.logprobs(some_rows(), 1.0)
+    for seed in range(2):
+        results = [one.train_batch(some_rows(seed=seed), sequence_loss, 60.0, 1.0) for one in (plain, engine)]
+        assert results[0] == pytest.approx(results[1], rel=1e-5)
+    assert_equal_weights(*map(weights_of, (plain, engine)), atol=1e-5)
+    (tmp_path / "state").mkdir()
+    engine.save(tmp_path / "state")
+    engine.export(tmp_path / "out")
+    exported = engine_of(tmp_path / "out", init_from_scratch=False)
+    assert_equal_weights(weights_of(exported), {k: v.float() for k, v in weights_of(engine).items()})
+    goes_on, moved = (
+        engine_of(model_dir, dtype=dtype, seed=9, **there) for there in ({"fsdp": IN_CPU_MEMORY}, {})
+    )
+    for one in (goes_on, moved):
+        one.load(tmp_path / "state", 1)
+        assert_equal_weights(*map(weights_of, (engine, one)))
+    for one in (engine, goes_on):
+        one.train_batch(some_rows(seed=2), sequence_loss, 60.0, 1.0)
+    assert_equal_weights(*map(weights_of, (engine, goes_on)))
+
+
+def test_a_frozen_model_in_cpu_memory_has_the_same_log_probabilities(model_dir, placements) -> None:
+    frozen = FSDPEngine(config_of(model_dir, fsdp=IN_CPU_MEMORY, optimizer=None), frozen=True)
+    frozen.initialize(0)
+    assert len(placements) == 3 and all(isinstance(one, CPUOffloadPolicy) for one in placements)
+    rows = some_rows()
+    for _ in range(2):
+        for got, want in zip(
+            frozen.logprobs(rows, 1.0), engine_of(model_dir).logprobs(rows, 1.0), strict=True
+        ):
+            np.testing.assert_allclose(got, want, atol=1e-6)
+        assert {parameter.device.type for parameter in frozen.model.parameters()} == {"cpu"}
 
 
 def test_same_inputs_give_the_same_bits(model_dir) -> None:
