@@ -1,7 +1,7 @@
-"""The quickstart: a toy model and task, a short SFT trial and a GRPO trial, submitted by `hpc-rl submit`.
+"""The quickstart: toy models and a task, short SFT trials and a GRPO trial, submitted by `hpc-rl submit`.
 
-Started as `hpc-rl quickstart`. Further arguments are passed to the `hpc-rl submit` of the GRPO trial. An
-interrupt stops the running trial, with its state saved.
+Started as `hpc-rl quickstart`; METHODS says what each method makes and trains. Further arguments are passed
+to the `hpc-rl submit` of the GRPO trial. An interrupt stops the running trial, with its state saved.
 """
 
 import argparse
@@ -11,12 +11,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, HpcRlError, RoleFailed
-from hpc_rl.examples import toy
 from hpc_rl.examples.curve import learning_curve
+from hpc_rl.examples.methods import METHODS, Method
 from hpc_rl.render.jinja_environment import template_root
 from hpc_rl.stats import read
 from hpc_rl.status.follow import follow
@@ -25,20 +28,21 @@ from hpc_rl.submit import trial_index
 from hpc_rl.submit.cancellation import cancel
 from hpc_rl.trial import Trial, read_json, write_json
 
-MADE = ("task", "base", "warm")  # folders that it makes, and may replace
+DIRECTORY = "quickstart/"  # what paths in the configurations begin with: the default of --dir
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="hpc-rl quickstart", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--dir", type=Path, required=True, help="directory for model, task and trials")
-    parser.add_argument("--seed", type=int, required=True, help="seed of model, task and training")
-    only = "only make the model and the task, and warm the model up"
+    parser.add_argument("--method", choices=METHODS, required=True, help="what is trained")
+    parser.add_argument("--dir", type=Path, required=True, help="directory for models, task and trials")
+    parser.add_argument("--seed", type=int, required=True, help="seed of models, task and training")
+    only = "only make the models and the task, and warm the models up"
     parser.add_argument("--only_prepare", action="store_true", help=only)
     args, overrides = parser.parse_known_args()
     # A SIGTERM is handled like an interrupt: the trial must not be left behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        run(args.dir.absolute(), args.seed, args.only_prepare, overrides)
+        run(METHODS[args.method], args.dir.absolute(), args.seed, args.only_prepare, overrides)
     except KeyboardInterrupt:
         print("hpc-rl quickstart: interrupted", file=sys.stderr)
         return ExitCode.KILLED_BY_PERSON
@@ -50,46 +54,51 @@ def main() -> int:
     return 0
 
 
-def run(here: Path, seed: int, only_prepare: bool, overrides: list[str]) -> None:
+def run(method: Method, here: Path, seed: int, only_prepare: bool, overrides: list[str]) -> None:
     started = time.monotonic()
-    prepare(here, seed)
+    prepare(method, here, seed)
     if only_prepare:
-        print(f"ready: {here}\nnext:  {submit_line(here)}")
+        print(f"ready: {here}\nnext:  {submit_line(method, here)}")
         return
     places = ("--launcher", "launcher.", "--n_nodes", "--cluster", "cluster.")
     elsewhere = any(word.startswith(places) for word in overrides)
-    print("3/3  asynchronous GRPO: generation servers, a rollout service and a trainer", flush=True)
-    trial = train(here, "grpo", seed, overrides if elsewhere else ["--launcher.type=local", *overrides])
-    show(here, trial, time.monotonic() - started)
+    last = 2 + len(method.warm_ups)
+    print(f"{last}/{last}  {method.says}", flush=True)
+    trial = train(
+        here, method.config, seed, overrides if elsewhere else ["--launcher.type=local", *overrides]
+    )
+    show(method, here, trial, time.monotonic() - started)
 
 
-def prepare(here: Path, seed: int) -> None:
-    """Make the task, the base model and the warm model; keep those of an earlier call with this seed."""
-    made = here / "prepared.json"
+def prepare(method: Method, here: Path, seed: int) -> None:
+    """Make the task, the base model and the warm models; keep those of an earlier call with this seed."""
+    home = here / method.folder
+    made = home / "prepared.json"
     found = read_json(made)
+    last = 2 + len(method.warm_ups)
     if found == {"seed": seed, "ready": True}:
-        print(f"1/3  model and task exist in {here}\n2/3  the model is warmed up already", flush=True)
+        print(f"1/{last}  models and task exist in {home}, warmed up", flush=True)
         return
-    foreign = [name for name in MADE if (here / name).exists()] if found is None else []
+    folders = ("task", "base", *(warm_up.model for warm_up in method.warm_ups))  # which it may replace
+    foreign = [name for name in folders if (home / name).exists()] if found is None else []
     if foreign:
         raise ConfigError(
-            f"{here / foreign[0]} exists and was not made by quickstart: give another directory with --dir."
+            f"{home / foreign[0]} exists and was not made by quickstart: give another directory with --dir."
         )
     try:
-        here.mkdir(parents=True, exist_ok=True)
+        home.mkdir(parents=True, exist_ok=True)
         write_json(made, {"seed": seed, "ready": False})
-        toys = "1,000 sums of three digits (200 held out) and a Qwen3 of 131k parameters"
-        print(f"1/3  a toy in {here}: {toys}", flush=True)
-        for name in MADE:
-            shutil.rmtree(here / name, ignore_errors=True)
-        toy.make_task(here / "task", seed)
-        toy.make_model(here / "base", seed)
+        print(f"1/{last}  a toy in {home}: {method.toy}", flush=True)
+        for name in folders:
+            shutil.rmtree(home / name, ignore_errors=True)
+        method.make(home, seed)
     except OSError as error:
         why = error.strerror or error
         raise CannotWrite(f"{here} can't be written: {why}. Give another directory with --dir.") from error
-    print("2/3  warming the model up: an SFT trial", flush=True)
-    trial = train(here, "sft", seed, ["--launcher.type=local"])
-    shutil.copytree(trial.exports / "final", here / "warm")
+    for number, warm_up in enumerate(method.warm_ups, 2):
+        print(f"{number}/{last}  {warm_up.says}", flush=True)
+        trial = train(here, warm_up.config, seed, ["--launcher.type=local"])
+        shutil.copytree(trial.exports / "final", home / warm_up.model)
     write_json(made, {"seed": seed, "ready": True})
 
 
@@ -98,7 +107,7 @@ def train(here: Path, kind: str, seed: int, overrides: list[str]) -> Trial:
     name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     config = config_of(f"quickstart/{kind}")
     command = [sys.executable, "-m", "hpc_rl.cli", "submit", "--json", "--config", str(config)]
-    command += [f"trial_name={name}", f"seed={seed}", *settings(here, kind), *overrides]
+    command += [f"trial_name={name}", f"seed={seed}", *settings(here, config), *overrides]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     made: dict[str, Any] = json.loads(done.stdout)
     trial = Trial(Path(made["dir"]))
@@ -117,43 +126,52 @@ def train(here: Path, kind: str, seed: int, overrides: list[str]) -> Trial:
     return trial
 
 
-def settings(here: Path, kind: str) -> list[str]:
-    """Return the paths of model and data, as overrides of a configuration."""
-    paths = {"cluster.fileroot": "runs"}
-    if kind == "sft":
-        paths |= {"model.path": "base", "train_dataset.path": "task/sft.jsonl"}
-    else:
-        paths |= {"actor.path": "warm", "train_dataset.path": "task/train.jsonl"}
-        paths |= {"valid_dataset.path": "task/heldout.jsonl"}
-    return [f"{option}={here / path}" for option, path in paths.items()]
+def settings(here: Path, config: Path) -> list[str]:
+    """Return the paths of a configuration, moved from the default directory to `here`, as overrides of it."""
+    return [
+        f"{option}={here / value.removeprefix(DIRECTORY)}"
+        for option, value in texts(yaml.safe_load(config.read_text()))
+        if value.startswith(DIRECTORY)
+    ]
+
+
+def texts(section: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the options of a configuration that are texts, by dotted name."""
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from texts(value, f"{above}{name}.")
+        elif isinstance(value, str):
+            yield f"{above}{name}", value
 
 
 def config_of(name: str) -> Path:
     return template_root() / "configs" / f"{name}.yaml"
 
 
-def submit_line(here: Path) -> str:
+def submit_line(method: Method, here: Path) -> str:
     """Return the command that trains the toy by the documented configuration, from the working directory."""
-    default = here == Path.cwd() / "quickstart"
-    edits = [] if default else [shell_path(Path(setting)) for setting in settings(here, "grpo")]
-    return " ".join([program_name(), "submit", "--config", shell_path(config_of("grpo")), *edits])
+    config = config_of(method.documented)
+    default = here == Path.cwd() / DIRECTORY
+    edits = [] if default else [shell_path(Path(setting)) for setting in settings(here, config)]
+    return " ".join([program_name(), "submit", "--config", shell_path(config), *edits])
 
 
-def show(here: Path, trial: Trial, seconds: float) -> None:
-    """Print the learning curve, the paths, the next commands, and the rewards before and after."""
-    history = read.read(trial)
-    heldout = [(row["step"], row["eval_reward"]) for row in history.evaluations]
-    train_points = [(row["step"], row["reward"]) for row in history.steps]
-    print(f"\n{learning_curve(train_points, heldout)}\n")
+def show(method: Method, here: Path, trial: Trial, seconds: float) -> None:
+    """Print the learning curve, the paths, the next commands, and the measure before and after."""
+    history, measure = read.read(trial), method.measure
+    words = measure.replace("_", " ")
+    heldout = [(row["step"], row[f"eval_{measure}"]) for row in history.evaluations]
+    train_points = [(row["step"], row[measure]) for row in history.steps]
+    print(f"\n{learning_curve(train_points, heldout, words)}\n")
     print(f"trial directory  {trial.dir}")
     print(f"trained model    {trial.exports / 'final'}")
     print(f"curves           {program_name('tensorboard')} --logdir {shell_path(trial.attempts)}")
     print("next            ", *trial_index.commands(trial, "status"))
-    print(f"                 {submit_line(here)}   # on Slurm: --n_nodes 4")
+    print(f"                 {submit_line(method, here)}   # on Slurm: --n_nodes 4")
     grpo_s = history.steps[-1]["time"] - history.steps[0]["time"]
     print(f"time             {seconds:.0f} s, of which GRPO {grpo_s:.0f} s")
     if heldout:
-        print(f"held-out reward {heldout[0][1]:.2f} -> {heldout[-1][1]:.2f}")
+        print(f"held-out {words} {heldout[0][1]:.2f} -> {heldout[-1][1]:.2f}")
 
 
 if __name__ == "__main__":

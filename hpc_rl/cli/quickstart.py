@@ -5,17 +5,20 @@ import sys
 
 from hpc_rl.cli.options import CommandParser, Count, Namespace, require_torch
 from hpc_rl.config.loading.load import load
+from hpc_rl.examples.methods import METHODS
 from hpc_rl.render.jinja_environment import template_root
 
 
 def parser() -> CommandParser:
     made = CommandParser(
-        "Make a toy model and an arithmetic task, train the model on this machine, and show what it learnt.",
+        "Make a toy model and a task, train the model on this machine, and show what it learnt.",
         "What else is given goes to the GRPO trial, as to `hpc-rl submit`: total_train_steps=20",
     )
+    of = "grpo: a model learns sums"
+    made.add_argument("--method", choices=list(METHODS), default="grpo", help=of)
     made.add_argument("--dir", default="quickstart", help="where everything goes (default: ./quickstart)")
     made.add_argument("--seed", type=Count, default=1, help="seed of everything (default: 1)")
-    made.add_flag("--only_prepare", help="make the model and the task, then stop")
+    made.add_flag("--only_prepare", help="make the models and the task, then stop")
     made.add_overrides()
     return made
 
@@ -23,8 +26,10 @@ def parser() -> CommandParser:
 def run(args: Namespace) -> int:
     require_torch("quickstart trains a model here")
     # What the GRPO trial would refuse after the preparation is refused before it.
-    load([template_root() / "configs" / "quickstart" / "grpo.yaml"], args.overrides)
+    config = f"{METHODS[args.method].config}.yaml"
+    load([template_root() / "configs" / "quickstart" / config], args.overrides)
     where = os.path.abspath(os.path.expanduser(args.dir))
-    command = [sys.executable, "-m", "hpc_rl.app.quickstart_trial", "--dir", where, "--seed", str(args.seed)]
+    command = [sys.executable, "-m", "hpc_rl.app.quickstart_trial", "--method", args.method]
+    command += ["--dir", where, "--seed", str(args.seed)]
     sys.stdout.flush()
     os.execv(sys.executable, [*command, *(["--only_prepare"] if args.only_prepare else []), *args.overrides])

@@ -1,7 +1,8 @@
 """The toy of the quickstart: the sum of three digits, and a model small enough to learn it on one CPU thread.
 
 1,000 distinct prompts `a+b+c=`; 200 are held out, so that the curve shows generalization, not memory. The
-tokenizer has one token per character. Nothing else in the package depends on this toy.
+tokenizer has one token per character. Nothing else in the package depends on this toy; `hints.py` has another
+task for the same model.
 """
 
 import json
@@ -10,6 +11,12 @@ from pathlib import Path
 
 ALPHABET = "0123456789+=;"
 NUM_HELDOUT = 200
+
+
+def make(folder: Path, seed: int) -> None:
+    """Make task/ and base/, the random model."""
+    make_task(folder / "task", seed)
+    make_model(folder / "base", seed)
 
 
 def make_task(folder: Path, seed: int = 0) -> None:
@@ -31,6 +38,11 @@ def make_task(folder: Path, seed: int = 0) -> None:
         files[name] = [
             {"prompt": prompt, "chosen": answer, "rejected": _wrong(answer, draw)} for prompt, answer in part
         ]
+    write_rows(folder, files)
+
+
+def write_rows(folder: Path, files: dict[str, list[dict[str, str]]]) -> None:
+    """Write `<name>.jsonl` for each name, one line a row."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -41,14 +53,14 @@ def _wrong(answer: str, draw: random.Random) -> str:
     return str((int(answer) + draw.randrange(1, 28)) % 28)
 
 
-def make_model(folder: Path, seed: int = 0) -> None:
+def make_model(folder: Path, seed: int = 0, alphabet: str = ALPHABET) -> None:
     """Write a random Qwen3 of 131k parameters with its tokenizer, in Hugging Face format. Imports torch."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(alphabet)
     config = Qwen3Config(
         vocab_size=tokenizer.vocab_size,
         hidden_size=64,
@@ -72,13 +84,16 @@ def make_model(folder: Path, seed: int = 0) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def make_tokenizer():
-    """Return a tokenizer with one token per character: pad 0, eos 1, unk 2, then the alphabet; 16 tokens."""
+def make_tokenizer(alphabet: str = ALPHABET):
+    """Return a tokenizer with one token per character: pad 0, eos 1, unk 2, then the alphabet.
+
+    Its chat template joins the contents of the messages.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     special = ["<pad>", "<eos>", "<unk>"]
-    vocabulary = {token: i for i, token in enumerate([*special, *ALPHABET])}
+    vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -219,7 +219,8 @@ def test_quickstart_hands_over_with_an_absolute_directory(monkeypatch, tmp_path)
     monkeypatch.chdir(tmp_path)
     cli.main(["quickstart", "--dir", "here", "--seed", "3", "total_train_steps=20"])
     assert handed[0][1:3] == ["-m", "hpc_rl.app.quickstart_trial"]
-    assert handed[0][3:] == ["--dir", str(tmp_path / "here"), "--seed", "3", "total_train_steps=20"]
+    own = ["--method", "grpo", "--dir", str(tmp_path / "here"), "--seed", "3"]
+    assert handed[0][3:] == [*own, "total_train_steps=20"]
 
 
 def test_quickstart_without_torch_says_what_to_install(monkeypatch, capsys):

@@ -1,0 +1,47 @@
+"""What `hpc-rl quickstart --method NAME` makes, warms up, trains and shows: one row each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from hpc_rl.examples import toy
+
+
+class WarmUp(NamedTuple):
+    """An SFT trial before the training proper."""
+
+    model: str  # folder for the model that it makes
+    config: str  # in configs/quickstart
+    says: str
+
+
+@dataclass(frozen=True)
+class Method:
+    """A toy, the trials that train it, and the metric that shows what it learnt.
+
+    Paths in the configurations begin with `quickstart/`, which stands for the directory of the quickstart.
+    """
+
+    folder: str  # for task and models, below that directory
+    make: Callable[[Path, int], None]  # writes task/ and base/ into a folder, from a seed
+    toy: str  # what that is
+    warm_ups: tuple[WarmUp, ...]
+    config: str  # of the training, in configs/quickstart
+    says: str
+    documented: str  # the same training with every line explained, in configs
+    measure: str  # a metric of each step, and with `eval_` of each evaluation
+
+
+METHODS = {
+    "grpo": Method(
+        folder="",
+        make=toy.make,
+        toy="1,000 sums of three digits (200 held out) and a Qwen3 of 131k parameters",
+        warm_ups=(WarmUp("warm", "sft", "warming the model up: an SFT trial"),),
+        config="grpo",
+        says="asynchronous GRPO: generation servers, a rollout service and a trainer",
+        documented="grpo",
+        measure="reward",
+    ),
+}
