@@ -1,12 +1,14 @@
 """`allocation_mode`: how units (GPUs, or processes without one) are divided between servers and training.
 
-    expression : servers "+" train | servers "|" train | servers "+" ("eval"|"cpu") | servers | train
+    expression : pools "+" train | servers "|" train | pools "+" ("eval"|"cpu") | pools | train
+    pools      : servers ("+" servers)*
     servers    : ("embedded"|"sglang"|"vllm") name? (":"|".") (("d"|"t"|"p") SIZE)+
     train      : (("fsdp"|"megatron") name? ":")? ((("d"|"p"|"t"|"c"|"e") SIZE)+ | hybrid)
     hybrid     : "("? "attn" ":" dims(c d t p) "|" "ffn" ":" dims(d e t p) ")"?
-    name       : "[" ("rollout"|"actor") "]"          SIZE : a number without leading zero; "d*" is the rest
+    name       : "[" NAME "]"        SIZE : a number without leading zero; "d*" is the rest
 
-Blanks may stand between tokens; dimensions come in any order, those not given are 1. `e` adds no units.
+Blanks may stand between tokens; dimensions come in any order, those not given are 1. `e` adds no units. Each
+pool of servers has a name of its own, `rollout` where none is given; training can only be named `actor`.
 The parser accepts the whole grammar; what this version can't start is refused by the plan.
 """
 
@@ -92,14 +94,19 @@ def usual_server_backend(n_gpus_per_node: int) -> str:
     return "sglang" if n_gpus_per_node else "embedded"
 
 
+DEFAULT_POOL = "rollout"
+POOL_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,62}")
+
+
 @dataclass(frozen=True)
 class Servers:
-    """`d` replicas (None: the rest) of t * p units each."""
+    """A pool: `d` replicas (None: the rest) of t * p units each."""
 
     backend: str
     d: int | None = 1
     t: int = 1
     p: int = 1
+    pool: str = DEFAULT_POOL
 
     @property
     def units_per_replica(self) -> int:
@@ -110,7 +117,8 @@ class Servers:
         return None if self.d is None else self.d * self.units_per_replica
 
     def __str__(self) -> str:
-        return f"{self.backend}:{_dims(d=self.d, t=self.t, p=self.p)}"
+        name = "" if self.pool == DEFAULT_POOL else f"[{self.pool}]"
+        return f"{self.backend}{name}:{_dims(d=self.d, t=self.t, p=self.p)}"
 
 
 @dataclass(frozen=True)
@@ -152,16 +160,16 @@ class Train:
 class Allocation:
     """A parsed expression. `colocate`: both share units; `evaluate`: servers and an evaluation."""
 
-    servers: Servers | None = None
+    pools: tuple[Servers, ...] = ()
     train: Train | None = None
     colocate: bool = False
     evaluate: bool = False
 
     def __str__(self) -> str:
         """Return the canonical form; parse reads it back to an equal object."""
-        if self.evaluate:
-            return f"{self.servers}+eval"
-        return ("|" if self.colocate else "+").join(str(part) for part in (self.servers, self.train) if part)
+        parts = [*map(str, self.pools), *(["eval"] if self.evaluate else [])]
+        parts += [str(self.train)] if self.train else []
+        return ("|" if self.colocate else "+").join(parts)
 
 
 def parse(text: str) -> Allocation:
@@ -185,7 +193,7 @@ class _Parser:
         self.text, self.at = text, 0
         self.tokens = [(found[0], found.start()) for found in re.finditer(r"[A-Za-z]+|[0-9]+|\S", text)]
         self.tokens.append(("", len(text.rstrip())))
-        if wrong := re.search(r"[^A-Za-z0-9:.+|()\[\]*\s]", text):
+        if wrong := re.search(r"[^A-Za-z0-9:.+|()\[\]*\s_-]", text):
             self.fail(f"unexpected {wrong[0]!r}", wrong.start())
 
     @property
@@ -231,33 +239,61 @@ class _Parser:
         return result
 
     def servers_first(self) -> Allocation:
-        servers, sign_at = self.servers(), self.position
-        if not self.token:
-            return Allocation(servers=servers)
-        sign = self.take("+", "|")
+        pools, sign, sign_at = [self.servers()], "", self.position
+        while self.token:
+            sign_at, name_at = self.position, self.position + 1
+            sign = self.take("+", "|")
+            if sign == "|" or self.token not in SERVER_BACKENDS:
+                break
+            pools.append(self.servers())
+            if pools[-1].pool in [one.pool for one in pools[:-1]]:
+                self.fail(
+                    f"the pool {pools[-1].pool} is there twice; name each, as sglang[student]:d1", name_at
+                )
+            sign = ""
+        if not sign:
+            return Allocation(pools=tuple(pools))
         if sign == "+" and (self.skip("eval") or self.skip("cpu")):
-            return Allocation(servers=servers, evaluate=True)
+            return Allocation(pools=tuple(pools), evaluate=True)
         train = self.train()
-        if sign == "|" and servers.num_units != train.num_units:
-            both = f"servers have {servers.num_units or 'd*'} units, training has {train.num_units or 'd*'}"
+        if sign == "|" and len(pools) > 1:
+            self.fail("'|' can't be used with several pools of servers", sign_at)
+        if sign == "|" and pools[0].num_units != train.num_units:
+            both = f"servers have {pools[0].num_units or 'd*'} units, training has {train.num_units or 'd*'}"
             self.fail(f"'|' requires the same units for both, but {both}", sign_at)
-        return Allocation(servers=servers, train=train, colocate=sign == "|")
+        return Allocation(pools=tuple(pools), train=train, colocate=sign == "|")
 
     def servers(self) -> Servers:
         start = self.position
         backend = self.take(*SERVER_BACKENDS)
-        self.take(*(":" if self.name("rollout") else ":."))
+        pool = self.pool_name()
+        self.take(*(":" if pool else ":."))
         sizes = self.dims(f"{backend} servers have", "dtp")
         allowed = SERVER_BACKENDS[backend].dimensions
         if any(letter not in allowed and (size or 1) > 1 for letter, size in sizes.items()):
             self.fail(f"{backend} servers have {', '.join(allowed)} only, as {backend}:d4", start)
-        return Servers(backend, **sizes)
+        return Servers(backend, **sizes, pool=pool or DEFAULT_POOL)
+
+    def pool_name(self) -> str:
+        """Take the name of a pool in brackets; return an empty text where there is none."""
+        if not self.skip("["):
+            return ""
+        start = self.position
+        while self.token not in ("]", ""):
+            self.at += 1
+        name = self.text[start : self.position].strip()
+        if not POOL_NAME.fullmatch(name):
+            self.fail(f"{name!r} can't name a pool; use a letter, then letters, digits, _ and -", start)
+        self.take("]")
+        return name
 
     def train(self) -> Train:
         backend = None
         if self.token in TRAIN_BACKENDS:
             backend = self.take(*TRAIN_BACKENDS)
-            self.name("actor")
+            if self.skip("["):
+                self.take("actor")
+                self.take("]")
             self.take(":")
         start = self.position
         if self.token in ("(", "attn"):
@@ -297,14 +333,6 @@ class _Parser:
             self.fail(f"attn has {units} units, ffn has {expert_units}; they must be equal", start)
         etp = experts["t"] if experts["e"] > 1 else 1
         return Train("megatron", e=experts["e"], etp=etp, **attention)
-
-    def name(self, expected: str) -> bool:
-        """Take `[expected]`; return whether it is there."""
-        if not self.skip("["):
-            return False
-        self.take(expected)
-        self.take("]")
-        return True
 
     def dims(self, whose: str, allowed: str, starred: bool = True) -> dict[str, Any]:
         """Take dimensions with their sizes; None is the rest."""

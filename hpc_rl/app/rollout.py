@@ -6,12 +6,14 @@ import logging
 import os
 import socket
 import sys
+from typing import Any
 
 from aiohttp import web
 
 from hpc_rl import net
 from hpc_rl.app import role
 from hpc_rl.checkpoint.lineage import newest_number
+from hpc_rl.config.pool_view import trained_pool
 from hpc_rl.config.rules.file_rules import context_of
 from hpc_rl.config.sections.experiment import GRPOConfig, has_own_prompts
 from hpc_rl.datasets.encode import Prompts
@@ -74,8 +76,14 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     )
     await executor.start()
 
+    def live_servers() -> dict[str, int]:
+        """Return how many servers of each pool are alive."""
+        pools = {pool.name: names.leases(keys.servers(pool.name)) for pool in context.plan.pools}
+        return {name: sum(seen.alive for seen in leases.values()) for name, leases in pools.items()}
+
     def num_servers() -> int:
-        return sum(seen.alive for seen in names.leases(keys.SERVERS).values())
+        """Return how many servers of the pool that follows the trainer are alive."""
+        return live_servers()[trained_pool(config)]
 
     stack = contextlib.AsyncExitStack()
     if config.environments is None:
@@ -97,7 +105,7 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     lease = await asyncio.to_thread(names.lease, keys.ROLLOUT, record, LEASE_TTL_S)
     logger.info("serving batches, epoch %d", lease.epoch)
     report_to = context.attempt.rollout_report(context.incarnation)
-    report = keep_reporting(report_to, lambda: progress(service), lambda: {"servers": num_servers()})
+    report = keep_reporting(report_to, lambda: progress(service), lambda: servers_alive(live_servers()))
     renewing = _renew(lease, record, service)
     duties = {
         asyncio.create_task(duty)
@@ -116,6 +124,11 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
         await stack.aclose()
         await executor.close()
         await service.close()
+
+
+def servers_alive(by_pool: dict[str, int]) -> dict[str, Any]:
+    """Return what the report says of servers."""
+    return {"servers": sum(by_pool.values()), "pools": by_pool}
 
 
 def worker_argv(context: role.Context, number: int) -> list[str]:

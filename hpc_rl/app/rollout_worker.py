@@ -8,6 +8,7 @@ import sys
 from hpc_rl import log
 from hpc_rl.app.role import arguments
 from hpc_rl.config.loading.stored import from_dict
+from hpc_rl.config.pool_view import trained_pool
 from hpc_rl.config.rules.file_rules import context_of
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -48,6 +49,7 @@ async def work(trial: Trial, config: GRPOConfig, data_token: str, out: int) -> N
     router = Router(
         open_names(trial, config),
         data_token,
+        trained_pool(config),
         rollout.setup_timeout,
         rollout.request_timeout,
         rollout.request_retries,

@@ -70,7 +70,7 @@ def check_vllm(needs: Requirements) -> Verdict:
 def _check_servers(library: str, known: Collection[str], needs: Requirements) -> Verdict:
     python = needs.server_python or needs.python
     version = version_of(library, python)
-    if not version and needs.servers == library:
+    if not version and library in needs.servers:
         found = versions(python or sys.executable)
         fix = "set launcher.inference_server_python to the environment that has it, or use embedded servers."
         return fail(found if isinstance(found, str) else "not installed", fix)

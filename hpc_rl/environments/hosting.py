@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from aiohttp import web
 
+from hpc_rl.config.pool_view import trained_pool
 from hpc_rl.config.sections.experiment import GRPOConfig, total_steps
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.environments.atropos_api import AtroposApi, TrialFacts
@@ -53,6 +54,7 @@ async def hosted(
     router = BalancingRouter(
         names,
         trial.tokens()["data"],
+        trained_pool(config),
         config.rollout.setup_timeout,
         config.rollout.request_timeout,
         config.rollout.request_retries,

@@ -5,14 +5,18 @@ WAITS_FOR_ROOM = "waits_for_room"  # the disk is full
 WAITS_FOR_GROUPS = "waits_for_groups"  # of environments; no prompt of our own runs
 # lease: {"url", "attempt", "pid", "host", "waits_for_room", "waits_for_groups"}
 ROLLOUT = "rollout/0"
-SERVERS = "server"  # prefix of server leases
 # States of a server that gets requests; a paused one holds them until its new weights are loaded.
 ROUTABLE = ("serving", "paused")
 
 
-def server(index: int) -> str:
+def servers(pool: str) -> str:
+    """Prefix of the leases of a pool's replicas."""
+    return f"server/{pool}"
+
+
+def server(pool: str, index: int) -> str:
     """Lease of one replica: {"url", "version", "state", "attempt", "incarnation", "pid", "host"}."""
-    return f"{SERVERS}/{index}"
+    return f"{servers(pool)}/{index}"
 
 
 def rendezvous(attempt: str, incarnation: int) -> str:

@@ -11,21 +11,36 @@ SEARCH_RADIUS = 500  # numbers of replicas on either side of the requested one
 
 
 @dataclass(frozen=True)
-class Demand:
-    """Replicas of `units_per_replica` units each, and trainer ranks of one unit each."""
+class PoolDemand:
+    """Replicas of `size` units each."""
 
     replicas: int
-    units_per_replica: int
-    ranks: int
+    size: int = 1
 
     @property
     def units(self) -> int:
-        return self.replicas * self.units_per_replica + self.ranks
+        return self.replicas * self.size
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Trainer ranks of one unit each, and the pools of servers."""
+
+    ranks: int
+    pools: tuple[PoolDemand, ...] = ()
+
+    @property
+    def replicas(self) -> int:
+        return sum(pool.replicas for pool in self.pools)
+
+    @property
+    def units(self) -> int:
+        return self.ranks + sum(pool.units for pool in self.pools)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """`servers[i]` is (node, first GPU) of replica i."""
+    """`servers[i]` is (node, first GPU) of replica i, which counts over the pools."""
 
     trainer_nodes: list[int]
     ranks_per_node: int
@@ -64,15 +79,32 @@ def _place_on_gpus(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Placem
     nodes = next(counts, None)
     if nodes is None:
         return None
-    per_node, size = demand.ranks // nodes, demand.units_per_replica
-    slots = [
-        (node, gpu)
-        for node in range(n_nodes)
-        for gpu in range(per_node if node < nodes else 0, n_gpus_per_node - size + 1, size)
-    ]
-    if len(slots) < demand.replicas:
-        return None
-    return Placement(list(range(nodes)), per_node, slots[len(slots) - demand.replicas :])
+    per_node = demand.ranks // nodes
+    free = [[range(per_node if node < nodes else 0, n_gpus_per_node)] for node in range(n_nodes)]
+    found: dict[int, list[tuple[int, int]]] = {}
+    # the largest first, for their GPUs must be side by side; of one size the first pool has the first nodes
+    for number in sorted(range(len(demand.pools)), key=lambda number: (-demand.pools[number].size, -number)):
+        pool = demand.pools[number]
+        slots = [
+            (node, gpu)
+            for node, parts in enumerate(free)
+            for part in parts
+            for gpu in range(part.start, part.stop - pool.size + 1, pool.size)
+        ]
+        if len(slots) < pool.replicas:
+            return None
+        found[number] = slots[len(slots) - pool.replicas :]
+        for node, gpu in found[number]:
+            free[node] = [left for part in free[node] for left in _without(part, gpu, pool.size)]
+    servers = [slot for _, slots in sorted(found.items()) for slot in slots]
+    return Placement(list(range(nodes)), per_node, servers)
+
+
+def _without(gpus: range, first: int, size: int) -> list[range]:
+    """Return what is left of neighbouring GPUs when a server takes `size` of them from `first` on."""
+    if first not in gpus:
+        return [gpus]
+    return [part for part in (range(gpus.start, first), range(first + size, gpus.stop)) if part]
 
 
 def nearest(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Demand | None:
@@ -82,23 +114,29 @@ def nearest(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Demand | None
     ]
 
     def change(other: Demand) -> int:
-        replicas = abs(other.replicas - demand.replicas) * demand.units_per_replica
-        return replicas + abs(other.ranks - demand.ranks)
+        pools = zip(demand.pools, other.pools, strict=True)
+        return abs(other.ranks - demand.ranks) + sum(abs(old.units - new.units) for old, new in pools)
 
     return min(fitting, key=change, default=None)
 
 
 def _others(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Iterator[Demand]:
-    size, total = demand.units_per_replica, n_nodes * n_gpus_per_node
-    if not demand.replicas:
+    """Yield demands with other numbers of ranks and of the first pool's replicas."""
+    total = n_nodes * n_gpus_per_node
+    if not demand.pools:
         for count in (demand.ranks // n_nodes, demand.ranks // n_nodes + 1):
-            yield Demand(0, size, total or max(count, 1) * n_nodes)
-    elif n_gpus_per_node:
-        most = (total - 1) // size
-        wanted = min(max(demand.replicas, 1), most)
+            yield Demand(total or max(count, 1) * n_nodes)
+        return
+    first, *rest = demand.pools
+    if n_gpus_per_node:
+        total -= sum(pool.units for pool in rest)
+        most = (total - 1) // first.size
+        wanted = min(max(first.replicas, 1), most)
         for replicas in range(max(1, wanted - SEARCH_RADIUS), min(most, wanted + SEARCH_RADIUS) + 1):
-            yield Demand(replicas, size, total - replicas * size)
+            yield Demand(total - replicas * first.size, (PoolDemand(replicas, first.size), *rest))
     else:
+        others = sum(pool.replicas for pool in rest)
         for nodes in range(1, n_nodes):
+            replicas = max(first.replicas, n_nodes - nodes - others)
             for count in (demand.ranks // nodes, demand.ranks // nodes + 1):
-                yield Demand(max(demand.replicas, n_nodes - nodes), size, max(count, 1) * nodes)
+                yield Demand(max(count, 1) * nodes, (PoolDemand(replicas, first.size), *rest))

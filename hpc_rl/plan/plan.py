@@ -4,6 +4,7 @@ import math
 import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Literal
 
 from hpc_rl.allocation import (
@@ -15,6 +16,7 @@ from hpc_rl.allocation import (
     parse,
     usual_server_backend,
 )
+from hpc_rl.config import pool_view
 from hpc_rl.config.loading.stored import trainer_of
 from hpc_rl.config.rules.slurm_rules import asks_for_gpus
 from hpc_rl.config.rules.training_rules import models, trained
@@ -22,8 +24,8 @@ from hpc_rl.config.sections.cluster import environment_of
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan import containers
-from hpc_rl.plan.placement import Demand, Placement, nearest, place
-from hpc_rl.plan.schema import Group, Plan, Unit
+from hpc_rl.plan.placement import Demand, Placement, PoolDemand, nearest, place
+from hpc_rl.plan.schema import Group, Plan, Pool, Unit
 
 MAX_UNITS = 100_000  # beyond every cluster, and still quick to count through
 SUPERVISOR_CPUS = 1
@@ -49,9 +51,9 @@ def make_plan(
     allocation, notes = _allocation(shared)
     _refuse_unbuilt(shared, allocation)
     allocation = _fill_stars(shared, allocation)
-    servers, train = allocation.servers, allocation.train
+    train = allocation.train
     ranks = (train.num_units if train else None) or 1
-    demand = Demand(servers.d or 0, servers.units_per_replica, ranks) if servers else Demand(0, 1, ranks)
+    demand = Demand(ranks, tuple(PoolDemand(one.d or 0, one.units_per_replica) for one in allocation.pools))
     if demand.units > MAX_UNITS:
         most = f"at most {MAX_UNITS} are allowed"
         raise DoesNotFit(f"allocation_mode {allocation} needs {demand.units} units; {most}.")
@@ -76,7 +78,7 @@ def make_plan(
         n_nodes=config.cluster.n_nodes,
         n_gpus_per_node=n_gpus,
         device="cuda" if n_gpus else "cpu",
-        server_backend=servers.backend if servers else None,
+        pools=[Pool(name=one.pool, backend=one.backend) for one in allocation.pools],
         units=units,
         recover_mode=config.recover.mode,
         recover_retries=config.recover.retries,
@@ -176,52 +178,55 @@ def _derive(config: Config) -> Allocation:
     per_node = max(n_gpus, 1)
     trainers = max(n_gpus // 2, 1) if n_nodes == 1 else (n_nodes // 2) * per_node
     num_servers = max(n_nodes * per_node - trainers, 1)
-    return Allocation(servers=Servers(servers, d=num_servers), train=Train(engine, d=trainers))
+    return Allocation(pools=(Servers(servers, d=num_servers),), train=Train(engine, d=trainers))
 
 
 def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
     """Raise NotBuilt for what this version can't plan, ConfigError for what contradicts the trainer."""
-    servers, train, name = allocation.servers, allocation.train, f"allocation_mode {allocation}"
-    if servers and train and not isinstance(config, GRPOConfig):
+    train, name = allocation.train, f"allocation_mode {allocation}"
+    if allocation.pools and train and not isinstance(config, GRPOConfig):
         raise ConfigError(f"{name}: trainer {config.trainer} has no generation servers; use {train}.")
     if reason := next(_unbuilt(config, allocation), ""):
         raise NotBuilt(f"{name}: {reason}.")
-    option = servers and SERVER_BACKENDS[servers.backend].divisor_option
-    if servers and option:
-        option = f"{SERVER_BACKENDS[servers.backend].section}.{option}"
-        size = value_of(config, option)
-        if servers.t % size:
-            raise ConfigError(f"{option} {size} must divide the GPUs of a server: {name} has t {servers.t}.")
+    if allocation.pools:
+        pool_view.trained_pool_of(config, allocation)
+    for servers in allocation.pools:
+        option = SERVER_BACKENDS[servers.backend].divisor_option
+        if option and isinstance(config, GRPOConfig):
+            option = f"{SERVER_BACKENDS[servers.backend].section}.{option}"
+            size = value_of(pool_view.as_pool(config, servers.pool), option)
+            if servers.t % size:
+                needed = f"{option} {size} must divide the GPUs of a server"
+                raise ConfigError(f"{needed}: {name} has t {servers.t}.")
 
 
 def _unbuilt(config: Config, allocation: Allocation) -> Iterator[str]:
-    servers, train, n_gpus = allocation.servers, allocation.train, config.cluster.n_gpus_per_node
-    usual = usual_server_backend(n_gpus)
+    train, n_gpus = allocation.train, config.cluster.n_gpus_per_node
+    pools, usual = "+".join(map(str, allocation.pools)), usual_server_backend(n_gpus)
     if allocation.evaluate:
         yield "a trial that only evaluates is not implemented; every trial evaluates at its end"
     if allocation.colocate:
-        yield f"sharing units ('|') is not implemented; use '+': {servers}+{train}"
-    if servers and not train:
-        yield f"a trial of servers alone is not implemented; add a trainer: {servers}+fsdp:d1"
+        yield f"sharing units ('|') is not implemented; use '+': {pools}+{train}"
+    if pools and not train:
+        yield f"a trial of servers alone is not implemented; add a trainer: {pools}+fsdp:d1"
     if train and TRAIN_BACKENDS[train.backend].supported == "d" and train.units_per_replica > 1:
         only_d = f"use d only, as {train.backend}:d{train.num_units or '*'}"
         yield f"{train.backend} with t or c is not implemented; {only_d}"
-    if not servers:
-        if isinstance(config, GRPOConfig):
-            yield f"generation by the trainer is not implemented; add servers, as {usual}:d1+{train}"
-        return
-    backend = SERVER_BACKENDS[servers.backend]
-    if n_gpus and not backend.on_gpus:
-        use = f"use {usual}, or cluster.n_gpus_per_node 0"
-        yield f"{servers.backend} servers can't use GPUs, but cluster.n_gpus_per_node is {n_gpus}; {use}"
-    if servers.p > 1 and "p" not in backend.supported:
-        use = f"use t: {servers.backend}:t{servers.units_per_replica}"
-        yield f"{servers.backend} servers with p are not implemented; {use}"
-    if servers.t > 1 and not n_gpus:
-        yield f"t needs GPUs, but cluster.n_gpus_per_node is 0; use d, as {usual}:d{servers.t}"
-    if servers.t > max(n_gpus, 1):
-        most = f"t can be at most cluster.n_gpus_per_node, {n_gpus}"
-        yield f"a server that spans nodes is not implemented; {most}"
+    if not pools and isinstance(config, GRPOConfig):
+        yield f"generation by the trainer is not implemented; add servers, as {usual}:d1+{train}"
+    for servers in allocation.pools:
+        backend = SERVER_BACKENDS[servers.backend]
+        if n_gpus and not backend.on_gpus:
+            use = f"use {usual}, or cluster.n_gpus_per_node 0"
+            yield f"{servers.backend} servers can't use GPUs, but cluster.n_gpus_per_node is {n_gpus}; {use}"
+        if servers.p > 1 and "p" not in backend.supported:
+            use = f"use t: {servers.backend}:t{servers.units_per_replica}"
+            yield f"{servers.backend} servers with p are not implemented; {use}"
+        if servers.t > 1 and not n_gpus:
+            yield f"t needs GPUs, but cluster.n_gpus_per_node is 0; use d, as {usual}:d{servers.t}"
+        if servers.t > max(n_gpus, 1):
+            most = f"t can be at most cluster.n_gpus_per_node, {n_gpus}"
+            yield f"a server that spans nodes is not implemented; {most}"
 
 
 def _not_built(config: Config, allocation: Allocation) -> str:
@@ -245,25 +250,27 @@ def _not_built(config: Config, allocation: Allocation) -> str:
 
 
 def _fill_stars(config: Config, allocation: Allocation) -> Allocation:
-    """Replace `d*` by what the other part leaves; without GPUs a node counts as one unit."""
-    servers, train = allocation.servers, allocation.train
-    starred = [part for part in (servers, train) if part and part.d is None]
+    """Replace `d*` by what the other parts leave; without GPUs a node counts as one unit."""
+    parts: list[Servers | Train] = [*allocation.pools, *filter(None, [allocation.train])]
+    starred = [part for part in parts if part.d is None]
     if not starred:
         return allocation
-    if len(starred) == 2:
-        raise ConfigError(f"allocation_mode {allocation}: only one part can be d*; give the other a number.")
+    if len(starred) > 1:
+        raise ConfigError(f"allocation_mode {allocation}: only one part can be d*; give the others a number.")
     cluster = config.cluster
-    taken = sum(part.num_units or 0 for part in (servers, train) if part)
+    taken = sum(part.num_units or 0 for part in parts)
     left = cluster.n_nodes * max(cluster.n_gpus_per_node, 1) - taken
     left = left if cluster.n_gpus_per_node else max(left, 1)
     count = left // starred[0].units_per_replica
     if count < 1:
         used = f"{taken} of {taken + left} units are used; use fewer, or more nodes"
         raise DoesNotFit(f"allocation_mode {allocation}: nothing is left for d*: {used}.")
-    filled = replace(starred[0], d=count)
-    if isinstance(filled, Servers):
-        return replace(allocation, servers=filled)
-    return replace(allocation, train=filled)
+    train = allocation.train
+    return replace(
+        allocation,
+        pools=tuple(replace(one, d=count if one.d is None else one.d) for one in allocation.pools),
+        train=replace(train, d=count) if train and train.d is None else train,
+    )
 
 
 # -- placement
@@ -277,8 +284,9 @@ def _placement(config: Config, allocation: Allocation, demand: Demand) -> Placem
         return placement
     fits = "no number of such servers fits"
     if other := nearest(demand, n_nodes, n_gpus):
-        servers = replace(allocation.servers, d=other.replicas) if allocation.servers else None
-        fits = f"the nearest that fits: {Allocation(servers=servers, train=Train('fsdp', d=other.ranks))}"
+        sized = zip(allocation.pools, other.pools, strict=True)
+        pools = tuple(replace(servers, d=pool.replicas) for servers, pool in sized)
+        fits = f"the nearest that fits: {Allocation(pools=pools, train=Train('fsdp', d=other.ranks))}"
     have = f"{n_nodes} node(s) of {n_gpus} GPUs have {n_nodes * n_gpus}"
     if n_gpus and demand.units != n_nodes * n_gpus:
         why = f"it needs {demand.units} GPUs, {have}"
@@ -319,26 +327,26 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
         module="hpc_rl.app.trainer",
         env=environment_of("launcher.trainer_env_vars", launcher.trainer_env_vars),
     )
-    servers = allocation.servers
-    if not servers:
+    if not allocation.pools:
         return [trainer]
-    size = servers.units_per_replica
     server_env = environment_of("launcher.inference_server_env_vars", launcher.inference_server_env_vars)
-    # A process of the backend gets them from the role, which must not have them itself.
-    server_env = {} if SERVER_BACKENDS[servers.backend].is_process else server_env
+    places = enumerate(placement.servers)  # of all pools in turn
     replicas = [
         Unit(
             role="server",
             index=index,
+            pool=servers.pool,
             nodes=[node],
-            cpus_per_task=launcher.inference_server_cpus_per_gpu * size,
-            mem_mb_per_task=launcher.inference_server_mem_per_gpu * size,
-            gpus_per_task=size if on_gpus else 0,
+            cpus_per_task=launcher.inference_server_cpus_per_gpu * servers.units_per_replica,
+            mem_mb_per_task=launcher.inference_server_mem_per_gpu * servers.units_per_replica,
+            gpus_per_task=servers.units_per_replica if on_gpus else 0,
             gpu_offset=gpu,
             module="hpc_rl.app.server",
-            env=server_env,
+            # A process of the backend gets them from the role, which must not have them itself.
+            env={} if SERVER_BACKENDS[servers.backend].is_process else server_env,
         )
-        for index, (node, gpu) in enumerate(placement.servers)
+        for servers in allocation.pools
+        for index, (node, gpu) in islice(places, servers.d)
     ]
     has_environments = isinstance(config, GRPOConfig) and config.environments is not None
     rollout = Unit(

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hpc_rl.allocation import DEFAULT_POOL
 from hpc_rl.errors import NotBuilt
 
 
@@ -26,7 +27,8 @@ class Unit:
     """One step for the supervisor to start: a server replica, rollout, all trainer ranks, an environment."""
 
     role: Literal["server", "rollout", "trainer", "environment"]
-    index: int = 0  # replica index of the role
+    index: int = 0  # replica index of the role, counted over all pools
+    pool: str = ""  # of a server
     nodes: list[int]  # node indexes within the allocation, in rank order
     tasks_per_node: int = 1
     cpus_per_task: int  # also its OMP_NUM_THREADS
@@ -39,8 +41,21 @@ class Unit:
     container: Container | None = None  # None: the node itself
 
     @property
+    def launch_line(self) -> str:
+        """Name of its function in steps.sh."""
+        return self.role if self.pool in ("", DEFAULT_POOL) else f"{self.role}_{self.pool}"
+
+    @property
     def num_tasks(self) -> int:
         return len(self.nodes) * self.tasks_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Servers of one model."""
+
+    name: str
+    backend: str  # a name of allocation.SERVER_BACKENDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +81,7 @@ class Plan:
     cpus_per_node: int = 0  # largest demand of any node, supervisor's share included
     mem_mb_per_node: int = 0
     device: Literal["cpu", "cuda"]
-    server_backend: str | None  # a name of allocation.SERVER_BACKENDS
+    pools: list[Pool] = field(default_factory=list)
     units: list[Unit]
     recover_mode: str
     recover_retries: int
@@ -89,8 +104,13 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
+        """Return a stored plan; those that were made before there were pools have one backend."""
+        data = dict(data)
+        backend = data.pop("server_backend", None)
+        pools = data.get("pools") or ([{"name": DEFAULT_POOL, "backend": backend}] if backend else [])
+        groups = [Group(**group) for group in data.get("groups", [])]
         units = [_unit(unit) for unit in data["units"]]
-        return cls(**{**data, "units": units, "groups": [Group(**group) for group in data.get("groups", [])]})
+        return cls(**{**data, "units": units, "groups": groups, "pools": [Pool(**pool) for pool in pools]})
 
     def group(self, name: Literal["trial", "servers"]) -> Group:
         """Return a group of nodes; in layout allocation, where there are none, that of all nodes."""
@@ -114,4 +134,5 @@ class Plan:
 
 def _unit(data: dict[str, Any]) -> Unit:
     container = data.get("container")
-    return Unit(**{**data, "container": Container(**container) if container else None})
+    pool = data.get("pool") or (DEFAULT_POOL if data["role"] == "server" else "")
+    return Unit(**{**data, "pool": pool, "container": Container(**container) if container else None})

@@ -85,10 +85,13 @@ def render(
 
 
 def render_steps(plan: Plan, trial: Trial, workdir: Path, folders: Sequence[Path] = ()) -> str:
-    """Return steps.sh: the launch line of each role. Raises ConfigError."""
+    """Return steps.sh: the launch line of each role, and pool of servers. Raises ConfigError."""
     launch = steps.launch_lines(plan, trial.dir, workdir)
-    roles = [role for role, line in launch.items() if line is not None]
-    values = launch | {"roles": roles, "layout": plan.layout}
+    values: dict[str, Any] = {
+        role: next((line for line in launch if line["role"] == role), None) for role in steps.ROLES
+    }
+    values["servers"] = [line for line in launch if line["role"] == "server"]
+    values |= {"roles": [line["name"] for line in launch], "layout": plan.layout}
     return _text(LayeredEnvironment(folders), STEPS, trial, values)
 
 

@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.allocation import DEFAULT_POOL
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.containers import command_of
 from hpc_rl.plan.plan import SUPERVISOR_CPUS, SUPERVISOR_MEM_MB
@@ -14,28 +15,28 @@ from hpc_rl.plan.schema import Plan, Unit
 ROLES = ("environment", "server", "rollout", "trainer")
 
 
-def launch_lines(plan: Plan, trial_dir: Path, workdir: Path) -> dict[str, dict[str, Any] | None]:
-    """Return what the srun of each role states, None for a role that the plan has not. Raises ConfigError."""
-    lines: dict[str, dict[str, Any] | None] = dict.fromkeys(ROLES)
-    num_units = Counter(unit.role for unit in plan.units)
-    for unit in plan.units:
+def launch_lines(plan: Plan, trial_dir: Path, workdir: Path) -> list[dict[str, Any]]:
+    """Return what the srun of each role, or pool of servers, states. Raises ConfigError."""
+    lines: dict[str, dict[str, Any]] = {}
+    num_units = Counter(unit.launch_line for unit in plan.units)
+    for unit in sorted(plan.units, key=lambda unit: ROLES.index(unit.role)):
         command = command_of(unit, plan.python, trial_dir, workdir)
+        name = unit.launch_line
         line = {
+            "name": name,
+            "role": unit.role,
             "n_nodes": len(unit.nodes),
             "n_tasks": unit.num_tasks,
             "tasks_per_node": unit.tasks_per_node,
             "cpus_per_task": unit.cpus_per_task,
             "gpus": _gpus(plan, unit),
-            "summary": f"{_count(num_units[unit.role], 'unit')}, {_size(unit)}",
+            "summary": f"{_count(num_units[name], 'unit')}, {_size(unit)}",
             "srun_options": [*([option] for option in unit.srun_args), *command.srun_options],
             "program": command.program,
         }
-        if lines[unit.role] not in (None, line):
-            raise ConfigError(
-                f"the units of role {unit.role} differ, but steps.sh has one launch line for each role."
-            )
-        lines[unit.role] = line
-    return lines
+        if lines.setdefault(name, line) != line:
+            raise ConfigError(f"the units of {name} differ, but steps.sh has one launch line for them.")
+    return list(lines.values())
 
 
 def _gpus(plan: Plan, unit: Unit) -> str:
@@ -70,16 +71,16 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def _server_rows(units: Sequence[Unit]) -> list[tuple[str, str, str]]:
-    """Return one row for adjacent nodes that hold the same number of replicas."""
-    on_node: dict[tuple[int, ...], list[Unit]] = {}
+    """Return a row for each stretch of nodes that hold as many replicas of the same pool."""
+    on_node: dict[tuple[str, int], list[Unit]] = {}
     for unit in units:
-        on_node.setdefault(tuple(unit.nodes), []).append(unit)
+        on_node.setdefault((unit.pool, unit.nodes[0]), []).append(unit)
     rows = []
-    for number, same in groupby(on_node.items(), key=lambda item: len(item[1])):
+    for (pool, number), same in groupby(on_node.items(), key=lambda item: (item[0][0], len(item[1]))):
         places = list(same)
-        nodes = [node for place, _ in places for node in place]
+        nodes = [node for (_, node), _ in places]
         indexes = sorted(unit.index for _, replicas in places for unit in replicas)
-        which = f"server {_range(indexes)}"
+        which = f"server {_range(indexes)}" + ("" if pool in ("", DEFAULT_POOL) else f" of pool {pool}")
         each = f"{_count(number, 'replica')} on each node, " if len(places) > 1 else ""
         rows.append((_nodes(nodes), "server", f"{which}: {each}{_size(places[0][1][0])}"))
     return rows

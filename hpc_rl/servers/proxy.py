@@ -48,7 +48,9 @@ class Proxy:
         incarnation: int = 0,
         on_change: Callable[[], None] = lambda: None,
         on_shutdown: Callable[[], None] = lambda: None,
+        frozen: bool = False,
     ) -> None:
+        self.frozen = frozen  # takes no weights
         self.backend = backend
         self.epoch = 0
         self.version = ""
@@ -168,6 +170,8 @@ class Proxy:
         return answer
 
     async def _update(self, body: dict[str, Any]) -> Answer:
+        if self.frozen:
+            return _not_updated("the model of this pool is frozen: it takes no weights")
         label = body.get("weight_version")
         try:
             if not isinstance(label, str) or is_older(label, self.version or "0.0"):

@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_rl.allocation import DEFAULT_POOL
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed, Stale
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import Lease, NameResolve
@@ -42,12 +43,14 @@ class Identity:
     index: int
     attempt: str
     incarnation: int
+    pool: str = DEFAULT_POOL
 
 
 class Replica:
     """Runs one backend behind its proxy until asked to stop.
 
     Before anything is published it starts from the checkpoint at `base_path`; "" waits for the first publish.
+    A `frozen` one serves that checkpoint for ever, whatever is published.
     """
 
     def __init__(
@@ -59,7 +62,9 @@ class Replica:
         identity: Identity,
         base_path: str,
         address: str = "127.0.0.1",
+        frozen: bool = False,
     ) -> None:
+        self._frozen = frozen
         self._backend, self._trial, self._names = backend, trial, names
         self._who, self._base = identity, base_path
         self._address = address
@@ -68,7 +73,13 @@ class Replica:
         # label of the weights that are being loaded: the lease keeps their directory from being deleted
         self._loading = ""
         self.proxy = Proxy(
-            backend, tokens, identity.attempt, identity.incarnation, self._changed.set, self._shutdown.set
+            backend,
+            tokens,
+            identity.attempt,
+            identity.incarnation,
+            self._changed.set,
+            self._shutdown.set,
+            frozen,
         )
         self._url = ""
         self._lease: Lease | None = None
@@ -82,10 +93,11 @@ class Replica:
         sock = bind()
         self._url = http_url(self._address, sock.getsockname()[1])
         await self.proxy.serve(sock)
-        key, value = keys.server(self._who.index), self._value()
+        key, value = keys.server(self._who.pool, self._who.index), self._value()
         self._lease = await asyncio.to_thread(self._names.lease, key, value, LEASE_TTL_S)
         self.proxy.epoch = self._lease.epoch
-        logger.info("server %d at %s, epoch %d", self._who.index, self._url, self._lease.epoch)
+        form = "server %d of pool %s at %s, epoch %d"
+        logger.info(form, self._who.index, self._who.pool, self._url, self._lease.epoch)
         tasks = {asyncio.create_task(self._heartbeat()), asyncio.create_task(self._live())}
         try:
             while not (stopping.is_set() or self._shutdown.is_set()):
@@ -102,7 +114,7 @@ class Replica:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if not self._backend.alive() and self.proxy.version:
+        if not self._backend.alive() and (self.proxy.version or self._frozen):
             # running requests go back to their clients with what they have
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_S):
@@ -169,11 +181,11 @@ class Replica:
                 logger.info("weights %r went while they were loaded: %s", self._loading, error)
                 current = newer
         self.proxy.version, self._loading = self._loading, ""
-        self.proxy.enter("serving" if self.proxy.version else "waiting")
+        self.proxy.enter("serving" if self.proxy.version or self._frozen else "waiting")
         logger.info("%s with weights %r from %s", self.proxy.state, self.proxy.version, path)
 
     def _current(self) -> dict[str, Any] | None:
-        return read_json(self._trial.current_weights)
+        return None if self._frozen else read_json(self._trial.current_weights)
 
     async def _follow(self) -> None:
         """Load what was published and did not arrive; end a pause that no process ends."""

@@ -1,4 +1,4 @@
-"""Router: the live generation servers, as their leases tell, and the choice of one for each request.
+"""Router: the live servers of a pool, as their leases tell, and the choice of one for each request.
 
 It picks the server with the fewest requests of its own, forgets one that can't be reached until that server
 has a new epoch or answers /health again, and waits, saying for what, when there is none. It knows nothing of
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hpc_rl.allocation import DEFAULT_POOL
 from hpc_rl.errors import HpcRlError, RoleFailed, ServerStale, ServerUnavailable
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
@@ -54,6 +55,7 @@ class Router:
 
     names: NameResolve
     data_token: str
+    pool: str = DEFAULT_POOL
     setup_timeout_s: float = 600.0  # to wait for a server when there is none
     request_timeout_s: float = 3600.0  # of one generation
     request_retries: int = 3
@@ -119,9 +121,11 @@ class Router:
                 return self.choose(fresh or live, requests)
             now = time.monotonic()
             if now > deadline:
-                raise RoleFailed(f"no generation server within {self.setup_timeout_s:.0f} s: {self._known()}")
+                raise RoleFailed(
+                    f"pool {self.pool}: no server within {self.setup_timeout_s:.0f} s: {self._known()}"
+                )
             if now > said:
-                logger.info("waiting for a generation server that serves: %s", self._known())
+                logger.info("pool %s: waiting for a server that serves: %s", self.pool, self._known())
                 said = now + 30.0
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -142,14 +146,14 @@ class Router:
 
     def _known(self) -> str:
         if not self._servers:
-            return f"no lease under {keys.SERVERS!r}"
+            return f"no lease under {keys.servers(self.pool)!r}"
         known = [(key, "out of reach" if s.suspect else s.state) for key, s in self._servers.items()]
         return ", ".join(f"{key} is {state}" for key, state in known)
 
     async def _poll(self) -> None:
         while True:
             try:
-                seen = await asyncio.to_thread(self.names.leases, keys.SERVERS)
+                seen = await asyncio.to_thread(self.names.leases, keys.servers(self.pool))
             # a shared file system may fail for a while; what is known stays
             except (OSError, HpcRlError) as error:
                 logger.warning("can't read the server leases: %s", error)

@@ -43,6 +43,7 @@ class RolloutReport(JsonRecord):
     oldest_running_s: float | None = None  # age of the oldest running prompt; None where none runs
     quiet_s: float | None = None  # since the last group, rejection or exception; None before the first
     servers: int | None = None  # live generation servers
+    pools: dict[str, int] = field(default_factory=dict)  # theirs, by pool
     evaluating: list[str] = field(default_factory=list)  # versions
     takes_groups: bool = False  # of environments
     environments: list[EnvironmentReport] = field(default_factory=list)
@@ -68,7 +69,9 @@ def summary(report: RolloutReport, live: bool) -> str:
     running = [f"{report.running} prompts running"] if report.running or not report.takes_groups else []
     parts = [*running, f"{report.ready} groups ready", accepted]
     if report.servers is not None:
-        parts.append(f"{report.servers} server{'' if report.servers == 1 else 's'} alive")
+        by_pool = ", ".join(f"{pool} {count}" for pool, count in report.pools.items())
+        several = f" ({by_pool})" if len(report.pools) > 1 else ""
+        parts.append(f"{report.servers} server{'' if report.servers == 1 else 's'} alive{several}")
     if report.evaluating:
         parts.append("evaluating version " + ", ".join(map(str, report.evaluating)))
     return ", ".join(parts)
@@ -110,8 +113,11 @@ def problems(report: RolloutReport, live: bool) -> list[str]:
             "`hpc-rl env urls TRIAL` shows where"
         )
     oldest_s, quiet_s = report.oldest_running_s, report.quiet_s
-    if report.servers == 0 and (oldest_s or 0.0) > NO_SERVER_S:
-        lines.append("no generation server is alive; generation resumes with the next one")
+    if report.servers is not None and (oldest_s or 0.0) > NO_SERVER_S:
+        pools = report.pools if len(report.pools) > 1 else {"": report.servers}
+        for pool in (pool for pool, count in pools.items() if not count):
+            which = f"no server of pool {pool}" if pool else "no generation server"
+            lines.append(f"{which} is alive; generation resumes with the next one")
     if oldest_s is not None and oldest_s > HANGING_S and (quiet_s is None or quiet_s > HANGING_S):
         quiet = format_duration(oldest_s if quiet_s is None else quiet_s)
         lines.append(

@@ -2,7 +2,7 @@
 
 A trainer shows that it lives by its activity record, a server or the rollout role by its lease. How long
 nothing may move follows from the trial's own step times. Where a trainer waits for batches, the rollout role
-is to blame; while no server serves (those of layout `jobs` may be preempted for an hour), neither is.
+is to blame; while a pool has no server that serves (those of layout `jobs` may be preempted), neither is.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,13 +36,14 @@ class HangDetector:
 
     A trainer hangs after `factor` times the 95th percentile of a step, not before `min_s` and at the latest
     after `max_s`; that is also how long a start may take. For `away_s` no unit is blamed while no server
-    serves; 0 for a trial without servers.
+    of a pool serves; 0 for a trial without servers.
     """
 
     def __init__(self, factor: float, min_s: float, max_s: float, away_s: float = 0.0) -> None:
         self.factor, self.min_s, self.max_s, self.away_s = factor, min_s, max_s, away_s
         self._watched: dict[Key, _Watched] = {}
-        self._away_since: float | None = None  # since when no server serves
+        self._away: list[str] = []  # pools without a server that serves
+        self._away_since: float | None = None  # since when there is such a pool
         self._last_round: float | None = None
         self._rollout_exited = False  # and has not started again
 
@@ -77,7 +78,7 @@ class HangDetector:
     def observe_leases(
         self, leases: Mapping[str, LeaseView], attempt_id: str, now: float
     ) -> list[tuple[Key, int]]:
-        """Note which units of this attempt hold a live lease; their keys are `<role>/<index>`.
+        """Note which units of this attempt hold a live lease; their keys are `<role>/…/<index>`.
 
         Return the servers that serve, each with its incarnation.
         """
@@ -86,7 +87,7 @@ class HangDetector:
             value = seen.value
             if not seen.alive or value.get("attempt") != attempt_id:
                 continue
-            role, _, index = name.rpartition("/")
+            role, *_, index = name.split("/")
             key = (role, int(index))
             self.observe(key, now, now)
             # on a full disk, or without groups from outside, it serves no unit that waits for it
@@ -96,9 +97,17 @@ class HangDetector:
                 serving.append((key, int(value.get("incarnation", -1))))
         return serving
 
-    def observe_pool(self, leases: Mapping[str, LeaseView], now: float) -> None:
-        """Note whether any server serves, in whichever job: a trainer waits for the first, up to `away_s`."""
-        if any(seen.alive and seen.value.get("state") in keys.ROUTABLE for seen in leases.values()):
+    def observe_pools(self, pools: Mapping[str, Mapping[str, LeaseView]], now: float) -> None:
+        """Note whether each pool, by its name, has a server that serves, in whichever job.
+
+        A trainer waits for the first of each, up to `away_s`.
+        """
+        self._away = [
+            pool
+            for pool, leases in pools.items()
+            if not any(seen.alive and seen.value.get("state") in keys.ROUTABLE for seen in leases.values())
+        ]
+        if not self._away:
             self._away_since = None
             return
         if self._away_since is None:
@@ -149,5 +158,7 @@ class HangDetector:
             text = f"{key[0]} {key[1]} hangs: nothing moved for {silent_s:.0f} s"
             text += f" in '{one.doing}'" if one.doing else "" if one.seen else " after its start"
         if self._away_since is not None and one.doing in NEEDS_SERVERS:
-            text += f"; no server has served for {now - self._away_since:.0f} s"
+            text += (
+                f"; no server of pool {', '.join(self._away)} has served for {now - self._away_since:.0f} s"
+            )
         return f"{text}; the limit is {limit_s:.0f} s"

@@ -201,7 +201,7 @@ class SrunSteps:
             raise FileNotFoundError("srun is not on the PATH")
         component = "" if self.components is None else str(self.components[unit.nodes[0]])
         step = [
-            unit.role,
+            unit.launch_line,
             f"{unit.role}-{unit.index}.{incarnation}",
             ",".join(self.hosts[index] for index in unit.nodes),
             str(log.parent).replace("%", "%%") + f"/{log.stem}-rank%t.log",

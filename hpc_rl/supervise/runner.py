@@ -194,10 +194,9 @@ class TrialRunner(UnitLoop):
                 activity = read_object(self.attempt.activity(role, index, incarnation))
                 mark = json.dumps(activity) if activity else None
                 self.hangs.observe((role, index), mark, now, str(activity.get("doing", "")))
-        servers = self.names.leases(keys.SERVERS)
-        self.observe_servers(servers, now)
+        pools = self.observe_servers(now)
         self.hangs.observe_leases(self.names.leases(keys.ROLLOUT), self.attempt.id, now)
-        self.hangs.observe_pool(servers, now)
+        self.hangs.observe_pools(pools, now)
         for key in self.hangs.unseen(now):
             if key in self.handles and (message := self.handles[key][0].unplaced()):
                 why = unplaced_reason(self.machine.slots[key].unit, self.plan, message)

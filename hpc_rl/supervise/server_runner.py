@@ -67,7 +67,7 @@ class ServerRunner(UnitLoop):
         if self._observing.due(now) or self.requests:  # a signal may announce an intent
             self.deadline.update()
             self._not_needed = self._not_needed or self._why_not_needed()
-            self.observe_servers(self.names.leases(keys.SERVERS), now)
+            self.observe_servers(now)
             self.kill_hung(now)
 
     def grant_requests(self) -> None:

@@ -10,13 +10,13 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
 from hpc_rl.errors import ExitCode, StopCause
-from hpc_rl.name_resolve import open_names
+from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.name_resolve.shared_fs import LeaseView
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import EndedRecord, EventKind
@@ -191,10 +191,16 @@ class UnitLoop(ABC):
                 case Finish():
                     self.finish = action
 
-    def observe_servers(self, leases: Mapping[str, LeaseView], now: float) -> None:
-        """Note which servers of this attempt live, and which serve."""
-        for key, incarnation in self.hangs.observe_leases(leases, self.attempt.id, now):
-            self.machine.served(now, key, incarnation)
+    def observe_servers(self, now: float) -> dict[str, dict[str, LeaseView]]:
+        """Note which servers of this attempt live, and which serve; return the leases of each pool.
+
+        Raises OSError.
+        """
+        pools = {pool.name: self.names.leases(keys.servers(pool.name)) for pool in self.plan.pools}
+        for leases in pools.values():
+            for key, incarnation in self.hangs.observe_leases(leases, self.attempt.id, now):
+                self.machine.served(now, key, incarnation)
+        return pools
 
     def kill_hung(self, now: float) -> None:
         if self.machine.phase is Phase.RUNNING:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hpc_rl.allocation import TRAIN_BACKENDS
 from hpc_rl.config.loading.stored import redact
+from hpc_rl.config.pool_view import trained_pool
 from hpc_rl.config.sections.experiment import GRPOConfig, RWConfig, SFTConfig, has_own_prompts, total_steps
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.datasets.encode import Prompts
@@ -41,9 +42,8 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
     stack.callback(rollout.close)
     publisher = None
     if start.ranks.rank == 0:
-        publisher = Publisher(
-            start.trial, start.names, start.tokens, setup_timeout_s=config.rollout.setup_timeout
-        )
+        wait_s = config.rollout.setup_timeout
+        publisher = Publisher(start.trial, start.names, start.tokens, trained_pool(config), wait_s)
         stack.callback(publisher.close)
     transport = TRANSPORTS["disk"](start.trial, publisher)  # the only one so far, so it is not an option
     return run, GRPO(run, rollout, transport, num_prompts, reference)

@@ -1,4 +1,4 @@
-"""Publish: bring weights into all live generation servers at once: pause, update, verify, resume.
+"""Publish: bring weights into all live servers of a pool at once: pause, update, verify, resume.
 
 The training thread waits for the answers of an event loop in another thread, which keeps the connections and
 watches the leases between publishes. A server that fails is left out: it loads the current weights by itself,
@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 
+from hpc_rl.allocation import DEFAULT_POOL
 from hpc_rl.errors import HpcRlError, RoleFailed
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
@@ -52,6 +53,7 @@ class Publisher:
     trial: Trial
     names: NameResolve
     tokens: dict[str, str]
+    pool: str = DEFAULT_POOL
     setup_timeout_s: float = 600.0  # to wait for the first acknowledgement of a publish
     update_timeout_s: float = 60.0  # of one server, in addition to the time for loading the bytes
     watch_s: float = 1.0  # between two reads of the leases between publishes
@@ -113,7 +115,7 @@ class Publisher:
 
     def _targets(self) -> dict[str, LeaseView]:
         """Return live servers that take updates; those that failed before only if there is no other."""
-        self._leases = self.names.leases(keys.SERVERS)
+        self._leases = self.names.leases(keys.servers(self.pool))
         live, usual = {}, {}
         for key, seen in self._leases.items():
             if seen.alive and seen.value.get("state") not in BUSY:
@@ -167,7 +169,7 @@ class Publisher:
         while True:
             await asyncio.sleep(self.watch_s)
             with contextlib.suppress(OSError):  # the next read may succeed
-                self._leases = self.names.leases(keys.SERVERS)
+                self._leases = self.names.leases(keys.servers(self.pool))
 
     async def _close(self) -> None:
         if self._pruning is not None:

@@ -135,7 +135,7 @@ class ServedReplica:
             self._failure = error
 
     def lease(self) -> dict[str, Any]:
-        seen = self.names.leases(keys.SERVERS).get(keys.server(0))
+        seen = self.names.leases(keys.servers("rollout")).get(keys.server("rollout", 0))
         return seen.value if seen else {}
 
     def stop(self) -> None:

@@ -44,7 +44,7 @@ class FakeServer:
 
     def announce(self, names: Any, index: int = 0, state: str = "serving") -> Any:
         value = {"url": self.url, "version": self.version, "state": state}
-        return names.lease(keys.server(index), value, 60.0)
+        return names.lease(keys.server("rollout", index), value, 60.0)
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.json_response({"state": "serving"})

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.plan.schema import Plan, Pool, Unit
 
 
 def toy_plan(units: list[Unit], python: str, **more: Any) -> Plan:
@@ -17,7 +17,7 @@ def toy_plan(units: list[Unit], python: str, **more: Any) -> Plan:
         "cpus_per_node": 4,
         "mem_mb_per_node": 1000,
         "device": "cpu",
-        "server_backend": "embedded",
+        "pools": [Pool(name="rollout", backend="embedded")],
         "recover_mode": "auto",
         "recover_retries": 3,
     }
@@ -33,6 +33,6 @@ def sft_plan(units: list[Unit], python: str, **more: Any) -> Plan:
         "allocation": "fsdp:d1",
         "cpus_per_node": 2,
         "mem_mb_per_node": 500,
-        "server_backend": None,
+        "pools": [],
     }
     return toy_plan(units, python, **{**fields, **more})

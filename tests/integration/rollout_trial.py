@@ -110,7 +110,7 @@ class FakeServer:
         self.max_delay_s = max_delay_s
         self.requests = 0
         self.errors = 0  # answer so many requests with 500
-        self._lease_key = keys.server(index)
+        self._lease_key = keys.server("rollout", index)
         self._names = NameResolve(trial.names)
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()

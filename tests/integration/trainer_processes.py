@@ -17,7 +17,7 @@ from toy_plans import toy_plan
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.stored import to_dict
 from hpc_rl.config.rules.check import check
-from hpc_rl.plan.schema import Unit
+from hpc_rl.plan.schema import Pool, Unit
 from hpc_rl.trial import Trial, write_json
 
 
@@ -63,7 +63,7 @@ def write_plan(trial: Trial, kind: str, num_ranks: int) -> None:
         trial_name=trial.name,
         trainer=kind,
         allocation=f"embedded:d1+fsdp:d{num_ranks}" if kind == "grpo" else f"fsdp:d{num_ranks}",
-        server_backend="embedded" if kind == "grpo" else None,
+        pools=[Pool(name="rollout", backend="embedded")] if kind == "grpo" else [],
     )
     write_json(trial.plan_json, plan.to_json())
 

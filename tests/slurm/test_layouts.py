@@ -41,7 +41,7 @@ def serving(one: Killed) -> dict[str, str]:
     """Weights of each server whose lease is alive and says that it serves."""
     if not hasattr(one, "names"):
         one.names = NameResolve(one.trial.names)
-    leases = one.names.leases(keys.SERVERS)
+    leases = one.names.leases(keys.servers("rollout"))
     return {
         key: seen.value["version"]
         for key, seen in leases.items()
@@ -90,13 +90,13 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
     ).strip()
     one.until(lambda: any(f"{array.job_id}_1 " in line and "PENDING" in line for line in queue(cluster)), 60)
     enough = one.num_rows() + 5
-    one.until(lambda: one.num_rows() >= enough and "server/1" not in serving(one))
+    one.until(lambda: one.num_rows() >= enough and "server/rollout/1" not in serving(one))
     assert not one.over, "the trainer went on with the server that was left"
-    assert "server/0" in serving(one)
+    assert "server/rollout/0" in serving(one)
 
     cluster.run("scancel", high)
     before = current(one)
-    one.until(lambda: cluster.hurry(f"{array.job_id}_1") or "server/1" in serving(one))
+    one.until(lambda: cluster.hurry(f"{array.job_id}_1") or "server/rollout/1" in serving(one))
     enough = one.num_rows() + 5
     one.until(lambda: one.num_rows() >= enough or one.over)
     one.release()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.allocation import Allocation, Servers, Train, parse
+from hpc_rl.allocation import POOL_NAME, Allocation, Servers, Train, parse
 from hpc_rl.errors import ConfigError
 
 
@@ -33,13 +33,26 @@ from hpc_rl.errors import ConfigError
         ("embedded:d1+fsdp:d1", "embedded:d1+fsdp:d1", 1, 1),
         ("sglang[rollout]:d2+fsdp[actor]:d4", "sglang:d2+fsdp:d4", 2, 4),
         ("sglang:d2t2", "sglang:d2t2", 4, None),
+        (
+            "vllm[teacher]:d1t2 + vllm[my-student_2]:d3+fsdp:d2",
+            "vllm[teacher]:t2+vllm[my-student_2]:d3+fsdp:d2",
+            5,
+            2,
+        ),
+        ("sglang:d1+sglang[judge]:t4+fsdp:d3", "sglang:d1+sglang[judge]:t4+fsdp:d3", 5, 3),
+        (
+            "embedded[teacher]:d1+embedded[student]:d1+eval",
+            "embedded[teacher]:d1+embedded[student]:d1+eval",
+            2,
+            None,
+        ),
     ],
 )
 def test_vectors(text, canonical, server_units, train_units):
     allocation = parse(text)
     assert str(allocation) == canonical
     assert parse(canonical) == allocation
-    assert (allocation.servers.num_units if allocation.servers else None) == server_units
+    assert (sum(pool.num_units for pool in allocation.pools) if allocation.pools else None) == server_units
     assert (allocation.train.num_units if allocation.train else None) == train_units
 
 
@@ -54,7 +67,7 @@ def test_experts():
 
 def test_star_is_what_is_left():
     assert parse("sglang:d*t2+fsdp:d4") == Allocation(
-        servers=Servers("sglang", d=None, t=2), train=Train("fsdp", d=4)
+        pools=(Servers("sglang", d=None, t=2),), train=Train("fsdp", d=4)
     )
     assert str(parse("sglang:d*+fsdp:d4")) == "sglang:d*+fsdp:d4"
 
@@ -82,6 +95,13 @@ def test_star_is_what_is_left():
         ("sglang:d+d1", 9, "d needs a number"),
         ("sglang:t*+d1", 9, "t needs a number"),
         ("fsdp[critic]:d1", 6, "expected 'actor'"),
+        ("sglang:d1+sglang:d1+fsdp:d1", 11, "the pool rollout is there twice; name each"),
+        ("sglang[a]:d1+vllm[a]:d1+fsdp:d1", 14, "the pool a is there twice"),
+        ("sglang[]:d1+d1", 8, "'' can't name a pool"),
+        ("sglang[1b]:d1+d1", 8, "'1b' can't name a pool"),
+        ("sglang[a b]:d1+d1", 8, "'a b' can't name a pool"),
+        ("sglang[a:d1+d1", 8, "can't name a pool"),
+        ("sglang[a]:d1+sglang[b]:d1|d2", 26, "several pools"),
     ],
 )
 def test_refusals_name_the_position(text, position, words):
@@ -98,7 +118,11 @@ def test_words_of_the_old_help_text(word):
 
 
 SIZE = st.integers(1, 9)
-SERVERS = st.builds(Servers, st.sampled_from(["sglang", "vllm"]), d=st.none() | SIZE, t=SIZE, p=SIZE)
+NAMES = st.from_regex(POOL_NAME, fullmatch=True)
+SERVERS = st.builds(
+    Servers, st.sampled_from(["sglang", "vllm"]), d=st.none() | SIZE, t=SIZE, p=SIZE, pool=NAMES
+)
+POOLS = st.lists(SERVERS, max_size=3, unique_by=lambda servers: servers.pool)
 FSDP = st.builds(Train, st.just("fsdp"), d=st.none() | SIZE, t=SIZE, c=SIZE)
 
 
@@ -110,14 +134,14 @@ def expert_meshes(draw) -> Train:
     return Train("megatron", d=d, p=p, t=t, c=c, e=e, etp=etp if e > 1 else 1)
 
 
-@given(st.none() | SERVERS, FSDP | expert_meshes())
+@given(POOLS, FSDP | expert_meshes())
 def test_round_trip(servers, train):
-    allocation = Allocation(servers=servers, train=train)
+    allocation = Allocation(pools=tuple(servers), train=train)
     assert parse(str(allocation)) == allocation
     assert str(parse(str(allocation))) == str(allocation)
 
 
-@given(st.text(alphabet="dtpce0123456789+|:.()* sglangfdpattnvm", max_size=24))
+@given(st.text(alphabet="dtpce0123456789+|:.()* sglangfdpattnvm[]_-", max_size=24))
 def test_any_text_is_parsed_or_refused_in_words(text):
     try:
         allocation = parse(text)

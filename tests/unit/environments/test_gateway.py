@@ -136,7 +136,9 @@ async def test_requests_wait_for_a_server_that_restarts(tokenizer, tmp_path):
         call = asyncio.create_task(caller.post("/generate", NATIVE))
         await asyncio.sleep(0.1)
         await fake.stop()
-        lease.renew({**names.leases(keys.SERVERS)[keys.server(0)].value, "state": "loading"})
+        lease.renew(
+            {**names.leases(keys.servers("rollout"))[keys.server("rollout", 0)].value, "state": "loading"}
+        )
         await asyncio.sleep(0.5)
         assert not call.done()
         again = FakeServer("0.9")

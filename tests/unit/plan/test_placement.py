@@ -4,35 +4,68 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.plan.placement import Demand, Placement, nearest, place
+from hpc_rl.plan.placement import Demand, Placement, PoolDemand, nearest, place
+
+
+def demand_of(replicas: int, size: int, ranks: int) -> Demand:
+    return Demand(ranks, (PoolDemand(replicas, size),) if replicas else ())
 
 
 @pytest.mark.parametrize(
     ("demand", "n_nodes", "n_gpus", "expected"),
     [
-        pytest.param(Demand(1, 1, 1), 1, 0, Placement([0], 1, [(0, 0)]), id="one node without GPUs"),
+        pytest.param(demand_of(1, 1, 1), 1, 0, Placement([0], 1, [(0, 0)]), id="one node without GPUs"),
         pytest.param(
-            Demand(2, 1, 2), 4, 0, Placement([0, 1], 1, [(2, 0), (3, 0)]), id="four nodes without GPUs"
+            demand_of(2, 1, 2), 4, 0, Placement([0, 1], 1, [(2, 0), (3, 0)]), id="four nodes without GPUs"
         ),
         pytest.param(
-            Demand(3, 1, 4), 4, 0, Placement([0, 1], 2, [(2, 0), (2, 0), (3, 0)]), id="uneven servers"
+            demand_of(3, 1, 4), 4, 0, Placement([0, 1], 2, [(2, 0), (2, 0), (3, 0)]), id="uneven servers"
         ),
-        pytest.param(Demand(2, 2, 4), 1, 8, Placement([0], 4, [(0, 4), (0, 6)]), id="one node packed"),
-        pytest.param(Demand(2, 4, 8), 2, 8, Placement([0], 8, [(1, 0), (1, 4)]), id="whole nodes"),
-        pytest.param(Demand(2, 2, 12), 2, 8, Placement([0, 1], 6, [(0, 6), (1, 6)]), id="shared nodes"),
-        pytest.param(Demand(0, 1, 16), 2, 8, Placement([0, 1], 8, []), id="a trainer alone"),
-        pytest.param(Demand(1, 1, 1), 4, 0, None, id="idle nodes"),
-        pytest.param(Demand(1, 1, 1), 1, 8, None, id="idle GPUs"),
-        pytest.param(Demand(1, 1, 8), 1, 8, None, id="too many GPUs"),
-        pytest.param(Demand(0, 1, 3), 2, 0, None, id="ranks that can't be spread"),
-        pytest.param(Demand(1, 3, 13), 2, 8, None, id="a replica cut by a node boundary"),
+        pytest.param(demand_of(2, 2, 4), 1, 8, Placement([0], 4, [(0, 4), (0, 6)]), id="one node packed"),
+        pytest.param(demand_of(2, 4, 8), 2, 8, Placement([0], 8, [(1, 0), (1, 4)]), id="whole nodes"),
+        pytest.param(demand_of(2, 2, 12), 2, 8, Placement([0, 1], 6, [(0, 6), (1, 6)]), id="shared nodes"),
+        pytest.param(demand_of(0, 1, 16), 2, 8, Placement([0, 1], 8, []), id="a trainer alone"),
+        pytest.param(demand_of(1, 1, 1), 4, 0, None, id="idle nodes"),
+        pytest.param(demand_of(1, 1, 1), 1, 8, None, id="idle GPUs"),
+        pytest.param(demand_of(1, 1, 8), 1, 8, None, id="too many GPUs"),
+        pytest.param(demand_of(0, 1, 3), 2, 0, None, id="ranks that can't be spread"),
+        pytest.param(demand_of(1, 3, 13), 2, 8, None, id="a replica cut by a node boundary"),
+        pytest.param(
+            Demand(1, (PoolDemand(1), PoolDemand(1))),
+            3,
+            0,
+            Placement([0], 1, [(1, 0), (2, 0)]),
+            id="a node for each pool",
+        ),
+        pytest.param(
+            Demand(1, (PoolDemand(2), PoolDemand(2))),
+            3,
+            0,
+            Placement([0], 1, [(1, 0), (1, 0), (2, 0), (2, 0)]),
+            id="pools side by side",
+        ),
+        pytest.param(
+            Demand(8, (PoolDemand(4, 1), PoolDemand(1, 4))),
+            2,
+            8,
+            Placement([0], 8, [(1, 0), (1, 1), (1, 2), (1, 3), (1, 4)]),
+            id="pools of different sizes",
+        ),
+        pytest.param(
+            Demand(8, (PoolDemand(1, 8), PoolDemand(1, 8))),
+            3,
+            8,
+            Placement([0], 8, [(1, 0), (2, 0)]),
+            id="whole nodes each",
+        ),
     ],
 )
 def test_place(demand, n_nodes, n_gpus, expected):
     assert place(demand, n_nodes, n_gpus) == expected
 
 
-DEMANDS = st.builds(Demand, st.integers(0, 20), st.sampled_from([1, 2, 4, 8]), st.integers(1, 20))
+POOLS = st.lists(st.builds(PoolDemand, st.integers(1, 20), st.sampled_from([1, 2, 4, 8])), max_size=3)
+DEMANDS = st.builds(Demand, st.integers(1, 20), POOLS.map(tuple))
 
 
 @given(DEMANDS, st.integers(1, 6), st.sampled_from([1, 2, 4, 8]))
@@ -41,7 +74,12 @@ def test_every_gpu_is_used_once(demand, n_nodes, n_gpus):
     if placement is None:
         return
     used = [(node, gpu) for node in placement.trainer_nodes for gpu in range(placement.ranks_per_node)]
-    used += [(node, gpu + i) for node, gpu in placement.servers for i in range(demand.units_per_replica)]
+    sizes = [pool.size for pool in demand.pools for _ in range(pool.replicas)]
+    used += [
+        (node, gpu + i)
+        for (node, gpu), size in zip(placement.servers, sizes, strict=True)
+        for i in range(size)
+    ]
     assert len(placement.servers) == demand.replicas
     assert len(placement.trainer_nodes) * placement.ranks_per_node == demand.ranks
     assert sorted(used) == [(node, gpu) for node in range(n_nodes) for gpu in range(n_gpus)]
@@ -49,7 +87,7 @@ def test_every_gpu_is_used_once(demand, n_nodes, n_gpus):
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(2, 8))
 def test_without_gpus_roles_share_no_node_and_no_node_is_idle(replicas, ranks, n_nodes):
-    placement = place(Demand(replicas, 1, ranks), n_nodes, 0)
+    placement = place(demand_of(replicas, 1, ranks), n_nodes, 0)
     if placement is None:
         return
     servers = {node for node, _ in placement.servers}
@@ -62,7 +100,7 @@ def test_without_gpus_roles_share_no_node_and_no_node_is_idle(replicas, ranks, n
 @given(DEMANDS, st.integers(1, 6), st.sampled_from([0, 1, 2, 4, 8]))
 def test_the_nearest_fits_and_what_fits_is_its_own_nearest(demand, n_nodes, n_gpus):
     if not n_gpus:
-        demand = Demand(demand.replicas, 1, demand.ranks)
+        demand = Demand(demand.ranks, tuple(PoolDemand(pool.replicas) for pool in demand.pools))
     other = nearest(demand, n_nodes, n_gpus)
     if other is not None:
         assert place(other, n_nodes, n_gpus) is not None

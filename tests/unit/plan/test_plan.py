@@ -1,12 +1,15 @@
 """make_plan: what is derived, what is refused in words, and what every node is asked for."""
 
+import json
+import re
+
 import pytest
 
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan.plan import make_plan, with_threads_per_core
-from hpc_rl.plan.schema import Plan
+from hpc_rl.plan.schema import Plan, Pool
 
 COMMON = [
     "experiment_name=toy",
@@ -52,7 +55,52 @@ def test_sft_takes_everything():
     made = plan("cluster.n_gpus_per_node=8", "--n_nodes=2", base=SFT)
     assert made.allocation == "fsdp:d16"
     assert where(made) == [("trainer", 0, [0, 1], 8)]
-    assert made.server_backend is None
+    assert made.pools == []
+
+
+TWO_POOLS = (
+    "pools.student.path=/models/student",
+    "allocation_mode=vllm[teacher]:d2+sglang[student]:t2+fsdp:d12",
+)
+
+
+def test_pools_have_servers_of_their_own():
+    made = plan(*TWO_POOLS, "cluster.n_gpus_per_node=8", "--n_nodes=2")
+    assert made.pools == [Pool(name="teacher", backend="vllm"), Pool(name="student", backend="sglang")]
+    servers = [unit for unit in made.units if unit.role == "server"]
+    assert [(one.index, one.pool, one.nodes, one.gpu_offset, one.gpus_per_task) for one in servers] == [
+        (0, "teacher", [0], 6, 1),
+        (1, "teacher", [0], 7, 1),
+        (2, "student", [1], 6, 2),
+    ]
+    assert [one.launch_line for one in servers] == ["server_teacher", "server_teacher", "server_student"]
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_pools_are_on_different_nodes_where_there_are_enough():
+    mode = "allocation_mode=embedded[teacher]:d1+embedded[student]:d1+fsdp:d1"
+    made = plan("pools.student.path=/models/student", mode, "--n_nodes=3")
+    assert [unit.nodes for unit in made.units if unit.role == "server"] == [[1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("embedded[teacher]:d1+embedded[other]:d1+fsdp:d1", "set pools.teacher.path or pools.other.path"),
+        ("embedded[student]:d1+fsdp:d1", "It has 0; add one, as embedded:d1+embedded[student]:d1+fsdp:d1"),
+    ],
+)
+def test_one_pool_follows_the_trainer(mode, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        plan("pools.student.path=/models/student", f"allocation_mode={mode}")
+
+
+def test_a_stored_plan_without_pools_has_the_usual_one():
+    made = plan("--n_nodes=4").to_json()
+    del made["pools"]
+    for unit in made["units"]:
+        del unit["pool"]
+    assert Plan.from_json(made | {"server_backend": "embedded"}) == plan("--n_nodes=4")
 
 
 def test_four_nodes_without_gpus():
@@ -69,7 +117,8 @@ def test_four_nodes_without_gpus():
         "trainer": "hpc_rl.app.trainer",
     }
     assert all(unit.gpus_per_task == 0 for unit in made.units)
-    assert (made.device, made.server_backend, made.python) == ("cpu", "embedded", "/venv/bin/python")
+    assert (made.device, made.python) == ("cpu", "/venv/bin/python")
+    assert made.pools == [Pool(name="rollout", backend="embedded")]
     # node 0: supervisor 1 + rollout 4 + rank 4
     assert (made.cpus_per_node, made.mem_mb_per_node) == (9, 1024 + 16384 + 32768)
 
@@ -97,7 +146,7 @@ def test_gpus_are_packed_by_index():
         (4, 2, 8),
         (6, 2, 8),
     ]
-    assert (made.device, made.server_backend) == ("cuda", "sglang")
+    assert (made.device, made.pools) == ("cuda", [Pool(name="rollout", backend="sglang")])
 
 
 def test_what_is_left():

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,8 +76,22 @@ def test_a_step_of_a_heterogeneous_job_names_its_component(tmp_path):
 
 
 def test_units_of_a_role_that_differ_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="units of role server differ"):
+    with pytest.raises(ConfigError, match="units of server differ"):
         srun(tmp_path, unit(role="server"), unit(role="server", index=1, cpus_per_task=4))
+
+
+def test_each_pool_has_a_launch_line_of_its_own(tmp_path):
+    pools = [
+        replace(unit(role="server"), pool="teacher"),
+        replace(unit(role="server", index=1, cpus_per_task=4), pool="student"),
+    ]
+    assert "--cpus-per-task=3" in srun(tmp_path, *pools, role="server_teacher")
+    assert "--cpus-per-task=4" in srun(tmp_path, *pools, role="server_student")
+    lines = plan_lines(toy_plan(pools, "python"))
+    assert lines[1:] == [
+        "node 0  server      server 0 of pool teacher: 1 process, 3 CPUs, 0 GPUs, 10 MB",
+        "node 0  server      server 1 of pool student: 1 process, 4 CPUs, 0 GPUs, 10 MB",
+    ]
 
 
 def test_a_role_that_the_trial_has_not_is_an_error(tmp_path):

@@ -175,7 +175,7 @@ def start(trial, backend, names, incarnation=0):
 
 
 def lease(names):
-    return names.leases(keys.SERVERS)[keys.server(0)].value
+    return names.leases(keys.servers("rollout"))[keys.server("rollout", 0)].value
 
 
 async def test_waits_for_weights_then_loads_them_by_itself_and_drains(trial):
@@ -190,7 +190,27 @@ async def test_waits_for_weights_then_loads_them_by_itself_and_drains(trial):
     await until(lambda: lease(names)["version"] == "0.0" and lease(names)["state"] == "serving")
     stopping.set()
     assert await task == 75
-    assert backend.stopped and not names.leases(keys.SERVERS).get(keys.server(0))
+    assert backend.stopped and not names.leases(keys.servers("rollout")).get(keys.server("rollout", 0))
+
+
+async def test_a_frozen_server_serves_its_own_model_and_takes_no_weights(trial):
+    publish(trial, "0.3")
+    names, backend, stopping = open_names(trial), FakeBackend(), threading.Event()
+    who = Identity(3, "7.1", 0, "student")
+    replica = Replica(backend, trial, names, TOKENS, who, "/student", frozen=True)
+    task = asyncio.create_task(replica.run(stopping))
+    await until(lambda: replica.proxy.state == "serving")
+    assert backend.started == ("/student", "")
+    update = {"model_path": "/weights/0.4", "weight_version": "0.4"}
+    status, answer = await replica.proxy.control("/update_weights_from_disk", update)
+    assert status == 400 and "frozen" in answer["message"]
+    publish(trial, "0.5")
+    await asyncio.sleep(1.2)  # it looks for published weights twice a second
+    assert not [path for path, _ in backend.calls if path == "/update_weights_from_disk"]
+    found = names.leases(keys.servers("student"))["server/student/3"].value
+    assert (found["version"], found["state"]) == ("", "serving") and not names.leases(keys.servers("rollout"))
+    stopping.set()
+    assert await task == 75
 
 
 async def test_starts_with_the_newest_published_weights(trial):

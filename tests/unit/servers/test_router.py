@@ -87,7 +87,7 @@ def announce(names, index, fake, state="serving"):
         "pid": 1,
         "host": "h",
     }
-    return names.lease(keys.server(index), value, 60.0)
+    return names.lease(keys.server("rollout", index), value, 60.0)
 
 
 def request(min_version=""):
@@ -159,13 +159,15 @@ async def test_waits_for_a_server_and_gives_up_in_words(names):
     async with servers(1) as (fake,):
         lease = announce(names, 0, fake, state="waiting")
         async with Router(names, "data", poll_s=0.02, setup_timeout_s=0.2) as router:
-            with pytest.raises(RoleFailed, match="server/0 is waiting"):
+            with pytest.raises(RoleFailed, match="server/rollout/0 is waiting"):
                 await router.generate_many([request()])
         async with Router(names, "data", poll_s=0.02) as router:
             call = asyncio.create_task(router.generate_many([request()]))
             await asyncio.sleep(0.2)
             assert not call.done()
-            lease.renew({**names.leases(keys.SERVERS)[keys.server(0)].value, "state": "serving"})
+            lease.renew(
+                {**names.leases(keys.servers("rollout"))[keys.server("rollout", 0)].value, "state": "serving"}
+            )
             assert (await call)[0].output_ids == [1, 2]
 
 

@@ -72,7 +72,7 @@ def test_a_server_that_comes_and_goes_hides_no_hang(life, doing, to_blame):
     life.observe(TRAINER, "a", 10, doing)
     for now in range(15, 111, 5):
         life.started(SERVER, now)
-        life.observe_pool(servers(serving=1), now)
+        life.observe_pools({"rollout": servers(serving=1)}, now)
         assert not blamed(life, now, 1)
     assert blamed(life, 111, 1) == [to_blame]
 
@@ -80,8 +80,12 @@ def test_a_server_that_comes_and_goes_hides_no_hang(life, doing, to_blame):
 def servers(**states: int) -> dict[str, LeaseView]:
     found = [state for state, count in states.items() for _ in range(count)]
     return {
-        f"server/{i}": LeaseView(
-            f"server/{i}", {"state": state, "attempt": f"9_{i}.0", "incarnation": 2}, 0, state != "dead", 0.0
+        f"server/rollout/{i}": LeaseView(
+            f"server/rollout/{i}",
+            {"state": state, "attempt": f"9_{i}.0", "incarnation": 2},
+            0,
+            state != "dead",
+            0.0,
         )
         for i, state in enumerate(found)
     }
@@ -95,10 +99,10 @@ def test_no_unit_is_blamed_for_waiting_while_no_server_serves(doing, away):
         life.started(key, 0)
     life.observe(TRAINER, "a", 10, doing)
     for now in range(10, 3611, 50):
-        life.observe_pool(servers(**away), now)
+        life.observe_pools({"rollout": servers(**away), "student": servers(serving=1)}, now)
         life.observe(ROLLOUT, now, now)
         assert not blamed(life, now, 1)
-    life.observe_pool(servers(serving=1, **away), 3650)
+    life.observe_pools({"rollout": servers(serving=1, **away), "student": servers(serving=1)}, 3650)
     life.observe(ROLLOUT, 3711, 3711)
     assert not blamed(life, 3710, 1), "once one is back there is the usual time"
     assert blamed(life, 3711, 1) == [TRAINER if doing == "publish" else ROLLOUT]
@@ -110,10 +114,12 @@ def test_servers_that_stay_away_too_long_are_a_hang():
         life.started(TRAINER, 0)
         life.observe(TRAINER, "a", 0, doing)
         for now in range(0, until + 100, 10):
-            life.observe_pool({}, now)
+            life.observe_pools({"rollout": {}}, now)
             assert not blamed(life, now, 1)
         [(key, words)] = life.hung(until + 110, 1, [TRAINER])
-        assert key == TRAINER and ("no server has served for 610 s" in words) is (doing == "wait")
+        assert key == TRAINER and ("no server of pool rollout has served for 610 s" in words) is (
+            doing == "wait"
+        )
 
 
 def test_which_servers_of_an_attempt_serve(life):

@@ -93,7 +93,7 @@ def blamed(runner: TrialRunner) -> list:
 @pytest.mark.parametrize(("state", "to_blame"), [("loading", []), ("serving", [ROLLOUT])])
 def test_the_trainer_may_wait_as_long_as_no_server_serves(make, state, to_blame):
     runner = make(servers_away_s=1800.0)
-    runner.names.lease("server/0", {"attempt": "7.0", "incarnation": 0, "state": state}, 1e9)
+    runner.names.lease("server/rollout/0", {"attempt": "7.0", "incarnation": 0, "state": state}, 1e9)
     write_json(runner.attempt.activity("trainer", 0, 0), {"doing": "wait", "step": 3})
     rollout = runner.names.lease("rollout/0", {"attempt": "7.0"}, 1e9)
     for now in range(0, 1200, 10):

@@ -145,7 +145,7 @@ def test_a_replica_that_hangs_leaves_its_stacks_and_is_started_again(trial, monk
     monkeypatch.setattr(state_machine, "STACKS_S", 0.05)
     running = Running(trial, hang_min_s=0.3 if seen else 60.0, hang_max_s=60.0 if seen else 0.3)
     if seen:
-        running.names.lease("server/1", {"attempt": "150_0.0", "state": "serving"}, 0.2)
+        running.names.lease("server/rollout/1", {"attempt": "150_0.0", "state": "serving"}, 0.2)
     started(running)
     running.until(lambda: len(running.steps.started) == 2)
     assert running.steps.started[0].dumped and running.steps.started[0].code == -9

@@ -44,7 +44,9 @@ class FakeServer:
         await site.start()
         port = site._server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.lease = self.names.lease(keys.server(self.index), {"url": self.url, "version": ""}, ttl_s=60)
+        self.lease = self.names.lease(
+            keys.server("rollout", self.index), {"url": self.url, "version": ""}, ttl_s=60
+        )
         return self
 
     async def control(self, request: web.Request) -> web.Response:
@@ -110,7 +112,7 @@ async def publish(publisher: Publisher, trial: Trial, step: int, stopping: threa
 
 async def test_every_live_server_gets_the_weights_in_the_right_order(publisher, trial, servers):
     result = await publish(publisher, trial, 1)
-    assert result.acknowledged == ["server/0", "server/1", "server/2"]
+    assert result.acknowledged == ["server/rollout/0", "server/rollout/1", "server/rollout/2"]
     for server in servers:
         assert server.version == "0.1"
         assert server.calls == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
@@ -124,8 +126,8 @@ async def test_slow_dead_and_lying_servers_are_left_out_and_none_stays_paused(pu
     await dead.stop()
     start = time.monotonic()
     result = await publish(publisher, trial, 1)
-    assert result.acknowledged == ["server/2"]
-    assert set(result.failed) == {"server/0", "server/1"}
+    assert result.acknowledged == ["server/rollout/2"]
+    assert set(result.failed) == {"server/rollout/0", "server/rollout/1"}
     assert time.monotonic() - start < 5
     assert slow.calls[-1] == "/continue_generation"
     assert good.version == "0.1"
@@ -140,21 +142,21 @@ async def test_a_server_that_loaded_by_itself_is_asked_again(publisher, trial, s
     bad = servers[0]
     bad.refuse = True
     result = await publish(publisher, trial, 1)
-    assert "bad file" in result.failed["server/0"]
+    assert "bad file" in result.failed["server/rollout/0"]
     bad.refuse = False
-    assert "server/0" not in (await publish(publisher, trial, 2)).acknowledged
+    assert "server/rollout/0" not in (await publish(publisher, trial, 2)).acknowledged
     bad.lease.renew({"url": bad.url, "version": "0.2"})
-    assert "server/0" in (await publish(publisher, trial, 3)).acknowledged
+    assert "server/rollout/0" in (await publish(publisher, trial, 3)).acknowledged
 
 
 async def test_a_server_with_a_new_epoch_is_asked_again(publisher, trial, servers):
     servers[0].lie = True
-    assert (await publish(publisher, trial, 1)).failed["server/0"] == "reports '' after the update"
+    assert (await publish(publisher, trial, 1)).failed["server/rollout/0"] == "reports '' after the update"
     servers[0].lie = False
     servers[0].lease = servers[0].names.lease(
-        keys.server(0), {"url": servers[0].url, "version": ""}, ttl_s=60
+        keys.server("rollout", 0), {"url": servers[0].url, "version": ""}, ttl_s=60
     )
-    assert "server/0" in (await publish(publisher, trial, 2)).acknowledged
+    assert "server/rollout/0" in (await publish(publisher, trial, 2)).acknowledged
 
 
 async def test_no_server_at_all_fails_in_words(publisher, trial, servers):
@@ -170,16 +172,16 @@ async def test_it_waits_for_the_first_server_to_appear(publisher, trial, servers
     waiting = asyncio.create_task(publish(publisher, trial, 1))
     await asyncio.sleep(0.3)
     servers[1].lease = servers[1].names.lease(
-        keys.server(1), {"url": servers[1].url, "version": ""}, ttl_s=60
+        keys.server("rollout", 1), {"url": servers[1].url, "version": ""}, ttl_s=60
     )
-    assert (await waiting).acknowledged == ["server/1"]
+    assert (await waiting).acknowledged == ["server/rollout/1"]
 
 
 async def test_a_server_that_still_loads_is_not_asked_and_not_held_against_it(publisher, trial, servers):
     servers[0].lease.renew({"url": servers[0].url, "version": "", "state": "loading"})
-    assert (await publish(publisher, trial, 1)).acknowledged == ["server/1", "server/2"]
+    assert (await publish(publisher, trial, 1)).acknowledged == ["server/rollout/1", "server/rollout/2"]
     servers[0].lease.renew({"url": servers[0].url, "version": "", "state": "waiting"})
-    assert "server/0" in (await publish(publisher, trial, 2)).acknowledged
+    assert "server/rollout/0" in (await publish(publisher, trial, 2)).acknowledged
 
 
 async def test_told_to_stop_it_does_not_wait_for_servers(publisher, trial, servers):
